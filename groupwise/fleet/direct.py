@@ -186,8 +186,9 @@ class DirectFleet:
         require_passable(ids=list(ids), reason=reason)
         found: list[Document] = []
         for some in portions(ids):
-            found += self.change(jobs.together, some, change)
-            self.ring(*some)
+            done = self.change(jobs.together, some, change)
+            self.ring(*jobs.changed(done))
+            found += done
         return found
 
     def _rung(self, job_id: str, found: Document) -> Document:

@@ -81,10 +81,10 @@ def _names(document: Any, depth: int) -> Iterator[str]:
 
 
 def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
-    """The ids as messages of at most `largest` bytes, as `ids_in` reads them."""
+    """The ids as messages of at most `largest` bytes, as `ids_in` reads them; what is no id would be heard by nobody, and is left out."""
     held: list[str] = []
     size = 2
-    for name in job_ids:
+    for name in filter(JOB_ID.fullmatch, job_ids):  # so that each letter is one byte
         if held and size + len(name) + 3 > largest:
             yield _message(held)
             held, size = [], 2

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import psycopg
@@ -49,6 +50,7 @@ class PostgresDoorbell:
         self._listener: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
         self._silent = False
+        self._refusal_is_told = False
         self.is_listening = False
         """Whether notifications are heard now."""
 
@@ -117,14 +119,25 @@ class PostgresDoorbell:
             try:
                 async with asyncio.timeout(CHECKED):
                     await self._notify(connection, rung)
+            except psycopg.Error as error:
+                if connection.closed:
+                    self._unsent.put(rung)
+                    raise
+                self._refused(error)
             except BaseException:  # cancelled, too: nothing that was rung is dropped on the way
                 self._unsent.put(rung)
                 raise
             await asyncio.sleep(GATHERED)
 
     async def _notify(self, connection: Connection, rung: frozenset[str]) -> None:
-        text = next(messages(sorted(rung), SENT)).decode()
-        await connection.execute("SELECT pg_notify(%s, %s)", (self._channel, text))
+        for text in islice(messages(sorted(rung), SENT), 1):
+            await connection.execute("SELECT pg_notify(%s, %s)", (self._channel, text.decode()))
+
+    def _refused(self, error: psycopg.Error) -> None:
+        """The connection is well, and would refuse the same again; meanwhile no other could be sent."""
+        if not self._refusal_is_told:
+            logger.warning("PostgreSQL refuses notifications (%s): sweeps find their jobs", error)
+        self._refusal_is_told = True
 
     def _broke(self, error: Exception) -> None:
         if not self._silent:

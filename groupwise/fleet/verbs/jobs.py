@@ -283,6 +283,11 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
     ]
 
 
+def changed(done: Sequence[Document]) -> list[str]:
+    """The ids of those for which `together` did what was asked; the others may be ids that there are not."""
+    return [each["job_id"] for each in done if "error" not in each]
+
+
 def _refused(job_id: str, refusal: Refusal) -> Document:
     return {"job_id": job_id, "error": {"code": refusal.code, "message": refusal.message}}
 

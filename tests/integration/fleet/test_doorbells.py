@@ -266,6 +266,29 @@ class TestPostgres:
         assert len(counted) <= 4
         await plain.close()
 
+    async def test_what_is_no_id_and_what_the_server_refuses_keep_no_other_from_being_sent(
+        self, database, monkeypatch, caplog
+    ):
+        ringer, listener = (PostgresDoorbell(arguments(database)) for _ in range(2))
+        await listening(listener)
+        ringer.open()
+        ringer.ring(["first"])
+        assert await listener.wait(SECONDS) == {"first"}
+        ringer.ring(["é" * 250 + str(number) for number in range(200)] + ["\x00"])
+        ringer.ring(["second"])
+        assert await listener.wait(SECONDS) == {"second"}
+        monkeypatch.setattr("groupwise.fleet.doorbells.postgres.SENT", 64_000)
+        for _ in range(2):
+            ringer.ring([f"job-{number}" for number in range(2000)])
+            await until_async(lambda: not ringer._unsent._ids)
+        ringer.ring(["third"])
+        assert await listener.wait(SECONDS) == {"third"}
+        assert [record.message[:34] for record in caplog.records] == [
+            "PostgreSQL refuses notifications ("
+        ]
+        await ringer.close()
+        await listener.close()
+
     async def test_rings_of_one_moment_are_gathered(self, database, monkeypatch):
         monkeypatch.setattr("groupwise.fleet.doorbells.postgres.GATHERED", 1.0)
         bell, listener = (
@@ -322,6 +345,12 @@ class TestPostgres:
         await hears(bell, lambda: ringer.ring(["after"]), "after")
         await bell.close()
         await ringer.close()
+
+
+async def until_async(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not holds():  # noqa: ASYNC110  (nothing else says so)
+            await asyncio.sleep(0.01)
 
 
 async def listening(bell: PostgresDoorbell) -> None:

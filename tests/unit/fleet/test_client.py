@@ -14,6 +14,8 @@ import pytest
 from groupwise.errors import UsageError
 from groupwise.fleet import client
 from groupwise.fleet.client import FleetAway, FleetClient
+from groupwise.fleet.direct import DirectFleet
+from groupwise.fleet.doorbells.local import LocalDoorbell
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.patience import ASK_ON
 from groupwise.fleet.queue import admission
@@ -21,6 +23,7 @@ from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import PIECE, BlobStore
 from groupwise.wire.fleet import ENDED_HEADER, EPOCH_HEADER, MOST_CHANGED, OFFSET_HEADER, LogPart
 from groupwise.wire.problems import Refusal
@@ -167,6 +170,19 @@ def test_many_are_changed_in_portions(fleet: FleetClient) -> None:
     events = {e["kind"]: e["detail"] for e in fleet.show(ids[0])["events"]}
     assert events["job.cancelled"] == {"reason": "wrong data"}
     assert fleet.cancel_all([]) == []
+
+
+def test_of_many_those_are_rung_for_that_were_changed(
+    fleet: FleetClient, database: Database, place: FleetPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung: list[str] = []
+    monkeypatch.setattr(LocalDoorbell, "ring", lambda _, ids: rung.extend(ids))
+    for each in (fleet, DirectFleet(place, database, Actor("user:ada"))):
+        job = each.submit(COMMAND)["job_id"]
+        assert rung == [job]
+        each.cancel_all(["no such job", job, "é" * 250])
+        assert rung == [job, job]
+        rung.clear()
 
 
 def test_several_jobs_are_submitted_together_or_not_at_all(fleet: FleetClient) -> None:

@@ -194,7 +194,7 @@ async def retry_jobs(asked: AskedHere, body: JobsBody) -> Response:
 
 async def _together(asked: Asked, body: JobsBody, change: jobs.Change) -> Response:
     found = await asked.run(lambda session: jobs.together(session, asked.actor, body.jobs, change))
-    asked.serving.doorbell.ring(body.jobs)
+    asked.serving.doorbell.ring(jobs.changed(found))
     return document(found)
 
 
