@@ -11,9 +11,9 @@ import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, JobArgument, fleet
 from groupwise.cli.fleet_words import whole
-from groupwise.cli.output import say
+from groupwise.cli.output import report_error, say
 from groupwise.cli.printing import print_json
-from groupwise.errors import UsageError
+from groupwise.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
     from groupwise.cli.fleet_access import Fleet
@@ -103,7 +103,9 @@ class _Verb:
     name: str
     statuses: frozenset[str]
     """Of the jobs that it is for: of those that options choose, the others are left alone."""
-    do: Callable[[Fleet, Sequence[str]], list[dict[str, Any]]]
+    one: Callable[[Fleet, str], dict[str, Any]]
+    """It as it is then; raises where it is refused. An API has had this for longer than what is done to many."""
+    many: Callable[[Fleet, Sequence[str]], list[dict[str, Any]]]
     """Each as it is then, or its `error`."""
     said: Callable[[dict[str, Any]], str]
     """What became of a job, in words."""
@@ -147,9 +149,6 @@ def _do(
     told: str | None, ids: Sequence[str] | None, wanted: _Wanted, verb: _Verb, as_json: bool
 ) -> None:
     """One that is named alone is done or refused; of several each, whatever becomes of the others."""
-    from groupwise.wire.fleet import portions
-    from groupwise.wire.problems import Refusal
-
     given = wanted.given()
     if not ids and not given:
         raise UsageError(
@@ -161,14 +160,10 @@ def _do(
         )
     with fleet(told) as access:
         if ids and len(ids) == 1:
-            (found,) = verb.do(access, ids)
-            if "error" in found:
-                raise Refusal(found["error"]["code"], found["error"]["message"])
+            found = verb.one(access, ids[0])
             print_json(found) if as_json else say(verb.said(found))
             return
-        done: list[dict[str, Any]] = []
-        for some in portions(ids or wanted.ids(access, verb.statuses)):
-            done += _told(verb, verb.do(access, some), as_json)
+        done = _each(access, ids or wanted.ids(access, verb.statuses), verb, as_json)
     refused = sum("error" in each for each in done)
     if as_json:
         print_json(done)
@@ -176,6 +171,22 @@ def _do(
         say(f"{verb.name}: {_count(len(done), refused)}")
     if refused:
         raise typer.Exit(UsageError.exit_code)
+
+
+def _each(access: Fleet, ids: Sequence[str], verb: _Verb, as_json: bool) -> list[dict[str, Any]]:
+    """Where this breaks off, programs get what is done until then beside the error."""
+    from groupwise.wire.fleet import portions
+
+    done: list[dict[str, Any]] = []
+    for some in portions(ids):
+        try:
+            done += _told(verb, verb.many(access, some), as_json)
+        except GroupwiseError as error:
+            if not as_json:
+                raise
+            print_json({"error": {"code": error.code, "message": error.message}, "done": done})
+            raise typer.Exit(report_error(error, as_json=False)) from error
+    return done
 
 
 def _told(verb: _Verb, done: list[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
@@ -218,6 +229,7 @@ def cancel(
     verb = _Verb(
         "cancel",
         frozenset(JobStatus) - FINAL,
+        lambda access, job_id: access.cancel(job_id, reason),
         lambda access, ids: access.cancel_all(ids, reason),
         _cancelled,
     )
@@ -252,6 +264,7 @@ def retry(
     verb = _Verb(
         "retry",
         frozenset(RETRIED_FROM),
+        lambda access, job_id: access.retry(job_id),
         lambda access, ids: access.retry_all(ids),
         lambda job: f"{_is_now(job)} again",
     )
@@ -272,7 +285,13 @@ def hold(
     Options choose among all that wait.
     """
     waiting = frozenset(("queued", "pending"))
-    verb = _Verb("hold", waiting, lambda access, ids: access.hold_all(ids), _is_now)
+    verb = _Verb(
+        "hold",
+        waiting,
+        lambda access, job_id: access.hold(job_id),
+        lambda access, ids: access.hold_all(ids),
+        _is_now,
+    )
     _do(told, job, _Wanted(status, project, name, label), verb, as_json)
 
 
@@ -290,7 +309,13 @@ def release(
     Options choose among all that are held.
     """
     held = frozenset(("held",))
-    verb = _Verb("release", held, lambda access, ids: access.release_all(ids), _is_now)
+    verb = _Verb(
+        "release",
+        held,
+        lambda access, job_id: access.release(job_id),
+        lambda access, ids: access.release_all(ids),
+        _is_now,
+    )
     _do(told, job, _Wanted(status, project, name, label), verb, as_json)
 
 

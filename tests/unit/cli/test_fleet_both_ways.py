@@ -16,6 +16,8 @@ import pytest
 import typer.main
 
 from groupwise.cli.main import main
+from groupwise.errors import RunError
+from groupwise.fleet.client import FleetClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.settings import FleetPlace
@@ -353,6 +355,45 @@ def test_what_is_refused_of_several_is_told_in_the_same_words(
     assert err.count("not done: ") == refused
     found = ways.both(*told, "--json")[1]
     assert found.count('"error"') == max(refused, 1)
+
+
+@pytest.mark.parametrize("verb", ["cancel", "retry", "hold", "release"])
+def test_one_job_is_asked_for_as_ever_since_an_older_api_knows_no_other_way(
+    ways: BothWays, jobs: dict[str, str], verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FleetClient, f"{verb}_all")
+    job = jobs[{"cancel": "cancelled", "hold": "held", "release": "waits"}.get(verb, "done")]
+    code, _, err = ways.afar(verb, job)
+    assert "bug" not in err
+    assert code in (0, 2)
+
+
+@pytest.mark.parametrize("json_too", [(), ("--json",)])
+def test_what_was_done_before_it_breaks_off_is_told(
+    ways: BothWays, jobs: dict[str, str], monkeypatch: pytest.MonkeyPatch, json_too: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("groupwise.wire.fleet.MOST_CHANGED", 1)
+    for fleet in (DirectFleet, FleetClient):
+        monkeypatch.setattr(fleet, "hold_all", _until(jobs["waits"], fleet.hold_all))
+    code, out, err = ways.both("hold", jobs["held"], "job-none", jobs["waits"], *json_too)
+    assert code == 1
+    assert err.count("not done: ") == 1
+    assert err.endswith("groupwise: the fleet is away\n")
+    if not json_too:
+        assert f"{jobs['held']} is held" in err
+        return
+    told = json.loads(out)
+    assert told["error"]["message"] == "the fleet is away"
+    assert [each["job_id"] for each in told["done"]] == [jobs["held"], "job-none"]
+
+
+def _until(last: str, change: Any) -> Any:
+    def changed(fleet: Any, ids: list[str]) -> Any:
+        if last in ids:
+            raise RunError("the fleet is away")
+        return change(fleet, ids)
+
+    return changed
 
 
 @pytest.mark.parametrize(
