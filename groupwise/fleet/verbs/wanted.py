@@ -1,7 +1,8 @@
 """What a job wants of machines and no machine of the fleet is or has: a name, a label, a model of GPU.
 
 Such a job is accepted, since the machine may be added tomorrow, and waits until then without a word; so whoever submits is told at once.
-The fleet is read once for all jobs of a submission, and only if one of them wants such a thing.
+The fleet is read once for all jobs of a submission, and only if one of them wants such a thing. What its machines have is gathered once as
+well: thousands of jobs may each want something else, and whoever submits them holds up other writers meanwhile.
 """
 
 from __future__ import annotations
@@ -34,12 +35,36 @@ class _Machine:
     """Index, UUID, model."""
 
 
+class _There:
+    """What some machines have, to be looked up often."""
+
+    def __init__(self, machines: Sequence[_Machine]) -> None:
+        self.having: dict[tuple[str, str], set[int]] = {}
+        """Which of them, counted from 0, have each label."""
+        for number, each in enumerate(machines):
+            for label in each.labels.items():
+                self.having.setdefault(label, set()).add(number)
+        self.labels = sorted(f"{name}={value}" for name, value in self.having)
+        self.models = sorted({model for each in machines for _, _, model in each.gpus if model})
+        self.gpus = {name for each in machines for gpu in each.gpus for name in gpu[:2]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """Its machines by name, and what all of them have."""
+
+    machines: Mapping[str, _Machine]
+    there: _There
+    names: Sequence[str]
+
+
 def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
     """For each of the jobs what of it is not to be had in the fleet as it is."""
     wishes = [_wish(resources) for resources in jobs]
     told: dict[Wish, list[str]] = {_NONE: []}
     if any(wish != _NONE for wish in wishes):
-        fleet = _fleet(session)
+        machines = _machines(session)
+        fleet = _Fleet(machines, _There([*machines.values()]), [*machines])
         for wish in wishes:
             if wish not in told:
                 told[wish] = _missing(fleet, wish, compare=len(told) <= MOST_COMPARED)
@@ -54,7 +79,7 @@ def _wish(resources: Resources) -> Wish:
     return resources.vm, labels, resources.gpu_model, resources.named
 
 
-def _fleet(session: Session) -> dict[str, _Machine]:
+def _machines(session: Session) -> dict[str, _Machine]:
     gpus: dict[str, list[tuple[int, str, str]]] = {}
     columns = (GPU.vm_id, GPU.index, GPU.uuid, GPU.model)
     for vm_id, index, uuid, model in session.execute(select(*columns).order_by(*columns[:2])):
@@ -66,7 +91,7 @@ def _fleet(session: Session) -> dict[str, _Machine]:
     }
 
 
-def _missing(fleet: Mapping[str, _Machine], wish: Wish, *, compare: bool) -> list[str]:
+def _missing(fleet: _Fleet, wish: Wish, *, compare: bool) -> list[str]:
     return [
         f"{wrong}, so the job waits until that changes{there}"
         for wrong, name, names, otherwise in _wrong(fleet, wish)
@@ -74,34 +99,32 @@ def _missing(fleet: Mapping[str, _Machine], wish: Wish, *, compare: bool) -> lis
     ]
 
 
-def _wrong(fleet: Mapping[str, _Machine], wish: Wish) -> Iterator[_Wrong]:
+def _wrong(fleet: _Fleet, wish: Wish) -> Iterator[_Wrong]:
     vm, labels, model, named = wish
-    if vm is not None and vm not in fleet:
+    if vm is not None and vm not in fleet.machines:
         which = f" (GPU {', '.join(map(str, named))} of it is asked for)" if named else ""
-        yield f"no machine is called {vm!r}{which}", vm, [*fleet], "vm add"
+        yield f"no machine is called {vm!r}{which}", vm, fleet.names, "vm add"
         return
-    machines = [*fleet.values()] if vm is None else [fleet[vm]]
+    there = fleet.there if vm is None else _There([fleet.machines[vm]])
     whose = "no machine has" if vm is None else f"machine {vm} does not have"
-    yield from _wrong_labels(machines, labels, whose)
-    models = sorted({seen for each in machines for _, _, seen in each.gpus if seen})
-    if model is not None and all(model.casefold() not in seen.casefold() for seen in models):
+    yield from _wrong_labels(there, labels, whose)
+    if model is not None and all(model.casefold() not in m.casefold() for m in there.models):
         of = "" if vm is None else f" of machine {vm}"
-        yield f"no GPU{of} that was seen is a {model}", model, models, "vm add"
-    there = {name for each in machines for index, uuid, _ in each.gpus for name in (index, uuid)}
+        yield f"no GPU{of} that was seen is a {model}", model, there.models, "vm add"
     for name in named:
-        if name not in there:
+        if name not in there.gpus:
             yield f"{whose} a GPU {name} that was seen", "", (), ""
 
 
-def _wrong_labels(
-    machines: Sequence[_Machine], labels: Sequence[tuple[str, str]], whose: str
-) -> Iterator[_Wrong]:
-    if any(set(labels) <= set(each.labels.items()) for each in machines):
-        return
-    there = sorted({f"{name}={value}" for each in machines for name, value in each.labels.items()})
-    asked = [f"{name}={value}" for name, value in labels]
-    lacking = [word for word in asked if word not in there]
-    for word in lacking:
-        yield f"{whose} the label {word}", word, there, "vm set"
-    if asked and not lacking:
-        yield f"{whose} {' and '.join(asked)} together", "", (), ""
+def _wrong_labels(there: _There, labels: Sequence[tuple[str, str]], whose: str) -> Iterator[_Wrong]:
+    lacking = [label for label in labels if label not in there.having]
+    for name, value in lacking:
+        word = f"{name}={value}"
+        yield f"{whose} the label {word}", word, there.labels, "vm set"
+    if (
+        labels
+        and not lacking
+        and not set[int].intersection(*(there.having[label] for label in labels))
+    ):
+        asked = " and ".join(f"{name}={value}" for name, value in labels)
+        yield f"{whose} {asked} together", "", (), ""

@@ -1,6 +1,7 @@
 """Projects, the state of the fleet, submissions and what is cleared away."""
 
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,6 +247,37 @@ def test_the_fleet_is_read_once_for_all_jobs_of_an_array(small: Any) -> None:
     assert found[0][0].endswith("did you mean h1?")
     assert found[499] == ["no machine is called 'h1-499', so the job waits until that changes"]
     assert small.database.read(lambda s: wanted.nowhere(s, [Resources()])) == [[]]
+
+
+def test_of_thousands_of_different_wishes_each_costs_the_same_in_a_large_fleet(small: Any) -> None:
+    """All this is within the transaction that submits, for which other writers wait."""
+    asked = [
+        Resources(labels={"run": str(number), "zone": "a"}, gpu_model=f"H{number}", named=(number,))
+        for number in range(300)
+    ]
+
+    def calls(asked: list[Resources]) -> int:
+        counted = 0
+
+        def count(*_: Any) -> None:
+            nonlocal counted
+            counted += 1
+
+        def look(session: Session) -> None:
+            sys.setprofile(count)
+            try:
+                wanted.nowhere(session, asked)
+            finally:
+                sys.setprofile(None)
+
+        small.database.read(look)
+        return counted
+
+    small.machine("h", gpus=8, labels={"zone": "a"})
+    few = calls(asked) - calls(asked[:100])
+    for number in range(30):
+        small.machine(f"h{number}", gpus=8, labels={"zone": "a", "name": str(number)})
+    assert calls(asked) - calls(asked[:100]) < 1.1 * few
 
 
 def test_a_plan_leaves_nothing(small: Any) -> None:
