@@ -6,6 +6,10 @@ it is sent twice, job, epoch, rank and offset are the same.
 
 A line is sent when its end is there, or its attempt is over. One that is longer than `LONGEST` is sent in pieces.
 
+What an address refuses because of what it is (too large, not to its liking) is sent in halves, and so on. A line that is refused alone is
+left out: a short one in its place says so, under the same offset. Where that is refused as well, it is not the line: the log waits, and the
+others go on. Where nothing is taken at all, everything waits.
+
 Nothing else waits for a sink: what standard output or a file does not take is written by a thread of its own, for which neither the other
 tasks of the process wait nor its end. Lines that have not been taken then are sent by the next process.
 """
@@ -20,7 +24,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,12 +48,28 @@ INTERVAL = 1.0
 LONGEST_PAUSE = 60.0
 """Seconds until a sink that does not take anything is asked again."""
 MEMBERS_AT_ONCE = 200
-PIECE = 1 << 20
-"""Bytes of one log that are read at a time."""
+PIECE = 256 * 1024
+"""Bytes of one log that are read at a time: each may be a line of its own, and becomes a hundred bytes then."""
+LARGEST = 512 * 1024
+"""Bytes that a sink is given at once: many that speak HTTP take a megabyte at most. A line of `LONGEST` has room, whatever is in it."""
+LEAST = 16 * 1024
+"""The same for an address that takes less."""
+TOO_LARGE = 413
+ELSEWHERE = frozenset({401, 404, 405, 407, 408, 410, 421, 425, 429})
+"""Answers that have nothing to do with what was sent: to whom, by whom, how often."""
+REFUSED_IN_A_ROW = 10
+"""Logs; it is hardly they, then, where nothing is taken."""
 LONGEST = 64 * 1024
 """Bytes of a line that are sent as one."""
 TAKEN = 30.0
 """Seconds after which it is told that standard output or a file takes nothing."""
+
+AWAY = (OSError, httpx2.HTTPError, httpx2.InvalidURL)
+"""What a sink raises that takes nothing now."""
+NONE = (0, -1)
+"""No log is ordered before this one,"""
+LAST = (2**63 - 1, 2**31 - 1)
+"""and none behind this one."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +89,37 @@ class Behind:
     over: bool
     """Nothing will be added."""
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """By which logs are ordered."""
+        return self.epoch, self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """As it is sent."""
+
+    begin: int
+    end: int
+    """Offsets in the log."""
+    told: bytes
+
+
+class Refused(Exception):
+    """These lines are not taken, however often they are sent."""
+
+    def __init__(self, status: int) -> None:
+        """Of HTTP."""
+        self.status = status
+        super().__init__(f"HTTP {status}")
+
 
 class Sink(Protocol):
     """Takes lines, each a JSON object and a line end."""
 
     async def take(self, lines: bytes) -> None:
-        """Once this returns they are taken. Raises OSError, httpx2.HTTPError or httpx2.InvalidURL where they are not."""
+        """Once this returns they are taken. Raises OSError, httpx2.HTTPError or httpx2.InvalidURL where they are not now, Refused where
+        they never will be."""
         ...
 
 
@@ -184,6 +230,8 @@ class Address:
             answer = await http.post(
                 self._url, content=lines, headers={"Content-Type": "application/x-ndjson"}
             )
+            if answer.is_client_error and answer.status_code not in ELSEWHERE:
+                raise Refused(answer.status_code)
             answer.raise_for_status()
 
 
@@ -206,6 +254,14 @@ class Shipper:
         self._logs = logs
         self._sink = sink
         self._interval = interval
+        self._largest = LARGEST
+        self._first = NONE
+        """Behind this log the next round begins, so that one at which rounds break off is not always the first."""
+        self._taken = 0
+        """Bytes of logs, ever."""
+        self._refused: dict[tuple[int, int], _Pause] = {}
+        """Logs of which the sink takes nothing while it takes others."""
+        self._leaving_out_is_told = False
 
     async def run(self) -> None:
         """For ever. A sink that does not take anything is told once, and asked again less and less often."""
@@ -216,7 +272,7 @@ class Shipper:
                 if pause > self._interval:
                     logger.info("logs are taken again")
                 pause = self._interval
-            except (OSError, httpx2.HTTPError, httpx2.InvalidURL, RunError) as error:
+            except (*AWAY, Refused, RunError) as error:
                 if pause == self._interval:
                     logger.warning(
                         "logs are not taken: %s; nothing is lost, it is tried again", error
@@ -226,34 +282,137 @@ class Shipper:
 
     async def round(self) -> int:
         """Send all that is there now; how many bytes of logs that was."""
-        total, last = 0, (0, -1)
-        while behind := await self._database.read_in_thread(partial(_behind, after=last)):
-            for log in behind:
-                total += await self._send(log)
-            last = behind[-1].epoch, behind[-1].rank
-        return total
+        before, seen = self._taken, set[tuple[int, int]]()
+        refused: dict[tuple[int, int], Refused] = {}
+        async for log in self._all_behind():
+            seen.add(log.key)
+            if self._waits(log.key):
+                continue
+            try:
+                await self._send(log)
+                self._refused.pop(log.key, None)
+            except Refused as error:
+                refused[log.key] = error
+                new = refused.keys() - self._refused.keys()
+                if self._taken == before and len(new) >= REFUSED_IN_A_ROW:
+                    break
+            except AWAY:
+                self._first = log.key
+                raise
+        self._note(refused, seen, nothing_taken=self._taken == before)
+        return self._taken - before
 
-    async def _send(self, log: Behind) -> int:
-        """All of one log that can be sent; how many bytes of it."""
-        begin = log.sent
+    async def _all_behind(self) -> AsyncIterator[Behind]:
+        """Each once, in their order, round and round."""
+        first, self._first = self._first, NONE
+        for last, until in ((first, LAST), (NONE, first)):
+            if last == until:
+                break
+            while behind := await self._database.read_in_thread(
+                partial(_behind, after=last, until=until)
+            ):
+                for log in behind:
+                    yield log
+                last = behind[-1].key
+
+    def _waits(self, key: tuple[int, int]) -> bool:
+        known = self._refused.get(key)
+        return known is not None and time.monotonic() < known.until
+
+    def _note(
+        self,
+        refused: Mapping[tuple[int, int], Refused],
+        seen: Set[tuple[int, int]],
+        *,
+        nothing_taken: bool,
+    ) -> None:
+        """Of a round that was not broken off. Raises Refused where it is the sink, as far as can be seen, and not the logs."""
+        new = {key: error for key, error in refused.items() if key not in self._refused}
+        if new and nothing_taken:
+            self._first, error = next(reversed(new.items()))
+            raise error
+        for (epoch, rank), error in new.items():
+            logger.warning(
+                "of the log of attempt %d, rank %d, nothing is taken (%s), not even that a line was left out; it waits, the others go on",
+                epoch,
+                rank,
+                error,
+            )
+        self._refused = {key: pause for key, pause in self._refused.items() if key in seen}
+        for key in refused:
+            before = self._refused.get(key)
+            seconds = min(2 * before.seconds, LONGEST_PAUSE) if before else 2 * self._interval
+            self._refused[key] = _Pause(time.monotonic() + seconds, seconds)
+
+    async def _send(self, log: Behind) -> None:
+        """All of one log that can be sent."""
         while log.sent < log.here:
             lines, end = await asyncio.to_thread(_lines, self._logs, log)
             if end == log.sent:
                 break
             if lines:
-                await self._sink.take(lines)
-            await self._database.in_thread(partial(_moved, log=log, end=end))
+                await self._give(log, lines)
+            else:
+                await self._move(log, log.sent, end)
             log = replace(log, sent=end)
-        return log.sent - begin
+
+    async def _give(self, log: Behind, lines: Sequence[_Line]) -> None:
+        """In halves where that is too much, or refused; one after the other, so that whoever reads them has them in their order."""
+        if await self._is_taken(log, lines):
+            await self._move(log, lines[0].begin, lines[-1].end)
+            return
+        half = len(lines) // 2
+        await self._give(log, lines[:half])
+        await self._give(log, lines[half:])
+
+    async def _is_taken(self, log: Behind, lines: Sequence[_Line]) -> bool:
+        """One line alone always is, or what says in its place that it was left out."""
+        size = sum(len(line.told) for line in lines)
+        if size > self._largest and len(lines) > 1:
+            return False
+        try:
+            await self._sink.take(b"".join(line.told for line in lines))
+        except Refused as error:
+            if error.status == TOO_LARGE:
+                self._largest = min(self._largest, max(size // 2, LEAST))
+            if len(lines) > 1:
+                return False
+            await self._leave_out(log, lines[0], error)
+        return True
+
+    async def _leave_out(self, log: Behind, line: _Line, error: Refused) -> None:
+        said = f"[{line.end - line.begin} bytes are left out here: {error}]"
+        await self._sink.take(_told(log, line.begin, said, left_out=str(error)))
+        if not self._leaving_out_is_told:
+            logger.warning(
+                "where logs are sent a line of %s was refused (%s): it is left out there, and `left_out` says so, as of all further ones",
+                log.job_id,
+                error,
+            )
+        self._leaving_out_is_told = True
+
+    async def _move(self, log: Behind, begin: int, end: int) -> None:
+        await self._database.in_thread(partial(_moved, log=log, end=end))
+        self._taken += end - begin
 
 
-def _behind(session: Session, after: tuple[int, int]) -> list[Behind]:
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Of one log."""
+
+    until: float
+    """By the monotonic clock."""
+    seconds: float
+
+
+def _behind(session: Session, after: tuple[int, int], until: tuple[int, int]) -> list[Behind]:
     query = (
         select(Member, Attempt, Job.project)
         .join(Attempt, Attempt.epoch == Member.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
         .where(Member.log_shipped < Member.log_offset)
         .where(tuple_(Member.epoch, Member.rank) > tuple_(*map(literal, after)))
+        .where(tuple_(Member.epoch, Member.rank) <= tuple_(*map(literal, until)))
         .order_by(Member.epoch, Member.rank)
         .limit(MEMBERS_AT_ONCE)
     )
@@ -281,7 +440,7 @@ def _moved(session: Session, log: Behind, end: int) -> None:
     )
 
 
-def _lines(logs: Path, log: Behind) -> tuple[bytes, int]:
+def _lines(logs: Path, log: Behind) -> tuple[list[_Line], int]:
     """The lines that can be sent, and the offset behind them. A log that was pruned has none, and is done with."""
     data = b""
     with (
@@ -290,11 +449,14 @@ def _lines(logs: Path, log: Behind) -> tuple[bytes, int]:
     ):
         data = os.pread(file.fileno(), min(PIECE, log.here - log.sent), log.sent)
     if not data:
-        return b"", log.here
+        return [], log.here
     whole = log.over and log.sent + len(data) == log.here
-    parts = list(_split(data, whole))
-    told = b"".join(_told(log, log.sent + offset, part) for offset, part in parts)
-    return told, log.sent + sum(len(part) for _, part in parts)
+    lines: list[_Line] = []
+    for offset, part in _split(data, whole):
+        begin = log.sent + offset
+        text = part.decode("utf-8", "replace").removesuffix("\n")
+        lines.append(_Line(begin, begin + len(part), _told(log, begin, text)))
+    return lines, lines[-1].end if lines else log.sent
 
 
 def _split(data: bytes, whole: bool) -> Iterator[tuple[int, bytes]]:
@@ -310,7 +472,7 @@ def _split(data: bytes, whole: bool) -> Iterator[tuple[int, bytes]]:
         begin = end
 
 
-def _told(log: Behind, offset: int, line: bytes) -> bytes:
+def _told(log: Behind, offset: int, line: str, **more: str) -> bytes:
     document = {
         "job_id": log.job_id,
         "project": log.project,
@@ -318,6 +480,7 @@ def _told(log: Behind, offset: int, line: bytes) -> bytes:
         "rank": log.rank,
         "vm_id": log.vm_id,
         "offset": offset,
-        "line": line.decode("utf-8", "replace").removesuffix("\n"),
+        "line": line,
+        **more,
     }
     return json.dumps(document).encode() + b"\n"

@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,15 @@ from sqlalchemy import insert, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.files.logs import append, make
-from groupwise.fleet.files.shipping import LONGEST, Address, File, Shipper, StandardOutput, sink_of
+from groupwise.fleet.files.shipping import (
+    LONGEST,
+    Address,
+    File,
+    Refused,
+    Shipper,
+    StandardOutput,
+    sink_of,
+)
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import VM, Attempt, Job, Member
 
@@ -263,6 +271,123 @@ async def test_every_sink_takes_lines(tmp_path: Path, pipe: tuple[int, int]) -> 
     assert os.read(pipe[0], 100) == b"{}\n"
     assert (tmp_path / "lines.jsonl").read_bytes() == b"1\n2\n"
     assert posted == [b"3\n", b"4\n"]
+
+
+class Posted:
+    """An address that answers as `refuses` says to the bytes of a post; None: it takes them."""
+
+    def __init__(self, refuses: Callable[[bytes], int | None]) -> None:
+        self.refuses = refuses
+        self.posts: list[bytes] = []
+        self.lines: list[dict[str, Any]] = []
+
+    def sink(self) -> Address:
+        return Address("http://logs.example/in", httpx2.MockTransport(self._answer))
+
+    def _answer(self, request: httpx2.Request) -> httpx2.Response:
+        self.posts.append(request.content)
+        status = self.refuses(request.content)
+        if status is None:
+            self.lines += [json.loads(line) for line in request.content.splitlines()]
+        return httpx2.Response(status or 200)
+
+    def said(self, job: str) -> list[str]:
+        return [line["line"] for line in self.lines if line["job_id"] == job]
+
+
+async def test_nothing_large_is_posted_at_once(database: Database, logs: Path) -> None:
+    Log(database, logs).write((b"\xff" * 900 + b"\n") * 3000)
+    posted = Posted(lambda _: None)
+    assert await Shipper(database, logs, posted.sink()).round() == 3000 * 901
+    assert max(map(len, posted.posts)) < 600_000
+    assert [line["offset"] for line in posted.lines] == [901 * number for number in range(3000)]
+
+
+async def test_what_is_too_large_for_an_address_comes_in_smaller_posts(
+    database: Database, logs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    large, small = Log(database, logs, "large", 1), Log(database, logs, "small", 2)
+    large.write(b"".join(b"%d %s\n" % (number, b"x" * 900) for number in range(2000)))
+    small.write(b"one\n")
+    posted = Posted(lambda content: 413 if len(content) > 100_000 else None)
+    await Shipper(database, logs, posted.sink()).round()
+    assert [int(line.split()[0]) for line in posted.said("large")] == [*range(2000)]
+    assert posted.said("small") == ["one"]
+    assert sum(map(len, posted.posts)) < 2 * 2_200_000, "it is learnt how much it takes"
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("status", [400, 403, 413, 422])
+async def test_a_line_that_is_refused_alone_is_left_out_and_its_place_says_so(
+    database: Database, logs: Path, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    Log(database, logs, "odd", 1).write(b"one\nbad\nthree\nfour\nbad\n")
+    Log(database, logs, "fine", 2).write(b"one\n")
+    posted = Posted(lambda content: status if b'"bad"' in content else None)
+    assert await Shipper(database, logs, posted.sink()).round() == 27
+    left_out = f"[4 bytes are left out here: HTTP {status}]"
+    assert posted.said("odd") == ["one", left_out, "three", "four", left_out]
+    assert [line.get("left_out") for line in posted.lines[:3]] == [None, f"HTTP {status}", None]
+    assert [line["offset"] for line in posted.lines[:5]] == [0, 4, 8, 14, 19]
+    assert posted.said("fine") == ["one"]
+    assert len(caplog.records) == 1
+
+
+async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_go_on(
+    database: Database, logs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused, fine = Log(database, logs, "refused", 1), Log(database, logs, "fine", 2)
+    posted = Posted(lambda content: 403 if b'"refused"' in content else None)
+    shipper = Shipper(database, logs, posted.sink(), interval=0.05)
+    refused.write(b"one\ntwo\n")
+    for number in range(3):
+        fine.write(b"%d\n" % number)
+        await shipper.round()
+    assert posted.said("fine") == ["0", "1", "2"]
+    assert len(caplog.records) == 1
+    assert "attempt 1, rank 0" in caplog.text
+    posted.refuses = lambda _: None
+    async with asyncio.timeout(20):
+        while not posted.said("refused"):
+            await asyncio.sleep(0.01)
+            await shipper.round()
+    assert posted.said("refused") == ["one", "two"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 503])
+async def test_an_address_that_takes_nothing_at_all_loses_nothing_and_is_not_asked_for_each_log(
+    database: Database, logs: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr("groupwise.fleet.files.shipping.REFUSED_IN_A_ROW", 2)
+    jobs = [f"job-{number}" for number in range(1, 6)]
+    for number, job in enumerate(jobs):
+        Log(database, logs, job, number + 1).write(b"one\n")
+    posted = Posted(lambda _: status)
+    shipper = Shipper(database, logs, posted.sink())
+    asked: set[str] = set()
+    for _ in range(5):
+        posted.posts.clear()
+        with pytest.raises((Refused, httpx2.HTTPStatusError), match=str(status)):
+            await shipper.round()
+        assert len(posted.posts) <= 4
+        asked |= {json.loads(line)["job_id"] for line in posted.posts}
+    assert asked == set(jobs)
+    posted.refuses = lambda _: None
+    await shipper.round()
+    assert sorted(line["line"] for line in posted.lines) == ["one"] * 5
+
+
+async def test_a_log_at_which_an_address_breaks_keeps_none_of_the_others(
+    database: Database, logs: Path
+) -> None:
+    for number in range(1, 5):
+        Log(database, logs, f"job-{number}", number).write(b"one\n")
+    posted = Posted(lambda content: 500 if b"job-2" in content else None)
+    shipper = Shipper(database, logs, posted.sink())
+    for _ in range(2):
+        with pytest.raises(httpx2.HTTPStatusError):
+            await shipper.round()
+    assert [line["job_id"] for line in posted.lines] == ["job-1", "job-3", "job-4"]
 
 
 async def test_an_address_that_is_none_is_a_sink_that_is_away(
