@@ -474,9 +474,8 @@ class _ControlPlane:
         await self._until_stopped(manager.run())
 
     async def _track(self, role: _Role) -> None:
-        outlets: list[Outlet] = [
-            WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
-        ]
+        hooks = WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
+        outlets: list[Outlet] = [hooks]
         link = None
         if (url := self._place.nats_url) is not None:
             # whoever named an address hears if it is wrong; nobody has to have NATS where it is looked for unasked
@@ -492,6 +491,7 @@ class _ControlPlane:
                     shipper = Shipper(self._database, self._place.logs, sink_of(word))
                     group.create_task(self._until_stopped(shipper.run()))
         finally:
+            await hooks.close()
             if link is not None:
                 await link.close()
 

@@ -6,6 +6,9 @@ checked is what is connected to. `allow_private` opens that to the network of th
 
 An answer of 2xx is the end of it. Everything else is tried again with growing pauses, a bounded number of times. Either end is an event of
 the job, so that a tracker that is restarted does not begin anew with those that are done.
+
+Those for one place (host and port) wait for each other, and for no other place: few at once, those that were never tried first. Where
+nobody can be connected to, one is tried for all that wait for the same place, which then counts for each of them.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httpx2
 from sqlalchemy import select
 
+from groupwise.fleet import tasks
 from groupwise.fleet.queue.request import is_host
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
@@ -33,7 +37,13 @@ PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
 """Seconds before each further attempt; with the last one it is given up."""
 ANSWERED = 10.0
 """Seconds for the name, the connection and the answer together."""
-AT_ONCE = 16
+AT_ONCE = 64
+AT_ONE_PLACE = 4
+"""But one where the last could not be connected."""
+AWAY = 3
+"""Which of `PAUSES` is the longest for which nobody is sent to a place that could not be connected to."""
+LISTENED = 1.0
+"""Seconds that telling waits for answers; those that come later are told by the next one."""
 DELIVERED, GIVEN_UP = "webhook.delivered", "webhook.given_up"
 ACTOR = "tracker"
 
@@ -52,6 +62,21 @@ class _Trial:
     """What has been tried for one event."""
 
     attempts: int = 0
+    next_at: float = 0.0
+    is_queued: bool = False
+    """Or it is being tried."""
+    end: tuple[str, str] | None = None
+    """The kind of the last event, and because of what; it may not be written yet."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where some of them go."""
+
+    queue: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    workers: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    failures: int = 0
+    """Connections in a row."""
     next_at: float = 0.0
 
 
@@ -75,6 +100,8 @@ class WebhookOutlet:
         self._resolve = resolve or addresses_of
         self._clock = clock
         self._trials: dict[int, _Trial] = {}
+        self._to: dict[tuple[str, int] | None, _Place] = {}
+        self._settled: set[int] = set()
         self._places = asyncio.Semaphore(AT_ONCE)
         self._http = httpx2.AsyncClient(
             transport=transport,
@@ -84,24 +111,66 @@ class WebhookOutlet:
         )
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
-        """See `Outlet`."""
+        """See `Outlet`. What is under way when this returns goes on."""
         silent = {e.event_id for e in ended if e.webhook is None}
         wanted = [e for e in ended if e.webhook is not None]
         new = [e for e in wanted if e.event_id not in self._trials]
         known = await self._known(new) if new else frozenset[int]()
-        due = [e for e in wanted if e.event_id not in known and self._is_due(e)]
-        settled = await asyncio.gather(*(self._try(e) for e in due))
-        done = silent | known | {e.event_id for e, over in zip(due, settled, strict=True) if over}
+        for each in wanted:
+            if each.event_id not in known:
+                self._queue(each)
+        self._begin()
+        if workers := [worker for place in self._to.values() for worker in place.workers]:
+            await asyncio.wait(workers, timeout=LISTENED)
+        self._end()
+        done, self._settled = silent | known | self._settled, set()
         for event_id in done:
             self._trials.pop(event_id, None)
         return frozenset(done)
 
     async def close(self) -> None:
-        """End the connections."""
+        """Give up what is under way, which the next tracker tries again, and end the connections."""
+        await tasks.ended(*(worker for place in self._to.values() for worker in place.workers))
         await self._http.aclose()
 
-    def _is_due(self, ended: Ended) -> bool:
-        return self._trials.setdefault(ended.event_id, _Trial()).next_at <= self._clock()
+    def _queue(self, ended: Ended) -> None:
+        now, trial = self._clock(), self._trials.setdefault(ended.event_id, _Trial())
+        if trial.is_queued or trial.next_at > now or ended.event_id in self._settled:
+            return
+        place = self._to.setdefault(_place(ended.webhook or ""), _Place())
+        if place.next_at <= now:
+            trial.is_queued = True
+            place.queue[ended.event_id] = ended
+
+    def _begin(self) -> None:
+        for place in self._to.values():
+            most = min(1 if place.failures else AT_ONE_PLACE, len(place.queue))
+            while len(place.workers) < most:
+                place.workers.add(asyncio.create_task(self._work(place)))
+
+    def _end(self) -> None:
+        """Forget those who have ended. Raises what one of them raised."""
+        failed: BaseException | None = None
+        for place in self._to.values():
+            for worker in [each for each in place.workers if each.done()]:
+                place.workers.remove(worker)
+                failed = worker.exception() or failed
+        now = self._clock()
+        self._to = {
+            key: place
+            for key, place in self._to.items()
+            if place.workers or place.queue or now < place.next_at + PAUSES[AWAY]
+        }
+        if failed is not None:
+            raise failed
+
+    async def _work(self, place: _Place) -> None:
+        """Try what waits for a place, one after the other; those that were tried least first."""
+        while place.queue:
+            event_id = min(place.queue, key=lambda each: (self._trials[each].attempts, each))
+            ended = place.queue.pop(event_id)
+            async with self._places:
+                await self._try(ended, place)
 
     async def _known(self, ended: Sequence[Ended]) -> frozenset[int]:
         """Those that were settled before this process began, or by another tracker."""
@@ -112,31 +181,58 @@ class WebhookOutlet:
         details = await self._database.read_in_thread(lambda s: list(s.scalars(query)))
         return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in ended}
 
-    async def _try(self, ended: Ended) -> bool:
-        """Whether nothing more is to be done."""
-        assert ended.webhook is not None
+    async def _try(self, ended: Ended, place: _Place) -> None:
         trial = self._trials[ended.event_id]
-        trial.attempts += 1
-        final = False
         try:
-            async with self._places, asyncio.timeout(ANSWERED):
+            if trial.end is None:
+                trial.attempts += 1
+                await self._ask(ended, trial, place)
+            if trial.end is not None:
+                await self._settle(ended, trial, *trial.end)
+        finally:
+            trial.is_queued = False
+
+    async def _ask(self, ended: Ended, trial: _Trial, place: _Place) -> None:
+        assert ended.webhook is not None
+        try:
+            async with asyncio.timeout(ANSWERED):
                 status = await self._post(ended.webhook, ended)
-            if 200 <= status < 300:
-                await self._settle(ended, DELIVERED, trial, f"HTTP {status}")
-                return True
+            place.failures = 0
             problem = f"HTTP {status}"
+            if 200 <= status < 300:
+                trial.end = DELIVERED, problem
+                return
         except Forbidden as error:
-            problem, final = str(error), True
+            trial.end = GIVEN_UP, str(error)
+            return
         except TimeoutError:
             problem = f"no answer within {ANSWERED:g} seconds"
+        except (OSError, httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            problem = _said(error)
+            self._is_away(place, problem)
         except Exception as error:  # noqa: BLE001 - whoever submits a job chooses the address, and it must not be the end of the others'
-            problem = f"{type(error).__name__}: {error}"
-        if final or trial.attempts > len(PAUSES):
-            await self._settle(ended, GIVEN_UP, trial, problem)
-            return True
-        pause = PAUSES[trial.attempts - 1] * random.uniform(0.5, 1.0)
-        trial.next_at = self._clock() + pause
-        return False
+            problem = _said(error)
+        self._failed(trial, problem)
+
+    def _is_away(self, place: _Place, problem: str) -> None:
+        """None of those that wait would have fared better."""
+        if place.next_at <= self._clock():  # else some others have just found out
+            place.failures += 1
+            place.next_at = self._clock() + _pause(min(place.failures, AWAY))
+        for event_id in list(place.queue):
+            trial = self._trials[event_id]
+            if trial.end is None:
+                trial.attempts += 1
+                self._failed(trial, problem)
+            if trial.end is None:
+                del place.queue[event_id]
+                trial.is_queued = False
+
+    def _failed(self, trial: _Trial, problem: str) -> None:
+        if trial.attempts > len(PAUSES):
+            trial.end = GIVEN_UP, problem
+        else:
+            trial.next_at = self._clock() + _pause(trial.attempts)
 
     async def _post(self, url: str, ended: Ended) -> int:
         host, port, scheme = _parts(url)
@@ -159,7 +255,7 @@ class WebhookOutlet:
         await answer.aclose()  # what it says beyond its status is not read
         return answer.status_code
 
-    async def _settle(self, ended: Ended, kind: str, trial: _Trial, because: str) -> None:
+    async def _settle(self, ended: Ended, trial: _Trial, kind: str, because: str) -> None:
         if kind == GIVEN_UP:
             logger.warning(
                 "the webhook of %s was not told: %s; given up after %d attempts",
@@ -171,6 +267,25 @@ class WebhookOutlet:
         await self._database.in_thread(
             lambda s: events.append(s, actor=ACTOR, kind=kind, job_id=ended.job_id, detail=detail)
         )
+        self._settled.add(ended.event_id)
+
+
+def _pause(number: int) -> float:
+    """After the first, the second … that failed."""
+    return PAUSES[number - 1] * random.uniform(0.5, 1.0)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _place(url: str) -> tuple[str, int] | None:
+    """Host and port. None: no place; what goes there is given up at once."""
+    try:
+        host, port, _ = _parts(url)
+    except Forbidden:
+        return None
+    return host, port
 
 
 def _parts(url: str) -> tuple[str, int, str]:

@@ -1,3 +1,4 @@
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -8,7 +9,7 @@ from sqlalchemy import select
 
 from groupwise.fleet import webhooks
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.database import Database, DatabaseFailure
 from groupwise.fleet.store.tables import Event, Job
 from groupwise.fleet.tracker import Ended, Tracker
 from groupwise.fleet.webhooks import PAUSES, WebhookOutlet, is_public
@@ -23,6 +24,8 @@ class World:
         self.names: dict[str, list[str]] = {"hooks.example.org": ["93.184.215.14"]}
         self.answers: list[int | Exception] = []
         self.asked: list[httpx2.Request] = []
+        self.hanging: set[str] = set()
+        """Hosts that never answer."""
         self.now = 0.0
 
     async def resolve(self, host: str, port: int) -> list[str]:
@@ -30,8 +33,10 @@ class World:
             raise OSError(f"{host} is not known")
         return self.names[host]
 
-    def answer(self, request: httpx2.Request) -> httpx2.Response:
+    async def answer(self, request: httpx2.Request) -> httpx2.Response:
         self.asked.append(request)
+        if request.headers["Host"] in self.hanging:
+            await asyncio.Event().wait()
         given = self.answers.pop(0) if self.answers else 200
         if isinstance(given, Exception):
             raise given
@@ -131,6 +136,72 @@ async def test_one_that_never_answers_holds_up_nobody_for_long(
 
     monkeypatch.setattr(outlet._http, "send", never)
     assert await outlet.tell([ended()]) == frozenset()
+
+
+async def test_a_place_that_never_answers_holds_up_no_other(
+    world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(webhooks, "LISTENED", 0.01)
+    world.names["dead.example.org"] = ["93.184.215.15"]
+    world.hanging = {"dead.example.org"}
+    dead = [ended("https://dead.example.org/", number) for number in range(200)]
+    async with asyncio.timeout(5):
+        assert await outlet.tell([*dead, ended(event_id=200)]) == {200}
+        assert await outlet.tell([*dead, ended(event_id=201)]) == {201}
+    hosts = [request.headers["Host"] for request in world.asked]
+    assert hosts.count("dead.example.org") == webhooks.AT_ONE_PLACE
+
+
+async def test_where_nobody_can_be_connected_to_one_is_tried_for_all(
+    database: Database, world: World, outlet: WebhookOutlet
+):
+    world.answers = [httpx2.ConnectError("no route")] * 1000
+    many = [ended(f"{HOOK}&job={number}", number) for number in range(30)]
+    settled, asked = frozenset[int](), list[int]()
+    for pause in (*PAUSES, 0.0):
+        settled = await outlet.tell(many)
+        asked.append(len(world.asked) - sum(asked))
+        world.now += pause
+    assert settled == set(range(30))
+    assert asked == [1] * (len(PAUSES) + 1)
+    given_up = [detail["attempts"] for _, detail in told(database)]
+    assert given_up == [len(PAUSES) + 1] * 30
+
+
+async def test_a_place_that_is_back_is_told_all_that_wait(world: World, outlet: WebhookOutlet):
+    world.answers = [httpx2.ConnectError("no route")]
+    many = [ended(event_id=number) for number in range(30)]
+    assert await outlet.tell(many) == frozenset()
+    assert await outlet.tell([*many, ended(event_id=30)]) == frozenset()
+    assert len(world.asked) == 1, "one that is new waits until it is known whether it is back"
+    world.now += PAUSES[0]
+    assert await outlet.tell([*many, ended(event_id=30)]) == set(range(31))
+
+
+async def test_an_end_that_could_not_be_written_down_is_not_told_twice(
+    database: Database, world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as broken:
+        broken.setattr(database, "in_thread", _away)
+        with pytest.raises(DatabaseFailure):
+            await outlet.tell([ended(), ended(event_id=6)])
+    assert await outlet.tell([ended(), ended(event_id=6)]) == {5, 6}
+    assert len(world.asked) == 2
+
+
+async def _away(_: Any) -> Any:
+    raise DatabaseFailure("the database is away")
+
+
+async def test_closing_ends_what_is_under_way(
+    world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(webhooks, "LISTENED", 0.01)
+    world.hanging = {"hooks.example.org"}
+    await outlet.tell([ended()])
+    before = len(asyncio.all_tasks())
+    await outlet.close()
+    assert len(asyncio.all_tasks()) == before - 1
 
 
 @pytest.mark.parametrize(
