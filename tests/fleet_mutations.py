@@ -1124,11 +1124,23 @@ QUICK = (
         (
             (
                 "fleet/tracker.py",
-                "position = min(self._untold) - 1 if self._untold else self._read",
+                "position = min(waiting) - 1 if waiting else self._read",
                 "position = self._read",
             ),
         ),
         (f"{TRACKER}::test_after_a_restart_it_goes_on_where_it_was_acknowledged",),
+    ),
+    Mutation(
+        "tracker",
+        "its position moves over those that wait for their place",
+        (
+            (
+                "fleet/tracker.py",
+                "waiting = [*self._untold, *(numbers[0] for numbers in self._later.values())]",
+                "waiting = [*self._untold]",
+            ),
+        ),
+        (f"{TRACKER}::test_many_that_wait_at_one_place_keep_none_of_the_others_from_being_read",),
     ),
     Mutation(
         "tracker",

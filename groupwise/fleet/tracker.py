@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol, cast
 
 from sqlalchemy import func, select, update
@@ -45,6 +47,10 @@ READ = 1000
 """Events that are read at once."""
 MOST_UNTOLD = 10_000
 """Announcements that wait for somebody to take them; the rest waits in the database."""
+MOST_TO_ONE = 200
+"""Of those, for one place; of further ones that were read only the numbers are kept, so that the others are read on."""
+MOST_NUMBERS = 200_000
+"""Of events."""
 RECENT = 3600.0
 """Seconds: what ended earlier is history to somebody who is new."""
 NAMED = 5
@@ -119,6 +125,10 @@ class Outlet(Protocol):
     tells_history: bool
     """Whether one that is new is told of jobs that ended before it was there."""
 
+    def place(self, ended: Ended) -> str | None:
+        """Where it goes, if there those that go elsewhere are not waited for; None: there is one place for all."""
+        ...
+
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """The events about which nothing more is to be done; the others are given again. Raises nothing for want of a listener."""
         ...
@@ -132,6 +142,10 @@ class NatsOutlet:
 
     def __init__(self, link: NatsLink) -> None:
         self._link = link
+
+    def place(self, ended: Ended) -> str | None:
+        """See `Outlet`."""
+        return None
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """See `Outlet`."""
@@ -161,6 +175,10 @@ class Tracker:
         """The last event that was read in this life."""
         self._kept = 0
         self._untold: dict[int, Ended] = {}
+        self._to_one: Counter[str] = Counter()
+        """How many of those for each place."""
+        self._later: dict[str, deque[int]] = {}
+        """Numbers of further ones for a place, the oldest first."""
 
     async def run(self) -> None:
         """Tell what ends, for ever."""
@@ -186,11 +204,13 @@ class Tracker:
         name = self._outlet.name
         if self._read is None:
             self._read = self._kept = await self._first_position()
-        full = len(self._untold) < MOST_UNTOLD and await self._read_on(self._read)
+        await self._read_again()
+        full = self._has_room() and await self._read_on(self._read)
         if self._untold:
             for event_id in await self._outlet.tell(list(self._untold.values())):
-                self._untold.pop(event_id, None)
-        position = min(self._untold) - 1 if self._untold else self._read
+                self._forget(event_id)
+        waiting = [*self._untold, *(numbers[0] for numbers in self._later.values())]
+        position = min(waiting) - 1 if waiting else self._read
         if position > self._kept:
             await self._database.in_thread(lambda s: keep_position(s, name, position))
             self._kept = position
@@ -212,6 +232,48 @@ class Tracker:
         last, count, ends, pruned = await self._database.in_thread(
             lambda s: _next_ends(s, position)
         )
+        self._warn_of(pruned)
+        self._read = last
+        for each in ends:
+            place = self._outlet.place(each)
+            if place is not None and (place in self._later or self._to_one[place] >= MOST_TO_ONE):
+                self._later.setdefault(place, deque()).append(each.event_id)
+            else:
+                self._keep(each)
+        return count == READ
+
+    async def _read_again(self) -> None:
+        """Those for places at which few wait now."""
+        wanted: list[int] = []
+        for place, numbers in list(self._later.items()):
+            room = MOST_TO_ONE - self._to_one[place]
+            if room >= MOST_TO_ONE // 2 and len(wanted) < READ:
+                wanted += list(islice(numbers, room))
+        if not wanted:
+            return
+        ends, pruned = await self._database.read_in_thread(lambda s: _ends_of(s, wanted))
+        self._warn_of(pruned)
+        for each in ends:
+            self._keep(each)
+        self._later = _without(self._later, frozenset(wanted))
+
+    def _has_room(self) -> bool:
+        numbers = sum(map(len, self._later.values()))
+        return len(self._untold) < MOST_UNTOLD and numbers < MOST_NUMBERS
+
+    def _keep(self, ended: Ended) -> None:
+        self._untold[ended.event_id] = ended
+        if (place := self._outlet.place(ended)) is not None:
+            self._to_one[place] += 1
+
+    def _forget(self, event_id: int) -> None:
+        ended = self._untold.pop(event_id, None)
+        if ended is not None and (place := self._outlet.place(ended)) is not None:
+            self._to_one[place] -= 1
+            if not self._to_one[place]:
+                del self._to_one[place]
+
+    def _warn_of(self, pruned: Sequence[str]) -> None:
         if pruned:
             logger.warning(
                 "%s: %d jobs were pruned before their ends could be told there: %s",
@@ -219,9 +281,11 @@ class Tracker:
                 len(pruned),
                 ", ".join(pruned[:NAMED]) + (", …" if len(pruned) > NAMED else ""),
             )
-        self._read = last
-        self._untold.update((e.event_id, e) for e in ends)
-        return count == READ
+
+
+def _without(later: Mapping[str, deque[int]], read: Set[int]) -> dict[str, deque[int]]:
+    left = {place: deque(n for n in numbers if n not in read) for place, numbers in later.items()}
+    return {place: numbers for place, numbers in left.items() if numbers}
 
 
 def position_of(session: Session, name: str) -> int:
@@ -257,11 +321,20 @@ def keep_position(session: Session, name: str, position: int) -> None:
 def _next_ends(session: Session, position: int) -> tuple[int, int, list[Ended], list[str]]:
     """The last event that was read, how many were, those that are the end of a job, and ids of ended jobs that are there no more."""
     read = events.after(session, position, READ)
-    ends = {event.event_id: event for event in read if event.kind in ENDS}
-    found = [each for event in ends.values() if (each := _ended(session, event)) is not None]
-    there = {each.event_id for each in found}
-    pruned = [str(event.job_id) for number, event in ends.items() if number not in there]
+    found, pruned = _told_of(session, [event for event in read if event.kind in ENDS])
     return (read[-1].event_id if read else position), len(read), found, pruned
+
+
+def _ends_of(session: Session, numbers: Sequence[int]) -> tuple[list[Ended], list[str]]:
+    query = select(Event).where(Event.event_id.in_(numbers)).order_by(Event.event_id)
+    return _told_of(session, list(session.scalars(query)))
+
+
+def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list[str]]:
+    """And the ids of jobs that are there no more."""
+    told = [(event, _ended(session, event)) for event in ends]
+    pruned = [str(event.job_id) for event, ended in told if ended is None]
+    return [ended for _, ended in told if ended is not None], pruned
 
 
 def _webhook(request: Any) -> str | None:

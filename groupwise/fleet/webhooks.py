@@ -110,6 +110,11 @@ class WebhookOutlet:
             headers={"User-Agent": "groupwise-fleet"},
         )
 
+    def place(self, ended: Ended) -> str | None:
+        """See `Outlet`."""
+        found = None if ended.webhook is None else _place(ended.webhook)
+        return None if found is None else f"{found[0]}:{found[1]}"
+
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """See `Outlet`. What is under way when this returns goes on."""
         silent = {e.event_id for e in ended if e.webhook is None}

@@ -25,6 +25,9 @@ class Outlet:
         self.away = False
         self.refused: set[str] = set()
 
+    def place(self, ended: Ended) -> str | None:
+        return ended.job_id.rpartition("-")[0] or None
+
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         if self.away:
             return frozenset()
@@ -269,6 +272,54 @@ async def test_what_waits_for_a_listener_is_bounded(
     for _ in range(3):
         await tracking.round()
     assert outlet.names == list("abcde")
+
+
+async def test_many_that_wait_at_one_place_keep_none_of_the_others_from_being_read(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    for name, number in (("READ", 5), ("MOST_UNTOLD", 5), ("MOST_TO_ONE", 2)):
+        monkeypatch.setattr(tracker, name, number)
+    outlet = Outlet()
+    dead = [f"dead-{number}" for number in range(7)]
+    outlet.refused = {*dead}
+    tracking = Tracker(database, outlet)
+    for job in (*dead, "alive-1", "b"):
+        end(database, job)
+    for _ in range(2):
+        await tracking.round()
+    assert outlet.names == ["alive-1", "b"]
+    assert position(database) == 0
+    outlet.refused = {"dead-6"}
+    await tracking.round()
+    assert position(database) == 2, "what was told, and not what else was read"
+    for _ in range(5):
+        await tracking.round()
+    assert outlet.names == ["alive-1", "b", *dead[:6]]
+    assert position(database) == 6
+    outlet.refused = set()
+    await tracking.round()
+    assert outlet.names == ["alive-1", "b", *dead]
+    assert position(database) == 9
+
+
+async def test_also_numbers_of_those_that_wait_are_bounded(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tracker, "MOST_TO_ONE", 1)
+    monkeypatch.setattr(tracker, "MOST_NUMBERS", 2)
+    outlet = Outlet()
+    outlet.refused = {f"dead-{number}" for number in range(3)}
+    tracking = Tracker(database, outlet)
+    for number in range(3):
+        end(database, f"dead-{number}")
+    await tracking.round()
+    end(database, "alive-1")
+    await tracking.round()
+    assert outlet.names == []
+    outlet.refused = set()
+    for _ in range(3):
+        await tracking.round()
+    assert outlet.names == ["dead-0", "dead-1", "alive-1", "dead-2"]
 
 
 def test_a_position_never_goes_back(database: Database):
