@@ -12,9 +12,12 @@ from enum import StrEnum
 from typing import Any, TypeVar, cast
 
 from groupwise.hosts.framing import BadAnswer
-from groupwise.hosts.spec import SHA256, FileEntry, Manifest, path_problems
+from groupwise.hosts.spec import JOB_ID, SHA256, FileEntry, Manifest, path_problems
 
 Word = TypeVar("Word", bound=StrEnum)
+
+MOST_EPOCH = (1 << 62) - 1
+"""As runners count; what is above was given out by nobody, and databases do not count much further."""
 
 
 class RunnerState(StrEnum):
@@ -442,6 +445,7 @@ def observation(document: object) -> Observation:
     probe = f.object_or_none("probe")
     if probe is None:
         raise f.wrong("probe", "an object")
+    attempts, strange = _attempts(f)
     return Observation(
         boot_id=f.text("boot_id"),
         time=f.real_or_none("time"),
@@ -459,12 +463,25 @@ def observation(document: object) -> Observation:
         ),
         gpus=tuple(_gpu(g) for g in f.objects("gpus")),
         apps=tuple(_app(a) for a in f.objects("apps")),
-        attempts=tuple(member_state(a) for a in f.listed("attempts")),
-        quarantined=tuple(
-            Stray(q.text("what"), q.text_or_none("detail") or "", q.number_or_none("pid"))
-            for q in f.objects("quarantined")
-        ),
+        attempts=attempts,
+        quarantined=(*(_stray(q) for q in f.objects("quarantined")), *strange),
     )
+
+
+def _attempts(f: Fields) -> tuple[tuple[MemberState, ...], tuple[Stray, ...]]:
+    """Those of an observation, and what cannot be one by its name, which a job may make: one such hides no other."""
+    found = [member_state(each) for each in f.listed("attempts")]
+    believed = tuple(each for each in found if _is_believable(each))
+    strange = (each for each in found if not _is_believable(each))
+    return believed, tuple(Stray("folder", f"{each.job}.{each.epoch}") for each in strange)
+
+
+def _is_believable(state: MemberState) -> bool:
+    return 0 <= state.epoch <= MOST_EPOCH and JOB_ID.fullmatch(state.job) is not None
+
+
+def _stray(f: Fields) -> Stray:
+    return Stray(f.text("what"), f.text_or_none("detail") or "", f.number_or_none("pid"))
 
 
 def _gpu(f: Fields) -> SeenGPU:

@@ -137,6 +137,8 @@ ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 GPU_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
 ATTEMPT_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,79})\.(0|[1-9][0-9]{0,18})")
+MOST_EPOCH = (1 << 62) - 1
+"""Of the attempts that a name can mean; it has digits for more."""
 RUNNER_FILE = re.compile(r"[0-9a-f]{64}\.py")
 UNIT = re.compile(r"groupwise-(.+\.[0-9]+)-[0-9a-f]{8}")
 RESERVED_NAMES = frozenset(
@@ -564,7 +566,7 @@ def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
     job, epoch = text_of(body, "job"), body["epoch"]
     if not JOB_ID.fullmatch(job):
         raise Refusal("bad_request", "job: 1 to 80 letters, digits, _ and - are expected")
-    if type(epoch) is not int or not 0 <= epoch < 1 << 62:
+    if not is_count(epoch, MOST_EPOCH):
         raise Refusal("bad_request", "epoch: a whole number from 0 is expected")
     return Attempt(root, job, epoch)
 
@@ -1963,7 +1965,7 @@ def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
     except OSError:
         return [], []
     found = [attempt_by_name(root, name) for name in names if ATTEMPT_NAME.fullmatch(name)]
-    found = [attempt for attempt in found if is_count(attempt.epoch)]
+    found = [attempt for attempt in found if is_count(attempt.epoch, MOST_EPOCH)]
     known = {attempt.name for attempt in found}
     return found, [name for name in names if name not in known and not name.startswith(".")]
 

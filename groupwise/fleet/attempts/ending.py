@@ -66,7 +66,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     if move.failure is FailureClass.LAUNCH_FAILURE:
         _blame_machine(session, attempt, owner, move)
         _note_gpus(session, attempt, owner, move)
-        epochs.raise_above(session, _member_at_fault(move).get("highest") or 0)
+        epochs.raise_above(session, [_member_at_fault(move).get("highest") or 0])
     _move_job(session, job, attempt, owner, move, verdict)
     freed: list[str] = []
     if move.outcome is Outcome.VOID:

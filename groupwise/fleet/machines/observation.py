@@ -79,7 +79,7 @@ def apply(
     unknown.let_go(session, ran - _unknown_jobs(vm), vm.facts.get(HELD_UNTIL))
     if runs := _unknown_jobs(vm):
         vm.facts = {**vm.facts, HELD_UNTIL: unknown.hold_back(session, runs)}
-    epochs.raise_above(session, max((each.epoch for each in seen.attempts), default=0))
+    epochs.raise_above(session, [each.epoch for each in seen.attempts])
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
     session.flush()

@@ -7,12 +7,13 @@ one name. Whoever meets a number on a machine that this database has not reached
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 MOST_AHEAD = 10_000_000
-"""A machine that tells of more than so many attempts since the backup is not believed: numbers end."""
+"""More attempts than that since the backup are not believed: numbers end, and a job may make a folder with any number."""
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +23,15 @@ _LAST = {
 }
 
 
-def raise_above(session: Session, seen: int) -> bool:
-    """Whether `seen`, the highest epoch that a machine knows, had not been given out here; from now on it counts as if it had."""
+def raise_above(session: Session, told: Iterable[int]) -> bool:
+    """Whether any of these epochs, which a machine knows, had not been given out here; from now on they count as if they had.
+
+    One that is not believed hides none of the others.
+    """
     kind = session.get_bind().dialect.name
     last: int = session.execute(text(_LAST[kind])).scalar_one()
-    if not last < seen <= last + MOST_AHEAD:
+    seen = max((epoch for epoch in told if epoch <= last + MOST_AHEAD), default=last)
+    if seen <= last:
         return False
     if kind == "postgresql":
         # One at a time: an epoch is a primary key, so that whoever is given one meanwhile is refused at worst.

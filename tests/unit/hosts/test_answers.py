@@ -140,6 +140,22 @@ def test_an_observation_is_read_and_what_was_not_seen_is_none() -> None:
     assert seen.load == (0.5, 0.25, 0)
 
 
+@pytest.mark.parametrize(
+    ("odd", "name"),
+    [
+        ({"epoch": answers.MOST_EPOCH + 1}, f"job-1.{answers.MOST_EPOCH + 1}"),
+        ({"epoch": -1}, "job-1.-1"),
+        ({"job": "no name\0"}, "no name\0.7"),
+    ],
+)
+def test_what_cannot_be_an_attempt_is_a_folder_and_hides_none(
+    odd: dict[str, Any], name: str
+) -> None:
+    seen = answers.observation(OBSERVATION | {"attempts": [STATE | odd, STATE]})
+    assert [each.job for each in seen.attempts] == [STATE["job"]]
+    assert [each.detail for each in seen.quarantined] == ["attempts/x", name]
+
+
 @pytest.mark.parametrize("lacking", ["boot_id", "probe"])
 def test_an_observation_without_its_core_is_none(lacking: str) -> None:
     with pytest.raises(BadAnswer):

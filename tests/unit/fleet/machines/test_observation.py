@@ -276,6 +276,18 @@ def test_what_somebody_wrote_into_the_facts_breaks_nothing(fleet: Fleet, found: 
     assert fleet.miss() == 1
 
 
+def test_a_number_that_is_not_believed_hides_none_that_is(fleet: Fleet):
+    gpus = [gpu(0), gpu(1)]
+    strange = running("x", 9_999_999_999_999_999_999)
+    fleet.look(
+        *gpus, attempts=[running("x", answers.MOST_EPOCH, "lost"), strange, running("y", 40)]
+    )
+    assert fleet.reserve("GPU-0") == 41
+    assert [each[:2] for each in strays(fleet)] == [("y", 40)]
+    found = fleet.vm.facts["quarantined"]
+    assert {"what": "folder", "detail": "x.9999999999999999999", "pid": None} in found
+
+
 def test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back(fleet: Fleet):
     now = fleet.database.run(databases.seconds)
     fleet.look(gpu(0), at=now)
