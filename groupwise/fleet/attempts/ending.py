@@ -57,7 +57,8 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     job = job_of(session, attempt)
     blamed = _machine_to_blame(move)
     same = blamed is not None and _was_refused_here_before(session, attempt, blamed)
-    facts = _facts(job, same_machine=same, hopeless=_is_hopeless(session, job, move))
+    hopeless = _is_hopeless(session, job, move)
+    facts = _facts(job, same_machine=same, hopeless=hopeless, taken=_is_taken(move))
     verdict = after_end(facts, move.outcome, move.failure, move.because, chance)
     _end_attempt(session, attempt, owner, move, verdict)
     yield None  # its job moves after it, as the database demands
@@ -79,13 +80,14 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     capacity.wake(session, vm_ids=freed, actor=_actor(owner))
 
 
-def _facts(job: Job, *, same_machine: bool, hopeless: bool) -> JobFacts:
+def _facts(job: Job, *, same_machine: bool, hopeless: bool, taken: bool) -> JobFacts:
     return JobFacts(
         cancel_requested=job.cancel_requested_at is not None,
         spent=job.spent,
         policy=_policy(job.request),
         hopeless=hopeless,
         same_machine=same_machine,
+        taken=taken,
     )
 
 
@@ -283,6 +285,12 @@ def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
     )
     usable = (VM.active, VM.lost_at.is_(None), VM.contact == Contact.OK)
     return session.scalar(select(VM.vm_id).where(*usable, VM.vm_id.not_in(tried)).limit(1)) is None
+
+
+def _is_taken(move: Move) -> bool:
+    """What it was to have is another attempt's, of which this database may know nothing, and which may run for days."""
+    word = refusals.code_of(_member_at_fault(move).get("refusal"))
+    return move.failure is FailureClass.LAUNCH_FAILURE and word in refusals.TAKEN
 
 
 def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> bool:

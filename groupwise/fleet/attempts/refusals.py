@@ -23,6 +23,8 @@ OF_GPUS = {
     "gpu_missing": Observed.DEGRADED,
 }
 """Of a runner, about a GPU; and as what the poller would have seen that."""
+TAKEN = frozenset({"gpu_busy"})
+"""Of a runner: another attempt, which it knows by name, has the GPU or the slot."""
 FOR_GOOD = frozenset({"bad_spec", BLOB})
 """No later attempt would be begun either."""
 _NAMED = 3

@@ -234,6 +234,8 @@ BUDGETS: Mapping[FailureClass, Budget] = {
 CHARGED_RETRIES = 2
 FREE_RETRIES = 30
 """Of one generation: so often may machines fail under a job before it is taken to be the cause."""
+TAKEN = "taken"
+"""Beside the classes in `jobs.spent`: launches that found taken what they were to have. There is no end to them, they only space out."""
 BACKOFF_BASE, BACKOFF_CAP = 10.0, 600.0
 """Seconds."""
 
@@ -263,6 +265,8 @@ class JobFacts:
     """Why it was not started is a matter of the job, and the same everywhere that it could go."""
     same_machine: bool = False
     """The machine that would not start it had refused it before: while the others are busy, one that starts nothing is all there is."""
+    taken: bool = False
+    """Some other attempt has what it was placed on, and gives it back one day: nobody has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +306,18 @@ def after_end(
             f"{failure}: {because} (never tried again: it would be refused for the same reason)",
             spent=counted(job.spent, failure),
         )
+    ran = outcome is not Outcome.VOID
+    if job.taken and not _not_again(job.policy, ran):
+        spent = {**job.spent, TAKEN: job.spent.get(TAKEN, 0) + 1}
+        return Verdict(
+            JobStatus.QUEUED,
+            f"{failure}: {because}",
+            delay=backoff(spent[TAKEN], chance),
+            spent=spent,
+            counts_as_retry=True,
+        )
     again = job.same_machine and failure is FailureClass.LAUNCH_FAILURE
     spent = counted(job.spent, failure, again=again)
-    ran = outcome is not Outcome.VOID
     if spent_up := _not_again(job.policy, ran) or _spent_up(job.policy, failure, spent):
         return Verdict(
             JobStatus.FAILED,

@@ -16,7 +16,7 @@ from groupwise.fleet.attempts.decide import Known, Move
 from groupwise.fleet.attempts.records import Stale
 from groupwise.fleet.attempts.together import Writes
 from groupwise.fleet.queue import claim
-from groupwise.fleet.queue.failures import FailureClass
+from groupwise.fleet.queue.failures import FREE_RETRIES, FailureClass
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
@@ -469,6 +469,17 @@ def test_nor_on_others_than_it_may_go_to(rig: Rig, code: str, status: str) -> No
     rig.submit("job", resources={"gpus": 1, "vm": "a"})
     begin_and_refuse(rig, "job", code)
     assert row(rig, Job, Job.job_id == "job").status == status
+
+
+def test_what_another_attempt_has_is_waited_for_and_costs_nothing(rig: Rig) -> None:
+    """After a restore that one may stand in no table, and run for days."""
+    rig.submit("job", resources={"gpus": 1, "vm": "a"})
+    for code in ["gpu_busy"] * (FREE_RETRIES + 1) + ["gpu_missing"]:
+        rig.database.run(lambda s: s.execute(update(GPU).values(observed="ok")))  # by a look
+        begin_and_refuse(rig, "job", code)
+    job = row(rig, Job, Job.job_id == "job")
+    assert (job.status, job.retry_count) == ("queued", 0)
+    assert job.spent == {"taken": FREE_RETRIES + 1, "launch_failure": 1, "free": 1}
 
 
 # silence

@@ -1,6 +1,7 @@
 """From exit records to classes, and from classes to what follows."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -263,3 +264,30 @@ def test_a_job_that_is_to_run_once_is_not_begun_again_whatever_happens(
 def test_what_never_ran_is_no_execution(failure: FailureClass | None) -> None:
     found = follows(failure, outcome=Outcome.VOID, policy=RetryPolicy(once=True))
     assert found.status is JobStatus.QUEUED
+
+
+class Longest(random.Random):
+    """Draws the longest."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
+def test_what_is_taken_is_waited_for_at_longer_and_longer_intervals() -> None:
+    spent: dict[str, Any] = {}
+    delays: list[float] = []
+    for _ in range(50):
+        facts = JobFacts(spent=spent, taken=True)
+        found = after_end(facts, Outcome.VOID, FailureClass.LAUNCH_FAILURE, "no", Longest())
+        assert found.status is JobStatus.QUEUED
+        spent = dict(found.spent)
+        delays.append(found.delay)
+    assert delays[:4] == [10.0, 20.0, 40.0, 80.0]
+    assert (delays[-1], spent) == (BACKOFF_CAP, {"taken": 50})
+
+
+def test_a_gang_of_which_one_found_its_gpu_taken_is_begun_once_where_it_may_only_be_once() -> None:
+    facts = JobFacts(taken=True, policy=RetryPolicy(once=True))
+    failure = FailureClass.LAUNCH_FAILURE
+    assert after_end(facts, Outcome.FAILED, failure, "no", Longest()).status is JobStatus.FAILED
+    assert after_end(facts, Outcome.VOID, failure, "no", Longest()).status is JobStatus.QUEUED
