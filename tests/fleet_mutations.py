@@ -1018,6 +1018,27 @@ QUICK = (
     ),
     Mutation(
         "a restored database",
+        "what is held by what no table knows is given to others",
+        (
+            (
+                "fleet/queue/capacity.py",
+                "        strays = unknown.holding(facts)",
+                "        strays = unknown.Holding()",
+            ),
+        ),
+        (
+            f"{OBSERVATION}::test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_ends",
+            f"{UNIT}/test_dispatcher.py::test_beside_what_no_table_knows_jobs_get_what_it_leaves",
+        ),
+    ),
+    Mutation(
+        "a restored database",
+        "what another attempt has costs a job its retries",
+        (("fleet/attempts/ending.py", "taken=_is_taken(move))", "taken=False)"),),
+        (f"{RECORDS}::test_what_another_attempt_has_is_waited_for_and_costs_nothing",),
+    ),
+    Mutation(
+        "a restored database",
         "jobs begin before it was looked what machines run",
         (
             (

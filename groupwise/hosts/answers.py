@@ -115,6 +115,12 @@ class MemberState:
     """Processes of it that live although its supervisor is gone."""
     place: str | None = None
     """Names the root that answered."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of those that it was begun with."""
+    share_mb: int | None = None
+    """Of each of them; None: the whole."""
+    slot: int | None = None
+    """For jobs without a GPU."""
     clock: float | None = None
     """Of the machine, as it answered; given back with `wait` and `touch`, it says from when on silence counts."""
 
@@ -385,6 +391,9 @@ def member_state(document: object) -> MemberState:
         refused=None if refused is None else _refusal(refused),
         survivors=f.number_or_none("survivors"),
         place=f.text_or_none("place"),
+        gpus=f.texts("gpus"),
+        share_mb=f.number_or_none("share_mb"),
+        slot=f.number_or_none("slot"),
         clock=f.real_or_none("clock"),
     )
 

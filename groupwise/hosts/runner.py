@@ -62,7 +62,8 @@ Requests and answers
                 runners left behind, and runners of earlier releases but the last of them
 
     member    job, epoch, rank, state, boot_id, same_boot, pid, start_ticks, method, started_at, log_size, heartbeat_age, checkpoints,
-                step, exit, refused, survivors, clock, place (a name that this root was given when it was made; null: it could not be)
+                step, exit, refused, survivors, clock, place (a name that this root was given when it was made; null: it could not be),
+                gpus, share_mb, slot (that it was begun with)
     exit      code, signal, reason ("exited", "cancelled", "time_limit", "deadman", "spawn_failed"), message, oom_kill (null: no control
                 group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, gpus (how many it held), checkpoints, step
     refused   code (lower_epoch, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program), message, holder?
@@ -136,6 +137,8 @@ JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 GPU_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
+MOST_GPUS = 256
+"""Of one attempt, that are told."""
 ATTEMPT_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,79})\.(0|[1-9][0-9]{0,18})")
 MOST_EPOCH = (1 << 62) - 1
 """Of the attempts that a name can mean; it has digits for more."""
@@ -1754,6 +1757,13 @@ def is_refusal(value: Any) -> bool:
     return set(found) <= {"code", "message", "holder"} and all(map(is_word, told))
 
 
+def are_gpus(value: Any) -> bool:
+    """As a launch names them, and not more than a machine may have."""
+    if not isinstance(value, list) or len(as_list(value)) > MOST_GPUS:
+        return False
+    return all(isinstance(name, str) and GPU_UUID.fullmatch(name) for name in as_list(value))
+
+
 def no(_value: Any) -> bool:
     """Not taken as it stands."""
     return False
@@ -1767,6 +1777,9 @@ STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "start_ticks": is_count,
     "method": is_word,
     "started_at": is_amount,
+    "gpus": are_gpus,
+    "share_mb": is_small,
+    "slot": is_small,
     "refused": is_refusal,
 }
 
@@ -1835,12 +1848,7 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
     same_boot = state.get("boot_id") == boot_id()
     count, step = progress_of(attempt, state, word, ended, progress)
     found = blank(attempt)
-    found.update(
-        {
-            name: state.get(name)
-            for name in ("rank", "boot_id", "pid", "start_ticks", "method", "started_at")
-        }
-    )
+    found.update({name: state.get(name) for name in MEMBER_FIELDS})
     found.update(
         state=word,
         same_boot=same_boot,
@@ -1849,10 +1857,17 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         checkpoints=count,
         step=step,
         exit=aged(ended) if word == "exited" else None,
+        gpus=state.get("gpus", []),
         refused=state.get("refused"),
         survivors=survivors(attempt, state) if word == "lost" else None,
     )
     return found
+
+
+MEMBER_FIELDS = (
+    *("rank", "boot_id", "pid", "start_ticks", "method", "started_at"),
+    *("share_mb", "slot"),
+)
 
 
 def aged(ended: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -1876,6 +1891,9 @@ def blank(attempt: Attempt) -> dict[str, Any]:
         "start_ticks": None,
         "method": None,
         "started_at": None,
+        "gpus": [],
+        "share_mb": None,
+        "slot": None,
         "log_size": 0,
         "heartbeat_age": None,
         "checkpoints": 0,

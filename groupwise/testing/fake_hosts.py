@@ -100,6 +100,7 @@ class _Folder:
     boot_id: str = ""
     gpus: tuple[str, ...] = ()
     share_mb: int | None = None
+    slot: int | None = None
     exit: dict[str, Any] | None = None
     refused: dict[str, Any] | None = None
     log: bytes = b""
@@ -506,7 +507,7 @@ class FakeHost:
         heard = self._rack.now if body.get("clock") is None else min(self._rack.now, body["clock"])
         folder = _Folder(
             job, epoch, body["rank"], body["members"], boot_id=self.boot_id, gpus=tuple(body["gpus"]),
-            share_mb=body.get("share_mb"), deadman=body.get("deadman"), contact=heard,
+            share_mb=body.get("share_mb"), slot=body.get("slot"), deadman=body.get("deadman"), contact=heard,
         )  # fmt: skip
         self.folders[key] = folder
         self.highest[job] = epoch
@@ -534,6 +535,9 @@ class FakeHost:
                 return "foreign_busy", f"{uuid} is used by pid 1"
             if holder := self._holder(uuid, folder):
                 return "gpu_busy", f"{uuid} is held by {holder.key}"
+        for other in self.folders.values():
+            if other is not folder and other.holds and other.slot == folder.slot is not None:
+                return "gpu_busy", f"slot {folder.slot} is held by {other.key}"
         return None
 
     def _holder(self, uuid: str, asking: _Folder) -> _Folder | None:
@@ -673,6 +677,9 @@ class FakeHost:
             "pid": 4242 if folder.begun else None,
             "start_ticks": folder.epoch,
             "method": "fork",
+            "gpus": list(folder.gpus),
+            "share_mb": folder.share_mb,
+            "slot": folder.slot,
             "log_size": len(folder.log),
             "checkpoints": folder.checkpoints,
             "exit": self._aged(folder.exit),
@@ -702,6 +709,9 @@ class FakeHost:
             "start_ticks": None,
             "method": None,
             "started_at": None,
+            "gpus": [],
+            "share_mb": None,
+            "slot": None,
             "log_size": 0,
             "heartbeat_age": 0.0,
             "checkpoints": 0,

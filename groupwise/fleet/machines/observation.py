@@ -73,6 +73,7 @@ def apply(
     trouble = _trouble_of_probe(session, vm, seen)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
+    held = unknown.holding(vm.facts)
     ran, quarantined = _unknown_jobs(vm), _quarantined(session, vm, now, seen)
     vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
     session.flush()
@@ -83,6 +84,7 @@ def apply(
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
     session.flush()
+    more |= held != unknown.holding(vm.facts)
     if more or (_usable(vm) and not was_usable):
         capacity.wake(session, vm_ids=[vm_id], actor=ACTOR)
     return True
@@ -227,7 +229,8 @@ def _quarantined(session: Session, vm: VM, now: float, seen: Observation) -> dic
         if verdict is Stray.QUARANTINE and not is_doctors(each.job, each.epoch):
             name = f"{each.job}.{each.epoch}"
             about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
-            found.append({"what": unknown.ATTEMPT, "detail": name, **about})
+            holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
+            found.append({"what": unknown.ATTEMPT, "detail": name, **about, **holds})
     return {"quarantined": found}
 
 

@@ -261,15 +261,19 @@ def _machines(
     gpus = _gpus(session, vm_ids, taken)
     found: dict[str, Machine] = {}
     for row in rows:
-        own = tuple(gpus.get(row.vm_id, ()))
         facts: Mapping[str, Any] = row.facts or {}
+        strays = unknown.holding(facts)
+        own = tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+        slots = row.cpu_slots if row.cpu_slots is not None else int(not own)
         labels: Mapping[str, Any] = row.labels or {}
         found[row.vm_id] = Machine(
             vm_id=row.vm_id,
             gpus=own,
             trouble=_trouble(row, now),
-            slots=row.cpu_slots if row.cpu_slots is not None else int(not own),
-            taken_slots=frozenset(taken.slots.get(row.vm_id, ())),
+            slots=slots,
+            taken_slots=strays.slots.intersection(range(slots)).union(
+                taken.slots.get(row.vm_id, ())
+            ),
             labels={name: str(value) for name, value in labels.items()},
             prepared=row.python != UNPREPARED,
             cpus=_whole(facts.get("cpus")),
@@ -279,6 +283,15 @@ def _machines(
             promised_ram_mb=taken.ram_mb.get(row.vm_id, 0),
         )
     return found
+
+
+def _beside(gpu: MachineGPU, strays: unknown.Holding) -> MachineGPU:
+    """What is left of it by attempts that stand in no table."""
+    share = strays.shares_mb.get(gpu.uuid, 0)
+    if not share and gpu.uuid not in strays.whole:
+        return gpu
+    whole = gpu.whole or gpu.uuid in strays.whole
+    return replace(gpu, whole=whole, shares_mb=gpu.shares_mb + share)
 
 
 _VM_COLUMNS = (

@@ -8,7 +8,9 @@ the last look at it found.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from sqlalchemy import select, update
@@ -38,6 +40,32 @@ def _attempts(found: object) -> list[dict[str, Any]]:
         cast("dict[str, Any]", each) for each in cast("list[Any]", found) if isinstance(each, dict)
     ]
     return [each for each in entries if each.get("what") == ATTEMPT and each.keys() >= WRITTEN]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What attempts in quarantine have of their machine: it refuses whoever else is placed there."""
+
+    whole: frozenset[str] = frozenset()
+    """UUIDs of GPUs."""
+    shares_mb: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By UUID."""
+    slots: frozenset[int] = frozenset()
+
+
+def holding(facts: Mapping[str, Any] | None) -> Holding:
+    """What stands in the facts of a machine."""
+    whole, slots, shares = set[str](), set[int](), Counter[str]()
+    for each in _attempts((facts or {}).get("quarantined")):
+        gpus, share, slot = each.get("gpus"), each.get("share_mb"), each.get("slot")
+        uuids = set(map(str, cast("list[Any]", gpus) if isinstance(gpus, list) else ()))
+        if isinstance(share, int):
+            shares.update(dict.fromkeys(uuids, max(share, 0)))
+        else:
+            whole |= uuids
+        if isinstance(slot, int):
+            slots.add(slot)
+    return Holding(frozenset(whole), dict(shares), frozenset(slots))
 
 
 def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, dict[str, Any]]]:

@@ -398,10 +398,15 @@ def test_a_fleet_that_was_restored_begins_nothing_beside_what_runs(tmp_path: Pat
         assert f"runs {job_id}.1, which stands in no table" in waiting[0]
         assert "attempt_quarantined" in fleet.call("status", "--json").stdout
         assert fleet.job(job_id)["attempts"] == []
+        other = fleet.submit("true")
+        assert "its CPU slot is taken" in str(fleet.until(other, "pending")["waiting"])
         flag.touch()
         found = fleet.until(job_id, "completed")
-        assert [each["epoch"] for each in found["attempts"]] == [2]
-        assert begun.read_text() == f"{job_id}.1 ended {job_id}.2 ended "
+        assert [each["outcome"] for each in found["attempts"]] == ["succeeded"]
+        last = found["attempts"][0]["epoch"]
+        assert begun.read_text() == f"{job_id}.1 ended {job_id}.{last} ended "
+        found = fleet.until(other, "completed")
+        assert [each["outcome"] for each in found["attempts"]] == ["succeeded"]
         assert fleet.end() == 0
 
 

@@ -18,12 +18,15 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts import drive, records
 from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
+from groupwise.fleet.machines import observation
 from groupwise.fleet.queue.failures import BUDGETS, FREE_RETRIES, FailureClass
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Member
 from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.port import Answer, Host, Request
+from groupwise.hosts.spec import JobSpec
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
 from tests.fleet_rig import NoChance, Rig
 
@@ -253,6 +256,28 @@ async def test_after_a_standstill_nothing_begins_before_all_that_answered_were_l
         await rig.until(rig.has("job", "completed"))
         await rig.until(rig.is_clean)
     rig.judge()
+
+
+async def test_beside_what_no_table_knows_jobs_get_what_it_leaves(
+    database: Database, tmp_path: Path
+) -> None:
+    """As after a restore: nothing of it is to be seen on the GPU, yet its machine refuses others there."""
+    rig = Rig(database, tmp_path, {"a": ["GPU-a0", "GPU-a1"]})
+    looked_at(rig, "a", cpu_slots=lambda _: 2)
+    rig.rack.scripts |= {"old": [Script(ticks=10**6)], "older": [Script(ticks=10**6)]}
+    runner, spec = Runner(rig.rack["a"]), JobSpec(("true",))
+    await runner.launch(Launch("old", 7, spec, gpus=("GPU-a0",)))
+    await runner.launch(Launch("older", 6, spec, slot=0))
+    seen = await runner.observe()
+    rig.database.run(lambda s: observation.apply(s, "a", seconds(s), seen))
+    names = {"one": 1, "two": 1, "three": 0, "four": 0}
+    async with running(rig.dispatcher()):
+        for name, gpus in names.items():
+            rig.submit(name, resources={"gpus": gpus})
+        for name in names:
+            await rig.until(rig.has(name, "completed"))
+            assert [each.outcome for each in rig.attempts(name)] == ["succeeded"]
+    assert sorted(rig.rack.running()) == [("old", 7), ("older", 6)]
 
 
 def looked_at(rig: Rig, vm_id: str, **columns: Callable[[Session], Any]) -> None:

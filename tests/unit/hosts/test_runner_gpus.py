@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.hosts import runner
+from groupwise.hosts import answers, runner
 from tests.runner_machine import Machine, alive, machine, until
 
 A, B, C = "GPU-aaaaaaaa-0000", "GPU-bbbbbbbb-1111", "GPU-cccccccc-2222"
@@ -315,6 +315,8 @@ def test_shares_fit_beside_each_other(here: Machine) -> None:
     assert here.status("two")["state"] == "running"
     told = here.sh("true", job="three", gpus=[A], share_mb=1)["refused"]
     assert (told["code"], told["holder"]) == ("gpu_busy", "one.1, two.1")
+    one = answers.member_state(here.status("one"))
+    assert (one.gpus, one.share_mb, one.slot) == ((A,), 600, None)
     assert here.sh("true", job="whole", gpus=[A])["refused"]["code"] == "gpu_busy"
     here.ask("kill", job="one", epoch=1, grace=0)
     here.comes_to("exited", "one")
@@ -347,6 +349,8 @@ def test_a_slot_is_one_attempt_s(here: Machine) -> None:
     told = here.sh("true", job="other", slot=0)["refused"]
     assert (told["code"], told["holder"]) == ("gpu_busy", "job.1")
     assert here.sh(FOR_EVER, job="third", slot=1)["state"] == "running"
+    seen = {each["job"]: each for each in here.ask("observe")["attempts"]}
+    assert (seen["job"]["slot"], seen["job"]["gpus"], seen["third"]["slot"]) == (0, [], 1)
 
 
 # --- taking back --------------------------------------------------------------------------------

@@ -292,7 +292,8 @@ ODD_RECORDS = {
     "odd fields": json.dumps(
         {
             "phase": ["x"], "boot_id": 7, "pid": "x", "start_ticks": -1, "method": {}, "rank": 1e400,
-            "started_at": float("nan"), "refused": [[]], "checkpoints": 7, "artefacts": {"a": 1},
+            "started_at": float("nan"), "gpus": "GPU-1", "slot": -1, "share_mb": "x",
+            "refused": [[]], "checkpoints": 7, "artefacts": {"a": 1},
             "limits": [1], "cgroup": "x", "reason": [], "code": 10**30, "signal": "9",
         }
     ),
@@ -301,7 +302,8 @@ ODD_RECORDS = {
             "phase": "running", "checkpoints": [7, {}, "../..", "/etc", "\ud800", "\0", "x" * 5000],
             "artefacts": [None, "outputs"], "limits": {"artefact_mb": "x", "artefact_files": [1]},
             "cgroup": {"v2": "/", "memory": 7}, "reason": "exited", "code": 10**19, "tail": {},
-            "seconds": "x", "checkpoints_": 1, "step": 10**19, "message": 7, "gpus": [], "pid": 10**19,
+            "seconds": "x", "checkpoints_": 1, "step": 10**19, "message": 7, "gpus": [7], "pid": 10**19,
+            "slot": 10**19, "share_mb": 10**19,
         }
     ),
     "refused for nothing": '{"phase": "refused", "refused": {"code": {}}}',

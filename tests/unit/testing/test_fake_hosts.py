@@ -69,6 +69,16 @@ def test_a_gpu_belongs_to_one_or_to_shares(rack: FakeHosts, host: FakeHost) -> N
     assert launch(host, "late", 7, "G0")["refused"]["code"] == "foreign_busy"
 
 
+def test_a_slot_belongs_to_one(rack: FakeHosts, host: FakeHost) -> None:
+    launch(host, "job", 1, slot=0)
+    assert ask(host, "status", "job", 1)["slot"] == 0
+    assert launch(host, "next", 2, slot=0)["refused"]["code"] == "gpu_busy"
+    assert launch(host, "other", 3, slot=1)["state"] == "running"
+    rack.tick()
+    rack.tick()
+    assert launch(host, "late", 4, slot=0)["state"] == "running"
+
+
 def test_what_is_left_behind_holds_the_gpu(rack: FakeHosts, host: FakeHost) -> None:
     rack.scripts["job"] = [Script(ticks=1, leaks=True)]
     launch(host, "job", 1, "G0")

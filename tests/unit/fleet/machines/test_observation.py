@@ -28,7 +28,14 @@ from groupwise.fleet.verbs import jobs
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts import answers, keys
 from groupwise.hosts.answers import Observation
-from tests.unit.fleet.small_fleet import claimed_ids, execute, insert_admitted, submit
+from tests.unit.fleet.small_fleet import (
+    claim_some,
+    claimed_ids,
+    execute,
+    insert_admitted,
+    statuses,
+    submit,
+)
 
 KEY = keys.parse("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz")
 OTHER = keys.parse(
@@ -187,8 +194,8 @@ def test_the_same_look_again_tells_nothing_new(fleet: Fleet):
     assert fleet.events() == before
 
 
-def running(job: str, epoch: int, state: str = "running") -> dict[str, Any]:
-    return {"job": job, "epoch": epoch, "state": state}
+def running(job: str, epoch: int, state: str = "running", **more: Any) -> dict[str, Any]:
+    return {"job": job, "epoch": epoch, "state": state, **more}
 
 
 def strays(fleet: Fleet) -> list[tuple[str, int, float]]:
@@ -253,6 +260,33 @@ def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet, s
     assert fleet.reserve("GPU-2", job_id="third") == seen + 2
 
 
+def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_ends(fleet: Fleet):
+    """Its machine refuses others there, also where nothing of it is seen on the GPU."""
+    gpus = [gpu(0), gpu(1), gpu(2)]
+    fleet.set(cpu_slots=2)
+    now = fleet.database.run(databases.seconds)
+    holding = [
+        running("old", 7, gpus=["GPU-0"]),
+        running("older", 6, gpus=["GPU-1"], share_mb=30_000),
+        running("oldest", 5, slot=0),
+        running("forged", 4, slot=7),
+    ]
+    fleet.look(*gpus, at=now, attempts=holding)
+    for name in ("one", "two"):
+        submit(fleet.database, name, gpus=1)
+        submit(fleet.database, f"cpu-{name}", gpus=0)
+        submit(fleet.database, f"part-{name}", gpus=1, share_mb=10_000)
+    made = {each.job_id: each.placement.seats[0] for each in claim_some(fleet.database)}
+    assert {job: [g.uuid for g in seat.gpus] or seat.slot for job, seat in made.items()} == {
+        "one": ["GPU-2"], "part-one": ["GPU-1"], "cpu-one": 1,
+    }  # fmt: skip
+    assert statuses(fleet.database)["two"] == "pending"
+    fleet.look(*gpus, at=now + 1, attempts=holding)
+    assert claimed_ids(fleet.database) == []
+    fleet.look(*gpus, at=now + 2)
+    assert sorted(claimed_ids(fleet.database)) == ["cpu-two", "part-two", "two"]
+
+
 def test_a_pause_of_another_kind_outlasts_what_ran_unknown(fleet: Fleet):
     fleet.look(gpu(0))
     submit(fleet.database, "back", gpus=1)
@@ -271,6 +305,7 @@ def test_a_pause_of_another_kind_outlasts_what_ran_unknown(fleet: Fleet):
 def test_what_somebody_wrote_into_the_facts_breaks_nothing(fleet: Fleet, found: Any):
     fleet.set(facts={"quarantined": found, "missed_at": found, "held_until": found})
     assert fleet.database.read(unknown.on_machines) == []
+    assert unknown.holding(fleet.vm.facts) == unknown.Holding()
     assert fleet.database.read(lambda s: records.not_looked_at(s, 1e12)) == ["vm"]
     assert fleet.look(gpu(0))
     assert fleet.miss() == 1
