@@ -415,8 +415,8 @@ QUICK = (
         (
             (
                 "fleet/queue/claim.py",
-                "return Avoid(frozenset(self.machines), frozenset(self.gpus))",
-                "return Avoid(frozenset(self.machines))",
+                "frozenset(self.machines), frozenset(self.gpus), ",
+                "frozenset(self.machines), frozenset(), ",
             ),
         ),
         (f"{CLAIM}::test_what_a_job_called_broken_it_gets_only_where_nothing_else_will_do",),

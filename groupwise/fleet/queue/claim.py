@@ -47,6 +47,7 @@ from groupwise.fleet.states import AttemptState, JobStatus, Outcome
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import (
+    GPU,
     VM,
     Attempt,
     Checkpoint,
@@ -244,12 +245,14 @@ class _Earlier:
     machines: set[str] = field(default_factory=set[str])
     """Where it failed by no fault of its own."""
     gpus: set[int] = field(default_factory=set[int])
-    """That it called broken."""
+    """That it called broken, or did not get where it was to have them."""
+    slots: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    """Likewise."""
 
     @property
     def avoid(self) -> Avoid:
         """What it gets only where nothing else will do."""
-        return Avoid(frozenset(self.machines), frozenset(self.gpus))
+        return Avoid(frozenset(self.machines), frozenset(self.gpus), frozenset(self.slots))
 
 
 def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _Earlier]:
@@ -269,7 +272,7 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         .order_by(Attempt.epoch, Member.rank)
     ).all()
     found: dict[str, _Earlier] = {}
-    broken: dict[int, _Earlier] = {}
+    blamed: dict[int, _Earlier] = {}
     for row in rows:
         if row.generation != generations[row.job_id]:
             continue
@@ -280,13 +283,36 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         earlier.previous_failure = row.failure_class or earlier.previous_failure
         if row.failure_class in ELSEWHERE:
             earlier.machines.add(row.vm_id)
-        if row.failure_class == FailureClass.GPU_FAULT:
-            broken[row.epoch] = earlier
-    had = select(Reservation.epoch, Reservation.gpu_id).where(Reservation.epoch.in_(broken))
-    for epoch, gpu_id in session.execute(had) if broken else ():
-        if gpu_id is not None:
-            broken[epoch].gpus.add(gpu_id)
+        if row.failure_class in (FailureClass.GPU_FAULT, FailureClass.LAUNCH_FAILURE):
+            blamed[row.epoch] = earlier
+    if blamed:
+        _note_what_they_had(session, blamed)
     return found
+
+
+def _note_what_they_had(session: Session, blamed: Mapping[int, _Earlier]) -> None:
+    """GPUs and slots of attempts that failed for their sake, perhaps: the GPUs that their reason names, or all where it names none."""
+    had = session.execute(
+        select(
+            Reservation.epoch,
+            Reservation.vm_id,
+            Reservation.gpu_id,
+            Reservation.slot,
+            GPU.uuid,
+            Attempt.evidence["because"].as_string().label("because"),
+        )
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
+        .where(Reservation.epoch.in_(blamed))
+    ).all()
+    named = {(row.epoch, row.gpu_id) for row in had if row.uuid and row.uuid in (row.because or "")}
+    naming = {epoch for epoch, _ in named}
+    for row in had:
+        earlier = blamed[row.epoch]
+        if row.gpu_id is None:
+            earlier.slots.add((row.vm_id, row.slot))
+        elif row.epoch not in naming or (row.epoch, row.gpu_id) in named:
+            earlier.gpus.add(row.gpu_id)
 
 
 # --- planning -------------------------------------------------------------------------------------

@@ -121,6 +121,8 @@ class Avoid:
     machines: frozenset[str] = frozenset()
     gpus: frozenset[int] = frozenset()
     """By gpu_id."""
+    slots: frozenset[tuple[str, int]] = frozenset()
+    """(vm_id, slot)."""
 
 
 NOTHING_AVOIDED = Avoid()
@@ -229,7 +231,7 @@ def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> S
     if why := _unfit(resources, machine) or _short(resources, machine):
         return why
     if not resources.gpu_count:
-        return _slot(machine, held)
+        return _slot(machine, held, avoid)
     fitting = _fitting(resources, machine)
     if isinstance(fitting, str):
         return fitting
@@ -280,13 +282,15 @@ def _short(resources: Resources, machine: Machine) -> str | None:
     return None
 
 
-def _slot(machine: Machine, held: Held) -> Seat | str:
+def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     if not machine.slots:
         return "no CPU slots, and the job asks for no GPU"
     free = [n for n in range(machine.slots) if n not in machine.taken_slots]
     kept = [n for n in free if (machine.vm_id, n) in held.slots]
     if len(kept) < len(free):
-        return Seat(machine.vm_id, slot=next(n for n in free if n not in kept))
+        open_to_it = [n for n in free if n not in kept]
+        best = min(open_to_it, key=lambda n: ((machine.vm_id, n) in avoid.slots, n))
+        return Seat(machine.vm_id, slot=best)
     if kept:
         waiting = ", ".join(sorted({held.slots[machine.vm_id, n] for n in kept}))
         return f"its free CPU slots are kept for {waiting}, waiting for long"
@@ -381,7 +385,8 @@ def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> 
     breaks_new = resources.share_mb is not None and used
     return (
         machine.vm_id in avoid.machines,
-        sum(gpu.gpu_id in avoid.gpus for gpu in seat.gpus),
+        sum(gpu.gpu_id in avoid.gpus for gpu in seat.gpus)
+        + ((seat.vm_id, seat.slot) in avoid.slots),
         breaks_new,
         idle - used if seat.gpus else slots,
         memory,

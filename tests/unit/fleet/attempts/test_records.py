@@ -3,7 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -323,8 +324,9 @@ def _fails_with_words_about_its_gpu(rig: Rig, job: str) -> None:
     rig.database.run(lambda s: s.execute(far))
 
 
-def _another_gpu(session: Session) -> None:
-    session.add(GPU(vm_id="a", index=1, uuid="GPU-a1", model="Fake 80GB", memory_mb=81_920))
+def _another_gpu(session: Session, index: int = 1) -> None:
+    uuid = f"GPU-a{index}"
+    session.add(GPU(vm_id="a", index=index, uuid=uuid, model="Fake 80GB", memory_mb=81_920))
 
 
 def refused(code: str = "disk_full", why: str = "no") -> Move:
@@ -480,6 +482,38 @@ def test_what_another_attempt_has_is_waited_for_and_costs_nothing(rig: Rig) -> N
     job = row(rig, Job, Job.job_id == "job")
     assert (job.status, job.retry_count) == ("queued", 0)
     assert job.spent == {"taken": FREE_RETRIES + 1, "launch_failure": 1, "free": 1}
+
+
+def test_nor_is_a_job_sent_again_to_the_gpu_or_slot_that_another_attempt_has(rig: Rig) -> None:
+    """The next look may see nobody on the GPU: its holder has not come to use it."""
+    rig.database.run(_another_gpu)
+    rig.database.run(lambda s: _another_gpu(s, 2))
+    rig.submit("job", resources={"gpus": 2, "vm": "a"})
+    assert refuse_once(rig, "GPU-a0 is held by old.3") == ["GPU-a0", "GPU-a1"]
+    assert refuse_once(rig, "nobody is named") == ["GPU-a1", "GPU-a2"]
+    rig.cancel("job")
+    rig.submit("cpu", resources={"gpus": 0, "vm": "a"})
+    assert refuse_once(rig, "slot 0 is held by old.3") == 0
+    assert refuse_once(rig, "slot 1 is held by old.4") == 1
+
+
+def refuse_once(rig: Rig, why: str) -> Sequence[str] | int | None:
+    """After a look at which all seemed free; the GPUs or the slot."""
+
+    def free(session: Session) -> None:
+        session.execute(update(GPU).values(observed="ok"))
+        session.execute(update(VM).values(cpu_slots=2))
+        session.execute(update(Job).values(not_before=0.0))
+
+    rig.database.run(free)
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
+    advance(rig, made.epoch, AttemptState.LAUNCHING)
+    move = refused("gpu_busy", why)
+    end(rig, made.epoch, replace(move, evidence={**move.evidence, "because": why}))
+    (seat,) = made.placement.seats
+    return [gpu.uuid for gpu in seat.gpus] or seat.slot
 
 
 # silence

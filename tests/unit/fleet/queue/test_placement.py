@@ -217,6 +217,22 @@ def test_gpus_to_avoid_are_the_last_resort(asked: Resources) -> None:
     assert placed(place(asked, [box, other], avoid=both)) == {"b": [0]}
 
 
+def test_slots_to_avoid_are_the_last_resort() -> None:
+    box, other = machine("a", 0, slots=2), machine("b", 0, slots=2)
+    asked = Resources(gpus=0)
+
+    def slot(*machines: Machine, **avoided: Any) -> tuple[str, int | None]:
+        found = place(asked, machines, avoid=Avoid(**avoided))
+        assert isinstance(found, Placement)
+        return found.seats[0].vm_id, found.seats[0].slot
+
+    first, both = frozenset({("a", 0)}), frozenset({("a", 0), ("a", 1)})
+    assert slot(box) == ("a", 0)
+    assert slot(box, slots=first) == ("a", 1)
+    assert slot(replace(box, taken_slots=frozenset({1})), slots=first) == ("a", 0)
+    assert slot(box, other, slots=both) == ("b", 0)
+
+
 def test_an_empty_fleet_says_how_to_add_a_machine() -> None:
     assert "groupwise fleet vm add" in reasons(place(Resources(gpus=1), []))
 
