@@ -23,8 +23,9 @@ from typing import Any
 from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.orm import Session
 
+from benchmarks.fleet_dispatch import looked_at_rarely
 from groupwise.fleet.queue import admission, capacity, claim
-from groupwise.fleet.store.database import Database, connect, migrate, seconds
+from groupwise.fleet.store.database import Database, connect, migrate
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 from groupwise.fleet.up import keep_what_is_there
 from tests.postgres import server
@@ -102,7 +103,7 @@ def measure(url: str, jobs: int = JOBS) -> Found:
 def add_machines(session: Session) -> None:
     """All observed just now; a third of the GPUs have less memory. And two projects with quotas."""
     for n in range(MACHINES):
-        session.add(VM(vm_id=f"vm-{n:03}", contact="ok", observed_round=seconds(session) + 3600))
+        session.add(VM(vm_id=f"vm-{n:03}", contact="ok", **looked_at_rarely(session)))
         session.flush()
         for index in range(GPUS):
             uuid, memory_mb = f"GPU-{n}-{index}", 40_000 if n % 3 == 0 else 80_000

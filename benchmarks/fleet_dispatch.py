@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -25,7 +26,7 @@ from groupwise.fleet.doorbells.local import LocalDoorbell
 from groupwise.fleet.files.artefacts import Collector
 from groupwise.fleet.files.logs import LogMirror
 from groupwise.fleet.files.mirror import CheckpointMirror
-from groupwise.fleet.queue import admission
+from groupwise.fleet.queue import admission, capacity
 from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.states import FINAL, Contact
 from groupwise.fleet.store.database import Database, connect, migrate, seconds
@@ -99,10 +100,14 @@ async def measure(url: str, jobs: int, folder: Path) -> Dispatched:
     return Dispatched(jobs, wall, jobs / begun, jobs / wall, cpu / jobs)
 
 
+def looked_at_rarely(session: Session) -> dict[str, Any]:
+    """Of a machine that was seen just now: nobody polls here, and it is not to become stale meanwhile."""
+    return {"observed_round": seconds(session), "facts": {capacity.LOOK_SECONDS: 3600}}
+
+
 def _add_machines(session: Session, rack: FakeHosts) -> None:
     for host in rack:
-        # seen in an hour's time: nobody polls here, and none is to become stale meanwhile
-        session.add(VM(vm_id=host.name, contact=Contact.OK, observed_round=seconds(session) + 3600))
+        session.add(VM(vm_id=host.name, contact=Contact.OK, **looked_at_rarely(session)))
         session.flush()
         for index, uuid in enumerate(host.gpus):
             session.add(GPU(vm_id=host.name, index=index, uuid=uuid, memory_mb=81_920))
