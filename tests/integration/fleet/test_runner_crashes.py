@@ -111,7 +111,7 @@ def next_one_runs(here: Machine) -> None:
 
 def points(here: Machine, depth: int, when: str, every: int) -> Iterator[str]:
     """One job for each point, until there are no more of them. All want the same slot."""
-    for point in range(1, 400, every):
+    for point in range(1, 1200, every):
         job = f"{when}-{point}"
         died = launched(here, depth, point, when, job)
         if not died:
@@ -151,7 +151,7 @@ def test_a_launch_dies_anywhere(here: Machine, when: str, every: int) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_supervisor_dies_anywhere(here: Machine, when: str, every: int) -> None:
     lost = never = recorded = 0
-    for point in range(1, 400, every):
+    for point in range(1, 1200, every):
         job = f"{when}-{point}"
         launched(here, SUPERVISOR, point, when, job)
         told = settled(here, job)
