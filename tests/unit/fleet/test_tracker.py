@@ -169,14 +169,15 @@ async def test_news_that_are_new_begin_with_the_last_hour_and_say_so(
 
 
 async def test_news_of_a_fleet_that_is_new_lose_nothing(
-    database: Database, caplog: pytest.LogCaptureFixture
+    database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also where nobody listens yet, and the tracker begins again before anybody does; or where it was begun last of all roles."""
+    """Also where nobody listens yet, and the tracker begins again long before anybody does; or where it was begun last of all roles."""
     end(database, "before-the-tracker")
     away = Outlet()
     away.tells_history, away.away = False, True
     await Tracker(database, away).round()
     end(database, "first")
+    monkeypatch.setattr(tracker, "RECENT", -1.0)  # all of it is old by now
     news = Outlet()
     news.tells_history = False
     await Tracker(database, news).round()
