@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from groupwise.hosts import runner
 from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.hosts.framing import AnswerReader
@@ -37,6 +39,18 @@ def oldest_python() -> str | None:
 def runs_38(python: str) -> bool:
     said = subprocess.run([python, "--version"], capture_output=True, text=True, check=False)
     return said.returncode == 0 and said.stdout.startswith("Python 3.8.")
+
+
+OLDEST = oldest_python()
+EVERY_PYTHON = (
+    pytest.param(sys.executable, id="recent"),
+    pytest.param(
+        OLDEST,
+        id="3.8",
+        marks=pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here"),
+    ),
+)
+"""Which the runner has to run on, for a fixture."""
 
 
 class Refused(Exception):

@@ -626,9 +626,14 @@ def not_looked_at(session: Session, began: float, *, lately: bool = True) -> lis
 
 def _asked_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
     """When a machine was asked last, as far as that can be believed: a time to come is one of another clock."""
-    missed = facts.get("missed_at")
-    times = (observed, missed if isinstance(missed, int | float) else 0.0)
+    times = (observed, missed_at(facts))
     return max((time for time in times if time <= now + AHEAD), default=0.0)
+
+
+def missed_at(facts: Mapping[str, Any]) -> float:
+    """When a machine gave no answer last; 0.0 where it has since, or where somebody has written no time there."""
+    found = facts.get("missed_at")
+    return found if isinstance(found, int | float) else 0.0
 
 
 def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:

@@ -73,13 +73,10 @@ def apply(
     trouble = _trouble_of_probe(session, vm, seen)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
-    held = unknown.holding(vm.facts)
-    ran, quarantined = _unknown_jobs(vm), _quarantined(session, vm, now, seen)
+    held, ran = unknown.holding(vm.facts), _unknown_jobs(vm)
+    quarantined = _quarantined(session, vm, now, seen)
     vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
-    session.flush()
-    unknown.let_go(session, ran - _unknown_jobs(vm), vm.facts.get(HELD_UNTIL))
-    if runs := _unknown_jobs(vm):
-        vm.facts = {**vm.facts, HELD_UNTIL: unknown.hold_back(session, runs)}
+    _hold_back(session, vm, ran)
     epochs.raise_above(session, [each.epoch for each in seen.attempts])
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
@@ -96,7 +93,7 @@ def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
     now = seconds(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now):
         return 0
-    counted_at = vm.facts.get("missed_at") or 0.0
+    counted_at = records.missed_at(vm.facts)
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     if not _is_barred(vm):  # which key it showed is still what its operator has to know
         vm.problem = problem[:LONGEST]
@@ -232,6 +229,16 @@ def _quarantined(session: Session, vm: VM, now: float, seen: Observation) -> dic
             holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
             found.append({"what": unknown.ATTEMPT, "detail": name, **about, **holds})
     return {"quarantined": found}
+
+
+def _hold_back(session: Session, vm: VM, ran: set[str]) -> None:
+    """Jobs do not begin beside what runs of them here unknown; those of which it ran until now may."""
+    runs = _unknown_jobs(vm)
+    if ended := ran - runs:
+        session.flush()  # where else it runs is asked of all machines
+        unknown.let_go(session, ended, vm.facts.get(HELD_UNTIL))
+    if runs:
+        vm.facts = {**vm.facts, HELD_UNTIL: unknown.hold_back(session, runs)}
 
 
 def _unknown_jobs(vm: VM) -> set[str]:

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,22 +21,10 @@ import pytest
 
 from groupwise.hosts import runner, spec
 from groupwise.hosts.bootstrap import BOOTSTRAP, COMMAND, FLAGS
-from tests.runner_machine import Machine, Refused, alive, machine, oldest_python, request, until
-
-OLDEST = oldest_python()
-RECENT = sys.executable
+from tests.runner_machine import EVERY_PYTHON, Machine, Refused, alive, machine, request, until
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(RECENT, id="recent"),
-        pytest.param(
-            OLDEST,
-            id="3.8",
-            marks=pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here"),
-        ),
-    ]
-)
+@pytest.fixture(params=EVERY_PYTHON)
 def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
     with machine(tmp_path, request.param) as made:
         yield made

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,7 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import runner
-from tests.runner_machine import Machine, Refused, machine, oldest_python, request
-
-OLDEST = oldest_python()
+from tests.runner_machine import EVERY_PYTHON, Machine, Refused, machine, request
 
 
 @pytest.fixture
@@ -31,16 +28,7 @@ def here(tmp_path: Path) -> Iterator[Machine]:
         yield made
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(sys.executable, id="recent"),
-        pytest.param(
-            OLDEST,
-            id="3.8",
-            marks=pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here"),
-        ),
-    ]
-)
+@pytest.fixture(params=EVERY_PYTHON)
 def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
     with machine(tmp_path, request.param) as made:
         yield made

@@ -22,23 +22,13 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import answers, runner
-from tests.runner_machine import Machine, Refused, alive, machine, oldest_python, until
+from tests.runner_machine import EVERY_PYTHON, Machine, Refused, alive, machine, until
 
-OLDEST = oldest_python()
 NESTED = "[" * 100_000
 MIB = 1 << 20
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(sys.executable, id="recent"),
-        pytest.param(
-            OLDEST,
-            id="3.8",
-            marks=pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here"),
-        ),
-    ]
-)
+@pytest.fixture(params=EVERY_PYTHON)
 def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
     with machine(tmp_path, request.param) as made:
         yield made

@@ -309,6 +309,8 @@ def test_what_somebody_wrote_into_the_facts_breaks_nothing(fleet: Fleet, found: 
     assert fleet.database.read(lambda s: records.not_looked_at(s, 1e12)) == ["vm"]
     assert fleet.look(gpu(0))
     assert fleet.miss() == 1
+    fleet.set(facts={"missed_at": found})
+    assert fleet.miss() == 2
 
 
 def test_a_number_that_is_not_believed_hides_none_that_is(fleet: Fleet):
