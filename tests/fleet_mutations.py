@@ -275,8 +275,8 @@ QUICK = (
         (
             (
                 "fleet/attempts/ending.py",
-                "    if attempt.state == AttemptState.ENDED:\n        return\n    assert move.outcome",
-                "    assert move.outcome",
+                "    if attempt.state == AttemptState.ENDED:\n        return\n    job = job_of",
+                "    job = job_of",
             ),
         ),
         (f"{RECORDS}::test_attempt_and_job_end_together_and_once",),
@@ -1034,7 +1034,7 @@ QUICK = (
     Mutation(
         "a restored database",
         "what another attempt has costs a job its retries",
-        (("fleet/attempts/ending.py", "taken=_is_taken(move))", "taken=False)"),),
+        (("fleet/attempts/ending.py", "taken=_is_taken(move),", "taken=False,"),),
         (f"{RECORDS}::test_what_another_attempt_has_is_waited_for_and_costs_nothing",),
     ),
     Mutation(
@@ -1043,8 +1043,8 @@ QUICK = (
         (
             (
                 "fleet/dispatcher.py",
-                "            self._knows_what_runs = not unknown\n",
-                "            self._knows_what_runs = True\n",
+                "        return not self.not_asked\n",
+                "        return True\n",
             ),
         ),
         (

@@ -165,7 +165,8 @@ class GlobalJobDispatcher:
         self._sightings: dict[str, tuple[str | None, bool]] = {}
         self._mine_until = 0.0
         self._began = self._tuning.began
-        self._knows_what_runs = False
+        self.not_asked: list[str] | None = None
+        """Machines that have to be asked what they run before anything begins; None: that is not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)
         self._desk = Desk(
@@ -281,15 +282,14 @@ class GlobalJobDispatcher:
     async def knows_what_runs(self) -> bool:
         """A database that was restored does not know what machines have begun since: after a standstill all that answer are looked at
         before anything begins."""
-        if not self._knows_what_runs:
+        if self.not_asked != []:
             if self._began is None:
                 self._began = await self._gateway.look(seconds)
             began, lately = self._began, self._tuning.began is None
-            unknown = await self._gateway.look(
+            self.not_asked = await self._gateway.look(
                 lambda s: records.not_looked_at(s, began, lately=lately)
             )
-            self._knows_what_runs = not unknown
-        return self._knows_what_runs
+        return not self.not_asked
 
     async def claim(self) -> int:
         """Admit what is new, claim while there is something to claim; how many attempts that made."""

@@ -22,6 +22,8 @@ PROCESS = "process"
 """In `facts`: what tells a process from all others that have its pid."""
 NATS = "nats"
 """In `facts` of who uses it: its address as people are shown it, and whether that is enough to get there; None: none is used."""
+NOT_ASKED = "not_asked"
+"""In `facts` of a dispatcher: machines that it has to know asked before it begins anything; not there: there are none."""
 OVER = ("Z", "X")
 """States of what has ended, and stands in the system's table until its parent has asked how."""
 

@@ -31,10 +31,10 @@ from sqlalchemy import exists, func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.errors import RunError
-from groupwise.fleet.attempts.decide import DEADMAN_MARGIN
+from groupwise.fleet.attempts.decide import DEADMAN_MARGIN, Move
+from groupwise.fleet.attempts.ending import verdict_on
 from groupwise.fleet.queue import admission, capacity, unknown
 from groupwise.fleet.queue.failures import BACKOFF_CAP, FailureClass, JobFacts, Verdict, after_end
-from groupwise.fleet.queue.request import Beyond
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
 from groupwise.fleet.store import events
@@ -146,7 +146,7 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
         .order_by(Attempt.epoch.desc())
         .limit(1)
     ).first()
-    verdict, now = _verdict(job, attempt, chance), seconds(session)
+    verdict, now = _verdict(session, job, attempt, chance), seconds(session)
     before, job.status = job.status, verdict.status
     job.spent = dict(verdict.spent)
     if verdict.status is JobStatus.QUEUED:
@@ -169,16 +169,15 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
     )
 
 
-def _verdict(job: Job, attempt: Attempt | None, chance: random.Random) -> Verdict:
+def _verdict(session: Session, job: Job, attempt: Attempt | None, chance: random.Random) -> Verdict:
     if attempt is None or attempt.outcome is None:
-        outcome, failure, because = Outcome.VOID, None, "it was running without an attempt"
-    else:
-        outcome = Outcome(attempt.outcome)
-        failure = FailureClass(attempt.failure_class) if attempt.failure_class else None
-        because = str(attempt.evidence.get("because") or "its attempt has ended")
-    policy = Beyond.model_validate(job.request).retry_policy()
-    facts = JobFacts(job.cancel_requested_at is not None, job.spent, policy)
-    return after_end(facts, outcome, failure, because, chance)
+        facts = JobFacts(job.cancel_requested_at is not None, job.spent)
+        return after_end(facts, Outcome.VOID, None, "it was running without an attempt", chance)
+    because = str(attempt.evidence.get("because") or "its attempt has ended")
+    failure = FailureClass(attempt.failure_class) if attempt.failure_class else None
+    outcome, evidence = Outcome(attempt.outcome), attempt.evidence
+    move = Move(AttemptState.ENDED, outcome, failure, because, evidence)
+    return verdict_on(session, job, attempt, move, chance)
 
 
 def _detail(job: Job, attempt: Attempt | None, verdict: Verdict) -> dict[str, Any]:

@@ -282,6 +282,8 @@ class _Role:
     owner: str = field(default_factory=new_owner)
     crashes: int = 0
     last_error: str | None = None
+    dispatcher: GlobalJobDispatcher | None = None
+    """The one that plays it."""
 
 
 class _ControlPlane:
@@ -441,6 +443,7 @@ class _ControlPlane:
             owner=role.owner,
             gateway=gateway,
         )
+        role.dispatcher = dispatcher
         running = asyncio.ensure_future(dispatcher.run())
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -527,13 +530,15 @@ class _ControlPlane:
             row.facts = self._facts(role)
 
     def _facts(self, role: _Role) -> dict[str, Any]:
-        found = {
+        found: dict[str, Any] = {
             "crashes": role.crashes,
             "last_error": role.last_error,
             processes.PROCESS: self._identity,
         }
         if role.name in SPEAK_WITH_NATS:
             found[processes.NATS] = self._nats
+        if role.dispatcher is not None and role.dispatcher.not_asked:
+            found[processes.NOT_ASKED] = role.dispatcher.not_asked
         return found
 
     async def _sign_off(self) -> None:

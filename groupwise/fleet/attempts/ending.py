@@ -53,13 +53,8 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     attempt = guarded(session, epoch, owner)
     if attempt.state == AttemptState.ENDED:
         return
-    assert move.outcome is not None, "the end of an attempt has an outcome"
     job = job_of(session, attempt)
-    blamed = _machine_to_blame(move)
-    same = blamed is not None and _was_refused_here_before(session, attempt, blamed)
-    hopeless = _is_hopeless(session, job, move)
-    facts = _facts(job, same_machine=same, hopeless=hopeless, taken=_is_taken(move))
-    verdict = after_end(facts, move.outcome, move.failure, move.because, chance)
+    verdict = verdict_on(session, job, attempt, move, chance)
     _end_attempt(session, attempt, owner, move, verdict)
     yield None  # its job moves after it, as the database demands
     if move.failure is FailureClass.GPU_FAULT:
@@ -80,15 +75,21 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     capacity.wake(session, vm_ids=freed, actor=_actor(owner))
 
 
-def _facts(job: Job, *, same_machine: bool, hopeless: bool, taken: bool) -> JobFacts:
-    return JobFacts(
+def verdict_on(
+    session: Session, job: Job, attempt: Attempt, move: Move, chance: random.Random
+) -> Verdict:
+    """What follows for the job from such an end."""
+    assert move.outcome is not None, "the end of an attempt has an outcome"
+    blamed = _machine_to_blame(move)
+    facts = JobFacts(
         cancel_requested=job.cancel_requested_at is not None,
         spent=job.spent,
         policy=_policy(job.request),
-        hopeless=hopeless,
-        same_machine=same_machine,
-        taken=taken,
+        hopeless=_is_hopeless(session, job, move),
+        same_machine=blamed is not None and _was_refused_here_before(session, attempt, blamed),
+        taken=_is_taken(move),
     )
+    return after_end(facts, move.outcome, move.failure, move.because, chance)
 
 
 def _policy(request: Mapping[str, Any]) -> RetryPolicy:

@@ -198,8 +198,9 @@ def attempts(session: Session, job_id: str) -> list[Document]:
 def why_waiting(session: Session, job: Job) -> list[str]:
     """Why a job does not run, in words; empty where it runs or has ended."""
     reasons = capacity.explain(session, job)
-    if reasons and job.status != JobStatus.HELD and "dispatcher" in status.missing_roles(session):
-        reasons.insert(0, status.NO_DISPATCHER)
+    nobody = status.why_nothing_begins(session)
+    if reasons and job.status != JobStatus.HELD and nobody is not None:
+        reasons.insert(0, nobody)
     return reasons
 
 

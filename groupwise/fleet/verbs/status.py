@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.display.quantities import byte_size, duration
 from groupwise.fleet.attempts.ending import ACCUSATION_SECONDS
+from groupwise.fleet.processes import NOT_ASKED
 from groupwise.fleet.queue import unknown
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.fleet.store.database import seconds
@@ -76,6 +77,19 @@ def missing_roles(session: Session) -> list[str]:
     """The roles that no living process plays."""
     alive = {each["role"] for each in processes(session) if each["alive"]}
     return [role for role in NEEDED_ROLES if role not in alive]
+
+
+def why_nothing_begins(session: Session) -> str | None:
+    """Nobody begins jobs, or not yet; None: somebody does, as far as they have said."""
+    alive = [row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]]
+    if not alive:
+        return NO_DISPATCHER
+    not_asked: list[list[str]] = [row["facts"].get(NOT_ASKED) or [] for row in alive]
+    machine, *others = min(not_asked, key=len) or [None]
+    if machine is None:
+        return None
+    more = f" and {len(others)} more" if others else ""
+    return f"after a standstill nothing begins before the poller has asked all machines what they run, and {machine}{more} not yet"
 
 
 def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iterator[Document]:

@@ -237,7 +237,9 @@ async def test_after_a_standstill_nothing_begins_before_all_that_answered_were_l
     looked_at(rig, "a", observed_round=lambda s: seconds(s) - 1000)
     rig.submit("job")
     dispatcher = rig.dispatcher()
+    assert dispatcher.not_asked is None
     assert not await dispatcher.knows_what_runs()
+    assert dispatcher.not_asked == ["a"]
     looked_at(rig, "a", observed_round=lambda s: seconds(s) + 1000)
     assert not await dispatcher.knows_what_runs()  # that was another clock
     looked_at(rig, "a", contact=lambda _: "unreachable")

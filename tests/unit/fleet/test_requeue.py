@@ -165,6 +165,19 @@ async def test_a_job_whose_attempt_ended_without_it_goes_where_that_leads(
         assert "exit code 3" in fleet.get("stray", Job.failure_reason)
 
 
+@pytest.mark.parametrize(
+    ("refusal", "status"), [("gpu_busy: other.1 has it", "queued"), ("bad_spec: no", "failed")]
+)
+async def test_what_a_runner_had_refused_counts_as_when_its_attempt_ended(
+    fleet: Fleet, refusal: str, status: str
+):
+    fleet.job("stray", "running", spent={"launch_failure": 5, "free": 5})
+    member = {"rank": 0, "vm": "vm", "refusal": refusal}
+    fleet.attempt("stray", "void", "launch_failure", evidence={"members": [member], "rank": 0})
+    await fleet.sweep()
+    assert fleet.get("stray") == status
+
+
 async def test_a_job_with_a_live_attempt_is_never_touched(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ):

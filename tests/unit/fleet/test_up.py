@@ -4,16 +4,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import select
 
 from groupwise.errors import UsageError
-from groupwise.fleet import up
+from groupwise.fleet import processes, up
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.settings import FleetPlace, FleetSettings
 from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import VM, Event
+from groupwise.fleet.store.tables import VM, ControlProcess, Event
 from groupwise.fleet.up import Hosts
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
@@ -177,3 +178,20 @@ async def test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more(
         control._asked_to_stop(15)
         assert control._stopping.is_set()
         assert ended == expected
+
+
+# --- what it says of itself -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("not_asked", [None, [], ["vm-1"]])
+def test_a_dispatcher_says_which_machines_it_waits_for(
+    database: Database, tmp_path: Path, not_asked: list[str] | None
+) -> None:
+    place = FleetPlace(tmp_path, FleetSettings())
+    control = up._ControlPlane(place, database, ("dispatcher",), lambda text: None)
+    database.run(control._beat)
+    (role,) = control._roles
+    role.dispatcher = cast("Any", SimpleNamespace(not_asked=not_asked))
+    database.run(control._beat)
+    facts = database.read(lambda s: s.scalars(select(ControlProcess)).one().facts)
+    assert facts.get(processes.NOT_ASKED) == (not_asked or None)

@@ -48,11 +48,11 @@ def test_a_project_that_cannot_be(small: Any, wanted: dict[str, Any], told: str)
 # --- the fleet as a whole
 
 
-def process(small: Any, role: str, silent: float, owner: str) -> None:
+def process(small: Any, role: str, silent: float, owner: str, **facts: Any) -> None:
     def write(session: Session) -> None:
         seen = seconds(session) - silent
         row = {"owner": owner, "role": role, "host": "h", "pid": 1}
-        session.add(ControlProcess(**row, started_at=seen, seen_at=seen))
+        session.add(ControlProcess(**row, started_at=seen, seen_at=seen, facts=facts))
 
     small.database.run(write)
 
@@ -162,6 +162,22 @@ def test_that_nobody_runs_it_is_noted(small: Any) -> None:
     for count in (1, 2):
         for job in small.do(submission.submit_all, asked[:count]):
             assert job["notes"] == [status.NO_DISPATCHER]
+
+
+def test_a_job_says_that_machines_are_asked_first(small: Any) -> None:
+    small.machine("vm-1")
+    (job,) = small.do(submission.submit_all, [request(resources={"gpus": 0})])
+
+    def waiting() -> str:
+        return small.do(jobs.show, job["job_id"])["waiting"][0]
+
+    assert waiting() == status.NO_DISPATCHER
+    process(small, "dispatcher", 0.0, "a", not_asked=["vm-1", "vm-2", "vm-3"])
+    assert waiting().endswith("asked all machines what they run, and vm-1 and 2 more not yet")
+    process(small, "dispatcher", 0.0, "b", not_asked=["vm-2"])
+    assert waiting().endswith("and vm-2 not yet")
+    process(small, "dispatcher", 0.0, "c")
+    assert waiting() == "there is room for it, and it is the next in the queue"
 
 
 def test_what_was_settled_unasked_is_noted(small: Any) -> None:
