@@ -1038,6 +1038,32 @@ QUICK = (
         (f"{RECORDS}::test_what_another_attempt_has_is_waited_for_and_costs_nothing",),
     ),
     Mutation(
+        "a job's own files and log",
+        "a log is a file that its command opens",
+        (
+            (
+                "hosts/runner.py",
+                "(1, log), (2, log)):",
+                "(1, os.open(order.attempt.at('log'), 1025)), (2, os.open(order.attempt.at('log'), 1025))):",
+            ),
+        ),
+        (f"{RUNNER}::test_who_writes_to_dev_stderr_empties_no_log",),
+    ),
+    Mutation(
+        "a job's own files and log",
+        "files are links of the machine's cache",
+        (
+            (
+                "hosts/runner.py",
+                "        copy_blob(root.blob(sha), target, sha, mode & 0o777)\n",
+                "        os.link(root.blob(sha), target)\n",
+            ),
+        ),
+        (
+            f"{HOSTS}/test_runner_files.py::test_what_a_job_does_to_its_files_harms_no_other",
+        ),
+    ),
+    Mutation(
         "a restored database",
         "jobs begin before it was looked what machines run",
         (

@@ -83,6 +83,7 @@ What is promised
       `touch` that name the attempt. With `clock` (from the last member that came back) they count from then: so answers that do not
       arrive cannot keep an attempt alive whose control plane believes it dead, nor can a launch that was long on its way begin one.
       After the deadman at most DEADMAN_GRACE passes until KILL.
+    - The log is all that the command and what it started said, to the byte: the supervisor takes it from a pipe and appends it.
     - A full disk: verbs answer `disk_full`; a command never starts without its record; the exit record has room set aside for it, and so
       have `void` and `forget`: a launch that failed there can be given up, and what is old can go.
     - Secrets are in the memory of launch, supervisor and command (and in the command's /proc/…/environ), and in no file.
@@ -200,8 +201,14 @@ SPARE = 256 * 1024
 CELL = 64
 """Bytes of a file that is overwritten in place, which needs no room on a full disk."""
 LARGEST_READ = 64 << 20
-COPIED_BELOW = 1 << 20
-"""Bytes; smaller files are copied with their exact mode, larger ones linked to the blob and not writable."""
+LOG_PIECE = 1 << 20
+"""Bytes that wait between a command and its log at most."""
+LOG_PATIENCE = 60.0
+"""Seconds in which a log that cannot be written may become so again; its command waits when it says more."""
+LAST_WORDS = 1.0
+"""Seconds for what still comes when a command has ended, of those that it leaves behind."""
+CLONE = 0x40049409
+"""FICLONE of the kernel: a file of its own that shares its blocks with another until one of them is changed."""
 BLOB_TIME = 1_000_000_000
 """Modification time of a blob, in seconds: one that was written to since has another."""
 SETTLED = 2.0
@@ -1387,47 +1394,47 @@ def store_blob(root: Root, sha: str, size: int, source: Readable) -> None:
     sync_folder(folder)
 
 
-def lay_out(root: Root, work: str, manifest: dict[str, list[Any]], copies: bool) -> None:
-    """Put the files of a manifest into the working folder. `copies`: the command may change them."""
-    for path, (sha, mode, size) in manifest.items():
+def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> None:
+    """Put the files of a manifest into the working folder, where the command may change them."""
+    for path, (sha, mode, _) in manifest.items():
         target = os.path.join(work, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        if copies or size < COPIED_BELOW or mode & 0o111:
-            copy_blob(root.blob(sha), target, sha, mode & 0o777)
-        else:
-            link_blob(root.blob(sha), target, sha)
-
-
-def link_blob(blob: str, target: str, sha: str) -> None:
-    """One content, two names; copied where the file system will not link."""
-    remove_file(target)
-    try:
-        os.link(blob, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in (errno.EMLINK, errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP):
-            raise
-        copy_blob(blob, target, sha, 0o444)
+        copy_blob(root.blob(sha), target, sha, mode & 0o777)
 
 
 def copy_blob(blob: str, target: str, sha: str, mode: int) -> None:
-    """A file of its own, checked on the way."""
-    digest = hashlib.sha256()
+    """A file of its own: cloned where the file system can do that, otherwise copied and checked on the way."""
     remove_file(target)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(blob, "rb") as source, open(fd, "wb") as file:
-        while True:
-            data = source.read(1 << 20)
-            if not data:
-                break
-            digest.update(data)
-            file.write(data)
+        sound = is_cloned(source, file) or copied(source, file) == sha
         os.fchmod(file.fileno(), mode)
-    if digest.hexdigest() != sha:
+    if not sound:
         remove_file(blob)
         raise Refused(
             "bad_spec",
             f"blob {sha} was damaged on this machine's disk; it has been removed, send it again",
         )
+
+
+def is_cloned(source: BinaryIO, file: BinaryIO) -> bool:
+    """Whether the empty file has the content of the other one now."""
+    try:
+        fcntl.ioctl(file.fileno(), CLONE, source.fileno())
+    except OSError:
+        return False
+    return True
+
+
+def copied(source: BinaryIO, file: BinaryIO) -> str:
+    """The hash of what was copied."""
+    digest = hashlib.sha256()
+    while True:
+        data = source.read(1 << 20)
+        if not data:
+            return digest.hexdigest()
+        digest.update(data)
+        file.write(data)
 
 
 # --- the working folder, read without following any link ----------------------------------------
@@ -3017,6 +3024,7 @@ class Supervisor:
         self.blobs, self.speak = blobs, speak
         self.state: dict[str, Any] = read_json(self.attempt.at("state.json")) or {}
         self.child = 0
+        self.log: Log | None = None
         self.begun = time.monotonic()
         self.next_beat = self.ended_at = 0.0
         self.last_contact = order.heard
@@ -3100,8 +3108,8 @@ class Supervisor:
 
     def lay_out(self) -> None:
         """Files into the working folder."""
-        lay_out(self.order.root, self.attempt.work, self.order.files, copies=False)
-        lay_out(self.order.root, self.attempt.work, self.order.resume_files, copies=True)
+        lay_out(self.order.root, self.attempt.work, self.order.files)
+        lay_out(self.order.root, self.attempt.work, self.order.resume_files)
         for path in self.order.artefacts[:1]:
             make_folder(os.path.dirname(os.path.join(self.attempt.work, path)))
 
@@ -3127,6 +3135,11 @@ class Supervisor:
         environment = command_environment(self.order, self.visible)
         tether = os.open(self.attempt.at("tether"), os.O_RDONLY)
         try:
+            log = self.log = Log(self.attempt.at("log"))
+        except OSError as error:
+            message = f"its log cannot be opened: {error.strerror}"
+            return Ending("spawn_failed", message, 0.0, code=126)
+        try:
             self.child = os.fork()
         except OSError as error:
             return Ending(
@@ -3135,7 +3148,7 @@ class Supervisor:
         if self.child == 0:
             for fd in (go, failed, self.lock, self.speak):
                 os.close(fd)
-            become(self.order, environment, go_on, failure, [tether, *self.inherited])
+            become(self.order, environment, go_on, failure, log.sink, [tether, *self.inherited])
         self.order.secrets.clear()
         environment.clear()
         for fd in (go_on, failure, tether):
@@ -3197,15 +3210,23 @@ class Supervisor:
             self.perhaps_end()
             self.sleep()
 
-    def sleep(self) -> None:
-        """Until something wakes it, or the next look is due."""
-        due = TICK
+    def sleep(self, due: float = TICK) -> None:
+        """Until something wakes it, or the next look is due. Meanwhile it writes down what the command says."""
         if self.ending and not self.killed:
             due = min(due, max(0.02, self.ending.kill_at - time.monotonic()))
+        until = time.monotonic() + due
         alarms = [fd for fd in (self.waker, self.bell) if fd >= 0]
-        for fd in select.select(alarms, [], [], due)[0]:
-            with contextlib.suppress(OSError):
-                os.read(fd, 4096)
+        log = self.log
+        assert log is not None, "a command has a log"
+        woken = False
+        while not woken and due > 0:
+            ready = select.select([*alarms, *log.sources()], [], [], due)[0]
+            log.write_down()
+            for fd in set(alarms).intersection(ready):
+                woken = True
+                with contextlib.suppress(OSError):
+                    os.read(fd, 4096)
+            due = until - time.monotonic()
 
     def beat(self) -> None:
         """A sign of life."""
@@ -3271,6 +3292,7 @@ class Supervisor:
         if not belonging.alive():
             return {}
         # How the command ended is known from here on, whatever becomes of this process.
+        self.hear_out(LAST_WORDS)
         with contextlib.suppress(OSError):
             ending = self.ending or Ending("exited", "", 0.0)
             write_json(self.attempt.at("outcome.json"), self.exit_record(ending, ended))
@@ -3281,8 +3303,18 @@ class Supervisor:
         while time.monotonic() < self.leftovers_until() and belonging.alive():
             reap_adopted(but=self.child)
             self.beat()
-            time.sleep(0.05)
+            self.sleep(0.05)
         return belonging.kill(KILL_PATIENCE)
+
+    def hear_out(self, patience: float) -> None:
+        """Into the log with all that was said, for so many seconds at most."""
+        until = time.monotonic() + patience
+        while self.log and (self.log.write_down() or self.log.unwritten):
+            if time.monotonic() >= until:
+                return
+            if self.log.unwritten:
+                self.beat()
+                time.sleep(0.05)
 
     def leftovers_until(self) -> float:
         """The grace of whoever wanted the end, or a little after an end that nobody wanted."""
@@ -3296,6 +3328,7 @@ class Supervisor:
         """Take note of the child's end, write the record, go."""
         if ended is not None:
             reap_adopted()
+            self.hear_out(LOG_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
         record = self.exit_record(ending, ended)
         while not self.is_removed() and not save_exit(self.attempt, record):
             make_way(self.attempt)
@@ -3334,7 +3367,7 @@ class Supervisor:
             "cpu_seconds": round(used.ru_utime + used.ru_stime, 3),
             "max_rss_mb": used.ru_maxrss >> 10,
             "finished_at": time.time(),
-            "tail": tail_of(self.attempt.at("log")),
+            "tail": self.log.tail() if self.log else "",
             "gpus": len(self.order.gpus),
             "checkpoints": count,
             "step": step,
@@ -3353,14 +3386,58 @@ def woken(_signum: int, _frame: object) -> None:
     """The pipe that wakes the supervisor has been written to by then."""
 
 
-def tail_of(path: str) -> str:
-    """The end of a log, as text."""
-    try:
-        with open(open_plain(path), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            return file.read(TAIL).decode("utf-8", "replace")
-    except OSError:
-        return ""
+class Log:
+    """What a command and all that it starts say. It comes through a pipe: whoever writes to /dev/stderr opens that once more, and would
+    empty a file by it.
+
+    Where the file cannot be written the command waits as soon as the pipe is full; after LOG_PATIENCE nobody listens any more.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self.source, self.sink = os.pipe()  # the sink stays open, so that the pipe has no end
+        os.set_blocking(self.source, False)
+        self.unwritten = b""
+        self.last = b""
+        self.problem = ""
+        self.stuck_at: float | None = None
+        self.is_closed = False
+
+    def sources(self) -> list[int]:
+        """What to listen to."""
+        return [] if self.unwritten or self.is_closed else [self.source]
+
+    def write_down(self) -> bool:
+        """Some of what was said and is not in the file; whether there was anything that could be written."""
+        if self.is_closed:
+            return False
+        if not self.unwritten:
+            try:
+                self.unwritten = os.read(self.source, LOG_PIECE)
+            except BlockingIOError:
+                return False
+            self.last = (self.last + self.unwritten[-TAIL:])[-TAIL:]
+        try:
+            written = os.write(self.file, self.unwritten)
+        except OSError as error:
+            self.fail(error)
+            return False
+        self.unwritten, self.stuck_at, self.problem = self.unwritten[written:], None, ""
+        return True
+
+    def fail(self, error: OSError) -> None:
+        """It may be written later; not for ever."""
+        now = time.monotonic()
+        self.stuck_at = now if self.stuck_at is None else self.stuck_at
+        self.problem = f"\n[its log could not be written: {error.strerror}]\n"
+        if now - self.stuck_at >= LOG_PATIENCE:
+            self.is_closed, self.unwritten = True, b""
+            os.close(self.source)
+
+    def tail(self) -> str:
+        """The end of it, as text."""
+        kept = TAIL - len(self.problem.encode())
+        return self.last[-kept:].decode("utf-8", "replace") + self.problem
 
 
 def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
@@ -3421,14 +3498,19 @@ def command_environment(order: Order, visible: str) -> dict[str, str]:
 
 
 def become(
-    order: Order, environment: dict[str, str], go_on: int, failure: int, inherited: list[int]
+    order: Order,
+    environment: dict[str, str],
+    go_on: int,
+    failure: int,
+    log: int,
+    inherited: list[int],
 ) -> NoReturn:
     """In the child: wait for the supervisor's word, then be the command. Dies with its supervisor."""
     try:
         os.setsid()
         prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL))
         if os.read(go_on, 1):
-            exec_command(order, environment, inherited)
+            exec_command(order, environment, log, inherited)
     except OSError as error:
         os.write(failure, b"%d" % (error.errno or errno.EIO))
     except BaseException:  # noqa: BLE001  (it must not go on as a second supervisor, whatever exec would not take)
@@ -3437,9 +3519,10 @@ def become(
         os._exit(127)
 
 
-def exec_command(order: Order, environment: dict[str, str], inherited: list[int]) -> NoReturn:
+def exec_command(
+    order: Order, environment: dict[str, str], log: int, inherited: list[int]
+) -> NoReturn:
     """Streams, folder and signals as a program expects them."""
-    log = os.open(order.attempt.at("log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, log), (2, log)):
         os.dup2(source, target)

@@ -163,6 +163,25 @@ def test_a_command_runs_and_its_end_is_on_record(here: Machine) -> None:
     assert ended["pid"] == begun["pid"]
 
 
+def test_who_writes_to_dev_stderr_empties_no_log(here: Machine) -> None:
+    here.sh("echo one; echo two >/dev/stderr; echo three >/dev/stdout; echo four | tee /dev/stderr")
+    assert here.comes_to("exited")["exit"]["tail"] == "one\ntwo\nthree\nfour\nfour\n"
+    assert (here.folder() / "log").read_text() == "one\ntwo\nthree\nfour\nfour\n"
+
+
+def test_a_log_is_whole_however_fast_it_grows_and_who_writes_it(here: Machine) -> None:
+    """Much more than its pipe holds, the last of it by what outlives the command and is asked to end."""
+    script = (
+        "trap '' TERM; (trap 'seq 9000000 9020000; exit' TERM; while :; do sleep 0.02; done) & "
+        "seq 1000000 1900000"
+    )
+    here.sh(script)
+    record = here.comes_to("exited")["exit"]
+    lines = (here.folder() / "log").read_text().splitlines()
+    assert lines == [str(n) for n in (*range(1_000_000, 1_900_001), *range(9_000_000, 9_020_001))]
+    assert (record["code"], record["tail"][-8:]) == (0, "9020000\n")
+
+
 def test_the_log_is_read_by_offset(here: Machine) -> None:
     here.sh("printf 'one\\377two'")
     here.comes_to("exited")
@@ -309,9 +328,13 @@ def test_the_channel_closes_while_the_command_runs(here: Machine) -> None:
     )  # the harness reads to the end of the streams
     assert alive(begun["pid"])
     supervisor = here.state()["supervisor"]
-    for pid in (supervisor, begun["pid"]):
-        targets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (0, 1, 2)}
-        assert not any(target.startswith("pipe:") for target in targets)
+    nothing, complaints = os.devnull, str(here.folder() / "supervisor.err")
+    said = [os.readlink(f"/proc/{begun['pid']}/fd/{fd}") for fd in (1, 2)]
+    heard = [os.readlink(f"/proc/{supervisor}/fd/{fd}") for fd in os.listdir(f"/proc/{supervisor}/fd")]  # fmt: skip
+    assert [os.readlink(f"/proc/{supervisor}/fd/{fd}") for fd in (0, 1, 2)] == [nothing, nothing, complaints]  # fmt: skip
+    assert said[0] == said[1]
+    assert heard.count(said[0]) == 2
+    assert os.readlink(f"/proc/{begun['pid']}/fd/0") == nothing
     assert os.getsid(supervisor) != os.getsid(0)
     assert os.getsid(begun["pid"]) == begun["pid"]
 

@@ -211,7 +211,7 @@ def test_a_command_waits_for_the_word_of_its_supervisor(
     os.write(go, word)
     os.close(go)
     try:
-        runner.become(None, {}, go_on, -1, [])  # pyright: ignore[reportArgumentType]
+        runner.become(None, {}, go_on, -1, -1, [])  # pyright: ignore[reportArgumentType]
     finally:
         os.close(go_on)
     assert (began, ended) == ([True] * begins, [127])
@@ -680,6 +680,45 @@ def test_the_exit_record_has_room_on_a_full_disk(small: Machine) -> None:
     told = small.comes_to("exited")
     assert told["exit"]["code"] == 9
     assert small.ask("observe")["attempts"][0]["exit"]["code"] == 9
+
+
+def test_a_log_goes_on_where_a_full_disk_has_room_again(small: Machine) -> None:
+    """Nothing is lost: what could not be written waits, and so does the command."""
+    small.sh("until [ -e go ]; do sleep 0.02; done; seq 1000000 1059999; exit 9")
+    (small.work() / "go.new").touch()
+    ballast = fill(small.home)
+    (small.work() / "go.new").rename(small.work() / "go")
+    told = small.status()
+    assert (told["state"], told["log_size"]) == ("running", 0)
+    ballast.unlink()
+    assert small.comes_to("exited")["exit"]["code"] == 9
+    text = (small.folder() / "log").read_text()
+    assert text == "".join(f"{n}\n" for n in range(1_000_000, 1_060_000))
+
+
+def test_a_log_that_cannot_be_written_is_given_up_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then whoever writes to it is told, as by any pipe that nobody reads, and the record says why."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        log = runner.Log(str(disk / "log"))
+        fill(disk)
+        now = [0.0]
+        monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+        os.write(log.sink, b"x" * 10_000)
+        for now[0] in (0.0, runner.LOG_PATIENCE - 1):
+            assert not log.write_down()
+            assert log.sources() == []
+            assert os.write(log.sink, b"more") == 4
+        now[0] = runner.LOG_PATIENCE
+        assert not log.write_down()
+        with pytest.raises(BrokenPipeError):
+            os.write(log.sink, b"more")
+        assert log.tail().endswith("xxx\n[its log could not be written: No space left on device]\n")
+        assert len(log.tail()) == runner.TAIL
+        assert (log.sources(), log.write_down(), log.unwritten) == ([], False, b"")
+        for fd in (log.file, log.sink):
+            os.close(fd)
 
 
 def test_a_cancel_works_on_a_full_disk(small: Machine) -> None:

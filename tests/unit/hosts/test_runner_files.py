@@ -109,7 +109,7 @@ def test_parts_are_joined(either: Machine) -> None:
 
 
 def test_a_job_finds_its_files(either: Machine) -> None:
-    program, large = b"#!/bin/sh\ncat data/in.txt; ls -l\n", os.urandom(runner.COPIED_BELOW)
+    program, large = b"#!/bin/sh\ncat data/in.txt; ls -l\n", os.urandom(2 << 20)
     files = {
         "run": [sha(program), 0o755, len(program)],
         "data/in.txt": [sha(b"hello\n"), 0o640, 6],
@@ -125,20 +125,52 @@ def test_a_job_finds_its_files(either: Machine) -> None:
     assert either.comes_to("exited")["exit"]["tail"].startswith("hello\n")
     assert (either.work() / "run").stat().st_mode & 0o777 == 0o755
     assert (either.work() / "data" / "in.txt").stat().st_mode & 0o777 == 0o640
-    assert (either.work() / "data" / "deep" / "large").stat().st_nlink == 2
+    assert (either.work() / "data" / "deep" / "large").stat().st_mode & 0o777 == 0o644
 
 
 def test_what_a_job_does_to_its_files_harms_no_other(here: Machine) -> None:
-    small, large = b"small", os.urandom(runner.COPIED_BELOW)
-    files = {"small": [sha(small), 0o644, 5], "large": [sha(large), 0o644, len(large)]}
+    """However large they are, and whoever it is: root heeds no mode."""
+    small, large = b"small", os.urandom(2 << 20)
+    files = {"small": [sha(small), 0o644, 5], "large": [sha(large), 0o444, len(large)]}
     here.put(small, large)
-    done(here, "chmod u+w large; echo bad >> small; echo bad >> large", spec_files=files)
-    assert here.ask("missing", sha256=[sha(small), sha(large)])["missing"] == [sha(large)]
+    here.sh("until [ -e go ]; do sleep 0.02; done; sha256sum large", spec_files=files)
+    here.sh("echo bad >> small; chmod u+w large; echo bad >> large", spec_files=files, job="other")
+    here.comes_to("exited", job="other")
+    (here.work() / "go").touch()
+    assert here.comes_to("exited")["exit"]["tail"].startswith(sha(large))
+    assert here.ask("missing", sha256=[sha(small), sha(large)])["missing"] == []
+
+
+def test_a_blob_that_somebody_wrote_to_is_sent_anew(here: Machine) -> None:
+    data = os.urandom(2 << 20)
+    files = {"data": [sha(data), 0o644, len(data)]}
+    here.put(data)
+    blob = Path(runner.Root(str(here.root)).blob(sha(data)))
+    blob.chmod(0o644)
+    blob.write_bytes(b"bad")
     with pytest.raises(Refused, match="missing_blobs"):
-        here.sh("true", spec_files=files, epoch=2)
-    here.put(large)
-    here.sh("sha256sum large", spec_files=files, epoch=2)
-    assert here.comes_to("exited", epoch=2)["exit"]["tail"].startswith(sha(large))
+        here.sh("true", spec_files=files)
+    here.put(data)
+    here.sh("sha256sum data", spec_files=files)
+    assert here.comes_to("exited")["exit"]["tail"].startswith(sha(data))
+
+
+def test_a_file_is_cloned_where_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob, target = tmp_path / "blob", tmp_path / "target"
+    blob.write_bytes(b"data")
+    asked = list[tuple[int, bytes]]()
+
+    def clone(file: int, how: int, source: int) -> int:
+        asked.append((how, os.pread(source, 4, 0)))
+        return os.write(file, b"cloned")
+
+    monkeypatch.setattr(runner.fcntl, "ioctl", clone)
+    runner.copy_blob(str(blob), str(target), sha(b"data"), 0o640)
+    assert asked == [(runner.CLONE, b"data")]
+    assert target.read_bytes() == b"cloned"
+    assert target.stat().st_mode & 0o777 == 0o640
 
 
 def test_the_sweep_keeps_what_is_wanted(here: Machine) -> None:
@@ -391,7 +423,7 @@ def test_checkpoints_show_while_the_job_runs_and_in_its_record(here: Machine) ->
 
 
 def test_a_job_resumes_from_a_copy(here: Machine) -> None:
-    weights = os.urandom(runner.COPIED_BELOW)
+    weights = os.urandom(2 << 20)
     entries = {"w": {"size": len(weights), "sha256": sha(weights)}}
     written = json.dumps({"step": 7, "files": entries}).encode()
     here.put(weights, written)
