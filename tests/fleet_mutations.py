@@ -1059,9 +1059,7 @@ QUICK = (
                 "        os.link(root.blob(sha), target)\n",
             ),
         ),
-        (
-            f"{HOSTS}/test_runner_files.py::test_what_a_job_does_to_its_files_harms_no_other",
-        ),
+        (f"{HOSTS}/test_runner_files.py::test_what_a_job_does_to_its_files_harms_no_other",),
     ),
     Mutation(
         "a restored database",
@@ -1259,6 +1257,7 @@ QUICK = (
             f"{API}::test_nobody_gets_a_file_of_another_project_by_its_hash",
             f"{API}::test_what_another_project_has_is_sent_whole_all_the_same",
             f"{UNIT}/files/test_mirror.py::test_a_manifest_that_names_the_file_of_another_project_does_not_get_it",
+            f"{UNIT}/files/test_artefacts.py::test_a_list_that_names_the_file_of_another_project_does_not_get_it",
         ),
     ),
     Mutation(

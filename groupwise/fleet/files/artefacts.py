@@ -24,9 +24,14 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
 from groupwise.fleet.attempts.drive import Collected, Part
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.files.folders import folder_name
+from groupwise.fleet.store import rights
+from groupwise.fleet.store.tables import Job
 from groupwise.hosts.answers import WorkTree
 from groupwise.hosts.files import BlobError, BlobStore, hash_of, sync_folder
 from groupwise.hosts.port import RunnerRefused
@@ -102,6 +107,7 @@ class Collector:
                 problem = _beyond(tree.files, limits)
                 if problem is not None:
                     return problem
+                await self._copy_known(part, folder, tree.files)
                 try:
                     await self._files(part, folder, tree.files)
                 except _Changed as change:
@@ -114,6 +120,13 @@ class Collector:
             return f"{why} has been changed since the command ended"
         finally:
             os.close(lock)
+
+    async def _copy_known(self, part: Part, folder: Path, files: Manifest) -> None:
+        """What is in the store already, and of its own project: the machine says which file it is, and may name any."""
+        hashes = {entry.sha256 for entry in files.values()}
+        lacking = await self._gateway.look(lambda session: _lacking_rights(session, part, hashes))
+        known = {path: each for path, each in files.items() if each.sha256 not in lacking}
+        await self._gateway.write("artefacts.known", partial(_copy, folder, known, self._store))
 
     async def _files(self, part: Part, folder: Path, files: Manifest) -> None:
         waiting = iter(sorted(files.items()))
@@ -132,9 +145,7 @@ class Collector:
 
     async def _file(self, part: Part, place: Path, path: str, entry: FileEntry) -> None:
         """Whole and verified. What an earlier try left may be torn: then once more, from the beginning."""
-        here = await self._gateway.write(
-            "artefacts.file", partial(_begin, place, entry, self._store)
-        )
+        here = await self._gateway.write("artefacts.file", partial(_begin, place, entry))
         if here and await self._rest(part, place, path, entry, here):
             return
         if not await self._rest(part, place, path, entry, 0):
@@ -185,12 +196,24 @@ def _partial(target: Path) -> tuple[Path, int]:
     raise OSError(f"no folder to fetch to can be locked beside {target}")
 
 
-def _begin(place: Path, entry: FileEntry, store: BlobStore) -> int:
+def _lacking_rights(session: Session, part: Part, hashes: Collection[str]) -> frozenset[str]:
+    """What the job's project has neither sent nor has in a checkpoint."""
+    project = session.scalars(select(Job.project).where(Job.job_id == part.job_id)).one()
+    return rights.lacking(session, [project], hashes)
+
+
+def _copy(folder: Path, files: Manifest, store: BlobStore) -> None:
+    for path, entry in files.items():
+        place = folder / path
+        if entry.sha256 in store and not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(BlobError):
+                store.copy(entry, place)
+
+
+def _begin(place: Path, entry: FileEntry) -> int:
     """How many bytes of a file are here already."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    if not place.exists() and entry.sha256 in store:
-        with contextlib.suppress(BlobError):
-            store.copy(entry, place)
     with place.open("ab") as file:
         size = os.fstat(file.fileno()).st_size
         if size > entry.size:

@@ -9,6 +9,7 @@ from groupwise.fleet.attempts.drive import Collected, Part
 from groupwise.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.fleet.files import artefacts
 from groupwise.fleet.files.artefacts import Collector, artefact_folder, record_of
+from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import Database
 from groupwise.hosts import driver
 from groupwise.hosts.files import BlobStore
@@ -243,10 +244,31 @@ async def test_what_the_store_has_does_not_come_again(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
     part = begin(database, host)
-    BlobStore(place.parent / "blobs").put(FILES["outputs/model.bin"])
+    known = BlobStore(place.parent / "blobs").put(FILES["outputs/model.bin"])
+    database.run(lambda s: rights.record(s, {(known, "default")}))
     assert await collector(place, database).collect(part) == Collected()
     assert tree(place / JOB / "current") == FILES
     assert host.read_bytes() == 2
+
+
+async def test_a_list_that_names_the_file_of_another_project_does_not_get_it(
+    database: Database, place: Path, host: WorkFolder
+) -> None:
+    """The machine says which file it is, and its job writes where the machine keeps that."""
+    part = begin(database, host)
+    others = BlobStore(place.parent / "blobs").put(b"of others")
+    database.run(lambda s: rights.record(s, {(others, "others")}))
+    listed = host._manifest
+
+    def lie(body: object) -> Answer:
+        host.files = {"outputs/x": b"of others"}
+        answer = listed(body)
+        host.files = {"outputs/x": b"my zeros!"}
+        return answer
+
+    host._manifest = lie  # type: ignore[method-assign]
+    assert "outputs/x has been changed" in str(await collector(place, database).collect(part))
+    assert not artefact_folder(place, JOB, part.epoch).exists()
 
 
 async def test_while_somebody_else_fetches_it_comes_all_the_same(
