@@ -1018,6 +1018,24 @@ QUICK = (
     ),
     Mutation(
         "a restored database",
+        "a job begins beside what outlived its supervisor",
+        (
+            (
+                "fleet/attempts/decide.py",
+                "    if not runs and not survivors:\n",
+                "    if not runs:\n",
+            ),
+        ),
+        (f"{OBSERVATION}::test_what_outlives_its_supervisor_in_no_table_holds_its_job_back",),
+    ),
+    Mutation(
+        "a restored database",
+        "what outlived its supervisor does not count where only a lock shows it",
+        (("hosts/runner.py", ".look()) or int(bool(held))", ".look())"),),
+        (f"{FAULTS}::test_a_survivor_that_only_a_lock_shows_is_counted",),
+    ),
+    Mutation(
+        "a restored database",
         "what is held by what no table knows is given to others",
         (
             (

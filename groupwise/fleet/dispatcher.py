@@ -455,13 +455,14 @@ class GlobalJobDispatcher:
     async def _deal_with_strays(
         self, machine: Machine, runner: Runner, found: Sequence[MemberState]
     ) -> None:
-        alive = [s for s in found if s.state in {RunnerState.CLAIMED, RunnerState.RUNNING}]
+        alive = [state for state in found if state.lives]
         if not alive:
             return
         jobs = {state.job for state in alive}
         known = await self._gateway.look(lambda s: records.known(s, machine.vm_id, jobs))
         for state in alive:
-            match stray(state.epoch, Reading(state.state), known.get(state.job)):
+            reading, left = Reading(state.state), state.survivors or 0
+            match stray(state.epoch, reading, known.get(state.job), left):
                 case Stray.KILL:
                     log.warning("%s runs %s.%d, which is over: it is killed", machine.vm_id, state.job, state.epoch)  # fmt: skip
                     await runner.kill(state.job, state.epoch, grace=0.0)

@@ -112,7 +112,7 @@ class MemberState:
     exit: ExitRecord | None = None
     refused: Refusal | None = None
     survivors: int | None = None
-    """Processes of it that live although its supervisor is gone."""
+    """Processes of it that live although its supervisor is gone, as far as that was looked for."""
     place: str | None = None
     """Names the root that answered."""
     gpus: tuple[str, ...] = ()
@@ -125,6 +125,11 @@ class MemberState:
     """Of the machine, as it answered; given back with `wait` and `touch`, it says from when on silence counts."""
 
     @property
+    def lives(self) -> bool:
+        """Something of it is there, with its supervisor or without."""
+        return self.state in _SUPERVISED or bool(self.survivors)
+
+    @property
     def handle(self) -> dict[str, Any]:
         """What tells its processes from others on that machine."""
         return {
@@ -134,6 +139,9 @@ class MemberState:
             "method": self.method,
             "place": self.place,
         }
+
+
+_SUPERVISED = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 
 
 @dataclass(frozen=True, slots=True)

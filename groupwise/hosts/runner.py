@@ -17,7 +17,8 @@ all, and of any number of `launch` and `void` that race for it exactly one makes
     exited     there is an exit record
     lost       lock free, no exit record, same boot: the supervisor was killed. If `pid` is null the command never ran, and `launch`
                or `void` of that epoch take the folder over. Else the command was killed with its supervisor (the kernel does that),
-               but what it had started may live: `survivors` counts it, `kill` ends it. Do that before the job runs anywhere else
+               but what it had started may live: `survivors` counts it, `kill` ends it. Do that before the job runs anywhere else.
+               What holds a lock of its GPUs lives as well, and counts as one where nothing else of it can be seen
     rebooted   lock free, no exit record, begun in another boot: nothing of it is left
     voided     `void` came first: this epoch never ran and never will
     refused    `launch` would not: nothing ran, this epoch never will; `refused` says why
@@ -36,8 +37,8 @@ Requests and answers
                 disk_free_mb, gpus [{index, uuid, model, memory_mb, memory_used_mb, utilisation, temperature, mig, mig_devices, problems}],
                 apps [{uuid, pid, memory_mb, attempt}], probe {status, apps, lines_not_read, exit, said}, attempts [member], quarantined.
                 What could not be read is null, never 0. status and apps ∈ ok, absent, failed, hung, garbage: of the GPUs and of who is on
-                them. An app with `attempt` null is not of this root. quarantined [{what: "folder"|"process", detail, pid?}]: not known
-                here; never touched
+                them. An app with `attempt` null is not of this root. `survivors` here also of what has exited: it could not be killed.
+                quarantined [{what: "folder"|"process", detail, pid?}]: not known here; never touched
     missing   sha256 [...] → missing [...]
     put       blobs [[sha256, size], ...], payload; the bytes of all, in order → stored
     join      blob [sha256, size], parts [[sha256, size], ...] → stored. For a blob that is too large for one put; its parts go then
@@ -1837,7 +1838,7 @@ def guarded_member(
     except Exception:  # noqa: BLE001  (its job may have put anything there)
         held = is_locked(attempt.at("supervisor.lock"))
         here = {"state": "running" if held else "lost", "boot_id": boot_id(), "same_boot": True}
-        return {**blank(attempt), **here}
+        return {**blank(attempt), **here, "survivors": None if held else survivors(attempt, {})}
 
 
 def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> dict[str, Any]:
@@ -1966,8 +1967,9 @@ def heartbeat_age(attempt: Attempt) -> float | None:
 
 
 def survivors(attempt: Attempt, state: dict[str, Any]) -> int:
-    """Processes of an attempt whose supervisor is gone."""
-    return len(Belonging(attempt, state).look())
+    """Processes of an attempt whose supervisor is gone; one where only its locks say that there is any."""
+    held = held_locks(attempt, state.get("gpus", []), state.get("share_mb"))
+    return len(Belonging(attempt, state).look()) or int(bool(held))
 
 
 def contact(attempt: Attempt, clock: float | None = None) -> bool:
@@ -2073,11 +2075,18 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """All that a poller wants to know, in one answer."""
     seen = look_at_gpus(root, body)
     here, strange = attempts_here(root)
-    known = {attempt.name for attempt in here}
+    told = {attempt.name: guarded_member(attempt) for attempt in here}
+    over = {name: found for name, found in told.items() if found["state"] == "exited"}
+    for found in over.values():
+        found["survivors"] = 0
     quarantined: list[dict[str, Any]] = [{"what": "folder", "detail": name} for name in strange]
-    for p in processes():
+    for (
+        p
+    ) in processes():  # after what they belong to was read: what has exited has ended them before
         marked = None if p.zombie else marker_of(p.pid, root)
-        if marked and marked not in known:
+        if marked in over:
+            over[marked]["survivors"] += 1
+        elif marked and marked not in told:
             quarantined.append({"what": "process", "detail": marked, "pid": p.pid})
     answer = {
         "boot_id": boot_id(),
@@ -2085,7 +2094,7 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         "gpus": seen.gpus,
         "apps": seen.apps,
         "probe": seen.summary(),
-        "attempts": [guarded_member(attempt) for attempt in here],
+        "attempts": list(told.values()),
         "quarantined": quarantined,
     }
     return answer, b""

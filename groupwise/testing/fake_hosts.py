@@ -684,6 +684,7 @@ class FakeHost:
             "checkpoints": folder.checkpoints,
             "exit": self._aged(folder.exit),
             "refused": folder.refused,
+            "survivors": int(folder.process is not None) if self._word(folder) == "lost" else None,
         }
 
     def _word(self, folder: _Folder) -> str:

@@ -486,12 +486,14 @@ class Known:
     highest_epoch: int
 
 
-def stray(epoch: int, reading: Reading, known: Known | None) -> Stray:
-    """What to do about an attempt on a machine; `known` is None where the job is in no table."""
-    if reading not in {Reading.CLAIMED, Reading.RUNNING}:
+def stray(epoch: int, reading: Reading, known: Known | None, survivors: int = 0) -> Stray:
+    """What to do about an attempt on a machine; `known` is None where the job is in no table. `survivors`: its processes without a
+    supervisor. Whoever drives it sees to those; of what nobody drives they are as good as any."""
+    runs = reading in {Reading.CLAIMED, Reading.RUNNING}
+    if not runs and not survivors:
         return Stray.LEAVE
     if known is None or epoch > known.highest_epoch:
         return Stray.QUARANTINE
-    if epoch == known.live_epoch:
+    if epoch == known.live_epoch or not runs:
         return Stray.LEAVE
     return Stray.KILL

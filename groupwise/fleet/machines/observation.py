@@ -4,7 +4,8 @@ The poller looks; this says what follows. Reservations are the truth about what 
 GPU must not be given away (somebody else uses it, it is gone, it does not answer as it should, it is split by MIG), and take that word
 back; it never closes a reservation and never ends an attempt.
 
-Attempts that run there and stand in no table are written down with the machine for as long as it runs them, and are left alone.
+Attempts that run there and stand in no table are written down with the machine for as long as anything of them lives there, be it without
+its supervisor or its folder, and are left alone.
 
 Absence proves nothing by itself. Only a probe that was answered whole can say that a GPU is missing; one that failed, hung or gave lines
 that nobody could read makes the machine `degraded` and leaves its GPUs as they were last seen. A machine that does not answer is
@@ -16,6 +17,7 @@ Observations carry the time at which they were asked for, by the database's cloc
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,7 +37,16 @@ from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.gpus import note_observed
 from groupwise.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
 from groupwise.hosts import keys
-from groupwise.hosts.answers import Observation, ProbeStatus, RunnerState, SeenApp, SeenGPU
+from groupwise.hosts.answers import (
+    MOST_EPOCH,
+    MemberState,
+    Observation,
+    ProbeStatus,
+    RunnerState,
+    SeenApp,
+    SeenGPU,
+)
+from groupwise.hosts.spec import JOB_ID
 
 MISSES = 3
 """In a row make a machine unreachable."""
@@ -46,7 +57,8 @@ LONGEST = 500
 ACTOR = "poller"
 HELD_UNTIL = "held_until"
 """Among the facts of a machine: what its unknown attempts keep their jobs back for."""
-RUNS = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
+NAME = re.compile(rf"({JOB_ID.pattern})\.(0|[1-9][0-9]{{0,18}})")
+"""Of an attempt, as its processes carry it; whoever can start one there can have it carry anything."""
 
 logger = logging.getLogger(__name__)
 
@@ -216,19 +228,31 @@ def _facts(seen: Observation) -> dict[str, Any]:
 
 
 def _quarantined(session: Session, vm: VM, now: float, seen: Observation) -> dict[str, Any]:
-    """What is there and nobody knows: its runner's own finds, and attempts that run and stand in no table, each since it was first seen."""
+    """What is there and nobody knows: its runner's own finds, and attempts that live and stand in no table, since they were first seen."""
     before = {each["detail"]: each["since"] for each in unknown.in_quarantine(vm)}
     found: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
-    running = [each for each in seen.attempts if each.state in RUNS]
-    known = records.known(session, vm.vm_id, {e.job for e in running}) if running else {}
-    for each in running:
-        verdict = stray(each.epoch, Reading(each.state), known.get(each.job))
+    living = _living(seen)
+    known = records.known(session, vm.vm_id, {e.job for e in living}) if living else {}
+    for each in living:
+        reading, left = Reading(each.state), each.survivors or 0
+        verdict = stray(each.epoch, reading, known.get(each.job), left)
         if verdict is Stray.QUARANTINE and not is_doctors(each.job, each.epoch):
             name = f"{each.job}.{each.epoch}"
             about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
             holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
             found.append({"what": unknown.ATTEMPT, "detail": name, **about, **holds})
     return {"quarantined": found}
+
+
+def _living(seen: Observation) -> list[MemberState]:
+    """Attempts of which something lives; also where somebody has removed the folder, and only processes tell of it."""
+    bare: dict[str, MemberState] = {}
+    for each in seen.quarantined:
+        if each.what == "process" and (found := NAME.fullmatch(each.detail)):
+            job, epoch = found.group(1), int(found.group(2))
+            if epoch <= MOST_EPOCH:
+                bare[each.detail] = MemberState(job, epoch, RunnerState.LOST, survivors=1)
+    return [*(each for each in seen.attempts if each.lives), *bare.values()]
 
 
 def _hold_back(session: Session, vm: VM, ran: set[str]) -> None:

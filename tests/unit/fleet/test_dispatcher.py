@@ -921,6 +921,17 @@ async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_i
         assert len(said(rig, "attempt.quarantined")) == 1
 
 
+async def test_what_outlives_its_supervisor_and_no_table_knows_is_told_and_left_alone(
+    rig: Rig,
+) -> None:
+    rig.rack.scripts["stranger"] = [LONG]
+    rig.rack["a"].perform(Request("launch", _launch("stranger", 5)))
+    rig.rack["a"].kill_supervisor("stranger", 5)
+    async with running(rig.dispatcher()):
+        await rig.until(lambda: bool(said(rig, "attempt.quarantined")))
+        assert ("stranger", 5) in rig.rack.running()
+
+
 def _launch(job: str, epoch: int) -> dict[str, Any]:
     return {
         "job": job,

@@ -470,6 +470,19 @@ def test_observe_tells_of_attempts_and_of_strangers(here: Machine) -> None:
     assert seen["ram_free_mb"] > 0
 
 
+def test_observe_counts_processes_of_what_has_ended(here: Machine) -> None:
+    here.sh("true")
+    here.comes_to("exited")
+    assert here.ask("observe")["attempts"][0]["survivors"] == 0
+    left = subprocess.Popen(["sleep", "60"], env={"GROUPWISE_ATTEMPT": "job.1"})
+    try:
+        until(lambda: here.ask("observe")["attempts"][0]["survivors"] == 1)
+        assert here.ask("observe")["quarantined"] == []
+    finally:
+        left.kill()
+        left.wait()
+
+
 def test_the_bootstrap_stays_what_the_transports_expect() -> None:
     assert "'" not in BOOTSTRAP  # quoting it changes nothing in it
     assert FLAGS[0] == "-I"

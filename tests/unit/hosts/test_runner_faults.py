@@ -28,6 +28,7 @@ from groupwise.hosts import runner
 from tests.disks import fill, small_disk
 from tests.runner_machine import Machine, Refused, alive, machine, request, until
 
+GPU = "GPU-aaaaaaaa-0000"
 FOR_EVER = "while :; do sleep 0.05; done"
 DAEMON = """
 import os, signal, sys, time
@@ -46,6 +47,20 @@ while True:
     time.sleep(1)
 """
 """A process that does all it can to be forgotten: twice orphaned, session of its own, no file open, deaf to TERM."""
+
+QUIET = """
+import os, sys, time
+for name in os.listdir("/proc/self/fd"):
+    held = "/proc/self/fd/" + name
+    if os.path.exists(held) and not os.readlink(held).startswith(sys.argv[1]):
+        os.close(int(name))
+with open("quiet.new", "w") as file:
+    file.write("%d\\n" % os.getpid())
+os.rename("quiet.new", "quiet")
+while True:
+    time.sleep(1)
+"""
+"""A process that keeps nothing of what it was given but the lock of a GPU."""
 
 
 @pytest.fixture
@@ -120,6 +135,34 @@ def test_a_survivor_that_overwrote_its_environment_is_found_by_what_it_inherited
     assert pid in [h["pid"] for h in here.ask("release", job="job", epoch=1, gpus=[])["holders"]]
     here.ask("kill", job="job", epoch=1, grace=5)
     assert not alive(pid)
+
+
+@pytest.mark.parametrize("share_mb", [None, 600])
+def test_a_survivor_that_only_a_lock_shows_is_counted(here: Machine, share_mb: int | None) -> None:
+    """It has neither our environment nor what else it was given."""
+    here.with_gpus({"uuid": GPU})
+    script = here.home / "quiet.py"
+    script.write_text(QUIET)
+    quiet = f"env -i {sys.executable} -IS {script} {here.root}/locks/"
+    here.sh(f"{quiet} & {FOR_EVER}", gpus=[GPU], share_mb=share_mb, method="session")
+    pid = int(here.written("quiet"))
+    here.kill_supervisor()
+    until(lambda: here.status()["survivors"] == 1, "what is left")
+    seen = here.ask("observe")["attempts"][0]
+    assert (seen["state"], seen["survivors"]) == ("lost", 1)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: here.status()["survivors"] == 0, "its end")
+
+
+def test_a_survivor_of_an_attempt_whose_records_cannot_be_read_is_counted(here: Machine) -> None:
+    here.sh(f"{daemon(here)}; {FOR_EVER}", method="session")
+    pid = int(here.written("daemon"))
+    here.kill_supervisor()
+    until(lambda: here.status()["survivors"] == 1, "what is left")
+    here.source = here.source.replace("def member(", "def member(*_):\n    raise OSError\n\ndef _(")
+    seen = here.ask("observe")["attempts"][0]
+    assert (seen["state"], seen["survivors"]) == ("lost", 1)
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_how_a_command_ended_survives_a_supervisor_that_is_killed_while_it_clears_up(

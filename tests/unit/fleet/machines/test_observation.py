@@ -198,6 +198,9 @@ def running(job: str, epoch: int, state: str = "running", **more: Any) -> dict[s
     return {"job": job, "epoch": epoch, "state": state, **more}
 
 
+EXIT = {"code": 1, "signal": None, "reason": "exited"}
+
+
 def strays(fleet: Fleet) -> list[tuple[str, int, float]]:
     found = unknown.in_quarantine(fleet.vm)
     return [(each["job_id"], each["epoch"], each["since"]) for each in found]
@@ -246,6 +249,53 @@ def test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile(fleet: Flee
     assert claimed_ids(fleet.database) == ["over"]
     made = fleet.database.read(lambda s: s.scalars(select(Attempt.epoch)).all())
     assert sorted(made) == [9, 10]
+
+
+@pytest.mark.parametrize(
+    "alive",
+    [
+        {"attempts": [running("back", 7, "lost", survivors=2, gpus=["GPU-0"])]},
+        {"attempts": [running("back", 7, "exited", survivors=1, gpus=["GPU-0"], exit=EXIT)]},
+        {"quarantined": [{"what": "process", "detail": "back.7", "pid": pid} for pid in (5, 6)]},
+    ],
+    ids=["its supervisor was killed", "it could not be killed", "its folder is gone"],
+)
+def test_what_outlives_its_supervisor_in_no_table_holds_its_job_back(
+    fleet: Fleet, alive: dict[str, Any]
+):
+    fleet.look(gpu(0))
+    submit(fleet.database, "back", gpus=1)
+    now = fleet.database.run(databases.seconds)
+    fleet.look(gpu(0), at=now, **alive)
+    assert [each[:2] for each in strays(fleet)] == [("back", 7)]
+    assert claimed_ids(fleet.database) == []
+    over = [running("back", 7, "lost", survivors=0, gpus=["GPU-0"])]
+    fleet.look(gpu(0), at=now + 1, attempts=over)
+    assert strays(fleet) == []
+    assert claimed_ids(fleet.database) == ["back"]
+
+
+def test_gpus_of_what_outlives_its_supervisor_are_given_to_nobody(fleet: Fleet):
+    alive = [running("back", 7, "lost", survivors=1, gpus=["GPU-0"])]
+    fleet.look(gpu(0), gpu(1), attempts=alive)
+    assert unknown.holding(fleet.vm.facts) == unknown.Holding(whole=frozenset({"GPU-0"}))
+
+
+def test_processes_of_attempts_that_are_known_and_odd_marks_are_nobody_unknown(fleet: Fleet):
+    fleet.look(gpu(0))
+    own = fleet.reserve("GPU-0")
+    marks = [
+        f"job.{own}",
+        "x",
+        "job.-1",
+        "a b.7",
+        "job.99999999999999999999",
+        "doctor-0123456789.1",
+    ]
+    fleet.look(gpu(0), quarantined=[{"what": "process", "detail": m, "pid": 5} for m in marks])
+    assert strays(fleet) == []
+    fleet.look(gpu(0), attempts=[running("job", own, "lost", survivors=1)])
+    assert strays(fleet) == []
 
 
 @pytest.mark.parametrize("seen", [7, 40])
