@@ -1010,11 +1010,27 @@ QUICK = (
         (
             (
                 "fleet/machines/observation.py",
-                "HELD_UNTIL: unknown.hold_back(session, runs)}",
+                "HELD_UNTIL: unknown.hold_back(session, runs & jobs)}",
                 "HELD_UNTIL: len(runs)}",
             ),
         ),
         (f"{OBSERVATION}::test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile",),
+    ),
+    Mutation(
+        "a restored database",
+        "who looks at a machine locks it before the jobs that it holds back",
+        (
+            (
+                "fleet/machines/observation.py",
+                "    jobs = unknown.lock(session, {each.job for each in strays})\n"
+                "    vm = _locked(session, vm_id)\n    now",
+                "    vm = _locked(session, vm_id)\n"
+                "    jobs = unknown.lock(session, {each.job for each in strays})\n    now",
+            ),
+        ),
+        (
+            f"{REAL}/test_machine_races.py::test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_out",
+        ),
     ),
     Mutation(
         "a restored database",

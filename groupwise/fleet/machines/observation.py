@@ -75,6 +75,8 @@ def apply(
 
     `look_seconds`: when the next look follows, where whoever looks keeps to that.
     """
+    strays = _strays(session, vm_id, seen)
+    jobs = unknown.lock(session, {each.job for each in strays})
     vm = _locked(session, vm_id)
     now = seconds(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now) or _is_barred(vm):
@@ -86,9 +88,9 @@ def apply(
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
     held, ran = unknown.holding(vm.facts), _unknown_jobs(vm)
-    quarantined = _quarantined(session, vm, now, seen)
+    quarantined = _quarantined(vm, now, seen, strays)
     vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
-    _hold_back(session, vm, ran)
+    _hold_back(session, vm, jobs, ran)
     epochs.raise_above(session, [each.epoch for each in seen.attempts])
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
@@ -227,21 +229,31 @@ def _facts(seen: Observation) -> dict[str, Any]:
     }
 
 
-def _quarantined(session: Session, vm: VM, now: float, seen: Observation) -> dict[str, Any]:
+def _quarantined(
+    vm: VM, now: float, seen: Observation, strays: Iterable[MemberState]
+) -> dict[str, Any]:
     """What is there and nobody knows: its runner's own finds, and attempts that live and stand in no table, since they were first seen."""
     before = {each["detail"]: each["since"] for each in unknown.in_quarantine(vm)}
     found: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
+    for each in strays:
+        name = f"{each.job}.{each.epoch}"
+        about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
+        holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
+        found.append({"what": unknown.ATTEMPT, "detail": name, **about, **holds})
+    return {"quarantined": found}
+
+
+def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState]:
+    """Attempts that live there and stand in no table."""
     living = _living(seen)
-    known = records.known(session, vm.vm_id, {e.job for e in living}) if living else {}
+    known = records.known(session, vm_id, {e.job for e in living}) if living else {}
+    found: list[MemberState] = []
     for each in living:
         reading, left = Reading(each.state), each.survivors or 0
         verdict = stray(each.epoch, reading, known.get(each.job), left)
         if verdict is Stray.QUARANTINE and not is_doctors(each.job, each.epoch):
-            name = f"{each.job}.{each.epoch}"
-            about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
-            holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
-            found.append({"what": unknown.ATTEMPT, "detail": name, **about, **holds})
-    return {"quarantined": found}
+            found.append(each)
+    return found
 
 
 def _living(seen: Observation) -> list[MemberState]:
@@ -255,14 +267,15 @@ def _living(seen: Observation) -> list[MemberState]:
     return [*(each for each in seen.attempts if each.lives), *bare.values()]
 
 
-def _hold_back(session: Session, vm: VM, ran: set[str]) -> None:
-    """Jobs do not begin beside what runs of them here unknown; those of which it ran until now may."""
+def _hold_back(session: Session, vm: VM, jobs: set[str], ran: set[str]) -> None:
+    """Jobs do not begin beside what runs of them here unknown; those of which it ran until now may. `jobs`: those that are locked, which
+    are all that were there."""
     runs = _unknown_jobs(vm)
     if ended := ran - runs:
         session.flush()  # where else it runs is asked of all machines
         unknown.let_go(session, ended, vm.facts.get(HELD_UNTIL))
     if runs:
-        vm.facts = {**vm.facts, HELD_UNTIL: unknown.hold_back(session, runs)}
+        vm.facts = {**vm.facts, HELD_UNTIL: unknown.hold_back(session, runs & jobs)}
 
 
 def _unknown_jobs(vm: VM) -> set[str]:

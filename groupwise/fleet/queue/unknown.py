@@ -87,13 +87,22 @@ def held_back_by(session: Session, job_id: str) -> list[str]:
     ]
 
 
+def lock(session: Session, job_ids: Collection[str]) -> set[str]:
+    """Those of these jobs that are there: nobody else begins or changes them until the end. To be called before a machine is locked, as
+    claims and ends of attempts lock jobs before machines."""
+    if not job_ids:
+        return set()
+    chosen = select(Job.job_id).where(Job.job_id.in_(job_ids)).order_by(Job.job_id)
+    return set(session.scalars(chosen.with_for_update(key_share=True)))
+
+
 def hold_back(session: Session, job_ids: Collection[str]) -> float:
-    """Have none of these begin for a while; until when."""
-    until = seconds(session) + HELD_BACK
-    if job_ids:
+    """Have none of these begin for a while; until when. Who has locked a machine has locked them before."""
+    locked, until = lock(session, job_ids), seconds(session) + HELD_BACK
+    if locked:
         session.execute(
             update(Job)
-            .where(Job.job_id.in_(job_ids), Job.status.not_in(FINAL), Job.not_before < until)
+            .where(Job.job_id.in_(locked), Job.status.not_in(FINAL), Job.not_before < until)
             .values(not_before=until)
             .execution_options(synchronize_session=False)
         )
@@ -102,13 +111,15 @@ def hold_back(session: Session, job_ids: Collection[str]) -> float:
 
 def let_go(session: Session, job_ids: Collection[str], until: object) -> None:
     """What ran of these on a machine has ended: they may begin, unless another one runs something of them. `until`: what `hold_back` said;
-    whoever waits for anything else waits on."""
+    whoever waits for anything else waits on. The machine is locked, so that a job which somebody else has is not waited for: its pause
+    just ends by itself."""
     elsewhere = {each["job_id"] for _, each in on_machines(session)}
     if (free := set(job_ids) - elsewhere) and isinstance(until, float):
-        now = seconds(session)
+        held = select(Job.job_id).where(Job.job_id.in_(free), Job.not_before == until)
+        ids = session.scalars(held.with_for_update(skip_locked=True, key_share=True)).all()
         session.execute(
             update(Job)
-            .where(Job.job_id.in_(free), Job.not_before == until)
-            .values(not_before=now)
+            .where(Job.job_id.in_(ids))
+            .values(not_before=seconds(session))
             .execution_options(synchronize_session=False)
         )

@@ -1,24 +1,28 @@
 """Verbs of machines against each other and against claims, on a real PostgreSQL: whichever commits first, the other one sees it."""
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import claim
-from groupwise.fleet.store.database import Database, connect
-from groupwise.fleet.store.tables import VM
+from groupwise.fleet.store.database import Database, connect, seconds
+from groupwise.fleet.store.tables import VM, Job, Project
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.wire.problems import Refusal
 from tests.fleet_databases import new_fleet
 from tests.postgres import Postgres
+from tests.unit.fleet.machines.test_observation import gpu, running, seen
 from tests.unit.fleet.small_fleet import add_machine, claim_some, statuses, submit
 
 pytestmark = pytest.mark.fleet
@@ -124,3 +128,79 @@ def test_lost_names_the_attempt_that_was_just_made(
     )
     one.result(SECONDS)
     assert [each["job_id"] for each in other.result(SECONDS)["attempts"]] == ["job"]
+
+
+def test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_out(
+    database: Database, threads: ThreadPoolExecutor
+) -> None:
+    """Both lock the job before its machine, so that neither has to be begun anew."""
+    add_machine(database, "gpu-1", gpus=1)
+    database.run(lambda session: session.add(Project(name="p", max_gpus=1)))
+    submit(database, "job", gpus=1, project="p")
+    times: Counter[str] = Counter()
+    asked_at = database.run(seconds)
+
+    def claims(session: Session) -> list[str]:
+        times["claim"] += 1
+        return take(session)
+
+    def looks(session: Session) -> bool:
+        times["look"] += 1
+        there = seen(gpu(0, "GPU-gpu-1-0"), attempts=[running("job", 99)])
+        return observation.apply(session, "gpu-1", asked_at, there)
+
+    held, go_on = threading.Event(), threading.Event()
+
+    def keeps(session: Session) -> None:
+        """The quota, for which a claim waits between its jobs and its machines."""
+        session.execute(select(Project).where(Project.name == "p").with_for_update())
+        held.set()
+        assert go_on.wait(SECONDS)
+
+    with ThreadPoolExecutor(1) as more:
+        keeper = more.submit(database.run, keeps)
+        assert held.wait(SECONDS)
+        claimed = threads.submit(database.run, claims)
+        comes_to_wait(database, 1)
+        looked = threads.submit(database.run, looks)
+        comes_to_wait(database, 2)
+        go_on.set()
+        keeper.result(SECONDS)
+    assert claimed.result(SECONDS) == ["job"]
+    assert looked.result(SECONDS)
+    assert times == {"claim": 1, "look": 1}
+
+
+def test_a_look_waits_for_no_job_whose_stray_has_ended(
+    database: Database, threads: ThreadPoolExecutor
+) -> None:
+    """Its machine is locked already, and whoever has the job may wait for that."""
+    add_machine(database, "gpu-1", gpus=1)
+    submit(database, "job", gpus=1)
+    asked_at = database.run(seconds)
+    shown = gpu(0, "GPU-gpu-1-0")
+    there = seen(shown, attempts=[running("job", 99)])
+    database.run(lambda s: observation.apply(s, "gpu-1", asked_at, there))
+    held, go_on = threading.Event(), threading.Event()
+
+    def keeps(session: Session) -> None:
+        session.get_one(Job, "job", with_for_update=True)
+        held.set()
+        assert go_on.wait(SECONDS)
+
+    keeper = threads.submit(database.run, keeps)
+    assert held.wait(SECONDS)
+    looked = threads.submit(
+        database.run, lambda s: observation.apply(s, "gpu-1", asked_at + 1, seen(shown))
+    )
+    try:
+        assert looked.result(SECONDS)
+    finally:
+        go_on.set()
+    keeper.result(SECONDS)
+
+
+def comes_to_wait(database: Database, how_many: int) -> None:
+    end = time.monotonic() + SECONDS
+    while database.read(lambda s: s.scalar(WAITING)) != how_many:
+        assert time.monotonic() < end, "they did not wait"
