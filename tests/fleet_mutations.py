@@ -1017,7 +1017,7 @@ QUICK = (
         (f"{OBSERVATION}::test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile",),
     ),
     Mutation(
-        "a restored database",
+        "one order of locks",
         "who looks at a machine locks it before the jobs that it holds back",
         (
             (
@@ -1030,6 +1030,20 @@ QUICK = (
         ),
         (
             f"{REAL}/test_machine_races.py::test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_out",
+        ),
+    ),
+    Mutation(
+        "one order of locks",
+        "who looks at a machine locks its GPUs as it meets them",
+        (
+            (
+                "fleet/machines/observation.py",
+                "session.scalars(own.with_for_update(key_share=True))",
+                "session.scalars(own)",
+            ),
+        ),
+        (
+            f"{REAL}/test_machine_races.py::test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_order",
         ),
     ),
     Mutation(

@@ -374,7 +374,9 @@ class _Held:
 
 def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Observation) -> bool:
     """Whether a GPU may be given away that could not before."""
-    rows = {gpu.uuid: gpu for gpu in session.scalars(select(GPU).where(GPU.vm_id == vm.vm_id))}
+    own = select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.gpu_id)  # as who ends an attempt
+    locked = session.scalars(own.with_for_update(key_share=True))
+    rows = {gpu.uuid: gpu for gpu in locked}
     twice = _named_twice(seen.gpus)
     apps_known = seen.probe.apps is ProbeStatus.OK
     more, new = False, set[str]()

@@ -10,7 +10,8 @@ Jobs that found no room become pending, all queued ones of the same shape with t
 jobs that cannot begin. That is a transaction of its own, `mark`, so that nobody who is to begin waits for it: it looks anew, and a job that
 was not marked because its dispatcher died is simply met again. `capacity.py` says how they come back and why none is forgotten.
 
-Locks are taken in one order everywhere: jobs, projects, machines, marking. Who has marked waits for no row.
+Locks are taken in one order everywhere: jobs, projects, machines, their GPUs, marking; several of one kind by their names or numbers. Who
+has marked waits for no row.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Verbs of machines against each other and against claims, on a real PostgreSQL: whichever commits first, the other one sees it."""
 
+import random
 import threading
 import time
 from collections import Counter
@@ -12,10 +13,14 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.attempts import ending, records
+from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import claim
+from groupwise.fleet.queue.failures import FailureClass
+from groupwise.fleet.states import AttemptState, Outcome
 from groupwise.fleet.store.database import Database, connect, seconds
-from groupwise.fleet.store.tables import VM, Job, Project
+from groupwise.fleet.store.tables import GPU, VM, Job, Project
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.machines import NewMachine
@@ -198,6 +203,54 @@ def test_a_look_waits_for_no_job_whose_stray_has_ended(
     finally:
         go_on.set()
     keeper.result(SECONDS)
+
+
+def test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_order(
+    database: Database, threads: ThreadPoolExecutor
+) -> None:
+    """Also where their numbers there are others by now than when they were seen first."""
+    add_machine(database, "gpu-1", gpus=3)
+    submit(database, "job", gpus=3)
+    (made,) = claim_some(database)
+    for state in (AttemptState.LAUNCHING, AttemptState.RUNNING):
+        database.run(lambda s, state=state: records.move(s, made.epoch, "me", state))
+    times: Counter[str] = Counter()
+    asked_at = database.run(seconds)
+    seen_busy = [{"uuid": f"GPU-gpu-1-{n}", "pid": 7, "memory_mb": 9} for n in range(3)]
+    there = seen(*(gpu(2 - n, f"GPU-gpu-1-{n}") for n in (2, 1, 0)), apps=seen_busy)
+    fault = Move(
+        AttemptState.ENDED, Outcome.FAILED, FailureClass.GPU_FAULT, "fallen off the bus",
+        {"rank": 0, "members": [{"rank": 0, "vm": "gpu-1"}]},
+    )  # fmt: skip
+
+    def looks(session: Session) -> bool:
+        times["look"] += 1
+        return observation.apply(session, "gpu-1", asked_at, there)
+
+    def ends(session: Session) -> None:
+        times["end"] += 1
+        ending.end(session, made.epoch, "me", fault, random.Random(1))
+
+    held, go_on = threading.Event(), threading.Event()
+
+    def keeps(session: Session) -> None:
+        """The one in the middle, until both wait for it or for each other."""
+        session.execute(select(GPU).where(GPU.uuid == "GPU-gpu-1-1").with_for_update())
+        held.set()
+        assert go_on.wait(SECONDS)
+
+    with ThreadPoolExecutor(1) as more:
+        keeper = more.submit(database.run, keeps)
+        assert held.wait(SECONDS)
+        looked = threads.submit(database.run, looks)
+        comes_to_wait(database, 1)
+        ended = threads.submit(database.run, ends)
+        comes_to_wait(database, 2)
+        go_on.set()
+        keeper.result(SECONDS)
+    assert looked.result(SECONDS)
+    ended.result(SECONDS)
+    assert times == {"look": 1, "end": 1}
 
 
 def comes_to_wait(database: Database, how_many: int) -> None:
