@@ -28,9 +28,12 @@ def raise_above(session: Session, told: Iterable[int]) -> bool:
 
     One that is not believed hides none of the others.
     """
+    numbers = [epoch for epoch in told if epoch > 0]
+    if not numbers:
+        return False
     kind = session.get_bind().dialect.name
     last: int = session.execute(text(_LAST[kind])).scalar_one()
-    seen = max((epoch for epoch in told if epoch <= last + MOST_AHEAD), default=last)
+    seen = max((epoch for epoch in numbers if epoch <= last + MOST_AHEAD), default=last)
     if seen <= last:
         return False
     if kind == "postgresql":

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import event, func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import records
@@ -308,6 +308,19 @@ def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet, s
     fleet.look(*gpus, attempts=[running("other", seen, "lost")])
     fleet.look(*gpus, attempts=[running("other", seen + epochs.MOST_AHEAD + 2)])
     assert fleet.reserve("GPU-2", job_id="third") == seen + 2
+
+
+def test_a_machine_without_attempts_has_nothing_asked_about_their_numbers(fleet: Fleet):
+    said: list[str] = []
+
+    def note(*statement: Any) -> None:
+        said.append(statement[2])
+
+    fleet.look(gpu(0))
+    event.listen(fleet.database.engine, "before_cursor_execute", note)
+    fleet.look(gpu(0))
+    assert said
+    assert not [each for each in said if "sqlite_sequence" in each or "attempts_epoch_seq" in each]
 
 
 def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_ends(fleet: Fleet):
