@@ -52,6 +52,7 @@ from groupwise.fleet.files.artefacts import Collector
 from groupwise.fleet.files.logs import LogMirror
 from groupwise.fleet.files.mirror import CheckpointMirror
 from groupwise.fleet.files.shipping import Shipper, sink_of
+from groupwise.fleet.full_disks import told_in_words
 from groupwise.fleet.machines.clearing import Keeping
 from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way
 from groupwise.fleet.newsreader import Newsreader
@@ -99,8 +100,8 @@ def run(
     `address`: where the API of the fleet answers meanwhile; None: nowhere.
     """
     _set_up_logging(alone=len(roles) == 1)
-    place.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with contextlib.ExitStack() as held:
+    with told_in_words(place.folder), contextlib.ExitStack() as held:
+        place.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if place.is_embedded:
             for role in roles:
                 held.enter_context(_alone(place.folder, role))

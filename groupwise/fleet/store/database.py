@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from sqlalchemy import URL, Connection, Float, select
@@ -31,6 +32,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import FunctionElement
 
 from groupwise.errors import UsageError
+from groupwise.fleet import full_disks
 from groupwise.fleet.patience import AwayError
 from groupwise.fleet.store import engine as engines
 from groupwise.fleet.store import schema
@@ -189,7 +191,7 @@ class Database:
         if not of_database and not _nothing_lost_by_repeating(error):
             raise error
         raise DatabaseFailure(
-            f"{self.name} does not do its work: {_first_line(error)}. {_remedy(error)}",
+            f"{self.name} does not do its work: {_first_line(error)}. {_remedy(error, self._url)}",
             passing=passing,
         ) from error
 
@@ -386,13 +388,14 @@ def _call(hook: Callable[[], None]) -> None:
 
 _SQLITE_REMEDIES = {
     sqlite3.SQLITE_BUSY: "Another process has been writing for long; end that one.",
-    sqlite3.SQLITE_FULL: "Free space on its disk.",
     sqlite3.SQLITE_READONLY: "Give this user the right to write to the file and its folder.",
     sqlite3.SQLITE_CANTOPEN: "See that its folder is there and may be written to.",
     sqlite3.SQLITE_CORRUPT: "The file is damaged: restore it from a copy.",
     sqlite3.SQLITE_NOTADB: "The file is no SQLite database: name another, or restore it from a copy.",
-    sqlite3.SQLITE_IOERR: "Its disk fails to read or write, or is full; see the system's log.",
+    sqlite3.SQLITE_IOERR: "Its disk fails to read or write; see the system's log.",
 }
+_SAID_OF_A_FULL_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+"""By SQLite, which says the same of others."""
 _POSTGRESQL_REMEDIES = {
     "57014": "A statement took too long: see what else the server does.",
     "55P03": "Another transaction holds what this one needs: see what else the server does.",
@@ -407,10 +410,18 @@ def _first_line(error: sql.DBAPIError) -> str:
     return str(error.orig).strip().partition("\n")[0].rstrip(".")
 
 
-def _remedy(error: sql.DBAPIError) -> str:
+def _remedy(error: sql.DBAPIError, url: URL) -> str:
     if isinstance(error.orig, sqlite3.Error):
-        return _SQLITE_REMEDIES.get(_sqlite_code(error.orig), "Mend what it names.")
+        return _sqlite_remedy(_sqlite_code(error.orig), Path(str(url.database)).parent)
     return _POSTGRESQL_REMEDIES.get(
         getattr(error.orig, "sqlstate", None) or "",
         "See that the server runs, and that host, port, user, password and database name are right.",
     )
+
+
+def _sqlite_remedy(code: int, folder: Path) -> str:
+    guessed = code in _SAID_OF_A_FULL_DISK and full_disks.is_full(folder)
+    if code == sqlite3.SQLITE_FULL or guessed:
+        words = full_disks.words(folder)
+        return words[0].upper() + words[1:]
+    return _SQLITE_REMEDIES.get(code, "Mend what it names.")

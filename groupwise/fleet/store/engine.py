@@ -23,6 +23,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from groupwise.errors import UsageError
+from groupwise.fleet.full_disks import told_in_words
 
 CONNECTIONS = 8
 """Kept open by one process; transactions take milliseconds, so more of them would wait for the disk, not work."""
@@ -174,8 +175,9 @@ def _sqlite_engine(url: URL) -> Engine:
 def _make_file(path: Path) -> None:
     """Readable by its owner alone: it holds what users ask of models, and hashes of keys."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with told_in_words(path.parent):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise UsageError(
             f"The fleet's database {path} cannot be opened: {error.strerror}. Name a file in a folder that this user may write to."

@@ -7,6 +7,7 @@
 5. One folder, one fleet.
 6. A folder that was moved is a fleet as before; a copy beside the original is none.
 7. An address of NATS where nothing answers is told, once, and doctor sees it though only `up` was given it.
+8. On a full disk it says which disk that is, and ends.
 """
 
 import contextlib
@@ -445,3 +446,27 @@ def test_a_nats_that_does_not_answer_is_told_once(tmp_path: Path) -> None:
         assert (level, "127.0.0.1:1 does not answer" in measured) == ("warning", True)
         assert fleet.end() == 0
         assert fleet.log.read_text().count("is not there") == 1
+
+
+SMALL_DISK = 'mount -t tmpfs -o size=1m none "$0" && head -c $((1048576 - $1)) /dev/zero > "$0/all" && shift && exec "$@"'
+
+
+@pytest.mark.parametrize("left", [0, 24_576, 65_536])
+def test_a_full_disk_is_told_in_words(left: int, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    of_its_own = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*of_its_own, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a disk of memory")
+    up = [sys.executable, "-m", "groupwise", "fleet", "up", "--fleet", str(disk / "fleet")]
+    done = subprocess.run(
+        [*of_its_own, "sh", "-c", SMALL_DISK, str(disk), str(left), *up],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"he disk of {disk}/fleet is full (" in done.stderr
+    assert "Make room there" in done.stderr

@@ -1,5 +1,6 @@
 """The connections that the roles of a process keep, where this machine keeps everything once the fleet's folder was moved, and the end."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from sqlalchemy import select
 from groupwise.errors import UsageError
 from groupwise.fleet import processes, up
 from groupwise.fleet.attempts.records import Machine
+from groupwise.fleet.full_disks import DiskFull
 from groupwise.fleet.settings import FleetPlace, FleetSettings
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import VM, ControlProcess, Event
@@ -195,3 +197,28 @@ def test_a_dispatcher_says_which_machines_it_waits_for(
     database.run(control._beat)
     facts = database.read(lambda s: s.scalars(select(ControlProcess)).one().facts)
     assert facts.get(processes.NOT_ASKED) == (not_asked or None)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_fleet_that_finds_no_room_says_on_which_disk(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(up.fcntl, "flock", full)
+    place = FleetPlace(tmp_path / "fleet", FleetSettings())
+    with pytest.raises(DiskFull, match=r"the disk of \S+/fleet is full .* Make room there") as told:
+        up.run(place, up.ROLES, say=lambda _: None)
+    assert told.value.exit_code == 1
+
+
+def test_another_error_of_a_file_is_not_told_as_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(up.fcntl, "flock", denied)
+    with pytest.raises(PermissionError):
+        up.run(FleetPlace(tmp_path, FleetSettings()), up.ROLES, say=lambda _: None)
