@@ -9,11 +9,15 @@ Every method gives the documents that `--json` prints, and `groupwise.fleet.dire
 refusal is raised as `Refusal`, with the server's code and words; where no answer came, a call that may be repeated is, and `FleetAway` is
 raised when that has not helped: within seconds, but after minutes only by what follows, waits, submits or has files on their way
 (`groupwise.fleet.patience`). A submission names itself, so that repeating it makes no second job.
+
+An API may also take a question and say nothing: it hangs, or does something long. That is told soon, and the same asked once more with
+more time, since a person who sees nothing does not know that anything is waited for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import ssl
@@ -48,6 +52,10 @@ Document = dict[str, Any]
 TRIES = 6
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 """Seconds between tries; doubled, and drawn below that."""
+CONNECTED = 10.0
+"""Seconds for a connection."""
+PROMPT = 15.0
+"""Seconds without a word after which that is told, and the same asked again with the time that a request may take at most."""
 WAIT_SECONDS = 20.0
 """For which one request waits for more of a log."""
 UPLOAD_PIECE = 16 * PIECE
@@ -55,12 +63,18 @@ MOST_HASHES = 10_000
 """That one request asks for."""
 OF_A_PROXY = frozenset({502, 503, 504})
 """What a proxy says in place of an API that is not there."""
+log = logging.getLogger(__name__)
 
 
 class FleetAway(AwayError):
     """The fleet's API does not answer. What was asked may have been done; a submission with the same key may be sent again."""
 
     code = "fleet_away"
+
+    def __init__(self, message: str, *, passing: bool = True, silent: bool = False) -> None:
+        """`silent`: nobody refused it; there was no word in time."""
+        super().__init__(message, passing=passing)
+        self.silent = silent
 
 
 class FleetClient:
@@ -81,18 +95,19 @@ class FleetClient:
         """`key`: without it, GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
         `patience`: seconds for which `follow`, `wait`, submissions and files on their way go on where the fleet does not answer. `tell`: is
-        told when that begins, and when it is over; without it a warning is logged.
+        told when that begins, when it is over, and where an answer is late; without it a warning is logged.
         """
         key = os.environ.get(VARIABLE) if key is None else key
         headers = {} if not key else {"Authorization": f"Bearer {key}"}
         self._has_key = bool(key)
         self.url = url.rstrip("/")
-        self._sleep = sleep
-        told = {} if tell is None else {"tell": tell}
-        self.patience = Patience(patience, **told, sleep=sleep, clock=clock)
-        self._http = httpx2.Client(
-            base_url=self.url, headers=headers, timeout=timeout, transport=transport
-        )
+        self._sleep, self._clock = sleep, clock
+        self._tell = log.warning if tell is None else tell
+        self.patience = Patience(patience, tell=self._tell, sleep=sleep, clock=clock)
+        self._timeout = timeout
+        self._is_slow = False
+        """Whether the last answer was late: the next one is given all its time at once."""
+        self._http = httpx2.Client(base_url=self.url, headers=headers, transport=transport)
 
     def __enter__(self) -> Self:
         return self
@@ -361,8 +376,12 @@ class FleetClient:
         pause, failures, silence = FIRST_PAUSE, 0, self.patience.silence()
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
+            hurried = not self._is_slow
+            limits = self._limits(hurried)
             try:
-                with self._http.stream("GET", path, params=query, headers=headers) as answer:
+                with self._http.stream(
+                    "GET", path, params=query, headers=headers, timeout=limits
+                ) as answer:
                     if not answer.is_success:
                         answer.read()
                         raise self._refusal(answer)
@@ -379,8 +398,12 @@ class FleetClient:
                 failed = self._away("GET", path, error)
             except (FleetAway, Refusal) as error:
                 failed = error
+            silent = isinstance(failed, FleetAway) and failed.silent
+            if silent and hurried:
+                self._is_late("GET", path)
+                continue
             failures += 1
-            if failures % TRIES == 0 or not is_passing(failed):
+            if silent or failures % TRIES == 0 or not is_passing(failed):
                 silence.goes_on(failed)
             self._sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -484,7 +507,8 @@ class FleetClient:
 
     def _patiently(self, method: str, path: str, **more: Any) -> Any:
         """The same, of what may be asked any number of times: where the fleet does not answer, for minutes."""
-        return self.patience.ask(lambda: self._json(method, path, **more))
+        hurried = "content" not in more  # which takes its time on the way
+        return self.patience.ask(lambda: self._json(method, path, hurried=hurried, **more))
 
     def _answer(
         self,
@@ -496,7 +520,9 @@ class FleetClient:
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         tries: int = TRIES,
+        hurried: bool | None = None,
     ) -> httpx2.Response:
+        """`hurried`: where no answer comes soon it may be asked again while the first one is still at work; None: a question may."""
         known = {name: value for name, value in (query or {}).items() if value is not None}
         require_passable(**known)
         require_passable(**(body or {}))
@@ -508,28 +534,56 @@ class FleetClient:
             params=known,
             headers=headers,
         )
+        may_hurry = tries > 1 and (method == "GET" if hurried is None else hurried)
+        wait = float(known.get("wait", 0.0))
         pause = FIRST_PAUSE
         for _ in range(tries - 1):
+            soon = may_hurry and not self._is_slow
             try:
-                return self._once(request, method, path)
+                return self._once(request, method, path, soon=soon, wait=wait)
             except FleetAway as away:
-                if not away.passing:
+                if not away.passing or (away.silent and not soon):
                     raise
+                if away.silent:
+                    self._is_late(method, path)
+                    continue
             except Refusal as refusal:
                 if not refusal.kind.retry:
                     raise
                 pause = max(pause, min(refusal.retry_after or 0, LONGEST_PAUSE))
             self._sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, LONGEST_PAUSE)
-        return self._once(request, method, path)
+        return self._once(request, method, path, soon=False, wait=wait)
+
+    def _limits(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
+        """`wait`: seconds for which the API itself is asked to wait. Bytes that are not taken at all are no slow transaction."""
+        prompt = min(PROMPT, self._timeout)
+        return httpx2.Timeout(
+            self._timeout,
+            connect=min(CONNECTED, self._timeout),
+            read=(prompt if soon else self._timeout) + wait,
+            write=prompt,
+        )
+
+    def _is_late(self, method: str, path: str) -> None:
+        self._is_slow = True
+        self._tell(f"{self.url} does not answer {method} {path} so far, and is asked again")
 
     def _once(
-        self, request: Callable[[], httpx2.Response], method: str, path: str
+        self,
+        request: Callable[..., httpx2.Response],
+        method: str,
+        path: str,
+        *,
+        soon: bool,
+        wait: float,
     ) -> httpx2.Response:
+        began = self._clock()
         try:
-            answer = request()
+            answer = request(timeout=self._limits(soon, wait))
         except httpx2.TransportError as error:
             raise self._away(method, path, error) from error
+        self._is_slow = self._is_slow and self._clock() - began > PROMPT + wait
         if not answer.is_success:
             raise self._refusal(answer)
         return answer
@@ -546,6 +600,7 @@ class FleetClient:
             f"{self.url} gave no answer to {method} {path} ({type(error).__name__}: {error}). Is `groupwise fleet up --port` running "
             "there, and the address right?",
             passing=not isinstance(error, httpx2.UnsupportedProtocol),
+            silent=isinstance(error, httpx2.TimeoutException),
         )
 
     def _refusal(self, answer: httpx2.Response) -> Refusal | FleetAway:

@@ -3,7 +3,11 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -850,3 +854,122 @@ def test_a_file_on_its_way_goes_on_where_the_fleet_was_away(
         assert b"".join(fleet.artefact_pieces("job-1", "a", epoch=3)) == data
     assert server.now >= 300.0
     assert len(server.told) == 2
+
+
+# An API that takes questions and says nothing
+
+
+@contextmanager
+def mute() -> Iterator[str]:
+    """Where connections are taken, and nobody reads them: as of a process that is stopped."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred times as short as they are."""
+    monkeypatch.setattr(client, "PROMPT", client.PROMPT / 100)
+
+
+LATE = r"http://127.0.0.1:\d+ does not answer {} so far, and is asked again"
+TIMEOUT = 0.6
+"""In place of a minute."""
+
+
+def asked_of_nobody(ask: Callable[[FleetClient], Any], patience: float = 0.0) -> list[str]:
+    """What is told meanwhile, and what is raised in the end."""
+    told: list[str] = []
+    with (
+        mute() as url,
+        FleetClient(url, "k", timeout=TIMEOUT, patience=patience, tell=told.append) as fleet,
+        pytest.raises(FleetAway) as raised,
+    ):
+        ask(fleet)
+    return [*told, raised.value.message]
+
+
+@pytest.mark.usefixtures("limits")
+def test_who_follows_an_api_that_hangs_is_told_soon() -> None:
+    began = time.monotonic()
+    times: list[float] = []
+
+    def follow(fleet: FleetClient) -> None:
+        tell = fleet._tell
+
+        def told(text: str) -> None:
+            times.append(time.monotonic() - began)
+            tell(text)
+
+        fleet._tell = told
+        fleet.patience.ask(lambda: fleet.progress("job-1"))
+
+    late, away, end = asked_of_nobody(follow, patience=0.1)
+    assert re.fullmatch(LATE.format("GET /jobs/job-1/progress"), late)
+    assert times[0] < TIMEOUT, "while one that is slow is given all of it"
+    assert away.startswith("the fleet does not answer, and is asked on for ")
+    assert "ReadTimeout" in end
+    assert time.monotonic() - began < 4 * TIMEOUT + 2, "not six times as long before a word"
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize(
+    ("ask", "late"),
+    [
+        (lambda fleet: fleet.status(), "GET /status"),
+        (lambda fleet: fleet.submit(COMMAND), "POST /jobs"),
+        (lambda fleet: list(fleet.artefact_pieces("a", "b", epoch=1)), "GET /jobs/a/artefacts/b"),
+        (lambda fleet: fleet.cancel("a"), None),
+        (lambda fleet: fleet.make_key("read"), None),
+    ],
+    ids=["question", "submission", "file", "order", "once"],
+)
+def test_what_may_be_asked_twice_at_once_is_told_and_the_rest_has_its_time(
+    ask: Callable[[FleetClient], Any], late: str | None
+) -> None:
+    began = time.monotonic()
+    *told, end = asked_of_nobody(ask)
+    assert "ReadTimeout" in end
+    assert TIMEOUT <= time.monotonic() - began < 2 * TIMEOUT + 1
+    found = [bool(re.fullmatch(LATE.format(late), each)) for each in told]
+    assert found == ([] if late is None else [True])
+
+
+def test_an_api_that_is_slow_is_given_its_time_and_told_once() -> None:
+    asked, told = list[float](), list[str]()
+    is_slow, now = True, 0.0
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        nonlocal now
+        limit = request.extensions["timeout"]["read"]
+        asked.append(limit)
+        if is_slow and limit < 60:
+            raise httpx2.ReadTimeout("late")
+        now += 40 if is_slow else 1
+        return httpx2.Response(200, json={})
+
+    transport = httpx2.MockTransport(answer)
+    with FleetClient(
+        "http://fleet", "k", transport=transport, tell=told.append, clock=lambda: now
+    ) as fleet:
+        fleet.status()
+        fleet.status()
+        assert len(told) == 1
+        is_slow = False
+        fleet.status()
+        fleet.status()
+    assert asked == [client.PROMPT, 60, 60, 60, client.PROMPT]
+
+
+def test_a_connection_has_less_time_than_an_answer_and_a_log_what_it_is_waited_for() -> None:
+    limits: list[dict[str, float]] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        limits.append(request.extensions["timeout"])
+        return httpx2.Response(200, json={})
+
+    with FleetClient("http://fleet", "k", transport=httpx2.MockTransport(answer)) as fleet:
+        fleet.log("a", wait=20.0)
+        fleet.cancel("a")
+    assert [each["connect"] for each in limits] == [10.0, 10.0]
+    assert [each["read"] for each in limits] == [35.0, 60.0]
