@@ -8,7 +8,8 @@ An answer of 2xx is the end of it. Everything else is tried again with growing p
 the job, so that a tracker that is restarted does not begin anew with those that are done.
 
 Those for one place (host and port) wait for each other, and for no other place: few at once, those that were never tried first. Where
-nobody can be connected to, one is tried for all that wait for the same place, which then counts for each of them.
+nobody can be connected to, one is tried for all that wait for the same place, which then counts for each of them. Places that gave no
+answer the last time share a few slots of their own, so that however many they are they hold up none that answers.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
 """Seconds before each further attempt; with the last one it is given up."""
 ANSWERED = 10.0
 """Seconds for the name, the connection and the answer together."""
+CONNECTED = ANSWERED / 2
+"""Of those, for the connection: nobody there is told from somebody who says nothing."""
 AT_ONCE = 64
+AT_ONCE_MUTE = 16
+"""Beside those, at places that gave no answer the last time."""
 AT_ONE_PLACE = 4
-"""But one where the last could not be connected."""
+"""But one where nobody has answered yet, or not the last time."""
+MUTE = 2 * PAUSES[-1]
+"""Seconds for which it is known of a place that it gave no answer: until all that waits there has been tried again."""
 AWAY = 3
 """Which of `PAUSES` is the longest for which nobody is sent to a place that could not be connected to."""
 LISTENED = 1.0
@@ -78,6 +85,9 @@ class _Place:
     failures: int = 0
     """Connections in a row."""
     next_at: float = 0.0
+    has_answered: bool = False
+    """The last time."""
+    mute_until: float = 0.0
 
 
 class WebhookOutlet:
@@ -102,9 +112,10 @@ class WebhookOutlet:
         self._trials: dict[int, _Trial] = {}
         self._to: dict[tuple[str, int] | None, _Place] = {}
         self._settled: set[int] = set()
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._places, self._mute = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE_MUTE)
         self._http = httpx2.AsyncClient(
             transport=transport,
+            timeout=httpx2.Timeout(ANSWERED, connect=CONNECTED),
             trust_env=False,  # a proxy of the environment would look names up anew
             follow_redirects=False,
             headers={"User-Agent": "groupwise-fleet"},
@@ -149,7 +160,7 @@ class WebhookOutlet:
 
     def _begin(self) -> None:
         for place in self._to.values():
-            most = min(1 if place.failures else AT_ONE_PLACE, len(place.queue))
+            most = min(AT_ONE_PLACE if place.has_answered else 1, len(place.queue))
             while len(place.workers) < most:
                 place.workers.add(asyncio.create_task(self._work(place)))
 
@@ -164,7 +175,7 @@ class WebhookOutlet:
         self._to = {
             key: place
             for key, place in self._to.items()
-            if place.workers or place.queue or now < place.next_at + PAUSES[AWAY]
+            if place.workers or place.queue or now < max(place.next_at, place.mute_until)
         }
         if failed is not None:
             raise failed
@@ -174,7 +185,7 @@ class WebhookOutlet:
         while place.queue:
             event_id = min(place.queue, key=lambda each: (self._trials[each].attempts, each))
             ended = place.queue.pop(event_id)
-            async with self._places:
+            async with self._mute if self._clock() < place.mute_until else self._places:
                 await self._try(ended, place)
 
     async def _known(self, ended: Sequence[Ended]) -> frozenset[int]:
@@ -202,7 +213,7 @@ class WebhookOutlet:
         try:
             async with asyncio.timeout(ANSWERED):
                 status = await self._post(ended.webhook, ended)
-            place.failures = 0
+            place.failures, place.has_answered, place.mute_until = 0, True, 0.0
             problem = f"HTTP {status}"
             if 200 <= status < 300:
                 trial.end = DELIVERED, problem
@@ -210,14 +221,19 @@ class WebhookOutlet:
         except Forbidden as error:
             trial.end = GIVEN_UP, str(error)
             return
-        except TimeoutError:
+        except (TimeoutError, httpx2.ReadTimeout, httpx2.WriteTimeout):
             problem = f"no answer within {ANSWERED:g} seconds"
+            self._is_mute(place)
         except (OSError, httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             problem = _said(error)
+            self._is_mute(place)
             self._is_away(place, problem)
         except Exception as error:  # noqa: BLE001 - whoever submits a job chooses the address, and it must not be the end of the others'
             problem = _said(error)
         self._failed(trial, problem)
+
+    def _is_mute(self, place: _Place) -> None:
+        place.has_answered, place.mute_until = False, self._clock() + MUTE
 
     def _is_away(self, place: _Place, problem: str) -> None:
         """None of those that wait would have fared better."""

@@ -26,6 +26,8 @@ class World:
         self.asked: list[httpx2.Request] = []
         self.hanging: set[str] = set()
         """Hosts that never answer."""
+        self.then_hangs = False
+        """Whether who answers does so once."""
         self.now = 0.0
 
     async def resolve(self, host: str, port: int) -> list[str]:
@@ -37,6 +39,8 @@ class World:
         self.asked.append(request)
         if request.headers["Host"] in self.hanging:
             await asyncio.Event().wait()
+        if self.then_hangs:
+            self.hanging.add(request.headers["Host"])
         given = self.answers.pop(0) if self.answers else 200
         if isinstance(given, Exception):
             raise given
@@ -86,6 +90,7 @@ async def test_it_posts_what_nats_is_told_with_a_number_to_know_it_by(
     assert request.headers["Groupwise-Event"] == "5"
     assert request.headers["Idempotency-Key"] == "groupwise-5"
     assert request.extensions["sni_hostname"] == "hooks.example.org"
+    assert request.extensions["timeout"]["read"] == webhooks.ANSWERED
     assert json.loads(request.content) == json.loads(ended().message())
     assert told(database) == [
         ("webhook.delivered", {"event_id": 5, "attempts": 1, "because": "HTTP 200"})
@@ -149,7 +154,56 @@ async def test_a_place_that_never_answers_holds_up_no_other(
         assert await outlet.tell([*dead, ended(event_id=200)]) == {200}
         assert await outlet.tell([*dead, ended(event_id=201)]) == {201}
     hosts = [request.headers["Host"] for request in world.asked]
-    assert hosts.count("dead.example.org") == webhooks.AT_ONE_PLACE
+    assert hosts.count("dead.example.org") == 1, "until it is known whether it answers"
+
+
+async def test_a_place_that_answers_is_told_several_at_once(
+    world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(webhooks, "LISTENED", 0.05)
+    many = [ended(event_id=number) for number in range(10)]
+    world.then_hangs = True
+    assert await outlet.tell(many) == {0}
+    assert await outlet.tell(many[1:]) == frozenset()
+    assert len(world.asked) == 1 + webhooks.AT_ONE_PLACE
+
+
+@pytest.mark.parametrize(
+    "failure", [httpx2.ReadTimeout("late"), httpx2.WriteTimeout("late"), httpx2.ConnectError("no")]
+)
+async def test_a_place_that_gave_no_answer_waits_for_others_of_its_kind_alone(
+    world: World, outlet: WebhookOutlet, failure: Exception
+):
+    world.answers = [failure]
+    assert await outlet.tell([ended()]) == frozenset()
+    outlet._mute = asyncio.Semaphore(0)
+    world.now += PAUSES[-1]
+    world.names["other.example.org"] = ["93.184.215.15"]
+    async with asyncio.timeout(5):
+        other = ended("https://other.example.org/", 6)
+        assert await outlet.tell([ended(), other]) == {6}
+        outlet._mute.release()
+        assert await outlet.tell([ended()]) == {5}
+        outlet._mute = asyncio.Semaphore(0)
+        assert await outlet.tell([ended(event_id=7)]) == {7}, "it has answered"
+
+
+async def test_many_places_that_never_answer_leave_room_for_one_that_does(
+    world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(webhooks, "LISTENED", 0.05)
+    monkeypatch.setattr(webhooks, "ANSWERED", 0.5)
+    names = [f"dead{number}.example.org" for number in range(2 * webhooks.AT_ONCE)]
+    world.names |= {name: ["93.184.215.15"] for name in names}
+    world.hanging = set(names)
+    dead = [ended(f"https://{name}/", n) for n, name in enumerate(5 * names)]
+    async with asyncio.timeout(20):
+        while len({request.headers["Host"] for request in world.asked}) < len(names):
+            assert await outlet.tell(dead) == frozenset()
+        await asyncio.sleep(webhooks.ANSWERED)  # the last of them has been found out
+        assert await outlet.tell([*dead, ended(event_id=5000)]) == {5000}
+        world.now += PAUSES[-1]
+        assert await outlet.tell([*dead, ended(event_id=5001)]) == {5001}
 
 
 async def test_where_nobody_can_be_connected_to_one_is_tried_for_all(
