@@ -32,6 +32,8 @@ WORDS = frozenset({"kind", "project", "where", "address", "model"})
 """Columns that are cut off where there is none."""
 LEAST_CELL = 8
 """Of these."""
+LEAST_NAME = 12
+"""Of a name that people have chosen, and that is shortened where nothing else gives room."""
 LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
@@ -84,13 +86,21 @@ def _job_row(job: Document, now: float, with_project: bool) -> tuple[str, ...]:
     )
 
 
-def _print_with_remarks(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table whose last column has what a terminal leaves to it; where that is too little, others give way."""
+def _print_with_remarks(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, least_name: int | None = None
+) -> None:
+    """A table whose last column has what a terminal leaves to it; where that is too little, others give way.
+
+    `least_name`: the first column does so too, last of all, down to this; None: never.
+    """
     longest = LONGEST_REASON
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         wanted = min(LEAST_REASON, max(cell_len(row[-1]) for row in rows))
         rows = _narrowed(head, rows, width - wanted)
+        if least_name is not None and (wide := sum(_widths(head, rows)) + wanted - width) > 0:
+            room = max(least_name, max(cell_len(row[0]) for row in rows) - wide)
+            rows = [_with(row, 0, _cut_within(row[0], room)) for row in rows]
         longest = max(1, width - sum(_widths(head, rows)))
     print_table([head, *((*row[:-1], _cut(row[-1], longest)) for row in rows)])
 
@@ -104,7 +114,7 @@ def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]
 def _narrowed(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int
 ) -> list[tuple[str, ...]]:
-    """The rows with shorter cells where they have no room. The first column is left whole: it is typed in again."""
+    """The rows with shorter cells where they have no room. The first column is left whole here: it is typed in again."""
     found = list(rows)
     if sum(_widths(head, found)) > width:
         times = [place for place, name in enumerate(head) if name in TIMES]
@@ -132,6 +142,12 @@ def _cut(text: str, cells: int) -> str:
     while cell_len(text) >= cells:
         text = text[:-1]
     return f"{text}…"
+
+
+def _cut_within(name: str, cells: int) -> str:
+    """The same with `…` in the middle: names of machines, which are ASCII, differ at their ends."""
+    end = (cells - 1) // 2
+    return name if cell_len(name) <= cells else _cut(name, cells - end) + name[-end:]
 
 
 def _status(job: Document) -> str:
@@ -304,7 +320,7 @@ def event_line(event: Document) -> tuple[str, str]:
 def print_machines(machines: Sequence[Document]) -> None:
     """A list of machines, a line each."""
     head = ("machine", "state", "address", "GPUs free", "model", "CPUs", "RAM", "jobs", "")
-    _print_with_remarks(head, [_machine_row(vm) for vm in machines])
+    _print_with_remarks(head, [_machine_row(vm) for vm in machines], least_name=LEAST_NAME)
 
 
 def _machine_row(vm: Document) -> tuple[str, ...]:

@@ -91,6 +91,27 @@ def test_machines(printed: Printed) -> None:
     assert " 2 TB " in line
 
 
+def test_a_machine_with_a_long_name_keeps_both_its_ends_in_a_terminal(printed: Printed) -> None:
+    names = [f"gpu-machine-of-the-third-floor-with-the-green-door-number-{n:02}" for n in (7, 8)]
+    for more in ({}, {"state": "unreachable", "problem": "it does not answer: timed out"}):
+        _, *lines = printed(print_machines, [{**VM, **more, "vm_id": name} for name in names])
+        shown = [line.split()[0] for line in lines]
+        assert [each[:3] for each in shown] == ["gpu", "gpu"]
+        assert [each[-2:] for each in shown] == ["07", "08"]
+        assert all("\u2026" in each for each in shown)
+    _, line, short = printed(
+        print_machines, [{**VM, "vm_id": name} for name in (names[0], "gpu-1")]
+    )
+    assert "\u2026" in line.split()[0]
+    assert short.split()[0] == "gpu-1"
+
+
+def test_names_are_told_whole_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "gpu-machine-of-the-third-floor-with-the-green-door-number-07"
+    print_machines([{**VM, "vm_id": name}])
+    assert name in capsys.readouterr().out
+
+
 def test_status(printed: Printed) -> None:
     host = "control-machine-of-the-third-floor"
     message = "h2 does not answer: [Errno 111] Connect call failed ('127.0.0.1', 22222), and its jobs are left as they are"
