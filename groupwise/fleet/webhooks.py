@@ -21,7 +21,9 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpx2
@@ -56,6 +58,9 @@ ACTOR = "tracker"
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port → addresses."""
+
+_LOOK_UPS = ThreadPoolExecutor(AT_ONCE + AT_ONCE_MUTE, thread_name_prefix="webhook-names")
+"""Threads of their own: one that waits for a name goes on when nobody wants it any more, and the process has few for all else."""
 
 logger = logging.getLogger(__name__)
 
@@ -348,6 +353,6 @@ def is_public(address: str) -> bool:
 
 async def addresses_of(host: str, port: int) -> list[str]:
     """What the system's resolver says, in its order."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, look_up)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))

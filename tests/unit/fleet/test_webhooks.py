@@ -1,5 +1,7 @@
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -310,6 +312,26 @@ async def test_one_address_that_breaks_something_is_no_ones_elses_problem(
 
 async def test_a_name_that_is_not_known_is_tried_again(world: World, outlet: WebhookOutlet):
     assert await outlet.tell([ended("https://nowhere.example.org/")]) == frozenset()
+
+
+async def test_names_that_no_server_answers_for_hold_up_no_other(monkeypatch: pytest.MonkeyPatch):
+    answers = threading.Event()
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        assert host == "hooks.example.org" or answers.wait(20)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14", 443))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    names = [f"silent{n}.example.org" for n in range(webhooks.AT_ONCE)]
+    silent = [asyncio.create_task(webhooks.addresses_of(name, 443)) for name in names]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(5):
+            assert await asyncio.to_thread(lambda: True), "nor anything else of the process"
+            assert await webhooks.addresses_of("hooks.example.org", 443) == ["93.184.215.14"]
+    finally:
+        answers.set()
+        await asyncio.gather(*silent)
 
 
 async def test_a_tracker_that_is_restarted_does_not_begin_anew_with_those_that_are_told(
