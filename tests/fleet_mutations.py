@@ -1086,6 +1086,15 @@ QUICK = (
         (f"{RECORDS}::test_what_another_attempt_has_is_waited_for_and_costs_nothing",),
     ),
     Mutation(
+        "projects: machines of their own",
+        "a job is placed on a machine that is kept for others",
+        (("fleet/queue/capacity.py", "else replace(each, closed=True)", "else each"),),
+        (
+            f"{UNIT}/queue/test_capacity.py::test_a_machine_is_kept_for_projects",
+            f"{UNIT}/queue/test_capacity.py::test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock",
+        ),
+    ),
+    Mutation(
         "a job's own files and log",
         "a log is a file that its command opens",
         (

@@ -54,6 +54,8 @@ def new(
         return
     typer.echo(made["key"])
     say("The key is not shown again. Whoever has it puts it into GROUPWISE_API_KEY.")
+    for note in made["notes"]:
+        say(f"Note: {note}.")
 
 
 @keys.command("list")

@@ -65,6 +65,12 @@ TrustJump = Annotated[
 ]
 
 
+ProjectOption = Annotated[
+    list[str] | None,
+    typer.Option("--project", metavar="P", help="Jobs of this project alone; may be repeated."),
+]
+
+
 @machines.command("add")
 def add(
     vm: MachineArgument,
@@ -106,6 +112,7 @@ def add(
             parser=SLOTS,
         ),
     ] = None,
+    project: ProjectOption = None,
     deadman: Annotated[
         str | None,
         typer.Option(
@@ -137,6 +144,7 @@ def add(
         "python": python,
         "labels": pairs("--label", label or ()),
         "cpu_slots": cpu_slots,
+        "projects": project,
         "deadman": _deadman(deadman) or None,
         "probe": _command(probe),
         "idle_memory_mb": idle_memory_mb,
@@ -392,6 +400,10 @@ def set_machine(
         int | None,
         typer.Option("--cpu-slots", metavar="N", help="Jobs without GPUs at once.", parser=SLOTS),
     ] = None,
+    project: ProjectOption = None,
+    any_project: Annotated[
+        bool, typer.Option("--any-project", help="Of any project, again.")
+    ] = False,
     label: Annotated[
         list[str] | None, typer.Option(metavar="K=V", help="For --vm-label; the others stay.")
     ] = None,
@@ -408,6 +420,8 @@ def set_machine(
 ) -> None:
     """Change how a machine is reached, or what jobs run with."""
     labels = _labels(label or (), unlabel or ())
+    if project and any_project:
+        raise UsageError("--project and --any-project contradict each other.")
     _check_trust(trust_jump, yes, "--trust-jump")
     with fleet(told) as access:
         from groupwise.cli import fleet_reach as reach
@@ -422,6 +436,7 @@ def set_machine(
             workdir=workdir,
             python=python,
             cpu_slots=cpu_slots,
+            projects=[] if any_project else project,
             labels=labels or None,
             deadman=_deadman(deadman),
             probe=_command(probe),
@@ -445,6 +460,7 @@ def _also(found: dict[str, Any]) -> str:
     labels = " ".join(f"{name}={value}" for name, value in sorted(found["labels"].items()))
     told = {
         "labels": labels,
+        "jobs of": ", ".join(found["projects"] or ()),
         "deadman": found["deadman"] and f"{found['deadman']:g} s",
         "probe": found["probe"] and shlex.join(found["probe"]),
     }

@@ -382,6 +382,7 @@ def print_machine(vm: Document, now: float) -> None:
             ("python", vm["python"]),
             ("labels", _plain(vm["labels"])),
             ("CPU slots", vm["cpu_slots"]),
+            ("jobs of", ", ".join(vm["projects"] or ())),
             ("deadman", duration(vm["deadman"]) if vm["deadman"] else None),
             ("probe", " ".join(vm["probe"] or ())),
             ("last polled", clock_time(stamp(vm["last_polled"]))),

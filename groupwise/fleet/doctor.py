@@ -40,7 +40,7 @@ from groupwise.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.fleet.store import schema
 from groupwise.fleet.store.database import Database, connect, seconds
 from groupwise.fleet.store.tables import GPU
-from groupwise.fleet.verbs import status
+from groupwise.fleet.verbs import keys, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import Hello, MemberState, Observation, ProbeStatus, RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner
@@ -134,6 +134,7 @@ def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
         if only is None:
             tell(_own_disk(place))
             _roles(database, tell)
+            _keys(database, tell)
         _machines(database, only, tell)
         _alarms(place, database, tell)
     finally:
@@ -200,6 +201,30 @@ def _own_disk(place: FleetPlace) -> Seen:
         "make room there, or `groupwise fleet prune`",
         {"free_mb": free},
     )
+
+
+def _keys(database: Database, tell: Tell) -> None:
+    """Whether who is bound to projects can go beyond them."""
+
+    def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
+        bound = keys.bound_submitters(session)
+        where = {
+            vm_id for projects in bound.values() for vm_id in keys.where_as_us(session, projects)
+        }
+        return bound, sorted(where)
+
+    bound, where = database.read(look)
+    if where:
+        tell(
+            Seen(
+                "keys",
+                "warning",
+                f"jobs of {', '.join(bound)} may run on {', '.join(where)}",
+                "they run there as the user of the fleet itself, and can read and change its keys, its secrets and what others have",
+                f"`groupwise fleet vm set {where[0]} --project P` keeps it for project P, `vm remove {where[0]}` for nobody",
+                {"keys": list(bound), "machines": where},
+            )
+        )
 
 
 # --- NATS -----------------------------------------------------------------------------------------

@@ -108,6 +108,9 @@ class MachineBody(FleetBody):
         le=MOST_SLOTS,
         description="Jobs without GPUs at once; null: 1 where it has none.",
     )
+    projects: list[str] | None = Field(
+        default=None, description="Whose jobs alone are placed there; null: any project's."
+    )
     deadman: float | None = Field(
         default=None,
         ge=LEAST_DEADMAN,
@@ -159,6 +162,9 @@ class MachineChangeBody(FleetBody):
     )
     cpu_slots: int | None = Field(
         default=None, ge=0, le=MOST_SLOTS, description="Jobs without GPUs at once."
+    )
+    projects: list[str] | None = Field(
+        default=None, description="Whose jobs alone are placed there; []: any project's."
     )
     labels: dict[str, str | None] | None = Field(
         default=None, description="These; the others stay, and null takes one away."

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import (
     CTE,
@@ -195,7 +195,14 @@ class View:
     def _open_to(
         self, resources: Resources, project: str, among: Iterable[Machine]
     ) -> Iterable[Machine]:
-        """Where a job may go at all: one whose project may have no more GPUs, to those that it has."""
+        """Where a job may go at all: to no machine that is kept for others, and one whose project may have no more GPUs, to those that it
+        has."""
+        among = [
+            each
+            if each.projects is None or project in each.projects
+            else replace(each, closed=True)
+            for each in among
+        ]
         if not self._may_take_no_more(resources, project):
             return among
         own = self._shared_by(project)
@@ -270,6 +277,7 @@ def _machines(
             vm_id=row.vm_id,
             gpus=own,
             trouble=_trouble(row, now),
+            projects=None if row.projects is None else _names(row.projects),
             slots=slots,
             taken_slots=strays.slots.intersection(range(slots)).union(
                 taken.slots.get(row.vm_id, ())
@@ -300,6 +308,7 @@ _VM_COLUMNS = (
     VM.python,
     VM.facts,
     VM.cpu_slots,
+    VM.projects,
     VM.lost_at,
     VM.contact,
     VM.problem,
@@ -308,6 +317,12 @@ _VM_COLUMNS = (
     VM.degraded,
     VM.observed_round,
 )
+
+
+def _names(column: Any) -> frozenset[str]:
+    """Of projects. What is no list, in a column that anybody may write, names none."""
+    named = cast("list[Any]", column) if isinstance(column, list) else []
+    return frozenset(map(str, named))
 
 
 def _trouble(row: Any, now: float) -> str | None:

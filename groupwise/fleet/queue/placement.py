@@ -57,6 +57,10 @@ class Machine:
     gpus: tuple[MachineGPU, ...] = ()
     trouble: str | None = None
     """Why nothing new is placed there: `draining`, `unreachable …`."""
+    projects: frozenset[str] | None = None
+    """Whose jobs alone are placed there; None: any project's."""
+    closed: bool = False
+    """The job that is looked at is of none of these."""
     slots: int = 0
     """For jobs without GPUs."""
     taken_slots: frozenset[int] = frozenset()
@@ -247,6 +251,8 @@ def _unfit(resources: Resources, machine: Machine) -> str | None:
         return f"the job asks for {resources.vm}"
     if machine.trouble:
         return machine.trouble
+    if machine.closed:
+        return "it is kept for other projects"
     for name, value in sorted(resources.labels.items()):
         has = machine.labels.get(name)
         if has != value:

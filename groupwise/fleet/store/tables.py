@@ -144,6 +144,8 @@ class VM(Base):
     labels: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     cpu_slots: Mapped[int | None] = mapped_column(Integer)
     """How many jobs without GPUs may run at once; NULL: 1 where there are no GPUs, else 0."""
+    projects: Mapped[list[str] | None] = mapped_column(Document)
+    """Whose jobs alone are placed there; NULL: any project's."""
     deadman: Mapped[float | None] = mapped_column(Float)
     """Seconds without word from the control plane after which its runner ends a job; NULL: never."""
     probe: Mapped[list[str] | None] = mapped_column(Document)

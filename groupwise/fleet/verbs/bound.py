@@ -40,11 +40,13 @@ def machine(actor: Actor, document: Document) -> Document:
     """A machine's document, as the actor is told it."""
     if actor.projects is None:
         return document
+    kept_for: Sequence[str] | None = document["projects"]
+    own = kept_for and [name for name in kept_for if actor.may_see(name)]
     nobodys = dict.fromkeys(("user", "ssh_key_path", "jump", "workdir", "probe"))
     untold = {name: document[name] and UNTOLD for name in ("cordoned", "problem")}
     known: Mapping[str, Any] = document["facts"] or {}
     facts = {name: known[name] for name in FACTS if name in known}
-    return {**document, **nobodys, **untold, "facts": facts}
+    return {**document, **nobodys, **untold, "projects": own, "facts": facts}
 
 
 def gpu(actor: Actor, document: Document) -> Document:

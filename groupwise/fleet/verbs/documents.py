@@ -153,6 +153,7 @@ def machine_document(vm: VM) -> Document:
         "python": vm.python,
         "labels": vm.labels,
         "cpu_slots": vm.cpu_slots,
+        "projects": vm.projects,
         "deadman": vm.deadman,
         "probe": vm.probe,
         "idle_memory_mb": vm.idle_memory_mb,

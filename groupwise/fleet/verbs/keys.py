@@ -5,16 +5,17 @@ The form of a key is that of `groupwise.wire.keys`. What is added here is for wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import ApiKey
+from groupwise.fleet.store.tables import VM, ApiKey
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, key_document
+from groupwise.fleet.verbs.machines import LOCAL
 from groupwise.wire.fleet import MOST_SECONDS
 from groupwise.wire.keys import Role, new_key
 from groupwise.wire.problems import Refusal
@@ -55,7 +56,43 @@ def make(
     )
     session.add(row)
     _tell(session, actor, events.KEY_MADE, {"key_id": made.id, "role": role, "projects": bound})
-    return key_document(row) | {"key": made.key}
+    notes = [] if role == "read" else [_as_us(vm_id) for vm_id in where_as_us(session, bound)]
+    return key_document(row) | {"key": made.key, "notes": notes}
+
+
+def where_as_us(session: Session, projects: Collection[str] | None) -> list[str]:
+    """Machines where jobs of these run as the user of the control plane, and so may do whatever the fleet may: read and change its
+    database, its keys and its secrets. None: whoever may submit for all projects is trusted with that."""
+    if projects is None:
+        return []
+    here = select(VM.vm_id, VM.projects).where(VM.active, VM.transport == LOCAL)
+    return [
+        vm_id
+        for vm_id, kept_for in session.execute(here.order_by(VM.vm_id))
+        if kept_for is None or not set(projects).isdisjoint(kept_for)
+    ]
+
+
+def bound_submitters(session: Session) -> dict[str, list[str]]:
+    """Keys in use that may submit for some projects alone, with these."""
+    now = seconds(session)
+    rows = session.execute(
+        select(ApiKey.key_id, ApiKey.projects, ApiKey.expires_at)
+        .where(ApiKey.role != "read", ApiKey.revoked_at.is_(None))
+        .order_by(ApiKey.key_id)
+    )
+    return {
+        key_id: projects
+        for key_id, projects, until in rows
+        if projects is not None and (until is None or until > now)
+    }
+
+
+def _as_us(vm_id: str) -> str:
+    return (
+        f"jobs of this key may run on {vm_id} as the user of the fleet itself, and can so read and change its keys, its secrets and what "
+        f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `groupwise fleet vm remove {vm_id}` for nobody"
+    )
 
 
 def revoke(session: Session, actor: Actor, key_id: str) -> Document:

@@ -73,6 +73,8 @@ class NewMachine:
     python: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     cpu_slots: int | None = None
+    projects: Sequence[str] | None = None
+    """Whose jobs alone are placed there; None: any project's."""
     deadman: float | None = None
     probe: Sequence[str] | None = None
     idle_memory_mb: int | None = None
@@ -91,6 +93,8 @@ class NewMachine:
             yield "no user: say as whom to log in there (--user)"
         if self.cpu_slots is not None and not 0 <= self.cpu_slots <= MOST_SLOTS:
             yield f"cpu_slots {self.cpu_slots}: 0 to {MOST_SLOTS} jobs without GPUs at once"
+        if self.projects is not None and not all(self.projects):
+            yield "projects: an empty name"
         if self.probe is not None and (not self.probe or not self.probe[0]):
             yield "probe is empty: the command that is asked for the GPUs, as nvidia-smi"
         if self.idle_memory_mb is not None and not 0 <= self.idle_memory_mb <= MOST_INTEGER:
@@ -188,6 +192,7 @@ def _describe(vm: VM, new: NewMachine) -> None:
     vm.jump = None if new.jump is None else dict(new.jump)
     vm.labels = dict(new.labels)
     vm.probe = None if new.probe is None else list(new.probe)
+    vm.projects = sorted(set(new.projects)) if new.projects else None
     if new.workdir is not None:
         vm.workdir = new.workdir
     if new.python is not None:
@@ -481,15 +486,16 @@ def change(
     workdir: str | None = None,
     python: str | None = None,
     cpu_slots: int | None = None,
+    projects: Sequence[str] | None = None,
     labels: Mapping[str, str | None] | None = None,
     deadman: float | None = None,
     probe: Sequence[str] | None = None,
     idle_memory_mb: int | None = None,
 ) -> Document:
     """How it is reached (ip_address, port, user, ssh_key_path, jump: {} for none), where its runner keeps everything (workdir), what
-    jobs there are run with (python), and how many without GPUs at once (cpu_slots); by what jobs find it (labels: these, None takes one
-    away), after how long a silence jobs end that begin there from now on (deadman; 0: never), and how its GPUs are looked at (probe,
-    idle_memory_mb). What is left out, or None, stays as it was.
+    jobs there are run with (python), how many without GPUs at once (cpu_slots), and whose (projects; [] for any project's); by what jobs
+    find it (labels: these, None takes one away), after how long a silence jobs end that begin there from now on (deadman; 0: never), and
+    how its GPUs are looked at (probe, idle_memory_mb). What is left out, or None, stays as it was.
 
     Attempts that run keep their interpreter and their deadman. What leads to another root of the runner is refused meanwhile: `vm_in_use`.
     """
@@ -503,6 +509,7 @@ def change(
         "workdir": workdir,
         "python": python,
         "cpu_slots": cpu_slots,
+        "projects": projects,
         "labels": labels,
         "deadman": deadman,
         "probe": probe,
@@ -552,6 +559,8 @@ def _as_columns(vm: VM, wanted: Mapping[str, Any]) -> dict[str, Any]:
     if "labels" in wanted:
         labels = {**(vm.labels or {}), **wanted["labels"]}
         found["labels"] = {name: value for name, value in labels.items() if value is not None}
+    if "projects" in wanted:
+        found["projects"] = sorted(set(wanted["projects"])) or None
     if "probe" in wanted:
         found["probe"] = list(wanted["probe"])
     if wanted.get("deadman") == 0:

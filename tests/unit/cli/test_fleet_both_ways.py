@@ -280,6 +280,8 @@ def test_keys_and_machines_from_afar(ways: BothWays) -> None:
     code, out, _ = ways.afar("key", "new", "read", "--note", "for a test", "--json")
     made = json.loads(out)
     assert code == 0
+    _, _, err = ways.afar("key", "new", "act", "--project", "a")
+    assert err.startswith("The key is not shown again.")
     assert ways.afar("key", "revoke", made["key_id"])[:2] == (0, f"{made['key_id']} is revoked.\n")
     assert "revoked" in ways.both("key", "list")[1]
     where = ("--host", "10.0.0.1", "--user", "ml", "--key", "/keys/there")

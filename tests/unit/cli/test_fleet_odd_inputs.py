@@ -72,6 +72,16 @@ def test_what_a_machine_is_known_by_is_set(seen: Command) -> None:
     assert (found["labels"], found["deadman"], found["idle_memory_mb"]) == ({}, None, 40)
 
 
+def test_a_machine_is_kept_for_projects_and_open_again(seen: Command) -> None:
+    code, _, err = seen("vm", "set", "vm-1", "--project", "b", "--project", "a")
+    assert (code, err.endswith("CPU slots 1 without GPUs, jobs of a, b\n")) == (0, True)
+    assert "jobs of" in seen("vm", "show", "vm-1")[1]
+    code, _, err = seen("vm", "set", "vm-1", "--any-project", "--project", "a")
+    assert (code, "contradict each other" in err) == (2, True)
+    found = json.loads(seen("vm", "set", "vm-1", "--any-project", "--json")[1])
+    assert found["projects"] is None
+
+
 @pytest.mark.parametrize("words", ODD, ids=lambda words: ascii(words)[:60])
 def test_odd_words_are_refused(seen: Command, words: str) -> None:
     code, out, err = seen(*words.split())

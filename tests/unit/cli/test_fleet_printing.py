@@ -41,6 +41,7 @@ VM: dict[str, Any] = {
     "available_gpus": 7,
     "gpus": [{"model": "NVIDIA H100 80GB HBM3", "held_by": []}],
     "cpu_slots_held_by": [],
+    "projects": None,
     "facts": {"cpus": 192, "ram_mb": 2_000_000.0},
     "seen_fingerprint": "SHA256:hIcmdlS41SlyqC0Ac9BXa0q8cnJ1w1VvQ8V0Ru4Yl1c",
     "problem": None,

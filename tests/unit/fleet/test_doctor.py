@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from groupwise.fleet import doctor, up
 from groupwise.fleet.doctor import LOOK, Seen
@@ -22,7 +22,9 @@ from groupwise.fleet.machines import packing
 from groupwise.fleet.processes import identity
 from groupwise.fleet.settings import FleetPlace, FleetSettings
 from groupwise.fleet.store.database import Database, connect, migrate
-from groupwise.fleet.store.tables import ControlProcess
+from groupwise.fleet.store.tables import VM, ApiKey, ControlProcess
+from groupwise.fleet.verbs import keys, machines
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts import answers
 from groupwise.hosts.answers import MemberState
 
@@ -225,6 +227,31 @@ def test_a_process_that_hangs_is_told_of(database: Database) -> None:
     found = seen_of_roles(database, alive, silent("dispatcher", "hangs", gone=False))
     assert [each.level for each in found["dispatcher"]] == ["ok", "warning"]
     assert "it hangs" in found["dispatcher"][1].meaning
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def test_a_key_of_a_project_that_may_do_what_the_fleet_may_is_told_of(database: Database) -> None:
+    ada = Actor("user:ada")
+
+    def seen() -> list[Seen]:
+        told: list[Seen] = []
+        doctor._keys(database, told.append)
+        return told
+
+    database.run(lambda s: s.add_all([VM(vm_id="local", transport="local"), VM(vm_id="other")]))
+    database.run(lambda s: keys.make(s, ada, "act"))
+    database.run(lambda s: keys.make(s, ada, "read", projects=["ours"]))
+    assert seen() == []
+    made = database.run(lambda s: keys.make(s, ada, "act", projects=["ours"]))["key_id"]
+    (found,) = seen()
+    assert (found.level, found.data) == ("warning", {"keys": [made], "machines": ["local"]})
+    database.run(lambda s: machines.change(s, ada, "local", projects=["default"]))
+    assert seen() == []
+    database.run(lambda s: machines.change(s, ada, "local", projects=[]))
+    database.run(lambda s: s.execute(update(ApiKey).values(expires_at=1.0)))
+    assert seen() == []
 
 
 # --- NATS -----------------------------------------------------------------------------------------

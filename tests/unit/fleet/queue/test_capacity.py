@@ -6,11 +6,14 @@
 """
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, update
 
 from groupwise.fleet.queue import capacity
 from groupwise.fleet.queue.placement import Blocked, Placement
 from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import VM
+from groupwise.fleet.verbs import machines
+from groupwise.fleet.verbs.actor import Actor
 from tests.unit.fleet.small_fleet import (
     add_machine,
     claim_some,
@@ -290,6 +293,43 @@ def test_why_a_job_waits(database: Database) -> None:
     assert explain(database, "r0")[0].startswith("it is tried again in ")
     finish(database, "r1")
     assert explain(database, "w0") == ["there is room for it, and it is the next in the queue"]
+
+
+@pytest.mark.parametrize(
+    ("kept_for", "begins"),
+    [(None, True), (["ours", "a"], True), (["a"], False), ([], False), ("ours", False)],
+)
+def test_a_machine_is_kept_for_projects(
+    kept_for: list[str] | str | None, begins: bool, database: Database
+) -> None:
+    """Also in the look of a claim, and for one that waits; what somebody wrote there that is no list opens it to nobody."""
+    add_machine(database, "vm-1", 1, projects=kept_for)
+    submit(database, "job", project="ours", gpus=1)
+    assert claimed_ids(database) == ["job"] * begins
+    if not begins:
+        assert explain(database, "job") == [
+            "no machine could run it, even if everything were free",
+            "vm-1: it is kept for other projects",
+        ]
+        assert wake(database) == 0
+        database.run(lambda s: machines.change(s, Actor("user:ada"), "vm-1", projects=["ours"]))
+        assert claimed_ids(database) == ["job"]
+
+
+def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "job", gpus=1)
+    looked = capacity.view
+
+    def look(session: capacity.Session, projects: list[str]) -> capacity.View:
+        found = looked(session, projects)
+        session.execute(update(VM).values(projects=["others"]))
+        return found
+
+    monkeypatch.setattr(capacity, "view", look)
+    assert claimed_ids(database) == []
 
 
 def test_the_place_in_the_queue(database: Database) -> None:

@@ -295,6 +295,18 @@ def test_what_is_said_of_its_gpus_when_it_is_added(small: Any) -> None:
     assert (found["probe"], found["idle_memory_mb"]) == (["/opt/smi"], 40)
 
 
+def test_whose_jobs_are_run_is_changed(small: Any) -> None:
+    small.do(machines.add, NewMachine("vm-1", user="u", projects=["b", "a", "b"]))
+    assert small.do(machines.show, "vm-1")["projects"] == ["a", "b"]
+    assert small.as_("b").do(machines.show, "vm-1")["projects"] == ["b"]
+    assert small.as_("c").do(machines.show, "vm-1")["projects"] == []
+    assert small.do(machines.change, "vm-1", projects=["c"])["projects"] == ["c"]
+    assert small.do(machines.change, "vm-1", cpu_slots=2)["projects"] == ["c"]
+    assert small.do(machines.change, "vm-1", projects=[])["projects"] is None
+    with pytest.raises(Refusal, match="projects: an empty name"):
+        small.do(machines.change, "vm-1", projects=[""])
+
+
 def test_what_jobs_are_run_with_is_changed(small: Any) -> None:
     small.machine("vm-1")
     found = small.do(machines.change, "vm-1", python="/opt/env/bin/python", cpu_slots=4)

@@ -15,7 +15,7 @@ from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member, Reservation
-from groupwise.fleet.verbs import jobs, machines, projects, prune, status, submission, wanted
+from groupwise.fleet.verbs import jobs, keys, machines, projects, prune, status, submission, wanted
 from groupwise.wire.problems import Refusal
 
 # --- projects
@@ -162,6 +162,26 @@ def test_that_nobody_runs_it_is_noted(small: Any) -> None:
     for count in (1, 2):
         for job in small.do(submission.submit_all, asked[:count]):
             assert job["notes"] == [status.NO_DISPATCHER]
+
+
+def test_a_key_of_a_project_whose_jobs_run_as_the_fleet_is_noted(small: Any) -> None:
+    small.machine("vm-1", user="ml")
+    made = small.do(keys.make, "act", projects=["ours"])
+    assert made["notes"] == []
+    small.machine("local", transport="local")
+    for role, bound, noted in (
+        ("act", ["ours"], True),
+        ("admin", ["ours", "b"], True),
+        ("read", ["ours"], False),
+        ("act", None, False),
+    ):
+        notes = small.do(keys.make, role, projects=bound)["notes"]
+        assert bool(notes) == noted, (role, bound)
+    small.do(machines.change, "local", projects=["default"])
+    assert small.do(keys.make, "act", projects=["ours"])["notes"] == []
+    (note,) = small.do(keys.make, "act", projects=["default"])["notes"]
+    assert "local as the user of the fleet itself" in note
+    assert "`groupwise fleet vm set local --project P`" in note
 
 
 def test_a_job_says_that_machines_are_asked_first(small: Any) -> None:

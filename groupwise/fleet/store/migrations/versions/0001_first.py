@@ -174,6 +174,7 @@ def upgrade() -> None:
         sa.Column("python", sa.Text(), server_default="python3", nullable=False),
         sa.Column("labels", DOCUMENT, server_default=sa.text("'{}'"), nullable=False),
         sa.Column("cpu_slots", sa.Integer(), nullable=True),
+        sa.Column("projects", DOCUMENT, nullable=True),
         sa.Column("deadman", sa.Float(), nullable=True),
         sa.Column("probe", DOCUMENT, nullable=True),
         sa.Column("idle_memory_mb", sa.Integer(), server_default="500", nullable=False),
