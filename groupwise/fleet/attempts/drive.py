@@ -6,7 +6,7 @@ because another dispatcher has taken over: what was written down by then is enou
 
 What machines say is kept here only as long as it is fresh. A machine that does not answer makes it stale at once, and the first thing after
 contact comes back is to ask again. Logs and checkpoints are fetched beside the loop, while the command runs, so that a slow disk or line
-never delays a cancellation.
+never delays a cancellation; and each beside the other, so that a log is followed while a large checkpoint comes.
 """
 
 from __future__ import annotations
@@ -142,6 +142,28 @@ class Desk:
     """Seconds of this process, which nobody can set."""
 
 
+@dataclass(slots=True)
+class _Fetching:
+    """The log of a member, or its checkpoints, on their way while it runs."""
+
+    there: int = 0
+    """Bytes or checkpoints that its machine had when it was heard last."""
+    here: int = 0
+    """As many of them are on the control side."""
+    task: asyncio.Task[None] | None = None
+    """Of which there is one at a time."""
+
+    @property
+    def begins(self) -> bool:
+        """There is something to fetch, and nobody does."""
+        return self.there != self.here and (self.task is None or self.task.done())
+
+    async def ended(self) -> None:
+        """What is under way has come, or has failed."""
+        if self.task is not None:
+            await asyncio.wait([self.task])
+
+
 class _Ear:
     """What is known of one member on its machine; a `watching.Listener`."""
 
@@ -170,9 +192,8 @@ class _Ear:
         self.problem: str | None = None
         self.left_out = 0
         self.tries = 0
-        self.fetched: tuple[int, int] = (0, 0)
-        """Size of the log and number of checkpoints that are on the control side."""
-        self.fetching: asyncio.Task[None] | None = None
+        self.log = _Fetching()
+        self.checkpoints = _Fetching()
         self.watch: Watch | None = None
         self._wake = wake
         self._clock = clock
@@ -587,23 +608,36 @@ class Drive:
         )  # fmt: skip
 
     def _fetch_beside(self, row: Snapshot, member: MemberRow) -> None:
-        """While it runs: begin to fetch what has come, unless that is under way."""
+        """While it runs: begin to fetch what has come of its log and of its checkpoints, each unless that is under way."""
         ear = self._ears.get(member.rank)
         if ear is None or ear.last is None or ear.last.state not in CHANGEABLE:
             return
-        there = (ear.last.log_size, ear.last.checkpoints)
-        if there != ear.fetched and (ear.fetching is None or ear.fetching.done()):
-            ear.fetching = self._desk.spawn(self._fetch(self._part(row, member), ear, there))
+        logs, checkpoints, size = self._desk.logs, self._desk.checkpoints, ear.last.log_size
+        ear.log.there, ear.checkpoints.there = size, ear.last.checkpoints
+        if ear.log.begins:
+            part = self._part(row, member)
+            self._begin_to_fetch(ear.log, part, lambda: logs.catch_up(part, size))
+        if ear.checkpoints.begins:
+            part = self._part(row, member)
+            self._begin_to_fetch(ear.checkpoints, part, lambda: checkpoints.mirror(part))
 
-    async def _fetch(self, part: Part, ear: _Ear, there: tuple[int, int]) -> None:
+    def _begin_to_fetch(
+        self, fetching: _Fetching, part: Part, fetch: Callable[[], Awaitable[None]]
+    ) -> None:
+        fetching.task = self._desk.spawn(self._fetch(fetching, fetching.there, part, fetch))
+
+    async def _fetch(
+        self, fetching: _Fetching, there: int, part: Part, fetch: Callable[[], Awaitable[None]]
+    ) -> None:
         try:
-            if there[0] > ear.fetched[0]:
-                await self._desk.logs.catch_up(part, there[0])
-            if there[1] > ear.fetched[1]:
-                await self._desk.checkpoints.mirror(part)
-            ear.fetched = there
+            if there > fetching.here:
+                await fetch()
+            fetching.here = there
         except (HostError, *OWN_DISK) as error:
             log.info("%s.%s: %s", part.job_id, part.epoch, error)
+            return
+        if fetching.there != there:
+            self._news.set()  # more has come meanwhile, and nobody may tell of it again
 
     async def _collect(self, row: Snapshot, member: MemberRow) -> None:
         """The rest of the log, the newest checkpoint, the artefacts."""
@@ -612,7 +646,9 @@ class Drive:
         if last is None:
             return
         try:
+            await ear.log.ended()
             await self._desk.logs.catch_up(part, last.log_size)
+            await ear.checkpoints.ended()
             if last.checkpoints:
                 await self._desk.checkpoints.mirror(part)
             found = await self._desk.collector.collect(part)
@@ -654,13 +690,14 @@ class Drive:
         be had. After this, no machine that answers has a newer checkpoint than the one that the next attempt goes on from."""
         for member in row.members:
             ear = self._ears.get(member.rank)
-            last = None if ear is None or ear.collected else ear.last
-            if last is None:
+            if ear is None or ear.collected or ear.last is None:
                 continue
-            part = self._part(row, member)
+            part, last = self._part(row, member), ear.last
             try:
+                await ear.log.ended()
                 if last.log_size:
                     await self._desk.logs.catch_up(part, last.log_size)
+                await ear.checkpoints.ended()
                 if last.checkpoints:
                     await self._desk.checkpoints.mirror(part)
             except (HostError, *OWN_DISK) as error:
@@ -672,8 +709,9 @@ class Drive:
 
     def _stop_listening(self) -> None:
         for ear in self._ears.values():
-            if ear.fetching is not None:
-                ear.fetching.cancel()
+            for fetching in (ear.log, ear.checkpoints):
+                if fetching.task is not None:
+                    fetching.task.cancel()
             if ear.watch is not None:
                 ear.watch.remove(ear)
 

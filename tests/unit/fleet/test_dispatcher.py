@@ -8,6 +8,7 @@ import errno
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.port import Answer, Host, Request
 from groupwise.hosts.spec import JobSpec
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
-from tests.fleet_rig import NoChance, Rig
+from tests import fleet_rig
+from tests.fleet_rig import NoChance, Rig, quick
 
 
 @pytest.fixture
@@ -112,6 +114,103 @@ async def test_a_machine_that_is_found_silent_while_a_log_is_fetched_crashes_not
         rig.submit("job")
         await rig.until(rig.has("job", "completed"))
     assert "failed" not in caplog.text
+
+
+class Held:
+    """A fetching that waits until it may go on, and how many of it there are at once."""
+
+    def __init__(self, fetch: Callable[..., Any]) -> None:
+        self.go_on = asyncio.Event()
+        self.begun = 0
+        self.at_once = 0
+        self._fetch = fetch
+        self._under_way = 0
+
+    async def __call__(self, *asked: Any) -> None:
+        self.begun += 1
+        self._under_way += 1
+        self.at_once = max(self.at_once, self._under_way)
+        try:
+            await self.go_on.wait()
+            await self._fetch(*asked)
+        finally:
+            self._under_way -= 1
+
+
+def saying(rig: Rig, job_id: str, text: bytes) -> Callable[[], bool]:
+    """What a job says goes into its log; whether that is here."""
+    epoch = epoch_of(rig, job_id)
+    host_of(rig, job_id).folders[f"{job_id}.{epoch}"].log += text
+    rig.rack.stir()
+    return lambda: rig.fetched.logs.get((job_id, epoch), b"").endswith(text)
+
+
+async def test_a_log_is_followed_while_a_checkpoint_is_mirrored(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.rack.scripts["job"] = [Script(ticks=10**6, checkpoints=1)]
+    mirror = Held(rig.fetched.mirror)
+    monkeypatch.setattr(rig.fetched, "mirror", mirror)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: mirror.begun == 1)
+        for text in (b"step 1\n", b"step 2\n"):
+            await rig.until(saying(rig, "job", text))
+        assert (mirror.begun, rig.fetched.mirrored) == (1, [])
+
+
+async def test_a_checkpoint_is_mirrored_while_a_log_is_fetched(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.rack.scripts["job"] = [LONG]
+    catch_up = Held(rig.fetched.catch_up)
+    monkeypatch.setattr(rig.fetched, "catch_up", catch_up)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        saying(rig, "job", b"step 1\n")
+        await rig.until(lambda: catch_up.begun == 1)
+        host_of(rig, "job").folders[f"job.{epoch_of(rig, 'job')}"].checkpoints += 1
+        await rig.until(lambda: rig.fetched.mirrored != [])
+
+
+async def test_what_has_come_while_a_log_was_fetched_is_fetched_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may be silent from then on, so that nothing else wakes its drive."""
+    rig.rack.scripts["job"] = [LONG]
+    catch_up = Held(rig.fetched.catch_up)
+    monkeypatch.setattr(rig.fetched, "catch_up", catch_up)
+    monkeypatch.setattr(fleet_rig, "quick", lambda: replace(quick(), pauses=drive.Pauses(idle=1e6)))
+    dispatcher = rig.dispatcher()
+    async with running(dispatcher):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        saying(rig, "job", b"step 1\n")
+        await rig.until(lambda: catch_up.begun == 1)
+        here, size = saying(rig, "job", b"step 2\n"), len(b"step 1\nstep 2\n")
+        driving, _ = dispatcher._drives[epoch_of(rig, "job")]
+        await rig.until(lambda: driving._ears[0].log.there == size)
+        catch_up.go_on.set()
+        await rig.until(here)
+
+
+async def test_at_the_end_the_log_comes_before_a_checkpoint_and_nothing_twice_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.rack.scripts["job"] = [Script(code=3, tail="KeyError: 'x'\n", checkpoints=1), LONG]
+    mirror = Held(rig.fetched.mirror)
+    monkeypatch.setattr(rig.fetched, "mirror", mirror)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: mirror.begun == 1, ticks=False)
+        epoch = epoch_of(rig, "job")
+        await rig.until(lambda: rig.fetched.logs.get(("job", epoch)) == b"KeyError: 'x'\n")
+        assert rig.fetched.mirrored == []
+        mirror.go_on.set()
+        await rig.until(lambda: len(rig.attempts("job")) == 2)
+        assert rig.fetched.mirrored[:2] == [("job", epoch)] * 2
+    assert mirror.at_once == 1
 
 
 async def test_more_jobs_than_gpus_take_turns(rig: Rig) -> None:
