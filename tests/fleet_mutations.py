@@ -1095,6 +1095,28 @@ QUICK = (
         ),
     ),
     Mutation(
+        "checkpoints travel",
+        "of a job that keeps two the first two alone",
+        (
+            (
+                "fleet/attempts/drive.py",
+                "size, (ear.last.checkpoints, ear.last.step)",
+                "size, (ear.last.checkpoints, None)",
+            ),
+        ),
+        (
+            f"{UNIT}/test_dispatcher.py::test_of_a_job_that_keeps_its_last_checkpoints_each_is_mirrored",
+        ),
+    ),
+    Mutation(
+        "checkpoints travel",
+        "whoever waits is not told of another one of as many",
+        (("hosts/runner.py", '["state", "checkpoints", "step"]', '["state", "checkpoints"]'),),
+        (
+            f"{HOSTS}/test_runner_files.py::test_checkpoints_show_while_the_job_runs_and_in_its_record",
+        ),
+    ),
+    Mutation(
         "a job's own files and log",
         "a log is a file that its command opens",
         (

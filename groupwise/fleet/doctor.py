@@ -556,7 +556,7 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Seen]:
 async def _until_exited(runner: Runner, state: MemberState, began: float) -> MemberState:
     alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
     while state.state in alive and time.monotonic() - began < PATIENCE:
-        known = Known(state.state, state.log_size, state.checkpoints, state.clock)
+        known = Known(state.state, state.log_size, clock=state.clock)
         for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
             state = each
     return state

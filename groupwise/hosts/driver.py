@@ -99,6 +99,8 @@ class Known:
     state: RunnerState
     log_size: int = 0
     checkpoints: int = 0
+    step: int | None = None
+    """Of the newest of these."""
     clock: float | None = None
     """Of the last `MemberState` that came back."""
 
@@ -211,6 +213,7 @@ class Runner:
                     "state": k.state,
                     "log_size": k.log_size,
                     "checkpoints": k.checkpoints,
+                    "step": k.step,
                     "clock": k.clock,
                 }
                 for (job, epoch), k in known.items()

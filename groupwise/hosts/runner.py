@@ -47,8 +47,8 @@ Requests and answers
                 LAUNCH_PATIENCE as `claimed`: look again. Repeated, it answers with the state, whatever the body says
     void      job, epoch → member (voided; or what it is, if it had begun)
     status    job, epoch → member
-    wait      known {"<job>.<epoch>": {state?, log_size?, checkpoints?, clock?}}, timeout, quiet? → attempts [member], when one differs
-                from what is known, or at the timeout. A log that grew is told after `quiet` seconds (1) at the earliest
+    wait      known {"<job>.<epoch>": {state?, log_size?, checkpoints?, step?, clock?}}, timeout, quiet? → attempts [member], when one
+                differs from what is known, or at the timeout. A log that grew is told after `quiet` seconds (1) at the earliest
     touch     attempts ["<job>.<epoch>", ...] or {"<job>.<epoch>": clock} → touched [...]
     kill      job, epoch, grace → member, at once. The supervisor does the rest; look until it is `exited`. Without a supervisor the
                 runner kills what is left by itself, before it answers
@@ -2252,7 +2252,7 @@ class Watched:
 
     def differs(self, found: dict[str, Any], log_too: bool) -> bool:
         """From what whoever waits knows."""
-        names = ("state", "checkpoints", "log_size") if log_too else ("state", "checkpoints")
+        names = ["state", "checkpoints", "step"] + ["log_size"] * log_too
         return any(name in self.known and self.known[name] != found[name] for name in names)
 
 

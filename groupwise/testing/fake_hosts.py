@@ -109,6 +109,8 @@ class _Folder:
     leaked: bool = False
     artefacts: dict[str, bytes] = field(default_factory=dict[str, bytes])
     checkpoints: int = 0
+    step: int | None = None
+    """Of the newest of these."""
     deadman: float | None = None
     contact: float = 0.0
 
@@ -598,7 +600,7 @@ class FakeHost:
         before = known[f"{state['job']}.{state['epoch']}"]
         return any(
             name in before and before[name] != state[name]
-            for name in ("state", "log_size", "checkpoints")
+            for name in ("state", "log_size", "checkpoints", "step")
         )
 
     def _kill(self, job: str, epoch: int) -> dict[str, Any]:
@@ -682,6 +684,7 @@ class FakeHost:
             "slot": folder.slot,
             "log_size": len(folder.log),
             "checkpoints": folder.checkpoints,
+            "step": folder.step,
             "exit": self._aged(folder.exit),
             "refused": folder.refused,
             "survivors": int(folder.process is not None) if self._word(folder) == "lost" else None,

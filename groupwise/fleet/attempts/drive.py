@@ -142,14 +142,17 @@ class Desk:
     """Seconds of this process, which nobody can set."""
 
 
+Have = int | tuple[int, int | None]
+
+
 @dataclass(slots=True)
 class _Fetching:
     """The log of a member, or its checkpoints, on their way while it runs."""
 
-    there: int = 0
-    """Bytes or checkpoints that its machine had when it was heard last."""
-    here: int = 0
-    """As many of them are on the control side."""
+    there: Have
+    """What its machine had when it was heard last: bytes; or checkpoints, and the step of the newest. Who keeps two has two for ever."""
+    here: Have
+    """That of it which is on the control side."""
     task: asyncio.Task[None] | None = None
     """Of which there is one at a time."""
 
@@ -192,8 +195,8 @@ class _Ear:
         self.problem: str | None = None
         self.left_out = 0
         self.tries = 0
-        self.log = _Fetching()
-        self.checkpoints = _Fetching()
+        self.log = _Fetching(0, 0)
+        self.checkpoints = _Fetching((0, None), (0, None))
         self.watch: Watch | None = None
         self._wake = wake
         self._clock = clock
@@ -613,7 +616,7 @@ class Drive:
         if ear is None or ear.last is None or ear.last.state not in CHANGEABLE:
             return
         logs, checkpoints, size = self._desk.logs, self._desk.checkpoints, ear.last.log_size
-        ear.log.there, ear.checkpoints.there = size, ear.last.checkpoints
+        ear.log.there, ear.checkpoints.there = size, (ear.last.checkpoints, ear.last.step)
         if ear.log.begins:
             part = self._part(row, member)
             self._begin_to_fetch(ear.log, part, lambda: logs.catch_up(part, size))
@@ -627,11 +630,10 @@ class Drive:
         fetching.task = self._desk.spawn(self._fetch(fetching, fetching.there, part, fetch))
 
     async def _fetch(
-        self, fetching: _Fetching, there: int, part: Part, fetch: Callable[[], Awaitable[None]]
+        self, fetching: _Fetching, there: Have, part: Part, fetch: Callable[[], Awaitable[None]]
     ) -> None:
         try:
-            if there > fetching.here:
-                await fetch()
+            await fetch()
             fetching.here = there
         except (HostError, *OWN_DISK) as error:
             log.info("%s.%s: %s", part.job_id, part.epoch, error)

@@ -139,7 +139,7 @@ class Watch:
     async def _poll(self) -> None:
         """One `wait`, given up as soon as it should name others."""
         known = {
-            name: Known(last.state, last.log_size, last.checkpoints, last.clock)
+            name: Known(last.state, last.log_size, last.checkpoints, last.step, last.clock)
             for name, listener in self.listeners.items()
             if listener.hearing and (last := listener.last) and last.state in CHANGEABLE
         }

@@ -440,7 +440,7 @@ class _Follower:
                 await self._read(state)
                 if state.state not in ALIVE:
                     return state
-                known = Known(state.state, self._offset, state.checkpoints, state.clock)
+                known = Known(state.state, self._offset, clock=state.clock)
                 for each in await self.runner.wait({(state.job, state.epoch): known}, seconds=WAIT):
                     state = each
                 self._heard()

@@ -41,10 +41,12 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
 
 ENTRANCES = ("message", "row", "cli", "http", "python")
 DOOMED, SAFE = "h1", "h2"
+HELD_AT = 4
+"""The step at which one stops that is to lose its machine: it has removed its first checkpoints by then."""
 GATE = '''
 
 def wait_at_the_gate():
-    """The first attempt of a job that somebody holds stops once it has a checkpoint."""
+    """The first attempt of a job that somebody holds stops once it has that checkpoint."""
     hold = {hold!r} + os.environ["GROUPWISE_ATTEMPT"].rpartition(".")[0]
     while os.environ["ATTEMPT"] == "0" and glob.glob({checkpoints!r}) and os.path.exists(hold):
         time.sleep(0.02)
@@ -66,7 +68,7 @@ class Entrances:
         self.data.write_bytes(tiny_grpo.files()[tiny_grpo.DATA])
         gate = GATE.format(
             hold=f"{fleet.shared}/hold-",
-            checkpoints=f"{tiny_grpo.CHECKPOINTS}/step-*/manifest.json",
+            checkpoints=f"{tiny_grpo.CHECKPOINTS}/step-{HELD_AT}/manifest.json",
         )
         called = tiny_grpo.SOURCE.replace(
             "    pairs =", "    wait_at_the_gate()\n    pairs ="
@@ -79,7 +81,7 @@ class Entrances:
         }
 
     def hold(self, job_id: str) -> Path:
-        """It stops after its first checkpoint, until the file is gone."""
+        """It stops after that checkpoint, until the file is gone."""
         path = self.fleet.shared / f"hold-{job_id}"
         path.touch()
         return path
@@ -209,8 +211,8 @@ def bring_back(fleet: WholeFleet) -> None:
 
 def lose_the_machine(fleet: WholeFleet, job_id: str, for_good: bool) -> None:
     """Its power, once a checkpoint of the job is safe. Then it is given up, or begins anew."""
-    kept = select(Checkpoint.step).where(Checkpoint.job_id == job_id)
-    fleet.until(lambda: fleet.rows(kept), f"a mirrored checkpoint of {job_id}")
+    kept = select(Checkpoint.step).where(Checkpoint.job_id == job_id, Checkpoint.step >= HELD_AT)
+    fleet.until(lambda: fleet.rows(kept), f"the mirrored checkpoint of {job_id}")
     assert fleet.job(job_id).assigned_vm == DOOMED
     fleet.hosts[DOOMED].power_loss()
     only(fleet, SAFE)
@@ -255,7 +257,7 @@ def check_resumed(fleet: WholeFleet, job_id: str, reference: bytes) -> None:
     assert first.failure_class == "reboot" or not first.charged
     assert fleet.job(job_id).retry_count == 1
     at = second.resume_from["step"]
-    assert at >= tiny_grpo.SAVE_STEPS
+    assert at >= HELD_AT
     log = log_path(fleet.place.logs, job_id, second.epoch).read_text()
     assert f"step {at + 1}/" in log
     assert f"step {at}/" not in log

@@ -58,7 +58,11 @@ def reach(machine: LoopbackHost) -> Runner:
 async def over(runner: Runner, epoch: int) -> MemberState:
     state = await runner.status(JOB, epoch)
     while state.state is not RunnerState.EXITED:
-        known = {(JOB, epoch): Known(state.state, state.log_size, state.checkpoints, state.clock)}
+        known = {
+            (JOB, epoch): Known(
+                state.state, state.log_size, state.checkpoints, state.step, state.clock
+            )
+        }
         [state] = await runner.wait(known, seconds=20) or [state]
     return state
 

@@ -174,6 +174,19 @@ async def test_a_checkpoint_is_mirrored_while_a_log_is_fetched(
         await rig.until(lambda: rig.fetched.mirrored != [])
 
 
+async def test_of_a_job_that_keeps_its_last_checkpoints_each_is_mirrored(rig: Rig) -> None:
+    """There are two of them for ever; they are others each time."""
+    rig.rack.scripts["job"] = [LONG]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        folder = host_of(rig, "job").folders[f"job.{epoch_of(rig, 'job')}"]
+        for count, step in ((1, 10), (2, 20), (2, 30), (2, 40)):
+            rig.fetched.mirrored.clear()
+            folder.checkpoints, folder.step = count, step
+            await rig.until(lambda: rig.fetched.mirrored != [])
+
+
 async def test_what_has_come_while_a_log_was_fetched_is_fetched_at_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

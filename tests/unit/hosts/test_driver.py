@@ -202,11 +202,11 @@ async def test_wait_tells_what_is_known_and_gives_the_machine_its_time() -> None
             return await super().call(request, timeout=timeout)
 
     host = Patient(wait={"attempts": [state(log_size=9)]})
-    known = {("j", 3): Known(RunnerState.CLAIMED, 5, 1, 77.5)}
+    known = {("j", 3): Known(RunnerState.CLAIMED, 5, 1, 20, 77.5)}
     [told] = await Runner(host).wait(known, seconds=20, margin=5)
     assert told.log_size == 9
     assert host.asked[0].body["known"] == {
-        "j.3": {"state": "claimed", "log_size": 5, "checkpoints": 1, "clock": 77.5}
+        "j.3": {"state": "claimed", "log_size": 5, "checkpoints": 1, "step": 20, "clock": 77.5}
     }
     assert (host.asked[0].body["timeout"], seen) == (20, [25])
 
