@@ -55,7 +55,8 @@ COLUMNS = {
     name: value
     for name, value in tiny_grpo.COLUMNS.items()
     if name not in {"dataset", "reward_function", "job_type"}
-}
+} | {"hyperparams": {**tiny_grpo.HYPERPARAMS, "run.save_steps": 1}}
+"""Each step is a checkpoint, and the last two are kept, as by default."""
 
 
 class Entrances:

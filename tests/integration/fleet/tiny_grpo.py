@@ -5,7 +5,7 @@
     ARGUMENTS                  the same as a command line
     EXPECTED                   files that are there when it has ended, relative to the working folder
 
-Every step is a checkpoint, in `CHECKPOINTS`/step-N, of which the last two are kept, as they are by default.
+Every second step is a checkpoint, in `CHECKPOINTS`/step-N.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 DATA = "letters.jsonl"
 REWARDS = "letter_rewards.py"
 STEPS = 6
-SAVE_STEPS = 1
+SAVE_STEPS = 2
 CHECKPOINTS = "outputs/grpo/checkpoints"
 
 ROWS = [
