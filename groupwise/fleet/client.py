@@ -59,6 +59,13 @@ PROMPT = 15.0
 WAIT_SECONDS = 20.0
 """For which one request waits for more of a log."""
 UPLOAD_PIECE = 16 * PIECE
+FILE_BUSY = "file_busy"
+OTHERS_PAUSE = 1.0
+"""Seconds between two looks at a file that somebody else sends too."""
+OTHERS_REST = 5.0
+"""Seconds in which no more of such a file comes, after which whoever waited goes on with it."""
+SLOWEST_DISK = 32 * PIECE
+"""Bytes a second: a whole file is read and hashed by the fleet before it is stored, in which time no more of it comes."""
 MOST_HASHES = 10_000
 """That one request asks for."""
 OF_A_PROXY = frozenset({502, 503, 504})
@@ -94,8 +101,9 @@ class FleetClient:
     ) -> None:
         """`key`: without it, GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
-        `patience`: seconds for which `follow`, `wait`, submissions and files on their way go on where the fleet does not answer. `tell`: is
-        told when that begins, when it is over, and where an answer is late; without it a warning is logged.
+        `patience`: seconds for which `follow`, `wait`, submissions and files on their way go on where the fleet does not answer, and for
+        which a file that somebody else sends too may stand still. `tell`: is told when the fleet is away, when it is back, and where an
+        answer is late; without it a warning is logged.
         """
         key = os.environ.get(VARIABLE) if key is None else key
         headers = {} if not key else {"Authorization": f"Bearer {key}"}
@@ -317,23 +325,52 @@ class FleetClient:
         }
 
     def _send(self, sha256: str, path: Path, more: Callable[[int], None]) -> None:
+        """One file. Whoever finds that others send the same lets them go on, for as long as more of it comes."""
         size = path.stat().st_size
-        sent = self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
-        more(sent)
+        here, since = self._received(sha256, size), self._clock()
+        more(here)
         with path.open("rb") as file:
             while True:
-                file.seek(sent)
-                answer = self._patiently(
-                    "PUT",
-                    f"/blobs/{sha256}",
-                    query={"size": size, "offset": sent},
-                    content=file.read(UPLOAD_PIECE),
-                )
-                now = size if answer["stored"] else answer["received"]
-                more(now - sent)
-                if answer["stored"]:
+                file.seek(here)
+                piece = file.read(UPLOAD_PIECE)
+                now, stored = self._piece(sha256, size, here, piece)
+                more(now - here)
+                if stored:
                     return
-                sent = now
+                if now == here or now != here + len(piece):
+                    now = self._while_others_send(sha256, size, now, more)
+                if now != here:
+                    here, since = now, self._clock()
+                elif self._clock() - since > self.patience.seconds + size / SLOWEST_DISK:
+                    raise Refusal(FILE_BUSY, _stands_still(path, size, here))
+
+    def _received(self, sha256: str, size: int) -> int:
+        return self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
+
+    def _piece(self, sha256: str, size: int, offset: int, data: bytes) -> tuple[int, bool]:
+        """How much of the file is there then, and whether it is stored. While others send it nothing may have been taken."""
+        query = {"size": size, "offset": offset}
+        try:
+            answer = self._patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
+        except Refusal as refusal:
+            if refusal.code != FILE_BUSY:
+                raise
+            return offset, False
+        return (size, True) if answer["stored"] else (answer["received"], False)
+
+    def _while_others_send(
+        self, sha256: str, size: int, here: int, more: Callable[[int], None]
+    ) -> int:
+        """How much of a file is there once no more of it comes."""
+        since = self._clock()
+        while True:
+            self._sleep(OTHERS_PAUSE * random.uniform(0.5, 1))
+            now = self._received(sha256, size)
+            more(now - here)
+            if now != here:
+                here, since = now, self._clock()
+            if here >= size or self._clock() - since >= OTHERS_REST:
+                return here
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
         """What an attempt left: `files`, by path, with sha256, mode and bytes; without `epoch` the newest that left any."""
@@ -548,8 +585,8 @@ class FleetClient:
                     self._is_late(method, path)
                     continue
             except Refusal as refusal:
-                if not refusal.kind.retry:
-                    raise
+                if not refusal.kind.retry or refusal.code == FILE_BUSY:
+                    raise  # of a file it is asked first how much is there
                 pause = max(pause, min(refusal.retry_after or 0, LONGEST_PAUSE))
             self._sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -628,6 +665,13 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
         below = files_below(path) if path.is_dir() else {"": path}
         found |= {f"{name}/{inner}" if inner else name: each for inner, each in below.items()}
     return found
+
+
+def _stands_still(path: Path, size: int, here: int) -> str:
+    return (
+        f"{path}: somebody else sends the same file, of which {here} of {size} bytes are there, and for minutes no more has come; nor can "
+        "it be sent from here meanwhile. What is there is kept: try again later."
+    )
 
 
 def _hashes(found: Mapping[str, Path], tell: Tell) -> dict[str, str]:

@@ -40,6 +40,12 @@ class BlobError(RunError):
     code = "blob"
 
 
+class BlobBusy(BlobError):
+    """Somebody else receives this blob at the moment: it may be here soon, or go on from where they leave it."""
+
+    code = "blob_busy"
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------------
 # What lies in a folder
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -195,20 +201,27 @@ class BlobStore:
 
     @contextlib.contextmanager
     def incoming(self, sha256: str, size: int, sender: str = "") -> Generator[Incoming]:
-        """A blob that comes piece by piece; what came before a crash is still there. BlobError where somebody else is receiving it.
+        """A blob that comes piece by piece; what came before a crash is still there. BlobBusy where somebody else is receiving it.
 
         `sender`: letters and digits; what two of them send is kept apart, so that neither completes what the other has begun.
         """
         self._check_size(size, sha256)
-        path = self._incoming_folder() / (self.path(sha256).name + sender)
+        path = self._incoming_path(sha256, sender)
         with path.open("a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise BlobError(f"the blob {sha256} is being received by another process") from None
+                raise BlobBusy(f"the blob {sha256} is being received by somebody else") from None
             if not _is_at(file, path):
-                raise BlobError(f"the blob {sha256} has just been received by another process")
+                raise BlobBusy(f"the blob {sha256} has just been received by somebody else")
             yield Incoming(self, sha256, size, file)
+
+    def received(self, sha256: str, sender: str = "") -> int:
+        """Bytes that have come of a blob which is not whole yet, also while somebody receives it."""
+        try:
+            return self._incoming_path(sha256, sender).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def adopt(self, temporary: Path, sha256: str) -> None:
         """A verified, durable file on the store's own disk becomes a blob."""
@@ -305,6 +318,9 @@ class BlobStore:
             raise
         return temporary
 
+    def _incoming_path(self, sha256: str, sender: str) -> Path:
+        return self._incoming_folder() / (self.path(sha256).name + sender)
+
     def _incoming_folder(self) -> Path:
         folder = self.root / INCOMING
         folder.mkdir(exist_ok=True)
@@ -331,7 +347,7 @@ class BlobStore:
 
 
 class Incoming:
-    """A blob that is on its way into the store. Only one process writes it at a time."""
+    """A blob that is on its way into the store. Only one writes it at a time."""
 
     def __init__(self, store: BlobStore, sha256: str, size: int, file: io.BufferedRandom) -> None:
         self._store, self._file = store, file

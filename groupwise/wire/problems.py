@@ -270,6 +270,12 @@ KINDS: Mapping[str, Kind] = {
         "Nothing was changed. Jobs go on where they run; ask again after `Retry-After` seconds.",
         retry=True,
     ),
+    "file_busy": Kind(
+        503,
+        "The file is being received",
+        "Somebody else sends the same file at this moment. Ask after `Retry-After` seconds how much of it is there, and go on from there.",
+        retry=True,
+    ),
     "unknown_job": Kind(404, "No such job", "No job of the projects that you may see has this id."),
     "unknown_vm": Kind(404, "No such machine", "The fleet has no machine of this name."),
     "unknown_gpu": Kind(404, "No such GPU", "The machine has no GPU of this index or UUID."),

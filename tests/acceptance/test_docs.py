@@ -692,7 +692,7 @@ def test_metrics_of_the_table_are_recorded(place: Path) -> None:
 
 FLEET_CODES = frozenset(
     "unknown_job unknown_vm unknown_gpu unknown_project unknown_key vm_exists vm_state vm_in_use job_state host_key_mismatch "
-    "database_away".split()
+    "database_away file_busy".split()
 )
 """Problems that only the fleet's API has."""
 

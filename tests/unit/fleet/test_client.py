@@ -5,12 +5,14 @@ import json
 import math
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 import pytest
@@ -28,7 +30,7 @@ from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
 from groupwise.fleet.verbs.actor import Actor
-from groupwise.hosts.files import PIECE, BlobStore
+from groupwise.hosts.files import PIECE, BlobStore, Incoming
 from groupwise.wire.fleet import ENDED_HEADER, EPOCH_HEADER, MOST_CHANGED, OFFSET_HEADER, LogPart
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
@@ -280,6 +282,132 @@ def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> Non
         torn = http.put(f"/blobs/{'0' * 64}?size=3", content=b"abc")
     assert torn.status_code == 422
     assert torn.json()["code"] == "invalid_request"
+
+
+# The same file, sent by several at once
+
+
+class Another:
+    """Somebody who receives a file of the same sender, and does a little whenever the client pauses; then 7 seconds go by."""
+
+    def __init__(self, place: FleetPlace, data: bytes, *, adds: int, leaves_at: int) -> None:
+        """`adds`: bytes at each pause. `leaves_at`: with so many bytes there is no more to come; a whole file is finished before."""
+        self.now, self.put = 0.0, 0
+        """`put`: bytes that the client has sent."""
+        self._data, self._adds, self._leaves_at = data, adds, leaves_at
+        self._held = ExitStack()
+        incoming = BlobStore(place.blobs).incoming(hashlib.sha256(data).hexdigest(), len(data))
+        self._incoming: Incoming | None = self._held.enter_context(incoming)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def client(self, url: str) -> FleetClient:
+        fleet = FleetClient(url, PLAIN, sleep=self._sleep, clock=lambda: self.now)
+        fleet._http.event_hooks = {"request": [self._asked]}
+        return fleet
+
+    def _asked(self, request: httpx2.Request) -> None:
+        if request.method == "PUT":
+            self.put += len(request.read())
+
+    def _sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += 7.0
+        if self._incoming is None:
+            return
+        at = self._incoming.received
+        if at < self._leaves_at:
+            self._incoming.add(self._data[at : at + self._adds])
+            return
+        if at == len(self._data):
+            self._incoming.finish()
+        self._incoming = None
+        self._held.close()
+
+
+def test_a_file_that_somebody_else_sends_is_waited_for_and_travels_once(
+    url: str, place: FleetPlace, tmp_path: Path
+) -> None:
+    data = b"shared" * 1000
+    (tmp_path / "f").write_bytes(data)
+    with Another(place, data, adds=60, leaves_at=6000) as another, another.client(url) as fleet:
+        manifest = fleet.upload([tmp_path / "f"])
+        assert another.now > ASK_ON
+        assert another.put == len(data)  # the piece that found the other one there
+    assert BlobStore(place.blobs).read(manifest["f"][0]) == data
+
+
+def test_where_the_other_one_ends_whoever_waited_goes_on(
+    url: str, place: FleetPlace, tmp_path: Path
+) -> None:
+    data = b"shared" * 1000
+    (tmp_path / "f").write_bytes(data)
+    with Another(place, data, adds=600, leaves_at=1800) as another, another.client(url) as fleet:
+        manifest = fleet.upload([tmp_path / "f"])
+        assert another.now < 100
+        assert another.put <= len(data) + 2 * 4200
+    assert BlobStore(place.blobs).read(manifest["f"][0]) == data
+
+
+def test_a_file_that_stands_still_with_somebody_else_is_told_in_words(
+    url: str, place: FleetPlace, tmp_path: Path
+) -> None:
+    data = b"shared" * 1000
+    (tmp_path / "f").write_bytes(data)
+    with Another(place, data, adds=0, leaves_at=6000) as another, another.client(url) as fleet:
+        with refused("file_busy") as caught:
+            fleet.upload([tmp_path / "f"])
+        assert ASK_ON < another.now < 2 * ASK_ON
+    assert "f: somebody else sends the same file" in caught.value.detail
+    assert "try again later" in caught.value.detail
+
+
+def test_a_file_that_somebody_else_sends_is_refused_for_now_and_said_how_far_it_is(
+    url: str, place: FleetPlace
+) -> None:
+    sha256 = hashlib.sha256(b"whole").hexdigest()
+    headers = {"Authorization": f"Bearer {PLAIN}"}
+    with httpx2.Client(base_url=url, headers=headers) as http:
+        with BlobStore(place.blobs).incoming(sha256, 5) as incoming:
+            incoming.add(b"wh")
+            busy = http.put(f"/blobs/{sha256}?size=5&offset=2", content=b"ole")
+            assert (busy.status_code, busy.json()["code"]) == (503, "file_busy")
+            assert busy.headers["retry-after"] == "1"
+            assert http.get(f"/blobs/{sha256}?size=5").json() == {"received": 2}
+        last = http.put(f"/blobs/{sha256}?size=5&offset=2", content=b"ole").json()
+    assert last == {"received": 5, "stored": True}
+
+
+@pytest.mark.parametrize("how", ["api", "direct"])
+def test_many_send_the_same_file_at_once(
+    how: str,
+    url: str,
+    database: Database,
+    place: FleetPlace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "UPLOAD_PIECE", 1 << 16)
+    data = bytes(range(256)) * (1 << 13)
+    (tmp_path / "f").write_bytes(data)
+    together = threading.Barrier(4)
+
+    def sent(_: int) -> Any:
+        if how == "direct":
+            together.wait(20)
+            return DirectFleet(place, database, Actor("me")).upload([tmp_path / "f"])
+        with FleetClient(url, PLAIN, sleep=lambda _: None) as fleet:
+            together.wait(20)
+            return fleet.upload([tmp_path / "f"])
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(sent, range(4))
+    assert others == [first] * 3
+    assert BlobStore(place.blobs).read(first["f"][0]) == data
 
 
 # Files of other projects

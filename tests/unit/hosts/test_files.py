@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.errors import UsageError
 from groupwise.hosts import files
-from groupwise.hosts.files import SPARED, BlobError, BlobStore, files_below
+from groupwise.hosts.files import SPARED, BlobBusy, BlobError, BlobStore, files_below
 from groupwise.hosts.spec import FileEntry
 from tests.disks import small_disk
 
@@ -149,12 +149,14 @@ def test_pieces_that_make_something_else_are_forgotten(store: BlobStore) -> None
 
 
 def test_one_at_a_time_receives_a_blob(store: BlobStore) -> None:
-    with (
-        store.incoming(sha(b"x"), 1),
-        pytest.raises(BlobError, match="another process"),
-        store.incoming(sha(b"x"), 1),
-    ):
-        pass
+    name = sha(b"xyz")
+    with store.incoming(name, 3, "me") as incoming:
+        incoming.add(b"xy")
+        with pytest.raises(BlobBusy), store.incoming(name, 3, "me"):
+            pass
+        assert (store.received(name, "me"), store.received(name, "you")) == (2, 0)
+    with store.incoming(name, 3, "me") as incoming:
+        assert incoming.received == 2
 
 
 def test_what_nobody_names_is_collected_and_what_somebody_just_asked_for_is_not(

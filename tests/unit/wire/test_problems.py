@@ -19,7 +19,7 @@ def test_every_problem_has_a_status_of_errors_and_words() -> None:
 def test_what_may_pass_is_what_the_client_may_send_again() -> None:
     assert {code for code, kind in KINDS.items() if kind.retry} == {
         *("in_progress", "too_busy", "rate_limited", "engine_recovering"),
-        *("disk_full", "shutting_down", "timed_out", "database_away"),
+        *("disk_full", "shutting_down", "timed_out", "database_away", "file_busy"),
     }
 
 

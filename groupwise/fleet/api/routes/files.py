@@ -1,7 +1,8 @@
 """Bytes: files that jobs take along, their logs as they grow, and what they left.
 
 A file is sent as a blob, named by its sha256, in pieces; what has arrived stays, so that whoever was cut off asks how much there is and
-sends the rest. A log is read by position: the epoch of an attempt and an offset in it, and the answer says where the next piece begins.
+sends the rest. Where somebody else is just sending the same, nobody waits here: that is refused (`file_busy`), and may be asked again. A
+log is read by position: the epoch of an attempt and an offset in it, and the answer says where the next piece begins.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from groupwise.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, follower_
 from groupwise.fleet.states import FINAL
 from groupwise.fleet.store import rights
 from groupwise.fleet.verbs import jobs, left
-from groupwise.hosts.files import LARGEST_BLOB, BlobError
+from groupwise.hosts.files import LARGEST_BLOB, BlobBusy, BlobError
 from groupwise.hosts.spec import SHA256
 from groupwise.http.declared import Route
 from groupwise.wire.fleet import (
@@ -36,6 +37,8 @@ from groupwise.wire.problems import Refusal
 TAG = "files"
 LONGEST_WAIT = 30.0
 """Seconds for which a request for more of a log waits."""
+BUSY_SECONDS = 1.0
+"""After which more of a file that somebody else sends may be here."""
 
 Size = Annotated[int, Query(ge=0, le=LARGEST_BLOB, description="Bytes of the whole file.")]
 Rank = Annotated[int, Query(ge=0, le=MOST_INTEGER, description="Of the member of a gang.")]
@@ -101,10 +104,8 @@ def _is_here(asked: Asked, sha256: str) -> bool:
 
 def _received(asked: Asked, sha256: str, size: int) -> int:
     _check_hash(sha256)
-    if _is_here(asked, sha256):
-        return size
-    with _incoming(asked, sha256, size) as incoming:
-        return incoming.received
+    received = asked.serving.folders.blobs.received(sha256, _sender(asked))
+    return size if _is_here(asked, sha256) else received
 
 
 def _put(asked: Asked, sha256: str, size: int, offset: int, data: bytes) -> dict[str, Any]:
@@ -112,13 +113,15 @@ def _put(asked: Asked, sha256: str, size: int, offset: int, data: bytes) -> dict
     if _is_here(asked, sha256):
         return {"received": size, "stored": True}
     try:
-        with _incoming(asked, sha256, size) as incoming:
+        with asked.serving.folders.blobs.incoming(sha256, size, _sender(asked)) as incoming:
             if offset != incoming.received:
                 return {"received": incoming.received, "stored": False}
             incoming.add(data)
             if incoming.received < size:
                 return {"received": incoming.received, "stored": False}
             incoming.finish()
+    except BlobBusy as error:
+        raise Refusal("file_busy", retry_after=BUSY_SECONDS) from error
     except BlobError as error:
         raise Refusal("invalid_request", error.message) from error
     sent = {(sha256, project) for project in asked.actor.projects or ()}
@@ -127,9 +130,8 @@ def _put(asked: Asked, sha256: str, size: int, offset: int, data: bytes) -> dict
     return {"received": size, "stored": True}
 
 
-def _incoming(asked: Asked, sha256: str, size: int) -> Any:
-    sender = rights.sender(asked.actor.projects)
-    return asked.serving.folders.blobs.incoming(sha256, size, sender)
+def _sender(asked: Asked) -> str:
+    return rights.sender(asked.actor.projects)
 
 
 def _check_hash(sha256: str) -> None:
@@ -271,6 +273,7 @@ ROUTES = (
         takes_body=True,
         takes_bytes=True,
         works=True,
+        codes=("file_busy",),
     ),
     Route(
         method="GET",
