@@ -35,7 +35,7 @@ from groupwise.errors import UsageError
 from groupwise.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
 from groupwise.fleet.passable import require_passable
 from groupwise.fleet.patience import ASK_ON, AwayError, Patience, is_passing
-from groupwise.hosts.files import PIECE, files_below
+from groupwise.hosts.files import PIECE, SLOWEST_DISK, files_below
 from groupwise.wire.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -64,8 +64,6 @@ OTHERS_PAUSE = 1.0
 """Seconds between two looks at a file that somebody else sends too."""
 OTHERS_REST = 5.0
 """Seconds in which no more of such a file comes, after which whoever waited goes on with it."""
-SLOWEST_DISK = 32 * PIECE
-"""Bytes a second: a whole file is read and hashed by the fleet before it is stored, in which time no more of it comes."""
 MOST_HASHES = 10_000
 """That one request asks for."""
 OF_A_PROXY = frozenset({502, 503, 504})

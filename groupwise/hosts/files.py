@@ -30,6 +30,8 @@ LARGEST_BLOB = 64 << 30
 MOST_FILES = 100_000
 SPARED = 86_400.0
 """Seconds in which a blob that was put or asked for is not collected: the longest that anybody takes from there to naming it."""
+SLOWEST_DISK = 32 * PIECE
+"""Bytes a second: what has come is read and hashed once more before it is a blob, in which time no more of it comes."""
 INCOMING = "incoming"
 """The folder of what is not whole yet."""
 

@@ -5,6 +5,9 @@ step, files, sizes and hashes. Only blobs that are not in the store come; each i
 as it was read, is skipped: the one before is still there, and a later one will come. The row in the table is written when all of its
 blobs are on the disk, so that a checkpoint which stands there is whole.
 
+Jobs of a sweep save the same tokenizer at the same moment. A blob comes once for all of a project: whoever finds that another is fetching
+it waits for as long as more of it comes. One that stands still, because whoever holds it was stopped, comes beside it under another name.
+
 What the manifest says, the job has written. So a blob that is in the store, and that its project may not name (`store/rights.py`), comes
 too, or it would get the file of another project by its hash; what has come, the project may name from then on.
 
@@ -13,7 +16,11 @@ Of a gang, what rank 0 wrote is the checkpoint.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 from sqlalchemy import select
@@ -26,7 +33,7 @@ from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import Checkpoint, Job
 from groupwise.hosts.answers import CheckpointTree
-from groupwise.hosts.files import BlobError, BlobStore
+from groupwise.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore
 from groupwise.hosts.port import RunnerRefused
 from groupwise.hosts.spec import FileEntry
 
@@ -34,6 +41,10 @@ log = logging.getLogger(__name__)
 
 KEPT = 2
 """Checkpoints of a job that are kept unless told otherwise: one may turn out to be damaged on the disk."""
+LOOK_AGAIN = 1.0
+"""Seconds between two looks at a blob that somebody else receives."""
+STANDS_STILL = 60.0
+"""Seconds without more of it, after which it is not waited for any longer: a call to a machine that answers takes less."""
 
 
 class _Torn(Exception):
@@ -43,11 +54,20 @@ class _Torn(Exception):
 class CheckpointMirror:
     """Brings checkpoints to this machine's store, for the attempts of one dispatcher."""
 
-    def __init__(self, store: BlobStore, gateway: Gateway, *, keep: int = KEPT) -> None:
+    def __init__(
+        self,
+        store: BlobStore,
+        gateway: Gateway,
+        *,
+        keep: int = KEPT,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`keep`: how many of a job stay, at least one; the rows of older ones go, and with them what holds their blobs."""
         self._store = store
         self._gateway = gateway
         self._keep = keep
+        self._sleep, self._clock = sleep, clock
 
     async def mirror(self, part: Part) -> None:
         """Fetch the newest complete one, unless it is here. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
@@ -73,24 +93,49 @@ class CheckpointMirror:
         """All its blobs are in the store. Raises _Torn."""
         entries = {entry.sha256: (path, entry) for path, entry in checkpoint.files.items()}
         project = await self._gateway.look(lambda session: _project_of(session, part))
-        lacking = await self._gateway.look(
-            lambda session: rights.lacking(session, [project], entries)
-        )
-        missing = await self._gateway.write(
-            "checkpoint.missing", lambda: self._store.missing(entries.keys() - lacking)
-        )
-        for sha256, (path, entry) in entries.items():
-            if sha256 not in lacking and sha256 not in missing:
-                continue
+        for sha256 in await self._wanted(entries, project):
+            path, entry = entries[sha256]
             try:
-                await self._blob(part, path, entry, project)
+                await self._bring(part, path, entry, project)
             except RunnerRefused as error:
                 raise _Torn(str(error)) from error
             except BlobError as error:
                 raise _Torn(f"{path}: {error}") from error
 
-    async def _blob(self, part: Part, path: str, entry: FileEntry, project: str) -> None:
+    async def _wanted(self, hashes: Iterable[str], project: str) -> list[str]:
+        """Those that are not in the store, or that the project may not name."""
+        every = list(hashes)
+        lacking = await self._gateway.look(
+            lambda session: rights.lacking(session, [project], every)
+        )
+        known = [sha256 for sha256 in every if sha256 not in lacking]
+        missing = await self._gateway.write(
+            "checkpoint.missing", lambda: self._store.missing(known)
+        )
+        return [sha256 for sha256 in every if sha256 in lacking or sha256 in missing]
+
+    async def _bring(self, part: Part, path: str, entry: FileEntry, project: str) -> None:
+        """Have one blob in the store, whoever fetches it. Raises RunnerRefused, BlobError."""
         sender = rights.sender([project])
+        patience = STANDS_STILL + entry.size / SLOWEST_DISK
+        here, since = -1, self._clock()
+        while True:
+            try:
+                await self._blob(part, path, entry, project, sender)
+                return
+            except BlobBusy:
+                await self._sleep(LOOK_AGAIN)
+            if not await self._wanted([entry.sha256], project):
+                return
+            now = self._store.received(entry.sha256, sender)
+            if now != here:
+                here, since = now, self._clock()
+            elif self._clock() - since >= patience:
+                sender = uuid.uuid4().hex
+
+    async def _blob(
+        self, part: Part, path: str, entry: FileEntry, project: str, sender: str
+    ) -> None:
         with self._store.incoming(entry.sha256, entry.size, sender) as incoming:
             while incoming.received < entry.size:
                 data = await part.runner.read(

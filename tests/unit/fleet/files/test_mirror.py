@@ -1,5 +1,7 @@
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 from sqlalchemy import select
@@ -13,7 +15,7 @@ from groupwise.fleet.files.mirror import KEPT, CheckpointMirror
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Checkpoint
-from groupwise.hosts.files import BlobStore
+from groupwise.hosts.files import BlobStore, Incoming
 from groupwise.hosts.port import HostUnreachable
 from groupwise.hosts.spec import FileEntry
 from tests.unit.fleet.work_folder import WorkFolder, begin, entry
@@ -112,6 +114,90 @@ async def test_a_torn_one_is_skipped(
     host.files["outputs/c-20/weights"] = b"bad!"
     await mirror.mirror(part)
     assert steps(database) == [10, 20]
+
+
+class Another:
+    """Another job of the project, whose mirror fetches the same file; it does a little at each pause of this one's, of 7 seconds."""
+
+    def __init__(self, database: Database, store: BlobStore, data: bytes, *, adds: int) -> None:
+        self.now, self.paused = 0.0, 0
+        self._database, self._data, self._adds = database, data, adds
+        self._held = ExitStack()
+        self._sha256 = entry(data)[0]
+        incoming = store.incoming(self._sha256, len(data), rights.sender(["default"]))
+        self._incoming: Incoming | None = self._held.enter_context(incoming)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    async def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now, self.paused = self.now + 7.0, self.paused + 1
+        if self._incoming is None or self._adds == 0:
+            return
+        at = self._incoming.received
+        self._incoming.add(self._data[at : at + self._adds])
+        if at == len(self._data):
+            self._incoming.finish()
+            self.leave()
+            self._database.run(lambda s: rights.record(s, {(self._sha256, "default")}))
+
+    def leave(self) -> None:
+        self._incoming = None
+        self._held.close()
+
+
+def waiting(database: Database, store: BlobStore, another: Another) -> CheckpointMirror:
+    return CheckpointMirror(
+        store, Gateway(database), sleep=another.sleep, clock=lambda: another.now
+    )
+
+
+async def test_a_file_that_another_job_fetches_is_waited_for_and_comes_once(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, tokenizer=b"the same" * 100, weights=b"w")
+    with Another(database, store, b"the same" * 100, adds=10) as another:
+        await waiting(database, store, another).mirror(part)
+        assert another.now > 500
+    assert steps(database) == [10]
+    assert host.read_bytes() == len("w") + len("10")
+
+
+async def test_a_file_that_another_job_leaves_is_gone_on_with(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, tokenizer=b"the same" * 100)
+    with Another(database, store, b"the same" * 100, adds=100) as another:
+        mirror = waiting(database, store, another)
+
+        async def leaves(seconds: float) -> None:
+            await another.sleep(seconds)
+            if another.paused == 3:
+                another.leave()
+
+        mirror._sleep = leaves
+        await mirror.mirror(part)
+    assert steps(database) == [10]
+    assert host.read_bytes() == 500 + len("10")
+
+
+async def test_a_file_that_stands_still_with_another_job_comes_beside(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    """Whoever holds it may be stopped for ever."""
+    part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, tokenizer=b"the same" * 100)
+    with Another(database, store, b"the same" * 100, adds=0) as another:
+        await waiting(database, store, another).mirror(part)
+        assert 60 <= another.now < 120
+    assert steps(database) == [10]
+    assert host.read_bytes() == 800 + len("10")
 
 
 async def test_what_was_cut_off_goes_on(
