@@ -331,6 +331,8 @@ class FleetClient:
             while True:
                 file.seek(here)
                 piece = file.read(UPLOAD_PIECE)
+                if here < size and not piece:
+                    raise UsageError(f"{path} has become shorter while it was sent.")
                 now, stored = self._piece(sha256, size, here, piece)
                 more(now - here)
                 if stored:

@@ -268,6 +268,21 @@ def test_an_upload_says_how_far_it_is(fleet: FleetClient, tmp_path: Path) -> Non
     assert told == looked + sent
 
 
+def test_a_file_that_became_shorter_on_its_way_is_told_as_such(
+    fleet: FleetClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "UPLOAD_PIECE", 1000)
+    (tmp_path / "f").write_bytes(b"x" * 5000)
+
+    def shorten(here: int, of: int, what: str) -> None:
+        del of
+        if what.startswith("sending") and here == 2000:
+            (tmp_path / "f").write_bytes(b"y" * 1500)
+
+    with pytest.raises(UsageError, match="f has become shorter"):
+        fleet.upload([tmp_path / "f"], tell=shorten)
+
+
 def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> None:
     data = b"x" * 5000
     sha256 = hashlib.sha256(data).hexdigest()
