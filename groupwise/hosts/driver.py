@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,9 @@ SLOW = 300.0
 BATCH = 8 << 20
 """Bytes of blobs in one call; smaller ones travel together, a larger one in parts."""
 PIECE = 4 << 20
-"""Bytes of a log or file that are asked for at once."""
+"""Bytes of a log or file, or of many small files together, that are asked for at once."""
+GATHERED = 500
+"""Small files that are asked for at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +268,21 @@ class Runner:
             raise BadAnswer(f"{len(answer.payload)} bytes of {path} came; {limit} were asked for")
         return answer.payload
 
+    async def gather(
+        self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW
+    ) -> dict[str, bytes]:
+        """Files of its work folder, whole, at most GATHERED of together PIECE bytes. One that is lacking is not what `files` says any more,
+        or cannot be read: `read` says why. Who keeps them compares their hashes."""
+        listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
+        answer = await self._ask("gather", {**_named(job, epoch), "files": listed}, timeout=timeout)
+        whole = _listed(answer, "whole")
+        came = [
+            each for each, is_whole in zip(files.items(), whole, strict=False) if is_whole is True
+        ]
+        if len(whole) != len(listed) or len(answer.payload) != sum(e.size for _, e in came):
+            raise BadAnswer("the answer to gather is not as long as the files that it names")
+        return _cut_up(answer.payload, came)
+
     async def release(
         self,
         job: str,
@@ -361,6 +379,15 @@ def _listed(answer: Answer, name: str) -> list[Any]:
     if not isinstance(found, list):
         raise BadAnswer(f"the answer has {name} = {found!r}; a list is expected")
     return list(found)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def _cut_up(payload: bytes, files: Sequence[tuple[str, FileEntry]]) -> dict[str, bytes]:
+    """The bytes of each, one after the other in `payload`."""
+    ends = list(itertools.accumulate(entry.size for _, entry in files))
+    return {
+        path: payload[end - entry.size : end]
+        for (path, entry), end in zip(files, ends, strict=True)
+    }
 
 
 def _batches(blobs: Sequence[tuple[str, int]]) -> Iterable[list[tuple[str, int]]]:

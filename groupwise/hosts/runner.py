@@ -56,6 +56,9 @@ Requests and answers
     manifest  job, epoch, what ("artefacts", "checkpoints", "all") → files {path: [sha256, mode, size]}, refused [[path, why]],
                 checkpoints [{path, step, files}], complete ones only, oldest first; all paths relative to the working folder
     read      job, epoch, path, offset, limit, sha256? → size, payload; with sha256, `changed` if the file is another one by now
+    gather    job, epoch, files [[path, sha256, size], ...], MOST_GATHERED of them at most, LARGEST_GATHERED bytes together → whole
+                [true or false, ...], payload; the bytes of those that are whole, in order. The others are other files by now, or cannot be
+                read: `read` says why
     release   job, epoch, gpus, share_mb?, idle_memory_mb?, probe?, probe_timeout? → clean, holders [{what, detail, pid?}]; `what` ∈
                 lock, process, cgroup, memory. A whole GPU with more than idle_memory_mb in use, or that cannot be read, is not clean
     forget    job, epoch → forgotten. The folder goes, and no launch of this or a lower epoch is ever taken again
@@ -210,6 +213,10 @@ LAST_WORDS = 1.0
 """Seconds for what still comes when a command has ended, of those that it leaves behind."""
 CLONE = 0x40049409
 """FICLONE of the kernel: a file of its own that shares its blocks with another until one of them is changed."""
+MOST_GATHERED = 1000
+"""Files in one answer: some tenths of a second."""
+LARGEST_GATHERED = 4 << 20
+"""Bytes of them together."""
 BLOB_TIME = 1_000_000_000
 """Modification time of a blob, in seconds: one that was written to since has another."""
 SETTLED = 2.0
@@ -1508,6 +1515,15 @@ def read_inside(work: str, path: str, most: int) -> bytes:
         return file.read(most)
 
 
+def whole_inside(work: str, path: str, sha: str, size: int) -> bytes | None:
+    """A file, if it is the one of that size and hash; None for all else. No more is read of one that has grown, or has no end."""
+    try:
+        data = read_inside(work, path, size + 1)
+    except (OSError, Refusal):
+        return None
+    return data if len(data) == size and hashlib.sha256(data).hexdigest() == sha else None
+
+
 def open_regular(work: str, path: str) -> int:
     """A file, and nothing else."""
     fd = open_inside(work, path)
@@ -2349,6 +2365,21 @@ def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         return {"size": os.fstat(fd).st_size, "offset": offset}, data
     finally:
         os.close(fd)
+
+
+def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Small files of the working folder, many in one answer: to begin a process for each takes longer than to read it."""
+    attempt, files = attempt_of(root, body), body["files"]
+    paths = [text_of({"path": entry[0]}, "path") for entry in files]
+    shas = shas_of({"files": [entry[1] for entry in files]}, "files")
+    sizes = [count_of({"size": entry[2]}, "size") for entry in files]
+    if len(files) > MOST_GATHERED or sum(sizes) > LARGEST_GATHERED:
+        raise Refusal(
+            "bad_request",
+            f"files: at most {MOST_GATHERED} of together {LARGEST_GATHERED} bytes are expected",
+        )
+    found = [whole_inside(attempt.work, path, shas[n], sizes[n]) for n, path in enumerate(paths)]
+    return {"whole": [data is not None for data in found]}, b"".join(filter(None, found))
 
 
 def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
@@ -3598,6 +3629,7 @@ VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
     "log": verb_log,
     "manifest": verb_manifest,
     "read": verb_read,
+    "gather": verb_gather,
     "release": verb_release,
     "forget": verb_forget,
     "sweep": verb_sweep,

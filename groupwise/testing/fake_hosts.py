@@ -203,7 +203,7 @@ class FakeHost:
         """Code with which it refuses whatever is to begin there."""
         self._faults: list[tuple[str, Fault]] = []
         self._late: list[Request] = []
-        self._raw = {"log": self._log, "read": self._read}
+        self._raw = {"log": self._log, "read": self._read, "gather": self._gather}
         self._plain: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "hello": lambda _: self._hello(),
             "observe": lambda _: self._observe(),
@@ -636,6 +636,16 @@ class FakeHost:
             raise RunnerRefused("not_found", body["path"])
         begin = body["offset"]
         return Answer({"size": len(content)}, content[begin : begin + body["limit"]])
+
+    def _gather(self, body: Mapping[str, Any]) -> Answer:
+        artefacts = self._folder(body).artefacts
+        found = [(artefacts.get(path), sha256) for path, sha256, _ in body["files"]]
+        whole = [
+            data is not None and hashlib.sha256(data).hexdigest() == sha256
+            for data, sha256 in found
+        ]
+        came = [data or b"" for n, (data, _) in enumerate(found) if whole[n]]
+        return Answer({"whole": whole}, b"".join(came))
 
     def _release(self, body: Mapping[str, Any]) -> dict[str, Any]:
         folder = self.folders.get(f"{body['job']}.{body['epoch']}")

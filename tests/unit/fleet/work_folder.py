@@ -1,6 +1,7 @@
 """A machine with one attempt on it whose log and files a test writes, for tests of what fetches them."""
 
 import hashlib
+import itertools
 from typing import Any
 
 from sqlalchemy import update
@@ -17,7 +18,7 @@ JOB, OWNER = "job-1", "me"
 
 
 class WorkFolder:
-    """A `Host`: answers log, manifest and read of the attempt."""
+    """A `Host`: answers log, manifest, read and gather of the attempt."""
 
     def __init__(self) -> None:
         self.log = b""
@@ -51,9 +52,9 @@ class WorkFolder:
     def read_bytes(self) -> int:
         """How many bytes of files were sent."""
         return sum(
-            len(self._read(request.body).payload)
+            len(getattr(self, f"_{request.verb}")(request.body).payload)
             for request in self.asked
-            if request.verb == "read"
+            if request.verb in ("read", "gather")
         )
 
     def _log(self, body: Any) -> Answer:
@@ -71,6 +72,11 @@ class WorkFolder:
             raise RunnerRefused("not_found", f"{body['path']} is not there")
         at = body["offset"]
         return Answer({}, self.files[body["path"]][at : at + body["limit"]])
+
+    def _gather(self, body: Any) -> Answer:
+        data = [self.files.get(path, b"gone") for path, _, _ in body["files"]]
+        whole = [entry(data[n])[::2] == asked[1:] for n, asked in enumerate(body["files"])]
+        return Answer({"whole": whole}, b"".join(itertools.compress(data, whole)))
 
 
 def entry(data: bytes) -> list[Any]:

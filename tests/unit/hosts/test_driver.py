@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.hosts import driver
+from groupwise.hosts import driver, runner
 from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Known, Launch, Resume, Runner, runner_text
 from groupwise.hosts.files import BlobStore
@@ -34,6 +34,13 @@ class Scripted:
     @property
     def verbs(self) -> list[str]:
         return [request.verb for request in self.asked]
+
+
+SMALL = {"a": b"one", "b": b"two", "c": b"", "d": b"three"}
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def state(**changes: Any) -> dict[str, Any]:
@@ -222,6 +229,41 @@ async def test_more_than_was_asked_for_is_no_answer() -> None:
         await runner.log("j", 3, 0, limit=10)
     with pytest.raises(BadAnswer):
         await runner.read("j", 3, "x", limit=10)
+
+
+async def test_many_small_files_come_in_one_answer() -> None:
+    files = {name: FileEntry(sha(data), 0o644, len(data)) for name, data in SMALL.items()}
+    host = Scripted(
+        gather=lambda _: Answer({"whole": [True, False, True, True]}, b"one" + b"" + b"three")
+    )
+    assert await Runner(host).gather("j", 3, files) == {"a": b"one", "c": b"", "d": b"three"}
+    assert host.asked[0].body["files"] == [[n, sha(d), len(d)] for n, d in SMALL.items()]
+
+
+@pytest.mark.parametrize(
+    ("whole", "payload"),
+    [
+        ([True, False, True, True], b"onethre"),
+        ([True, False, True, True], b"onethree!"),
+        ([True, False, True], b"one"),
+        ([True, False, True, True, True], b"onethree"),
+        ([1, False, True, True], b"onethree"),
+        ("TFTT", b"onethree"),
+        (None, b""),
+    ],
+)
+async def test_what_does_not_agree_with_what_it_names_is_no_answer(
+    whole: Any, payload: bytes
+) -> None:
+    files = {name: FileEntry(sha(data), 0o644, len(data)) for name, data in SMALL.items()}
+    host = Scripted(gather=lambda _: Answer({"whole": whole}, payload))
+    with pytest.raises(BadAnswer):
+        await Runner(host).gather("j", 3, files)
+
+
+def test_a_runner_gathers_as_much_as_it_is_asked_for() -> None:
+    assert driver.GATHERED <= runner.MOST_GATHERED
+    assert driver.PIECE <= runner.LARGEST_GATHERED
 
 
 async def test_a_runner_of_another_age_is_refused_when_it_says_hello() -> None:

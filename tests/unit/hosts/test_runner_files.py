@@ -284,6 +284,86 @@ def test_what_is_no_plain_file_inside_is_refused(here: Machine, tmp_path: Path) 
         read(here, "outputs/real")
 
 
+def gather(here: Machine, *files: tuple[str, bytes]) -> list[bool]:
+    """Which are whole; their bytes are the payload."""
+    listed = [[path, sha(data), len(data)] for path, data in files]
+    whole: list[bool] = here.ask("gather", job="job", epoch=1, files=listed)["whole"]
+    return whole
+
+
+def test_many_files_come_in_one_answer(either: Machine) -> None:
+    done(either, "mkdir -p outputs/a; cd outputs; printf one > a/x; printf '' > y; printf 3 > 'z é'")  # fmt: skip
+    files = [("outputs/a/x", b"one"), ("outputs/y", b""), ("outputs/z é", b"3")]
+    assert gather(either, *files) == [True, True, True]
+    assert either.payload == b"one3"
+    assert gather(either) == []
+    assert gather(either, *reversed(files)) == [True, True, True]
+    assert either.payload == b"3one"
+
+
+def test_only_what_is_as_it_was_listed_comes_with_others(either: Machine, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("one")
+    script = "mkdir -p outputs/real; cd outputs; printf one > real/x; cp real/x other; printf oneone > grown"
+    work = done(either, script + "; printf on > cut")
+    outputs = work / "outputs"
+    (outputs / "link").symlink_to(tmp_path / "key")
+    (outputs / "folder").symlink_to("real")
+    (outputs / "out").symlink_to(tmp_path)
+    (outputs / "loop").symlink_to("loop")
+    os.mkfifo(outputs / "pipe")
+    odd = "link folder/x out/key loop pipe real gone gone/x real/x/below grown cut".split()
+    out = ["../../../../key", str(tmp_path / "key"), "", ".", "outputs//other", "a\0b", "\ud800"]
+    long = ["outputs/" + "x" * 300]
+    files = [(path, b"one") for path in [f"outputs/{name}" for name in odd] + out + long]
+    files.insert(3, ("outputs/other", b"two"))
+    files.insert(5, ("outputs/other", b"one"))
+    assert gather(either, *files, ("outputs/real/x", b"one")) == [
+        path in ("outputs/other", "outputs/real/x") and data == b"one"
+        for path, data in [*files, ("outputs/real/x", b"one")]
+    ]
+    assert either.payload == b"oneone"
+
+
+def test_as_many_files_as_one_answer_holds(here: Machine) -> None:
+    done(here, "mkdir outputs; printf one > outputs/x; truncate -s 4M outputs/most")
+    most, large = bytes(runner.LARGEST_GATHERED), [("outputs/x", b"one")]
+    assert gather(here, ("outputs/most", most)) == [True]
+    assert here.payload == most
+    assert gather(here, *large * runner.MOST_GATHERED) == [True] * runner.MOST_GATHERED
+    for files in (large * (runner.MOST_GATHERED + 1), [("outputs/most", most), *large]):
+        with pytest.raises(Refused, match="bad_request"):
+            gather(here, *files)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [[], ["x"], ["x", sha(b"")], [3, sha(b""), 0], ["x", "0", 0], ["x", sha(b""), -1], ["x", sha(b""), 1.0], "xyz", None, 7],
+)  # fmt: skip
+def test_what_is_no_list_of_files_is_refused(here: Machine, entry: Any) -> None:
+    done(here, "mkdir outputs")
+    for files in ([entry], entry):
+        if files != []:
+            with pytest.raises(Refused, match="bad_request"):
+                here.ask("gather", job="job", epoch=1, files=files)
+
+
+def test_no_more_is_read_of_a_file_than_was_listed(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have grown to any size since, or grow as it is read."""
+    work = done(here, "mkdir outputs; truncate -s 64M outputs/grown")
+    read: list[int] = []
+    real = runner.read_inside
+
+    def counted(work: str, path: str, most: int) -> bytes:
+        read.append(len(data := real(work, path, most)))
+        return data
+
+    monkeypatch.setattr(runner, "read_inside", counted)
+    assert runner.whole_inside(str(work), "outputs/grown", sha(bytes(10)), 10) is None
+    assert read == [11]
+
+
 @pytest.mark.parametrize(
     "path", ["../state.json", "/etc/passwd", "outputs/../../log", "", ".", "a//b", "a\0b"]
 )
@@ -304,6 +384,7 @@ def test_what_becomes_a_link_a_moment_before_it_is_opened(
     monkeypatch.setattr(runner.os, "stat", lambda *_a, **_k: plain)
     with pytest.raises(runner.Refusal, match="outputs/file"):
         runner.open_inside(str(work), "outputs/file")
+    assert runner.whole_inside(str(work), "outputs/file", sha(b"canary"), 6) is None
 
 
 def test_an_artefact_that_is_a_link_itself(here: Machine, tmp_path: Path) -> None:

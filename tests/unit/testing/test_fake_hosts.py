@@ -122,6 +122,19 @@ def test_power_and_supervisors(rack: FakeHosts, host: FakeHost) -> None:
     assert [r["what"] for r in rack.history] == ["start", "supervisor_killed", "power_off", "boot"]
 
 
+async def test_files_that_are_what_they_were_listed_as_come_together(
+    rack: FakeHosts, host: FakeHost
+) -> None:
+    rack.scripts["job"] = [Script(ticks=1, files={"outputs/x": b"one", "outputs/y": b"other"})]
+    launch(host, "job", 1)
+    rack.tick()
+    runner = Runner(host)
+    files = dict((await runner.manifest("job", 1)).files)
+    files["outputs/z"] = files["outputs/x"]
+    host.folders["job.1"].artefacts["outputs/y"] = b"these"
+    assert await runner.gather("job", 1, files) == {"outputs/x": b"one"}
+
+
 async def test_what_was_said_to_go_wrong_does(rack: FakeHosts, host: FakeHost) -> None:
     async def void(epoch: int) -> None:
         await host.call(Request("void", {"job": "job", "epoch": epoch}), timeout=1.0)
