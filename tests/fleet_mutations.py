@@ -1540,6 +1540,24 @@ QUICK = (
         ),
     ),
     Mutation(
+        "artefacts by hash",
+        "a file is as long as a job makes it, also among many in one answer",
+        (
+            (
+                "hosts/runner.py",
+                "        data = read_inside(work, path, size + 1)\n",
+                "        data = read_inside(work, path, -1)\n",
+            ),
+        ),
+        (f"{FILES}::test_no_more_is_read_of_a_file_than_was_listed",),
+    ),
+    Mutation(
+        "artefacts by hash",
+        "who is cancelled leaves a folder to others to which a thread still writes",
+        (("fleet/files/artefacts.py", "            await asyncio.wait([writing])\n", ""),),
+        (f"{ARTEFACTS}::test_a_folder_is_given_up_when_nobody_writes_there_any_more",),
+    ),
+    Mutation(
         "artefacts stay in their folder",
         "paths are taken as the machine says them",
         (

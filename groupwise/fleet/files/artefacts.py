@@ -1,7 +1,8 @@
 """What a job leaves behind, brought from its machine to `artefacts/<job>/<epoch>/`, and `artefacts/<job>/current`, the newest.
 
-The machine says what there is (path, sha256, mode, size); every file is fetched, hashed here, and flushed; then the folder gets its name,
-so that a folder of that name is whole and right. What was fetched before a crash lies beside it under another name, and is gone on with.
+The machine says what there is (path, sha256, mode, size); every file is fetched (large ones in pieces, of small ones many with one call),
+hashed here, and flushed; then the folder gets its name, so that a folder of that name is whole and right. What was fetched before a crash
+lies beside it under another name, and is gone on with.
 
 The machine is not trusted with this disk: only plain files inside the folder are made, none beyond the job's limits. What is no plain file
 (a link, a pipe, a device) is left out, and stands with its reason in `<epoch>.json`, beside the hashes of what came. What should have come
@@ -20,9 +21,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -33,9 +35,12 @@ from groupwise.fleet.files.folders import folder_name
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.tables import Job
 from groupwise.hosts.answers import WorkTree
+from groupwise.hosts.driver import GATHERED, PIECE
 from groupwise.hosts.files import BlobError, BlobStore, hash_of, sync_folder
 from groupwise.hosts.port import RunnerRefused
 from groupwise.hosts.spec import FileEntry, Limits, Manifest, from_json
+
+T = TypeVar("T")
 
 KEPT_BACK = {
     "too_large": "larger than the job's limit for artefacts leaves room for",
@@ -58,7 +63,7 @@ CHANGED = frozenset({"not_found", "changed", "refused_path"})
 TRIES = 2
 """Of the whole list, where a file was another one by the time that it was read."""
 AT_ONCE = 4
-"""Files that are fetched at once: each piece is a call to the machine."""
+"""Calls to the machine for files, at once: each is for a piece of one, or for many small ones."""
 SHOWN = 5
 """Paths in a message."""
 
@@ -94,7 +99,7 @@ class Collector:
             if problem is not None:
                 return Collected(problem)
         if part.rank == 0:
-            await self._gateway.write("artefacts.current", lambda: _link_current(target))
+            await self._write("artefacts.current", lambda: _link_current(target))
         return await asyncio.to_thread(_collected, target, from_json(part.spec).artefacts)
 
     async def _fetch(self, part: Part, target: Path) -> str | None:
@@ -113,9 +118,7 @@ class Collector:
                 except _Changed as change:
                     why = str(change)
                     continue
-                await self._gateway.write(
-                    "artefacts.publish", partial(_publish, folder, target, tree)
-                )
+                await self._write("artefacts.publish", partial(_publish, folder, target, tree))
                 return None
             return f"{why} has been changed since the command ended"
         finally:
@@ -126,14 +129,14 @@ class Collector:
         hashes = {entry.sha256 for entry in files.values()}
         lacking = await self._gateway.look(lambda session: _lacking_rights(session, part, hashes))
         known = {path: each for path, each in files.items() if each.sha256 not in lacking}
-        await self._gateway.write("artefacts.known", partial(_copy, folder, known, self._store))
+        await self._write("artefacts.known", partial(_copy, folder, known, self._store))
 
     async def _files(self, part: Part, folder: Path, files: Manifest) -> None:
-        waiting = iter(sorted(files.items()))
+        waiting = _parcels(files)
 
         async def work() -> None:
-            for path, entry in waiting:
-                await self._file(part, folder / path, path, entry)
+            for parcel in waiting:
+                await self._parcel(part, folder, parcel)
 
         tasks = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
         try:
@@ -143,9 +146,24 @@ class Collector:
                 task.cancel()
             await asyncio.wait(tasks)
 
+    async def _parcel(self, part: Part, folder: Path, parcel: Manifest) -> None:
+        """Several come together. What does not come so is another file by now or cannot be read: by itself it says why."""
+        if len(parcel) > 1:
+            parcel = await self._gather(part, folder, parcel)
+        for path, entry in parcel.items():
+            await self._file(part, folder / path, path, entry)
+
+    async def _gather(self, part: Part, folder: Path, parcel: Manifest) -> Manifest:
+        """With one call; those that have not come."""
+        lacking = await self._write("artefacts.parcel", partial(_absent, folder, parcel))
+        if not lacking:
+            return lacking
+        came = await part.runner.gather(part.job_id, part.epoch, lacking)
+        return await self._write("artefacts.gathered", partial(_keep, folder, lacking, came))
+
     async def _file(self, part: Part, place: Path, path: str, entry: FileEntry) -> None:
         """Whole and verified. What an earlier try left may be torn: then once more, from the beginning."""
-        here = await self._gateway.write("artefacts.file", partial(_begin, place, entry))
+        here = await self._write("artefacts.file", partial(_begin, place, entry))
         if here and await self._rest(part, place, path, entry, here):
             return
         if not await self._rest(part, place, path, entry, 0):
@@ -153,7 +171,6 @@ class Collector:
 
     async def _rest(self, part: Part, place: Path, path: str, entry: FileEntry, here: int) -> bool:
         """Fetch what follows `here`. False: the file that came out is not the one of the list, and is gone."""
-        write = self._gateway.write
         while here < entry.size:
             try:
                 data = await part.runner.read(part.job_id, part.epoch, path, offset=here)
@@ -163,8 +180,31 @@ class Collector:
                 raise
             if not data:
                 raise _Changed(path)
-            here = await write("artefacts.piece", partial(_append, place, here, data))
-        return await write("artefacts.verify", partial(_finish, place, entry))
+            here = await self._write("artefacts.piece", partial(_append, place, here, data))
+        return await self._write("artefacts.verify", partial(_finish, place, entry))
+
+    async def _write(self, name: str, fn: Callable[[], T]) -> T:
+        """Whoever is cancelled meanwhile waits for its end: a thread cannot be stopped, and the folder is somebody else's soon."""
+        writing = asyncio.ensure_future(self._gateway.write(name, fn))
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing])
+            raise
+
+
+def _parcels(files: Manifest) -> Iterator[Manifest]:
+    """Files that one call can bring, in order of their names; what is too large for one stands alone."""
+    parcel: dict[str, FileEntry] = {}
+    size = 0
+    for path, entry in sorted(files.items()):
+        if parcel and (len(parcel) == GATHERED or size + entry.size > PIECE):
+            yield parcel
+            parcel, size = {}, 0
+        parcel[path] = entry
+        size += entry.size
+    if parcel:
+        yield parcel
 
 
 def _beyond(files: Manifest, limits: Limits) -> str | None:
@@ -220,6 +260,24 @@ def _begin(place: Path, entry: FileEntry) -> int:
             file.truncate(0)
             return 0
     return size
+
+
+def _absent(folder: Path, parcel: Manifest) -> Manifest:
+    """Those that an earlier try has not left whole and right."""
+
+    def is_here(path: str, entry: FileEntry) -> bool:
+        place = folder / path
+        return _begin(place, entry) == entry.size and _finish(place, entry)
+
+    return {path: entry for path, entry in parcel.items() if not is_here(path, entry)}
+
+
+def _keep(folder: Path, lacking: Manifest, came: Mapping[str, bytes]) -> Manifest:
+    """Write what came; those that are lacking still."""
+    for path, data in came.items():
+        _append(folder / path, 0, data)
+    kept = {path for path in came if _finish(folder / path, lacking[path])}
+    return {path: entry for path, entry in lacking.items() if path not in kept}
 
 
 def _append(place: Path, offset: int, data: bytes) -> int:

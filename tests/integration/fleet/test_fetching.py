@@ -44,6 +44,10 @@ weights = open(folder + "/weights", "rb").read()
 files = {"weights": {"size": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}}
 with open(folder + "/manifest.json", "w") as file:
     json.dump({"step": step, "files": files}, file)
+os.makedirs("outputs/small")
+for n in range(700):
+    with open("outputs/small/%d" % n, "w") as file:
+        file.write(str(n))
 os.symlink("/etc/passwd", "outputs/latest")
 os.mkfifo("outputs/pipe")
 """
@@ -111,6 +115,8 @@ async def test_there_and_back_and_on_from_the_checkpoint(
         step = (turn + 1) * 10
         assert (left / f"checkpoint-{step}" / "weights").read_bytes().endswith(str(step).encode())
         assert {path.name for path in left.iterdir()} >= {f"checkpoint-{step}"}
+        small = {path.name: path.read_text() for path in (left / "small").iterdir()}
+        assert small == {str(n): str(n) for n in range(700)}
         assert not (left / "latest").is_symlink()
         assert not (left / "pipe").exists()
         assert (await runner.release(JOB, part.epoch)).clean

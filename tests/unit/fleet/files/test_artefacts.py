@@ -1,7 +1,13 @@
+import asyncio
+import fcntl
 import json
 import os
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,9 +51,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     async def read(
         self: driver.Runner, job: str, epoch: int, path: str, *, offset: int = 0
     ) -> bytes:
-        return await plain(self, job, epoch, path, offset=offset, limit=10)
+        return await plain(self, job, epoch, path, offset=offset, limit=5)
 
     monkeypatch.setattr(driver.Runner, "read", read)
+    monkeypatch.setattr(artefacts, "PIECE", 5)
 
 
 def collector(place: Path, database: Database) -> Collector:
@@ -76,6 +83,62 @@ async def test_everything_comes_and_is_what_it_was(
     asked = len(host.asked)
     assert await collector(place, database).collect(part) == Collected()
     assert len(host.asked) == asked
+
+
+async def test_small_files_come_together_and_a_large_one_by_itself(
+    database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artefacts, "GATHERED", 100)
+    monkeypatch.setattr(artefacts, "PIECE", 1000)
+    host.files = {f"outputs/{n // 100}/{n:03}": b"%d" % n for n in range(250)}
+    large, half = bytes(1001), bytes(600)
+    host.files |= {
+        "outputs/1/150.large": large,
+        "outputs/2/a": half,
+        "outputs/2/b": half,
+        "outputs/2/c": b"c",
+    }
+    part = begin(database, host)
+    assert await collector(place, database).collect(part) == Collected()
+    assert tree(place / JOB / "current") == host.files
+    assert host.read_bytes() == sum(map(len, host.files.values()))
+    asked = [r.body for r in host.asked if r.verb == "gather"]
+    assert {tuple(body) for body in asked} == {("root", "runner", "job", "epoch", "files")}
+    sizes = [[size for _, _, size in body["files"]] for body in asked]
+    assert len(sizes) <= 6
+    assert max(map(len, sizes)) == 100
+    assert max(map(sum, sizes)) <= 1000
+    assert [r.body["path"] for r in host.asked if r.verb == "read"] == ["outputs/1/150.large"]
+
+
+@pytest.mark.parametrize("lie", ["nothing is", "other bytes"])
+async def test_what_does_not_come_together_comes_by_itself(
+    lie: str, database: Database, place: Path, host: WorkFolder
+) -> None:
+    gathered = host._gather
+
+    def answer(body: object) -> Answer:
+        told = gathered(body)
+        if lie == "other bytes":
+            return Answer(told.body, bytes(len(told.payload)))
+        return Answer({"whole": [False for _ in told.body["whole"]]})
+
+    host._gather = answer  # type: ignore[method-assign]
+    part = begin(database, host)
+    assert await collector(place, database).collect(part) == Collected()
+    assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
+
+
+async def test_what_an_earlier_try_has_left_whole_does_not_come_again(
+    database: Database, place: Path, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    partial = place / JOB / f".{part.epoch}.partial" / "outputs"
+    partial.mkdir(parents=True)
+    (partial / "model.bin").write_bytes(FILES["outputs/model.bin"])
+    assert await collector(place, database).collect(part) == Collected()
+    assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
+    assert host.read_bytes() == 2
 
 
 async def test_nothing_at_all_is_whole_too(
@@ -135,13 +198,14 @@ async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
     assert names(place) == {str(part.epoch), f"{part.epoch}.json", "current"}
 
 
+@pytest.mark.parametrize("torn", [50, 95])
 async def test_what_an_earlier_try_left_torn_is_fetched_again(
-    database: Database, place: Path, host: WorkFolder
+    torn: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
     part = begin(database, host)
     partial = place / JOB / f".{part.epoch}.partial" / "outputs"
     partial.mkdir(parents=True)
-    (partial / "model.bin").write_bytes(bytes(50))
+    (partial / "model.bin").write_bytes(bytes(torn))
     (partial / "empty").write_bytes(b"not empty")
     (partial / "foreign").write_bytes(b"of another list")
     assert await collector(place, database).collect(part) == Collected()
@@ -280,6 +344,48 @@ async def test_while_somebody_else_fetches_it_comes_all_the_same(
         assert await collector(place, database).collect(part) == Collected()
         assert tree(place / JOB / "current") == FILES
         assert folder.is_dir()
+    finally:
+        os.close(lock)
+
+
+@pytest.mark.parametrize("write", ["_absent", "_keep", "_publish"])
+async def test_a_folder_is_given_up_when_nobody_writes_there_any_more(
+    write: str,
+    database: Database,
+    place: Path,
+    host: WorkFolder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread goes on when its task is cancelled; what it wrote then would be in the way of who fetches next."""
+    part = begin(database, host)
+    plain, begun, go_on = getattr(artefacts, write), threading.Event(), threading.Event()
+
+    def held(*asked: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return plain(*asked)
+
+    monkeypatch.setattr(artefacts, write, held)
+    task = asyncio.create_task(collector(place, database).collect(part))
+    assert await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    await asyncio.wait([task], timeout=0.1)
+    with pytest.raises(BlockingIOError), lock_of(place / JOB / f".{part.epoch}.partial"):
+        pass
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    monkeypatch.setattr(artefacts, write, plain)
+    assert await collector(place, database).collect(part) == Collected()
+    assert tree(place / JOB / "current") == FILES
+
+
+@contextmanager
+def lock_of(folder: Path) -> Iterator[None]:
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
         os.close(lock)
 
