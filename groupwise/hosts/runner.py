@@ -118,7 +118,7 @@ import time
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without its 5 ms
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from typing import Any, BinaryIO, NoReturn, Protocol
 
     class Readable(Protocol):
@@ -219,6 +219,8 @@ LARGEST_GATHERED = 4 << 20
 """Bytes of them together."""
 BLOB_TIME = 1_000_000_000
 """Modification time of a blob, in seconds: one that was written to since has another."""
+KEPT_EVERY = 20.0
+"""Seconds between two times that hashes are written down while files are read: who asked may not wait for the end of it."""
 SETTLED = 2.0
 """Seconds after which another change of a file shows in its times."""
 MOST_ENTRIES = 200_000
@@ -1402,20 +1404,20 @@ def store_blob(root: Root, sha: str, size: int, source: Readable) -> None:
     sync_folder(folder)
 
 
-def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> None:
-    """Put the files of a manifest into the working folder, where the command may change them."""
+def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[None]:
+    """Put the files of a manifest into the working folder, where the command may change them. It yields now and then, and may be left."""
     for path, (sha, mode, _) in manifest.items():
         target = os.path.join(work, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        copy_blob(root.blob(sha), target, sha, mode & 0o777)
+        yield from copy_blob(root.blob(sha), target, sha, mode & 0o777)
 
 
-def copy_blob(blob: str, target: str, sha: str, mode: int) -> None:
+def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
     """A file of its own: cloned where the file system can do that, otherwise copied and checked on the way."""
     remove_file(target)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(blob, "rb") as source, open(fd, "wb") as file:
-        sound = is_cloned(source, file) or copied(source, file) == sha
+        sound = is_cloned(source, file) or (yield from copied(source, file)) == sha
         os.fchmod(file.fileno(), mode)
     if not sound:
         remove_file(blob)
@@ -1434,11 +1436,12 @@ def is_cloned(source: BinaryIO, file: BinaryIO) -> bool:
     return True
 
 
-def copied(source: BinaryIO, file: BinaryIO) -> str:
+def copied(source: BinaryIO, file: BinaryIO) -> Generator[None, None, str]:
     """The hash of what was copied."""
     digest = hashlib.sha256()
     while True:
         data = source.read(1 << 20)
+        yield
         if not data:
             return digest.hexdigest()
         digest.update(data)
@@ -1620,6 +1623,7 @@ class Hashes:
         self.path, self.work = attempt.at("hashes.json"), attempt.work
         self.known = read_json(self.path, LARGEST_HASHES) or {}
         self.new = False
+        self.keep_at = time.monotonic() + KEPT_EVERY
 
     def of(self, path: str) -> str | None:
         """None if it cannot be read, or changed while it was."""
@@ -1637,6 +1641,9 @@ class Hashes:
         if time.time() - before[2] / 1e9 > SETTLED:
             self.known[path] = [before, sha]
             self.new = True
+        if time.monotonic() >= self.keep_at:
+            self.keep()
+            self.keep_at = time.monotonic() + KEPT_EVERY
         return sha
 
     def keep(self) -> None:
@@ -1644,6 +1651,7 @@ class Hashes:
         if self.new:
             with contextlib.suppress(OSError):
                 write_json(self.path, self.known)
+                self.new = False
 
 
 def identity(found: os.stat_result) -> list[int]:
@@ -3083,7 +3091,7 @@ class Supervisor:
             code = "disk_full" if is_full(error) else "bad_spec"
             return self.refuse({"code": code, "message": f"its files cannot be laid out: {error}"})
         os.close(self.blobs)
-        # To lay files out may have taken longer than the deadman; or it was cancelled meanwhile.
+        # Its deadman may be over, or it was cancelled meanwhile.
         failure = self.reason() or self.start()
         if failure:
             return self.finish(failure, None)
@@ -3147,9 +3155,15 @@ class Supervisor:
             self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
 
     def lay_out(self) -> None:
-        """Files into the working folder."""
-        lay_out(self.order.root, self.attempt.work, self.order.files)
-        lay_out(self.order.root, self.attempt.work, self.order.resume_files)
+        """Files into the working folder; as long as nobody has cancelled it meanwhile, nor its deadman is over."""
+        root, work, look_at = self.order.root, self.attempt.work, time.monotonic() + TICK
+        for manifest in (self.order.files, self.order.resume_files):
+            for _ in lay_out(root, work, manifest):
+                if time.monotonic() >= look_at:
+                    self.beat()
+                    look_at = time.monotonic() + TICK
+                    if self.reason():
+                        return
         for path in self.order.artefacts[:1]:
             make_folder(os.path.dirname(os.path.join(self.attempt.work, path)))
 

@@ -14,7 +14,8 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -167,10 +168,36 @@ def test_a_file_is_cloned_where_the_file_system_can(
         return os.write(file, b"cloned")
 
     monkeypatch.setattr(runner.fcntl, "ioctl", clone)
-    runner.copy_blob(str(blob), str(target), sha(b"data"), 0o640)
+    for _ in runner.copy_blob(str(blob), str(target), sha(b"data"), 0o640):
+        pass
     assert asked == [(runner.CLONE, b"data")]
     assert target.read_bytes() == b"cloned"
     assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_who_is_cancelled_lays_out_no_further(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large files take a while, in which its grace must not only begin to count."""
+    monkeypatch.setattr(runner, "TICK", 0.0)
+    large = os.urandom(3 << 20)
+    here.put(large)
+    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
+    lock = runner.claim(attempt, {"phase": "claimed"})
+    assert lock is not None
+    files = {name: [sha(large), 0o644, len(large)] for name in ("a", "b", "c")}
+    order = SimpleNamespace(root=attempt.root, files=files, resume_files={}, artefacts=[])
+    order.attempt, order.heard, order.deadman, order.limits = attempt, 0.0, None, {}
+    supervisor = runner.Supervisor(cast("Any", order), "", [lock], -1, -1)
+    supervisor.lay_out()
+    assert sorted(os.listdir(attempt.work)) == ["a", "b", "c"]
+    for name in "abc":
+        os.unlink(os.path.join(attempt.work, name))
+    assert runner.set_cell(attempt.at("cancel"), "5")
+    supervisor.lay_out()
+    assert os.listdir(attempt.work) == ["a"]
+    assert os.path.getsize(os.path.join(attempt.work, "a")) < len(large)
+    os.close(lock)
 
 
 def test_the_sweep_keeps_what_is_wanted(here: Machine) -> None:
@@ -489,6 +516,27 @@ def test_checkpoints_count_when_they_are_complete(either: Machine) -> None:
     }
     assert manifest(either, "all")["checkpoints"] == found
     assert manifest(either, "artefacts")["checkpoints"] == []
+
+
+def test_hashes_are_kept_while_others_are_made(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked may give up before the end: the next one begins where that one was."""
+    here.sh("until [ -e go ]; do sleep 0.02; done")
+    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
+    for name in ("x", "y"):
+        (here.work() / name).write_bytes(name.encode())
+        os.utime(here.work() / name, (1000, 1000))
+    monkeypatch.setattr(runner, "KEPT_EVERY", 0.0)
+    hashes = runner.Hashes(attempt)
+    assert hashes.of("x") == sha(b"x")
+    assert list(runner.Hashes(attempt).known) == ["x"]
+    monkeypatch.setattr(runner, "KEPT_EVERY", 100.0)
+    hashes = runner.Hashes(attempt)
+    assert hashes.of("y") == sha(b"y")
+    assert list(runner.Hashes(attempt).known) == ["x"]
+    hashes.keep()
+    assert sorted(runner.Hashes(attempt).known) == ["x", "y"]
 
 
 def test_checkpoints_show_while_the_job_runs_and_in_its_record(here: Machine) -> None:
