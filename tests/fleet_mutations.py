@@ -1134,7 +1134,7 @@ QUICK = (
         (
             (
                 "hosts/runner.py",
-                "        copy_blob(root.blob(sha), target, sha, mode & 0o777)\n",
+                "        yield from copy_blob(root.blob(sha), target, sha, mode & 0o777)\n",
                 "        os.link(root.blob(sha), target)\n",
             ),
         ),
