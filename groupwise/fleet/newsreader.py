@@ -195,6 +195,11 @@ def _again(session: Session, event: Event) -> str | None:
     return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({why})"
 
 
+def _steps_back(session: Session, event: Event) -> str:
+    detail = event.detail or {}
+    return f"the checkpoint of step {detail.get('step')} of {event.job_id} is damaged: it begins again {detail.get('then')}"
+
+
 def _reachable(session: Session, event: Event) -> str | None:
     """Again: that a new machine answers is what everybody expects."""
     was = (event.before or {}).get("contact")
@@ -221,6 +226,7 @@ _WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
     events.JOB_RETRIED: _plain,
     events.JOB_HELD: _plain,
     events.JOB_CANCEL_REQUESTED: _plain,
+    events.JOB_CHECKPOINT_DAMAGED: _steps_back,
     events.ATTEMPT_RUNNING: _running,
     events.ATTEMPT_ADOPTED: _plain,
     events.ATTEMPT_LEAKING: _plain,

@@ -494,7 +494,9 @@ class FakeHost:
             return self._state(self.folders[key])
         if key in self.forgotten:
             return self._nothing(job, epoch, "voided")
-        missing = [s for s, _, _ in body["spec"]["files"].values() if s not in self.blobs]
+        resume: Mapping[str, Any] = body["resume"]["manifest"] if body.get("resume") else {}
+        needed = {**body["spec"]["files"], **resume}.values()
+        missing = [s for s, _, _ in needed if s not in self.blobs]
         if missing:
             raise RunnerRefused("missing_blobs", ", ".join(missing))
         self.launches.append(body)

@@ -39,7 +39,7 @@ from groupwise.fleet.attempts.decide import (
     over,
 )
 from groupwise.fleet.attempts.effects import Gateway
-from groupwise.fleet.attempts.launching import deadman_of, files_of, launch_of, timed
+from groupwise.fleet.attempts.launching import deadman_of, files_of, launch_of, resume_of, timed
 from groupwise.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
 from groupwise.fleet.attempts.together import Reads
 from groupwise.fleet.attempts.watching import CHANGEABLE, Watch, Watches
@@ -561,8 +561,7 @@ class Drive:
         except HostError as error:
             self._silent(ear, error)
         except BlobError as error:
-            lacking = await asyncio.to_thread(_lacking, store, files)
-            ear.refusal = refusals.of_files(row.job_id, lacking, error)
+            ear.refusal = await asyncio.to_thread(_why_not_provided, store, row, error)
         except OSError as error:
             ear.refusal = f"{refusals.DISK}: a file of the job cannot be read: {error}"
 
@@ -716,6 +715,17 @@ class Drive:
                     fetching.task.cancel()
             if ear.watch is not None:
                 ear.watch.remove(ear)
+
+
+def _why_not_provided(store: BlobStore, row: Snapshot, error: BlobError) -> str | None:
+    """Whose files the store does not have any more: first those of the checkpoint, for which there may be another. None: they have come
+    back meanwhile."""
+    resume = resume_of(row)
+    if resume and (lacking := _lacking(store, resume.manifest)):
+        return refusals.of_checkpoint(resume.step, resume.path, lacking, error)
+    if lacking := _lacking(store, files_of(row)):
+        return refusals.of_files(row.job_id, lacking, error)
+    return None
 
 
 def _lacking(store: BlobStore, files: Manifest) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Table, bindparam, select, update
+from sqlalchemy import Table, bindparam, func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import refusals
@@ -37,7 +37,7 @@ from groupwise.fleet.store import epochs, events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.gpus import note_observed
 from groupwise.fleet.store.steps import Step, Steps, in_steps
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Member, Reservation
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Job, Member, Reservation
 
 ACCUSATION_SECONDS = 86_400.0
 """For so long it counts what a job said of a GPU."""
@@ -59,6 +59,8 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     yield None  # its job moves after it, as the database demands
     if move.failure is FailureClass.GPU_FAULT:
         _quarantine(session, attempt, owner, move)
+    if _steps_back(attempt, move):
+        _note_damage(session, attempt, owner, move)
     if move.failure is FailureClass.LAUNCH_FAILURE:
         _blame_machine(session, attempt, owner, move)
         _note_gpus(session, attempt, owner, move)
@@ -88,6 +90,7 @@ def verdict_on(
         hopeless=_is_hopeless(session, job, move),
         same_machine=blamed is not None and _was_refused_here_before(session, attempt, blamed),
         taken=_is_taken(move),
+        steps_back=_steps_back(attempt, move),
     )
     return after_end(facts, move.outcome, move.failure, move.because, chance)
 
@@ -292,6 +295,35 @@ def _is_taken(move: Move) -> bool:
     """What it was to have is another attempt's, of which this database may know nothing, and which may run for days."""
     word = refusals.code_of(_member_at_fault(move).get("refusal"))
     return move.failure is FailureClass.LAUNCH_FAILURE and word in refusals.TAKEN
+
+
+def _steps_back(attempt: Attempt, move: Move) -> bool:
+    """The checkpoint that it was to go on from is damaged here."""
+    if move.failure is not FailureClass.NOT_PROVIDED or attempt.resume_from is None:
+        return False
+    return refusals.code_of(_member_at_fault(move).get("refusal")) == refusals.CHECKPOINT
+
+
+def _note_damage(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
+    """No attempt goes on from that checkpoint any more; and it is said what the next one goes on from."""
+    damaged = attempt.resume_from or {}
+    of_job = Checkpoint.job_id == attempt.job_id
+    session.execute(
+        update(Checkpoint)
+        .where(of_job, Checkpoint.epoch == damaged["epoch"], Checkpoint.path == damaged["path"])
+        .values(damaged_at=seconds(session))
+        .execution_options(synchronize_session=False)
+    )
+    step = session.scalar(
+        select(func.max(Checkpoint.step)).where(of_job, Checkpoint.damaged_at.is_(None))
+    )
+    then = "from the beginning" if step is None else f"from the checkpoint of step {step}"
+    _tell(
+        session, attempt, owner, events.JOB_CHECKPOINT_DAMAGED, before={}, after={},
+        detail={
+            "step": damaged["step"], "path": damaged["path"], "then": then, "because": move.because
+        },
+    )  # fmt: skip
 
 
 def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> bool:

@@ -31,7 +31,7 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
         slot=member.slot,
         environment=_environment(row, member),
         secrets=secrets(row.secrets),
-        resume=_resume(row),
+        resume=resume_of(row),
         deadman=deadman_of(member),
     )
 
@@ -50,7 +50,7 @@ def deadman_of(member: MemberRow) -> float | None:
 
 def files_of(row: Snapshot) -> Manifest:
     """Everything whose content a machine must have before it can begin."""
-    resume = _resume(row)
+    resume = resume_of(row)
     return {**from_json(row.spec).files, **(resume.manifest if resume else {})}
 
 
@@ -67,7 +67,8 @@ def _environment(row: Snapshot, member: MemberRow) -> dict[str, str]:
     return found
 
 
-def _resume(row: Snapshot) -> Resume | None:
+def resume_of(row: Snapshot) -> Resume | None:
+    """The checkpoint that it goes on from."""
     if row.resume_from is None:
         return None
     manifest = {path: FileEntry(*entry) for path, entry in row.resume_from["manifest"].items()}

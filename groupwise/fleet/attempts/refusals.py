@@ -12,8 +12,8 @@ from groupwise.display.text import shorten
 from groupwise.fleet.queue.failures import LONGEST_LINE
 from groupwise.fleet.states import Observed
 
-SECRET, BLOB, DISK = "secret", "blob", "disk"
-OURS = frozenset({SECRET, BLOB, DISK})
+SECRET, BLOB, CHECKPOINT, DISK = "secret", "blob", "checkpoint", "disk"
+OURS = frozenset({SECRET, BLOB, CHECKPOINT, DISK})
 """Of the control machine."""
 OF_JOBS = frozenset({"bad_spec", "unknown_program", "lower_epoch"})
 """Of a runner, about the job or this attempt of it."""
@@ -43,10 +43,19 @@ def message_of(refusal: str | None) -> str:
 
 def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
     """Files that the store does not have will not come back by themselves: whoever sent them has them."""
-    more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-    which = shorten(", ".join(lacking[:_NAMED]), LONGEST_LINE) + more or "a file"
-    are = "is" if len(lacking) < 2 else "are"
     return (
-        f"{BLOB}: {which} {are} not in the fleet's store of files: {error}. Submit the job anew, which sends its files, or put them back "
-        f"and `groupwise fleet retry {job_id}`"
+        f"{BLOB}: {_not_there(lacking)}: {error}. Submit the job anew, which sends its files, or put them back and "
+        f"`groupwise fleet retry {job_id}`"
     )
+
+
+def of_checkpoint(step: int, path: str, lacking: Sequence[str], error: Exception) -> str:
+    """Nobody has it but the store; the job can begin with another one."""
+    return f"{CHECKPOINT}: the checkpoint of step {step}, {path}, is damaged: {_not_there(lacking)}: {error}"
+
+
+def _not_there(lacking: Sequence[str]) -> str:
+    more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+    which = shorten(", ".join(lacking[:_NAMED]), LONGEST_LINE) + more
+    are = "is" if len(lacking) == 1 else "are"
+    return f"{which} {are} not in the fleet's store of files"

@@ -164,7 +164,7 @@ def _newest_step(session: Session, part: Part) -> int | None:
 
 
 def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
-    """It can be gone on with from here on; older ones need not be kept, and those of an earlier generation are the oldest."""
+    """It can be gone on with from here on; older ones need not be kept. Damaged ones go first, then those of an earlier generation."""
     guarded(session, part.epoch, part.owner)
     session.merge(
         Checkpoint(
@@ -181,7 +181,12 @@ def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int)
     old = session.scalars(
         select(Checkpoint)
         .where(Checkpoint.job_id == part.job_id)
-        .order_by(Checkpoint.generation.desc(), Checkpoint.step.desc(), Checkpoint.epoch.desc())
+        .order_by(
+            Checkpoint.damaged_at.is_not(None),
+            Checkpoint.generation.desc(),
+            Checkpoint.step.desc(),
+            Checkpoint.epoch.desc(),
+        )
         .offset(keep)
     ).all()
     for each in old:

@@ -593,7 +593,7 @@ def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict
     """What each job goes on from: the complete checkpoint with the most steps, also where it was begun anew by `retry`."""
     rows = session.scalars(
         select(Checkpoint)
-        .where(Checkpoint.job_id.in_([job.job_id for job in jobs]))
+        .where(Checkpoint.job_id.in_([job.job_id for job in jobs]), Checkpoint.damaged_at.is_(None))
         .order_by(Checkpoint.job_id, Checkpoint.step, Checkpoint.epoch)
     )
     return {

@@ -267,6 +267,8 @@ class JobFacts:
     """The machine that would not start it had refused it before: while the others are busy, one that starts nothing is all there is."""
     taken: bool = False
     """Some other attempt has what it was placed on, and gives it back one day: nobody has failed."""
+    steps_back: bool = False
+    """The checkpoint that it was to go on from is damaged. It begins with the one before, or without: there are only so many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,9 @@ def after_end(
             spent=counted(job.spent, failure),
         )
     ran = outcome is not Outcome.VOID
+    if job.steps_back and not _not_again(job.policy, ran):
+        reason = f"{failure}: {because}"
+        return Verdict(JobStatus.QUEUED, reason, spent=job.spent, counts_as_retry=True)
     if job.taken and not _not_again(job.policy, ran):
         spent = {**job.spent, TAKEN: job.spent.get(TAKEN, 0) + 1}
         return Verdict(

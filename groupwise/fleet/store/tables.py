@@ -425,6 +425,9 @@ class Checkpoint(Base):
     """A complete checkpoint of a job that lies on the control machine."""
 
     __tablename__ = "checkpoints"
+    __table_args__ = (
+        _partial("ix_checkpoints_damaged", "damaged_at", where="damaged_at IS NOT NULL"),
+    )
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.job_id"), primary_key=True)
     generation: Mapped[int] = mapped_column(Integer, primary_key=True)
@@ -435,6 +438,8 @@ class Checkpoint(Base):
     manifest: Mapped[dict[str, Any]] = mapped_column(Document)
     """Path → sha256, mode and size: blobs of the control machine's store."""
     mirrored_at: Mapped[float] = mapped_column(Float)
+    damaged_at: Mapped[float | None] = mapped_column(Float)
+    """When an attempt could not begin with it for want of some of its blobs: no other one tries to, unless somebody has the job retried."""
 
 
 class BlobRight(Base):

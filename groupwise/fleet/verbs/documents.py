@@ -117,6 +117,7 @@ def checkpoint_document(checkpoint: Checkpoint) -> Document:
         "path": checkpoint.path,
         "step": checkpoint.step,
         "mirrored_at": checkpoint.mirrored_at,
+        "damaged_at": checkpoint.damaged_at,
         "files": checkpoint.manifest,
     }
 

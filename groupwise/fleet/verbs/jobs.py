@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 
-from sqlalchemy import ColumnElement, Select, and_, or_, select
+from sqlalchemy import ColumnElement, Select, and_, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from groupwise.fleet.queue import admission, capacity, unknown
@@ -20,7 +20,7 @@ from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import at_one_moment, seconds
-from groupwise.fleet.store.tables import GPU, Attempt, Job, Member, Reservation
+from groupwise.fleet.store.tables import GPU, Attempt, Checkpoint, Job, Member, Reservation
 from groupwise.fleet.verbs import bound, find, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, attempt_document, job_document, job_summary
@@ -394,9 +394,20 @@ def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
 
 
 def _admit_again(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> None:
+    _believe_checkpoints(session, ids)
     admission.admit(session, ids, allowed)
     strays = {each["job_id"] for _, each in unknown.on_machines(session)}
     unknown.hold_back(session, strays.intersection(ids))
+
+
+def _believe_checkpoints(session: Session, ids: Sequence[str]) -> None:
+    """Those that were damaged are tried once more: somebody may have put back what they lacked."""
+    session.execute(
+        update(Checkpoint)
+        .where(Checkpoint.job_id.in_(ids), Checkpoint.damaged_at.is_not(None))
+        .values(damaged_at=None)
+        .execution_options(synchronize_session=False)
+    )
 
 
 def _not_retried(job: Job) -> str:

@@ -18,7 +18,15 @@ from groupwise.fleet.processes import NOT_ASKED
 from groupwise.fleet.queue import unknown
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member
+from groupwise.fleet.store.tables import (
+    GPU,
+    VM,
+    Attempt,
+    Checkpoint,
+    ControlProcess,
+    Job,
+    Member,
+)
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, process_document
@@ -30,6 +38,8 @@ FORGOTTEN_SECONDS = 24 * 3600.0
 """A process that ended so long ago is no news."""
 LARGE_LOG = 10_000_000_000
 """Bytes. A log is kept whole, on the machine and here, so that one that grows for ever fills both disks."""
+DAMAGE_SECONDS = 24 * 3600.0
+"""For so long it is told that a checkpoint was found damaged."""
 
 
 LEAST_FREE = 1_000_000_000
@@ -103,6 +113,7 @@ def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iter
         yield from _gpus(session)
         yield from _accused(session)
     yield from _attempts(session, actor)
+    yield from _checkpoints(session, actor)
 
 
 def _jobs(session: Session, actor: Actor) -> dict[str, int]:
@@ -330,3 +341,25 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
                 f"`groupwise fleet cancel {attempt.job_id}` before it fills the disks, and `prune` when it is not needed any more",
                 **about,
             )
+
+
+def _checkpoints(session: Session, actor: Actor) -> Iterator[Document]:
+    """Damage of late: its job has got over it, but the disk that did it holds all others."""
+    now = seconds(session)
+    query = (
+        select(Checkpoint.job_id, Checkpoint.step, now - Checkpoint.damaged_at)
+        .join(Job, Job.job_id == Checkpoint.job_id)
+        .where(Checkpoint.damaged_at > now - DAMAGE_SECONDS)
+        .order_by(Checkpoint.damaged_at)
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    for job_id, step, ago in session.execute(query):
+        yield _alarm(
+            "checkpoint_damaged",
+            f"the checkpoint of step {step} of {job_id} was found damaged, or files of it gone, {duration(ago)} ago",
+            f"its job was begun again from an older one (`groupwise fleet show {job_id}` says which); look at the disk of the fleet's "
+            "store of files, and at who else removes things there",
+            job_id=job_id,
+            step=step,
+        )

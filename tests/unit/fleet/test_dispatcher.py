@@ -22,8 +22,8 @@ from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue.failures import BUDGETS, FREE_RETRIES, FailureClass
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Member
-from groupwise.fleet.verbs import status
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Event, Member
+from groupwise.fleet.verbs import jobs, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.port import Answer, Host, Request
@@ -493,6 +493,82 @@ async def test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines(rig
     assert "train.py is not in the fleet's store of files" in said
     assert "`groupwise fleet retry job`" in said
     assert value(rig, VM.launch_failures, VM.vm_id == "a") == 0
+
+
+def mirrored(rig: Rig, job_id: str, step: int, weights: bytes) -> str:
+    """A checkpoint of it stands here, with that file; the sha256 of the file."""
+    sha256 = rig.store.put(weights)
+    row = Checkpoint(
+        job_id=job_id, generation=0, epoch=0, path=f"outputs/{step}", step=step,
+        manifest={f"outputs/{step}/w.bin": [sha256, 0o644, len(weights)]}, mirrored_at=1.0,
+    )  # fmt: skip
+    rig.database.run(lambda s: s.add(row))
+    return sha256
+
+
+def gone(place: Path) -> None:
+    place.unlink()
+
+
+def rotten(place: Path) -> None:
+    place.chmod(0o644)
+    place.write_bytes(b"rotten")
+
+
+@pytest.mark.parametrize("spoil", [gone, rotten])
+async def test_a_checkpoint_that_is_not_whole_any_more_makes_way_for_the_one_before(
+    rig: Rig, spoil: Callable[[Path], None]
+) -> None:
+    own = rig.store.put(b"print(1)")
+    rig.submit("job", hold=True, files={"train.py": (own, 0o644, 8)})
+    mirrored(rig, "job", 10, b"ten")
+    spoil(rig.store.path(mirrored(rig, "job", 20, b"twenty")))
+    rig.database.run(lambda s: jobs.release(s, Actor("user:test"), "job"))
+    async with running(rig.dispatcher()):
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    first, second = rig.attempts("job")
+    assert (first.outcome, first.failure_class, first.charged) == ("void", "not_provided", False)
+    assert "the checkpoint of step 20, outputs/20" in first.evidence["because"]
+    assert "outputs/20/w.bin is not in the fleet's store" in first.evidence["because"]
+    assert second.resume_from["step"] == 10
+    assert (rig.job("job").spent, rig.job("job").retry_count) == ({}, 0)
+    (told,) = said(rig, "job.checkpoint_damaged")
+    assert (told["step"], told["path"]) == (20, "outputs/20")
+    assert told["then"] == "from the checkpoint of step 10"
+    (alarm,) = [each for each in alarms(rig) if each["kind"] == "checkpoint_damaged"]
+    assert "the checkpoint of step 20 of job" in alarm["message"]
+
+
+async def test_without_another_one_it_begins_from_the_beginning_and_says_so(rig: Rig) -> None:
+    rig.submit("job", hold=True)
+    for step in (10, 20, 30, 40, 50, 60, 70):
+        gone(rig.store.path(mirrored(rig, "job", step, str(step).encode())))
+    rig.database.run(lambda s: jobs.release(s, Actor("user:test"), "job"))
+    async with running(rig.dispatcher()):
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert [a.failure_class for a in rig.attempts("job")] == 7 * ["not_provided"] + [None]
+    assert rig.attempts("job")[-1].resume_from is None
+    assert said(rig, "job.checkpoint_damaged")[-1]["then"] == "from the beginning"
+
+
+async def test_a_file_of_the_job_itself_is_asked_for_in_vain_beside_a_whole_checkpoint(
+    rig: Rig,
+) -> None:
+    own = rig.store.put(b"print(1)")
+    rig.submit("job", hold=True, files={"train.py": (own, 0o644, 8)})
+    mirrored(rig, "job", 10, b"ten")
+    gone(rig.store.path(own))
+    rig.database.run(lambda s: jobs.release(s, Actor("user:test"), "job"))
+    async with running(rig.dispatcher()):
+        await rig.until(rig.has("job", "failed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert "train.py is not in the fleet's store of files" in str(rig.job("job").failure_reason)
+    assert said(rig, "job.checkpoint_damaged") == []
 
 
 async def test_a_disk_of_the_control_side_that_cannot_be_read_may_be_mended(

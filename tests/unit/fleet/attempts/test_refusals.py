@@ -25,7 +25,6 @@ def test_every_code_speaks_of_one() -> None:
 @pytest.mark.parametrize(
     ("lacking", "said"),
     [
-        ([], "a file is not in"),
         (["a"], "a is not in"),
         (["a", "b"], "a, b are not in"),
         (list("abcde"), "a, b, c and 2 more are not in"),
@@ -38,3 +37,10 @@ def test_files_that_are_gone_are_named_as_far_as_a_line_goes(lacking: list[str],
     assert len(told) < 600
     assert told.startswith("blob: ")
     assert "`groupwise fleet retry job-1`" in told
+
+
+def test_of_a_checkpoint_it_is_said_which() -> None:
+    told = refusals.of_checkpoint(20, "outputs/20", ["outputs/20/w.bin"], OSError("gone"))
+    assert told == (
+        "checkpoint: the checkpoint of step 20, outputs/20, is damaged: outputs/20/w.bin is not in the fleet's store of files: gone"
+    )

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.drive import Part
@@ -284,3 +284,18 @@ async def test_as_many_stay_as_are_told_and_those_of_an_earlier_generation_go_fi
     host.checkpoint("outputs/c-5", 5, weights=b"new")
     await mirror.mirror(replace(begin(database, host), generation=1))
     assert [(row.generation, row.step) for row in rows(database)] == [(1, 5)]
+
+
+async def test_damaged_ones_go_before_whole_ones(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    mirror = CheckpointMirror(store, Gateway(database))
+    for step in (80, 90):
+        host.checkpoint(f"outputs/c-{step}", step, weights=str(step).encode())
+        await mirror.mirror(begin(database, host))
+    database.run(lambda s: s.execute(update(Checkpoint).values(damaged_at=1.0)))
+    host.checkpoints.clear()
+    for step in (5, 6):
+        host.checkpoint(f"outputs/c-{step}", step, weights=str(step).encode())
+        await mirror.mirror(begin(database, host))
+    assert steps(database) == [5, 6]

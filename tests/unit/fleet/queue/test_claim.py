@@ -1,5 +1,6 @@
 """Jobs from the queue onto machines, one dispatcher at a time. Several at once: `tests/integration/fleet/test_claim_races.py`."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +9,14 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.attempts import ending
+from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.queue import admission, capacity, claim, kinds
+from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.queue.request import from_document
+from groupwise.fleet.states import AttemptState, Outcome
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.fleet.store.tables import Attempt, Checkpoint, Event, Job, Member, Reservation
 from groupwise.fleet.verbs import jobs
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.spec import JobSpec
@@ -134,6 +139,41 @@ def test_a_job_that_is_retried_goes_on_too(database: Database) -> None:
     resume = attempt_of(database, again.epoch).resume_from
     assert resume is not None
     assert resume["step"] == 10
+
+
+def test_a_damaged_checkpoint_is_passed_over_until_somebody_has_the_job_retried(
+    database: Database,
+) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    for step in (10, 20):
+        saved = Checkpoint(
+            job_id="one", generation=0, epoch=0, path=f"outputs/{step}", step=step,
+            manifest={"outputs/x": ["a" * 64, 420, 3]}, mirrored_at=1.0,
+        )  # fmt: skip
+        database.run(lambda s, row=saved: s.add(row))
+    (first,) = claim_some(database)
+    member = {"rank": 0, "vm": "vm-1", "refusal": "checkpoint: it is damaged"}
+    evidence = {"rank": 0, "members": [member]}
+    failure = FailureClass.NOT_PROVIDED
+    move = Move(AttemptState.ENDED, Outcome.VOID, failure, "it is damaged", evidence)
+    for _ in range(2):  # whoever made sure of it died, and does it again
+        database.run(lambda s: ending.end(s, first.epoch, "me", move, random.Random()))
+    (second,) = claim_some(database)
+    resume = attempt_of(database, second.epoch).resume_from
+    assert (resume["step"], resume["path"]) == (10, "outputs/10")
+    told = database.read(
+        lambda s: list(
+            s.scalars(select(Event.detail).where(Event.kind == "job.checkpoint_damaged"))
+        )
+    )
+    assert [(each["step"], each["then"]) for each in told] == [
+        (20, "from the checkpoint of step 10")
+    ]
+    finish(database, "one", "failed", "crashed")
+    database.run(lambda s: jobs.retry(s, Actor("user:test"), "one"))
+    (again,) = claim_some(database)
+    assert attempt_of(database, again.epoch).resume_from["step"] == 20
 
 
 def test_an_attempt_that_never_ran_is_not_counted(database: Database) -> None:

@@ -240,8 +240,12 @@ def upgrade() -> None:
         sa.Column("step", sa.BigInteger(), nullable=False),
         sa.Column("manifest", DOCUMENT, nullable=False),
         sa.Column("mirrored_at", sa.Float(), nullable=False),
+        sa.Column("damaged_at", sa.Float(), nullable=True),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.job_id"], name="fk_checkpoints_job_id"),
         sa.PrimaryKeyConstraint("job_id", "generation", "epoch", "path", name="pk_checkpoints"),
+    )
+    op.create_index(
+        "ix_checkpoints_damaged", "checkpoints", ["damaged_at"], **_where("damaged_at IS NOT NULL")
     )
     op.create_table(
         "gpus",
