@@ -4,7 +4,7 @@ The fleet says what there is, path → sha256, mode and size (`Source.artefacts`
 an offset on. What lies in the folder is looked at before anything comes: a file that is right already is kept, one that is another is in
 the way, and nothing is fetched unless it may be replaced. Then each file comes under the name of its hash, `.<sha256>.part`, is hashed
 and flushed, and gets its own name: so what has that is whole and right. After an interruption whole files are kept, and the one that was
-on its way goes on where it ended.
+on its way goes on where it ended. A file that cannot be had keeps no other from coming; it is told when all others are here.
 
 Who says what there is, is not trusted with this disk: no path leads out of the folder.
 """
@@ -12,6 +12,7 @@ Who says what there is, is not trusted with this disk: no path leads out of the 
 from __future__ import annotations
 
 import difflib
+import errno
 import fcntl
 import hashlib
 import os
@@ -21,15 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from groupwise.display.text import one_line
 from groupwise.errors import RunError, UsageError
 from groupwise.hosts.files import PIECE, hash_of
 from groupwise.hosts.spec import FileEntry, path_problems
+from groupwise.wire.problems import Refusal
 
 Document = dict[str, Any]
 Tell = Callable[[int, int, str], None]
 """Is told how many bytes are here, of how many, and the path of the file that is on its way; or what else is done with it."""
 SHOWN = 5
 """Paths in a message."""
+OF_ONE_FILE = frozenset({"unknown_file", "not_found", "internal"})
+"""Refusals that others may be spared: it is gone, or has a name or a place on the fleet's disk with which somebody on the way cannot do."""
+OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
+"""What a disk says of a file that it would take under another name."""
 
 
 class Sum:
@@ -54,6 +61,10 @@ class DownloadError(RunError):
     """A file did not come, or cannot be written here. What has come is kept, and the same call goes on with it."""
 
     code = "download"
+
+
+class _NotAsSaid(DownloadError):
+    """Other bytes came than the fleet says that the file has."""
 
 
 class Source(Protocol):
@@ -194,25 +205,55 @@ def bring(
     force: bool = False,
     tell: Tell = tell_nobody,
 ) -> frozenset[str]:
-    """All these files, below the folder; the paths of those that were right already. `pieces`: the bytes of one from an offset on."""
+    """All these files, below the folder; the paths of those that were right already. `pieces`: the bytes of one from an offset on.
+
+    Raises DownloadError where some cannot be had, once all others are here.
+    """
+    lacking: dict[str, str] = {}
     try:
         kept = _looked_at(files, folder, force)
         here, of = sum(files[path].size for path in kept), sum(e.size for e in files.values())
         for path in sorted(files.keys() - kept):
-            _one(
-                folder / path,
-                files[path],
-                pieces,
-                path,
-                lambda n, p=path, h=here: tell(h + n, of, p),
-            )
+            try:
+                _one(
+                    folder / path,
+                    files[path],
+                    pieces,
+                    path,
+                    lambda n, p=path, h=here: tell(h + n, of, p),
+                )
+            except (_NotAsSaid, Refusal, OSError) as error:
+                lacking[path] = _why_it_alone(error)
+                continue
             here += files[path].size
             tell(here, of, path)
     except OSError as error:
         raise DownloadError(
             f"{error.filename or folder}: {error.strerror or error}. What has come is kept; the same command goes on with it."
         ) from error
+    if lacking:
+        raise DownloadError(_told(lacking, len(files), folder))
     return frozenset(kept)
+
+
+def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
+    """Why this file cannot be had while others may. Raises the error again where it is about more than one."""
+    if isinstance(error, _NotAsSaid):
+        return error.message
+    if isinstance(error, OSError):
+        if error.errno in OF_ITS_NAME:
+            return error.strerror or str(error)
+    elif error.code in OF_ONE_FILE:
+        return error.message
+    raise error
+
+
+def _told(lacking: Mapping[str, str], of: int, folder: Path) -> str:
+    names = sorted(lacking)
+    shown = "; ".join(f"{one_line(name)}: {lacking[name].rstrip('.')}" for name in names[:SHOWN])
+    more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    others = "" if len(names) == of else f" All others are in {folder}."
+    return f"{len(names)} of {of} files did not come: {shown}{more}.{others}"
 
 
 def _looked_at(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:
@@ -235,6 +276,10 @@ def _is_right(place: Path, entry: FileEntry) -> bool:
         found = place.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        if error.errno in OF_ITS_NAME:
+            return False
+        raise
     is_file = stat.S_ISREG(found.st_mode)
     return is_file and found.st_size == entry.size and hash_of(place) == entry.sha256
 
@@ -254,16 +299,20 @@ def _one(
         if before > entry.size:
             file.truncate(0)
             before = 0
-        whole = _append(
-            file, entry, pieces(path, before) if before < entry.size else iter(()), tell
-        )
+        try:
+            rest = pieces(path, before) if before < entry.size else iter(())
+            whole = _append(file, entry, rest, tell)
+        except Refusal:
+            if not os.fstat(file.fileno()).st_size:
+                part.unlink()
+            raise
         if not whole and before:
             file.truncate(0)
             whole = _append(file, entry, pieces(path, 0), tell)
         if not whole:
             part.unlink()
-            raise DownloadError(
-                f"{path} did not come as the fleet says that it is: it was damaged on its way, or there. Fetch it again."
+            raise _NotAsSaid(
+                "other bytes came than the fleet says that it has: it was damaged on its way, or there. Fetch it again."
             )
         os.fchmod(file.fileno(), entry.mode & 0o755 | 0o600)
         os.fsync(file.fileno())

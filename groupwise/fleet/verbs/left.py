@@ -53,7 +53,12 @@ def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: in
             "unknown_file",
             f"{job['job_id']} left no file {path!r}; GET /jobs/{job['job_id']}/artefacts lists them.",
         )
-    return artefact_folder(folder, job["job_id"], found["epoch"], rank) / path
+    place = artefact_folder(folder, job["job_id"], found["epoch"], rank) / path
+    if not place.is_file():
+        raise Refusal(
+            "unknown_file", f"{path!r} of {job['job_id']} is not on the fleet's disk any more."
+        )
+    return place
 
 
 def _newest(folder: Path, job_id: str) -> int | None:

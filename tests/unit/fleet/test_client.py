@@ -22,6 +22,7 @@ from groupwise.fleet import client
 from groupwise.fleet.client import FleetAway, FleetClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.doorbells.local import LocalDoorbell
+from groupwise.fleet.download import DownloadError
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.patience import ASK_ON
 from groupwise.fleet.queue import admission
@@ -562,11 +563,73 @@ def test_artefacts_are_listed_and_fetched_whole(
             fleet._json("GET", f"/jobs/{job}/artefacts/{path.replace('/', '%2F')}")
 
 
+ODD_NAMES = (
+    *(
+        "x\ny",
+        "end\n",
+        "\n",
+        "\r",
+        "\t",
+        "\x01",
+        "\x7f",
+        "\x85",
+        "\u2028",
+        " ",
+        "a  b ",
+        "é",
+        "🙂",
+        "e\u0301",
+    ),
+    *(
+        "q?x=1",
+        "h#1",
+        "p%2e",
+        "%0A",
+        "~",
+        "..x",
+        "...",
+        ":",
+        ";",
+        "+&=",
+        '"',
+        "'",
+        "*",
+        "\\",
+        "{path}",
+        "[",
+        "|",
+    ),
+)
+
+
+def test_an_artefact_has_any_name_that_a_disk_takes(
+    fleet: FleetClient, place: FleetPlace, tmp_path: Path
+) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    left = {f"outputs/{name}": name.encode() for name in ODD_NAMES}
+    left |= {f"{name}/inner": name.encode() for name in ODD_NAMES}
+    _leave(place, job, left)
+    fleet.fetch(job, tmp_path / "here")
+    assert {path: (tmp_path / "here" / path).read_bytes() for path in left} == left
+
+
+def test_what_cannot_be_had_is_told_once_all_else_is_here(
+    fleet: FleetClient, place: FleetPlace, tmp_path: Path
+) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    _leave(place, job, {"a": b"a", "b": b"b", "c": b"c", "d": b"d"})
+    (place.artefacts / job / "9" / "b").unlink()
+    (place.artefacts / job / "9" / "c").write_bytes(b"damaged")
+    with pytest.raises(DownloadError, match=r"^2 of 4 files did not come: b: .*; c: other bytes"):
+        fleet.fetch(job, tmp_path / "here")
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["a", "d"]
+
+
 def _leave(place: FleetPlace, job: str, files: dict[str, bytes], name: str = "9") -> None:
     folder = place.artefacts / job / name
     named: dict[str, Any] = {}
     for path, data in files.items():
-        (folder / path).parent.mkdir(parents=True)
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
         named[path] = [hashlib.sha256(data).hexdigest(), 0o644, len(data)]
     record = {"files": named, "left_out": [["outputs/link", "link"]]}
@@ -662,7 +725,9 @@ def test_checkpoints_are_listed_and_fetched_by_who_may_see_the_job(
     assert [each["step"] for each in fleet.checkpoints(job)] == [3, 2]
     fleet.fetch(job, tmp_path, paths=["outputs/step-3"], checkpoints=True)
     assert (tmp_path / "outputs/step-3/w.bin").read_bytes() == b"weights"
-    with refused("unknown_file"):
+    with pytest.raises(
+        DownloadError, match=r"step-2/w.bin: that file of .* is not on the fleet's disk"
+    ):
         fleet.fetch(job, tmp_path, checkpoints=True)
     with refused("unknown_file"):  # a blob that is there, but not of that job
         list(fleet.checkpoint_pieces(other, kept))

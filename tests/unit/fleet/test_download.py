@@ -3,10 +3,11 @@
 1. A file appears under its name when its hash was found right, with its permission bits.
 2. A file that is there and right is kept and not asked for; another one is in the way, and then nothing at all comes, unless forced.
 3. After an interruption the file that was on its way goes on where it ended; what is torn there is fetched again.
-4. What comes and is not what was said is not kept.
+4. What comes and is not what was said is not kept. One such file, or one that cannot be had, keeps no other from coming.
 5. No path leads out of the folder.
 """
 
+import errno
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from groupwise.errors import UsageError
 from groupwise.fleet.client import FleetAway
 from groupwise.fleet.download import DownloadError, Wanted, bring, fetch
 from groupwise.hosts.spec import FileEntry
+from groupwise.wire.problems import Refusal
 
 
 class Left:
@@ -125,9 +127,51 @@ def test_what_is_torn_comes_again_from_the_beginning(tmp_path: Path, torn: bytes
 def test_what_comes_and_is_wrong_is_not_kept(tmp_path: Path, wrong: bytes) -> None:
     left = Left(b=bytes(range(50)))
     left.bytes["b"] = wrong
-    with pytest.raises(DownloadError, match="b did not come as the fleet says"):
+    with pytest.raises(
+        DownloadError, match="1 of 1 files did not come: b: other bytes came than the fleet says"
+    ):
         left.bring(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+class Broken(Left):
+    """A fleet that gives one of the files to nobody."""
+
+    def __init__(self, error: Exception, **files: bytes) -> None:
+        super().__init__(**files)
+        self._error = error
+
+    def pieces(self, path: str, offset: int) -> Iterator[bytes]:
+        if path == "b":
+            raise self._error
+        yield from super().pieces(path, offset)
+
+
+@pytest.mark.parametrize(
+    "error", [Refusal("unknown_file"), Refusal("internal"), OSError(errno.ENAMETOOLONG, "too long")]
+)
+def test_one_that_cannot_be_had_keeps_no_other_from_coming(
+    tmp_path: Path, error: Exception
+) -> None:
+    with pytest.raises(DownloadError, match=r"^1 of 3 files did not come: b: .*All others are in"):
+        Broken(error, a=b"a", b=b"b", c=b"c").bring(tmp_path)
+    assert (tmp_path / "a").read_bytes() + (tmp_path / "c").read_bytes() == b"ac"
+
+
+@pytest.mark.parametrize("error", [Refusal("forbidden"), FleetAway("gone"), Refusal("timed_out")])
+def test_what_no_file_is_spared_is_told_at_once(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        Broken(error, a=b"a", b=b"b", c=b"c").bring(tmp_path)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_path_too_long_for_this_disk_is_such_a_file(tmp_path: Path) -> None:
+    left = Left(a=b"a")
+    long = "/".join(["d" * 200] * 25)
+    left.bytes[long], left.entries[long] = b"long", FileEntry("0" * 64, 0o644, 4)
+    with pytest.raises(DownloadError, match="1 of 2 files did not come: ddd"):
+        left.bring(tmp_path)
+    assert (tmp_path / "a").read_bytes() == b"a"
 
 
 def test_two_at_once_do_not_write_one_file(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from fastapi.responses import FileResponse, Response
 from pydantic import Field
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from groupwise.fleet.api.serving import Asked, AskedHere, document
 from groupwise.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, follower_at
@@ -48,6 +49,15 @@ Epoch = Annotated[
         ge=0, le=MOST_SERIAL, description="Of the attempt; without it: the newest that left any."
     ),
 ]
+
+
+class _FilePath(PathConvertor):
+    """A path as a disk has it: a name may hold ends of lines, which the framework's own convertor does not take."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("file", _FilePath())
 
 
 class MissingBody(FleetBody):
@@ -295,7 +305,7 @@ ROUTES = (
     ),
     Route(
         method="GET",
-        path="/jobs/{job_id}/artefacts/{path:path}",
+        path="/jobs/{job_id}/artefacts/{path:file}",
         handler=read_artefact,
         role=Role.READ,
         tag=TAG,
