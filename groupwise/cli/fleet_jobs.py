@@ -346,7 +346,7 @@ def logs(
         typer.Option(
             metavar="N",
             help="Only the last so many lines.",
-            parser=whole("--tail", 20, least=0, most=1_000_000),
+            parser=whole("--tail", 20, least=0, most=100_000),
         ),
     ] = None,
 ) -> None:

@@ -37,6 +37,9 @@ MOST_JOBS = 10_000
 MOST_CHANGED = 200
 """Cancelled, held, released or tried again at once: in one transaction, for which others wait."""
 
+MOST_LINES = 100_000
+"""From the end of a log."""
+
 EPOCH_HEADER = "X-Log-Epoch"
 OFFSET_HEADER = "X-Log-Offset"
 """Where the next piece begins."""

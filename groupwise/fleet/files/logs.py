@@ -18,10 +18,11 @@ import contextlib
 import fcntl
 import os
 import re
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from sqlalchemy.orm import Session
 
@@ -40,6 +41,12 @@ REMEMBERED = 10_000
 """Logs that a mirror has made sure of."""
 LOOK_AGAIN = 0.25
 """Seconds until a follower that has read everything looks again."""
+LONGEST_TAIL = 16 << 20
+"""Bytes at the end of a log in which its last lines are looked for: of one that ends none, no more is shown."""
+TAIL_PIECE = 256 << 10
+"""Bytes that are read for that at once."""
+_LINE_END = re.compile(rb"\r\n?|\n")
+"""A line ends as a terminal has it: a progress bar begins its line again and again."""
 
 
 def log_path(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:
@@ -275,21 +282,33 @@ def follower_at(
 
 
 def _offset_of_tail(path: Path, lines: int) -> int:
-    """Where the last lines of a file begin; it is read from its end."""
+    """Where the last lines of a file begin; it is read from its end, and no further than LONGEST_TAIL."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return 0
     with file:
-        size = end = file.seek(0, os.SEEK_END)
-        block = b""
-        while end > 0 and block.count(b"\n") <= lines:
-            start = max(0, end - PIECE)
-            file.seek(start)
-            block = file.read(end - start) + block
-            end = start
-    kept = block.splitlines(keepends=True)[-lines:] if lines else []
-    return size - sum(len(line) for line in kept)
+        size = file.seek(0, os.SEEK_END)
+        end = _end_of_file(file, size, lines)
+    inside = (found.end() for found in _LINE_END.finditer(end) if found.end() < len(end))
+    begins = deque(inside, maxlen=lines)
+    if len(begins) < lines:
+        return size - len(end)
+    return size - len(end) + begins[0] if lines else size
+
+
+def _end_of_file(file: BinaryIO, size: int, lines: int) -> bytes:
+    """So much of it that as many lines begin in it, or all that is looked at."""
+    pieces: list[bytes] = []
+    ends, start, first = 0, size, max(0, size - LONGEST_TAIL)
+    # One of two bytes that end a line together may stand in each of two pieces, and is counted there as well.
+    while start > first and ends <= lines + len(pieces):
+        before, start = start, max(first, start - TAIL_PIECE)
+        file.seek(start)
+        piece = file.read(before - start)
+        ends += piece.count(b"\n") + piece.count(b"\r") - piece.count(b"\r\n")
+        pieces.append(piece)
+    return b"".join(reversed(pieces))
 
 
 async def follow(

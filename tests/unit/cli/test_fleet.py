@@ -31,6 +31,7 @@ from groupwise.fleet.store.database import connect
 from groupwise.fleet.store.tables import VM
 from groupwise.fleet.verbs.status import NO_DISPATCHER
 from groupwise.hosts.files import hash_of
+from groupwise.wire.fleet import MOST_LINES
 from tests.unit.cli.fleet_folder import Command
 from tests.unit.fleet.small_fleet import claim_some
 
@@ -550,7 +551,7 @@ def test_the_events_of_a_job_say_why_it_began_to_wait(seen: Command, folder: Pat
         (("exec", "nowhere", "true"), "there is no machine"),
         (("sumbit",), "submit"),
         (("jobs", "--limit", "1001"), "a whole number, 1 to 1000"),
-        (("logs", "job-none", "--tail", "-1"), "a whole number, 0 to"),
+        (("logs", "job-none", "--tail", "-1"), f"a whole number, 0 to {MOST_LINES}"),
         (("vm", "set", "vm-1", "--cpu-slots", "some"), "a whole number, 0 to 1024"),
         (("project", "set", "p", "--weight", "0"), "a number above 0"),
         (("project", "set", "p"), "nothing to change"),

@@ -32,7 +32,14 @@ from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import PIECE, BlobStore, Incoming
-from groupwise.wire.fleet import ENDED_HEADER, EPOCH_HEADER, MOST_CHANGED, OFFSET_HEADER, LogPart
+from groupwise.wire.fleet import (
+    ENDED_HEADER,
+    EPOCH_HEADER,
+    MOST_CHANGED,
+    MOST_LINES,
+    OFFSET_HEADER,
+    LogPart,
+)
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
 from tests.unit.fleet.small_fleet import add_machine, claim_some, execute
@@ -542,6 +549,8 @@ def test_a_log_begins_near_its_end(fleet: FleetClient, place: FleetPlace) -> Non
     assert fleet.log(job, tail=0) == LogPart(b"", 7, 13, False)
     assert fleet.log(job, tail=99).data == b"one\ntwo\nthree"
     assert fleet.log(job, tail=1, epoch=3).data == b"of three\n"
+    with refused("invalid_request"):
+        fleet.log(job, tail=MOST_LINES + 1)
 
 
 def test_artefacts_are_listed_and_fetched_whole(

@@ -28,6 +28,7 @@ from groupwise.wire.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
     MOST_INTEGER,
+    MOST_LINES,
     MOST_SERIAL,
     OFFSET_HEADER,
     FleetBody,
@@ -169,7 +170,7 @@ async def read_log(
         int | None,
         Query(
             ge=0,
-            le=MOST_INTEGER,
+            le=MOST_LINES,
             description="Begin so many lines before its present end, in place of `offset`.",
         ),
     ] = None,

@@ -1,4 +1,6 @@
 import asyncio
+import itertools
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from groupwise.fleet.files.logs import (
     cut,
     epochs,
     follow,
+    follower_at,
     log_path,
     make,
     newest_link,
@@ -297,3 +300,45 @@ async def test_following_ends_when_the_job_has_and_all_is_read(logs: Path) -> No
 
     pieces = [piece.data async for piece in follow(Follower(logs, JOB), ended, at_once)]
     assert b"".join(pieces) == b"one\ntwo\nlast\n"
+
+
+def tail_of(logs: Path, data: bytes, lines: int) -> bytes:
+    path = make(logs, JOB, 7)
+    path.write_bytes(data)
+    at = follower_at(logs, JOB, tail=lines).position
+    assert at is not None
+    return data[at.offset :]
+
+
+def test_the_last_lines_are_the_same_wherever_the_file_is_cut(
+    logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line ends as a terminal has it: progress bars begin theirs again."""
+    monkeypatch.setattr(logs_module, "TAIL_PIECE", 2)
+    for size in range(8):
+        for letters in itertools.product(b"x\r\n", repeat=size):
+            data = bytes(letters)
+            for lines in range(4):
+                kept = data.splitlines(keepends=True)[-lines:] if lines else []
+                assert tail_of(logs, data, lines) == b"".join(kept)
+
+
+def test_of_a_line_without_an_end_no_more_is_shown_than_so_much(
+    logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "LONGEST_TAIL", 1000)
+    assert tail_of(logs, b"x" * 5000, 20) == b"x" * 1000
+    assert tail_of(logs, b"x\n" * 5000, 5000) == b"x\n" * 500
+
+
+def test_the_end_of_a_large_log_is_found_in_little_room(logs: Path) -> None:
+    path = make(logs, JOB, 7)
+    path.write_bytes(b"50% of it\r" * 1_000_000)
+    tracemalloc.start()
+    try:
+        at = follower_at(logs, JOB, tail=20).position
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert at == Position(7, 9_999_800)
+    assert most < 2_000_000
