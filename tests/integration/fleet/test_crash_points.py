@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from groupwise.fleet.attempts.effects import Side
+from groupwise.fleet.store.tables import Checkpoint
+from groupwise.fleet.verbs import jobs
 from groupwise.testing.fake_hosts import Fault, Script
-from tests.fleet_rig import Rig
+from tests.fleet_rig import SOMEBODY, Rig
 from tests.integration.fleet.crash_points import Scenario, die_beside_every_effect
 
 pytestmark = pytest.mark.fleet
@@ -57,9 +59,32 @@ async def files(rig: Rig) -> None:
     await rig.until(rig.has("job", "completed"))
 
 
+async def checkpoint_damaged(rig: Rig) -> None:
+    """The newest one has rotted on the disk; the one before is whole."""
+    rig.submit("job", hold=True)
+    for step in (10, 20):
+        sha256 = rig.store.put(str(step).encode())
+        row = Checkpoint(
+            job_id="job", generation=0, epoch=0, path=f"outputs/{step}", step=step,
+            manifest={f"outputs/{step}/w.bin": [sha256, 0o644, 2]}, mirrored_at=1.0,
+        )  # fmt: skip
+        rig.database.run(lambda s, row=row: s.add(row))
+    rotten = rig.store.path(sha256)
+    rotten.chmod(0o644)
+    rotten.write_bytes(b"??")
+    rig.database.run(lambda s: jobs.release(s, SOMEBODY, "job"))
+    await rig.until(rig.has("job", "completed"))
+    ended = [(a.failure_class, (a.resume_from or {})["step"]) for a in rig.attempts("job")]
+    # Whoever goes on may find it void and not know why: then it is tried once more.
+    assert [each for each in ended if each != (None, 20)] == [("not_provided", 20), (None, 10)]
+
+
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
-    for scenario in (plain, fails_first, answer_lost, refused, turned_down, waits_for_room, files)
+    for scenario in (
+        *(plain, fails_first, answer_lost, refused, turned_down, waits_for_room, files),
+        checkpoint_damaged,
+    )
 }
 
 
