@@ -1964,7 +1964,7 @@ QUICK = (
     Mutation(
         "artefacts",
         "any file of the control machine is given out as one",
-        (("fleet/verbs/left.py", '    if path not in found["files"]:\n', "    if False:\n"),),
+        (("fleet/verbs/left.py", "    if path not in named:\n", "    if False:\n"),),
         (f"{API}::test_artefacts_are_listed_and_fetched_whole",),
     ),
     Mutation(
@@ -1973,8 +1973,8 @@ QUICK = (
         (
             (
                 "fleet/verbs/left.py",
-                "    for each in checkpoints(session, actor, job_id):\n",
-                "    if session:\n        return sha256\n    for each in checkpoints(session, actor, job_id):\n",
+                "    if sha256 not in _HASHES.of(",
+                "    if False and sha256 not in _HASHES.of(",
             ),
         ),
         (f"{API}::test_checkpoints_are_listed_and_fetched_by_who_may_see_the_job",),

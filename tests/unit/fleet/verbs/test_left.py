@@ -1,0 +1,146 @@
+"""What may be fetched is worked out once for all files of a job, beside the database and over the API, and anew where it has changed."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import delete, event
+
+from groupwise.fleet.client import FleetClient
+from groupwise.fleet.direct import DirectFleet
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Checkpoint
+from groupwise.fleet.verbs import left
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.files import BlobStore
+from groupwise.wire.problems import Refusal
+from tests.fleet_api import api, place_in
+
+ADA = Actor("user:ada")
+COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
+FILES = {f"outputs/{n}": f"number {n}".encode() for n in range(20)}
+
+
+@pytest.fixture
+def direct(database: Database, tmp_path: Path) -> DirectFleet:
+    return DirectFleet(place_in(tmp_path / "fleet"), database, ADA)
+
+
+@pytest.fixture(params=["beside the database", "over the API"])
+def fleet(
+    request: pytest.FixtureRequest, direct: DirectFleet
+) -> Iterator[DirectFleet | FleetClient]:
+    if request.param == "beside the database":
+        yield direct
+    else:
+        with api(direct.database, direct.place) as at, closing(FleetClient(at)) as client:
+            yield client
+
+
+def manifest(files: dict[str, bytes]) -> dict[str, Any]:
+    return {
+        path: [hashlib.sha256(data).hexdigest(), 0o644, len(data)] for path, data in files.items()
+    }
+
+
+def leave(direct: DirectFleet, job: str, files: dict[str, bytes]) -> None:
+    """As its newest artefacts."""
+    folder = direct.place.artefacts / job / "9"
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    written = folder.with_name("9.json.new")
+    written.write_text(json.dumps({"files": manifest(files), "left_out": []}))
+    written.replace(folder.with_name("9.json"))
+    if not folder.with_name("current").is_symlink():
+        folder.with_name("current").symlink_to("9")
+
+
+def mirrored(direct: DirectFleet, job: str, step: int, files: dict[str, bytes]) -> None:
+    store = BlobStore(direct.place.blobs)
+    for data in files.values():
+        store.put(data)
+    about = {"job_id": job, "generation": 0, "epoch": 5, "path": f"outputs/{step}", "step": step}
+    row = Checkpoint(**about, manifest=manifest(files), mirrored_at=float(step))
+    direct.database.run(lambda session: session.add(row))
+
+
+def test_the_record_of_all_files_is_read_once_for_all_of_them(
+    fleet: DirectFleet | FleetClient,
+    direct: DirectFleet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = direct.submit(COMMAND)["job_id"]
+    leave(direct, job, FILES)
+    loads, read = json.loads, list[object]()
+
+    def counting(text: Any, *args: Any, **kwargs: Any) -> Any:
+        found = loads(text, *args, **kwargs)
+        if isinstance(found, dict) and found.keys() == {"files", "left_out"}:
+            read.append(text)
+        return found
+
+    monkeypatch.setattr(json, "loads", counting)
+    fleet.fetch(job, tmp_path / "here")
+    assert {path: (tmp_path / "here" / path).read_bytes() for path in FILES} == FILES
+    assert len(read) <= 2  # the list that the caller gets, and what may be fetched
+
+
+def test_manifests_of_checkpoints_are_read_once_for_all_of_their_files(
+    fleet: DirectFleet | FleetClient, direct: DirectFleet, tmp_path: Path
+) -> None:
+    job = direct.submit(COMMAND)["job_id"]
+    mirrored(direct, job, 1, {"outputs/older/first": b"first"})
+    mirrored(direct, job, 2, FILES)
+    asked = list[str]()
+
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        asked.extend([statement] if "checkpoints.manifest" in statement else [])
+
+    engine = direct.database.read(lambda session: session.get_bind().engine)
+    event.listen(engine, "before_cursor_execute", note)
+    fleet.fetch(job, tmp_path / "here", checkpoints=True)
+    event.remove(engine, "before_cursor_execute", note)
+    assert {path: (tmp_path / "here" / path).read_bytes() for path in FILES} == FILES
+    assert len(asked) <= 2
+
+
+def test_what_a_record_names_is_asked_anew_when_it_is_another(direct: DirectFleet) -> None:
+    job = direct.submit(COMMAND)["job_id"]
+    about = {"job_id": job, "status": "completed"}
+    for path, other in (("outputs/one", "outputs/two"), ("outputs/two", "outputs/one")):
+        leave(direct, job, {path: b"x"})
+        found = left.artefact(direct.place.artefacts, about, path, None)
+        assert found == direct.place.artefacts / job / "9" / path
+        with pytest.raises(Refusal, check=lambda refusal: refusal.code == "unknown_file"):
+            left.artefact(direct.place.artefacts, about, other, None)
+
+
+def test_what_checkpoints_name_is_asked_anew_when_they_are_others(direct: DirectFleet) -> None:
+    job = direct.submit(COMMAND)["job_id"]
+    first, second = (hashlib.sha256(data).hexdigest() for data in (b"first", b"second"))
+    mirrored(direct, job, 1, {"outputs/1/w": b"first"})
+    assert direct.read(left.checkpoint_file, job, first) == first
+    mirrored(direct, job, 2, {"outputs/2/w": b"second"})
+    assert direct.read(left.checkpoint_file, job, second) == second
+    forgotten = delete(Checkpoint).where(Checkpoint.step == 1)
+    direct.database.run(lambda session: session.execute(forgotten))
+    with pytest.raises(Refusal, check=lambda refusal: refusal.code == "unknown_file"):
+        direct.read(left.checkpoint_file, job, first)
+    other = direct.submit(COMMAND)["job_id"]
+    with pytest.raises(Refusal, check=lambda refusal: refusal.code == "unknown_file"):
+        direct.read(left.checkpoint_file, other, second)
+
+
+def test_only_the_last_few_are_remembered() -> None:
+    named = left._Named()
+    for key in range(3 * left.REMEMBERED):
+        named.of(key, lambda key=key: frozenset({str(key)}))
+        assert named.of(0, lambda: frozenset({"zero"})) in ({"0"}, {"zero"})
+    assert len(named._known) == left.REMEMBERED
+    assert named.of(0, frozenset) == {"0"}, "what is asked for stays"
