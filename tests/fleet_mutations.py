@@ -1367,7 +1367,7 @@ QUICK = (
     Mutation(
         "blobs that are young",
         "what nobody names yet is collected",
-        (("hosts/files.py", "status.st_mtime + SPARED < moment", "status.st_mtime <= moment"),),
+        (("hosts/files.py", "status.st_mtime + spared < moment", "status.st_mtime <= moment"),),
         (
             f"{STORE}::test_only_what_nothing_names_goes",
             f"{HOSTS}/test_files.py::test_what_nobody_names_is_collected_and_what_somebody_just_asked_for_is_not",
@@ -1379,8 +1379,8 @@ QUICK = (
         (
             (
                 "fleet/files/clearing.py",
-                "        now = store.now()\n        named = database.read(named_blobs)\n",
-                "        named = database.read(named_blobs)\n        now = store.now()\n",
+                "        now, needed = store.now(), store.all_needed()\n        named = database.read(named_blobs)\n",
+                "        named = database.read(named_blobs)\n        now, needed = store.now(), store.all_needed()\n",
             ),
         ),
         (f"{STORE}::test_what_is_put_while_it_is_asked_what_is_named_stays",),
@@ -1439,6 +1439,18 @@ QUICK = (
             ),
         ),
         (f"{STORE}::test_what_a_job_or_an_attempt_needs_is_named",),
+    ),
+    Mutation(
+        "what a checkpoint on its way needs",
+        "is collected meanwhile",
+        (
+            (
+                "fleet/files/clearing.py",
+                "store.collect(named | needed, now=now)",
+                "store.collect(named, now=now)",
+            ),
+        ),
+        (f"{UNIT}/files/test_mirror.py::test_what_a_mirror_needs_stays_however_long_it_takes",),
     ),
     Mutation(
         "folders of what is given up",

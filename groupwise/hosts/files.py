@@ -4,6 +4,10 @@ A manifest says for each path its sha256, mode and size; what lies there is a bl
 number of processes use at once: a blob appears whole or not at all, is never changed, and is hashed again whenever it is read. What
 nobody names any more is collected, but nothing that somebody put there or asked for within the last day: who names it may be about to.
 What a day is, the clock of the store's own file system says, because machines that share a store may differ about the time.
+
+What the control side fetched by itself, for a purpose of its own, is marked (`MARK`), and may be very much: it is spared for minutes alone.
+Who fetches says meanwhile which blobs are needed (`BlobStore.needed`), and has named them by the end of that. Whoever else puts such a blob
+or asks for it takes the mark away.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from groupwise.errors import RunError, UsageError
 from groupwise.hosts.spec import SHA256, FileEntry, path_problems
@@ -32,6 +36,12 @@ SPARED = 86_400.0
 """Seconds in which a blob that was put or asked for is not collected: the longest that anybody takes from there to naming it."""
 SLOWEST_DISK = 32 * PIECE
 """Bytes a second: what has come is read and hashed once more before it is a blob, in which time no more of it comes."""
+SPARED_MARKED = 900.0
+"""The same, of a blob that is marked: what was cut off for so long goes on where it ended."""
+MARK = stat.S_ISVTX
+"""In the mode of a blob's file, where it means nothing else: a copy of the store keeps it, and what loses it is spared for longer."""
+NEEDED = ".needed"
+"""The folder in which it is said which blobs are needed: a file for each who needs some, locked for as long."""
 INCOMING = "incoming"
 """The folder of what is not whole yet."""
 
@@ -132,10 +142,39 @@ class BlobStore:
     def __contains__(self, sha256: str) -> bool:
         return self.path(sha256).is_file()
 
-    def missing(self, hashes: Iterable[str]) -> list[str]:
-        """Those that are not here. The others are kept for the next day, whoever names them or not."""
+    def missing(self, hashes: Iterable[str], *, marked: bool = False) -> list[str]:
+        """Those that are not here. The others are kept for the next day, whoever names them or not.
+
+        `marked`: for who is about to fetch the missing ones by itself; then those that are marked stay so.
+        """
         with self._shared():
-            return [sha256 for sha256 in dict.fromkeys(hashes) if not self._spare(sha256)]
+            return [each for each in dict.fromkeys(hashes) if not self._spare(each, marked)]
+
+    @contextlib.contextmanager
+    def needed(self, hashes: Iterable[str]) -> Generator[None]:
+        """Meanwhile none of these is collected. It is over with the process at the latest."""
+        folder = self.root / NEEDED
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{os.getpid()}-{time.monotonic_ns()}"
+        with path.open("x") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write("\n".join(hashes))
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def all_needed(self) -> set[str]:
+        """By whoever is at work. To be asked before it is asked what is named, which is when they are named at the latest."""
+        found: set[str] = set()
+        for path in (self.root / NEEDED).glob("*"):
+            with contextlib.suppress(FileNotFoundError), path.open() as file:
+                if path.stat().st_mtime + SPARED_MARKED < self.now() and not _is_locked(file):
+                    path.unlink()
+                else:  # one that is young may not be locked yet
+                    found.update(file.read().split())
+        return found
 
     def put(self, data: bytes) -> str:
         """Keep these bytes; their sha256."""
@@ -202,10 +241,13 @@ class BlobStore:
         sync_folder(target.parent)
 
     @contextlib.contextmanager
-    def incoming(self, sha256: str, size: int, sender: str = "") -> Generator[Incoming]:
+    def incoming(
+        self, sha256: str, size: int, sender: str = "", *, marked: bool = False
+    ) -> Generator[Incoming]:
         """A blob that comes piece by piece; what came before a crash is still there. BlobBusy where somebody else is receiving it.
 
-        `sender`: letters and digits; what two of them send is kept apart, so that neither completes what the other has begun.
+        `sender`: letters and digits; what two of them send is kept apart, so that neither completes what the other has begun. `marked`: the
+        blob is to be, unless it is here without a mark.
         """
         self._check_size(size, sha256)
         path = self._incoming_path(sha256, sender)
@@ -216,7 +258,8 @@ class BlobStore:
                 raise BlobBusy(f"the blob {sha256} is being received by somebody else") from None
             if not _is_at(file, path):
                 raise BlobBusy(f"the blob {sha256} has just been received by somebody else")
-            yield Incoming(self, sha256, size, file)
+            _set_mark(file, marked)
+            yield Incoming(self, sha256, size, file, marked=marked)
 
     def received(self, sha256: str, sender: str = "") -> int:
         """Bytes that have come of a blob which is not whole yet, also while somebody receives it."""
@@ -225,10 +268,10 @@ class BlobStore:
         except FileNotFoundError:
             return 0
 
-    def adopt(self, temporary: Path, sha256: str) -> None:
+    def adopt(self, temporary: Path, sha256: str, *, marked: bool = False) -> None:
         """A verified, durable file on the store's own disk becomes a blob."""
         with self._shared():
-            self._publish(temporary, sha256)
+            self._publish(temporary, sha256, marked)
 
     def now(self) -> float:
         """By the clock that blobs are dated with."""
@@ -245,7 +288,7 @@ class BlobStore:
         return sum(
             self._collect_in(folder, keep, moment)
             for folder in sorted(self.root.iterdir())
-            if folder.is_dir()
+            if folder.is_dir() and folder.name != NEEDED
         )
 
     def _collect_in(self, folder: Path, keep: Collection[str], moment: float) -> int:
@@ -256,7 +299,8 @@ class BlobStore:
                 if path.name in keep and folder.name != INCOMING:
                     continue
                 status = path.stat()
-                if status.st_mtime + SPARED < moment:
+                spared = SPARED_MARKED if status.st_mode & MARK else SPARED
+                if status.st_mtime + spared < moment and not _is_being_received(path):
                     path.unlink()
                     freed += status.st_size
         return freed
@@ -265,15 +309,24 @@ class BlobStore:
         """While something is put, nothing is collected."""
         return self._locked(fcntl.LOCK_SH)
 
+    def _marking(self) -> contextlib.AbstractContextManager[None]:
+        """Only one at a time decides whether a blob is marked."""
+        return self._locked(fcntl.LOCK_EX, ".marking")
+
     @contextlib.contextmanager
-    def _locked(self, how: int) -> Generator[None]:
-        with (self.root / ".lock").open("ab") as lock:
+    def _locked(self, how: int, name: str = ".lock") -> Generator[None]:
+        with (self.root / name).open("ab") as lock:
             fcntl.flock(lock, how)
             yield
 
-    def _spare(self, sha256: str) -> bool:
+    def _spare(self, sha256: str, marked: bool = False) -> bool:
+        """`marked`: it may be and stay so."""
+        path = self.path(sha256)
         try:
-            os.utime(self.path(sha256))
+            os.utime(path)
+            if not marked and path.stat().st_mode & MARK:
+                with self._marking():
+                    path.chmod(0o444)
         except FileNotFoundError:
             return False
         return True
@@ -328,12 +381,16 @@ class BlobStore:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _publish(self, temporary: Path, sha256: str) -> None:
+    def _publish(self, temporary: Path, sha256: str, marked: bool = False) -> None:
         target = self.path(sha256)
         if not target.parent.is_dir():
             target.parent.mkdir(exist_ok=True)
             sync_folder(self.root)
-        temporary.replace(target)
+        with self._marking():
+            counted_on = target.exists() and not target.stat().st_mode & MARK
+            temporary.chmod(0o444 | MARK if marked and not counted_on else 0o444)
+            os.utime(temporary)  # its last piece may have come long ago
+            temporary.replace(target)
         sync_folder(target.parent)
 
     def _check(self, sha256: str, found: str) -> None:
@@ -351,8 +408,16 @@ class BlobStore:
 class Incoming:
     """A blob that is on its way into the store. Only one writes it at a time."""
 
-    def __init__(self, store: BlobStore, sha256: str, size: int, file: io.BufferedRandom) -> None:
-        self._store, self._file = store, file
+    def __init__(
+        self,
+        store: BlobStore,
+        sha256: str,
+        size: int,
+        file: io.BufferedRandom,
+        *,
+        marked: bool = False,
+    ) -> None:
+        self._store, self._file, self._marked = store, file, marked
         self.sha256, self.size = sha256, size
 
     @property
@@ -382,11 +447,10 @@ class Incoming:
             self.restart()
             raise BlobError(f"what came for the blob {self.sha256} has the sha256 {found}")
         os.fsync(self._file.fileno())
-        os.fchmod(self._file.fileno(), 0o444)
         path = Path(self._file.name)
         if not _is_at(self._file, path):
             raise BlobError(f"what came for the blob {self.sha256} was removed meanwhile")
-        self._store.adopt(path, self.sha256)
+        self._store.adopt(path, self.sha256, marked=self._marked)
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
@@ -395,6 +459,28 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _set_mark(file: BinaryIO, marked: bool) -> None:
+    mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    if bool(mode & MARK) != marked:
+        os.fchmod(file.fileno(), mode ^ MARK)
+
+
+def _is_locked(file: IO[Any]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _is_being_received(path: Path) -> bool:
+    """However long ago its last piece came: a large one is hashed for minutes."""
+    if path.parent.name != INCOMING:
+        return False
+    with path.open("rb") as file:
+        return _is_locked(file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ never a row without its files.
 
 Whoever writes does it the other way round: first the blob, then the row that names it. Between the two nothing names the blob, and what
 spares it is its age (`hosts/files.py`): which blobs are named is asked after the time was looked at, so one that was put, or asked for,
-within a day of that stays, whatever was asked and however long it takes.
+within a day of that stays, whatever was asked and however long it takes. Blobs that came by the mirror of checkpoints alone are spared for
+minutes, and while a mirror needs them: that is asked before it is asked what is named, so that it is the one or the other.
 
 Logs and artefacts go only of jobs of which the events say that they were pruned. Those of a job that no table knows may belong to a
 database that was set back, or to one that somebody has named by mistake; and a database that never had a job names no blob, so that it
@@ -41,11 +42,11 @@ from groupwise.fleet.store.tables import (
     GPUHistory,
     Job,
 )
-from groupwise.hosts.files import SPARED, BlobStore
+from groupwise.hosts.files import SPARED, SPARED_MARKED, BlobStore
 from groupwise.hosts.spec import JOB_ID
 
 READ_AT_ONCE = 1000
-EVERY = 3600.0
+EVERY = SPARED_MARKED
 """Seconds between two looks of dispatchers."""
 SILENT = 7 * 86_400.0
 """Seconds after which nobody asks any more about a process of the control plane that was killed."""
@@ -71,11 +72,11 @@ def clear_away(
             remove_files(folders, job_id)
         database.run(forget_processes)
         forget_history(database)
-        now = store.now()
+        now, needed = store.now(), store.all_needed()
         named = database.read(named_blobs)
         if named is None:
             return 0
-        freed = store.collect(named, now=now)
+        freed = store.collect(named | needed, now=now)
         forget_rights(database, store)
         return freed
 

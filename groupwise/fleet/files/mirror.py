@@ -11,6 +11,9 @@ it waits for as long as more of it comes. One that stands still, because whoever
 What the manifest says, the job has written. So a blob that is in the store, and that its project may not name (`store/rights.py`), comes
 too, or it would get the file of another project by its hash; what has come, the project may name from then on.
 
+Its blobs are marked in the store: they are many, nobody but rows of checkpoints and attempts is to name them, and those that none names
+any more go within minutes. So while one is brought here, the store is told that its blobs are needed.
+
 Of a gang, what rank 0 wrote is the checkpoint.
 """
 
@@ -33,7 +36,7 @@ from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import Checkpoint, Job
 from groupwise.hosts.answers import CheckpointTree
-from groupwise.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore
+from groupwise.hosts.files import SLOWEST_DISK, BlobBusy, BlobError, BlobStore, Incoming
 from groupwise.hosts.port import RunnerRefused
 from groupwise.hosts.spec import FileEntry
 
@@ -78,15 +81,18 @@ class CheckpointMirror:
         for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):
             if here is not None and checkpoint.step <= here:
                 return
-            try:
-                await self._fetch(part, checkpoint)
-            except _Torn as torn:
-                log.info("%s.%s: %s is skipped: %s", part.job_id, part.epoch, checkpoint.path, torn)
-                continue
-            await self._gateway.commit(
-                "checkpoint.row",
-                partial(_record, part=part, checkpoint=checkpoint, keep=self._keep),
-            )
+            with self._store.needed(entry.sha256 for entry in checkpoint.files.values()):
+                try:
+                    await self._fetch(part, checkpoint)
+                except _Torn as torn:
+                    log.info(
+                        "%s.%s: %s is skipped: %s", part.job_id, part.epoch, checkpoint.path, torn
+                    )
+                    continue
+                await self._gateway.commit(
+                    "checkpoint.row",
+                    partial(_record, part=part, checkpoint=checkpoint, keep=self._keep),
+                )
             return
 
     async def _fetch(self, part: Part, checkpoint: CheckpointTree) -> None:
@@ -110,7 +116,7 @@ class CheckpointMirror:
         )
         known = [sha256 for sha256 in every if sha256 not in lacking]
         missing = await self._gateway.write(
-            "checkpoint.missing", lambda: self._store.missing(known)
+            "checkpoint.missing", lambda: self._store.missing(known, marked=True)
         )
         return [sha256 for sha256 in every if sha256 in lacking or sha256 in missing]
 
@@ -136,17 +142,22 @@ class CheckpointMirror:
     async def _blob(
         self, part: Part, path: str, entry: FileEntry, project: str, sender: str
     ) -> None:
-        with self._store.incoming(entry.sha256, entry.size, sender) as incoming:
-            while incoming.received < entry.size:
-                data = await part.runner.read(
-                    part.job_id, part.epoch, path, offset=incoming.received
-                )
-                if not data:
-                    raise BlobError(f"only {incoming.received} of {entry.size} bytes are there")
-                await self._gateway.write("checkpoint.piece", partial(incoming.add, data))
+        with self._store.incoming(entry.sha256, entry.size, sender, marked=True) as incoming:
+            try:
+                await self._rest(part, path, incoming)
+            except (RunnerRefused, BlobError):
+                incoming.restart()  # that file is gone, and what has come of it is of no use
+                raise
             await self._gateway.write("checkpoint.blob", incoming.finish)
         sent = [(entry.sha256, project)]
         await self._gateway.commit("checkpoint.right", partial(rights.record, rights=sent))
+
+    async def _rest(self, part: Part, path: str, incoming: Incoming) -> None:
+        while incoming.received < incoming.size:
+            data = await part.runner.read(part.job_id, part.epoch, path, offset=incoming.received)
+            if not data:
+                raise BlobError(f"only {incoming.received} of {incoming.size} bytes are there")
+            await self._gateway.write("checkpoint.piece", partial(incoming.add, data))
 
 
 def _project_of(session: Session, part: Part) -> str:

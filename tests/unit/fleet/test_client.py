@@ -31,7 +31,7 @@ from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
 from groupwise.fleet.verbs.actor import Actor
-from groupwise.hosts.files import PIECE, BlobStore, Incoming
+from groupwise.hosts.files import PIECE, SPARED_MARKED, BlobStore, Incoming
 from groupwise.wire.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -489,6 +489,25 @@ def test_what_another_project_has_is_sent_whole_all_the_same(
     assert "has the sha256" in caught.value.detail
     assert blue.upload([tmp_path / "f"]) == manifest
     assert blue.submit({**COMMAND, "files": manifest})["project"] == "blue"
+
+
+def test_what_a_checkpoint_has_already_is_kept_for_a_day_for_who_would_send_it(
+    fleet: FleetClient, place: FleetPlace
+) -> None:
+    """Of itself it would go within minutes, once no checkpoint names it."""
+    store, names = BlobStore(place.blobs), ["asked for", "sent", "neither"]
+    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    for name in names:
+        with store.incoming(hashes[name], len(name), marked=True) as incoming:
+            incoming.add(name.encode())
+            incoming.finish()
+    query = {"size": len("asked for")}
+    there = _asked(fleet, "GET", f"/blobs/{hashes['asked for']}", query=query)
+    assert there == {"received": len("asked for")}
+    query = {"size": 4, "offset": 0}
+    sent = _asked(fleet, "PUT", f"/blobs/{hashes['sent']}", query=query, content=b"sent")
+    assert sent == {"received": 4, "stored": True}
+    assert store.collect(set(), now=store.now() + 2 * SPARED_MARKED) == len("neither")
 
 
 @pytest.mark.parametrize("first", ["bound", "unbound"])

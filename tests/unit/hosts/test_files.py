@@ -10,7 +10,15 @@ import pytest
 
 from groupwise.errors import UsageError
 from groupwise.hosts import files
-from groupwise.hosts.files import SPARED, BlobBusy, BlobError, BlobStore, files_below
+from groupwise.hosts.files import (
+    MARK,
+    SPARED,
+    SPARED_MARKED,
+    BlobBusy,
+    BlobError,
+    BlobStore,
+    files_below,
+)
 from groupwise.hosts.spec import FileEntry
 from tests.disks import small_disk
 
@@ -26,7 +34,8 @@ def sha(data: bytes) -> str:
 
 def everything(store: BlobStore) -> set[str]:
     return {p.relative_to(store.root).as_posix() for p in store.root.rglob("*") if p.is_file()} - {
-        ".lock"
+        ".lock",
+        ".marking",
     }
 
 
@@ -173,6 +182,121 @@ def test_what_nobody_names_is_collected_and_what_somebody_just_asked_for_is_not(
     assert (kept in store, asked in store, old in store) == (True, True, False)
     assert store.collect({kept}, now=time.time() + 2 * SPARED) == len("asked") + len("ha")
     assert everything(store) == {f"{kept[:2]}/{kept}"}
+
+
+def fetched(store: BlobStore, data: bytes) -> str:
+    """Brought here by the control side itself."""
+    with store.incoming(sha(data), len(data), marked=True) as incoming:
+        incoming.add(data)
+        incoming.finish()
+    return sha(data)
+
+
+def is_marked(store: BlobStore, sha256: str) -> bool:
+    return bool(store.path(sha256).stat().st_mode & MARK)
+
+
+def test_what_was_fetched_for_a_purpose_of_its_own_is_spared_for_minutes(store: BlobStore) -> None:
+    by_itself, sent = fetched(store, b"by itself"), store.put(b"sent")
+    soon = time.time() + SPARED_MARKED / 2
+    assert store.collect(set(), now=soon) == 0
+    later = time.time() + 2 * SPARED_MARKED
+    assert store.collect({by_itself}, now=later) == 0
+    assert store.missing([by_itself], marked=True) == []
+    assert store.collect(set(), now=later) == len("by itself")
+    assert (by_itself in store, sent in store) == (False, True)
+
+
+@pytest.mark.parametrize("how", ["put", "asked for", "put as a file", "received"])
+@pytest.mark.parametrize("first", [True, False])
+def test_who_puts_or_asks_for_what_was_fetched_has_it_spared_for_a_day(
+    store: BlobStore, tmp_path: Path, how: str, first: bool
+) -> None:
+    def count_on_it() -> None:
+        (tmp_path / "file").write_bytes(b"both")
+        if how == "received":
+            with store.incoming(sha(b"both"), 4, "somebody") as incoming:
+                incoming.add(b"both")
+                incoming.finish()
+        elif how == "asked for" and not first:
+            assert store.missing([sha(b"both")]) == []
+        elif how == "put as a file":
+            store.put_file(tmp_path / "file")
+        else:
+            store.put(b"both")
+
+    if first:
+        count_on_it()
+    fetched(store, b"both")
+    if not first:
+        count_on_it()
+    assert not is_marked(store, sha(b"both"))
+    store.collect(set(), now=time.time() + SPARED / 2)
+    assert sha(b"both") in store
+
+
+def test_what_somebody_counts_on_is_not_marked_by_who_fetches_it_again(store: BlobStore) -> None:
+    sent = store.put(b"sent")
+    assert store.missing([sent], marked=True) == []
+    assert not is_marked(store, sent)
+
+
+def test_what_was_begun_and_left_is_gone_as_soon(store: BlobStore) -> None:
+    with store.incoming(sha(b"half"), 4, marked=True) as incoming:
+        incoming.add(b"ha")
+    with store.incoming(sha(b"sent"), 4) as incoming:
+        incoming.add(b"se")
+    assert store.collect(set(), now=time.time() + 2 * SPARED_MARKED) == len("ha")
+
+
+def test_what_is_being_received_stays_however_long_ago_its_last_piece_came(
+    store: BlobStore,
+) -> None:
+    with store.incoming(sha(b"large"), 5, marked=True) as incoming:
+        incoming.add(b"large")
+        store.collect(set(), now=time.time() + 2 * SPARED)
+        incoming.finish()
+    assert store.read(sha(b"large")) == b"large"
+
+
+def test_a_blob_that_lay_half_received_for_a_day_is_spared_from_when_it_is_whole(
+    store: BlobStore,
+) -> None:
+    with store.incoming(sha(b"slow"), 4) as incoming:
+        incoming.add(b"slow")
+    [path] = (store.root / "incoming").iterdir()
+    os.utime(path, (0, 0))
+    with store.incoming(sha(b"slow"), 4) as incoming:
+        incoming.finish()
+    assert store.collect(set()) == 0
+
+
+def test_what_is_needed_is_told_until_its_process_ends(store: BlobStore) -> None:
+    assert store.all_needed() == set()
+    with store.needed(["a" * 64, "b" * 64]), store.needed(["c" * 64]):
+        assert store.all_needed() == {"a" * 64, "b" * 64, "c" * 64}
+        for path in (store.root / ".needed").iterdir():
+            os.utime(path, (0, 0))
+        assert store.all_needed() == {"a" * 64, "b" * 64, "c" * 64}, "it is locked"
+        store.collect(set(), now=time.time() + 2 * SPARED)
+        assert len(store.all_needed()) == 3
+    assert store.all_needed() == set()
+
+
+def test_what_a_process_needed_that_was_killed_is_forgotten(store: BlobStore) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from groupwise.hosts.files import BlobStore
+with BlobStore(Path(sys.argv[1])).needed(["d" * 64]):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code, str(store.root)], check=False)
+    assert store.all_needed() == {"d" * 64}, "it may just have begun"
+    [path] = (store.root / ".needed").iterdir()
+    os.utime(path, (0, 0))
+    assert store.all_needed() == set()
+    assert list((store.root / ".needed").iterdir()) == []
 
 
 HAMMER = """

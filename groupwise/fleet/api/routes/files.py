@@ -110,7 +110,8 @@ def _lacking(asked: Asked, hashes: Iterable[str]) -> frozenset[str]:
 
 
 def _is_here(asked: Asked, sha256: str) -> bool:
-    return sha256 in asked.serving.folders.blobs and not _lacking(asked, [sha256])
+    """Then it is kept for the next day, in which the caller may name it."""
+    return not (_lacking(asked, [sha256]) or asked.serving.folders.blobs.missing([sha256]))
 
 
 def _received(asked: Asked, sha256: str, size: int) -> int:
@@ -251,7 +252,7 @@ async def read_checkpoint_file(asked: AskedHere, job_id: str, sha256: str) -> Re
         lambda session: left.checkpoint_file(session, asked.actor, job_id, sha256)
     )
     store = asked.serving.folders.blobs
-    if not await asyncio.to_thread(store.missing, [named]):
+    if not await asyncio.to_thread(store.missing, [named], marked=True):
         return FileResponse(store.path(named), media_type="application/octet-stream")
     raise Refusal("unknown_file", f"that file of {job_id} is not on the fleet's disk any more.")
 

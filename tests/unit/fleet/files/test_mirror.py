@@ -10,12 +10,12 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.fleet.attempts.records import Stale
-from groupwise.fleet.files.clearing import named_blobs
+from groupwise.fleet.files.clearing import clear_away, named_blobs
 from groupwise.fleet.files.mirror import KEPT, CheckpointMirror
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Checkpoint
-from groupwise.hosts.files import BlobStore, Incoming
+from groupwise.hosts.files import SPARED, SPARED_MARKED, BlobStore, Incoming
 from groupwise.hosts.port import HostUnreachable
 from groupwise.hosts.spec import FileEntry
 from tests.unit.fleet.work_folder import WorkFolder, begin, entry
@@ -77,6 +77,81 @@ async def test_older_ones_are_forgotten_and_their_blobs_collected(
         for listed in row.manifest.values():
             assert listed[0] in store
     assert entry(b"30" * 50)[0] not in store
+
+
+class LaterStore(BlobStore):
+    """One of which the clock can be ahead."""
+
+    ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead
+
+
+@pytest.fixture
+def later(tmp_path: Path) -> LaterStore:
+    return LaterStore(tmp_path / "blobs")
+
+
+def size_of(store: BlobStore) -> int:
+    return sum(path.stat().st_size for path in store.root.rglob("*") if path.is_file())
+
+
+async def test_what_no_row_of_a_checkpoint_names_any_more_is_free_within_minutes(
+    database: Database, later: LaterStore, host: WorkFolder
+) -> None:
+    """But for what somebody sends, who may be about to name it, and what another job names."""
+    part = begin(database, host)
+    mirror = CheckpointMirror(later, Gateway(database))
+    sent = b"10" * 5000
+    for step in range(10, 70, 10):
+        host.checkpoint(f"outputs/c-{step}", step, weights=str(step).encode() * 5000, base=b"b")
+        await mirror.mirror(part)
+    later.put(sent)
+    assert size_of(later) > 60_000
+    later.ahead = 2 * SPARED_MARKED
+    assert clear_away(database, later, ()) == 3 * 10_000 + 4 * len("10")
+    for sha256 in database.read(named_blobs) or ():
+        assert sha256 in later
+    assert later.read(entry(sent)[0]) == sent
+    later.ahead = 2 * SPARED
+    assert clear_away(database, later, ()) == len(sent)
+
+
+@pytest.mark.parametrize("at", ["checkpoint.piece", "checkpoint.blob", "checkpoint.row"])
+@pytest.mark.parametrize("side", ["before", "after"])
+async def test_what_a_mirror_needs_stays_however_long_it_takes(
+    database: Database, later: LaterStore, host: WorkFolder, at: str, side: Side
+) -> None:
+    """Also what another checkpoint had that is kept no more."""
+    part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, one=b"same", two=b"10")
+    await CheckpointMirror(later, Gateway(database), keep=1).mirror(part)
+    collected = list[int]()
+
+    def then_somebody_collects(name: str, when: Side) -> None:
+        if (name, when) == (at, side):
+            later.ahead += 2 * SPARED_MARKED
+            collected.append(clear_away(database, later, ()))
+
+    host.checkpoint("outputs/c-20", 20, three=b"new", one=b"same", four=b"also")
+    slow = CheckpointMirror(later, Gateway(database, then_somebody_collects), keep=1)
+    await slow.mirror(part)
+    assert steps(database) == [20]
+    assert collected
+    for row in rows(database):
+        assert all(listed[0] in later for listed in row.manifest.values())
+
+
+async def test_what_had_come_of_a_torn_one_takes_no_room(
+    database: Database, later: LaterStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, weights=b"w" * 10_000)
+    host.files["outputs/c-10/weights"] = b"w" * 9_000
+    await CheckpointMirror(later, Gateway(database)).mirror(part)
+    assert steps(database) == []
+    assert size_of(later) < 1000
 
 
 async def test_a_manifest_that_names_the_file_of_another_project_does_not_get_it(
