@@ -91,10 +91,10 @@ def compose(name: str = "compose.yaml") -> dict[str, Any]:
     return YAML(typ="safe").load(DEPLOY / name)
 
 
-def unit() -> dict[str, list[str]]:
-    """The keys of the unit, each with all its values."""
+def unit(name: str = "groupwise-serve.service") -> dict[str, list[str]]:
+    """The keys of a unit, each with all its values."""
     found: dict[str, list[str]] = {}
-    for line in (DEPLOY / "groupwise-serve.service").read_text().splitlines():
+    for line in (DEPLOY / name).read_text().splitlines():
         if line and line[0] not in "#[":
             key, _, value = line.partition("=")
             found.setdefault(key, []).append(value)
@@ -347,6 +347,12 @@ def test_systemd_accepts_the_unit_of_the_fleet(tmp_path: Path) -> None:
     )
     about_it = [line for line in found.stderr.splitlines() if "groupwise-fleet" in line]
     assert (about_it, found.returncode) == ([], 0)
+
+
+def test_a_restart_leaves_jobs_of_this_machine_their_temporary_files() -> None:
+    """They run on (`KillMode=process`), but a private /tmp is removed when its service ends."""
+    assert unit("groupwise-fleet@.service")["KillMode"] == ["process"]
+    assert "PrivateTmp" not in unit("groupwise-fleet@.service")
 
 
 def test_systemd_sees_little_that_the_unit_may_do(analysed: Path) -> None:
