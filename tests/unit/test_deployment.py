@@ -355,6 +355,13 @@ def test_a_restart_leaves_jobs_of_this_machine_their_temporary_files() -> None:
     assert "PrivateTmp" not in unit("groupwise-fleet@.service")
 
 
+def test_jobs_of_this_machine_reach_its_gpus() -> None:
+    """Before systemd 253 `ProtectClock` allows the clock's device, and so forbids all others."""
+    fleet = unit("groupwise-fleet@.service")
+    assert not {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock"} & fleet.keys()
+    assert fleet["CapabilityBoundingSet"] == [""], "nobody there can set the clock"
+
+
 def test_systemd_sees_little_that_the_unit_may_do(analysed: Path) -> None:
     found = subprocess.run(
         ["systemd-analyze", "security", "--offline=yes", "--threshold=20", str(analysed)],
