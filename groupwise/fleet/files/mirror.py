@@ -33,6 +33,7 @@ from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import guarded
 from groupwise.fleet.store import rights
+from groupwise.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import Checkpoint, Job
 from groupwise.hosts.answers import CheckpointTree
@@ -175,7 +176,7 @@ def _newest_step(session: Session, part: Part) -> int | None:
 
 
 def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
-    """It can be gone on with from here on; older ones need not be kept. Damaged ones go first, then those of an earlier generation."""
+    """It can be gone on with from here on; older ones (`store/checkpoints.py`) need not be kept, and damaged ones first of all."""
     guarded(session, part.epoch, part.owner)
     session.merge(
         Checkpoint(
@@ -192,12 +193,7 @@ def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int)
     old = session.scalars(
         select(Checkpoint)
         .where(Checkpoint.job_id == part.job_id)
-        .order_by(
-            Checkpoint.damaged_at.is_not(None),
-            Checkpoint.generation.desc(),
-            Checkpoint.step.desc(),
-            Checkpoint.epoch.desc(),
-        )
+        .order_by(Checkpoint.damaged_at.is_not(None), *NEWEST_FIRST)
         .offset(keep)
     ).all()
     for each in old:

@@ -46,6 +46,7 @@ from groupwise.fleet.queue.request import Columns
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.states import AttemptState, JobStatus, Outcome
 from groupwise.fleet.store import events
+from groupwise.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import (
     GPU,
@@ -590,20 +591,23 @@ def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
 
 
 def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
-    """What each job goes on from: the complete checkpoint with the most steps, also where it was begun anew by `retry`."""
+    """What each job goes on from: its newest complete checkpoint (`store/checkpoints.py`), also where it was begun anew by `retry`."""
     rows = session.scalars(
         select(Checkpoint)
         .where(Checkpoint.job_id.in_([job.job_id for job in jobs]), Checkpoint.damaged_at.is_(None))
-        .order_by(Checkpoint.job_id, Checkpoint.step, Checkpoint.epoch)
+        .order_by(*NEWEST_FIRST)
     )
+    newest: dict[str, Checkpoint] = {}
+    for row in rows:
+        newest.setdefault(row.job_id, row)
     return {
-        row.job_id: {
+        job_id: {
             "step": row.step,
             "path": row.path,
             "epoch": row.epoch,
             "manifest": row.manifest,
         }
-        for row in rows
+        for job_id, row in newest.items()
     }
 
 

@@ -20,6 +20,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.files.artefacts import artefact_folder, record_of
+from groupwise.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.fleet.store.tables import Checkpoint, Job
 from groupwise.fleet.verbs import find
 from groupwise.fleet.verbs.actor import Actor
@@ -132,9 +133,7 @@ def checkpoints(session: Session, actor: Actor, job_id: str) -> list[Document]:
     """Those that are mirrored, the newest first. Raises `unknown_job`."""
     job_that_left(session, actor, job_id)
     rows = session.scalars(
-        select(Checkpoint)
-        .where(Checkpoint.job_id == job_id)
-        .order_by(Checkpoint.generation.desc(), Checkpoint.epoch.desc(), Checkpoint.step.desc())
+        select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(*NEWEST_FIRST)
     )
     return [checkpoint_document(row) for row in rows]
 

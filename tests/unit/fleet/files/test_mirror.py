@@ -334,6 +334,24 @@ async def test_a_later_attempt_begins_with_steps_of_its_own(
     assert steps(database) == [5, 30]
 
 
+@pytest.mark.parametrize("generation", [0, 1])
+async def test_a_job_that_began_anew_keeps_what_it_does_now(
+    database: Database, store: BlobStore, host: WorkFolder, generation: int
+) -> None:
+    """Its own went as they came, because an earlier attempt had been further."""
+    mirror = CheckpointMirror(store, Gateway(database))
+    first = begin(database, host)
+    for step in (990, 1000):
+        host.checkpoint(f"outputs/c-{step}", step, weights=b"old")
+        await mirror.mirror(first)
+    host.checkpoints.clear()
+    second = replace(begin(database, host), generation=generation)
+    for step, left in ((100, [100, 1000]), (200, [100, 200]), (300, [200, 300])):
+        host.checkpoint(f"outputs/c-{step}", step, weights=b"new")
+        await mirror.mirror(second)
+        assert steps(database) == left
+
+
 async def test_who_does_not_own_the_attempt_any_more_writes_no_row(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:

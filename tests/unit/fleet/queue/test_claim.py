@@ -124,6 +124,34 @@ def test_it_goes_on_from_the_checkpoint_with_the_most_steps(database: Database) 
     assert resume["manifest"] == {"outputs/x": ["a" * 64, 420, 3]}
 
 
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_job_that_began_anew_goes_on_from_what_it_did_since(
+    database: Database, retried: bool
+) -> None:
+    """Which of several attempts was further does not count, in whatever generation they were."""
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    for generation, steps in enumerate([(990, 1000), (200, 300), ()]):
+        (claimed,) = claim_some(database)
+        saved = [
+            Checkpoint(
+                job_id="one", generation=generation * retried, epoch=claimed.epoch,
+                path=f"outputs/step-{step}", step=step, manifest={}, mirrored_at=1.0,
+            )
+            for step in steps
+        ]  # fmt: skip
+        database.run(lambda s, saved=saved: s.add_all(saved))
+        if retried:
+            finish(database, "one", "failed", "crashed")
+            database.run(lambda s: jobs.retry(s, Actor("user:test"), "one"))
+        else:
+            finish(database, "one", "queued", "reboot")
+    (again,) = claim_some(database)
+    resume = attempt_of(database, again.epoch).resume_from
+    assert resume is not None
+    assert resume["step"] == 300
+
+
 def test_a_job_that_is_retried_goes_on_too(database: Database) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "one", gpus=1)
