@@ -152,8 +152,14 @@ def _machines(session: Session, counted: Mapping[str, Any]) -> str:
     has = [f"{facts.get('cpus') or '?'} CPUs"]
     if ram:
         has.append(f"{ram / 1000:.0f} GB")
-    has.append(f"{counted['gpus']} GPUs" if counted["gpus"] else "no GPU: one job at a time")
+    has.append(f"{counted['gpus']} GPUs" if counted["gpus"] else _without_gpus(vm.cpu_slots))
     return f"One machine, {vm.vm_id}: {', '.join(has)}."
+
+
+def _without_gpus(slots: int | None) -> str:
+    if slots == 0:
+        return "no GPU, and no slot for jobs without one"
+    return f"no GPU: {'one job' if slots in (None, 1) else f'{slots} jobs'} at a time"
 
 
 def _text(session: Session, event: Event) -> str | None:

@@ -10,6 +10,7 @@ from groupwise.errors import RunError
 from groupwise.fleet import newsreader
 from groupwise.fleet.newsreader import Newsreader
 from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import VM
 from tests.fleet_api import place_in
 
 
@@ -30,6 +31,19 @@ async def test_whoever_does_not_hear_it_ends_nothing(
     await Newsreader(place_in(tmp_path), database, say).run()
     assert "no" in caplog.text
     assert "news" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("slots", "told"),
+    [(None, "no GPU: one job at a time"), (1, "no GPU: one job at a time"),
+     (3, "no GPU: 3 jobs at a time"), (0, "no GPU, and no slot for jobs without one")],
+)  # fmt: skip
+def test_how_many_jobs_a_machine_without_gpus_takes_is_as_was_told(
+    database: Database, slots: int | None, told: str
+) -> None:
+    database.run(lambda s: s.add(VM(vm_id="local", cpu_slots=slots, facts={"cpus": 2})))
+    first, *_ = database.read(newsreader._greeting)
+    assert first == f"One machine, local: 2 CPUs, {told}."
 
 
 async def test_it_waits_for_a_database_that_is_away(
