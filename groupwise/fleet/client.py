@@ -36,6 +36,7 @@ from groupwise.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
 from groupwise.fleet.passable import require_passable
 from groupwise.fleet.patience import ASK_ON, AwayError, Patience, is_passing
 from groupwise.hosts.files import PIECE, SLOWEST_DISK, files_below
+from groupwise.hosts.spec import FileEntry
 from groupwise.wire.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -302,35 +303,31 @@ class FleetClient:
     ) -> dict[str, list[Any]]:
         """Send files and folders of this machine; the manifest under which a job takes them along. What is there already is not sent.
 
+        A file that grows meanwhile travels as long as it was when it was looked at; one that becomes shorter is a UsageError.
         `tell`: how far it is, first with looking at them, then with sending what is wanted.
         """
         found = named_files(files)
-        hashes = _hashes(found, tell)
-        names = {hashes[name]: name for name in found}
+        entries = _entries(found, tell)
+        names = {entry.sha256: name for name, entry in entries.items()}
         every = sorted(names)
         wanted: list[str] = []
         for start in range(0, len(every), MOST_HASHES):
             some = {"sha256": every[start : start + MOST_HASHES]}
             wanted += self._patiently("POST", "/blobs/missing", body=some)["missing"]
-        total = Sum(tell, sum(found[names[sha256]].stat().st_size for sha256 in wanted))
-        for sha256 in wanted:
-            self._send(
-                sha256, found[names[sha256]], partial(total.more, f"sending {names[sha256]}")
-            )
-        return {
-            name: [hashes[name], path.stat().st_mode & 0o777, path.stat().st_size]
-            for name, path in found.items()
-        }
+        total = Sum(tell, sum(entries[names[sha256]].size for sha256 in wanted))
+        for name in (names[sha256] for sha256 in wanted):
+            self._send(entries[name], found[name], partial(total.more, f"sending {name}"))
+        return {name: [each.sha256, each.mode, each.size] for name, each in entries.items()}
 
-    def _send(self, sha256: str, path: Path, more: Callable[[int], None]) -> None:
+    def _send(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
         """One file. Whoever finds that others send the same lets them go on, for as long as more of it comes."""
-        size = path.stat().st_size
+        sha256, size = entry.sha256, entry.size
         here, since = self._received(sha256, size), self._clock()
         more(here)
         with path.open("rb") as file:
             while True:
                 file.seek(here)
-                piece = file.read(UPLOAD_PIECE)
+                piece = file.read(min(UPLOAD_PIECE, size - here))
                 if here < size and not piece:
                     raise UsageError(f"{path} has become shorter while it was sent.")
                 now, stored = self._piece(sha256, size, here, piece)
@@ -674,17 +671,20 @@ def _stands_still(path: Path, size: int, here: int) -> str:
     )
 
 
-def _hashes(found: Mapping[str, Path], tell: Tell) -> dict[str, str]:
+def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
+    """Each as long as it is when it is opened: one that somebody writes to may have no end."""
     total = Sum(tell, sum(path.stat().st_size for path in found.values()))
-    hashes: dict[str, str] = {}
+    entries: dict[str, FileEntry] = {}
     for name, path in found.items():
-        digest = hashlib.sha256()
+        digest, size = hashlib.sha256(), 0
         with path.open("rb") as file:
-            while piece := file.read(PIECE):
+            status = os.fstat(file.fileno())
+            while piece := file.read(min(PIECE, status.st_size - size)):
                 digest.update(piece)
+                size += len(piece)
                 total.more(f"looking at {name}", len(piece))
-        hashes[name] = digest.hexdigest()
-    return hashes
+        entries[name] = FileEntry(digest.hexdigest(), status.st_mode & 0o777, size)
+    return entries
 
 
 def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:

@@ -291,6 +291,21 @@ def test_a_file_that_became_shorter_on_its_way_is_told_as_such(
         fleet.upload([tmp_path / "f"], tell=shorten)
 
 
+def test_a_file_that_grows_travels_as_it_was_looked_at(
+    fleet: FleetClient, place: FleetPlace, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_bytes(b"so far")
+
+    def grow(here: int, of: int, what: str) -> None:
+        del here, of
+        with (tmp_path / "log").open("ab") as file:
+            file.write(f", and {what}".encode())
+
+    (entry,) = fleet.upload([tmp_path / "log"], tell=grow).values()
+    data = BlobStore(place.blobs).read(entry[0])
+    assert (data[:6], len(data)) == (b"so far", entry[2])
+
+
 def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> None:
     data = b"x" * 5000
     sha256 = hashlib.sha256(data).hexdigest()
