@@ -654,11 +654,16 @@ class FleetClient:
 
 
 def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, Path]:
-    """Files and folders of this machine as single files, by the paths under which a job takes them along."""
+    """Files and folders of this machine as single files, by the paths under which a job takes them along. Raises UsageError for what is
+    neither: a pipe may have no end."""
     named = files if isinstance(files, Mapping) else {Path(name).name: name for name in files}
     found: dict[str, Path] = {}
     for name, place in named.items():
         path = Path(place)
+        if path.exists() and not (path.is_dir() or path.is_file()):
+            raise UsageError(
+                f"{path} is neither a file nor a folder, and cannot travel with a job: write what comes from it into a file."
+            )
         below = files_below(path) if path.is_dir() else {"": path}
         found |= {f"{name}/{inner}" if inner else name: each for inner, each in below.items()}
     return found

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 import socket
 import threading
@@ -19,7 +20,7 @@ import pytest
 
 from groupwise.errors import UsageError
 from groupwise.fleet import client
-from groupwise.fleet.client import FleetAway, FleetClient
+from groupwise.fleet.client import FleetAway, FleetClient, named_files
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.doorbells.local import LocalDoorbell
 from groupwise.fleet.download import DownloadError
@@ -1224,3 +1225,9 @@ def test_a_connection_has_less_time_than_an_answer_and_a_log_what_it_is_waited_f
         fleet.cancel("a")
     assert [each["connect"] for each in limits] == [10.0, 10.0]
     assert [each["read"] for each in limits] == [35.0, 60.0]
+
+
+def test_a_pipe_does_not_travel(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="neither a file nor a folder"):
+        named_files({"data": tmp_path / "pipe"})
