@@ -125,5 +125,3 @@ ATTEMPT_MOVES: Mapping[AttemptState, frozenset[AttemptState]] = {
     AttemptState.COLLECTING: frozenset({AttemptState.ENDED}),
     AttemptState.ENDED: frozenset(),
 }
-
-LIVE = frozenset(AttemptState) - {AttemptState.ENDED}

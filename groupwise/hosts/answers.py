@@ -64,8 +64,6 @@ class ExitRecord:
     oom_kill: int
     """How often the kernel ended something of it for want of memory."""
     seconds: float | None
-    cpu_seconds: float | None
-    max_rss_mb: float | None
     finished_at: float | None
     """By the clock of the machine."""
     tail: str
@@ -104,7 +102,6 @@ class MemberState:
     method: str | None = None
     started_at: float | None = None
     log_size: int = 0
-    heartbeat_age: float | None = None
     checkpoints: int = 0
     """Complete ones."""
     step: int | None = None
@@ -392,7 +389,6 @@ def member_state(document: object) -> MemberState:
         method=f.text_or_none("method"),
         started_at=f.real_or_none("started_at"),
         log_size=f.number_or_none("log_size") or 0,
-        heartbeat_age=f.real_or_none("heartbeat_age"),
         checkpoints=f.number_or_none("checkpoints") or 0,
         step=f.number_or_none("step"),
         exit=None if exit_record is None else _exit_record(exit_record),
@@ -414,8 +410,6 @@ def _exit_record(f: Fields) -> ExitRecord:
         message=f.text_or_none("message") or "",
         oom_kill=f.number_or_none("oom_kill") or 0,
         seconds=f.real_or_none("seconds"),
-        cpu_seconds=f.real_or_none("cpu_seconds"),
-        max_rss_mb=f.real_or_none("max_rss_mb"),
         finished_at=f.real_or_none("finished_at"),
         tail=f.text_or_none("tail") or "",
         gpus=f.number_or_none("gpus"),

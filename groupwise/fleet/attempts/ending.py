@@ -111,7 +111,7 @@ def _end_attempt(
     attempt.state = AttemptState.ENDED
     after = {"state": AttemptState.ENDED, "outcome": move.outcome, "failure_class": move.failure}
     _tell(
-        session, attempt, owner, "attempt.ended", before={"state": before}, after=after,
+        session, attempt, owner, events.ATTEMPT_ENDED, before={"state": before}, after=after,
         detail={"because": move.because},
     )  # fmt: skip
 

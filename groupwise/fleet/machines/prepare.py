@@ -105,11 +105,6 @@ class Pruned:
     """Made or found a moment ago: somebody may be about to name them."""
 
 
-def is_prepared(python: str) -> bool:
-    """Whether the interpreter of a machine is one that was made here."""
-    return PREPARED.fullmatch(python) is not None
-
-
 def require_usable(machine: Machine) -> None:
     """Raises UsageError where nothing can be done with it."""
     if machine.lost:

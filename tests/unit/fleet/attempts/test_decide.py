@@ -49,7 +49,7 @@ def exited(
     oom_kill: int = 0,
 ) -> ExitRecord:
     return ExitRecord(
-        code, signal, reason, "", oom_kill, seconds=1.0, cpu_seconds=None, max_rss_mb=None,
+        code, signal, reason, "", oom_kill, seconds=1.0,
         finished_at=finished_at, tail=tail,
     )  # fmt: skip
 

@@ -96,5 +96,5 @@ def test_when_a_member_ended_is_reckoned_from_how_long_ago_its_machine_says_that
 
 
 def ended(age: float) -> MemberState:
-    record = ExitRecord(1, None, ExitReason.EXITED, "", 0, 1.0, None, None, 2.5e9, "", age=age)
+    record = ExitRecord(1, None, ExitReason.EXITED, "", 0, 1.0, 2.5e9, "", age=age)
     return MemberState("job", 1, RunnerState.EXITED, exit=record)

@@ -24,7 +24,6 @@ async def test_it_is_made_followed_and_then_found(place: Place) -> None:
     made = await place.prepare()
     assert made.made
     assert made.python == f"{place.environment()}/bin/python"
-    assert preparing.is_prepared(made.python)
     assert any("1/4" in line for line in place.told)
     assert any("made in" in line for line in place.told)
     while (again := await place.prepare()).made:

@@ -32,7 +32,7 @@ def record(
     gpus: int | None = 1,
 ) -> ExitRecord:
     return ExitRecord(
-        code, signal, reason, "", oom_kill, seconds=1.0, cpu_seconds=None, max_rss_mb=None,
+        code, signal, reason, "", oom_kill, seconds=1.0,
         finished_at=None, tail=tail, gpus=gpus,
     )  # fmt: skip
 
