@@ -388,6 +388,20 @@ def test_a_key_stands_for_all_of_an_array(small: Any, before: int, after: int) -
     assert len(small.do(jobs.listing, jobs.JobFilter())) == before
 
 
+def test_a_key_is_remembered_as_long_as_its_jobs(small: Any) -> None:
+    """Of an array each for itself."""
+    small.machine("vm-1")
+    several = [request(name=name) for name in LINES]
+    first, second, third = (
+        job["job_id"] for job in small.do(submission.submit_all, several, key="k")
+    )
+    small.do(jobs.cancel, second)
+    small.database.run(lambda session: prune.remove(session, small.actor, [second]))
+    again = [job["job_id"] for job in small.do(submission.submit_all, several, key="k")]
+    assert (again[0], again[2]) == (first, third)
+    assert again[1] not in (first, second, third)
+
+
 def test_no_key_of_a_user_is_one_of_an_array(small: Any) -> None:
     small.machine("vm-1")
     array = small.do(submission.submit_all, [request(name=name) for name in LINES], key="k")
