@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Table, bindparam, func, select, update
+from sqlalchemy import Table, bindparam, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import refusals
@@ -34,6 +34,7 @@ from groupwise.fleet.states import (
     Outcome,
 )
 from groupwise.fleet.store import epochs, events
+from groupwise.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.gpus import note_observed
 from groupwise.fleet.store.steps import Step, Steps, in_steps
@@ -314,9 +315,8 @@ def _note_damage(session: Session, attempt: Attempt, owner: str, move: Move) -> 
         .values(damaged_at=seconds(session))
         .execution_options(synchronize_session=False)
     )
-    step = session.scalar(
-        select(func.max(Checkpoint.step)).where(of_job, Checkpoint.damaged_at.is_(None))
-    )
+    whole = select(Checkpoint.step).where(of_job, Checkpoint.damaged_at.is_(None))
+    step = session.scalar(whole.order_by(*NEWEST_FIRST).limit(1))
     then = "from the beginning" if step is None else f"from the checkpoint of step {step}"
     _tell(
         session, attempt, owner, events.JOB_CHECKPOINT_DAMAGED, before={}, after={},

@@ -174,9 +174,9 @@ def test_a_damaged_checkpoint_is_passed_over_until_somebody_has_the_job_retried(
 ) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "one", gpus=1)
-    for step in (10, 20):
+    for epoch, step in ((-1, 900), (0, 10), (0, 20)):  # it began anew after step 900
         saved = Checkpoint(
-            job_id="one", generation=0, epoch=0, path=f"outputs/{step}", step=step,
+            job_id="one", generation=0, epoch=epoch, path=f"outputs/{step}", step=step,
             manifest={"outputs/x": ["a" * 64, 420, 3]}, mirrored_at=1.0,
         )  # fmt: skip
         database.run(lambda s, row=saved: s.add(row))
