@@ -211,6 +211,8 @@ LOG_PATIENCE = 60.0
 """Seconds in which a log that cannot be written may become so again; its command waits when it says more."""
 LAST_WORDS = 1.0
 """Seconds for what still comes when a command has ended, of those that it leaves behind."""
+ROOM_PATIENCE = 5.0
+"""Seconds in which room may be made for the last of a log; its very end stands in the exit record as well."""
 CLONE = 0x40049409
 """FICLONE of the kernel: a file of its own that shares its blocks with another until one of them is changed."""
 MOST_GATHERED = 1000
@@ -2104,9 +2106,8 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     for found in over.values():
         found["survivors"] = 0
     quarantined: list[dict[str, Any]] = [{"what": "folder", "detail": name} for name in strange]
-    for (
-        p
-    ) in processes():  # after what they belong to was read: what has exited has ended them before
+    # After what they belong to was read: what has exited has ended them before.
+    for p in processes():
         marked = None if p.zombie else marker_of(p.pid, root)
         if marked in over:
             over[marked]["survivors"] += 1
@@ -3382,7 +3383,7 @@ class Supervisor:
         """Take note of the child's end, write the record, go."""
         if ended is not None:
             reap_adopted()
-            self.hear_out(LOG_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
+            self.hear_out(ROOM_PATIENCE if self.log and self.log.unwritten else LAST_WORDS)
         record = self.exit_record(ending, ended)
         while not self.is_removed() and not save_exit(self.attempt, record):
             make_way(self.attempt)

@@ -331,7 +331,7 @@ def test_a_machine_that_begins_nothing_does_not_swallow_the_queue(place: Place) 
     jobs = [fleet.submit([{"steps": 5}]) for _ in range(4)]
 
     def cordoned() -> str | None:
-        fleet.no_pauses()
+        # Those that it has refused pause, so that it is the turn of the others.
         return fleet.look(lambda s: s.get_one(VM, "h1").cordoned)
 
     said = fleet.until(cordoned, PATIENCE, "an end of launches there")

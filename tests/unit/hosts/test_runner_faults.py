@@ -722,18 +722,24 @@ def test_the_exit_record_has_room_on_a_full_disk(small: Machine) -> None:
     (small.work() / "go.new").rename(small.work() / "go")
     told = small.comes_to("exited")
     assert told["exit"]["code"] == 9
+    assert told["exit"]["tail"] == (
+        "last words\n\n[its log could not be written: No space left on device]\n"
+    )
     assert small.ask("observe")["attempts"][0]["exit"]["code"] == 9
 
 
 def test_a_log_goes_on_where_a_full_disk_has_room_again(small: Machine) -> None:
     """Nothing is lost: what could not be written waits, and so does the command."""
-    small.sh("until [ -e go ]; do sleep 0.02; done; seq 1000000 1059999; exit 9")
+    small.sh(
+        "until [ -e go ]; do sleep 0.02; done; seq 1000000 1059999; until [ -e room ]; do sleep 0.02; done; exit 9"
+    )
     (small.work() / "go.new").touch()
     ballast = fill(small.home)
     (small.work() / "go.new").rename(small.work() / "go")
     told = small.status()
     assert (told["state"], told["log_size"]) == ("running", 0)
     ballast.unlink()
+    (small.work() / "room").touch()
     assert small.comes_to("exited")["exit"]["code"] == 9
     text = (small.folder() / "log").read_text()
     assert text == "".join(f"{n}\n" for n in range(1_000_000, 1_060_000))
