@@ -474,7 +474,8 @@ def test_observe_counts_processes_of_what_has_ended(here: Machine) -> None:
     here.sh("true")
     here.comes_to("exited")
     assert here.ask("observe")["attempts"][0]["survivors"] == 0
-    left = subprocess.Popen(["sleep", "60"], env={"GROUPWISE_ATTEMPT": "job.1"})
+    mark = {"GROUPWISE_ATTEMPT": "job.1", "GROUPWISE_RUNNER_FOLDER": str(here.folder())}
+    left = subprocess.Popen(["sleep", "60"], env=mark)
     try:
         until(lambda: here.ask("observe")["attempts"][0]["survivors"] == 1)
         assert here.ask("observe")["quarantined"] == []
