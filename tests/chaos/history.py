@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,21 @@ def _silent_ends(fleet: RealFleet, told: list[Record]) -> list[Record]:
             found.append({"at": killed[who], "what": "stop", "code": -9, "why": "killed", **facts})
         elif (job, epoch) in orphaned:
             found.append({"at": last, "what": "gone", **facts})
-        elif not _power_went(fleet, vm, last):
+        elif not _power_went(fleet, vm, mine):
             end = {"at": last, "what": "stop", "code": -9, "why": "cancelled"}
             found.append({**end, **facts})
     return found
 
 
-def _power_went(fleet: RealFleet, vm: str, last: float) -> bool:
-    """Soon after the last sign of life: then that is how it ended, and the judge sees it by itself."""
+def _power_went(fleet: RealFleet, vm: str, mine: list[Record]) -> bool:
+    """Soon after the last sign of life: then that is how it ended, and the judge sees it by itself. One that was asked to end may have been
+    killed before the cut; it was, if it had been silent by then for longer than ever before."""
+    signs = sorted(r["at"] for r in mine if r["what"] != "child")
+    soon = 2.0
+    if any(r["what"] == "term" for r in mine):
+        soon = min(soon, 0.5 + max(b - a for a, b in pairwise(signs)))
     cuts = [r["at"] for r in fleet.records if r["what"] == "power_off" and r["vm"] == vm]
-    return any(last <= at <= last + 2.0 for at in cuts)
+    return any(signs[-1] <= at <= signs[-1] + soon for at in cuts)
 
 
 def _left(fleet: RealFleet) -> list[Record]:

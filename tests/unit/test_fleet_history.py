@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from tests.chaos import history
 from tests.fleet_history import assert_kept, read, violations
 
 History = list[dict[str, Any]]
@@ -337,3 +339,23 @@ def test_a_time_limit_is_a_reason_to_end() -> None:
     history = good().add("accepted", job="d", time_limit=1.0).start("d", 6)
     history.add("boot").stop("d", 6, -15, why="cancelled").status("d", "failed")
     assert violations(history.records) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "cut", "killed"),
+    [
+        (("start", "step", "step", "term", "step"), 1.5, True),
+        (("start", "step", "step", "term", "step"), 0.4, False),
+        (("start", "step", "step", "step", "step"), 1.5, False),
+        (("start", "step", "step", "step", "step"), 2.5, True),
+    ],
+)
+def test_who_was_asked_to_end_may_be_killed_before_the_power_goes(
+    words: tuple[str, ...], cut: float, killed: bool
+) -> None:
+    """It said a word each fifth of a second until then."""
+    who = {"job": "j", "epoch": 1, "rank": 0, "vm": "h1"}
+    told = [{"at": 0.2 * n, "what": word, **who} for n, word in enumerate(words)]
+    records = [{"at": 0.8 + cut, "what": "power_off", "vm": "h1"}]
+    fleet = cast("Any", SimpleNamespace(records=records, trainers=dict))
+    assert [r["what"] for r in history._silent_ends(fleet, told)] == ["stop"] * killed
