@@ -208,10 +208,8 @@ def _keys(database: Database, tell: Tell) -> None:
 
     def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
         bound = keys.bound_submitters(session)
-        where = {
-            vm_id for projects in bound.values() for vm_id in keys.where_as_us(session, projects)
-        }
-        return bound, sorted(where)
+        projects = {name for names in bound.values() for name in names}
+        return bound, keys.where_as_us(session, projects) if bound else []
 
     bound, where = database.read(look)
     if where:

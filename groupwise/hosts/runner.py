@@ -206,7 +206,7 @@ CELL = 64
 """Bytes of a file that is overwritten in place, which needs no room on a full disk."""
 LARGEST_READ = 64 << 20
 LOG_PIECE = 1 << 20
-"""Bytes that wait between a command and its log at most."""
+"""Bytes of what a command says that are read at once."""
 LOG_PATIENCE = 60.0
 """Seconds in which a log that cannot be written may become so again; its command waits when it says more."""
 LAST_WORDS = 1.0

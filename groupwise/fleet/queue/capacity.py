@@ -277,7 +277,7 @@ def _machines(
             vm_id=row.vm_id,
             gpus=own,
             trouble=_trouble(row, now),
-            projects=None if row.projects is None else _names(row.projects),
+            projects=kept_for(row.projects),
             slots=slots,
             taken_slots=strays.slots.intersection(range(slots)).union(
                 taken.slots.get(row.vm_id, ())
@@ -319,8 +319,10 @@ _VM_COLUMNS = (
 )
 
 
-def _names(column: Any) -> frozenset[str]:
-    """Of projects. What is no list, in a column that anybody may write, names none."""
+def kept_for(column: Any) -> frozenset[str] | None:
+    """Whose jobs alone a machine takes; None: any project's. What is no list, in a column that anybody may write, names none."""
+    if column is None:
+        return None
     named = cast("list[Any]", column) if isinstance(column, list) else []
     return frozenset(map(str, named))
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.queue.capacity import kept_for
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import VM, ApiKey
@@ -68,8 +69,8 @@ def where_as_us(session: Session, projects: Collection[str] | None) -> list[str]
     here = select(VM.vm_id, VM.projects).where(VM.active, VM.transport == LOCAL)
     return [
         vm_id
-        for vm_id, kept_for in session.execute(here.order_by(VM.vm_id))
-        if kept_for is None or not set(projects).isdisjoint(kept_for)
+        for vm_id, column in session.execute(here.order_by(VM.vm_id))
+        if (own := kept_for(column)) is None or not own.isdisjoint(projects)
     ]
 
 
