@@ -6,11 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import Select, select, text
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import ending, records
@@ -154,23 +154,12 @@ def test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_o
         there = seen(gpu(0, "GPU-gpu-1-0"), attempts=[running("job", 99)])
         return observation.apply(session, "gpu-1", asked_at, there)
 
-    held, go_on = threading.Event(), threading.Event()
-
-    def keeps(session: Session) -> None:
-        """The quota, for which a claim waits between its jobs and its machines."""
-        session.execute(select(Project).where(Project.name == "p").with_for_update())
-        held.set()
-        assert go_on.wait(SECONDS)
-
-    with ThreadPoolExecutor(1) as more:
-        keeper = more.submit(database.run, keeps)
-        assert held.wait(SECONDS)
+    # For the quota a claim waits between its jobs and its machines.
+    with somebody_keeps(database, select(Project).where(Project.name == "p")):
         claimed = threads.submit(database.run, claims)
         comes_to_wait(database, 1)
         looked = threads.submit(database.run, looks)
         comes_to_wait(database, 2)
-        go_on.set()
-        keeper.result(SECONDS)
     assert claimed.result(SECONDS) == ["job"]
     assert looked.result(SECONDS)
     assert times == {"claim": 1, "look": 1}
@@ -186,23 +175,11 @@ def test_a_look_waits_for_no_job_whose_stray_has_ended(
     shown = gpu(0, "GPU-gpu-1-0")
     there = seen(shown, attempts=[running("job", 99)])
     database.run(lambda s: observation.apply(s, "gpu-1", asked_at, there))
-    held, go_on = threading.Event(), threading.Event()
-
-    def keeps(session: Session) -> None:
-        session.get_one(Job, "job", with_for_update=True)
-        held.set()
-        assert go_on.wait(SECONDS)
-
-    keeper = threads.submit(database.run, keeps)
-    assert held.wait(SECONDS)
-    looked = threads.submit(
-        database.run, lambda s: observation.apply(s, "gpu-1", asked_at + 1, seen(shown))
-    )
-    try:
+    with somebody_keeps(database, select(Job).where(Job.job_id == "job")):
+        looked = threads.submit(
+            database.run, lambda s: observation.apply(s, "gpu-1", asked_at + 1, seen(shown))
+        )
         assert looked.result(SECONDS)
-    finally:
-        go_on.set()
-    keeper.result(SECONDS)
 
 
 def test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_order(
@@ -231,26 +208,35 @@ def test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_orde
         times["end"] += 1
         ending.end(session, made.epoch, "me", fault, random.Random(1))
 
+    # The one in the middle, until both wait for it or for each other.
+    with somebody_keeps(database, select(GPU).where(GPU.uuid == "GPU-gpu-1-1")):
+        looked = threads.submit(database.run, looks)
+        comes_to_wait(database, 1)
+        ended = threads.submit(database.run, ends)
+        comes_to_wait(database, 2)
+    assert looked.result(SECONDS)
+    ended.result(SECONDS)
+    assert times == {"look": 1, "end": 1}
+
+
+@contextmanager
+def somebody_keeps(database: Database, rows: Select[Any]) -> Iterator[None]:
+    """Meanwhile another transaction has these rows locked."""
     held, go_on = threading.Event(), threading.Event()
 
     def keeps(session: Session) -> None:
-        """The one in the middle, until both wait for it or for each other."""
-        session.execute(select(GPU).where(GPU.uuid == "GPU-gpu-1-1").with_for_update())
+        session.execute(rows.with_for_update())
         held.set()
         assert go_on.wait(SECONDS)
 
     with ThreadPoolExecutor(1) as more:
         keeper = more.submit(database.run, keeps)
-        assert held.wait(SECONDS)
-        looked = threads.submit(database.run, looks)
-        comes_to_wait(database, 1)
-        ended = threads.submit(database.run, ends)
-        comes_to_wait(database, 2)
-        go_on.set()
+        try:
+            assert held.wait(SECONDS)
+            yield
+        finally:
+            go_on.set()
         keeper.result(SECONDS)
-    assert looked.result(SECONDS)
-    ended.result(SECONDS)
-    assert times == {"look": 1, "end": 1}
 
 
 def comes_to_wait(database: Database, how_many: int) -> None:
