@@ -24,7 +24,7 @@ from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.orm import Session
 
 from benchmarks.fleet_dispatch import looked_at_rarely
-from groupwise.fleet.queue import admission, capacity, claim
+from groupwise.fleet.queue import admission, claim, waking
 from groupwise.fleet.store.database import Database, connect, migrate
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 from groupwise.fleet.up import keep_what_is_there
@@ -208,7 +208,7 @@ def release_oldest(session: Session) -> None:
         .values(released_at=1.0)
         .returning(Reservation.vm_id)
     ).all()
-    capacity.wake(session, vm_ids=set(vm_ids))
+    waking.wake(session, vm_ids=set(vm_ids))
 
 
 def race(url: str) -> Quantiles:

@@ -2208,7 +2208,7 @@ QUICK = (
         "a command whose reader was interrupted runs on",
         (
             (
-                "cli/fleet_submit.py",
+                "cli/fleet_exec.py",
                 "        _call_off(access, job_id)\n        raise\n",
                 "        raise\n",
             ),
@@ -2700,7 +2700,7 @@ SLOW = (
         "what is kept for a gang is looked for where there is room now",
         (
             (
-                "fleet/queue/capacity.py",
+                "fleet/queue/waking.py",
                 "trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))",
                 "trial = replace(found, machines={m.vm_id: m for m in found._with_room()}, quotas=dict(found.quotas))",
             ),
@@ -2736,7 +2736,7 @@ SLOW = (
         "marking does not hold up waking",
         (
             (
-                "fleet/queue/capacity.py",
+                "fleet/queue/waking.py",
                 "        session.execute(select(func.pg_advisory_xact_lock_shared(_LOCK)))\n",
                 "        pass\n",
             ),
@@ -2749,8 +2749,8 @@ SLOW = (
         (
             (
                 "fleet/queue/claim.py",
-                "    capacity.lock_marking(session)\n",
-                "    found = capacity.view(session, {job.project for job in unplaced.blocked})\n    capacity.lock_marking(session)\n",
+                "    waking.lock_marking(session)\n",
+                "    found = capacity.view(session, {job.project for job in unplaced.blocked})\n    waking.lock_marking(session)\n",
             ),
             (
                 "fleet/queue/claim.py",

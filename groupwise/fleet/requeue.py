@@ -33,7 +33,7 @@ from sqlalchemy.orm import Session
 from groupwise.errors import RunError
 from groupwise.fleet.attempts.decide import DEADMAN_MARGIN, Move
 from groupwise.fleet.attempts.ending import verdict_on
-from groupwise.fleet.queue import admission, capacity, unknown
+from groupwise.fleet.queue import admission, unknown, waking
 from groupwise.fleet.queue.failures import BACKOFF_CAP, FailureClass, JobFacts, Verdict, after_end
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
@@ -135,7 +135,7 @@ def move_strays(session: Session, chance: random.Random) -> int:
         _move(session, job, chance)
     session.flush()
     if any(job.status in FINAL for job in strays):
-        capacity.wake(session, actor=ACTOR)  # others may wait for them
+        waking.wake(session, actor=ACTOR)  # others may wait for them
     return len(strays)
 
 
@@ -227,7 +227,7 @@ def close_leaked(session: Session) -> int:
             vm_id=row.vm_id,
             detail={"why": "its attempt is over, and its machine holds nothing of it"},
         )
-    capacity.wake(session, vm_ids={row.vm_id for row in found}, actor=ACTOR)
+    waking.wake(session, vm_ids={row.vm_id for row in found}, actor=ACTOR)
     return len(found)
 
 
@@ -238,7 +238,7 @@ def admit_late(session: Session, secrets: AllowedSecrets) -> int:
 
 def wake_waiting(session: Session) -> int:
     """Jobs that could begin now, and of which nobody was told; a batch in each sweep."""
-    return min(capacity.wake(session, actor=ACTOR), AT_ONCE - 1)
+    return min(waking.wake(session, actor=ACTOR), AT_ONCE - 1)
 
 
 def hold_back(session: Session) -> int:

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts import refusals
 from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.attempts.records import guarded, job_of, members_of
-from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue import waking
 from groupwise.fleet.queue.failures import FailureClass, JobFacts, RetryPolicy, Verdict, after_end
 from groupwise.fleet.queue.request import Beyond
 from groupwise.fleet.queue.resources import Resources
@@ -75,7 +75,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
             freed.append(member.vm_id)
             yield _closed(session, epoch, member.rank)
         _perhaps_clean(session, attempt, owner)
-    capacity.wake(session, vm_ids=freed, actor=_actor(owner))
+    waking.wake(session, vm_ids=freed, actor=_actor(owner))
 
 
 def verdict_on(
@@ -357,7 +357,7 @@ def release(session: Session, epoch: int, owner: str, rank: int) -> Steps:
     member.released = True
     yield _closed(session, epoch, rank)
     _perhaps_clean(session, attempt, owner)
-    capacity.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
+    waking.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
 
 
 @in_steps
@@ -369,7 +369,7 @@ def abandon(session: Session, epoch: int, owner: str, rank: int) -> Steps:
     member.handle = {**member.handle, "abandoned": True}
     yield _closed(session, epoch, rank)
     _perhaps_clean(session, attempt, owner)
-    capacity.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
+    waking.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
 
 
 def _closed(session: Session, epoch: int, rank: int) -> Step:

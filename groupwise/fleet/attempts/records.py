@@ -28,7 +28,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.decide import Known, Reading
-from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue import capacity, waking
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import clock, seconds
@@ -683,7 +683,7 @@ def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
         session, actor=f"dispatcher:{owner}", kind=events.VM_RETURNED, vm_id=vm_id,
         before={"lost_at": before}, after={"lost_at": None},
     )  # fmt: skip
-    capacity.wake(session, vm_ids=[vm_id], actor=f"dispatcher:{owner}")
+    waking.wake(session, vm_ids=[vm_id], actor=f"dispatcher:{owner}")
     return True
 
 

@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import records
-from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue import waking
 from groupwise.fleet.store import engine, events
 from groupwise.fleet.store.database import (
     CommitUnknown,
@@ -186,7 +186,7 @@ def _all(session: Session, writes: Sequence[Write]) -> list[Any]:
         _wait_for_locks(session, LOCK_SECONDS)
         ending = (write.epoch for write in writes if write.ends)
         records.lock(session, (write.epoch for write in writes), ending)
-        with capacity.woken_once(session):
+        with waking.woken_once(session):
             with events.gathered(session), at_one_moment(session):
                 with side_by_side(session):
                     done = [write.fn(session) for write in writes]

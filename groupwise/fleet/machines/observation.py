@@ -30,7 +30,7 @@ from groupwise.errors import UsageError
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.decide import Reading, Stray, stray
 from groupwise.fleet.machines.clearing import is_doctors
-from groupwise.fleet.queue import capacity, unknown
+from groupwise.fleet.queue import capacity, unknown, waking
 from groupwise.fleet.states import Contact, Observed
 from groupwise.fleet.store import epochs, events
 from groupwise.fleet.store.database import seconds
@@ -97,7 +97,7 @@ def apply(
     session.flush()
     more |= held != unknown.holding(vm.facts)
     if more or (_usable(vm) and not was_usable):
-        capacity.wake(session, vm_ids=[vm_id], actor=ACTOR)
+        waking.wake(session, vm_ids=[vm_id], actor=ACTOR)
     return True
 
 

@@ -1,41 +1,22 @@
-"""What the fleet has free, and who is woken when that changes.
+"""What the fleet has free.
 
 `view` reads machines, GPUs and open reservations into the views of `placement.py`, together with what is withheld for jobs that have
-waited for long and how much each project uses of its quota. `claim.py` places jobs on it and marks those that find no room as pending.
-
-A pending job is looked at again only when something has changed for it: whoever closes reservations, takes a machine back or ends a job
-calls `wake` in the same transaction. It asks for each shape that waits, not for each job, whether one more would fit now, and puts the
-best-ranked jobs back into the queue, as many as there is room for.
-
-Marking and waking must not pass each other: a claim that has seen a GPU taken, and marks a job as pending after the GPU was released and
-the waiting jobs were asked, would leave it waiting beside a free GPU. So both take one lock until they commit (`lock_marking` shared,
-`wake` alone), and whoever has got it reads anew. On SQLite there is one writer at a time anyway.
-
-A job that was woken may leave the queue without using what woke it (cancelled, held, placed elsewhere). `claim` therefore calls
-`wake_unnoticed` whenever it finds the queue empty.
+waited for long and how much each project uses of its quota. `claim.py` places jobs on it, `waking.py` tries on it who could begin,
+`waits.py` says by it why a job waits.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from sqlalchemy import (
-    CTE,
-    ColumnElement,
-    and_,
-    func,
-    literal_column,
     or_,
     select,
-    tuple_,
-    update,
 )
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import unknown
 from groupwise.fleet.queue.placement import (
@@ -54,10 +35,9 @@ from groupwise.fleet.queue.placement import (
     room,
     withhold,
 )
-from groupwise.fleet.queue.request import dependency
 from groupwise.fleet.queue.resources import Resources
-from groupwise.fleet.states import FINAL, AttemptState, Contact, JobStatus, Observed
-from groupwise.fleet.store import events
+from groupwise.fleet.queue.shapes import QUEUED, RankKey, best_of_shapes
+from groupwise.fleet.states import AttemptState, Contact, Observed
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 from groupwise.wire.fleet import UNPREPARED
@@ -72,22 +52,6 @@ MOST_PATIENT = 16
 """Jobs for which something is withheld at once; those for which nothing could be are not counted."""
 MOST_ASKED = 256
 """Jobs that have waited for long, of which those are."""
-MOST_WOKEN = 64
-"""At once; when they are placed, claims that find the queue empty wake the next."""
-_READ_AT_ONCE = 16
-_LATER = "groupwise_wake_later"
-_LOCK = 0x67726F75
-"""For advisory locks: the marking and waking of pending jobs."""
-
-QUEUED = Job.status == literal_column("'queued'")
-PENDING = Job.status == literal_column("'pending'")
-"""Written out, not as parameters: only so do both databases see that their partial indexes serve."""
-
-RankKey = tuple[float, str]
-"""Rank and id of a job: its place in the queue."""
-
-
-# --- the view -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,346 +496,3 @@ def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str
         if _gpus_of(resources) > 1 or resources.machines > 1:
             found[job_id] = ((rank, job_id), resources, project)
     return sorted(found.values(), key=lambda entry: entry[0])[:MOST_ASKED]
-
-
-# --- shapes that wait -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The best-ranked pending job of a shape that waits for room."""
-
-    shape: str
-    key: RankKey
-    resources: Resources
-    project: str
-    waiting_since: float | None
-    not_before: float
-
-
-def best_of_shapes(session: Session) -> list[Waiting]:
-    """One for each shape, in the order of the queue. It reads as many rows as there are shapes, however many jobs wait."""
-    waiting = (PENDING, Job.blocked_on.is_(None))
-    shapes = _distinct(Job.shape, *waiting)
-    first = (
-        select(Job.job_id)
-        .where(*waiting, Job.shape == shapes.c.value)
-        .order_by(Job.rank, Job.job_id)
-        .limit(1)
-        .correlate(shapes)
-        .scalar_subquery()
-    )
-    # Found by its index first, whatever the statistics say of how many there are.
-    best = select(first.label("job_id")).select_from(shapes).cte("best")
-    best = best.prefix_with("MATERIALIZED", dialect="postgresql")
-    query = select(
-        Job.job_id,
-        Job.shape,
-        Job.rank,
-        Job.resources,
-        Job.project,
-        Job.waiting_since,
-        Job.not_before,
-    ).join(best, best.c.job_id == Job.job_id)
-    found = [
-        Waiting(
-            row.shape,
-            (row.rank, row.job_id),
-            Resources.model_validate(row.resources or {}),
-            row.project,
-            row.waiting_since,
-            row.not_before,
-        )
-        for row in session.execute(query)
-    ]
-    return sorted(found, key=lambda each: each.key)
-
-
-# --- waking ---------------------------------------------------------------------------------------
-
-
-def lock_marking(session: Session) -> None:
-    """Taken by who marks jobs as pending, before it looks for the last time whether there is room; others may do so as well.
-
-    It is the last lock of a transaction: who holds it waits for no row.
-    """
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(select(func.pg_advisory_xact_lock_shared(_LOCK)))
-
-
-def _lock_waking(session: Session) -> None:
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(select(func.pg_advisory_xact_lock(_LOCK)))
-
-
-def wake(
-    session: Session,
-    *,
-    vm_ids: Collection[str] | None = None,
-    actor: str = "capacity",
-) -> int:
-    """Put pending jobs back into the queue that can begin now; how many.
-
-    To be called last in the transaction that closes reservations, takes a machine back, adds or changes one, raises a quota, or ends a
-    job, since others may wait for it. `vm_ids`: there is more room on these machines and nowhere else. To call it too often is harmless.
-    Within `woken_once` it is done at the end of that.
-    """
-    if (later := session.info.get(_LATER)) is not None:
-        later.append((vm_ids, actor))
-        return 0
-    session.flush()
-    _lock_waking(session)
-    ended = _ended(session)
-    return _wake_dependents(session, ended, actor) + _wake_shapes(session, vm_ids, actor)
-
-
-@contextmanager
-def woken_once(session: Session) -> Generator[None, None, None]:
-    """What frees capacity several times in one transaction wakes once, at its end: the lock of waking has to be its last."""
-    later: list[tuple[Collection[str] | None, str]] = []
-    session.info[_LATER] = later
-    try:
-        yield
-    finally:
-        del session.info[_LATER]
-    if later:
-        places = [vm_ids for vm_ids, _ in later]
-        known = [vm_ids for vm_ids in places if vm_ids is not None]
-        together = {vm_id for vm_ids in known for vm_id in vm_ids}
-        wake(session, vm_ids=together if len(known) == len(places) else None, actor=later[-1][1])
-
-
-def wake_unnoticed(session: Session, found: View | None) -> int:
-    """The same for capacity of which nobody told, by who has a view already or needs none."""
-    woken = _wake_dependents(session, _ended(session), "capacity")
-    if found is not None and found.is_full():
-        return woken
-    waiting = best_of_shapes(session)
-    if not waiting:
-        return woken
-    projects = {each.project for each in waiting}
-    if found is None:
-        found = view(session, projects)
-    else:
-        found = replace(found, quotas=quotas(session, projects))
-    return woken + _wake_in_order(session, found, waiting, "capacity")
-
-
-def _ended(session: Session) -> list[str]:
-    """Jobs that have ended, or are not there any more, and that others still wait for."""
-    waited_for = _distinct(Job.blocked_on, PENDING, Job.blocked_on.is_not(None))
-    status = select(Job.status).where(Job.job_id == waited_for.c.value).correlate(waited_for)
-    query = select(waited_for.c.value, status.scalar_subquery().label("status"))
-    return [
-        row.value
-        for row in session.execute(query)
-        if row.value is not None and row.status in (None, *FINAL)
-    ]
-
-
-def _distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bool]) -> CTE:
-    """The values of an indexed column, as `value`, by as many steps in its index as there are; the last one is NULL."""
-    # By ORDER BY and LIMIT, not by min(): for that PostgreSQL reads all that is greater.
-    first = select(column.label("value")).where(*where).order_by(column).limit(1)
-    values = select(first.subquery().c.value).cte(recursive=True)
-    following = select(column).where(*where, column > values.c.value).order_by(column).limit(1)
-    return values.union_all(
-        select(following.correlate(values).scalar_subquery()).where(values.c.value.is_not(None))
-    )
-
-
-def _wake_dependents(session: Session, ended: Sequence[str], actor: str) -> int:
-    if not ended:
-        return 0
-    query = select(Job.job_id).where(PENDING, Job.blocked_on.in_(ended))
-    ids = session.scalars(query.with_for_update(skip_locked=True, key_share=True)).all()
-    return _to_queue(session, ids, actor)
-
-
-def _wake_shapes(session: Session, vm_ids: Collection[str] | None, actor: str) -> int:
-    waiting = best_of_shapes(session)
-    if not waiting:
-        return 0
-    now = seconds(session)
-    limits = quotas(session, {each.project for each in waiting})
-    if vm_ids is not None and not limits and all(_is_local(each, now) for each in waiting):
-        found = View(now, machines(session, now, vm_ids))
-    else:
-        found = view(session, {each.project for each in waiting})
-    return _wake_in_order(session, found, waiting, actor)
-
-
-def _is_local(waiting: Waiting, now: float) -> bool:
-    """Whether it is enough to look at the machines where something changed."""
-    since = waiting.waiting_since
-    return waiting.resources.machines == 1 and (since is None or now - since < PATIENCE_SECONDS)
-
-
-def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], actor: str) -> int:
-    """The best-ranked of all shapes together, each placed on what those before it leave; a shape that finds no room is done with."""
-    trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))
-    best = [(each.key, each) for each in waiting]
-    behind = {each.shape: _behind(session, each) for each in waiting}
-    heapq.heapify(best)
-    woken: list[str] = []
-    while best and len(woken) < MOST_WOKEN:
-        key, each = heapq.heappop(best)
-        placement = trial.room_for(each.resources, each.project, key)
-        if placement is None:
-            continue
-        trial.take(placement, each.resources, each.project)
-        woken.append(key[1])
-        if (following := next(behind[each.shape], None)) is not None:
-            heapq.heappush(best, (following, each))
-    query = select(Job.job_id).where(PENDING, Job.job_id.in_(woken)).order_by(Job.job_id)
-    if woken:
-        woken = list(session.scalars(query.with_for_update(skip_locked=True, key_share=True)))
-    return _to_queue(session, woken, actor)
-
-
-def _behind(session: Session, waiting: Waiting) -> Iterator[RankKey]:
-    """The pending jobs of the same shape that stand behind it, as far as somebody asks."""
-    key = waiting.key
-    while True:
-        rows = session.execute(
-            select(Job.rank, Job.job_id)
-            .where(
-                PENDING,
-                Job.blocked_on.is_(None),
-                Job.shape == waiting.shape,
-                tuple_(Job.rank, Job.job_id) > key,
-            )
-            .order_by(Job.rank, Job.job_id)
-            .limit(_READ_AT_ONCE)
-        ).all()
-        for row in rows:
-            key = (row.rank, row.job_id)
-            yield key
-        if len(rows) < _READ_AT_ONCE:
-            return
-
-
-def _to_queue(session: Session, ids: Sequence[str], actor: str) -> int:
-    """`blocked_reasons` stay until it runs: they are still the last thing that is known of it."""
-    if not ids:
-        return 0
-    now = seconds(session)
-    session.execute(
-        update(Job)
-        .where(Job.job_id.in_(ids))
-        .values(
-            status=JobStatus.QUEUED,
-            blocked_on=None,
-            waiting_since=func.coalesce(Job.waiting_since, now),
-        )
-        .execution_options(synchronize_session=False)
-    )
-    tell_of_jobs(session, ids, JobStatus.PENDING, JobStatus.QUEUED, actor)
-    return len(ids)
-
-
-def tell_of_jobs(
-    session: Session,
-    ids: Iterable[str],
-    before: JobStatus,
-    after: JobStatus,
-    actor: str,
-    detail: Mapping[str, Any] | None = None,
-) -> None:
-    """An event for each of these jobs."""
-    common = {
-        "actor": actor,
-        "kind": f"job.{after}",
-        "before": {"status": before},
-        "after": {"status": after},
-        "detail": detail,
-    }
-    events.append_many(session, [{**common, "job_id": job_id} for job_id in ids])
-
-
-# --- what else a job waits for --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Unmet:
-    """A job that another one waits for."""
-
-    job_id: str
-    reason: str
-    hopeless: bool = False
-    """What was waited for will not come any more."""
-
-
-def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unmet]:
-    """Of jobs and what they are to come after (`JOB`, `JOB:ok`): those that cannot begin yet, or never."""
-    ids = {dependency(word)[0] for words in after.values() for word in words}
-    if not ids:
-        return {}
-    query = select(Job.job_id, Job.status).where(Job.job_id.in_(ids))
-    statuses = dict(session.execute(query).all())
-    found: dict[str, Unmet] = {}
-    for job_id, words in after.items():
-        reasons = [why for word in words if (why := _unmet(word, statuses))]
-        if reasons:
-            found[job_id] = next((why for why in reasons if why.hopeless), reasons[0])
-    return found
-
-
-def _unmet(word: str, statuses: Mapping[str, str]) -> Unmet | None:
-    job_id, must_complete = dependency(word)
-    status = statuses.get(job_id)
-    if status in (None, *FINAL):
-        if not must_complete or status == JobStatus.COMPLETED:
-            return None
-        became = "is not there any more" if status is None else f"has {status}"
-        if status == JobStatus.CANCELLED:
-            became = "was cancelled"
-        return Unmet(job_id, f"job {job_id}, which it was to come after, {became}", hopeless=True)
-    until = "completed" if must_complete else "ended"
-    return Unmet(job_id, f"waits until job {job_id} has {until}; that one is {status}")
-
-
-# --- words for people -----------------------------------------------------------------------------
-
-
-def outlook(session: Session, job: Job) -> Placement | Blocked:
-    """Where an admitted job would begin now, were it the next, or why it would not."""
-    resources = Resources.model_validate(job.resources or {})
-    found = view(session, {job.project})
-    return found.look(resources, job.project, (job.rank or 0.0, job.job_id))
-
-
-def explain(session: Session, job: Job) -> list[str]:
-    """Why a job waits, as of now, in words; empty where it does not wait."""
-    if job.status == JobStatus.HELD:
-        return [f"it is held: `groupwise fleet release {job.job_id}` lets it go on"]
-    if job.status not in (JobStatus.QUEUED, JobStatus.PENDING):
-        return []
-    if job.admitted_at is None:
-        return ["it is not admitted yet: a dispatcher does that, once a machine has been observed"]
-    reasons: list[str] = []
-    if missing := unmet(session, {job.job_id: job.request.get("after", [])}):
-        reasons += [each.reason for each in missing.values()]
-    held_back = unknown.held_back_by(session, job.job_id)
-    reasons += held_back
-    pause = job.not_before - seconds(session)
-    if pause > 0 and not held_back:
-        reasons.append(f"it is tried again in {pause:.0f} s")
-    found = outlook(session, job)
-    if isinstance(found, Blocked):
-        return [*reasons, *found.reasons]
-    return reasons or [_place_in_queue(session, job)]
-
-
-def _place_in_queue(session: Session, job: Job) -> str:
-    before = or_(Job.rank < job.rank, and_(Job.rank == job.rank, Job.job_id < job.job_id))
-    may_begin = (QUEUED, Job.not_before <= seconds(session))
-    ahead = select(Job.job_id).where(*may_begin, before).limit(_MOST_COUNTED).subquery()
-    count = session.scalar(select(func.count()).select_from(ahead)) or 0
-    if not count:
-        return "there is room for it, and it is the next in the queue"
-    more = " or more" if count == _MOST_COUNTED else ""
-    return f"there is room for it; {count}{more} jobs stand before it in the queue"
-
-
-_MOST_COUNTED = 1000

@@ -8,7 +8,7 @@ rolled back alone.
 
 Jobs that found no room become pending, all queued ones of the same shape with them, so that the head of the queue never fills up with
 jobs that cannot begin. That is a transaction of its own, `mark`, so that nobody who is to begin waits for it: it looks anew, and a job that
-was not marked because its dispatcher died is simply met again. `capacity.py` says how they come back and why none is forgotten.
+was not marked because its dispatcher died is simply met again. `waking.py` says how they come back and why none is forgotten.
 
 Locks are taken in one order everywhere: jobs, projects, machines, their GPUs, marking; several of one kind by their names or numbers. Who
 has marked waits for no row.
@@ -38,12 +38,14 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
-from groupwise.fleet.queue import capacity, kinds
-from groupwise.fleet.queue.capacity import QUEUED, Quota, RankKey, Unmet, View
+from groupwise.fleet.queue import capacity, kinds, waits, waking
+from groupwise.fleet.queue.capacity import Quota, View
 from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.queue.placement import PATIENCE_SECONDS, Avoid, Blocked, Placement, Seat
 from groupwise.fleet.queue.request import Columns
 from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.queue.shapes import QUEUED, RankKey
+from groupwise.fleet.queue.waits import Unmet
 from groupwise.fleet.states import AttemptState, JobStatus, Outcome
 from groupwise.fleet.store import events
 from groupwise.fleet.store.checkpoints import NEWEST_FIRST
@@ -116,7 +118,7 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     now = seconds(session)
     jobs = _candidates(session, now, limit)
     if not jobs:
-        capacity.wake_unnoticed(session, None)
+        waking.wake_unnoticed(session, None)
         return Round()
     plan = _Plan()
     found = _look(session, plan, jobs)
@@ -127,21 +129,21 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
         blocked = sorted(plan.blocked.values(), key=lambda each: each.key)
         unplaced = Unplaced(plan.dependent, blocked, drained)
         return Round(made, unplaced, again=bool(made) and more)
-    woken = capacity.wake_unnoticed(session, found) if drained else 0
+    woken = waking.wake_unnoticed(session, found) if drained else 0
     return Round(made, again=bool(made) and (more or bool(woken)))
 
 
 def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
     """Jobs become pending that still cannot begin, now that nobody can release anything unnoticed; whether others were woken instead."""
     actor = f"dispatcher:{owner}"
-    capacity.lock_marking(session)
+    waking.lock_marking(session)
     with events.gathered(session):
         _let_wait_for_jobs(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False
         found = capacity.view(session, {job.project for job in unplaced.blocked})
         _let_wait_for_room(session, unplaced.blocked, found, actor)
-    return unplaced.drained and bool(capacity.wake_unnoticed(session, found))
+    return unplaced.drained and bool(waking.wake_unnoticed(session, found))
 
 
 def _look(session: Session, plan: _Plan, jobs: Sequence[_Candidate]) -> View:
@@ -355,7 +357,7 @@ def _plan_all(
     wanted = limit
     for _ in range(MOST_LOOKS):
         plan.before.update(_earlier_attempts(session, jobs))
-        unmet = capacity.unmet(session, {job.job_id: job.after for job in jobs})
+        unmet = waits.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)
         may_begin = [job for job in jobs if job.job_id not in unmet]
         _plan(found, plan, [job for job in may_begin if job.project not in plan.busy])
@@ -632,7 +634,7 @@ def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
 
 
 def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
-    unmet = capacity.unmet(session, {job.job_id: job.after for job in jobs})
+    unmet = waits.unmet(session, {job.job_id: job.after for job in jobs})
     still_queued = (
         select(Job.job_id)
         .where(QUEUED, Job.cancel_requested_at.is_(None), Job.job_id.in_(unmet))
@@ -664,7 +666,7 @@ def _wait_for_job(session: Session, job_id: str, unmet: Unmet, actor: str) -> No
     )
     detail = {"reason": unmet.reason}
     to = values["status"]
-    capacity.tell_of_jobs(session, [job_id], JobStatus.QUEUED, to, actor, detail)
+    events.append_of_jobs(session, [job_id], JobStatus.QUEUED, to, actor, detail)
 
 
 def _let_wait_for_room(
@@ -672,7 +674,7 @@ def _let_wait_for_room(
 ) -> None:
     """Those that stand first in their shapes, and what stands behind them."""
     left = MOST_MARKED
-    unmet = capacity.unmet(session, {job.job_id: job.after for job in heads})
+    unmet = waits.unmet(session, {job.job_id: job.after for job in heads})
     for job in heads:
         if not left:
             break
@@ -725,5 +727,5 @@ def _wait_for_room(
         .execution_options(synchronize_session=False)
     )
     detail = {"reasons": list(why.reasons)}
-    capacity.tell_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor, detail)
+    events.append_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor, detail)
     return len(ids)

@@ -14,13 +14,14 @@ transactions that were rolled back stay unused. SQLite has one writer at a time,
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Table, func, insert, select, text
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import clock
 from groupwise.fleet.store.engine import READS
 from groupwise.fleet.store.tables import Event
@@ -159,6 +160,25 @@ def append_many(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
         empty = dict.fromkeys(("job_id", "epoch", "vm_id", "before", "after", "detail"))
         # Of the table, not of the class: that would make a statement of each run of rows that leave out the same columns.
         session.execute(insert(_TABLE), [{**empty, "at": at, **row} for row in rows])
+
+
+def append_of_jobs(
+    session: Session,
+    ids: Iterable[str],
+    before: JobStatus,
+    after: JobStatus,
+    actor: str,
+    detail: Mapping[str, Any] | None = None,
+) -> None:
+    """An event for each of these jobs."""
+    common = {
+        "actor": actor,
+        "kind": f"job.{after}",
+        "before": {"status": before},
+        "after": {"status": after},
+        "detail": detail,
+    }
+    append_many(session, [{**common, "job_id": job_id} for job_id in ids])
 
 
 def after(session: Session, position: int, limit: int) -> list[Event]:

@@ -15,7 +15,7 @@ from functools import partial
 from sqlalchemy import ColumnElement, Select, and_, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from groupwise.fleet.queue import admission, capacity, unknown
+from groupwise.fleet.queue import admission, unknown, waits, waking
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.fleet.store import events
@@ -197,7 +197,7 @@ def attempts(session: Session, job_id: str) -> list[Document]:
 
 def why_waiting(session: Session, job: Job) -> list[str]:
     """Why a job does not run, in words; empty where it runs or has ended."""
-    reasons = capacity.explain(session, job)
+    reasons = waits.explain(session, job)
     nobody = status.why_nothing_begins(session)
     if reasons and job.status != JobStatus.HELD and nobody is not None:
         reasons.insert(0, nobody)
@@ -263,7 +263,7 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
     found = find.jobs(session, actor, ids, lock=True)
     refused: dict[str, Refusal] = {}
     changed: Counter[str] = Counter()
-    with capacity.woken_once(session), events.gathered(session), at_one_moment(session):
+    with waking.woken_once(session), events.gathered(session), at_one_moment(session):
         for job in sorted(found.values(), key=lambda each: (each.project, each.job_id)):
             try:
                 change.to_each(session, actor, job, changed[job.project])
@@ -316,7 +316,7 @@ def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Documen
         )
     if job.status != JobStatus.RUNNING:
         _move(session, actor, job, JobStatus.CANCELLED, detail)
-        capacity.wake(session, actor=actor.name)
+        waking.wake(session, actor=actor.name)
     elif job.cancel_requested_at is None:
         job.cancel_requested_at = seconds(session)
         events.append(

@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
 from groupwise.fleet.passable import text_problems
-from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue import waking
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
@@ -315,7 +315,7 @@ def _set_draining(session: Session, actor: Actor, vm_id: str, draining: bool) ->
             before={"draining": not draining},
             after={"draining": draining},
         )
-        capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
+        waking.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
 
@@ -352,7 +352,7 @@ def uncordon(session: Session, actor: Actor, vm_id: str) -> Document:
             before={"cordoned": before},
             after={"cordoned": None},
         )
-        capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
+        waking.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
 
@@ -536,7 +536,7 @@ def change(
         vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
         vm.contact, vm.misses, vm.problem, vm.unreachable_since = Contact.NEW, 0, None, None
     _tell(session, actor, events.VM_CHANGED, vm, before=before, after=after)
-    capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
+    waking.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
 
@@ -600,7 +600,7 @@ def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Do
             after=dict.fromkeys(before),
             detail={"index": row.index, "uuid": row.uuid},
         )
-        capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
+        waking.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
 

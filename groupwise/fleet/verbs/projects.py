@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue import waking
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store import events
 from groupwise.fleet.store.tables import Attempt, Job, Project, Reservation
@@ -79,7 +79,7 @@ def change(
             after=wanted,
             detail={"project": name},
         )
-        capacity.wake(session, actor=actor.name)
+        waking.wake(session, actor=actor.name)
     return project_document(project)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
-from groupwise.fleet.queue import admission, capacity
+from groupwise.fleet.queue import admission, waits
 from groupwise.fleet.queue.placement import Placement
 from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
@@ -182,10 +182,10 @@ def _notes(request: JobRequest, job: Job) -> list[str]:
 
 def _prospects(session: Session, job: Job) -> Document:
     if job.admitted_at is None:
-        return {"where": [], "waits": capacity.explain(session, job)}
-    found = capacity.outlook(session, job)
+        return {"where": [], "waits": waits.explain(session, job)}
+    found = waits.outlook(session, job)
     if not isinstance(found, Placement):
-        return {"where": [], "waits": capacity.explain(session, job)}
+        return {"where": [], "waits": waits.explain(session, job)}
     where = [
         seat.vm_id + (f" GPU {','.join(str(gpu.index) for gpu in seat.gpus)}" if seat.gpus else "")
         for seat in found.seats

@@ -6,7 +6,7 @@ import time
 
 from sqlalchemy import select, update
 
-from groupwise.fleet.queue import capacity, claim
+from groupwise.fleet.queue import claim, waking
 from groupwise.fleet.store.database import Database, Session, connect, seconds
 from groupwise.fleet.store.tables import Attempt, Job, Reservation
 
@@ -55,7 +55,7 @@ def end(session: Session, epoch: int, status: str) -> None:
         .values(released_at=now)
         .returning(Reservation.vm_id)
     ).all()
-    capacity.wake(session, vm_ids=set(vm_ids))
+    waking.wake(session, vm_ids=set(vm_ids))
 
 
 def give_back(database: Database, owner: str) -> int:

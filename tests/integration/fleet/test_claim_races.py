@@ -21,8 +21,9 @@ import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import admission, capacity, claim
+from groupwise.fleet.queue import admission, capacity, claim, waking
 from groupwise.fleet.queue.request import from_document
+from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database, connect
 from groupwise.fleet.store.tables import Attempt, Event, Job, Project, Reservation
 from tests.fleet_databases import new_fleet
@@ -204,7 +205,7 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
 @pytest.fixture
 def nothing_is_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims that find the queue empty would mend what was missed."""
-    monkeypatch.setattr(capacity, "wake_unnoticed", lambda *_: 0)
+    monkeypatch.setattr(waking, "wake_unnoticed", lambda *_: 0)
 
 
 def one_taken_gpu_and_one_that_waits(database: Database) -> None:
@@ -220,13 +221,13 @@ def test_released_between_the_look_and_the_mark(
 ) -> None:
     """The claim has seen the GPU taken; then it is released, and nobody is pending yet who could be woken."""
     one_taken_gpu_and_one_that_waits(database)
-    step, real = Step(), capacity.lock_marking
+    step, real = Step(), waking.lock_marking
 
     def stopped(session: Session) -> None:
         step.stop()
         real(session)
 
-    monkeypatch.setattr(capacity, "lock_marking", stopped)
+    monkeypatch.setattr(waking, "lock_marking", stopped)
     claiming = in_background(lambda: claim_some(second, limit=1))
     assert step.reached.wait(SECONDS)
     assert finish(database, "r") == 0
@@ -242,14 +243,14 @@ def test_released_between_the_mark_and_its_commit(
 ) -> None:
     """The claim has marked the job, which nobody sees yet; whoever releases the GPU has to wait for it."""
     one_taken_gpu_and_one_that_waits(database)
-    step, real = Step(), capacity.tell_of_jobs
+    step, real = Step(), events.append_of_jobs
 
     def stopped(*given: Any) -> None:
         real(*given)
         if threading.current_thread() is not threading.main_thread() and not step.go_on.is_set():
             step.stop()
 
-    monkeypatch.setattr(capacity, "tell_of_jobs", stopped)
+    monkeypatch.setattr(events, "append_of_jobs", stopped)
     claiming = in_background(lambda: claim_some(second, limit=1))
     assert step.reached.wait(SECONDS)
     releasing = in_background(lambda: finish(database, "r"))
@@ -276,13 +277,13 @@ def test_a_job_that_ends_while_another_is_marked_as_waiting_for_it(
     submit(database, "a", gpus=1)
     submit(database, "b", gpus=1, after=["a"], priority=-1)
     assert claimed_ids(database, limit=1) == ["a"]
-    step, real = Step(), capacity.lock_marking
+    step, real = Step(), waking.lock_marking
 
     def stopped(session: Session) -> None:
         step.stop()
         real(session)
 
-    monkeypatch.setattr(capacity, "lock_marking", stopped)
+    monkeypatch.setattr(waking, "lock_marking", stopped)
     claiming = in_background(lambda: claim_some(second, limit=1))
     assert step.reached.wait(SECONDS)
     finish(database, "a")
@@ -444,7 +445,7 @@ def test_ten_thousand_at_once(database: Database, second: Database) -> None:
         database.run(lambda s, job_id=job_id: end(s, job_id))
     best = select(Job.job_id).where(Job.status == "pending").order_by(Job.rank, Job.job_id).limit(3)
     next_ones = database.run(lambda s: list(s.scalars(best)))
-    assert database.run(capacity.wake) == 3
+    assert database.run(waking.wake) == 3
     assert claimed_ids(database) == next_ones
 
 

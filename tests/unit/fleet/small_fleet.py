@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import admission, capacity, claim
+from groupwise.fleet.queue import admission, claim, waking
 from groupwise.fleet.queue.claim import Claimed
 from groupwise.fleet.queue.request import JobRequest, from_document
 from groupwise.fleet.queue.resources import Resources
@@ -126,7 +126,7 @@ def finish(
 ) -> int:
     """The same, with those woken that may begin now; how many."""
     return database.run(
-        lambda s: capacity.wake(s, vm_ids=set(end(s, job_id, status, failure, outcome)))
+        lambda s: waking.wake(s, vm_ids=set(end(s, job_id, status, failure, outcome)))
     )
 
 

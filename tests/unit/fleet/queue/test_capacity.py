@@ -7,11 +7,12 @@
 
 import pytest
 from sqlalchemy import event, update
+from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue import capacity, shapes, waits, waking
 from groupwise.fleet.queue.placement import Blocked, Placement
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import VM
+from groupwise.fleet.store.tables import VM, Job, Reservation
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from tests.unit.fleet.small_fleet import (
@@ -33,15 +34,15 @@ def waiting(database: Database) -> list[str]:
 
 
 def wake(database: Database) -> int:
-    return database.run(capacity.wake)
+    return database.run(waking.wake)
 
 
 def explain(database: Database, job_id: str) -> list[str]:
-    return database.run(lambda s: capacity.explain(s, job_of_session(s, job_id)))
+    return database.run(lambda s: waits.explain(s, job_of_session(s, job_id)))
 
 
-def job_of_session(session: capacity.Session, job_id: str) -> capacity.Job:
-    return session.get_one(capacity.Job, job_id)
+def job_of_session(session: Session, job_id: str) -> Job:
+    return session.get_one(Job, job_id)
 
 
 def full_fleet(database: Database, waiting: int = 5, gpus: int = 2) -> None:
@@ -106,7 +107,7 @@ def test_a_new_machine_and_a_gang(database: Database) -> None:
     submit(database, "gang", gpus=1, machines=2)
     assert claimed_ids(database) == []
     add_machine(database, "vm-2", 1)
-    assert database.run(lambda s: capacity.wake(s, vm_ids=["vm-2"])) == 1
+    assert database.run(lambda s: waking.wake(s, vm_ids=["vm-2"])) == 1
     assert claimed_ids(database) == ["gang"]
 
 
@@ -174,10 +175,10 @@ def test_who_waits_for_a_job_takes_nobodys_place(database: Database) -> None:
     claim_some(database)
     assert waiting(database) == ["blocked", "ready"]
 
-    def release_only(session: capacity.Session) -> int:
-        execute_in = capacity.update(capacity.Reservation).values(released_at=1.0)
+    def release_only(session: Session) -> int:
+        execute_in = update(Reservation).values(released_at=1.0)
         session.execute(execute_in)
-        return capacity.wake(session, vm_ids=["vm-1"])
+        return waking.wake(session, vm_ids=["vm-1"])
 
     assert database.run(release_only) == 1
     assert claimed_ids(database) == ["ready"]
@@ -218,7 +219,7 @@ def test_it_is_asked_by_shape_and_not_by_job(database: Database) -> None:
     claim_some(database)
     assert len(waiting(database)) == 50
     assert statements_of_wake(database) == few
-    found = database.run(capacity.best_of_shapes)
+    found = database.run(shapes.best_of_shapes)
     assert [each.key[1] for each in found] == ["w0"]
 
 
@@ -240,7 +241,7 @@ def test_shapes_are_told_apart(database: Database) -> None:
     submit(database, "v0", gpus=1, gpu_model="A100")
     submit(database, "v1", project="other", gpus=1)
     claim_some(database)
-    found = database.run(capacity.best_of_shapes)
+    found = database.run(shapes.best_of_shapes)
     assert sorted(each.key[1] for each in found) == ["v0", "v1", "w0"]
     assert wake(database) == 0
     execute(database, "UPDATE jobs SET \"rank\" = 5 WHERE job_id = 'v1'")
@@ -323,7 +324,7 @@ def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
     submit(database, "job", gpus=1)
     looked = capacity.view
 
-    def look(session: capacity.Session, projects: list[str]) -> capacity.View:
+    def look(session: Session, projects: list[str]) -> capacity.View:
         found = looked(session, projects)
         session.execute(update(VM).values(projects=["others"]))
         return found
@@ -348,8 +349,8 @@ def test_where_a_job_would_go(database: Database) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "one", gpus=1)
     submit(database, "two", gpus=2)
-    found = database.run(lambda s: capacity.outlook(s, job_of_session(s, "one")))
+    found = database.run(lambda s: waits.outlook(s, job_of_session(s, "one")))
     assert isinstance(found, Placement)
-    never = database.run(lambda s: capacity.outlook(s, job_of_session(s, "two")))
+    never = database.run(lambda s: waits.outlook(s, job_of_session(s, "two")))
     assert isinstance(never, Blocked)
     assert never.never
