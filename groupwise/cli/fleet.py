@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from groupwise.cli import fleet_jobs, fleet_keys, fleet_machines, fleet_prepare, fleet_roles
+from groupwise.cli.fleet_exec import exec_command
 from groupwise.cli.fleet_fetch import fetch
 from groupwise.cli.fleet_submit import submit
 
@@ -25,7 +26,7 @@ app.command("jobs")(fleet_jobs.jobs)
 app.command("show")(fleet_jobs.show)
 app.command("logs")(fleet_jobs.logs)
 app.command("fetch")(fetch)
-app.command("exec", context_settings=COMMAND_FIRST)(fleet_roles.exec_command)
+app.command("exec", context_settings=COMMAND_FIRST)(exec_command)
 app.command("cancel")(fleet_jobs.cancel)
 app.command("retry")(fleet_jobs.retry)
 app.command("hold")(fleet_jobs.hold)

@@ -235,29 +235,3 @@ def doctor(
     else:
         shown.show_verdict(report)
     raise typer.Exit(report.exit_code)
-
-
-def exec_command(
-    target: Annotated[str, typer.Argument(metavar="JOB|VM", help="Where: a machine, or a job's.")],
-    arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="[--] ARGUMENTS...", help="A program and its arguments."),
-    ],
-    told: FleetOption = None,
-    gpus: Annotated[str, typer.Option(metavar="N", help="GPUs that it needs.")] = "0",
-    time_limit: Annotated[
-        str, typer.Option("--time-limit", metavar="TIME", help="After which it is ended.")
-    ] = "10min",
-    project: Annotated[str | None, typer.Option(metavar="P", help="Who it counts for.")] = None,
-) -> None:
-    """Run a command on a machine, and print its output.
-
-    Exits with its exit code; Ctrl-C cancels it. It is a short job that is pinned to the machine and stands first in the queue: it waits
-    for a free CPU slot there (`vm add --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
-    """
-    from groupwise.cli.fleet_submit import run_on
-
-    with fleet(told) as access:
-        command = arguments[1:] if arguments[0] == "--" else arguments
-        code = run_on(access, target, command, gpus=gpus, time_limit=time_limit, project=project)
-    raise typer.Exit(code)

@@ -6,23 +6,19 @@ that the fleet checks at admission, the same way as for the API and for a row wr
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
-import signal
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, fleet
-from groupwise.cli.fleet_progress import progress
+from groupwise.cli.fleet_take_along import at, take_along
 from groupwise.cli.fleet_words import NONE, number, whole, whole_or_none
 from groupwise.cli.output import say
-from groupwise.errors import GroupwiseError, UsageError
+from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.cli.fleet_access import Fleet
@@ -364,7 +360,7 @@ def submit(
         base = {key: value for key, value in asked.items() if value not in (None, [], {}, False)}
         read = {"": base} if array is None else _array(array, base)
         expect_few(len(read))
-        _take_along(access, read, file or (), dry_run)
+        take_along(access, read, file or (), dry_run)
         asked_for = Submission([*read.values()], [*read], project, idempotency_key)
         _submit(access, asked_for, wait, dry_run, as_json)
 
@@ -433,131 +429,6 @@ def _limits(
     return found
 
 
-# Files
-
-
-def _take_along(
-    access: Fleet, documents: Mapping[str, dict[str, Any]], words: Sequence[str], dry_run: bool
-) -> None:
-    """Each job gets the manifest of what travels with it: what `--file` names, and its own data set and reward function."""
-    of_all: dict[str, Path] = {}
-    for word in words:
-        _add(of_all, *_local_and_remote(word))
-    own: dict[str, dict[str, Path]] = {}
-    for place, document in documents.items():
-        try:
-            own[place] = _own_files(document, of_all)
-        except UsageError as error:
-            raise UsageError(_at(place, error.message)) from error
-    _check(documents)  # before anything is sent
-    kept = _kept(access, (of_all, *own.values()), dry_run)
-    shared = {name: kept[path] for name, path in of_all.items()}
-    for place, document in documents.items():
-        its_own = {name: kept[path] for name, path in own[place].items()}
-        said = document.get("files", {})
-        # One for all jobs that have no files of their own: a long array of them may take thousands along.
-        if manifest := {**shared, **said, **its_own} if said or its_own else shared:
-            document["files"] = manifest
-
-
-def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str, Path]:
-    """Files here that its data set and reward function name; both are renamed to where they will lie."""
-    found: dict[str, Path] = {}
-    if (data := _local_file(document.get("dataset"))) is not None:
-        _add(found, data, data.name, of_all)
-        document["dataset"] = f"file:{data.name}"
-    rewards = document.get("reward_function")
-    if isinstance(rewards, str):
-        words = (_reward(found, each.strip(), of_all) for each in rewards.split(","))
-        document["reward_function"] = ",".join(words)
-    return found
-
-
-def _kept(
-    access: Fleet, files: Iterable[Mapping[str, Path]], dry_run: bool
-) -> dict[Path, list[Any]]:
-    """In the fleet's store, where dispatchers take them from; `--dry-run` only looks at them."""
-    from groupwise.hosts.files import hash_of
-
-    named: dict[str, Path] = {}
-    for each in files:
-        for name, path in each.items():
-            # Lines of an array may have files of one name; no path in a job's folder begins with a slash.
-            named[name if named.get(name, path) == path else str(path.absolute())] = path
-    if dry_run:
-        return {
-            each: [hash_of(each), each.stat().st_mode & 0o777, each.stat().st_size]
-            for each in dict.fromkeys(named.values())
-        }
-    if not named:
-        return {}
-    with progress() as tell:
-        sent = access.upload(named, tell=tell)
-    return {path: sent[name] for name, path in named.items()}
-
-
-def _local_and_remote(word: str) -> tuple[Path, str]:
-    """`LOCAL`, `LOCAL:REMOTE`; a name with a colon in it is taken whole where there is such a file. `.` is the job's folder itself."""
-    from groupwise.hosts.spec import path_problems
-
-    local, colon, remote = word.rpartition(":")
-    if not colon or Path(word).expanduser().exists():
-        local, remote = word, ""
-    path = Path(local).expanduser()
-    if not path.exists():
-        raise UsageError(f"--file {word}: there is no file or folder {path}.")
-    own_name = Path(os.path.abspath(path)).name  # so `..` has a name too, and a link keeps its own
-    named = PurePosixPath(remote or own_name).as_posix()
-    if named == "." and not path.is_dir():
-        named = own_name
-    if named != "." and (wrong := path_problems("--file", named)):
-        raise UsageError(wrong[0])
-    return path, named
-
-
-def _add(
-    found: dict[str, Path], local: Path, remote: str, beside: Mapping[str, Path] | None = None
-) -> None:
-    """A file, or all below a folder, to travel under that name. `beside`: what lies there already."""
-    from groupwise.hosts.files import files_below
-
-    if local.is_dir():
-        top = "" if remote == "." else f"{remote}/"
-        below = {f"{top}{name}": path for name, path in files_below(local).items()}
-    else:
-        below = {remote: local}
-    for name, path in below.items():
-        there = found.get(name) or (beside or {}).get(name)
-        if there is not None and there.resolve() != path.resolve():
-            raise UsageError(
-                f"{path} and {there} would both be {name} in the job's working folder: give one of them another "
-                f"name, --file {path}:OTHER."
-            )
-        found[name] = path
-
-
-def _local_file(word: object) -> Path | None:
-    """The file that a word names here, if it names one; what is no word at all is told later."""
-    if not isinstance(word, str):
-        return None
-    path = Path(word).expanduser()
-    if path.is_file():
-        return path
-    if word.startswith(("./", "../", "~")):
-        raise UsageError(f"dataset {word}: there is no such file here.")
-    return None
-
-
-def _reward(found: dict[str, Path], word: str, of_all: Mapping[str, Path]) -> str:
-    """`rewards.py:score` takes the file along; anything else stays what it is."""
-    name, colon, attribute = word.partition(":")
-    path = Path(name).expanduser()
-    if path.suffix != ".py" or not path.is_file():
-        return word
-    _add(found, path, path.name, of_all)
-    return f"{path.name}{colon}{attribute}"
-
-
 # Arrays
 
 
@@ -585,21 +456,6 @@ def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if not found:
         raise UsageError(f"--array {file} has no line: each makes a job.")
     return found
-
-
-def _check(documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """What is wrong with the words is told here, the same way for every fleet."""
-    from groupwise.fleet.queue.request import from_document
-
-    for place, each in documents.items():
-        try:
-            from_document(each)
-        except UsageError as error:
-            raise UsageError(_at(place, error.message)) from error
-
-
-def _at(place: str, message: str) -> str:
-    return f"{place}: {message}" if place else message
 
 
 def _laid_over(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
@@ -658,7 +514,7 @@ def _planned(access: Fleet, submission: Submission, number: int) -> dict[str, An
     except Refusal as refused:
         if refused.code != "invalid_request" or not submission.places[number]:
             raise
-        raise UsageError(_at(submission.places[number], refused.message)) from refused
+        raise UsageError(at(submission.places[number], refused.message)) from refused
 
 
 def _accepted(access: Fleet, submission: Submission) -> list[dict[str, Any]]:
@@ -676,7 +532,7 @@ def _accepted(access: Fleet, submission: Submission) -> list[dict[str, Any]]:
         if word != "jobs" or not number.isdecimal() or int(number) >= len(submission.places):
             raise
         message = refused.errors[0].message
-        raise UsageError(_at(submission.places[int(number)], message)) from refused
+        raise UsageError(at(submission.places[int(number)], message)) from refused
 
 
 def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:
@@ -701,115 +557,3 @@ def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:
 
 def _need(name: str, value: Any) -> str:
     return "a prepared machine" if name == "prepared" else f"{name} {value}"
-
-
-# On one machine
-
-EXEC_PRIORITY = 1000
-"""Before everything that waits."""
-_OWN_EXIT_CODE = re.compile(r"(crashed|user_error): exit code \d")
-"""Reasons that say no more than exit code and output."""
-
-
-def run_on(
-    access: Fleet,
-    target: str,
-    arguments: Sequence[str],
-    *,
-    gpus: str,
-    time_limit: str,
-    project: str | None,
-) -> int:
-    """A command as a job that is pinned to a machine; its output, and its exit code. Interrupted, it does not go on."""
-    from groupwise.cli.fleet_follow import exit_code_of
-    from groupwise.cli.fleet_words import seconds_of
-    from groupwise.fleet.queue import resources
-
-    vm = _machine_of(access, target)
-    request = {
-        "arguments": list(arguments),
-        "name": f"exec {shlex.join(arguments)}"[:256],
-        "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
-        "limits": {"time_seconds": seconds_of("--time-limit", time_limit)},
-        "retry": {"once": True},
-        "priority": EXEC_PRIORITY,
-        "artefacts": [],
-        "checkpoints": [],
-    }
-    with _sigterm_interrupts():
-        ended = _followed(access, request, project)
-    reason = ended["failure_reason"]
-    if reason and not _OWN_EXIT_CODE.match(reason):
-        say(reason)
-    return exit_code_of([ended])
-
-
-def _followed(access: Fleet, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
-    """What it was at its end. Where that is not waited for, it is called off."""
-    from groupwise.cli.fleet_follow import follow_log
-
-    job_id = None
-    try:
-        job_id = access.submit(request, project=project)["job_id"]
-        return follow_log(access, job_id)
-    except (KeyboardInterrupt, BrokenPipeError):  # or nobody reads any more (`| head`)
-        _call_off(access, job_id)
-        raise
-    except GroupwiseError:
-        if job_id is not None:
-            say(_goes_on(job_id))
-        raise
-
-
-def _call_off(access: Fleet, job_id: str | None) -> None:
-    """Whoever wanted it is no longer there."""
-    from groupwise.wire.problems import Refusal
-
-    if job_id is None:
-        say("whether the command was submitted is not known: `groupwise fleet jobs` says so")
-        return
-    try:
-        now = access.cancel(job_id, "exec was interrupted")["status"]
-    except Refusal as refusal:
-        if refusal.code != "job_state":
-            say(f"{_goes_on(job_id)}: {refusal.message}")
-    except (GroupwiseError, KeyboardInterrupt) as error:
-        say(f"{_goes_on(job_id)}: {error or 'interrupted again'}")
-    else:
-        say(f"{job_id} {'is being ended' if now == 'running' else 'is cancelled'}")
-
-
-def _goes_on(job_id: str) -> str:
-    return f"{job_id} goes on; `groupwise fleet cancel {job_id}` ends it"
-
-
-@contextmanager
-def _sigterm_interrupts() -> Generator[None]:
-    """SIGTERM does what Ctrl-C does, and is told from it by its number."""
-
-    def interrupt(number: int, _: object) -> None:
-        raise KeyboardInterrupt(number)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _machine_of(access: Fleet, target: str) -> str:
-    """A machine by its name, or the one that a job was given last."""
-    from groupwise.wire.problems import Refusal
-
-    try:
-        return access.machine(target)["vm_id"]
-    except Refusal as no_machine:
-        if no_machine.code != "unknown_vm":
-            raise
-        try:
-            job = access.show(target)
-        except Refusal:
-            raise no_machine from None
-    if job["assigned_vm"] is None:
-        raise UsageError(f"{target} is {job['status']} and has no machine yet; name one instead.")
-    return job["assigned_vm"]
