@@ -94,7 +94,7 @@ class Follower:
             case ["retry", job, *_]:
                 self.until(lambda: self._status(job) in ("failed", "cancelled"), f"{job} ends")
                 self._run(words)
-            case ["submit", "--kind", *_]:
+            case ["submit", *_] if "--kind" in words or "hugging_face.py" in words:
                 self._run(["submit", *ONE_THREAD, *words[1:]])
             case ["doctor", *_]:
                 self._run(words, allowed=(0, 1))
