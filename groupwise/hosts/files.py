@@ -315,7 +315,8 @@ class BlobStore:
 
     @contextlib.contextmanager
     def _locked(self, how: int, name: str = ".lock") -> Generator[None]:
-        with (self.root / name).open("ab") as lock:
+        # To read and to write: NFS gives a shared lock only to who may read, and one that is alone only to who may write.
+        with (self.root / name).open("a+b") as lock:
             fcntl.flock(lock, how)
             yield
 

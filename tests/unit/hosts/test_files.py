@@ -1,10 +1,14 @@
+import errno
+import fcntl
 import hashlib
 import os
 import socket
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +41,36 @@ def everything(store: BlobStore) -> set[str]:
         ".lock",
         ".marking",
     }
+
+
+@pytest.fixture
+def like_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks are given as by NFS 4: shared ones to who may read the file, others to who may write it. Those of folders are local."""
+    real = fcntl.flock
+
+    def flock(file: Any, how: int) -> None:
+        fd = file if isinstance(file, int) else file.fileno()
+        access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        unfit = os.O_WRONLY if how & fcntl.LOCK_SH else os.O_RDONLY
+        if access == unfit and stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("like_nfs")
+def test_a_store_that_several_machines_share(store: BlobStore, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"weights")
+    entry = store.put_file(tmp_path / "weights")
+    other = sha(b"other")
+    with store.incoming(other, 5, "ada") as incoming:
+        incoming.add(b"other")
+        incoming.finish()
+    with store.needed([other]):
+        assert store.missing([entry.sha256, other, sha(b"lacking")]) == [sha(b"lacking")]
+        store.collect([entry.sha256], now=time.time() + 10 * SPARED)
+    assert store.missing([entry.sha256]) == []
 
 
 def test_files_of_folders_and_files_by_name(tmp_path: Path) -> None:
