@@ -295,7 +295,7 @@ def submit(
 ) -> None:
     """Submit a job; prints its id.
 
-        groupwise fleet submit --gpus 2 -- python train.py --lr 1e-5
+        groupwise fleet submit --gpus 2 --file train.py -- python train.py --lr 1e-5
 
         groupwise fleet submit --kind GRPO --model M --dataset sums.jsonl --reward_function correctness
 
@@ -372,7 +372,7 @@ def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str], *, so
     kind = columns["job_type"]
     if some and not given and not arguments:
         raise UsageError(
-            "there is nothing to run: give a command, `groupwise fleet submit -- python train.py`, or a kind of job, "
+            "there is nothing to run: give a command, `groupwise fleet submit --file train.py -- python train.py`, or a kind of job, "
             "`groupwise fleet submit --kind GRPO --model M --dataset D --reward_function R`."
         )
     if arguments and training:

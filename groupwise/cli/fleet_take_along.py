@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.fleet_progress import progress
+from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,22 @@ def take_along(
         # One for all jobs that have no files of their own: a long array of them may take thousands along.
         if manifest := {**shared, **said, **its_own} if said or its_own else shared:
             document["files"] = manifest
+    _tell_of_left_behind(documents.values())
+
+
+def _tell_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
+    """A word of a command that is a file here is mostly meant to be one there."""
+    words = {
+        PurePosixPath(word).as_posix(): word
+        for document in documents
+        for word in document.get("arguments", ())
+        if PurePosixPath(word).as_posix() not in document.get("files", ())
+    }
+    for name, word in words.items():
+        if not name.startswith(("/", "..")) and os.path.isfile(word):
+            say(
+                f"{word} is a file here, but does not travel with the job, whose folder is empty: --file {word} takes it along"
+            )
 
 
 def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str, Path]:
@@ -97,14 +114,9 @@ def _add(
     found: dict[str, Path], local: Path, remote: str, beside: Mapping[str, Path] | None = None
 ) -> None:
     """A file, or all below a folder, to travel under that name. `beside`: what lies there already."""
-    from groupwise.hosts.files import files_below
+    from groupwise.fleet.client import named_files
 
-    if local.is_dir():
-        top = "" if remote == "." else f"{remote}/"
-        below = {f"{top}{name}": path for name, path in files_below(local).items()}
-    else:
-        below = {remote: local}
-    for name, path in below.items():
+    for name, path in named_files({remote: local}).items():
         there = found.get(name) or (beside or {}).get(name)
         if there is not None and there.resolve() != path.resolve():
             raise UsageError(

@@ -654,19 +654,35 @@ class FleetClient:
 
 
 def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, Path]:
-    """Files and folders of this machine as single files, by the paths under which a job takes them along. Raises UsageError for what is
-    neither: a pipe may have no end."""
-    named = files if isinstance(files, Mapping) else {Path(name).name: name for name in files}
+    """Files and folders of this machine as single files, by the paths under which a job takes them along: their own names, or those of a
+    mapping, where `.` is the job's folder itself. Raises UsageError for what is neither (a pipe may have no end), and for two of one name.
+    """
+    named = (
+        files.items() if isinstance(files, Mapping) else [(_own_name(each), each) for each in files]
+    )
     found: dict[str, Path] = {}
-    for name, place in named.items():
+    for name, place in named:
         path = Path(place)
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise UsageError(
                 f"{path} is neither a file nor a folder, and cannot travel with a job: write what comes from it into a file."
             )
         below = files_below(path) if path.is_dir() else {"": path}
-        found |= {f"{name}/{inner}" if inner else name: each for inner, each in below.items()}
+        top = "" if name == "." and path.is_dir() else name
+        for inner, each in below.items():
+            taken = "/".join(filter(None, (top, inner)))
+            there = found.setdefault(taken, each)
+            if there is not each and there.resolve() != each.resolve():
+                raise UsageError(
+                    f"{each} and {there} would both be {taken} in the job's working folder: give them as a mapping of "
+                    "the names there, files={'OTHER': …}."
+                )
     return found
+
+
+def _own_name(place: str | Path) -> str:
+    """Of `.` and `..` too, and of a link that of its own."""
+    return Path(os.path.abspath(place)).name
 
 
 def _stands_still(path: Path, size: int, here: int) -> str:

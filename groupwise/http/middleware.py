@@ -228,11 +228,20 @@ class Guarded:
             raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
 
 
+_OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
+
+
 def check_local(headers: Mapping[str, str]) -> None:
     """Refuse what a page of another site has a browser of this machine send: without a key nothing else would tell it apart.
 
-    Such a request names the site as its Origin; where the site's own name was made to lead to this machine, as its Host.
+    Such a request names the site as its Origin; where the site's own name was made to lead to this machine, as its Host. What a proxy
+    passes on comes from anywhere, and its Host may be ours.
     """
+    if any(name in headers for name in _OF_A_PROXY):
+        raise Refusal(
+            "forbidden",
+            "The server has no key, so that it answers nothing that a proxy passes on. Give it a key first.",
+        )
     host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
     if not is_loopback(host):
         raise Refusal(

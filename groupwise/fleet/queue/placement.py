@@ -290,7 +290,7 @@ def _short(resources: Resources, machine: Machine) -> str | None:
 
 def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     if not machine.slots:
-        return "no CPU slots, and the job asks for no GPU"
+        return f"no CPU slots, and the job asks for no GPU (`groupwise fleet vm set {machine.vm_id} --cpu-slots 1` gives it one)"
     free = [n for n in range(machine.slots) if n not in machine.taken_slots]
     kept = [n for n in free if (machine.vm_id, n) in held.slots]
     if len(kept) < len(free):

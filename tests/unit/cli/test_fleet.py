@@ -301,6 +301,19 @@ def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
     assert seen(*asked, "--dry-run")[0] == 0
 
 
+def test_a_file_of_the_command_that_stays_here_is_told(
+    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("pass")
+    asked = ("--gpus", "0", "--", "python", "./train.py", "--out", "train.log")
+    code, _, err = seen("submit", *asked)
+    assert code == 0
+    assert "./train.py is a file here, but does not travel" in err
+    assert "train.log" not in err
+    assert "does not travel" not in seen("submit", "--file", "train.py", *asked)[2]
+
+
 @pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
 @pytest.mark.parametrize(
     ("line", "told"),

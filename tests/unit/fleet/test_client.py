@@ -1231,3 +1231,18 @@ def test_a_pipe_does_not_travel(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="neither a file nor a folder"):
         named_files({"data": tmp_path / "pipe"})
+
+
+def test_files_have_their_own_names_and_none_hides_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/train.py", "b/train.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path / "a")
+    assert named_files(["../b"]) == {"b/train.py": Path("../b/train.py")}
+    assert set(named_files(["."])) == {"a/train.py"}
+    assert set(named_files({".": ".", "other.py": "../b/train.py"})) == {"train.py", "other.py"}
+    assert set(named_files(["train.py", "train.py"])) == {"train.py"}
+    with pytest.raises(UsageError, match=r"would both be train\.py"):
+        named_files(["train.py", "../b/train.py"])

@@ -118,6 +118,8 @@ def test_this_machine_by_name(host: str) -> None:
         {"host": "localhost", "origin": "https://evil.example"},
         {"host": "localhost", "origin": "null"},
         {"host": "localhost", "origin": "http://[bad"},
+        {"host": "localhost", "x-forwarded-for": "192.0.2.7"},
+        {"host": "localhost", "forwarded": "for=192.0.2.7"},
     ],
 )
 def test_other_hosts_and_origins_are_refused_where_there_is_no_key(headers: dict[str, str]) -> None:
