@@ -16,7 +16,7 @@ import json
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -41,6 +41,8 @@ ENDS: Mapping[str, JobStatus] = {
 }
 """Kinds of events that are the end of a job."""
 LAST_LINES = 20
+UNCUT = 80
+"""Letters of a text that is not cut, as long as an id may be."""
 INTERVAL = 1.0
 """Seconds between two looks at the events."""
 READ = 1000
@@ -92,7 +94,7 @@ class Ended:
         return COMPLETED if self.status == JobStatus.COMPLETED else ERRORED
 
     def message(self, largest: int = LARGEST) -> bytes:
-        """JSON of at most `largest` bytes: older lines of the log are left out first, then the reason is cut."""
+        """JSON of at most `largest` bytes if that can be: older lines of the log are left out first, then the longest text is cut."""
         document: dict[str, Any] = {
             "event_id": self.event_id,
             "job_id": self.job_id,
@@ -107,15 +109,22 @@ class Ended:
             "failure_reason": self.failure_reason,
             "log_tail": list(self.log_tail),
         }
-        text = json.dumps(document).encode()
-        if len(text) <= largest:
-            return text
-        if self.log_tail:
-            return replace(self, log_tail=self.log_tail[1:]).message(largest)
-        if self.failure_reason:
-            reason = self.failure_reason[: len(self.failure_reason) // 2]
-            return replace(self, failure_reason=reason).message(largest)
+        while len(text := json.dumps(document).encode()) > largest and _cut(document):
+            pass
         return text
+
+
+def _cut(document: dict[str, Any]) -> bool:
+    """Make it shorter; False: nothing of it can be spared. What a row by hand says may be of any length; an id of ours stays whole."""
+    if document["log_tail"]:
+        del document["log_tail"][0]
+        return True
+    texts = {key: text for key, text in document.items() if isinstance(text, str)}
+    longest = max(texts, key=lambda key: len(texts[key]))
+    wanted = longest if len(texts[longest]) > UNCUT else "failure_reason"
+    if text := texts.get(wanted):
+        document[wanted] = text[: len(text) // 2]
+    return bool(text)
 
 
 class Outlet(Protocol):
@@ -153,15 +162,26 @@ class NatsOutlet:
         for begin in range(0, len(ended), TOLD_AT_ONCE):
             some = ended[begin : begin + TOLD_AT_ONCE]
             largest = min(self._link.largest, LARGEST)
+            messages = [(e, e.message(largest)) for e in some]
+            fitting = [(e.subject, text) for e, text in messages if len(text) <= largest]
             try:
-                await self._link.publish(
-                    [(e.subject, e.message(largest)) for e in some], ACKNOWLEDGED
-                )
+                await self._link.publish(fitting, ACKNOWLEDGED)
             except NatsAway as error:
                 logger.debug("%s", error)  # the link says once that it has gone
                 break
+            self._warn_of([e for e, text in messages if len(text) > largest], largest)
             told.update(e.event_id for e in some)
         return frozenset(told)
+
+    def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
+        """No later day would bring them, and all that ended after them would wait."""
+        for each in left_out:
+            logger.warning(
+                "%s is not told of the end of %.80s: NATS takes %d bytes of a message, fewer than that needs",
+                each.subject,
+                each.job_id,
+                largest,
+            )
 
 
 class Tracker:

@@ -1,16 +1,17 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import select
 
 from groupwise.fleet import tracker
+from groupwise.fleet.doorbells.nats import NatsAway
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Cursor, Job
-from groupwise.fleet.tracker import Ended, Tracker, keep_position, position_of
+from groupwise.fleet.tracker import Ended, NatsOutlet, Tracker, keep_position, position_of
 
 
 class Outlet:
@@ -339,3 +340,42 @@ def test_a_message_fits_whatever_stands_in_it():
         assert len(short) <= largest
         assert json.loads(short)["job_id"] == "a"
     assert json.loads(told.message(4000))["log_tail"] == []
+
+
+@pytest.mark.parametrize("text", ["name", "project", "job_id"])
+def test_a_message_fits_whatever_a_row_by_hand_says(text: str):
+    wide: dict[str, Any] = {"job_id": "a", "name": "n", "project": "p", text: "é" * 300_000}
+    told = Ended(1, status="failed", at=0.0, failure_reason="invalid", **wide).message(4000)
+    assert len(told) <= 4000
+    said = json.loads(told)
+    assert said["failure_reason"] == "invalid"
+    assert wide[text].startswith(said[text])
+
+
+class Link:
+    """A server that takes messages of so many bytes."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.told: list[str] = []
+
+    async def publish(self, texts: Sequence[tuple[str, bytes]], timeout: float) -> None:
+        if any(len(payload) > self.largest for _, payload in texts):
+            raise NatsAway("maximum payload exceeded")
+        self.told += [json.loads(payload)["job_id"] for _, payload in texts]
+
+
+async def test_an_end_that_fits_in_no_message_keeps_no_other_from_being_told(
+    database: Database, caplog: pytest.LogCaptureFixture
+):
+    """A server may take next to nothing; an id is never cut, since nobody would know what it means."""
+    wide = "w" * 80
+    small = Link(len(Ended(1, wide, "failed", 1_700_000_000.123456).message()) - 40)
+    for name in ("a", wide, "b"):
+        end(database, name)
+    tracking = Tracker(database, NatsOutlet(cast("Any", small)))
+    await tracking.round()
+    assert small.told == ["a", "b"]
+    assert database.read(lambda s: position_of(s, NatsOutlet.name)) == 3
+    [record] = caplog.records
+    assert f"is not told of the end of {wide}" in record.getMessage()
