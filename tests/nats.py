@@ -39,8 +39,9 @@ class Nats:
     """A server whose port stays the same over its deaths."""
 
     def __init__(
-        self, program: str, folder: Path, *, token: str | None = TOKEN, tls: str = ""
+        self, program: str, folder: Path, *, token: str | None = TOKEN, more: str = ""
     ) -> None:
+        """`more`: of its configuration."""
         self.program = program
         self.folder = folder
         self.token = token
@@ -54,7 +55,7 @@ class Nats:
             max_payload: 65536
             jetstream {{ store_dir: "{folder / "store"}", max_memory_store: 64MB, max_file_store: 256MB }}
             {authorization}
-            {tls}
+            {more}
             """
         )
 
@@ -175,9 +176,11 @@ def _until_pong(lines) -> None:
 
 
 @contextlib.contextmanager
-def server(folder: Path, *, started: bool = True, token: str | None = TOKEN) -> Iterator[Nats]:
-    """A server below `folder`; ended at the end."""
-    running = Nats(needed(), folder, token=token)
+def server(
+    folder: Path, *, started: bool = True, token: str | None = TOKEN, more: str = ""
+) -> Iterator[Nats]:
+    """A server below `folder`; ended at the end. `more`: of its configuration."""
+    running = Nats(needed(), folder, token=token, more=more)
     try:
         if started:
             running.start()

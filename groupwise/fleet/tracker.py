@@ -159,6 +159,13 @@ class NatsOutlet:
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """See `Outlet`."""
         told: set[int] = set()
+        for subject in (COMPLETED, ERRORED):  # one may be forbidden to us
+            told |= await self._tell([each for each in ended if each.subject == subject])
+        return frozenset(told)
+
+    async def _tell(self, ended: Sequence[Ended]) -> set[int]:
+        """Of one subject, as far as they are taken."""
+        told: set[int] = set()
         for begin in range(0, len(ended), TOLD_AT_ONCE):
             some = ended[begin : begin + TOLD_AT_ONCE]
             largest = min(self._link.largest, LARGEST)
@@ -167,11 +174,11 @@ class NatsOutlet:
             try:
                 await self._link.publish(fitting, ACKNOWLEDGED)
             except NatsAway as error:
-                logger.debug("%s", error)  # the link says once that it has gone
+                logger.debug("%s", error)  # the link says once that it has gone, or does not let us
                 break
             self._warn_of([e for e, text in messages if len(text) > largest], largest)
             told.update(e.event_id for e in some)
-        return frozenset(told)
+        return told
 
     def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
         """No later day would bring them, and all that ended after them would wait."""

@@ -50,6 +50,10 @@ class NatsAway(Exception):
     """The server cannot be reached, or did not acknowledge in time: what was published may have arrived or not."""
 
 
+class NatsRefused(NatsAway):
+    """The server does not let us publish there, and says so beside its acknowledgement: of what was published nothing may have arrived."""
+
+
 @dataclass(frozen=True, slots=True)
 class NatsAccess:
     """Where NATS is and how it lets us in. What is secret stands in no settings: `access_from` finds it in the environment."""
@@ -125,11 +129,20 @@ class NatsLink:
         self._was_there: bool | None = None
         self._last_error: Exception | None = None
         self._complained: set[str] = set()
+        self._refusals: list[str] = []
+        """What the server has not allowed of the publication that is under way, in its words."""
+        self._refused: dict[str, str] = {}
+        """By subject, until something is taken there."""
 
     @property
     def is_there(self) -> bool:
         """Whether there is a connection now."""
         return self._there.is_set()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be published; None: nothing is known that would be in the way."""
+        return "; ".join(self._refused.values()) or None if self.is_there else "it is not there"
 
     @property
     def largest(self) -> int:
@@ -157,8 +170,12 @@ class NatsLink:
         await self._tried.wait()
 
     async def publish(self, texts: Sequence[tuple[str, bytes]], timeout: float) -> None:
-        """Publish (subject, payload) pairs in order; return when the server has taken all of them. Raises NatsAway."""
+        """Publish (subject, payload) pairs in order; return when the server has taken all of them. Raises NatsAway, NatsRefused.
+
+        One at a time: what the server refuses it tells beside, and before its acknowledgement.
+        """
         client = self._client
+        self._refusals.clear()
         if client is None:
             raise NatsAway(f"NATS at {self._access.shown} is not there")
         try:
@@ -168,6 +185,11 @@ class NatsLink:
                 await client.rtt()
         except Exception as error:
             raise NatsAway(f"NATS at {self._access.shown}: {_said(error)}") from error
+        for subject, _ in texts:
+            self._refused.pop(subject, None)
+        if self._refusals:
+            self._refused.update((subject, self._refusals[0]) for subject, _ in texts)
+            raise NatsRefused(f"NATS at {self._access.shown}: {self._refusals[0]}")
 
     async def close(self) -> None:
         """End the connection."""
@@ -241,7 +263,11 @@ class NatsLink:
         """What the library says beside its calls: while it connects the reason of the failure, later that something is not permitted."""
         self._last_error = error
         said = _said(error)
-        if self.is_there and "permissions" in said.lower() and said not in self._complained:
+        if not self.is_there or "permissions" not in said.lower():
+            return
+        if "publish" in said.lower():  # and not a subscription
+            self._refusals.append(said)
+        if said not in self._complained:
             self._complained.add(said)
             logger.warning("NATS at %s: %s", self._access.shown, said)
 
@@ -311,6 +337,8 @@ class NatsDoorbell:
             rung = await self._unsent.wait(None)
             try:
                 await self._publish(rung)
+            except NatsRefused:
+                pass  # and would be again; the link has said so, and sweeps find the jobs
             except NatsAway:
                 self._unsent.put(rung)
                 await asyncio.sleep(FIRST_PAUSE)

@@ -189,6 +189,17 @@ class TestNats:
         assert "is there" in caplog.text
         assert nats.TOKEN not in caplog.text
 
+    async def test_what_may_not_be_rung_is_tried_once(self, tmp_path, caplog):
+        more = "authorization { users: [{ user: u, password: p, permissions: { publish: x } }] }"
+        with nats.server(tmp_path, token=None, more=more) as strict:
+            bell = NatsDoorbell(NatsAccess(strict.url, user="u", password="p"))
+            bell.open()
+            bell.ring(["a"])
+            await until(lambda: lines(caplog, 'publish to "jobs.new"'))
+            await asyncio.sleep(0.5)
+            await bell.close()
+            assert strict.log().count("Publish Violation") == 1
+
     async def test_access_comes_from_the_variables_of_the_nats_command(self, server):
         bell = NatsDoorbell(access_from(server.url, {"NATS_TOKEN": nats.TOKEN, "NATS_CREDS": ""}))
         await hears(bell, lambda: server.publish("jobs.new", b"a"), "a")

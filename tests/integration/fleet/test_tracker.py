@@ -139,6 +139,39 @@ async def test_a_server_that_takes_and_never_acknowledges_is_told_again(
     assert (again["job_id"], again["event_id"]) == ("second", 2)
 
 
+STRICT = """
+no_auth_user: other
+authorization { users: [
+  { user: other, password: other }
+  { user: tracker, password: tracker, permissions: { publish: "jobs.completed" } }
+] }
+"""
+
+
+async def test_what_may_not_be_published_is_not_told_and_holds_up_nothing_else(
+    tmp_path: Path, database: Database, caplog: pytest.LogCaptureFixture
+):
+    """The server acknowledges a publication that it has thrown away, and says beside that it has."""
+    with (
+        nats.server(tmp_path, token=None, more=STRICT) as server,
+        server.subscribed("jobs.*") as payloads,
+    ):
+        link = NatsLink(NatsAccess(server.url, user="tracker", password="tracker"))
+        link.open()
+        await link.until_there()
+        telling = Tracker(database, NatsOutlet(link))
+        end(database, "a", "failed")
+        for name in "bc":
+            end(database, name)
+            await telling.round()
+            assert (await heard(payloads))["job_id"] == name
+        assert kept(database) == 0
+        assert link.trouble is not None
+        assert 'publish to "jobs.errored"' in link.trouble
+        assert len([r for r in caplog.records if link.trouble in r.getMessage()]) == 1
+        await link.close()
+
+
 async def test_two_trackers_tell_at_least_once(server: nats.Nats, database: Database):
     with server.subscribed("jobs.*") as payloads:
         async with tracking(server, database), tracking(server, database):
