@@ -1281,7 +1281,13 @@ QUICK = (
     Mutation(
         "tracker",
         "NATS that is new is told of all history",
-        (("fleet/tracker.py", "first = newest if skipped else 0", "first = 0"),),
+        (
+            (
+                "fleet/tracker.py",
+                "first = 0 if tells_history else events.newest(session, seconds(session) - RECENT)",
+                "first = 0",
+            ),
+        ),
         (f"{TRACKER}::test_news_that_are_new_begin_with_the_last_hour_and_say_so",),
     ),
     Mutation(
@@ -1289,6 +1295,24 @@ QUICK = (
         "where news began is not written down before something was told",
         (("fleet/tracker.py", "    keep_position(session, name, first)\n", ""),),
         (f"{TRACKER}::test_news_of_a_fleet_that_is_new_lose_nothing",),
+    ),
+    Mutation(
+        "tracker",
+        "numbers that a database has lost and gave again are passed over",
+        (
+            (
+                "fleet/tracker.py",
+                "    _check(session, newest)\n    read = ",
+                "    read = ",
+            ),
+        ),
+        (f"{TRACKER}::test_a_database_that_has_lost_its_last_commits_is_read_anew",),
+    ),
+    Mutation(
+        "tracker",
+        "its position moves in a database that has lost what it read",
+        (("fleet/tracker.py", "        _check(session, self._newest)\n", ""),),
+        (f"{TRACKER}::test_no_position_is_written_into_a_database_that_has_lost_it",),
     ),
     # --- logs and artefacts -----------------------------------------------------------------------
     Mutation(
@@ -2567,6 +2591,20 @@ QUICK = (
 """Seconds each."""
 
 SLOW = (
+    Mutation(
+        "tracker",
+        "what NATS has not let us publish counts as told",
+        (
+            (
+                "fleet/doorbells/nats.py",
+                '            raise NatsRefused(f"NATS at {self._access.shown}: {self._refusals[0]}")\n',
+                "",
+            ),
+        ),
+        (
+            f"{REAL}/test_tracker.py::test_what_may_not_be_published_is_not_told_and_holds_up_nothing_else",
+        ),
+    ),
     Mutation(
         "host key pin",
         "a machine without one is asked for more than its key",

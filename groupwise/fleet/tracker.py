@@ -4,6 +4,9 @@ It follows the events of the fleet; the dispatcher that ended the job wrote one 
 its own in `cursors`, and moves it only over what was acknowledged: told at least once, so that a restart of the tracker or of NATS may
 double an announcement (its `event_id` says so) and never loses one. Several trackers at once tell more than once, and do no other harm.
 
+A database may lose its last commits, where a copy of it takes over, and give their numbers again. Then what was read last is not there any
+more, or is another event, and the tracker begins anew at the position that stands in that database.
+
 The subjects of NATS are news: where it is new in a fleet that has run for long, it begins with what ended in the last hour, and the log
 says so. Its position is written down at once, so that from then on nothing is lost. A webhook belongs to its job, which is told however
 late.
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, cast
 
-from sqlalchemy import func, select, update
+from sqlalchemy import select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -61,6 +64,9 @@ TOLD_AT_ONCE = 100
 """Announcements between two acknowledgements."""
 ACKNOWLEDGED = 5.0
 """Seconds that NATS may take for one."""
+
+Known = tuple[int, float]
+"""An event by its number and its time, since a number may be given twice."""
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +197,10 @@ class NatsOutlet:
             )
 
 
+class _EventsLost(Exception):
+    """The database is not the one that was read before, or has lost some of it."""
+
+
 class Tracker:
     """One outlet's reader of the events; `run` goes on until it is cancelled."""
 
@@ -200,6 +210,8 @@ class Tracker:
         self._interval = interval
         self._read: int | None = None
         """The last event that was read in this life."""
+        self._newest: Known | None = None
+        """The newest one up to there; None: there was none."""
         self._kept = 0
         self._untold: dict[int, Ended] = {}
         self._to_one: Counter[str] = Counter()
@@ -228,7 +240,13 @@ class Tracker:
 
     async def round(self) -> bool:
         """Read what has come, tell it and what could not be told before; whether there is more to read at once."""
-        name = self._outlet.name
+        try:
+            return await self._round()
+        except _EventsLost:
+            self._begin_anew()
+            return True
+
+    async def _round(self) -> bool:
         if self._read is None:
             self._read = self._kept = await self._first_position()
         await self._read_again()
@@ -239,35 +257,53 @@ class Tracker:
         waiting = [*self._untold, *(numbers[0] for numbers in self._later.values())]
         position = min(waiting) - 1 if waiting else self._read
         if position > self._kept:
-            await self._database.in_thread(lambda s: keep_position(s, name, position))
+            await self._database.in_thread(lambda s: self._keep_position(s, position))
             self._kept = position
         return full
 
     async def _first_position(self) -> int:
         name, history = self._outlet.name, self._outlet.tells_history
         position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
+        self._newest = await self._database.in_thread(lambda s: _newest(s, position))
         if skipped:
             logger.warning(
-                "%s is new in this fleet and begins with what ended in the last hour: it is not told of %d ends of jobs before event %d",
+                "%s is new in this fleet and begins with what ended in the last hour: it is not told of jobs that ended before event %d",
                 name,
-                skipped,
-                position + 1,
+                skipped + 1,
             )
         return position
 
+    def _keep_position(self, session: Session, position: int) -> None:
+        _check(session, self._newest)
+        keep_position(session, self._outlet.name, position)
+
+    def _begin_anew(self) -> None:
+        """With nothing of what was read before."""
+        logger.warning(
+            "%s: the database has lost events that were there; it is read again from the position that stands in it",
+            self._outlet.name,
+        )
+        self._read, self._newest = None, None
+        self._untold.clear()
+        self._to_one.clear()
+        self._later.clear()
+
     async def _read_on(self, position: int) -> bool:
-        last, count, ends, pruned = await self._database.in_thread(
-            lambda s: _next_ends(s, position)
+        newest = self._newest
+        read, ends, pruned = await self._database.in_thread(
+            lambda s: _next_ends(s, position, newest)
         )
         self._warn_of(pruned)
-        self._read = last
+        if read:
+            self._newest = read[-1]
+            self._read, _ = read[-1]
         for each in ends:
             place = self._outlet.place(each)
             if place is not None and (place in self._later or self._to_one[place] >= MOST_TO_ONE):
                 self._later.setdefault(place, deque()).append(each.event_id)
             else:
                 self._keep(each)
-        return count == READ
+        return len(read) == READ
 
     async def _read_again(self) -> None:
         """Those for places at which few wait now."""
@@ -321,17 +357,12 @@ def position_of(session: Session, name: str) -> int:
 
 
 def begin(session: Session, name: str, tells_history: bool) -> tuple[int, int]:
-    """Where the reader of this name is, from now on written down; and how many ends it passes over because it is new."""
+    """Where the reader of this name is, from now on written down; and the last event that it passes over because it is new, or 0."""
     if session.get(Cursor, name) is not None:
         return position_of(session, name), 0
-    skipped, newest = 0, 0
-    if not tells_history:
-        newest = events.newest(session, seconds(session) - RECENT)
-        ends = select(func.count()).where(Event.kind.in_(ENDS), Event.event_id <= newest)
-        skipped = session.execute(ends).scalar_one()
-    first = newest if skipped else 0
+    first = 0 if tells_history else events.newest(session, seconds(session) - RECENT)
     keep_position(session, name, first)
-    return position_of(session, name), skipped
+    return position_of(session, name), first
 
 
 def keep_position(session: Session, name: str, position: int) -> None:
@@ -345,11 +376,27 @@ def keep_position(session: Session, name: str, position: int) -> None:
     )
 
 
-def _next_ends(session: Session, position: int) -> tuple[int, int, list[Ended], list[str]]:
-    """The last event that was read, how many were, those that are the end of a job, and ids of ended jobs that are there no more."""
+def _next_ends(
+    session: Session, position: int, newest: Known | None
+) -> tuple[list[Known], list[Ended], list[str]]:
+    """Events that were read, those that are the end of a job, and ids of ended jobs that are there no more."""
+    _check(session, newest)
     read = events.after(session, position, READ)
     found, pruned = _told_of(session, [event for event in read if event.kind in ENDS])
-    return (read[-1].event_id if read else position), len(read), found, pruned
+    return [(event.event_id, event.at) for event in read], found, pruned
+
+
+def _check(session: Session, newest: Known | None) -> None:
+    """Raises _EventsLost where the newest event that was read is not the one that is there."""
+    if newest is not None and _newest(session, newest[0]) != newest:
+        raise _EventsLost
+
+
+def _newest(session: Session, position: int) -> Known | None:
+    """The newest event up to this one; none of them ever goes, or changes."""
+    query = select(Event.event_id, Event.at).where(Event.event_id <= position)
+    row = session.execute(query.order_by(Event.event_id.desc()).limit(1)).first()
+    return None if row is None else (row.event_id, row.at)
 
 
 def _ends_of(session: Session, numbers: Sequence[int]) -> tuple[list[Ended], list[str]]:

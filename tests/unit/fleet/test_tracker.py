@@ -1,17 +1,21 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.event import listen
 
 from groupwise.fleet import tracker
 from groupwise.fleet.doorbells.nats import NatsAway
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.database import Database, connect
 from groupwise.fleet.store.tables import Attempt, Cursor, Job
-from groupwise.fleet.tracker import Ended, NatsOutlet, Tracker, keep_position, position_of
+from groupwise.fleet.tracker import Ended, NatsOutlet, Tracker, begin, keep_position, position_of
+from tests.fleet_databases import copied
 
 
 class Outlet:
@@ -161,12 +165,79 @@ async def test_news_that_are_new_begin_with_the_last_hour_and_say_so(
     assert news.names == []
     [record] = caplog.records
     assert record.getMessage() == (
-        "outlet is new in this fleet and begins with what ended in the last hour: it is not told of 2 ends of jobs before event 3"
+        "outlet is new in this fleet and begins with what ended in the last hour: it is not told of jobs that ended before event 3"
     )
     caplog.clear()
     end(database, "new")
     await Tracker(database, news).round()  # as after a restart
     assert (news.names, caplog.records) == (["new"], [])
+
+
+async def test_what_news_pass_over_is_not_counted(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    """Millions of events would take longer than a statement may."""
+    monkeypatch.setattr(tracker, "RECENT", -3600.0)
+    end(database, "long-ago")
+    said: list[str] = []
+
+    def look(session: Any) -> None:
+        listen(session.connection(), "before_cursor_execute", lambda *given: said.append(given[2]))
+        begin(session, "news", tells_history=False)
+
+    database.run(look)
+    assert not [each for each in said if "events" in each and "kind" in each]
+
+
+@pytest.mark.parametrize("since", [("a",), ("a", "new-1"), ("a", "new-1", "new-2", "new-3")])
+async def test_a_database_that_has_lost_its_last_commits_is_read_anew(
+    database: Database, migrated_file: Path, tmp_path: Path, since: Sequence[str]
+):
+    """A copy that had not heard of them took over, whether or not it has given their numbers again by now."""
+    outlet = Outlet()
+    tracking = Tracker(database, outlet)
+    for name in ("a", "lost-1", "lost-2"):
+        end(database, name)
+    await tracking.round()
+    (tmp_path / "copy").mkdir()
+    with closing(connect(copied(migrated_file, tmp_path / "copy"))) as copy:
+        copy.run(lambda s: keep_position(s, "outlet", 1))
+        for name in since:
+            end(copy, name)
+        tracking._database = copy
+        outlet.told.clear()
+        for _ in range(3):
+            await tracking.round()
+        assert outlet.names == list(since[1:])
+        end(copy, "last")
+        await tracking.round()
+        assert outlet.names == [*since[1:], "last"]
+        assert position(copy) == len(since) + 1
+
+
+async def test_no_position_is_written_into_a_database_that_has_lost_it(
+    database: Database, migrated_file: Path, tmp_path: Path
+):
+    """It took over while an outlet was told."""
+    outlet = Outlet()
+    tracking = Tracker(database, outlet)
+    end(database, "a")
+    await tracking.round()
+    (tmp_path / "copy").mkdir()
+    with closing(connect(copied(migrated_file, tmp_path / "copy"))) as copy:
+        tell = outlet.tell
+
+        async def tell_and_fail_over(ended: Sequence[Ended]) -> frozenset[int]:
+            tracking._database = copy
+            return await tell(ended)
+
+        outlet.tell = tell_and_fail_over
+        end(database, "lost")
+        await tracking.round()
+        end(copy, "new")
+        await tracking.round()
+        assert outlet.names == ["a", "lost", "new"]
+        assert position(copy) == 1
 
 
 async def test_news_of_a_fleet_that_is_new_lose_nothing(
