@@ -1,8 +1,11 @@
 """The doorbell of one machine: within this process, and between processes through datagram sockets in the fleet's folder.
 
 `groupwise fleet up` listens at a socket of its own in `<folder>/doorbells/`; `groupwise fleet submit`, in another process, sends the ids
-to every socket that lies there. One that refuses belongs to a process that is gone, and is removed by whoever finds it. A listener whose
-buffer is full has enough to wake up for: what does not fit is dropped.
+to every socket of this machine that lies there. One that refuses belongs to a process that is gone, and is removed by whoever finds it. A
+listener whose buffer is full has enough to wake up for: what does not fit is dropped.
+
+Several machines may share the folder. A socket is heard on its own machine alone and refuses everybody else, alive or not: so its name
+says which run of which system it belongs to, and those of others are left alone. (Those of a machine that has lost its power stay.)
 
 Only a process that waits makes a socket. Names of sockets are short whatever the folder is called, since they are opened relative to it
 (through /proc/self/fd; elsewhere by their whole path, which most systems limit to about a hundred characters).
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import logging
 import os
 import secrets
@@ -25,6 +29,7 @@ from groupwise.fleet.doorbells.port import LARGEST, ids_in, messages
 
 FOLDER = "doorbells"
 DESCRIPTORS = Path("/proc/self/fd")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SENT = LARGEST // 2
 """Bytes of one datagram; those of the system's default buffers are larger."""
 
@@ -38,7 +43,8 @@ class LocalDoorbell:
         self._folder = folder / FOLDER if folder is not None else None
         self._heard = Pile()
         self._socket: socket.socket | None = None
-        self._name = f"{os.getpid()}-{secrets.token_hex(4)}.sock"
+        self._system = _system()
+        self._name = f"{self._system}-{os.getpid()}-{secrets.token_hex(4)}.sock"
         self._listening = False
 
     def open(self) -> None:
@@ -51,7 +57,7 @@ class LocalDoorbell:
         if self._folder is None or not rung:
             return
         try:
-            names = [n for n in os.listdir(self._folder) if n.endswith(".sock")]
+            names = [n for n in os.listdir(self._folder) if n.startswith(f"{self._system}-")]
             others = [n for n in names if n != self._name]
             if others:
                 _send(self._folder, others, list(messages(sorted(rung), SENT)))
@@ -99,6 +105,15 @@ class LocalDoorbell:
             while True:
                 # One byte more than is read at all, so that a message that was cut off is seen to be too long.
                 self._heard.put(ids_in(ear.recv(LARGEST + 1)))
+
+
+def _system() -> str:
+    """This machine since it was started, in eight letters."""
+    try:
+        system = BOOT_ID.read_bytes()
+    except OSError:  # no Linux
+        system = socket.gethostname().encode()
+    return hashlib.sha256(system).hexdigest()[:8]
 
 
 class _Opened:

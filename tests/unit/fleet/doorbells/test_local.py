@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.fleet.doorbells import local
 from groupwise.fleet.doorbells.local import FOLDER, LocalDoorbell
 from groupwise.fleet.doorbells.port import LARGEST
 
@@ -64,18 +65,44 @@ async def test_all_who_listen_hear_it_and_only_they_have_a_socket(folder: Path):
         await doorbell.close()
 
 
+def dead(folder: Path, name: str) -> None:
+    """A socket whose process is gone, or on another machine."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        descriptor = os.open(folder / FOLDER, os.O_RDONLY)
+        ear.bind(f"/proc/self/fd/{descriptor}/{name}")
+        os.close(descriptor)
+
+
 async def test_the_dead_are_cleared_away_and_change_nothing(folder: Path):
     alive = await listening(folder)
-    for name in ("0-dead.sock", "999-dead.sock"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as dead:
-            descriptor = os.open(folder / FOLDER, os.O_RDONLY)
-            dead.bind(f"/proc/self/fd/{descriptor}/{name}")
-            os.close(descriptor)
+    system = sockets(folder)[0].name.partition("-")[0]
+    for name in (f"{system}-0-dead.sock", f"{system}-999-dead.sock"):
+        dead(folder, name)
     assert len(sockets(folder)) == 3
     LocalDoorbell(folder).ring(["a"])
     assert await alive.wait(60) == {"a"}
     assert len(sockets(folder)) == 1
     await alive.close()
+
+
+async def test_the_sockets_of_other_machines_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They refuse here, where nobody could hear through them, whether or not their processes live."""
+    here = await listening(tmp_path)
+    monkeypatch.setattr(local, "BOOT_ID", tmp_path / "boot_id")
+    (tmp_path / "boot_id").write_text("of another machine")
+    there = await listening(tmp_path)
+    assert len(sockets(tmp_path)) == 2
+    name = there._name
+    await there.close()
+    dead(tmp_path, name)
+    here.ring(["a"])
+    assert {path.name for path in sockets(tmp_path)} == {here._name, name}
+    LocalDoorbell(tmp_path).ring(["b"])  # on the other one, where that process is gone
+    assert [path.name for path in sockets(tmp_path)] == [here._name]
+    assert await here.wait(60) == {"a"}
+    await here.close()
 
 
 async def test_nobody_has_ever_listened(tmp_path: Path):
