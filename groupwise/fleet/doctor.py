@@ -32,7 +32,7 @@ from groupwise.display.quantities import byte_size
 from groupwise.errors import GroupwiseError
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.records import Machine
-from groupwise.fleet.doorbells.nats import access_from
+from groupwise.fleet.doorbells.nats import access_from, credentials
 from groupwise.fleet.machines import packing
 from groupwise.fleet.machines.reaching import LOCAL, host_of
 from groupwise.fleet.processes import NATS, is_gone
@@ -284,7 +284,6 @@ def _nats_at(shown: str, url: str) -> Seen:
 async def _nats_version(url: str) -> str:
     from nats.aio.client import Client
 
-    access = access_from(url, os.environ)
     client = Client()
 
     async def quiet(_: Exception) -> None:
@@ -296,9 +295,7 @@ async def _nats_version(url: str) -> str:
             allow_reconnect=False,
             connect_timeout=int(NATS_SECONDS),
             error_cb=quiet,
-            token=access.token,
-            user=access.user,
-            password=access.password,
+            **credentials(access_from(url, os.environ)),
         )
     try:
         return str(client.connected_server_version)

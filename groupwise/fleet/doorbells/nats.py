@@ -230,7 +230,7 @@ class NatsLink:
                 connect_timeout=CONNECTING,
                 closed_cb=self._closed,
                 error_cb=self._failed,
-                **_credentials(self._access),
+                **credentials(self._access),
             )
             await client.rtt()
 
@@ -355,7 +355,8 @@ def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _credentials(access: NatsAccess) -> dict[str, Any]:
+def credentials(access: NatsAccess) -> dict[str, Any]:
+    """What a client connects with. Raises OSError where one of its files cannot be read."""
     options: dict[str, Any] = {
         "token": access.token,
         "user": access.user,

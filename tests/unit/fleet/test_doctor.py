@@ -4,6 +4,7 @@ the processes of the control plane."""
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nats.aio.client import Client
 from sqlalchemy import select, update
 
 from groupwise.fleet import doctor, up
@@ -290,6 +292,26 @@ def test_the_nats_of_what_runs_is_looked_at_whatever_the_settings_say(
     runs(tmp_path, database, "nats://told:4222")
     assert look(None) == {"nats://told:4222, version 2.14.0 at nats://told:4222": "ok"}
     assert look(set_url) == look(None)
+
+
+async def test_nats_is_asked_with_all_that_lets_the_fleet_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, Any] = {}
+
+    async def connect(_: Client, **options: Any) -> None:
+        given.update(options)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(Client, "connect", connect)
+    names = {"NATS_CREDS": "fleet.creds", "NATS_TOKEN": "t", "NATS_USER": "u", "NATS_PASSWORD": "p"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConnectionRefusedError):
+        await doctor._nats_version("tls://nats:4222")
+    assert (given["token"], given["user"], given["password"]) == ("t", "u", "p")
+    assert given["user_credentials"] == Path("fleet.creds")
+    assert isinstance(given["tls"], ssl.SSLContext)
 
 
 def test_what_is_secret_in_an_address_is_written_nowhere(
