@@ -30,6 +30,7 @@ from sqlalchemy.orm import Session
 from groupwise.errors import RunError
 from groupwise.fleet.doorbells.nats import NatsAway, NatsLink
 from groupwise.fleet.doorbells.port import LARGEST
+from groupwise.fleet.processes import NEWS
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database, seconds
@@ -37,12 +38,6 @@ from groupwise.fleet.store.tables import Attempt, Cursor, Event, Job
 
 COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
 """Subjects of NATS. A cancelled job has not completed: it is told on `jobs.errored`, with the status `cancelled`."""
-ENDS: Mapping[str, JobStatus] = {
-    events.JOB_COMPLETED: JobStatus.COMPLETED,
-    events.JOB_FAILED: JobStatus.FAILED,
-    events.JOB_CANCELLED: JobStatus.CANCELLED,
-}
-"""Kinds of events that are the end of a job."""
 LAST_LINES = 20
 UNCUT = 80
 """Letters of a text that is not cut, as long as an id may be."""
@@ -152,7 +147,7 @@ class Outlet(Protocol):
 class NatsOutlet:
     """On the subjects of NATS; told is what its server has acknowledged."""
 
-    name = "tracker.nats"
+    name = NEWS
     tells_history = False
 
     def __init__(self, link: NatsLink) -> None:
@@ -382,7 +377,7 @@ def _next_ends(
     """Events that were read, those that are the end of a job, and ids of ended jobs that are there no more."""
     _check(session, newest)
     read = events.after(session, position, READ)
-    found, pruned = _told_of(session, [event for event in read if event.kind in ENDS])
+    found, pruned = _told_of(session, [event for event in read if event.kind in events.ENDS])
     return [(event.event_id, event.at) for event in read], found, pruned
 
 
@@ -428,7 +423,7 @@ def _ended(session: Session, event: Event) -> Ended | None:
     return Ended(
         event_id=event.event_id,
         job_id=job.job_id,
-        status=ENDS[event.kind],
+        status=events.ENDS[event.kind],
         at=event.at,
         project=job.project,
         name=job.name,

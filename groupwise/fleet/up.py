@@ -49,10 +49,12 @@ from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tunin
 from groupwise.fleet.doorbells.chosen import doorbell_of
 from groupwise.fleet.doorbells.nats import NatsLink, access_from
 from groupwise.fleet.files.artefacts import Collector
+from groupwise.fleet.files.folders import identity_of
 from groupwise.fleet.files.logs import LogMirror
 from groupwise.fleet.files.mirror import CheckpointMirror
 from groupwise.fleet.files.shipping import Shipper, sink_of
 from groupwise.fleet.full_disks import told_in_words
+from groupwise.fleet.machines import packing
 from groupwise.fleet.machines.clearing import Keeping
 from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way
 from groupwise.fleet.newsreader import Newsreader
@@ -80,6 +82,8 @@ API = "api"
 """A process that answers, and does nothing else."""
 SPEAK_WITH_NATS = ("dispatcher", "tracker", API)
 """Woken by it, telling it, waking others by it."""
+USE_THE_FOLDER = ("dispatcher", API)
+"""So does a tracker that sends logs on."""
 HEARTBEAT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a role that crashed is begun anew; doubled each time it crashes again soon."""
@@ -285,6 +289,8 @@ class _Role:
     last_error: str | None = None
     dispatcher: GlobalJobDispatcher | None = None
     """The one that plays it."""
+    link: NatsLink | None = None
+    """On which a tracker tells of ends."""
 
 
 class _ControlPlane:
@@ -303,7 +309,10 @@ class _ControlPlane:
         self._began = time.monotonic()
         self._hosts = Hosts()
         self._identity = processes.identity(os.getpid())
+        self._release = packing.version()
         self._nats = _nats_shown(place.nats_url)
+        uses_folder = any(self._uses_folder(role) for role in self._roles)
+        self._folder = identity_of(place.folder) if uses_folder else None
         self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
             "dispatcher": self._dispatch,
@@ -484,7 +493,7 @@ class _ControlPlane:
         if (url := self._place.nats_url) is not None:
             # whoever named an address hears if it is wrong; nobody has to have NATS where it is looked for unasked
             absent = logging.WARNING if self._settings.nats_url else logging.INFO
-            link = NatsLink(access_from(url, os.environ), absent=absent)
+            role.link = link = NatsLink(access_from(url, os.environ), absent=absent)
             link.open()
             outlets.append(NatsOutlet(link))
         try:
@@ -530,12 +539,22 @@ class _ControlPlane:
             row.seen_at = now
             row.facts = self._facts(role)
 
+    def _uses_folder(self, role: _Role) -> bool:
+        ships = role.name == "tracker" and self._settings.ship_logs is not None
+        return ships or role.name in USE_THE_FOLDER
+
     def _facts(self, role: _Role) -> dict[str, Any]:
         found: dict[str, Any] = {
             "crashes": role.crashes,
             "last_error": role.last_error,
             processes.PROCESS: self._identity,
+            processes.RELEASE: self._release,
         }
+        if self._uses_folder(role):
+            found[processes.FOLDER] = self._folder
+        # where nobody has named an address, there need not be anybody to tell
+        if role.link is not None and (self._settings.nats_url or role.link.is_there):
+            found[processes.TELLING] = {"trouble": role.link.trouble}
         if role.name in SPEAK_WITH_NATS:
             found[processes.NATS] = self._nats
         if role.dispatcher is not None and role.dispatcher.not_asked:

@@ -26,8 +26,9 @@ from typing import Any
 from sqlalchemy import func, insert, select
 
 from groupwise.errors import RunError
+from groupwise.fleet.store.events import ENDS
 from groupwise.fleet.store.tables import GPU, VM, Cursor, Event, Job
-from groupwise.fleet.tracker import ENDS, NatsOutlet
+from groupwise.fleet.tracker import NatsOutlet
 from groupwise.fleet.verbs import machines as machine_verbs
 from groupwise.models.machine import describe_processor
 from groupwise.wire.problems import Refusal

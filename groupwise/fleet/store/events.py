@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import clock
 from groupwise.fleet.store.engine import READS
-from groupwise.fleet.store.tables import Event
+from groupwise.fleet.store.tables import Cursor, Event
 
 JOB_QUEUED = "job.queued"
 JOB_PENDING = "job.pending"
@@ -34,6 +34,12 @@ JOB_COMPLETED = "job.completed"
 JOB_FAILED = "job.failed"
 JOB_CANCELLED = "job.cancelled"
 """Up to here `job.` and the status."""
+ENDS: Mapping[str, JobStatus] = {
+    JOB_COMPLETED: JobStatus.COMPLETED,
+    JOB_FAILED: JobStatus.FAILED,
+    JOB_CANCELLED: JobStatus.CANCELLED,
+}
+"""Those that are the end of a job."""
 JOB_SUBMITTED = "job.submitted"
 JOB_CANCEL_REQUESTED = "job.cancel_requested"
 JOB_RETRIED = "job.retried"
@@ -196,6 +202,13 @@ def newest(session: Session, before: float) -> int:
     """The last event that is older than `before`, in seconds: whoever goes on after it misses none that comes later. As for `after`."""
     last = session.scalar(select(func.max(Event.event_id)).where(Event.at < before)) or 0
     return min(last, _settled(session)) if session.get_bind().dialect.name == "postgresql" else last
+
+
+def first_end_after(session: Session, reader: str) -> float | None:
+    """When the first job ended that a reader has not dealt with; None: there is none, or no such reader."""
+    position = select(Cursor.position).where(Cursor.name == reader).scalar_subquery()
+    query = select(Event.at).where(Event.event_id > position, Event.kind.in_(ENDS))
+    return session.scalar(query.order_by(Event.event_id).limit(1))
 
 
 def recent(

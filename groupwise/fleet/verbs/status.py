@@ -14,9 +14,10 @@ from sqlalchemy.orm import Session
 
 from groupwise.display.quantities import byte_size, duration
 from groupwise.fleet.attempts.ending import ACCUSATION_SECONDS
-from groupwise.fleet.processes import NOT_ASKED
+from groupwise.fleet.processes import FOLDER, NEWS, NOT_ASKED, RELEASE, TELLING
 from groupwise.fleet.queue import unknown
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
+from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import (
     GPU,
@@ -40,7 +41,8 @@ LARGE_LOG = 10_000_000_000
 """Bytes. A log is kept whole, on the machine and here, so that one that grows for ever fills both disks."""
 DAMAGE_SECONDS = 24 * 3600.0
 """For so long it is told that a checkpoint was found damaged."""
-
+UNTOLD_SECONDS = 300.0
+"""For so long NATS may not have been told that a job has ended."""
 
 LEAST_FREE = 1_000_000_000
 """Bytes on a disk of the control machine below which it is as good as full: whoever is told then has some time left."""
@@ -108,6 +110,8 @@ def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iter
         yield from _disks([*_of_database(session), *folders])
     yield from _roles(session)
     if actor.projects is None:
+        yield from _different(session)
+        yield from _untold(session)
         yield from _machines(session)
         yield from _strays(session)
         yield from _gpus(session)
@@ -151,6 +155,52 @@ def _roles(session: Session) -> Iterator[Document]:
             "`groupwise fleet up` starts all of them, "
             f"`groupwise fleet {missing[0]}` {'the first' if nothing else 'it'} alone",
             roles=missing,
+        )
+
+
+def _different(session: Session) -> Iterator[Document]:
+    """Processes that are one fleet, and do not see or do the same."""
+    alive = [each for each in processes(session) if each["alive"]]
+    folders = _grouped(alive, FOLDER)
+    if len(folders) > 1:
+        yield _alarm(
+            "folder_not_shared",
+            f"these have not the same folder, though they are one fleet: {'; '.join(folders.values())}",
+            "what one of them puts there another does not find, so that jobs fail and files seem lost: mount the shared folder where it is "
+            "missing, and begin the processes there anew",
+        )
+    releases = _grouped(alive, RELEASE)
+    if len(releases) > 1:
+        shown = "; ".join(f"{release}: {who}" for release, who in releases.items())
+        yield _alarm(
+            "releases_differ",
+            f"processes of several releases are one fleet: {shown}",
+            "none knows what a later one writes: end those of the older release, and begin them anew as after each upgrade",
+        )
+
+
+def _grouped(alive: Sequence[Document], fact: str) -> dict[str, str]:
+    """Value of the fact, to those that have it, in words."""
+    who: dict[str, list[str]] = {}
+    for each in alive:
+        if (value := each["facts"].get(fact)) is not None:
+            named = f"{each['role']} on {each['host']} (process {each['pid']})"
+            who.setdefault(value, []).append(named)
+    return {value: ", ".join(sorted(named)) for value, named in sorted(who.items())}
+
+
+def _untold(session: Session) -> Iterator[Document]:
+    """Ends that NATS has not been told of, where a tracker has one to tell."""
+    telling = [each["facts"].get(TELLING) for each in processes(session) if each["alive"]]
+    troubles: list[str | None] = [each["trouble"] for each in telling if each]
+    since = events.first_end_after(session, NEWS) if troubles else None
+    if since is not None and (waited := seconds(session) - since) >= UNTOLD_SECONDS:
+        why = next(filter(None, troubles), "the log of the tracker says why")
+        yield _alarm(
+            "not_told",
+            f"NATS has not been told of jobs that ended {duration(waited)} ago: {why}",
+            "nothing is lost, and whoever listens is told when it can be: start NATS, or let its user publish on jobs.completed and "
+            "jobs.errored; nats_url: off where nobody listens",
         )
 
 

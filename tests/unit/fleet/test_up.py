@@ -13,7 +13,9 @@ from sqlalchemy import select
 from groupwise.errors import UsageError
 from groupwise.fleet import processes, up
 from groupwise.fleet.attempts.records import Machine
+from groupwise.fleet.files.folders import identity_of
 from groupwise.fleet.full_disks import DiskFull
+from groupwise.fleet.machines import packing
 from groupwise.fleet.settings import FleetPlace, FleetSettings
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import VM, ControlProcess, Event
@@ -197,6 +199,46 @@ def test_a_dispatcher_says_which_machines_it_waits_for(
     database.run(control._beat)
     facts = database.read(lambda s: s.scalars(select(ControlProcess)).one().facts)
     assert facts.get(processes.NOT_ASKED) == (not_asked or None)
+
+
+def facts_of(database: Database, control: up._ControlPlane) -> dict[str, Any]:
+    database.run(control._beat)
+    query = select(ControlProcess.role, ControlProcess.facts)
+    return dict(database.read(lambda s: s.execute(query).all()))
+
+
+def test_who_uses_the_folder_says_which_one_it_is_and_everybody_the_release(
+    database: Database, tmp_path: Path
+) -> None:
+    place = FleetPlace(tmp_path, FleetSettings())
+    control = up._ControlPlane(place, database, (*up.ROLES, up.API), lambda text: None)
+    found = facts_of(database, control)
+    assert {facts["release"] for facts in found.values()} == {packing.version()}
+    assert {role for role, facts in found.items() if "folder" in facts} == {"dispatcher", up.API}
+    assert found["dispatcher"]["folder"] == identity_of(tmp_path)
+
+
+@pytest.mark.parametrize("ship_logs", [None, "stdout"])
+def test_a_tracker_uses_the_folder_where_it_sends_logs_on(
+    database: Database, tmp_path: Path, ship_logs: str | None
+) -> None:
+    place = FleetPlace(tmp_path, FleetSettings(ship_logs=ship_logs))
+    control = up._ControlPlane(place, database, ("tracker",), lambda text: None)
+    assert ("folder" in facts_of(database, control)["tracker"]) == (ship_logs is not None)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_there", "told"),
+    [(None, False, False), (None, True, True), ("nats://x", False, True)],
+)
+def test_a_tracker_says_what_keeps_nats_from_being_told_where_there_is_one(
+    database: Database, tmp_path: Path, url: str | None, is_there: bool, told: bool
+) -> None:
+    place = FleetPlace(tmp_path, FleetSettings(nats_url=url))
+    control = up._ControlPlane(place, database, ("tracker",), lambda text: None)
+    control._roles[0].link = cast("Any", SimpleNamespace(is_there=is_there, trouble="why"))
+    facts = facts_of(database, control)["tracker"]
+    assert facts.get("telling") == ({"trouble": "why"} if told else None)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

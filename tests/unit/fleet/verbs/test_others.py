@@ -11,10 +11,13 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.event import listen
 from sqlalchemy.orm import Session
 
+from groupwise.fleet import tracker
 from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member, Reservation
+from groupwise.fleet.tracker import NatsOutlet
 from groupwise.fleet.verbs import jobs, keys, machines, projects, prune, status, submission, wanted
 from groupwise.wire.problems import Refusal
 
@@ -99,6 +102,47 @@ def test_a_disk_that_is_almost_full_is_told_once(
     assert alarm["message"].startswith("the control machine has 12 kB left on the disk of /")
     assert small.do(status.overview)["alarms"][0]["kind"] == "disk_full", "of the database's file"
     assert told(small.as_("ours")) == []
+
+
+def told_of(fleet: Any, kind: str) -> list[str]:
+    return [each["message"] for each in fleet.do(status.overview)["alarms"] if each["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("fact", "kind"), [("folder", "folder_not_shared"), ("release", "releases_differ")]
+)
+def test_living_processes_that_are_one_fleet_and_differ_are_told_of(
+    small: Any, fact: str, kind: str
+) -> None:
+    process(small, "dispatcher", 0.0, "a", **{fact: "one"})
+    process(small, "api", 0.0, "b", **{fact: "one"})
+    process(small, "poller", 0.0, "c")
+    process(small, "dispatcher", status.SILENT_SECONDS + 5, "dead", **{fact: "other"})
+    assert told_of(small, kind) == []
+    process(small, "tracker", 0.0, "d", **{fact: "other"})
+    (message,) = told_of(small, kind)
+    assert "api on h (process 1), dispatcher on h (process 1); " in message
+    assert message.endswith("tracker on h (process 1)")
+    assert told_of(small.as_("ours"), kind) == []
+
+
+def test_that_nats_is_not_told_of_ends_is_told(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "UNTOLD_SECONDS", 0.0)
+    for job in ("told", "untold"):
+        kind = {"actor": "d", "kind": events.JOB_FAILED, "job_id": job}
+        number = small.database.run(lambda s, kind=kind: events.append(s, **kind))
+        if job == "told":
+            small.database.run(lambda s, n=number: tracker.keep_position(s, NatsOutlet.name, n))
+    assert told_of(small, "not_told") == [], "nobody is to be told"
+    process(small, "tracker", 0.0, "a", telling={"trouble": "it may not"})
+    (message,) = told_of(small, "not_told")
+    assert message.endswith(": it may not")
+    assert told_of(small.as_("ours"), "not_told") == []
+    monkeypatch.setattr(status, "UNTOLD_SECONDS", 60.0)
+    assert told_of(small, "not_told") == []
+    monkeypatch.setattr(status, "UNTOLD_SECONDS", 0.0)
+    small.database.run(lambda s: tracker.keep_position(s, NatsOutlet.name, number))
+    assert told_of(small, "not_told") == []
 
 
 def test_what_stands_in_no_table_is_told_while_a_machine_runs_it(small: Any) -> None:
