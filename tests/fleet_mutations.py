@@ -1298,6 +1298,30 @@ QUICK = (
     ),
     Mutation(
         "tracker",
+        "what fits in no message of NATS is tried for ever",
+        (
+            (
+                "fleet/tracker.py",
+                " for e, text in messages if len(text) <= largest]",
+                " for e, text in messages]",
+            ),
+        ),
+        (f"{TRACKER}::test_an_end_that_fits_in_no_message_keeps_no_other_from_being_told",),
+    ),
+    Mutation(
+        "doorbell",
+        "the sockets of other machines are taken for dead ones",
+        (
+            (
+                "fleet/doorbells/local.py",
+                'if n.startswith(f"{self._system}-")]',
+                'if n.endswith(".sock")]',
+            ),
+        ),
+        (f"{UNIT}/doorbells/test_local.py::test_the_sockets_of_other_machines_are_left_alone",),
+    ),
+    Mutation(
+        "tracker",
         "numbers that a database has lost and gave again are passed over",
         (
             (
@@ -2604,6 +2628,18 @@ SLOW = (
         (
             f"{REAL}/test_tracker.py::test_what_may_not_be_published_is_not_told_and_holds_up_nothing_else",
         ),
+    ),
+    Mutation(
+        "doorbell",
+        "a ring that NATS does not allow is tried for ever",
+        (
+            (
+                "fleet/doorbells/nats.py",
+                "            except NatsRefused:\n                pass",
+                "            except ZeroDivisionError:\n                pass",
+            ),
+        ),
+        (f"{REAL}/test_doorbells.py::TestNats::test_what_may_not_be_rung_is_tried_once",),
     ),
     Mutation(
         "host key pin",
