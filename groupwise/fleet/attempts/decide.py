@@ -5,6 +5,7 @@ is remembered between two calls but what the database and the machines hold, so 
 
     reserved     nothing sent             launching is written before anything is sent; ended(void) where it is no longer wanted
     launching    folder absent            launch, with the same epoch; void instead, where it is to be given up
+                 files are lacking        they are brought; no member of a gang begins before the machines of all have them
                  all members have begun   running
                  a member refused         members that have begun are killed, others made void; then ended(void), and whose fault it was
     running      all have an exit record  collecting
@@ -73,6 +74,8 @@ class MemberView:
     """`code: message` of a runner that would not, or of a launch that could not be put together."""
     highest: int | None = None
     """Of a refusal as `lower_epoch`: that its machine has seen of the job."""
+    provided: bool = True
+    """Its machine has the files of the attempt, as far as is known: a launch that finds them lacking says so."""
     rejected: bool = False
     """The launch was turned down before the runner had claimed anything, so that the folder is absent and no launch will help."""
     lost: bool = False
@@ -112,6 +115,13 @@ class View:
     members: tuple[MemberView, ...]
     cancel_requested: bool = False
     cleanup: Cleanup = Cleanup.PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class Provide:
+    """Bring the files of the attempt there, for as long as this is wanted; safe to repeat."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +178,7 @@ class Move:
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-Effect = Launch | Void | Kill | Collect | CheckRelease | Abandon | Move
+Effect = Provide | Launch | Void | Kill | Collect | CheckRelease | Abandon | Move
 
 
 def decide(view: View) -> tuple[Effect, ...]:
@@ -209,7 +219,7 @@ def _launching(view: View) -> tuple[Effect, ...]:
         return (Move(AttemptState.RUNNING),)
     end = _launch_given_up(view)
     if end is None:
-        return tuple(Launch(m.rank) for m in view.members if m.reading is Reading.ABSENT)
+        return _begin(view)
     return _once_still(view, end)
 
 
@@ -233,6 +243,15 @@ def _launch_given_up(view: View) -> Move | None:
         failure = FailureClass.LAUNCH_FAILURE if ran else None
         return _end(view, outcome, failure, f"it had been made void on {voided[0].vm_id}")
     return None
+
+
+def _begin(view: View) -> tuple[Effect, ...]:
+    """What is to begin, once all of it has its files: a member that begins long before another one gives up waiting for it."""
+    to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
+    absent = [m for m in to_begin if m.reading is Reading.ABSENT]
+    if all(m.provided for m in to_begin):
+        return tuple(Launch(m.rank) for m in absent)
+    return tuple(Provide(m.rank) for m in absent if not m.provided)
 
 
 def _refused_because(member: MemberView) -> tuple[FailureClass, str]:

@@ -5,8 +5,9 @@ and from what the machines said last; this file does it, and never decides anyth
 because another dispatcher has taken over: what was written down by then is enough for whoever goes on.
 
 What machines say is kept here only as long as it is fresh. A machine that does not answer makes it stale at once, and the first thing after
-contact comes back is to ask again. Logs and checkpoints are fetched beside the loop, while the command runs, so that a slow disk or line
-never delays a cancellation; and each beside the other, so that a log is followed while a large checkpoint comes.
+contact comes back is to ask again. Files are brought to machines beside the loop, and logs and checkpoints are fetched beside it, while the
+command runs, so that a slow disk or line never delays a cancellation; and each beside the other, so that a log is followed while a large
+checkpoint comes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from groupwise.fleet.attempts.decide import (
     Launch,
     MemberView,
     Move,
+    Provide,
     Reading,
     View,
     Void,
@@ -190,6 +192,11 @@ class _Ear:
         self.asked = False
         """It has been asked, and the answer has not been made worthless since."""
         self.refusal: str | None = None
+        self.provided = True
+        """As `MemberView.provided`."""
+        self.providing: asyncio.Task[None] | None = None
+        self.mistake: Exception | None = None
+        """Of ours, in providing."""
         self.quiet: bool | None = None
         self.collected = False
         self.problem: str | None = None
@@ -232,7 +239,9 @@ class _Ear:
     @property
     def mind(self) -> tuple[Any, ...]:
         """Changes with everything that a decision depends on."""
-        return (self.reading, self.refusal, self.quiet, self.collected, self.problem)
+        return (
+            self.reading, self.refusal, self.provided, self.quiet, self.collected, self.problem
+        )  # fmt: skip
 
 
 class Drive:
@@ -321,6 +330,7 @@ class Drive:
         ear = self._ears.get(member.rank)
         if ear is None:
             ear = self._ears[member.rank] = _Ear(row.job_id, self.epoch, self._news.set)
+            ear.provided = len(row.members) == 1 or not files_of(row)
             runner = self._desk.runner(member.machine)
             ear.watch = self._desk.watches.listen(member.machine.vm_id, runner, ear)
         ear.place = member.handle.get("place", ear.place)
@@ -420,6 +430,7 @@ class Drive:
             exit=last.exit if last and last.exit else m.exit,
             refusal=f"{refused.code}: {refused.message}" if refused else ear.refusal,
             highest=refused.highest if refused else None,
+            provided=ear.provided,
             rejected=ear.refusal is not None,
             ended=ear.ended,
             collected=ear.collected,
@@ -448,6 +459,7 @@ class Drive:
 
     async def _perform(self, row: Snapshot, effects: Sequence[Effect]) -> bool:
         """Whether anything has changed by it."""
+        self._provide_no_others(effects)
         if len(effects) == 1 and isinstance(effects[0], Move):
             await self._move(row, effects[0])
             return True
@@ -465,6 +477,8 @@ class Drive:
         member = row.members[rank]
         for effect in effects:
             match effect:
+                case Provide():
+                    self._provide(row, member)
                 case Launch():
                     await self._launch(row, member)
                 case Void():
@@ -523,7 +537,7 @@ class Drive:
         ]
 
     async def _launch(self, row: Snapshot, member: MemberRow) -> None:
-        """Have it begun. A machine that lacks files gets them first; one that says no before it has claimed anything is remembered."""
+        """Have it begun. A machine that lacks files is to get them first; one that says no before it has claimed anything is remembered."""
         ear = self._ear(row, member)
         try:
             launch = launch_of(row, member, self._desk.secrets)
@@ -542,7 +556,7 @@ class Drive:
         await self._ask(row, member, tell)
         for error in refused:
             if error.code == "missing_blobs":
-                await self._provide(row, member)
+                ear.provided = False
             else:
                 ear.refusal = str(error)
 
@@ -550,12 +564,26 @@ class Drive:
         grace = float(row.spec["limits"]["grace_seconds"])
         await self._ask(row, member, lambda r, _: r.kill(row.job_id, row.epoch, grace=grace))
 
-    async def _provide(self, row: Snapshot, member: MemberRow) -> None:
-        """Bring the files of an attempt to its machine; the launch follows in the next round."""
-        ear, store, files = self._ear(row, member), self._desk.store, files_of(row)
+    def _provide(self, row: Snapshot, member: MemberRow) -> None:
+        """Have the files of an attempt brought to its machine, unless that is under way."""
+        ear = self._ear(row, member)
+        if ear.mistake is not None:
+            raise ear.mistake
+        if ear.providing is None or ear.providing.done():
+            ear.providing = self._desk.spawn(self._bring_files(row, member, ear))
+
+    def _provide_no_others(self, effects: Sequence[Effect]) -> None:
+        """What is under way to machines that are not to have it any more ends; parts that have arrived stay there."""
+        wanted = {effect.rank for effect in effects if isinstance(effect, Provide)}
+        for rank, ear in self._ears.items():
+            if ear.providing is not None and rank not in wanted:
+                ear.providing.cancel()
+
+    async def _bring_files(self, row: Snapshot, member: MemberRow, ear: _Ear) -> None:
+        store = self._desk.store
         try:
-            await self._desk.runner(member.machine).provide(store, files)
-            self._news.set()
+            await self._desk.runner(member.machine).provide(store, files_of(row))
+            ear.provided = True
         except RunnerRefused as error:
             ear.refusal = str(error)
         except HostError as error:
@@ -564,6 +592,10 @@ class Drive:
             ear.refusal = await asyncio.to_thread(_why_not_provided, store, row, error)
         except OSError as error:
             ear.refusal = f"{refusals.DISK}: a file of the job cannot be read: {error}"
+        except Exception as error:  # noqa: BLE001  # raised in the drive, whose failures people are told of
+            ear.mistake = error
+        if ear.provided or ear.refusal or ear.mistake:
+            self._news.set()
 
     async def _check_release(self, row: Snapshot, member: MemberRow) -> None:
         """Does its machine still run or hold anything of it? What is given back is given back in one transaction."""
@@ -710,9 +742,9 @@ class Drive:
 
     def _stop_listening(self) -> None:
         for ear in self._ears.values():
-            for fetching in (ear.log, ear.checkpoints):
-                if fetching.task is not None:
-                    fetching.task.cancel()
+            for task in (ear.log.task, ear.checkpoints.task, ear.providing):
+                if task is not None:
+                    task.cancel()
             if ear.watch is not None:
                 ear.watch.remove(ear)
 

@@ -26,8 +26,9 @@ from groupwise.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Event, Me
 from groupwise.fleet.verbs import jobs, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.driver import Launch, Runner
+from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Answer, Host, Request
-from groupwise.hosts.spec import JobSpec
+from groupwise.hosts.spec import JobSpec, Manifest
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
 from tests import fleet_rig
 from tests.fleet_rig import NoChance, Rig, quick
@@ -476,6 +477,100 @@ async def test_files_are_brought_before_the_launch(rig: Rig) -> None:
         await rig.until(rig.is_clean)
     rig.judge()
     assert host_of(rig, "job").blobs == {sha256: b"print(1)"}
+
+
+class HeldFiles:
+    """Files that do not arrive on a machine before they may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, host: FakeHost) -> None:
+        self.go_on = asyncio.Event()
+        self.under_way = 0
+        self._call = host.call
+        monkeypatch.setattr(host, "call", self)
+
+    async def __call__(self, request: Request, *, timeout: float) -> Answer:
+        if request.verb == "put":
+            self.under_way += 1
+            try:
+                await self.go_on.wait()
+            finally:
+                self.under_way -= 1
+        return await self._call(request, timeout=timeout)
+
+
+async def test_a_cancellation_does_not_wait_for_files(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [HeldFiles(monkeypatch, host) for host in rig.rack]
+    sha256 = rig.store.put(b"print(1)")
+    async with running(rig.dispatcher()):
+        rig.submit("job", files={"train.py": (sha256, 0o644, 8)})
+        await rig.until(lambda: any(each.under_way for each in held))
+        rig.cancel("job")
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(lambda: not any(each.under_way for each in held))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.attempts("job")[0].outcome == "void"
+
+
+async def test_nobody_sends_files_of_what_is_cancelled(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its end has to wait for another machine."""
+    held = HeldFiles(monkeypatch, rig.rack["a"])
+    sha256 = rig.store.put(b"print(1)")
+    async with running(rig.dispatcher()):
+        rig.submit("job", resources=GANG, files={"train.py": (sha256, 0o644, 8)})
+        await rig.until(lambda: held.under_way == 1)
+        rig.rack["b"].cut()
+        rig.cancel("job")
+        await rig.until(lambda: held.under_way == 0)
+        assert rig.job("job").status == "running"
+        rig.rack["b"].heal()
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_no_member_of_a_gang_is_launched_before_all_machines_have_their_files(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 would wait for the others, and give up."""
+    sha256 = rig.store.put(b"print(1)")
+    rig.rack["a"].blobs[sha256] = b"print(1)"
+    held = HeldFiles(monkeypatch, rig.rack["b"])
+    async with running(rig.dispatcher()):
+        rig.submit("job", resources=GANG, files={"train.py": (sha256, 0o644, 8)})
+        await rig.until(lambda: held.under_way == 1)
+        looks = len(rig.rack["a"].calls)
+        await rig.until(lambda: len(rig.rack["a"].calls) > looks)  # reconciled meanwhile
+        assert not any(host.launches for host in rig.rack)
+        held.go_on.set()
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_a_mistake_of_ours_in_bringing_files_is_told_and_it_is_tried_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = [ZeroDivisionError("a mistake of ours")]
+    whole = Runner.provide
+
+    async def provide(runner: Runner, store: BlobStore, files: Manifest) -> int:
+        if broken:
+            raise broken.pop()
+        return await whole(runner, store, files)
+
+    monkeypatch.setattr(Runner, "provide", provide)
+    sha256 = rig.store.put(b"print(1)")
+    async with running(rig.dispatcher()):
+        rig.submit("job", files={"train.py": (sha256, 0o644, 8)})
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    assert "a mistake of ours" in said(rig, "attempt.stuck")[0]["why"]
+    rig.judge()
 
 
 async def test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines(rig: Rig) -> None:

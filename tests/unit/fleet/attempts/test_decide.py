@@ -10,6 +10,8 @@ What must hold, and stands here line by line:
  6. What an attempt held is given back only after its machine was seen to hold nothing of it.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from groupwise.fleet.attempts import refusals
@@ -23,6 +25,7 @@ from groupwise.fleet.attempts.decide import (
     Launch,
     MemberView,
     Move,
+    Provide,
     Reading,
     Stray,
     View,
@@ -121,6 +124,33 @@ def test_nothing_new_begins_on_a_machine_that_is_drained_or_lost(fact: str) -> N
 )
 def test_launching(reading: Reading, effects: tuple[Effect, ...]) -> None:
     assert decide(view(LAUNCHING, member(reading))) == effects
+
+
+def test_files_are_brought_before_the_launch() -> None:
+    assert decide(view(LAUNCHING, member(Reading.ABSENT, provided=False))) == (Provide(0),)
+
+
+@pytest.mark.parametrize("other", [Reading.ABSENT, *SILENCE])
+def test_no_member_of_a_gang_begins_before_all_machines_have_their_files(other: Reading) -> None:
+    """One that is silent has not said that it has them."""
+    without = member(other, rank=1, provided=False)
+    brought = (Provide(1),) if other is Reading.ABSENT else ()
+    assert decide(view(LAUNCHING, member(Reading.ABSENT), without)) == brought
+    with_all = decide(view(LAUNCHING, member(Reading.ABSENT), replace(without, provided=True)))
+    assert with_all == (Launch(0), *([Launch(1)] if other is Reading.ABSENT else []))
+
+
+def test_what_has_begun_of_a_gang_has_its_files() -> None:
+    """Whoever takes over has not heard of them."""
+    begun = member(Reading.RUNNING, provided=False)
+    assert decide(view(LAUNCHING, begun, member(Reading.ABSENT, rank=1))) == (Launch(1),)
+
+
+@pytest.mark.parametrize("reading", [Reading.ABSENT, *SILENCE])
+def test_files_that_are_on_their_way_hold_up_no_cancellation(reading: Reading) -> None:
+    gang = member(reading, provided=False), member(Reading.ABSENT, rank=1)
+    first = (Void(0),) if reading is Reading.ABSENT else ()
+    assert decide(view(LAUNCHING, *gang, cancel=True)) == (*first, Void(1))
 
 
 def test_a_launch_that_is_refused_never_ran() -> None:
