@@ -64,7 +64,7 @@ class Fetched:
         self.mirrored: list[tuple[str, int]] = []
         self.problem: str | None = None
         self.fault: Exception | None = None
-        """What goes wrong here, not on the machine, when artefacts are collected."""
+        """What goes wrong when artefacts are collected."""
         self.collections = 0
 
     async def catch_up(self, part: Part, size: int) -> None:

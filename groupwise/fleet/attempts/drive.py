@@ -50,7 +50,7 @@ from groupwise.fleet.states import AttemptState
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobError, BlobStore
-from groupwise.hosts.port import HostError, HostUnreachable, RunnerRefused
+from groupwise.hosts.port import HostError, HostUnreachable, OutcomeUnknown, RunnerRefused
 from groupwise.hosts.spec import Manifest
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 OWN_DISK = (OSError, BlobError)
 """What goes wrong on the control side's disk."""
 MOST_TRIES = 5
-"""To take in what a job left, before it ends without that, or, where the control machine's disk is at fault, before somebody is told."""
+"""To take in what a job left, before it ends without that, or, where it is to be had once something is mended, before somebody is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,15 +209,20 @@ class _Ear:
         self._clock = clock
 
     def heard(self, state: MemberState) -> None:
+        self.learn(state)
+        if not self.elsewhere:  # else it is asked again after a while
+            self._wake()
+
+    def learn(self, state: MemberState) -> None:
+        """What its drive has asked for itself wakes nobody: the drive sees whether it is news, and else would never rest."""
         self.elsewhere = self.place not in (None, state.place)
         if self.elsewhere:
             self.last, self.reachable, self.asked = None, False, False
-            return  # nobody is woken: it is asked again after a while
+            return
         self.place = state.place
         if self.ended is None and state.exit is not None and state.exit.age is not None:
             self.ended = self._clock() - state.exit.age
         self.last, self.reachable, self.asked = state, True, True
-        self._wake()
 
     def lost_contact(self, why: str) -> None:
         self.last, self.reachable, self.hearing, self.elsewhere = None, False, False, False
@@ -345,7 +350,7 @@ class Drive:
         """Put a question whose answer is a state; no answer makes what was known worthless."""
         ear = self._ear(row, member)
         try:
-            ear.heard(await question(self._desk.runner(member.machine), member))
+            ear.learn(await question(self._desk.runner(member.machine), member))
         except HostUnreachable as error:
             self._silent(ear, error)
         except RunnerRefused as error:  # what was read of it before still holds
@@ -688,29 +693,33 @@ class Drive:
             ear.problem, ear.left_out, ear.collected = found.problem, found.left_out, True
         except RunnerRefused as error:
             ear.problem, ear.collected = f"{member.machine.vm_id} refused: {error}", True
+        except OutcomeUnknown as error:  # its machine may answer whatever else it is asked
+            why = f"{member.machine.vm_id} does not give what it left: {error}"
+            await self._not_taken_in(row, member, why, mendable=True)
+            await self._ask(row, member, lambda r, _: r.status(row.job_id, row.epoch))
         except HostError as error:
             self._silent(ear, error)
         except OWN_DISK as error:
             log.warning("%s: its artefacts cannot be written: %s", row.key, error)
             why = f"the control machine could not write: {error}"
-            await self._not_taken_in(row, member, why, ours=_is_ours(error))
+            await self._not_taken_in(row, member, why, mendable=_is_ours(error))
         except (Stale, RunError):
             raise
         except Exception as error:  # what a job leaves must never make it impossible to end it
             log.exception("%s: what it left cannot be taken in", row.key)
             why = f"the control machine could not take it in: {error!r}"
-            await self._not_taken_in(row, member, why, ours=False)
+            await self._not_taken_in(row, member, why, mendable=False)
 
     async def _not_taken_in(
-        self, row: Snapshot, member: MemberRow, why: str, *, ours: bool
+        self, row: Snapshot, member: MemberRow, why: str, *, mendable: bool
     ) -> None:
-        """Tried again; not for ever where the job is the cause, or somebody wants it ended. `ours`: the control machine is, so that nothing
-        that the job has made is lost by it, and somebody is told."""
+        """Tried again; not for ever where the job is the cause, or somebody wants it ended. `mendable`: a machine is the cause, this one or
+        its own, so that nothing that the job has made is lost by it, and somebody is told."""
         ear = self._ear(row, member)
         ear.tries += 1
         if ear.tries < MOST_TRIES:
             return
-        if not ours or row.cancel_requested:
+        if not mendable or row.cancel_requested:
             ear.problem, ear.collected = why, True
             return
         owner, epoch = self._desk.owner, self.epoch

@@ -545,7 +545,7 @@ def _sum_up_contact(session: Session, attempt: Attempt, owner: str, vm_id: str) 
 
 
 def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None:
-    """It does not get on, for a reason that lies here and not in the job: the operator is told once for each reason."""
+    """It does not get on, for a reason that does not lie in the job: the operator is told once for each reason."""
     attempt = guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     if member.handle.get("stuck") == why:

@@ -364,7 +364,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
             yield _alarm(
                 "attempt_stuck",
                 f"{attempt.job_id} does not get on: {handle['stuck']}",
-                "nothing of it is lost: mend what it says here, on the control machine, and it goes on by itself; or "
+                "nothing of it is lost: mend what it says, and it goes on by itself; or "
                 f"`groupwise fleet cancel {attempt.job_id}` ends it without what could not be taken in",
                 **about,
             )

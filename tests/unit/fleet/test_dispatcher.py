@@ -27,7 +27,8 @@ from groupwise.fleet.verbs import jobs, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.files import BlobStore
-from groupwise.hosts.port import Answer, Host, Request
+from groupwise.hosts.framing import BadAnswer
+from groupwise.hosts.port import Answer, Host, HostUnreachable, OutcomeUnknown, Request
 from groupwise.hosts.spec import JobSpec, Manifest
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
 from tests import fleet_rig
@@ -1100,6 +1101,29 @@ async def test_cancelling_what_runs(rig: Rig, stubborn: bool) -> None:
     assert rig.attempts("job")[0].outcome == "cancelled"
 
 
+async def test_what_is_ending_is_told_to_end_now_and_then(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine's answer that it still runs is no reason to say so again at once."""
+    never = drive.Pauses(first=1e6, longest=1e6, idle=1e6)
+    monkeypatch.setattr(fleet_rig, "quick", lambda: replace(quick(), pauses=never))
+    rig.rack.scripts["job"] = [LONG]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        host = host_of(rig, "job")
+
+        def calls(verb: str) -> int:
+            return sum(request.verb == verb for request in host.calls)
+
+        rig.cancel("job")
+        await rig.until(lambda: calls("kill") > 0, ticks=False)
+        before = calls("observe")
+        await rig.until(lambda: calls("observe") > before + 1, ticks=False)
+        assert calls("kill") <= 3  # more than once only where the wish for it was heard twice
+        await rig.until(rig.has("job", "cancelled"))
+
+
 async def test_cancelling_what_cannot_be_reached(rig: Rig) -> None:
     rig.rack.scripts["job"] = [LONG]
     async with running(rig.dispatcher()):
@@ -1452,6 +1476,57 @@ async def test_who_does_not_want_to_wait_for_it_cancels(rig: Rig) -> None:
         rig.cancel("job")
         await rig.until(rig.has("job", "cancelled"))
     assert "Read-only" in rig.attempts("job")[0].evidence["because"]
+
+
+ODD = [BadAnswer("the answer is no JSON"), OutcomeUnknown("no answer within 300 s")]
+
+
+@pytest.mark.parametrize("fault", ODD)
+async def test_a_machine_that_does_not_give_what_a_job_left_is_told_and_ends_no_job(
+    rig: Rig, fault: Exception
+) -> None:
+    """It answers whatever else it is asked, so that nobody would see it."""
+    rig.fetched.fault = fault
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: bool(stuck(rig)))
+        before = rig.fetched.collections
+        await rig.until(lambda: rig.fetched.collections > before + 2)
+        assert rig.job("job").status == "running"
+        assert f"does not give what it left: {fault}" in stuck(rig)[0]
+        assert len(said(rig, "attempt.stuck")) == 1
+        assert said(rig, "attempt.unreachable") == []
+        rig.fetched.fault = None
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_a_cancellation_ends_the_fetching_of_what_a_machine_does_not_give(rig: Rig) -> None:
+    rig.fetched.fault = ODD[0]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: bool(stuck(rig)))
+        rig.cancel("job")
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    (attempt,) = rig.attempts("job")
+    assert attempt.failure_class == FailureClass.ARTEFACTS
+    assert "no JSON" in attempt.evidence["because"]
+
+
+async def test_a_machine_that_does_not_answer_is_waited_for_however_often_it_is_asked(
+    rig: Rig,
+) -> None:
+    rig.fetched.fault = HostUnreachable("no connection")
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: rig.fetched.collections > drive.MOST_TRIES + 2)
+        assert said(rig, "attempt.stuck") == []
+        rig.fetched.fault = None
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
 
 
 @pytest.mark.parametrize(
