@@ -208,11 +208,26 @@ def print_job(job: Document, now: float) -> None:
             ("retries", job["retry_count"] or None),
             ("generation", job["generation"] or None),
             ("log", job["log_path"]),
+            ("checkpoints", _checkpoints(job, now)),
         ]
     )
     for attempt in job["attempts"]:
         _print_attempt(attempt, now)
     print_section("events", [event_line(event) for event in job["events"]])
+
+
+def _checkpoints(job: Document, now: float) -> str | None:
+    """What its next attempt would go on from, and what has not come; None: it has left none."""
+    # an API of before tells of none
+    whole = [each for each in job.get("checkpoints") or () if each["damaged_at"] is None]
+    found = [
+        f"step {c['step']}, mirrored {duration(now - c['mirrored_at'])} ago" for c in whole[:1]
+    ]
+    if len(whole) > 1:
+        found.append(f"and {len(whole) - 1} older")
+    members = [m for each in job["attempts"] if each["ended_at"] is None for m in each["members"]]
+    found += [m["handle"]["not_mirrored"] for m in members if "not_mirrored" in m["handle"]]
+    return "; ".join(found) or None
 
 
 def _needs(resources: Document | None) -> str | None:

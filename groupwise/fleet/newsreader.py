@@ -206,6 +206,10 @@ def _steps_back(session: Session, event: Event) -> str:
     return f"the checkpoint of step {detail.get('step')} of {event.job_id} is damaged: it begins again {detail.get('then')}"
 
 
+def _not_mirrored(session: Session, event: Event) -> str:
+    return f"{event.job_id}: {(event.detail or {}).get('why')}"
+
+
 def _reachable(session: Session, event: Event) -> str | None:
     """Again: that a new machine answers is what everybody expects."""
     was = (event.before or {}).get("contact")
@@ -233,6 +237,7 @@ _WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
     events.JOB_HELD: _plain,
     events.JOB_CANCEL_REQUESTED: _plain,
     events.JOB_CHECKPOINT_DAMAGED: _steps_back,
+    events.JOB_CHECKPOINT_NOT_MIRRORED: _not_mirrored,
     events.ATTEMPT_RUNNING: _running,
     events.ATTEMPT_ADOPTED: _plain,
     events.ATTEMPT_LEAKING: _plain,

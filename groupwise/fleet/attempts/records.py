@@ -44,6 +44,8 @@ AHEAD = 5.0
 """Seconds that a time may lie ahead and still be one of now: two processes ask for the time, and write it down, in either order."""
 ADOPTED_AT_ONCE = 200
 """The rest is there for other dispatchers, or for the next look."""
+GONE_IN_A_ROW = 3
+"""Checkpoints that were gone before they had come, until somebody is told: one now and then is how trainers keep only their newest."""
 
 
 class Stale(Exception):
@@ -555,6 +557,31 @@ def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None
         session, attempt, owner, events.ATTEMPT_STUCK, {}, {},
         vm_id=member.vm_id, detail={"rank": rank, "why": why},
     )  # fmt: skip
+
+
+def not_mirrored(
+    session: Session, epoch: int, owner: str, rank: int, why: str, *, gone: bool
+) -> None:
+    """A checkpoint of it did not come. The operator is told once until one does: at once where it will never, and where it was `gone`
+    before it had come, when others before it were."""
+    attempt = guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    before, in_a_row = member.handle, member.handle.get("missed", 0) + 1
+    tell = not gone or in_a_row >= GONE_IN_A_ROW
+    member.handle = {**before, "missed": in_a_row, **({"not_mirrored": why} if tell else {})}
+    if tell and "not_mirrored" not in before:
+        _tell(
+            session, attempt, owner, events.JOB_CHECKPOINT_NOT_MIRRORED, {}, {},
+            vm_id=member.vm_id, detail={"why": why},
+        )  # fmt: skip
+
+
+def mirrored(session: Session, epoch: int, rank: int) -> None:
+    """One has come: whatever was wrong with those before it is over. The attempt's row is locked."""
+    member = session.get_one(Member, (epoch, rank))
+    if "missed" in member.handle:
+        over = ("missed", "not_mirrored")
+        member.handle = {k: v for k, v in member.handle.items() if k not in over}
 
 
 def leaking(

@@ -3,7 +3,8 @@
 A job that is tried again, on whatever machine, begins with it. A checkpoint is a folder whose `manifest.json` was written last and names
 step, files, sizes and hashes. Only blobs that are not in the store come; each is hashed here. One that is torn, or was removed by its job
 as it was read, is skipped: the one before is still there, and a later one will come. The row in the table is written when all of its
-blobs are on the disk, so that a checkpoint which stands there is whole.
+blobs are on the disk, so that a checkpoint which stands there is whole. Where none comes, the operator is told (`records.not_mirrored`):
+nobody else would notice before the machine is lost, and its job begins anew.
 
 Jobs of a sweep save the same tokenizer at the same moment. A blob comes once for all of a project: whoever finds that another is fetching
 it waits for as long as more of it comes. One that stands still, because whoever holds it was stopped, comes beside it under another name.
@@ -31,7 +32,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Gateway
-from groupwise.fleet.attempts.records import guarded
+from groupwise.fleet.attempts.records import guarded, mirrored, not_mirrored
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.fleet.store.database import seconds
@@ -79,26 +80,44 @@ class CheckpointMirror:
             return
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         here = await self._gateway.look(lambda session: _newest_step(session, part))
+        missed: tuple[CheckpointTree, _Torn] | None = None
         for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):
             if here is not None and checkpoint.step <= here:
-                return
+                break
             with self._store.needed(entry.sha256 for entry in checkpoint.files.values()):
                 try:
                     await self._fetch(part, checkpoint)
                 except _Torn as torn:
-                    log.info(
-                        "%s.%s: %s is skipped: %s", part.job_id, part.epoch, checkpoint.path, torn
-                    )
+                    missed = missed or (checkpoint, torn)
                     continue
                 await self._gateway.commit(
                     "checkpoint.row",
                     partial(_record, part=part, checkpoint=checkpoint, keep=self._keep),
                 )
             return
+        if missed:
+            await self._tell(part, *missed)
+
+    async def _tell(self, part: Part, newest: CheckpointTree, torn: _Torn) -> None:
+        """That it did not come. One that still stands there as it did never will; else its job was faster than the line."""
+        tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
+        gone = newest not in tree.checkpoints
+        because = (
+            "it was changed or removed before it had come, as those before it" if gone else torn
+        )
+        why = f"{newest.path} is not mirrored: {because}"
+        log.info("%s.%s: %s", part.job_id, part.epoch, why)
+        await self._gateway.commit(
+            "checkpoint.missed",
+            lambda session: not_mirrored(
+                session, part.epoch, part.owner, part.rank, why, gone=gone
+            ),
+        )
 
     async def _fetch(self, part: Part, checkpoint: CheckpointTree) -> None:
-        """All its blobs are in the store. Raises _Torn."""
-        entries = {entry.sha256: (path, entry) for path, entry in checkpoint.files.items()}
+        """All its blobs are in the store. Raises _Torn; for one that is too large before any other has come."""
+        largest_first = sorted(checkpoint.files.items(), key=lambda file: -file[1].size)
+        entries = {entry.sha256: (path, entry) for path, entry in largest_first}
         project = await self._gateway.look(lambda session: _project_of(session, part))
         for sha256 in await self._wanted(entries, project):
             path, entry = entries[sha256]
@@ -178,6 +197,7 @@ def _newest_step(session: Session, part: Part) -> int | None:
 def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
     """It can be gone on with from here on; older ones (`store/checkpoints.py`) need not be kept, and damaged ones first of all."""
     guarded(session, part.epoch, part.owner)
+    mirrored(session, part.epoch, part.rank)
     session.merge(
         Checkpoint(
             job_id=part.job_id,

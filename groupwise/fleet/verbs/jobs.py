@@ -19,6 +19,7 @@ from groupwise.fleet.queue import admission, unknown, waits, waking
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.fleet.store import events
+from groupwise.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.fleet.store.database import at_one_moment, seconds
 from groupwise.fleet.store.tables import GPU, Attempt, Checkpoint, Job, Member, Reservation
 from groupwise.fleet.verbs import bound, find, status
@@ -160,11 +161,12 @@ def _made_before(last: Job) -> ColumnElement[bool]:
 
 
 def show(session: Session, actor: Actor, job_id: str) -> Document:
-    """All about one job: its row, its attempts with members and evidence, why it waits, and what happened to it."""
+    """All about one job: its row, attempts with members and evidence, mirrored checkpoints, why it waits, and what happened to it."""
     job = find.job(session, actor, job_id)
     found = job_document(job) | {
         "waiting": why_waiting(session, job),
         "attempts": attempts(session, job_id),
+        "checkpoints": checkpoints(session, job_id),
         "events": events.recent(session, job_id=job_id, limit=MOST_EVENTS),
     }
     return bound.job(session, actor, found)
@@ -193,6 +195,16 @@ def attempts(session: Session, job_id: str) -> list[Document]:
         )
         for attempt in found
     ]
+
+
+def checkpoints(session: Session, job_id: str) -> list[Document]:
+    """Its mirrored ones without their files, the newest first."""
+    told = ("generation", "epoch", "path", "step", "mirrored_at", "damaged_at")
+    columns = [getattr(Checkpoint, name) for name in told]
+    rows = session.execute(
+        select(*columns).where(Checkpoint.job_id == job_id).order_by(*NEWEST_FIRST)
+    )
+    return [dict(row) for row in rows.mappings()]
 
 
 def why_waiting(session: Session, job: Job) -> list[str]:

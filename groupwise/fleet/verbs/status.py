@@ -31,6 +31,7 @@ from groupwise.fleet.store.tables import (
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, process_document
+from groupwise.hosts.files import LARGEST_BLOB
 
 SILENT_SECONDS = 30.0
 """Without a word from a process of the control plane for so long, it counts as dead; each writes every ten."""
@@ -117,6 +118,7 @@ def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iter
         yield from _gpus(session)
         yield from _accused(session)
     yield from _attempts(session, actor)
+    yield from _not_mirrored(session, actor)
     yield from _checkpoints(session, actor)
 
 
@@ -391,6 +393,31 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
                 f"`groupwise fleet cancel {attempt.job_id}` before it fills the disks, and `prune` when it is not needed any more",
                 **about,
             )
+
+
+def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
+    """Attempts from whose last steps nobody could go on elsewhere."""
+    why = Member.handle["not_mirrored"].as_string()
+    query = (
+        select(Attempt.job_id, Attempt.epoch, Member.vm_id, why)
+        .join(Member, Member.epoch == Attempt.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(Attempt.state != AttemptState.ENDED, why.is_not(None))
+        .order_by(Attempt.epoch)
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    for job_id, epoch, vm_id, said in session.execute(query):
+        yield _alarm(
+            "checkpoint_not_mirrored",
+            f"{job_id}: {said}",
+            f"if {vm_id} is lost, the job goes on from an older one or begins anew (`groupwise fleet show {job_id}` says which there is); "
+            f"this alarm goes when one has come. Let its trainer keep two or more, in files of at most {LARGEST_BLOB >> 30} GiB, each with "
+            "its right hash",
+            job_id=job_id,
+            epoch=epoch,
+            vm_id=vm_id,
+        )
 
 
 def _checkpoints(session: Session, actor: Actor) -> Iterator[Document]:

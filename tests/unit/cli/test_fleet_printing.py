@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from groupwise.cli.fleet_printing import print_jobs, print_machines, print_status
+from groupwise.cli.fleet_printing import print_job, print_jobs, print_machines, print_status
 
 WIDTH = 80
 NOW = 1_800_000_000.0
@@ -139,3 +139,36 @@ def test_status(printed: Printed) -> None:
         "machines",
         "running",
     ]
+
+
+SHOWN = {
+    **dict.fromkeys(("priority", "resources", "submitted_by", "generation", "log_path")),
+    **JOB, "arguments": ["true"], "waiting": [], "attempts": [], "events": [],
+}  # fmt: skip
+
+
+def checkpoints_of(printed: Printed, **more: Any) -> list[str]:
+    return [line for line in printed(print_job, {**SHOWN, **more}, NOW) if "mirrored" in line]
+
+
+def test_what_a_job_would_go_on_from_is_shown(printed: Printed) -> None:
+    step = {"step": 500, "mirrored_at": NOW - 180.0, "damaged_at": None}
+    older, damaged = {**step, "step": 450}, {**step, "step": 510, "damaged_at": NOW}
+    assert checkpoints_of(printed, checkpoints=[]) == []
+    assert checkpoints_of(printed) == []  # of an API of before
+    (line,) = checkpoints_of(printed, checkpoints=[damaged, step, older])
+    assert line.split(maxsplit=1) == ["checkpoints", "step 500, mirrored 3 min ago; and 1 older"]
+
+
+def test_why_a_checkpoint_is_not_mirrored_is_shown_while_its_attempt_lives(
+    printed: Printed,
+) -> None:
+    handle = {"not_mirrored": "c-10 is not mirrored: it is too large"}
+    member = {"rank": 0, "vm_id": "vm", "state": "running", "gpus": [], "handle": handle}
+    attempt = dict.fromkeys(
+        ("number", "generation", "epoch", "outcome", "failure_class", "created_at", "running_at",
+         "ended_at", "resumed_from_step", "cleanup")
+    ) | {"state": "running", "contact": "ok", "evidence": {}, "members": [member]}  # fmt: skip
+    (line,) = checkpoints_of(printed, attempts=[attempt])
+    assert line.split(maxsplit=1) == ["checkpoints", handle["not_mirrored"]]
+    assert checkpoints_of(printed, attempts=[{**attempt, "ended_at": NOW}]) == []

@@ -1,7 +1,7 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from sqlalchemy import select, update
@@ -14,9 +14,11 @@ from groupwise.fleet.files.clearing import clear_away, named_blobs
 from groupwise.fleet.files.mirror import KEPT, CheckpointMirror
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import Attempt, Checkpoint
+from groupwise.fleet.store.tables import Attempt, Checkpoint, Event
+from groupwise.fleet.verbs import status
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import SPARED, SPARED_MARKED, BlobStore, Incoming
-from groupwise.hosts.port import HostUnreachable
+from groupwise.hosts.port import Answer, HostUnreachable, RunnerRefused
 from groupwise.hosts.spec import FileEntry
 from tests.unit.fleet.work_folder import WorkFolder, begin, entry
 
@@ -189,6 +191,84 @@ async def test_a_torn_one_is_skipped(
     host.files["outputs/c-20/weights"] = b"bad!"
     await mirror.mirror(part)
     assert steps(database) == [10, 20]
+
+
+# --- of which somebody is told
+
+
+def told(database: Database) -> list[str]:
+    """What the events say."""
+    kind = "job.checkpoint_not_mirrored"
+    said = database.run(lambda s: list(s.scalars(select(Event.detail).where(Event.kind == kind))))
+    return [each["why"] for each in said if each is not None]
+
+
+def alarms(database: Database) -> list[str]:
+    found = database.read(lambda s: list(status.alarms(s, Actor("user:test")))) or []
+    return [each["message"] for each in found if each["kind"] == "checkpoint_not_mirrored"]
+
+
+async def test_one_that_is_too_large_is_told_once_and_until_another_comes(
+    database: Database, tmp_path: Path, host: WorkFolder
+) -> None:
+    """None of its other files come in vain."""
+    part = begin(database, host)
+    mirror = CheckpointMirror(BlobStore(tmp_path / "blobs", largest=50), Gateway(database))
+    for step in (10, 20):
+        host.checkpoint(f"outputs/c-{step}", step, config=b"small", weights=b"w" * 100)
+        await mirror.mirror(part)
+        assert (steps(database), host.read_bytes()) == ([], 0)
+    (why,) = told(database)
+    assert why.startswith("outputs/c-10 is not mirrored: outputs/c-10/weights: ")
+    assert "100 bytes; at most 50" in why
+    (alarm,) = alarms(database)
+    assert "outputs/c-20" in alarm
+    host.checkpoint("outputs/c-30", 30, weights=b"w" * 10)
+    await mirror.mirror(part)
+    assert (steps(database), alarms(database), len(told(database))) == ([30], [], 1)
+
+
+async def test_one_with_a_wrong_hash_is_told_at_once(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, weights=b"good")
+    host.files["outputs/c-10/weights"] = b"evil"
+    await CheckpointMirror(store, Gateway(database)).mirror(part)
+    (why,) = told(database)
+    assert why in alarms(database)[0]
+    assert "has the sha256" in why
+
+
+class Hasty(WorkFolder):
+    """Its job removes a checkpoint before it has been read, while it is hasty."""
+
+    hasty = True
+
+    def _read(self, body: Any) -> Answer:
+        if self.hasty:
+            self.checkpoints.clear()
+            raise RunnerRefused("not_found", f"{body['path']} is not there")
+        return super()._read(body)
+
+
+async def test_those_that_are_gone_before_they_have_come_are_told_when_none_comes(
+    database: Database, store: BlobStore
+) -> None:
+    """One now and then is how many trainers do it."""
+    host = Hasty()
+    part, mirror = begin(database, host), CheckpointMirror(store, Gateway(database))
+    for step in range(10, 90, 10):
+        host.hasty = step != 30
+        host.checkpoint(f"outputs/c-{step}", step, weights=b"w")
+        await mirror.mirror(part)
+        assert len(told(database)) == int(step >= 60)
+    assert steps(database) == [30]
+    assert "outputs/c-60 is not mirrored: it was changed or removed" in told(database)[0]
+    host.hasty = False
+    host.checkpoint("outputs/c-90", 90, weights=b"w")
+    await mirror.mirror(part)
+    assert (steps(database), alarms(database)) == ([30, 90], [])
 
 
 class Another:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.store.tables import ControlProcess, Job
+from groupwise.fleet.store.tables import Checkpoint, ControlProcess, Job
 from groupwise.fleet.verbs import jobs, projects, submission
 from groupwise.fleet.verbs.jobs import JobFilter
 from groupwise.wire.problems import Refusal
@@ -86,6 +86,22 @@ def test_all_about_a_job(small: Any) -> None:
     (attempt,) = found["attempts"]
     assert (attempt["epoch"], attempt["state"]) == (epoch, "running")
     assert attempt["members"][0]["gpus"] == [{"index": 0, "uuid": "GPU-vm-1-0", "share_mb": None}]
+
+
+def test_a_job_says_which_checkpoints_of_it_are_mirrored(small: Any) -> None:
+    job = small.job()
+
+    def left(session: Session) -> None:
+        about = {"job_id": job, "generation": 0, "epoch": 7, "manifest": {"w": ["sha", 0o644, 1]}}
+        session.add(Checkpoint(**about, path="a", step=500, mirrored_at=20.0))
+        session.add(Checkpoint(**about, path="b", step=450, mirrored_at=10.0, damaged_at=30.0))
+
+    small.database.run(left)
+    newest, older = small.do(jobs.show, job)["checkpoints"]
+    assert newest == {
+        "generation": 0, "epoch": 7, "path": "a", "step": 500, "mirrored_at": 20.0, "damaged_at": None
+    }  # fmt: skip
+    assert (older["step"], older["damaged_at"]) == (450, 30.0)
 
 
 def test_a_job_that_waits_says_why(small: Any) -> None:
