@@ -1095,6 +1095,38 @@ QUICK = (
         ),
     ),
     Mutation(
+        "gangs",
+        "a member begins before all machines have their files",
+        (("fleet/attempts/decide.py", "if all(m.provided for m in to_begin):", "if True:"),),
+        (f"{DECIDE}::test_no_member_of_a_gang_begins_before_all_machines_have_their_files",),
+    ),
+    Mutation(
+        "gangs",
+        "led by a machine that only itself finds",
+        (
+            (
+                "fleet/queue/claim.py",
+                "key=lambda seat: is_loopback(addresses[seat.vm_id])",
+                "key=lambda seat: seat.vm_id",
+            ),
+        ),
+        (f"{CLAIM}::test_a_gang_is_led_by_a_machine_that_others_find",),
+    ),
+    Mutation(
+        "checkpoints travel",
+        "nobody hears of those that are always gone",
+        (
+            (
+                "fleet/attempts/records.py",
+                "tell = not gone or in_a_row >= GONE_IN_A_ROW",
+                "tell = not gone",
+            ),
+        ),
+        (
+            f"{UNIT}/files/test_mirror.py::test_those_that_are_gone_before_they_have_come_are_told_when_none_comes",
+        ),
+    ),
+    Mutation(
         "checkpoints travel",
         "of a job that keeps two the first two alone",
         (
@@ -2640,6 +2672,24 @@ SLOW = (
             ),
         ),
         (f"{REAL}/test_doorbells.py::TestNats::test_what_may_not_be_rung_is_tried_once",),
+    ),
+    Mutation(
+        "cancelling",
+        "files go on to where nobody wants them",
+        (("fleet/attempts/drive.py", "        self._provide_no_others(effects)\n", ""),),
+        (f"{DISPATCHER}::test_nobody_sends_files_of_what_is_cancelled",),
+    ),
+    Mutation(
+        "fetching",
+        "what a machine does not give is asked for without a word",
+        (
+            (
+                "fleet/attempts/drive.py",
+                "            await self._not_taken_in(row, member, why, mendable=True)\n",
+                "",
+            ),
+        ),
+        (f"{DISPATCHER}::test_a_cancellation_ends_the_fetching_of_what_a_machine_does_not_give",),
     ),
     Mutation(
         "host key pin",
