@@ -1,7 +1,8 @@
 """What is free, counted anew at each look: from the reservations, which are the truth, and from observations, which only subtract.
 
 `gpu_free` has a line for each GPU, `vm_overview` one for each machine, with `total_gpus` and `available_gpus` beside its columns. They
-are for people, pages and dashboards; placement reads the rows themselves, and also wants to know how old an observation is.
+are for people and dashboards; placement reads the rows themselves, and also wants to know how old an observation is. What an attempt holds
+that stands in no table (`queue/unknown.py`) counts as free here.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
 from groupwise.fleet.passable import text_problems
-from groupwise.fleet.queue import waking
+from groupwise.fleet.queue import unknown, waking
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
@@ -244,10 +244,13 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         else:
             held.setdefault(reservation.gpu_id, []).append(holder)
     documents = [bound.gpu(actor, gpu_document(gpu, held.get(gpu.gpu_id, []))) for gpu in gpus]
+    strays = unknown.holding(vm.facts)
     usable = [
         each
         for each in documents
-        if each["observed"] == Observed.OK and each["quarantined"] is None
+        if each["observed"] == Observed.OK
+        and each["quarantined"] is None
+        and each["uuid"] not in strays.whole | strays.shares_mb.keys()
     ]
     return bound.machine(actor, machine_document(vm)) | {
         "state": machine_state(vm),

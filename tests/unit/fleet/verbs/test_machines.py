@@ -107,6 +107,15 @@ def test_a_look_that_was_under_way_at_what_it_was_before_says_nothing(small: Any
     assert (missed, small.vm("gpu-1").problem) == (0, None)
 
 
+def test_what_a_job_that_no_table_knows_holds_is_not_free(small: Any) -> None:
+    """Placement passes it over as well."""
+    stray = {"what": "attempt", "job_id": "back", "epoch": 7, "detail": "back.7", "since": 1.0}
+    whole = {**stray, "gpus": ["GPU-vm-1-0"]}
+    share = {**stray, "gpus": ["GPU-vm-1-1"], "share_mb": 1000}
+    small.machine("vm-1", gpus=3, facts={"quarantined": [whole, share]})
+    assert small.do(machines.show, "vm-1")["available_gpus"] == 1
+
+
 def test_drain_and_cordon_keep_new_work_away(small: Any) -> None:
     small.machine("vm-1", gpus=2)
     assert small.do(machines.show, "vm-1")["available_gpus"] == 2
