@@ -305,6 +305,6 @@ _IDEMPOTENCY = {
     "name": IDEMPOTENCY_HEADERS[0],
     "in": "header",
     "required": False,
-    "description": f"Names the request: sent again under that name it gets the same answer, for a day at least. Also {IDEMPOTENCY_HEADERS[1]}.",
+    "description": f"Names the request: sent again under it, it is answered as before, for a day at least. Also {IDEMPOTENCY_HEADERS[1]}.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255},
 }
