@@ -527,6 +527,42 @@ QUICK = (
         ),
         (f"{TRIGGERS}::test_epochs_rise_and_stay",),
     ),
+    Mutation(
+        "what an attempt needs",
+        "its members are deleted from under it",
+        (
+            (
+                "fleet/store/triggers.py",
+                '"attempt_members",\n        "DELETE",\n        f"EXISTS',
+                '"attempt_members",\n        "DELETE",\n        f"1 = 0 AND EXISTS',
+            ),
+        ),
+        (f"{TRIGGERS}::test_what_an_attempt_needs_is_not_deleted",),
+    ),
+    Mutation(
+        "what an attempt needs",
+        "its job, machine and GPU go where nobody asks for references",
+        (
+            (
+                "fleet/store/triggers.py",
+                "(_of_values, _of_replacements, _of_references)",
+                "(_of_values, _of_replacements)",
+            ),
+        ),
+        (f"{TRIGGERS}::test_what_an_attempt_needs_is_not_deleted",),
+    ),
+    Mutation(
+        "what an attempt needs",
+        "one without members has succeeded",
+        (
+            (
+                "fleet/attempts/decide.py",
+                "    assert view.members, (\n",
+                "    assert view.job_id, (\n",
+            ),
+        ),
+        (f"{DECIDE}::test_nothing_is_decided_about_an_attempt_without_members",),
+    ),
     # --- transactions -----------------------------------------------------------------------------
     Mutation(
         "BEGIN IMMEDIATE",

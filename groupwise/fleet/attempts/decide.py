@@ -183,6 +183,9 @@ Effect = Provide | Launch | Void | Kill | Collect | CheckRelease | Abandon | Mov
 
 def decide(view: View) -> tuple[Effect, ...]:
     """What to do now; nothing means: wait until something changes."""
+    assert view.members, (
+        f"attempt {view.job_id}.{view.epoch} has no members: nobody knows where it runs"
+    )
     match view.state:
         case AttemptState.RESERVED:
             return _reserved(view)

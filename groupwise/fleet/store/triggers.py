@@ -4,8 +4,9 @@
 no person at a prompt can break it. A refusal is an integrity error whose message names the rule. `schema.py` drops and makes them anew at
 each migration, so they always agree with the code.
 
-SQLite needs two kinds more. It keeps anything in any column, and one row that cannot be read would hide all others. And its `INSERT OR
-REPLACE` deletes what is in the way without asking the triggers of deletions, so that no row may come where another of its key is.
+SQLite needs three kinds more. It keeps anything in any column, and one row that cannot be read would hide all others. Its `INSERT OR
+REPLACE` deletes what is in the way without asking the triggers of deletions, so that no row may come where another of its key is. And it
+heeds references between tables only for a connection that asks for it, which nobody does at a prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Rule:
     name: str
     table: str
     on: str
-    """INSERT, UPDATE or DELETE."""
+    """INSERT, UPDATE or DELETE; for SQLite also UPDATE OF a column."""
     refused: str
     """Condition on NEW and OLD, in SQL that both databases read; `<~>` is "differs from", NULL being a value like others."""
     message: str
@@ -66,7 +67,8 @@ def rules() -> tuple[Rule, ...]:
 
 def statements(dialect: str) -> Iterator[str]:
     """What makes them all."""
-    own = (*_of_values(), *_of_replacements()) if dialect == "sqlite" else tuple(_of_times())
+    only_sqlite = (_of_values, _of_replacements, _of_references)
+    own = [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _of_times()
     for rule in (*rules(), *_of_machines(dialect), *_of_documents(dialect), *own):
         yield from _sqlite(rule) if dialect == "sqlite" else _postgresql(rule)
     if dialect == "postgresql":
@@ -229,9 +231,20 @@ def _of_attempts() -> Iterator[Rule]:
         "attempt_over",
         "attempts",
         "DELETE",
-        f"OLD.state <> '{ended}' OR OLD.cleanup <> '{states.Cleanup.CLEAN}'",
+        _may_hold("OLD"),
         "an attempt that has not ended, or may hold a GPU, is not deleted",
     )
+    yield Rule(
+        "member_over",
+        "attempt_members",
+        "DELETE",
+        f"EXISTS (SELECT 1 FROM attempts WHERE attempts.epoch = OLD.epoch AND ({_may_hold('attempts')}))",
+        "the members of an attempt that has not ended, or may hold a GPU, are not deleted",
+    )
+
+
+def _may_hold(attempt: str) -> str:
+    return f"{attempt}.state <> '{states.AttemptState.ENDED}' OR {attempt}.cleanup <> '{states.Cleanup.CLEAN}'"
 
 
 def _of_reservations() -> Iterator[Rule]:
@@ -474,6 +487,23 @@ def _among(index: Index) -> str:
     )
     both = (re.sub(rf"\b({columns})\b", rf"{row}.\1", str(where)) for row in ("other", "NEW"))
     return "".join(f" AND {condition}" for condition in both)
+
+
+def _of_references() -> Iterator[Rule]:
+    """What a row is named by is there: a job, or a machine, that has gone from under an attempt would leave it to nobody."""
+    for name, table in sorted(Base.metadata.tables.items()):
+        for key in sorted(table.foreign_keys, key=lambda each: each.column.table.name):
+            named, column = key.column.table.name, key.column.name
+            rows = f"EXISTS (SELECT 1 FROM {name} WHERE {name}.{key.parent.name} = OLD.{column})"
+            message = f"this row of {named} stays, and keeps its {column}, as long as rows of {name} name it"
+            yield Rule(f"{named}_named_by_{name}", named, "DELETE", rows, message)
+            yield Rule(
+                f"{named}_called_by_{name}",
+                named,
+                f"UPDATE OF {column}",
+                f"NEW.{column} <~> OLD.{column} AND {rows}",
+                message,
+            )
 
 
 def _no_json(dialect: str, column: str, kind: str) -> str:

@@ -8,6 +8,7 @@ What must hold, and stands here line by line:
  4. Exit code 0 wins against a late cancellation; a cancellation is acknowledged when no process is left.
  5. A gang begins whole or not at all, and ends whole.
  6. What an attempt held is given back only after its machine was seen to hold nothing of it.
+ 7. Where it runs is known: without members nothing is decided.
 """
 
 from dataclasses import replace
@@ -86,6 +87,13 @@ SUCCEEDED = (Outcome.SUCCEEDED, None)
 
 def failed(failure: FailureClass) -> tuple[Outcome, FailureClass]:
     return Outcome.FAILED, failure
+
+
+@pytest.mark.parametrize("state", AttemptState)
+def test_nothing_is_decided_about_an_attempt_without_members(state: AttemptState) -> None:
+    """All of none have begun, and ended well: it would be a success that nobody has seen."""
+    with pytest.raises(AssertionError, match=r"job-1\.7 has no members"):
+        decide(view(state))
 
 
 # reserved

@@ -12,8 +12,11 @@
 10. SQLite's REPLACE is no way around any of it.
 11. A job that runs stays so until its attempt has ended.
 12. A card is held once, also where two machines of the fleet are one; and a machine stays the place where its jobs run.
+13. What an attempt needs stays as long as it may hold anything, also for who asks SQLite for no references.
 """
 
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -606,3 +609,61 @@ def test_a_job_runs_as_long_as_its_attempt(database: Database, status: str) -> N
     refused(database, "as long as its attempt does", change)
     set_attempt(database, epoch, "ended")
     execute(database, change)
+
+
+# --- what attempts are about ----------------------------------------------------------------------
+
+
+def by_hand(database: Database, statement: str) -> None:
+    """As at a prompt, where SQLite keeps no references."""
+    if database.dialect == "postgresql":
+        execute(database, statement)
+        return
+    with closing(sqlite3.connect(str(database.engine.url.database))) as prompt, prompt:
+        prompt.execute(statement)
+
+
+INNERMOST_FIRST = ("reservations", "attempt_members", "attempts", "jobs", "gpus", "vms")
+MEMBER = "INSERT INTO attempt_members (epoch, rank, vm_id) VALUES (:e, 0, 'v1')"
+
+
+@pytest.fixture
+def held(database: Database) -> int:
+    """The epoch of an attempt that runs, and holds a GPU."""
+    [gpu] = machine(database)
+    epoch = attempt(database, job(database, "j", "running"), "running")
+    execute(database, MEMBER, e=epoch)
+    execute(database, RESERVE, **reservation(epoch, gpu))
+    return epoch
+
+
+@pytest.mark.parametrize("table", INNERMOST_FIRST)
+@pytest.mark.parametrize("state", ["running", "ended"])
+def test_what_an_attempt_needs_is_not_deleted(
+    database: Database, held: int, table: str, state: str
+) -> None:
+    if state == "ended":
+        set_attempt(database, held, "ended")
+    with pytest.raises(
+        (IntegrityError, sqlite3.IntegrityError),
+        match=r"not deleted|as long as|violates foreign key",
+    ):
+        by_hand(database, f"DELETE FROM {table}")
+    assert value(database, f"SELECT count(*) FROM {table}") == 1
+
+
+def test_it_goes_once_its_machine_holds_nothing_of_it(database: Database, held: int) -> None:
+    set_attempt(database, held, "ended")
+    execute(database, "UPDATE attempts SET cleanup = 'clean'")
+    execute(database, "UPDATE reservations SET released_at = 2")
+    for table in INNERMOST_FIRST:
+        by_hand(database, f"DELETE FROM {table}")
+        assert value(database, f"SELECT count(*) FROM {table}") == 0
+
+
+@pytest.mark.parametrize("change", ["vms SET vm_id = 'other'", "gpus SET gpu_id = 99"])
+def test_nor_is_it_called_otherwise(database: Database, held: int, change: str) -> None:
+    with pytest.raises(
+        (IntegrityError, sqlite3.IntegrityError), match=r"keeps its|violates foreign key"
+    ):
+        by_hand(database, f"UPDATE {change}")
