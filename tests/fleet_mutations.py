@@ -563,6 +563,18 @@ QUICK = (
         ),
         (f"{DECIDE}::test_nothing_is_decided_about_an_attempt_without_members",),
     ),
+    Mutation(
+        "cancel",
+        "a job that waits is asked to end, and never begins",
+        (
+            (
+                "fleet/store/triggers.py",
+                'f"NEW.cancel_requested_at IS NOT NULL AND',
+                'f"1 = 0 AND',
+            ),
+        ),
+        (f"{TRIGGERS}::test_only_a_job_that_runs_is_asked_to_end",),
+    ),
     # --- transactions -----------------------------------------------------------------------------
     Mutation(
         "BEGIN IMMEDIATE",

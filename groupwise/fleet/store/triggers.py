@@ -176,6 +176,13 @@ def _of_jobs() -> Iterator[Rule]:
         "what was asked of an admitted job does not change: cancel it and submit another",
     )
     yield Rule(
+        "job_asked_to_end",
+        "jobs",
+        "UPDATE",
+        f"NEW.cancel_requested_at IS NOT NULL AND NEW.status NOT IN {_list({states.JobStatus.RUNNING, *states.FINAL})}",
+        "cancel_requested_at is for a job that runs: groupwise fleet cancel ends one that waits at once",
+    )
+    yield Rule(
         "job_named", "jobs", "UPDATE", "NEW.job_id <> OLD.job_id", "the id of a job does not change"
     )
 

@@ -13,6 +13,7 @@
 11. A job that runs stays so until its attempt has ended.
 12. A card is held once, also where two machines of the fleet are one; and a machine stays the place where its jobs run.
 13. What an attempt needs stays as long as it may hold anything, also for who asks SQLite for no references.
+14. A job that waits is cancelled, not asked to end.
 """
 
 import sqlite3
@@ -667,3 +668,23 @@ def test_nor_is_it_called_otherwise(database: Database, held: int, change: str) 
         (IntegrityError, sqlite3.IntegrityError), match=r"keeps its|violates foreign key"
     ):
         by_hand(database, f"UPDATE {change}")
+
+
+@pytest.mark.parametrize("status", JOBS)
+def test_only_a_job_that_runs_is_asked_to_end(database: Database, status: str) -> None:
+    job(database, "j", status)
+    change = "UPDATE jobs SET cancel_requested_at = 5"
+    if status in ("queued", "pending", "held"):
+        refused(database, "groupwise fleet cancel ends one that waits", change)
+    else:
+        execute(database, change)
+
+
+@pytest.mark.parametrize("status", ["running", "cancelled"])
+def test_nor_does_one_wait_that_was_asked_to(database: Database, status: str) -> None:
+    job(database, "j", status)
+    execute(database, "UPDATE jobs SET cancel_requested_at = 5")
+    again = "UPDATE jobs SET status = 'queued', generation = generation + :n"
+    more = int(status == "cancelled")
+    refused(database, "cancel_requested_at is for a job that runs", again, n=more)
+    execute(database, f"{again}, cancel_requested_at = NULL", n=more)
