@@ -264,7 +264,12 @@ def shorten_pauses(session: Session) -> int:
 
 def tell_overdue(session: Session) -> int:
     """Attempts whose deadman has ended them for certain, and that are live all the same: once each."""
-    told = exists().where(Event.epoch == Attempt.epoch, Event.kind == events.ATTEMPT_OVERDUE)
+    # Events are found by their job, since they are many and no index has their epochs.
+    told = exists().where(
+        Event.job_id == Attempt.job_id,
+        Event.epoch == Attempt.epoch,
+        Event.kind == events.ATTEMPT_OVERDUE,
+    )
     rows = session.execute(
         select(Attempt.job_id, Attempt.epoch, Member.vm_id, Member.handle)
         .join(Member, Member.epoch == Attempt.epoch)
@@ -275,7 +280,8 @@ def tell_overdue(session: Session) -> int:
     found = {
         row.epoch: row
         for row in reversed(rows)
-        if _overdue(row.handle, now) and now - _adopted(session, row.epoch) > _patience(row.handle)
+        if _overdue(row.handle, now)
+        and now - _adopted(session, row.job_id, row.epoch) > _patience(row.handle)
     }
     for row in found.values():
         logger.error(
@@ -305,9 +311,9 @@ def _patience(handle: dict[str, Any]) -> float:
     return (handle.get("deadman") or math.inf) + DEADMAN_MARGIN + DRIVEN_LATE
 
 
-def _adopted(session: Session, epoch: int) -> float:
+def _adopted(session: Session, job_id: str, epoch: int) -> float:
     """When somebody took an attempt over, who counts anew; 0.0: nobody has."""
     taken = select(func.max(Event.at)).where(
-        Event.epoch == epoch, Event.kind == events.ATTEMPT_ADOPTED
+        Event.job_id == job_id, Event.epoch == epoch, Event.kind == events.ATTEMPT_ADOPTED
     )
     return session.scalar(taken) or 0.0

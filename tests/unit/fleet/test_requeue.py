@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import false, select, text, update
+from sqlalchemy.event import listen
 from sqlalchemy.orm import Session
 
 from groupwise.fleet import requeue
@@ -261,9 +262,31 @@ async def test_whoever_took_an_attempt_over_counts_its_deadman_anew(
     fleet.job("runs", "running")
     silent = {"deadman": 100, "silent_since": fleet.now - 1000}
     epoch = fleet.attempt("runs", contact="unreachable", handle=silent)
-    taken = Event(at=fleet.now - ago, actor="d", kind="attempt.adopted", epoch=epoch)
+    taken = Event(at=fleet.now - ago, actor="d", kind="attempt.adopted", job_id="runs", epoch=epoch)
     fleet.database.run(lambda s: s.add(taken))
     assert (await fleet.sweep()).get("silent beyond its deadman", 0) == told
+
+
+async def test_no_sweep_reads_all_that_ever_happened(fleet: Fleet):
+    if fleet.database.dialect != "sqlite":
+        pytest.skip("PostgreSQL reads a table that is almost empty from end to end")
+    fleet.job("runs", "running")
+    silent = {"deadman": 100, "silent_since": fleet.now - 1000}
+    fleet.attempt("runs", contact="unreachable", handle=silent)
+    asked: list[tuple[str, Any]] = []
+
+    def note(_: Any, __: Any, statement: str, values: Any, *___: Any) -> None:
+        if "events" in statement and "INSERT" not in statement:
+            asked.append((f"EXPLAIN QUERY PLAN {statement}", values))
+
+    listen(fleet.database.engine, "before_cursor_execute", note)
+    await fleet.sweep()
+    with fleet.database.engine.connect() as connection:
+        plans = [str(connection.exec_driver_sql(*each).all()) for each in tuple(asked)]
+    assert len(plans) == 2
+    for plan in plans:
+        assert "SEARCH events USING INDEX ix_events_job_id" in plan
+        assert "SCAN events" not in plan
 
 
 @pytest.mark.parametrize(
