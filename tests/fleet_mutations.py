@@ -2945,6 +2945,18 @@ SLOW = (
         (f"{REAL}/test_events.py::test_who_commits_late_is_not_skipped",),
     ),
     Mutation(
+        "a server that only reads",
+        "connections that lead there are kept",
+        (("fleet/store/engine.py", "        context.is_disconnect = True\n", "        pass\n"),),
+        (f"{REAL}/test_database.py::test_who_was_led_to_a_server_that_only_reads_asks_anew",),
+    ),
+    Mutation(
+        "a server that only reads",
+        "a standby is asked to let a transaction write",
+        (("fleet/store/engine.py", "    driver.read_only = None\n", "    pass\n"),),
+        (f"{REAL}/test_database.py::test_a_standby_is_waited_for_until_it_takes_writes",),
+    ),
+    Mutation(
         "a commit without an answer",
         "a transaction that may have happened is repeated",
         (

@@ -123,6 +123,16 @@ class Postgres:
         """`kill -9`, its children after it; returns when all are gone, so that `start` finds nobody."""
         self._end(signal.SIGKILL)
 
+    def demote(self) -> None:
+        """Killed, and started as a standby: it answers, and takes no writes until `promote`."""
+        self.kill()
+        (self.folder / "data" / "standby.signal").touch()
+        self.start()
+
+    def promote(self) -> None:
+        """Returns when it takes writes."""
+        self.execute("SELECT pg_promote()")
+
     def stop(self) -> None:
         """At once, without a checkpoint: nobody needs its data any more."""
         if self._process is not None:

@@ -397,6 +397,7 @@ _SQLITE_REMEDIES = {
 _SAID_OF_A_FULL_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 """By SQLite, which says the same of others."""
 _POSTGRESQL_REMEDIES = {
+    engines.READ_ONLY: "This server is read-only, as a standby is: see that host and port lead to the one that takes writes.",
     "57014": "A statement took too long: see what else the server does.",
     "55P03": "Another transaction holds what this one needs: see what else the server does.",
     "40P01": "Transactions keep waiting for each other: see what else the server does.",

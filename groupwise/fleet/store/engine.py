@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.engine.interfaces import DBAPIConnection, ExceptionContext
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -250,6 +250,8 @@ def _postgresql_engine(url: URL) -> Engine:
         json_deserializer=read_json,
     )
     event.listen(engine, "connect", _prepare_postgresql)
+    event.listen(engine, "checkout", _say_nothing_of_writing)
+    event.listen(engine, "handle_error", _doubt_read_only_server)
     return engine
 
 
@@ -273,3 +275,23 @@ def _prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> 
         driver.execute(_SESSION_SETTINGS.encode())
     finally:
         driver.autocommit = False
+
+
+def _say_nothing_of_writing(connection: DBAPIConnection, *_: object) -> None:
+    """After a look SQLAlchemy has the next transaction begin as one that may write, instead of as the server has it. A standby refuses
+    that in other words than it refuses a write."""
+    driver: Any = connection
+    driver.read_only = None
+
+
+READ_ONLY = "25006"
+"""PostgreSQL's word for a transaction that may not write."""
+
+
+def _doubt_read_only_server(context: ExceptionContext) -> None:
+    """Who says so to one that may is not the server that is wanted, but a standby, perhaps that one of before: none of the connections that
+    lead there is kept, and the next transaction asks anew where the server is."""
+    connection = context.connection
+    refused = getattr(context.original_exception, "sqlstate", None) == READ_ONLY
+    if refused and connection and not connection.get_execution_options().get(READS, False):
+        context.is_disconnect = True

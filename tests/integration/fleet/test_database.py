@@ -6,13 +6,14 @@
 4. Deadlocks and lost races are begun anew; mistakes in statements, and wrong addresses, are told at once.
 5. Time limits and flushing hold for every connection, whatever the server's defaults are.
 6. The head of the queue is found by its index among 100,000 jobs.
+7. A server that only reads, as one that has become a standby does, is no place to write: connections that lead there are not kept.
 """
 
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -292,6 +293,69 @@ def test_a_server_that_never_was_is_told_at_once(ask: Callable[[Database], objec
     assert naps == []
     assert not raised.value.passing
     assert "s3cr3t" not in str(raised.value)
+
+
+def only_reads(postgres: Postgres, url: str, truth: bool) -> None:
+    """Those who connect from now on; as a standby does it, but for its reason."""
+    name = url.rpartition("/")[2]
+    postgres.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = {truth}")
+
+
+def test_who_was_led_to_a_server_that_only_reads_asks_anew(url: str, postgres: Postgres) -> None:
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            only_reads(postgres, url, False)
+
+    with closing(connect(url)) as before:
+        migrate(before)
+    only_reads(postgres, url, True)
+    with closing(Database(parse(url), sleep)) as database:
+        with ThreadPoolExecutor(2) as threads:  # so many connections are kept
+            both = threading.Barrier(2)
+            assert list(threads.map(lambda _: database.read(lambda s: both.wait(10)), "ab"))
+        database.run(put("a"))
+        database.run(put("b"))
+        assert database.read(names) == ["a", "b"]
+    assert len(naps) == 2
+
+
+def test_a_standby_is_waited_for_until_it_takes_writes(url: str, postgres: Postgres) -> None:
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            postgres.promote()
+
+    with closing(connect(url)) as before:
+        migrate(before)
+    postgres.demote()
+    try:
+        with closing(Database(parse(url), sleep)) as database:
+            assert database.read(names) == []
+            database.run(put("a"))
+            assert database.read(names) == ["a"]
+    finally:
+        if len(naps) < 2:
+            postgres.promote()
+    assert len(naps) == 2
+
+
+def test_that_a_server_only_reads_is_said_in_words(
+    url: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(connect(url)) as before:
+        migrate(before)
+    monkeypatch.setattr("groupwise.fleet.store.database.PATIENCE", 0.0)
+    only_reads(postgres, url, True)
+    with closing(connect(url)) as database:
+        with pytest.raises(DatabaseFailure, match="This server is read-only") as raised:
+            database.run(put("a"))
+        assert database.read(names) == []
+    assert raised.value.passing
 
 
 # --- contended for --------------------------------------------------------------------------------
