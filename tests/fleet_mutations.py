@@ -48,6 +48,7 @@ POLLER = f"{UNIT}/test_poller.py"
 PREPARE = f"{UNIT}/machines/test_prepare.py"
 RACES = f"{REAL}/test_claim_races.py"
 RUNNER = f"{HOSTS}/test_runner.py"
+SCHEMA = f"{UNIT}/store/test_schema.py"
 SQLITE = f"{UNIT}/store/test_database_of_sqlite.py"
 SSH = f"{REAL}/test_ssh.py"
 STORE = f"{UNIT}/files/test_clearing.py"
@@ -206,7 +207,7 @@ QUICK = (
                 '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=False,',
             ),
         ),
-        (f"{UNIT}/store/test_schema.py::test_the_way_leads_to_the_tables_of_the_code",),
+        (f"{SCHEMA}::test_the_way_leads_to_the_tables_of_the_code",),
     ),
     Mutation(
         "shares fit into a GPU",
@@ -574,6 +575,39 @@ QUICK = (
             ),
         ),
         (f"{TRIGGERS}::test_only_a_job_that_runs_is_asked_to_end",),
+    ),
+    # --- versions ---------------------------------------------------------------------------------
+    Mutation(
+        "versions",
+        "an older one puts its own triggers back",
+        (("fleet/store/schema.py", "    if number > RULES:\n", "    if False:\n"),),
+        (f"{SCHEMA}::test_newer_rules_are_left_alone",),
+    ),
+    Mutation(
+        "versions",
+        "tables change under whoever works with them",
+        (
+            (
+                "fleet/store/schema.py",
+                "        elif (who := used_by()) is not None:\n",
+                "        elif (who := None) is not None:\n",
+            ),
+        ),
+        (f"{SCHEMA}::test_what_somebody_works_with_is_left_alone",),
+    ),
+    Mutation(
+        "versions",
+        "who changed the tables before it saw the lock is not noticed",
+        (
+            (
+                "fleet/up.py",
+                "    migrate(database, lambda: processes.who_plays(folder, but=roles))\n",
+                "",
+            ),
+        ),
+        (
+            f"{UNIT}/test_up.py::test_who_changed_the_tables_before_it_saw_the_lock_has_not_done_so_for_long",
+        ),
     ),
     # --- transactions -----------------------------------------------------------------------------
     Mutation(

@@ -63,6 +63,7 @@ def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet
     place = place_of(told)
     from groupwise.fleet.direct import DirectFleet
     from groupwise.fleet.patience import Patience
+    from groupwise.fleet.processes import who_plays
     from groupwise.fleet.settings import DATABASE_FILE
     from groupwise.fleet.store import database as databases
 
@@ -70,7 +71,7 @@ def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet
         _expect_file(place, place.folder / DATABASE_FILE)
     database = databases.connect(place.database_url)
     try:
-        databases.check_schema(database)
+        databases.check_schema(database, lambda: who_plays(place.folder))
         yield DirectFleet(place, database, whoever_types(), Patience(tell=say))
     finally:
         database.close()

@@ -171,7 +171,8 @@ def _run(
 ) -> None:
     given = {name: value for name, value in options.items() if value is not None}
     place = place_of(told, given)
-    from groupwise.fleet.up import ROLES, run
+    from groupwise.fleet.processes import ROLES
+    from groupwise.fleet.up import run
 
     raise typer.Exit(run(place, ROLES if role is None else (role,), say=_say, address=address))
 
@@ -183,11 +184,12 @@ def _say(text: str) -> None:
 def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
     """Make the tables of the database, or update them."""
     place = place_of(told, {} if database is None else {"database": database})
+    from groupwise.fleet.processes import who_plays
     from groupwise.fleet.store import database as databases
 
     opened = databases.connect(place.database_url)
     try:
-        databases.migrate(opened)
+        databases.migrate(opened, lambda: who_plays(place.folder))
         _say(f"{opened.name} is up to date")
     finally:
         opened.close()

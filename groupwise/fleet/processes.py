@@ -4,20 +4,28 @@ Each process has a row for each of its roles, and renews it every few seconds. W
 killed leaves them, and by its silence alone nobody can tell it from one that hangs. So a row also says which process it is: where it ran,
 the system knows whether it still does. Whoever begins to play a role takes the rows of those away that are gone for certain; about a
 process elsewhere nobody knows more than that it is silent.
+
+In an embedded fleet a lock on a file of its folder says it better: it ends with its process, however that ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from groupwise.errors import UsageError
 from groupwise.fleet.store.tables import ControlProcess
 
+ROLES = ("dispatcher", "poller", "requeue", "tracker")
+API = "api"
+"""A process that answers, and does nothing else."""
 PROCESS = "process"
 """In `facts`: what tells a process from all others that have its pid."""
 NATS = "nats"
@@ -34,6 +42,54 @@ NOT_ASKED = "not_asked"
 """In `facts` of a dispatcher: machines that it has to know asked before it begins anything; not there: there are none."""
 OVER = ("Z", "X")
 """States of what has ended, and stands in the system's table until its parent has asked how."""
+
+
+@contextlib.contextmanager
+def alone(folder: Path, role: str) -> Generator[None, None, None]:
+    """No other process of this machine plays the role for this folder meanwhile."""
+    with _lock_file(folder, role).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(_taken(folder, role, _holder(file))) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _lock_file(folder: Path, role: str) -> Path:
+    return folder / f"{role}.lock"
+
+
+def _holder(file: IO[str]) -> str | None:
+    """Its pid."""
+    file.seek(0)
+    pid = file.read(32).strip()
+    return pid if pid.isdecimal() else None
+
+
+def _taken(folder: Path, role: str, pid: str | None) -> str:
+    who = f"process {pid}" if pid else "another process"
+    return (
+        f"the fleet in {folder} has its {role} already: {who}. An embedded fleet has one of each. `groupwise fleet status` looks at it, "
+        f"{f'`kill {pid}` ends it, ' if pid else ''}and --fleet names another folder for another fleet."
+    )
+
+
+def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
+    """The process that plays a role for this folder, in words for people; None: nobody does, but for the roles `but`."""
+    for role in (*ROLES, API):
+        with (
+            contextlib.suppress(FileNotFoundError),
+            _lock_file(folder, role).open(encoding="utf-8") as file,
+        ):
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if role not in but:
+                    return f"its {role} (process {_holder(file) or 'unknown'})"
+    return None
 
 
 def identity(pid: int) -> dict[str, Any] | None:

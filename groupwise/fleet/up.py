@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import os
@@ -29,13 +28,12 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Generator,
     Mapping,
     Sequence,
 )
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -59,11 +57,12 @@ from groupwise.fleet.machines.clearing import Keeping
 from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way
 from groupwise.fleet.newsreader import Newsreader
 from groupwise.fleet.poller import Pace, Poller
+from groupwise.fleet.processes import API, ROLES
 from groupwise.fleet.requeue import RequeueManager
 from groupwise.fleet.settings import DATABASE_FILE, FleetPlace, FleetSettings
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database, check_schema, connect, seconds
+from groupwise.fleet.store.database import Database, check_schema, connect, migrate, seconds
 from groupwise.fleet.store.tables import VM, ControlProcess, Event, Job
 from groupwise.fleet.tracker import NatsOutlet, Outlet, Tracker
 from groupwise.fleet.verbs import machines
@@ -77,9 +76,6 @@ from groupwise.wire.problems import Refusal
 if TYPE_CHECKING:
     from groupwise.fleet.api.serve import Address
 
-ROLES = ("dispatcher", "poller", "requeue", "tracker")
-API = "api"
-"""A process that answers, and does nothing else."""
 SPEAK_WITH_NATS = ("dispatcher", "tracker", API)
 """Woken by it, telling it, waking others by it."""
 USE_THE_FOLDER = ("dispatcher", API)
@@ -104,19 +100,18 @@ def run(
     `address`: where the API of the fleet answers meanwhile; None: nowhere.
     """
     _set_up_logging(alone=len(roles) == 1)
-    with told_in_words(place.folder), contextlib.ExitStack() as held:
+    with told_in_words(place.folder), contextlib.ExitStack() as locks:
         place.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if place.is_embedded:
-            for role in roles:
-                held.enter_context(_alone(place.folder, role))
-        database = connect(place.database_url)
-        held.callback(database.close)
-        check_schema(database)
-        told = database.run(_at_home(place, roles))
-        if told is not None:
-            say(told)
-        keep_what_is_there()
-        return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
+        with contextlib.closing(connect(place.database_url)) as database:
+            if place.is_embedded:
+                _take(locks, database, place.folder, roles)
+            else:
+                check_schema(database)
+            told = database.run(_at_home(place, roles))
+            if told is not None:
+                say(told)
+            keep_what_is_there()
+            return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
 
 
 # --- before it begins -----------------------------------------------------------------------------
@@ -128,29 +123,17 @@ def keep_what_is_there() -> None:
     gc.freeze()
 
 
-@contextlib.contextmanager
-def _alone(folder: Path, role: str) -> Generator[None, None, None]:
-    """No other process of this machine plays the role for this folder meanwhile."""
-    path = folder / f"{role}.lock"
-    with path.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(_taken(folder, role, file)) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
+def _take(
+    locks: contextlib.ExitStack, database: Database, folder: Path, roles: Sequence[str]
+) -> None:
+    """From here on nobody else plays these roles, and the tables stay those of this version.
 
-
-def _taken(folder: Path, role: str, file: IO[str]) -> str:
-    file.seek(0)
-    pid = file.read(32).strip()
-    who = f"process {pid}" if pid.isdecimal() else "another process"
-    return (
-        f"the fleet in {folder} has its {role} already: {who}. An embedded fleet has one of each. `groupwise fleet status` looks at it, "
-        f"{f'`kill {pid}` ends it, ' if pid.isdecimal() else ''}and --fleet names another folder for another fleet."
-    )
+    They are looked at twice. Roles that begin at once must not take each other for somebody who works with the tables of before; and who
+    changed them in between has not seen our locks."""
+    migrate(database, lambda: processes.who_plays(folder))
+    for role in roles:
+        locks.enter_context(processes.alone(folder, role))
+    migrate(database, lambda: processes.who_plays(folder, but=roles))
 
 
 def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:

@@ -225,9 +225,14 @@ def connect(url: str) -> Database:
     return Database(engines.parse(url))
 
 
-def check_schema(database: Database) -> None:
-    """Return when the tables are those of this version. An SQLite database is brought up to date on the way, since nobody else does it;
-    for PostgreSQL, which several programs share, UsageError says how. UsageError likewise where they are those of a newer version."""
+def nobody() -> None:
+    """Who works with a database, where nobody does."""
+
+
+def check_schema(database: Database, used_by: Callable[[], str | None] = nobody) -> None:
+    """Return when the tables are those of this version. An SQLite database is brought up to date on the way, since nobody else does it,
+    unless `used_by` names who works with it as it is; for PostgreSQL, which several programs share, UsageError says how. UsageError
+    likewise where they are those of a newer version."""
     if database.at_rest(schema.is_current):
         return
     if database.dialect == "postgresql":
@@ -235,12 +240,13 @@ def check_schema(database: Database) -> None:
             f"{database.name} does not have the tables of this version of Groupwise. "
             "Stop the fleet's processes, run `groupwise fleet migrate`, and start them again."
         )
-    migrate(database)
+    migrate(database, used_by)
 
 
-def migrate(database: Database) -> None:
-    """Make the tables, or bring them up to date; all of it or nothing, and any number of processes may do so at once."""
-    database.at_rest(schema.bring_up_to_date)
+def migrate(database: Database, used_by: Callable[[], str | None] = nobody) -> None:
+    """Make the tables, or bring them up to date; all of it or nothing, and any number of processes may do so at once. `used_by` is asked
+    while nobody else can, and only where something is to change."""
+    database.at_rest(lambda connection: schema.bring_up_to_date(connection, used_by))
 
 
 def on_commit(session: Session, hook: Callable[[], None]) -> None:

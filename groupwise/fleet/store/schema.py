@@ -3,12 +3,15 @@
 `migrations/` holds the way from each released version to the next. Triggers and views are no part of that way: they follow from
 `states.py`, so they are dropped before it and made anew after it. All of it is one transaction under a lock: a process that dies on the
 way leaves what was there, and of two that begin at once the second finds the work done.
+
+Both only ever go forward: an older version refuses what a newer one has made. And where all is current nothing is touched, since to make a
+trigger keeps everybody else waiting.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,33 +28,47 @@ if TYPE_CHECKING:
     from alembic.script import ScriptDirectory
 
 VERSION_TABLE = "fleet_version"
+RULES = 1
+"""The number of these triggers and views. It goes up when they change after a release: an older version then leaves them alone."""
 FINGERPRINT = "fleet_fingerprint"
-"""A view with one value: the hash of the statements that made triggers and views."""
+"""A view with one value: the number of triggers and views, and the hash of the statements that made them."""
 _LOCK = 0x67726F7570776973
 """For `pg_advisory_xact_lock`; any number that nobody else uses."""
 
 
 def is_current(connection: Connection) -> bool:
     """Whether tables, triggers and views are those of this version; UsageError where they are those of a newer one."""
-    reader = connection.execution_options(**{READS: True})
-    made = _fingerprint_there(reader) == _fingerprint(reader.dialect.name)
+    return _is_current(connection.execution_options(**{READS: True}))
+
+
+def _is_current(connection: Connection) -> bool:
+    there = _fingerprint_there(connection)
     # Read without alembic: every command asks this first, and to load that takes longer than what most of them do.
-    if made and _version_there(reader) == newest_revision():
+    made = there == _fingerprint(connection.dialect.name)
+    if made and _version_there(connection) == newest_revision():
         return True
-    _refuse_newer(_revision(reader))
+    _refuse_newer_rules(there)
+    _refuse_newer_tables(_revision(connection))
     return False
 
 
-def bring_up_to_date(connection: Connection) -> None:
-    """UsageError where the database belongs to a newer version, or to something else."""
+def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) -> None:
+    """UsageError where the database belongs to a newer version, or to something else, or is used as it is: by whom `used_by` says."""
     with _exclusively(connection):
-        found = _revision(connection)
-        _refuse_newer(found)
-        if found is None:
+        if _is_current(connection):
+            return
+        if _revision(connection) is None:
             _refuse_foreign_tables(connection)
+        elif (who := used_by()) is not None:
+            raise UsageError(
+                f"The fleet's database was made by another version of Groupwise, and {who} works with it as it is. Restart that with this "
+                "version (`groupwise fleet up`), which brings the database up to date on its way. Nothing was changed."
+            )
         _drop_derived(connection)
         _upgrade(connection)
         _make_derived(connection)
+        if connection.dialect.name == "sqlite":
+            _refuse_broken_references(connection)
 
 
 def newest_revision() -> str:
@@ -65,7 +82,6 @@ def _exclusively(connection: Connection) -> Generator[None, None, None]:
     if connection.dialect.name == "sqlite":
         with _unchecked_references(connection), connection.begin():
             yield
-            _refuse_broken_references(connection)
         return
     with connection.begin():
         connection.execute(text("SET LOCAL statement_timeout = 0"))
@@ -92,7 +108,17 @@ def _refuse_broken_references(connection: Connection) -> None:
     assert broken is None, f"a migration broke a reference: {broken}"
 
 
-def _refuse_newer(found: str | None) -> None:
+def _refuse_newer_rules(found: str | None) -> None:
+    """`found`: the fingerprint."""
+    number = int((found or "").rpartition(":")[0] or 0)
+    if number > RULES:
+        raise UsageError(
+            f"The fleet's database was made by a newer version of Groupwise (its rules are number {number}, this version knows up to "
+            f"{RULES}). Upgrade Groupwise here."
+        )
+
+
+def _refuse_newer_tables(found: str | None) -> None:
     known = {each.revision for each in _scripts().walk_revisions()}
     if found is not None and found not in known:
         raise UsageError(
@@ -155,7 +181,8 @@ def _derived(dialect: str) -> Iterator[str]:
 
 
 def _fingerprint(dialect: str) -> str:
-    return hashlib.sha256("\n".join(_derived(dialect)).encode()).hexdigest()
+    made = hashlib.sha256("\n".join(_derived(dialect)).encode()).hexdigest()
+    return f"{RULES}:{made}"
 
 
 def _fingerprint_there(connection: Connection) -> str | None:

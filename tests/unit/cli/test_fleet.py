@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from groupwise.errors import UsageError
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.patience import AwayError
+from groupwise.fleet.processes import alone
+from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import connect
 from groupwise.fleet.store.tables import VM
 from groupwise.fleet.verbs.status import NO_DISPATCHER
@@ -50,6 +53,20 @@ def test_looking_makes_no_fleet(fleet: Command, folder: Path) -> None:
     assert code == 2
     assert f"there is no fleet in {folder}. `groupwise fleet up` makes one" in err
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("words", ["jobs", "migrate"])
+def test_no_command_changes_the_tables_of_a_fleet_that_runs(
+    seen: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    with monkeypatch.context() as other_version, alone(folder, "dispatcher"):
+        other_version.setattr(triggers, "rules", lambda: ())
+        code, _, err = seen(words)
+    assert code == 2
+    assert "its dispatcher (process" in err
+    assert "Restart that with this version" in err
+    with closing(connect(f"sqlite:///{folder / 'fleet.db'}")) as database:
+        assert database.at_rest(schema.is_current)
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -29,8 +29,10 @@ from groupwise.fleet.patience import ASK_ON
 from groupwise.fleet.queue import admission
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import JobStatus
+from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
+from groupwise.fleet.store.triggers import Rule
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import PIECE, SPARED_MARKED, BlobStore, Incoming
 from groupwise.wire.fleet import (
@@ -927,6 +929,19 @@ def test_numbers_health_and_document(url: str, fleet: FleetClient) -> None:
     assert 'groupwise_fleet_jobs{status="queued"} 1' in text
     assert "groupwise_fleet_oldest_waiting_seconds" in text
     assert "/jobs/{job_id}/cancel" in document["paths"]
+
+
+def test_who_asks_whether_it_is_ready_changes_nothing(
+    url: str, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be of another version than the others, and be asked every few seconds."""
+    never = Rule("job_never", "jobs", "UPDATE", "1 = 1", "never")
+    with monkeypatch.context() as other_version:
+        other_version.setattr(triggers, "rules", lambda: (never,))
+        ready = httpx2.get(f"{url}/readyz")
+    assert ready.status_code == 503
+    assert "of another version" in ready.json()["detail"]
+    assert database.at_rest(schema.is_current)
 
 
 def test_what_no_json_can_say_hides_no_row(fleet: FleetClient, database: Database) -> None:

@@ -3,6 +3,7 @@
 1. One that was killed is gone, whether its parent has asked for it or not; so is one whose pid another has now.
 2. One that hangs is not, nor one of another system, of other pids, or of which nothing is known.
 3. Whoever begins takes away the rows of those who are gone, and all of its role where nobody else can be playing it.
+4. Of an embedded fleet a lock says who plays a role, as long as it is played.
 """
 
 import os
@@ -10,13 +11,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.processes import forget_gone, identity, is_gone
+from groupwise.errors import UsageError
+from groupwise.fleet.processes import alone, forget_gone, identity, is_gone, who_plays
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ControlProcess
 
@@ -91,3 +94,18 @@ def test_whoever_begins_takes_away_what_is_left(
     database.run(lambda s: forget_gone(s, "dispatcher", alone=alone))
     found = database.read(lambda s: list(s.scalars(select(ControlProcess.owner))))
     assert sorted(found) == left
+
+
+def test_a_lock_says_who_plays_a_role(tmp_path: Path) -> None:
+    assert who_plays(tmp_path) is None
+    with alone(tmp_path, "poller"):
+        assert who_plays(tmp_path) == f"its poller (process {os.getpid()})"
+        assert who_plays(tmp_path, but=["poller"]) is None
+        with (
+            pytest.raises(UsageError, match=f"has its poller already: process {os.getpid()}"),
+            alone(tmp_path, "poller"),
+        ):
+            pytest.fail("two play one role")
+        with alone(tmp_path, "tracker"):
+            assert "tracker" in str(who_plays(tmp_path, but=["poller"]))
+    assert who_plays(tmp_path) is None

@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,8 +18,10 @@ from groupwise.fleet.files.folders import identity_of
 from groupwise.fleet.full_disks import DiskFull
 from groupwise.fleet.machines import packing
 from groupwise.fleet.settings import FleetPlace, FleetSettings
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.store import schema, triggers
+from groupwise.fleet.store.database import Database, migrate
 from groupwise.fleet.store.tables import VM, ControlProcess, Event
+from groupwise.fleet.store.triggers import Rule
 from groupwise.fleet.up import Hosts
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
@@ -248,7 +251,7 @@ def test_a_fleet_that_finds_no_room_says_on_which_disk(
     def full(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(up.fcntl, "flock", full)
+    monkeypatch.setattr(processes.fcntl, "flock", full)
     place = FleetPlace(tmp_path / "fleet", FleetSettings())
     with pytest.raises(DiskFull, match=r"the disk of \S+/fleet is full .* Make room there") as told:
         up.run(place, up.ROLES, say=lambda _: None)
@@ -261,6 +264,64 @@ def test_another_error_of_a_file_is_not_told_as_a_full_disk(
     def denied(*_: object) -> None:
         raise PermissionError(errno.EACCES, "no")
 
-    monkeypatch.setattr(up.fcntl, "flock", denied)
+    monkeypatch.setattr(processes.fcntl, "flock", denied)
     with pytest.raises(PermissionError):
         up.run(FleetPlace(tmp_path, FleetSettings()), up.ROLES, say=lambda _: None)
+
+
+@pytest.fixture
+def other_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """Within it another version is at work, whose triggers are others."""
+
+    @contextmanager
+    def at_work() -> Generator[None, None, None]:
+        with monkeypatch.context() as other:
+            never = Rule("job_never", "jobs", "UPDATE", "1 = 1", "never")
+            other.setattr(triggers, "rules", lambda: (never,))
+            yield
+
+    return at_work
+
+
+def is_current(database: Database) -> bool:
+    return database.at_rest(schema.is_current)
+
+
+def test_roles_of_two_versions_do_not_work_side_by_side(
+    database: Database,
+    tmp_path: Path,
+    other_version: Callable[[], AbstractContextManager[None]],
+) -> None:
+    with ExitStack() as locks:
+        up._take(locks, database, tmp_path, ["dispatcher"])
+        up._take(locks, database, tmp_path, ["poller"])
+        with (
+            other_version(),
+            pytest.raises(UsageError, match=r"its dispatcher .* works with it as it is"),
+        ):
+            up._take(locks, database, tmp_path, ["tracker"])
+        assert is_current(database)
+    with other_version(), ExitStack() as locks:
+        up._take(locks, database, tmp_path, ["tracker"])
+        assert is_current(database)
+    assert not is_current(database)
+
+
+def test_who_changed_the_tables_before_it_saw_the_lock_has_not_done_so_for_long(
+    database: Database,
+    tmp_path: Path,
+    other_version: Callable[[], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def alone_too_late(folder: Path, role: str) -> Generator[None, None, None]:
+        with other_version():
+            migrate(database, lambda: processes.who_plays(folder))
+        with alone(folder, role):
+            yield
+
+    alone = processes.alone
+    monkeypatch.setattr(processes, "alone", alone_too_late)
+    with ExitStack() as locks:
+        up._take(locks, database, tmp_path, ["dispatcher"])
+        assert is_current(database)

@@ -13,7 +13,8 @@ from groupwise.errors import UsageError
 from groupwise.fleet.api.serving import AskedHere, Serving, document
 from groupwise.fleet.metrics import render
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import DatabaseFailure, check_schema
+from groupwise.fleet.store.database import DatabaseFailure
+from groupwise.fleet.store.schema import is_current
 from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import event_document
@@ -38,11 +39,13 @@ async def readyz(request: Request) -> Response:
     if serving.ending.is_set():
         return document({"status": "not_ready", "detail": "the server is shutting down"}, 503)
     try:
-        await asyncio.to_thread(check_schema, serving.database)
+        ready = await asyncio.to_thread(serving.database.at_rest, is_current)
     except (
         DatabaseFailure,
         UsageError,
     ):  # its words name the database, which is for those with a key
+        ready = False
+    if not ready:
         return document(
             {
                 "status": "not_ready",
