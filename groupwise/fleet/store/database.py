@@ -405,7 +405,7 @@ _SAID_OF_A_FULL_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 _POSTGRESQL_REMEDIES = {
     engines.READ_ONLY: "This server is read-only, as a standby is: see that host and port lead to the one that takes writes.",
     "57014": "A statement took too long: see what else the server does.",
-    "55P03": "Another transaction holds what this one needs: see what else the server does.",
+    "55P03": "Another transaction, of a backup perhaps, holds what this one needs: see what else the server does.",
     "40P01": "Transactions keep waiting for each other: see what else the server does.",
     "40001": "Transactions keep getting in each other's way: see what else the server does.",
     "53100": "Free space on its disk.",

@@ -34,6 +34,8 @@ FINGERPRINT = "fleet_fingerprint"
 """A view with one value: the number of triggers and views, and the hash of the statements that made them."""
 _LOCK = 0x67726F7570776973
 """For `pg_advisory_xact_lock`; any number that nobody else uses."""
+_LOCK_MILLISECONDS = 300
+"""For a lock on one of the tables. Who waits for it has everybody else wait behind, so that it is given up soon, and tried again."""
 
 
 def is_current(connection: Connection) -> bool:
@@ -87,6 +89,7 @@ def _exclusively(connection: Connection) -> Generator[None, None, None]:
         connection.execute(text("SET LOCAL statement_timeout = 0"))
         connection.execute(text("SET LOCAL lock_timeout = 0"))
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+        connection.execute(text(f"SET LOCAL lock_timeout = {_LOCK_MILLISECONDS}"))
         yield
 
 
