@@ -110,12 +110,13 @@ async def test_nobody_has_ever_listened(tmp_path: Path):
     assert not (tmp_path / "nowhere").exists()
 
 
-async def test_garbage_is_harmless(tmp_path: Path):
+async def test_garbage_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     doorbell = await listening(tmp_path)
     (ear,) = sockets(tmp_path)
+    monkeypatch.chdir(ear.parent)  # whole paths may be too long for an address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
         for text in (b"", b"\xff", b"no id", b"[" * LARGEST, b"a" * (LARGEST + 100), b"a"):
-            out.sendto(text, str(ear))
+            out.sendto(text, ear.name)
     assert await doorbell.wait(60) == {"a"}
     await doorbell.close()
 
