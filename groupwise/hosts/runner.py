@@ -3702,3 +3702,4 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
     except OSError:
         pass  # whoever asked has gone
     os._exit(0)
+        "PYTHONUNBUFFERED": "1",  # its output is a pipe, in which lines would wait for kilobytes of others

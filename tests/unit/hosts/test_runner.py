@@ -301,7 +301,7 @@ def test_the_environment_of_a_command(here: Machine) -> None:
         "CUDA_VISIBLE_DEVICES": "",
     }
     assert (here.work() / "results").is_dir()
-    ours = set(seen) - {"MINE", "LANG"}
+    ours = set(seen) - {"MINE", "LANG", "PYTHONUNBUFFERED"}
     assert {n for n in ours if not spec.problems(spec.JobSpec(("x",), {n: ""}))} == set()
 
 
@@ -396,12 +396,21 @@ def test_a_program_that_is_not_there(here: Machine) -> None:
     # One below the working folder may come with the files of the job: it is found out at the start.
     here.launch("./mine", epoch=3)
     record = here.comes_to("exited", epoch=3)["exit"]
+        "PYTHONUNBUFFERED": "1",
     assert (record["reason"], record["code"]) == ("spawn_failed", 127)
     assert "No such file" in record["message"]
 
 
 def test_a_program_that_cannot_be_executed(here: Machine) -> None:
     (sha,) = here.put(b"no program\n")
+@pytest.mark.parametrize("value", ["", "0"])
+def test_a_job_may_say_how_python_prints(one: Machine, value: str) -> None:
+    mine = {"PYTHONUNBUFFERED": value}
+    assert not spec.problems(spec.JobSpec(("x",), mine))
+    one.sh('echo "$PYTHONUNBUFFERED."', spec_environment=mine)
+    assert one.comes_to("exited")["exit"]["tail"] == f"{value}.\n"
+
+
     here.launch("./mine", spec_files={"mine": [sha, 0o755, 11]})
     record = here.comes_to("exited")["exit"]
     assert (record["reason"], record["code"]) == ("spawn_failed", 126)
