@@ -291,7 +291,7 @@ def _evidence(evidence: Document) -> list[tuple[str, str]]:
         record: Document | None = member.get("exit")
         if record is None:
             continue
-        found.append((f"{where}exit", _exit(record)))
+        found.append((f"{where}exit", how_it_ended(record)))
         found += [
             ("" if n else f"{where}said", line) for n, line in enumerate(_last(record["tail"]))
         ]
@@ -302,11 +302,18 @@ def _evidence(evidence: Document) -> list[tuple[str, str]]:
     ]
 
 
-def _exit(record: Document) -> str:
+def how_it_ended(record: Document) -> str:
+    """A command, by its exit record."""
     how = f"signal {record['signal']}" if record["signal"] is not None else f"code {record['code']}"
     why = "" if record["reason"] == "exited" else f", {record['reason'].replace('_', ' ')}"
     memory = ", ended by the kernel for want of memory" if record.get("oom_kill") else ""
-    return how + why + memory
+    return how + why + memory + _leftovers(record.get("leftovers") or 0)
+
+
+def _leftovers(number: int) -> str:
+    if not number:
+        return ""
+    return f", {number} process{'es' if number > 1 else ''} that it had left behind ended with it"
 
 
 def _last(tail: str) -> list[str]:

@@ -72,6 +72,8 @@ class ExitRecord:
     """That it held on its machine; None: its runner does not say."""
     age: float | None = None
     """Seconds since then, when this was said."""
+    leftovers: int = 0
+    """Processes that it had left behind, and that were ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +420,7 @@ def _exit_record(f: Fields) -> ExitRecord:
 
 
 def _refusal(f: Fields) -> Refusal:
+        leftovers=f.number_or_none("leftovers") or 0,
     holder = f.plain().get("holder")
     return Refusal(
         code=f.text("code"),

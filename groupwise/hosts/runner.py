@@ -69,7 +69,8 @@ Requests and answers
                 step, exit, refused, survivors, clock, place (a name that this root was given when it was made; null: it could not be),
                 gpus, share_mb, slot (that it was begun with)
     exit      code, signal, reason ("exited", "cancelled", "time_limit", "deadman", "spawn_failed"), message, oom_kill (null: no control
-                group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, gpus (how many it held), checkpoints, step
+                group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, gpus (how many it held), checkpoints, step,
+                leftovers (processes that it had left behind when it ended by itself, and that were ended)
     refused   code (lower_epoch, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program), message, holder?
 
 What is promised
@@ -192,6 +193,8 @@ TICK = 1.0
 LEFTOVER_GRACE = 5.0
 """Seconds between TERM and KILL for what outlived the command."""
 KILL_PATIENCE = 10.0
+LEAVING = 0.3
+"""Seconds for what goes by itself when the command has ended, before the rest is told to."""
 """Seconds for killed processes to go; one in uninterruptible sleep does not."""
 DEADMAN_GRACE = 30.0
 """The controller adds a minute to the deadman before it runs the job elsewhere; TERM and KILL fit into it."""
@@ -1968,6 +1971,7 @@ def progress_of(
         return 0, None
     return count_checkpoints(attempt, state)
 
+    "leftovers": is_small,
 
 def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int | None]:
     """By looking. None if that is not possible: the exit record, and what is told of others, do not depend on what a job puts there."""
@@ -3259,6 +3263,8 @@ class Supervisor:
         while True:
             ended = os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
+        self.user = ""
+        self.left = 0
                 return ended
             reap_adopted(but=self.child)
             self.beat()
@@ -3535,6 +3541,7 @@ def command_environment(order: Order, visible: str) -> dict[str, str]:
         "LANG": os.environ.get("LANG") or "C.UTF-8",
         **order.spec.get("environment", {}),
         **order.environment,
+            self.left = len(self.staying(belonging))
         **order.secrets,
         "PATH": order.path,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -3542,6 +3549,16 @@ def command_environment(order: Order, visible: str) -> dict[str, str]:
         ATTEMPT_VARIABLE: attempt.name,
         FOLDER_VARIABLE: attempt.path,
     }
+    def staying(self, belonging: Belonging) -> dict[int, Process]:
+        """Who has not gone by itself, as helpers do that see the command end."""
+        until = time.monotonic() + LEAVING
+        while True:
+            found = belonging.alive()
+            if not found or time.monotonic() >= until:
+                return found
+            reap_adopted(but=self.child)
+            self.sleep(0.02)
+
     if order.artefacts:
         environment["GROUPWISE_OUTPUT"] = os.path.join(attempt.work, order.artefacts[0])
     if order.resume_path:
@@ -3605,6 +3622,7 @@ def enter_scope(unit: str) -> str | None:
     The scope's control group. This process moves into a part of it: what is empty itself may hand its controllers on.
     """
     import subprocess
+            "leftovers": self.left,
 
     names = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
     method = ("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))")

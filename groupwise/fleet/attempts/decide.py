@@ -463,6 +463,7 @@ def _evidence(member: MemberView) -> dict[str, Any]:
             "signal": member.exit.signal,
             "reason": str(member.exit.reason),
             "oom_kill": member.exit.oom_kill,
+            "leftovers": member.exit.leftovers,
             "tail": member.exit.tail[-2000:],
         }
     return found

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from groupwise.cli.fleet_printing import print_job, print_jobs, print_machines, print_status
+from groupwise.cli.fleet_printing import (
+    how_it_ended,
+    print_job,
+    print_jobs,
+    print_machines,
+    print_status,
+)
 
 WIDTH = 80
 NOW = 1_800_000_000.0
@@ -63,6 +69,24 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return found
 
     return lines
+
+
+@pytest.mark.parametrize(
+    ("leftovers", "words"),
+    [
+        (None, "code 0"),
+        (0, "code 0"),
+        (1, "code 0, 1 process that it had left behind ended with it"),
+        (3, "code 0, 3 processes that it had left behind ended with it"),
+    ],
+)
+def test_what_a_command_had_left_behind_stands_beside_how_it_ended(
+    leftovers: int | None, words: str
+) -> None:
+    record: dict[str, Any] = {"code": 0, "signal": None, "reason": "exited", "tail": ""}
+    if leftovers is not None:  # else the runner of the machine says nothing of them
+        record["leftovers"] = leftovers
+    assert how_it_ended(record) == words
 
 
 def test_jobs(printed: Printed) -> None:

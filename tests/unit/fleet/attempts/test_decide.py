@@ -393,6 +393,13 @@ def test_what_was_left_out_stands_in_the_evidence() -> None:
     assert (end.outcome, end.evidence["members"][0]["left_out"]) == (Outcome.SUCCEEDED, 3)
 
 
+def test_what_was_ended_after_the_command_stands_in_the_evidence() -> None:
+    left = replace(exited(), leftovers=3)
+    [end] = decide(view(COLLECTING, member(Reading.EXITED, collected=True, exit=left)))
+    assert isinstance(end, Move)
+    assert end.evidence["members"][0]["exit"]["leftovers"] == 3
+
+
 def test_a_machine_that_is_lost_before_its_artefacts_were_fetched() -> None:
     gone = member(Reading.UNREACHABLE, exit=exited(), lost=True)
     assert the_end(decide(view(COLLECTING, gone))) == failed(FailureClass.HOST_LOST)
