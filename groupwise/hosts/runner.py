@@ -113,6 +113,7 @@ import os
 import re
 import select
 import signal
+import resource
 import stat
 import sys
 import time
@@ -329,10 +330,14 @@ NO_JSON = (ValueError, RecursionError, MemoryError)
 
 
 def parsed(data: bytes) -> Any:
-    """JSON that a job may have written. A million of lists in it would have Python look for garbage over and over."""
+    """JSON that a job may have written. A million of lists in it would have Python look for garbage over and over.
+
+    UTF-8 and nothing else: what looks like another encoding would have Python import that.
+    """
     gc.disable()
     try:
-        return json.loads(data, parse_int=whole_number, parse_constant=no_number)
+        text = data.decode("utf-8")
+        return json.loads(text, parse_int=whole_number, parse_constant=no_number)
     finally:
         gc.enable()
 
@@ -3040,11 +3045,10 @@ def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int)
         os.setsid()
         if os.fork() == 0:
             Supervisor(order, visible, locks, blobs, speak).run()
-    except BaseException:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001
         # This process is a copy of one that has an answer to give: whatever happened, it must not go on as that.
-        import traceback
-
-        os.write(2, traceback.format_exc().encode("utf-8", "replace"))
+        told = f"{type(error).__name__} at {lines_of(error)}: {error}\n"
+        os.write(2, told.encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
@@ -3066,7 +3070,10 @@ SET_DEATH_SIGNAL, SET_NAME, SET_SUBREAPER = 1, 15, 36
 
 
 class Supervisor:
-    """Lives as long as the command and what that has started. The only writer of its folder, but for the cells."""
+    """Lives as long as the command and what that has started. The only writer of its folder, but for the cells.
+
+    Once it has settled nothing is imported any more: in days the machine's Python may be replaced by another one.
+    """
 
     def __init__(
         self, order: Order, visible: str, locks: list[int], blobs: int, speak: int
@@ -3191,7 +3198,7 @@ class Supervisor:
         """Fork the child, write down who it is, let it go on. What became of it instead, if it could not."""
         go_on, go = os.pipe()
         failed, failure = os.pipe()
-        environment = command_environment(self.order, self.visible)
+        environment = command_environment(self.order, self.visible, self.user)
         tether = os.open(self.attempt.at("tether"), os.O_RDONLY)
         try:
             log = self.log = Log(self.attempt.at("log"))
@@ -3292,6 +3299,7 @@ class Supervisor:
     def beat(self) -> None:
         """A sign of life."""
         if time.monotonic() >= self.next_beat:
+        self.user = user_name()
             with contextlib.suppress(OSError):  # it goes on living
                 set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
@@ -3409,8 +3417,6 @@ class Supervisor:
 
     def exit_record(self, ending: Ending, ended: Any) -> dict[str, Any]:
         """How it ended."""
-        import resource
-
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         code, signum = ending.code, None
         if ended is not None and ended.si_code == os.CLD_EXITED:
@@ -3531,13 +3537,13 @@ def make_way(attempt: Attempt) -> None:
                 os.rename(path, f"{path}.{os.urandom(4).hex()}")
 
 
-def command_environment(order: Order, visible: str) -> dict[str, str]:
+def command_environment(order: Order, visible: str, user: str) -> dict[str, str]:
     """Little of the machine's, then the job's, its secrets, and what the runner alone knows."""
     attempt = order.attempt
     environment = {
         "HOME": os.path.expanduser("~"),
-        "USER": user_name(),
-        "LOGNAME": user_name(),
+        "USER": user,
+        "LOGNAME": user,
         "LANG": os.environ.get("LANG") or "C.UTF-8",
         **order.spec.get("environment", {}),
         **order.environment,

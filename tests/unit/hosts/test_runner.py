@@ -8,14 +8,17 @@
 6. The channel of a launch closes while the command runs.
 7. The command sees the promised environment, and nothing of the spec is ever read by a shell.
 8. Secrets reach the command and no file.
+9. A supervisor that has settled needs nothing more of the Python that it began with.
 """
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,6 +196,99 @@ def test_the_log_is_read_by_offset(here: Machine) -> None:
 
 
 def test_a_signal_is_told(one: Machine) -> None:
+def left_behind(here: Machine) -> tuple[int, int]:
+    record = here.comes_to("exited")["exit"]
+    return record["code"], record["leftovers"]
+
+
+def test_what_a_command_left_behind_is_ended_and_counted(here: Machine) -> None:
+    here.sh("nohup sleep 600 & sleep 600 & exit 0")
+    assert left_behind(here) == (0, 2)
+
+
+def test_what_goes_with_its_command_is_not_counted(one: Machine) -> None:
+    one.source = one.source.replace("LEAVING = 0.3\n", "LEAVING = 60.0\n")
+    one.sh("sleep 0.2 & exit 0")
+    assert left_behind(one) == (0, 0)
+
+
+def test_what_was_ended_together_with_its_command_is_not_counted(one: Machine) -> None:
+    one.sh("sleep 600 & wait")
+    one.ask("kill", job="job", epoch=1, grace=0)
+    assert left_behind(one)[1] == 0
+
+
+NO_IMPORTS = """
+
+class TooLate:
+    def find_spec(self, name, path=None, target=None):
+        raise ImportError("too late for " + name)
+
+
+def settle(self, really=Supervisor.settle):
+    really(self)
+    for name in set(sys.modules) & {"pwd", "resource", "shutil", "traceback", "ctypes"}:
+        assert name in ("pwd", "resource", "ctypes"), name
+    sys.meta_path.insert(0, TooLate())
+
+
+Supervisor.settle = settle
+"""
+"""For the end of the runner's text: as if another Python were there by the time that the supervisor has settled."""
+
+
+@pytest.fixture
+def replaced(here: Machine) -> Machine:
+    here.source += NO_IMPORTS
+    return here
+
+
+def ended_without_complaint(here: Machine) -> dict[str, Any]:
+    until(lambda: here.complaints() or here.status()["state"] == "exited", "its end")
+    assert here.complaints() == ""
+    return here.status()["exit"]
+
+
+def test_a_supervisor_imports_nothing_once_it_has_settled(replaced: Machine) -> None:
+    file = {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    saved = json.dumps({"step": 7, "files": {"w": file}})
+    utf_16 = "printf '\\377\\376{\\000}\\000' > outputs/odd/manifest.json"
+    script = f"mkdir -p outputs/odd outputs/7; >outputs/7/w; echo '{saved}' > outputs/7/manifest.json; {utf_16}"
+    replaced.sh(script + "; sleep 600 & echo é; exit 3", secrets={"TOKEN": "x"})
+    record = ended_without_complaint(replaced)
+    assert (record["code"], record["tail"], record["leftovers"]) == (3, "é\n", 1)
+    assert (record["checkpoints"], record["step"]) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("reason", "limits"), [("time_limit", {"time_seconds": 0.2}), ("cancelled", {})]
+)
+def test_nor_where_it_ends_its_command(
+    replaced: Machine, reason: str, limits: dict[str, float]
+) -> None:
+    replaced.sh("trap '' TERM; while :; do sleep 0.05; done", limits={**limits, "grace_seconds": 0})
+    if not limits:
+        replaced.ask("kill", job="job", epoch=1, grace=0)
+    record = ended_without_complaint(replaced)
+    assert (record["reason"], record["signal"]) == (reason, 9)
+
+
+def test_nor_where_its_files_cannot_be_laid_out(replaced: Machine) -> None:
+    (sha,) = replaced.put(b"x")
+    replaced.sh("true", spec_files={"a": [sha, 0o644, 1], "a/b": [sha, 0o644, 1]})
+    told = replaced.comes_to("refused")["refused"]
+    assert "its files cannot be laid out" in told["message"]
+    assert not replaced.work().exists()
+
+
+def test_nor_where_it_has_to_complain(replaced: Machine) -> None:
+    replaced.source += "\n\ndef watch(self):\n    {}['nothing']\n\n\nSupervisor.watch = watch\n"
+    replaced.sh("true")
+    said = until(replaced.complaints, "its complaint")
+    assert said.startswith("KeyError at ")
+    assert "'nothing'" in said
+
+
     one.sh("kill -SEGV $$")
     record = one.comes_to("exited")["exit"]
     assert (record["code"], record["signal"]) == (None, signal.SIGSEGV)
