@@ -246,6 +246,8 @@ class Observation:
     apps: tuple[SeenApp, ...]
     attempts: tuple[MemberState, ...]
     quarantined: tuple[Stray, ...]
+    unremoved: tuple[str, ...] = ()
+    """Folders of what was forgotten, with files in them that its user may not remove."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,6 +483,7 @@ def observation(document: object) -> Observation:
         quarantined=(*(_stray(q) for q in f.objects("quarantined")), *strange),
     )
 
+        unremoved=f.texts("unremoved"),
 
 def _attempts(f: Fields) -> tuple[tuple[MemberState, ...], tuple[Stray, ...]]:
     """Those of an observation, and what cannot be one by its name, which a job may make: one such hides no other."""

@@ -35,7 +35,8 @@ Requests and answers
                 methods, time. On a network file system locks do not hold: `filesystem` says "nfs4" or the like then: choose another root
     observe   probe? (argument list, default ["nvidia-smi"]), probe_timeout? → boot_id, time, load, cpus, ram_mb, ram_free_mb,
                 disk_free_mb, gpus [{index, uuid, model, memory_mb, memory_used_mb, utilisation, temperature, mig, mig_devices, problems}],
-                apps [{uuid, pid, memory_mb, attempt}], probe {status, apps, lines_not_read, exit, said}, attempts [member], quarantined.
+                apps [{uuid, pid, memory_mb, attempt}], probe {status, apps, lines_not_read, exit, said}, attempts [member], quarantined,
+                unremoved [path]: folders of forgotten attempts, in which this user may not remove all.
                 What could not be read is null, never 0. status and apps ∈ ok, absent, failed, hung, garbage: of the GPUs and of who is on
                 them. An app with `attempt` null is not of this root. `survivors` here also of what has exited: it could not be killed.
                 quarantined [{what: "folder"|"process", detail, pid?}]: not known here; never touched
@@ -255,6 +256,10 @@ class Refusal(Exception):
     def __init__(self, code: str, message: str, **more: Any) -> None:
         super().__init__(message)
         self.body: dict[str, Any] = {"code": code, "message": message, **more}
+STAYS = ".stays"
+"""Before the name of a folder that was to be removed and could not be, or not all of it."""
+MOST_UNREMOVED = 20
+"""Of these, in an answer."""
 
 
 class Refused(Exception):
@@ -406,10 +411,79 @@ def remove_file(path: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """As far as possible."""
-    import shutil
+    """As far as possible. A job may have closed its folders, or nested them without end: each is opened for this user, and those deeper
+    down are moved to the top before they are emptied."""
+    with contextlib.suppress(OSError):
+        top = open_folder(path)
+        try:
+            todo = empty(top, top)
+            while todo:
+                name = todo.pop()
+                with contextlib.suppress(OSError):
+                    todo += empty_named(name, top)
+                with contextlib.suppress(OSError):
+                    os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+        os.rmdir(path)
 
-    shutil.rmtree(path, ignore_errors=True)
+
+def remove_or_name(path: str) -> None:
+    """A folder that is in nobody's way. One that stays, for it has what only another user may remove, has a name that says so."""
+    remove_tree(path)
+    above, name = os.path.split(path)
+    if not name.startswith(STAYS):
+        with contextlib.suppress(OSError):
+            os.rename(path, os.path.join(above, STAYS + name))
+
+
+def open_folder(name: str, above: int | None = None) -> int:
+    """One that is no link; this user may do with it what its owner may."""
+    found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    try:
+        same = f"/proc/self/fd/{found}"
+        with contextlib.suppress(OSError):  # it is another user's
+            os.chmod(same, 0o700)
+        return os.open(same, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(found)
+
+
+def empty(folder: int, top: int) -> list[str]:
+    """Remove what it has but folders; those, by their names in `top`, where they are now."""
+    found: list[str] = []
+    with os.scandir(folder) as entries:
+        inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in inside:
+        with contextlib.suppress(OSError):  # that one stays
+            if not is_folder:
+                os.unlink(name, dir_fd=folder)
+            elif folder == top:
+                found.append(name)
+            else:
+                found += lifted(name, folder, top)
+    return found
+
+
+def empty_named(name: str, top: int) -> list[str]:
+    """`empty`, of a folder in `top`."""
+    folder = open_folder(name, top)
+    try:
+        return empty(folder, top)
+    finally:
+        os.close(folder)
+
+
+def lifted(name: str, folder: int, top: int) -> list[str]:
+    """Move a folder to `top`, where it has the name that is answered. Only who may write to it may move it; to remove one that is empty
+    takes no more than the folder around it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=folder)
+        return []
+    os.close(open_folder(name, folder))
+    new = os.urandom(16).hex()
+    os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
+    return [new]
 
 
 def make_folder(path: str) -> str:
@@ -2069,6 +2143,15 @@ def load_of(root: Root) -> dict[str, Any]:
     """Processor, memory and disk, now."""
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo"), re.MULTILINE))
     disk = os.statvfs(make_folder(root.path))
+def unremoved(root: Root) -> list[str]:
+    """Folders of forgotten attempts that take up room, for this user may not remove all that is in them."""
+    try:
+        names = sorted(os.listdir(root.at("attempts")))
+    except OSError:
+        return []
+    return [root.at("attempts", n) for n in names if n.startswith(STAYS)][:MOST_UNREMOVED]
+
+
     return {
         "time": time.time(),
         "load": list(os.getloadavg()),
@@ -2167,6 +2250,7 @@ def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
             "bad_request", "payload: as many bytes as the blobs have together are expected"
         )
     with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+        "unremoved": unremoved(root),
         for n, sha in enumerate(shas):
             store_blob(root, sha, sizes[n], payload)
     return {"stored": shas}, b""
@@ -2549,7 +2633,7 @@ def clear_away(attempt: Attempt) -> None:
     except FileNotFoundError:
         return
     sync_folder(os.path.dirname(away))
-    remove_tree(away)
+    remove_or_name(away)
 
 
 def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
@@ -2569,7 +2653,7 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         for name in os.listdir(folder) if os.path.isdir(folder) else ():
             path = os.path.join(folder, name)
             if (name.startswith(".") or name.endswith(".new")) and changed_before(path, before):
-                remove_tree(path) if os.path.isdir(path) else remove_file(path)
+                remove_or_name(path) if os.path.isdir(path) else remove_file(path)
     return {"removed": removed}, b""
 
 

@@ -224,6 +224,7 @@ def _facts(seen: Observation) -> dict[str, Any]:
         "ram_mb": seen.ram_mb,
         "ram_free_mb": seen.ram_free_mb,
         "disk_free_mb": seen.disk_free_mb,
+        "unremoved": list(seen.unremoved),
         "machine_time": seen.time,
         "missed_at": None,
     }

@@ -388,6 +388,13 @@ def test_a_number_that_is_not_believed_hides_none_that_is(fleet: Fleet):
     assert {"what": "folder", "detail": "x.9999999999999999999", "pid": None} in found
 
 
+def test_what_cannot_be_removed_is_told_for_as_long_as_it_is_there(fleet: Fleet):
+    fleet.look(gpu(0), unremoved=["/fleet/attempts/.stays.gone-x.1-0123"])
+    assert fleet.vm.facts["unremoved"] == ["/fleet/attempts/.stays.gone-x.1-0123"]
+    fleet.look(gpu(0))
+    assert fleet.vm.facts["unremoved"] == []
+
+
 def test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back(fleet: Fleet):
     now = fleet.database.run(databases.seconds)
     fleet.look(gpu(0), at=now)
