@@ -17,6 +17,9 @@ def answer_request(body: "dict[str, Any]", payload: BinaryIO) -> None:
     verb = body["verb"]
     if verb == "sleep":
         time.sleep(body["seconds"])
+    for _ in range(body.get("signs", 0)):
+        time.sleep(body["every"])
+        os.write(1, b"\n")
     if verb == "die":
         sys.stderr.write("it is dying\n")
         os._exit(body.get("status", 3))

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from groupwise.hosts.spec import FileEntry, JobSpec, Manifest, as_json
 USUAL = 30.0
 """Seconds for a call that waits for nothing."""
 SLOW = 300.0
-"""Seconds for one that reads or writes much on the machine's disk."""
+"""Seconds for one that reads or writes much on the machine's disk, since its runner was last heard."""
+LONGEST = 86_400.0
+"""Seconds for it altogether: what takes longer never ends."""
 BATCH = 8 << 20
 """Bytes of blobs in one call; smaller ones travel together, a larger one in parts."""
 PIECE = 4 << 20
@@ -148,7 +150,7 @@ class Runner:
         wanted = list(dict.fromkeys(hashes))
         if not wanted:
             return []
-        answer = await self._ask("missing", {"sha256": wanted}, timeout=SLOW)
+        answer = await self._ask("missing", {"sha256": wanted}, timeout=SLOW, longest=LONGEST)
         lacking = set(_listed(answer, "missing"))
         return [sha256 for sha256 in wanted if sha256 in lacking]
 
@@ -161,7 +163,7 @@ class Runner:
                 await self._put_in_parts(store, *batch[0])
             else:
                 data = await asyncio.to_thread(_read_all, store, batch)
-                await self._ask("put", {"blobs": batch}, data, timeout=SLOW)
+                await self._put(batch, data)
         return sum(sizes[sha256] for sha256 in lacking)
 
     async def _put_in_parts(self, store: BlobStore, sha256: str, size: int) -> None:
@@ -172,10 +174,12 @@ class Runner:
             if part.sha256 in lacking:
                 lacking.remove(part.sha256)  # several may have the same content
                 data = await asyncio.to_thread(store.part, sha256, part.offset, part.size)
-                blobs = [[part.sha256, part.size]]
-                await self._ask("put", {"blobs": blobs}, data, timeout=SLOW)
+                await self._put([(part.sha256, part.size)], data)
         whole = {"blob": [sha256, size], "parts": [[part.sha256, part.size] for part in parts]}
-        await self._ask("join", whole, timeout=SLOW)
+        await self._ask("join", whole, timeout=SLOW, longest=LONGEST)
+
+    async def _put(self, blobs: Sequence[tuple[str, int]], data: bytes) -> None:
+        await self._ask("put", {"blobs": blobs}, data, timeout=SLOW, longest=LONGEST)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
         """Start an attempt; one that was begun before is not begun again. RunnerRefused `missing_blobs`: nothing was claimed yet."""
@@ -249,7 +253,8 @@ class Runner:
     ) -> WorkTree:
         """What lies in its work folder. `what`: artefacts, checkpoints or all."""
         body = {**_named(job, epoch), "what": what}
-        return answers.work_tree((await self._ask("manifest", body, timeout=timeout)).body)
+        answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST)
+        return answers.work_tree(answer.body)
 
     async def read(
         self,
@@ -274,7 +279,8 @@ class Runner:
         """Files of its work folder, whole, at most GATHERED of together PIECE bytes. One that is lacking is not what `files` says any more,
         or cannot be read: `read` says why. Who keeps them compares their hashes."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
-        answer = await self._ask("gather", {**_named(job, epoch), "files": listed}, timeout=timeout)
+        body = {**_named(job, epoch), "files": listed}
+        answer = await self._ask("gather", body, timeout=timeout, longest=LONGEST)
         whole = _listed(answer, "whole")
         came = [
             each for each, is_whole in zip(files.items(), whole, strict=False) if is_whole is True
@@ -307,7 +313,7 @@ class Runner:
 
     async def forget(self, job: str, epoch: int, *, timeout: float = SLOW) -> None:
         """Remove its folder. A launch that arrives later is refused all the same."""
-        await self._ask("forget", _named(job, epoch), timeout=timeout)
+        await self._ask("forget", _named(job, epoch), timeout=timeout, longest=LONGEST)
 
     async def sweep(
         self, keep: Iterable[str] = (), *, older_than: float = 3600.0, timeout: float = SLOW
@@ -317,7 +323,7 @@ class Runner:
         `older_than`: seconds. What was sent, or asked for by `missing`, since then stays.
         """
         body = {"keep": list(keep), "older_than": older_than}
-        await self._ask("sweep", body, timeout=timeout)
+        await self._ask("sweep", body, timeout=timeout, longest=LONGEST)
 
     async def touch(
         self, clocks: Mapping[tuple[str, int], float | None], *, timeout: float = USUAL
@@ -335,26 +341,18 @@ class Runner:
         *,
         secrets: Mapping[str, str] | None = None,
         timeout: float,
+        longest: float | None = None,
     ) -> Answer:
         text = runner_text()
         full: dict[str, Any] = {"root": self.root, "runner": text.sha256, **(body or {})}
-        answer = await self._call(verb, full, payload, secrets, timeout)
+        request = Request(verb, full, payload, secrets or {}, longest)
+        answer = await self.host.call(request, timeout=timeout)
         if answer.body.get("need") == "runner":
-            with_text = {**full, "source": text.source}
-            answer = await self._call(verb, with_text, payload, secrets, timeout)
+            with_text = replace(request, body={**full, "source": text.source})
+            answer = await self.host.call(with_text, timeout=timeout)
             if "need" in answer.body:
                 raise RunnerRefused("runner", "the machine asks for its runner again and again")
         return answer
-
-    async def _call(
-        self,
-        verb: str,
-        body: Mapping[str, Any],
-        payload: bytes,
-        secrets: Mapping[str, str] | None,
-        timeout: float,
-    ) -> Answer:
-        return await self.host.call(Request(verb, body, payload, secrets or {}), timeout=timeout)
 
 
 def _named(job: str, epoch: int) -> dict[str, Any]:

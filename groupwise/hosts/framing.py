@@ -196,6 +196,16 @@ class Exchange:
         """What the command on the machine ended with, once it has."""
         self._reader = AnswerReader()
         self._complaints = b""
+        self._limit: asyncio.Timeout | None = None
+        self._patience = self._end = 0.0
+
+    def limit(self, patience: float, longest: float | None) -> asyncio.Timeout:
+        """The time limit of the call, in seconds from now on; with `longest` from when the machine was last heard, and that in all."""
+        now = asyncio.get_running_loop().time()
+        limit = asyncio.timeout_at(now + patience)
+        if longest is not None:
+            self._limit, self._patience, self._end = limit, patience, now + longest
+        return limit
 
     @property
     def answered(self) -> bool:
@@ -206,6 +216,7 @@ class Exchange:
         """Its standard output."""
         if self.answer.done():
             return
+        self._wait_on()
         try:
             whole = self._reader.feed(data)
         except BadAnswer as error:
@@ -214,6 +225,11 @@ class Exchange:
         if whole:
             assert self._reader.answer is not None
             self.answer.set_result(self._reader.answer)
+
+    def _wait_on(self) -> None:
+        if self._limit is not None and not self._limit.expired():
+            now = asyncio.get_running_loop().time()
+            self._limit.reschedule(min(now + self._patience, self._end))
 
     def complained(self, data: bytes) -> None:
         """Its standard error."""

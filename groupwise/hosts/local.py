@@ -49,7 +49,7 @@ class LocalHost:
         process = await self._begin(request)
         self._under_way.add(process)
         try:
-            async with asyncio.timeout(timeout):
+            async with process.exchange.limit(timeout, request.longest):
                 return accepted(await process.exchange.answer)
         except TimeoutError:
             raise OutcomeUnknown(

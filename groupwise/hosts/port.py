@@ -53,6 +53,8 @@ class Request:
     """Raw bytes after the body: blobs, for `put`."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """Travel with the body and stand in no log."""
+    longest: float | None = None
+    """Seconds for the whole call, where the runner says every few seconds that it goes on: the time limit is for its silence then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Host(Protocol):
     """One machine, as the control side reaches it. Several calls may be under way at once."""
 
     async def call(self, request: Request, *, timeout: float) -> Answer:
-        """Ask the runner. `timeout` in seconds, for the whole call.
+        """Ask the runner. `timeout` in seconds, for the whole call unless `request.longest` is.
 
         Raises HostUnreachable, OutcomeUnknown, HostKeyError or RunnerRefused.
         """

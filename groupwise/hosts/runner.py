@@ -29,7 +29,7 @@ Requests and answers
     and raw bytes. An error means that nothing was changed; its codes: truncated, protocol, no_python, bad_runner, bad_request,
     unknown_verb, missing_blobs (`missing` lists them), bad_blob, busy, disk_full, not_found, changed, refused_path, still_running,
     os_error, internal. Every body has: protocol, root ("~" and relative paths: below HOME), verb, runner. A field that is not listed
-    here is ignored.
+    here is ignored. While one of LONG works, a line end comes before the answer every SIGN_EVERY: whoever waits knows that it goes on.
 
     hello     → protocols, python, hostname, user, boot_id, home, root, filesystem, cpus, ram_mb, disk_free_mb, cgroup {v2, memory},
                 methods, time. On a network file system locks do not hold: `filesystem` says "nfs4" or the like then: choose another root
@@ -227,6 +227,8 @@ LARGEST_GATHERED = 4 << 20
 BLOB_TIME = 1_000_000_000
 """Modification time of a blob, in seconds: one that was written to since has another."""
 KEPT_EVERY = 20.0
+SIGN_EVERY = 10.0
+"""Seconds."""
 """Seconds between two times that hashes are written down while files are read: who asked may not wait for the end of it."""
 SETTLED = 2.0
 """Seconds after which another change of a file shows in its times."""
@@ -566,6 +568,29 @@ class Held:
         if fd is None:
             raise Refusal("busy", f"another request holds {os.path.basename(self.path)}; ask again")
         self.fd = fd
+@contextlib.contextmanager
+def alone(folder: str) -> Generator[None, None, None]:
+    """Work that takes long and is asked for again meanwhile, for whoever asked first was cut off: the others wait, and find it done."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        wait_for(lock)
+        yield
+    finally:
+        os.close(lock)
+
+
+def wait_for(lock: int) -> None:
+    """Until nobody else holds it; for as long as somebody waits for the answer."""
+    listener = select.poll()
+    listener.register(1, 0)
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if listener.poll(100):
+                os._exit(0)  # nobody listens any more
+
+
 
     def __exit__(self, *_: object) -> None:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
@@ -1459,10 +1484,11 @@ def hash_of(file: BinaryIO) -> str:
         digest.update(data)
 
 
-def store_blob(root: Root, sha: str, size: int, source: Readable) -> None:
-    """Take that many bytes; they are kept if they are what they should be. The caller holds the lock of blobs, shared."""
+def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None = None) -> None:
+    """Take that many bytes; they are kept if they are what they should be. The caller holds the lock of blobs, shared. `by`: instead of
+    this process, whose torn file is written over by whoever comes next under this name."""
     folder = make_folder(os.path.dirname(root.blob(sha)))
-    new = os.path.join(folder, f"{sha}.{os.getpid()}.new")
+    new = os.path.join(folder, f"{sha}.{by or os.getpid()}.new")
     digest, left = hashlib.sha256(), size
     try:
         with open(
@@ -2261,14 +2287,15 @@ def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     (sha,) = shas_of({"blob": [body["blob"][0]]}, "blob")
     size = count_of({"size": body["blob"][1]}, "size")
     parts = shas_of({"parts": [entry[0] for entry in body["parts"]]}, "parts")
-    with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+    folder = make_folder(os.path.dirname(root.blob(sha)))
+    with alone(folder), Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
         if not has_blob(root, sha):
             missing = [part for part in parts if not has_blob(root, part)]
             if missing:
                 raise Refusal(
                     "missing_blobs", f"{len(missing)} parts are not here", missing=missing
                 )
-            store_blob(root, sha, size, Joined([root.blob(part) for part in parts]))
+            store_blob(root, sha, size, Joined([root.blob(part) for part in parts]), "join")
         for part in parts:
             if part != sha:
                 remove_file(root.blob(part))
@@ -3785,7 +3812,31 @@ def carry_out(body: dict[str, Any], payload: BinaryIO) -> Answered:
     verb = VERBS.get(text_of(body, "verb"))
     if verb is None:
         raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
-    return verb(root_of(body), body, payload)
+    with signs() if body["verb"] in LONG else contextlib.nullcontext():
+        return verb(root_of(body), body, payload)
+
+
+@contextlib.contextmanager
+def signs() -> Generator[None, None, None]:
+    """Of life, while it works. From a thread: the work may be one long call of the kernel."""
+    import threading
+
+    working = threading.Lock()
+
+    def give() -> None:
+        with contextlib.suppress(OSError):  # nobody listens; what is done will be asked for again
+            while not working.acquire(timeout=SIGN_EVERY):
+                os.write(1, b"\n")
+
+    thread = threading.Thread(target=give)
+    try:
+        with working:
+            with contextlib.suppress(RuntimeError):  # this user may have no more threads
+                thread.start()
+            yield
+    finally:
+        if thread.ident is not None:
+            thread.join()  # nothing comes in between the bytes of the answer
 
 
 def lines_of(error: BaseException) -> str:
@@ -3811,3 +3862,5 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
         pass  # whoever asked has gone
     os._exit(0)
         "PYTHONUNBUFFERED": "1",  # its output is a pipe, in which lines would wait for kilobytes of others
+LONG = frozenset({"missing", "put", "join", "manifest", "gather", "forget", "sweep"})
+"""Verbs that read or write as much as there is."""

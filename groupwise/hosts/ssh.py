@@ -214,7 +214,7 @@ class SshHost:
         """See `Host.call`."""
         session = _Session(self._sessions_changed)
         try:
-            async with asyncio.timeout(timeout):
+            async with session.exchange.limit(timeout, request.longest):
                 await self._begin(session)
                 session.send(request_bytes(request))
                 return accepted(await session.exchange.answer)

@@ -2,7 +2,8 @@
 
 1. An answer is the machine's, whole, whatever its shell prints before it, and however long request and answer are.
 2. A refusal is RunnerRefused. A request of which nothing was sent is HostUnreachable. What may have arrived is OutcomeUnknown.
-3. A call ends when the answer is there or its time is over, whatever the machine's processes do after that.
+3. A call ends when the answer is there or its time is over, whatever the machine's processes do after that. Of one that may take long
+   the time is over when the machine has been silent for so long.
 4. Any number of calls may be under way at once, and none waits for another's answer.
 5. Closed means closed: calls under way end as OutcomeUnknown, later ones as HostUnreachable.
 6. Secrets arrive, and are neither in the request's text for people nor in the arguments or the environment of a process.
@@ -11,7 +12,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,25 @@ async def test_no_answer_in_time_leaves_it_open_what_happened(host: Host, machin
     with pytest.raises(OutcomeUnknown, match=r"within 2\.5 s"):
         await host.call(request("sleep", seconds=20), timeout=2.5)
     assert (await ask(host, "echo")).body["ok"] is True
+
+
+async def test_who_gives_signs_of_life_is_waited_for_longer(host: Host) -> None:
+    asked = replace(request("echo", signs=16, every=0.25), longest=PLENTY)
+    assert (await host.call(asked, timeout=2.5)).body["ok"] is True
+
+
+@pytest.mark.parametrize(("signs", "longest"), [(0, PLENTY), (100, 2.5)])
+async def test_nobody_is_waited_for_who_is_silent_or_never_comes_to_an_end(
+    host: Host, signs: int, longest: float
+) -> None:
+    asked = request("sleep", seconds=0 if signs else 20, signs=signs, every=0.25)
+    with pytest.raises(OutcomeUnknown, match="no answer to sleep"):
+        await host.call(replace(asked, longest=longest), timeout=2.0)
+
+
+async def test_signs_of_life_are_for_calls_that_may_take_long(host: Host) -> None:
+    with pytest.raises(OutcomeUnknown, match=r"within 2\.5 s"):
+        await host.call(request("echo", signs=100, every=0.25), timeout=2.5)
 
 
 async def test_an_answer_does_not_wait_for_what_was_left_behind(host: Host) -> None:

@@ -200,6 +200,35 @@ async def test_a_large_blob_that_was_cut_off_goes_on_with_the_parts_that_are_mis
     assert machine.blobs == {manifest["f0"].sha256: data}
 
 
+async def test_a_runner_may_take_as_long_as_it_says_that_it_goes_on(tmp_path: Path) -> None:
+    """For each verb with which it does say so, and for no other."""
+    store = BlobStore(tmp_path)
+    wanted = {"a": FileEntry(store.put(b"one"), 0o644, 3)}
+    large = {"b": FileEntry(store.put(bytes(driver.BATCH + 1)), 0o644, driver.BATCH + 1)}
+    host = Scripted(
+        missing=lambda request: Answer({"missing": request.body["sha256"]}), put={}, join={},
+        manifest={}, gather={"whole": []}, forget={}, sweep={}, status=state(), void=state(),
+        kill=state(), log={"size": 0}, read={}, release={"clean": True}, touch={},
+        wait={"attempts": []}, launch=state(),
+    )  # fmt: skip
+    asked = Runner(host)
+    await asked.provide(store, {**wanted, **large})
+    for call in (asked.manifest, asked.forget, asked.status, asked.void, asked.release):
+        await call("j", 3)
+    await asked.gather("j", 3, {})
+    await asked.sweep()
+    await asked.kill("j", 3, grace=1)
+    await asked.log("j", 3, 0)
+    await asked.read("j", 3, "x")
+    await asked.touch({("j", 3): None})
+    await asked.wait({}, seconds=1)
+    await asked.launch(Launch("j", 3, JobSpec(("true",))))
+    told = {(request.verb, request.longest) for request in host.asked}
+    assert told == {(v, driver.LONGEST if v in runner.LONG else None) for v in host.replies}
+    assert set(host.replies) >= runner.LONG
+    assert 10 * runner.SIGN_EVERY < driver.SLOW < driver.LONGEST
+
+
 async def test_wait_tells_what_is_known_and_gives_the_machine_its_time() -> None:
     seen: list[float] = []
 
