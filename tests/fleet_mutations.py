@@ -1812,6 +1812,57 @@ QUICK = (
     ),
     # --- the runner -------------------------------------------------------------------------------
     Mutation(
+        "signs of life",
+        "a runner that says that it goes on is given up",
+        (("hosts/framing.py", "        self._wait_on()\n", ""),),
+        (
+            "tests/contract/test_host_contract.py::test_who_gives_signs_of_life_is_waited_for_longer[local]",
+        ),
+    ),
+    Mutation(
+        "what takes long is done once",
+        "artefacts are read by all who ask for them",
+        (
+            (
+                "hosts/runner.py",
+                "        with alone(attempt.path):\n",
+                "        with contextlib.nullcontext():\n",
+            ),
+        ),
+        (f"{FILES}::test_who_waits_for_another_one_ends_with_whoever_asked",),
+    ),
+    Mutation(
+        "a supervisor needs no other Python",
+        "it imports how to count what was used when its command has ended",
+        (
+            ("hosts/runner.py", "import resource\n", ""),
+            (
+                "hosts/runner.py",
+                "        used = resource.getrusage(",
+                "        import resource\n\n        used = resource.getrusage(",
+            ),
+        ),
+        (f"{RUNNER}::test_a_supervisor_imports_nothing_once_it_has_settled",),
+    ),
+    Mutation(
+        "what a job leaves is removed",
+        "but for what it has closed",
+        (("hosts/runner.py", "            os.chmod(same, 0o700)\n", "            pass\n"),),
+        (f"{FILES}::test_folders_that_a_job_has_closed_or_nested_are_removed",),
+    ),
+    Mutation(
+        "artefacts are whole",
+        "links hide what is kept back",
+        (
+            (
+                "hosts/runner.py",
+                "weighs = path in self.named or why not in NO_FILES",
+                "weighs = True",
+            ),
+        ),
+        (f"{FILES}::test_of_very_much_that_is_refused_some_is_told_and_how_much_more",),
+    ),
+    Mutation(
         "a request is whole",
         "one whose hash is another is carried out",
         (("hosts/bootstrap.py", 'if sha(text).encode("ascii") != head.group(3):', "if not text:"),),

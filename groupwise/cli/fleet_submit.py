@@ -267,7 +267,7 @@ def submit(
             "--artefact-files",
             metavar="N",
             help="So many files at most; without it: 100000.",
-            parser=whole("--artefact-files", 200_000, most=10_000_000),
+            parser=whole("--artefact-files", 200_000, most=1_000_000),
         ),
     ] = None,
     checkpoint: Annotated[

@@ -7,7 +7,7 @@ is no answer (BadAnswer), except where an older runner did not say it yet.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
@@ -276,6 +276,8 @@ class WorkTree:
     refused: tuple[tuple[str, str], ...]
     """Path and why: links, devices, what cannot be read."""
     checkpoints: tuple[CheckpointTree, ...]
+    refused_more: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many of each kind the machine refuses beside those; it names some of very many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,11 +420,11 @@ def _exit_record(f: Fields) -> ExitRecord:
         tail=f.text_or_none("tail") or "",
         gpus=f.number_or_none("gpus"),
         age=f.real_or_none("age"),
+        leftovers=f.number_or_none("leftovers") or 0,
     )
 
 
 def _refusal(f: Fields) -> Refusal:
-        leftovers=f.number_or_none("leftovers") or 0,
     holder = f.plain().get("holder")
     return Refusal(
         code=f.text("code"),
@@ -481,9 +483,9 @@ def observation(document: object) -> Observation:
         apps=tuple(_app(a) for a in f.objects("apps")),
         attempts=attempts,
         quarantined=(*(_stray(q) for q in f.objects("quarantined")), *strange),
+        unremoved=f.texts("unremoved"),
     )
 
-        unremoved=f.texts("unremoved"),
 
 def _attempts(f: Fields) -> tuple[tuple[MemberState, ...], tuple[Stray, ...]]:
     """Those of an observation, and what cannot be one by its name, which a job may make: one such hides no other."""
@@ -533,7 +535,15 @@ def work_tree(document: object) -> WorkTree:
         files=_manifest(f, "files", refused),
         refused=tuple(refused),
         checkpoints=tuple(_checkpoint(c) for c in f.objects("checkpoints") if _countable(c)),
+        refused_more=_counts(f, "refused_more"),
     )
+
+
+def _counts(f: Fields, name: str) -> dict[str, int]:
+    counts = f.mapping(name)
+    if not all(isinstance(count, int) and count >= 0 for count in counts.values()):
+        raise f.wrong(name, "a number for each kind")
+    return cast("dict[str, int]", dict(counts))
 
 
 def _checkpoint(f: Fields) -> CheckpointTree:

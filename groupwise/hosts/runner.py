@@ -55,7 +55,8 @@ Requests and answers
                 runner kills what is left by itself, before it answers
     log       job, epoch, offset, limit → size, offset, payload
     manifest  job, epoch, what ("artefacts", "checkpoints", "all") → files {path: [sha256, mode, size]}, refused [[path, why]],
-                checkpoints [{path, step, files}], complete ones only, oldest first; all paths relative to the working folder
+                refused_more {why: how many beside those}, checkpoints [{path, step, files}], complete ones only, oldest first; all
+                paths relative to the working folder
     read      job, epoch, path, offset, limit, sha256? → size, payload; with sha256, `changed` if the file is another one by now
     gather    job, epoch, files [[path, sha256, size], ...], MOST_GATHERED of them at most, LARGEST_GATHERED bytes together → whole
                 [true or false, ...], payload; the bytes of those that are whole, in order. The others are other files by now, or cannot be
@@ -112,9 +113,9 @@ import itertools
 import json
 import os
 import re
+import resource
 import select
 import signal
-import resource
 import stat
 import sys
 import time
@@ -192,11 +193,11 @@ GPU_LOCK_PATIENCE = 1.0
 HEARTBEAT = 5.0
 TICK = 1.0
 """Seconds between looks of the supervisor, where nothing wakes it."""
+LEAVING = 0.3
+"""Seconds for what goes by itself when the command has ended, before the rest is told to."""
 LEFTOVER_GRACE = 5.0
 """Seconds between TERM and KILL for what outlived the command."""
 KILL_PATIENCE = 10.0
-LEAVING = 0.3
-"""Seconds for what goes by itself when the command has ended, before the rest is told to."""
 """Seconds for killed processes to go; one in uninterruptible sleep does not."""
 DEADMAN_GRACE = 30.0
 """The controller adds a minute to the deadman before it runs the job elsewhere; TERM and KILL fit into it."""
@@ -226,18 +227,28 @@ LARGEST_GATHERED = 4 << 20
 """Bytes of them together."""
 BLOB_TIME = 1_000_000_000
 """Modification time of a blob, in seconds: one that was written to since has another."""
-KEPT_EVERY = 20.0
 SIGN_EVERY = 10.0
 """Seconds."""
+KEPT_EVERY = 20.0
 """Seconds between two times that hashes are written down while files are read: who asked may not wait for the end of it."""
 SETTLED = 2.0
 """Seconds after which another change of a file shows in its times."""
 MOST_ENTRIES = 200_000
-"""Files looked at below a working folder."""
+"""Files and folders looked at below a working folder, unless its job may leave more."""
+MOST_ARTEFACTS = 1_000_000
+"""Files of a job, and as many folders; no limit of a job goes beyond."""
+LARGEST_LISTING = 192 << 20
+"""Bytes of the files in an answer: of MOST_ARTEFACTS, with paths of 100 letters. Whoever asks reads LARGEST_BODY, which is more."""
+MOST_REFUSED = 1000
+"""Of what is refused, that is told one by one."""
+REFUSED_TOGETHER = 4 << 20
+"""Bytes of these."""
 LARGEST_TEXT = 16 << 20
 LARGEST_RECORD = 4 << 20
 """Bytes of a file of ours in an attempt's folder: its job runs as the same user, and may write anything there."""
 LARGEST_HASHES = 64 << 20
+HASHES_EACH = 256
+"""Bytes for one file, where a job may leave so many that it comes to more."""
 LARGEST_MANIFEST = 4 << 20
 """Bytes of the `manifest.json` of a checkpoint: some 30,000 files. What is larger is something else of that name, and is not read."""
 MOST_MANIFESTS = 10_000
@@ -245,6 +256,10 @@ MANIFESTS_TOGETHER = 32 << 20
 """Bytes that one look at the checkpoints of an attempt reads: a second."""
 REMEMBERED_ABOVE = 64 << 10
 """Bytes; smaller files that are no checkpoint's manifest are read again sooner than remembered."""
+STAYS = ".stays"
+"""Before the name of a folder that was to be removed and could not be, or not all of it."""
+MOST_UNREMOVED = 20
+"""Of these, in an answer."""
 LONGEST_WORD = 4096
 LONGEST_MARK = 200
 
@@ -258,10 +273,6 @@ class Refusal(Exception):
     def __init__(self, code: str, message: str, **more: Any) -> None:
         super().__init__(message)
         self.body: dict[str, Any] = {"code": code, "message": message, **more}
-STAYS = ".stays"
-"""Before the name of a folder that was to be removed and could not be, or not all of it."""
-MOST_UNREMOVED = 20
-"""Of these, in an answer."""
 
 
 class Refused(Exception):
@@ -557,17 +568,6 @@ def is_locked(path: str) -> bool:
     return False
 
 
-class Held:
-    """A lock for the length of a `with`, given back at once even if a child was forked meanwhile."""
-
-    def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
-        self.path, self.how = path, how
-
-    def __enter__(self) -> None:
-        fd = take_lock(self.path, self.how, LOCK_PATIENCE)
-        if fd is None:
-            raise Refusal("busy", f"another request holds {os.path.basename(self.path)}; ask again")
-        self.fd = fd
 @contextlib.contextmanager
 def alone(folder: str) -> Generator[None, None, None]:
     """Work that takes long and is asked for again meanwhile, for whoever asked first was cut off: the others wait, and find it done."""
@@ -591,6 +591,17 @@ def wait_for(lock: int) -> None:
                 os._exit(0)  # nobody listens any more
 
 
+class Held:
+    """A lock for the length of a `with`, given back at once even if a child was forked meanwhile."""
+
+    def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
+        self.path, self.how = path, how
+
+    def __enter__(self) -> None:
+        fd = take_lock(self.path, self.how, LOCK_PATIENCE)
+        if fd is None:
+            raise Refusal("busy", f"another request holds {os.path.basename(self.path)}; ask again")
+        self.fd = fd
 
     def __exit__(self, *_: object) -> None:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
@@ -1568,6 +1579,8 @@ KINDS = {
     stat.S_IFIFO: "pipe",
     stat.S_IFSOCK: "socket",
 }
+NO_FILES = frozenset({*KINDS.values(), "special"})
+"""Of these nothing is wanted; all else that is refused is a file that does not come."""
 
 
 def parts_of(path: object) -> list[str]:
@@ -1652,8 +1665,8 @@ DEEPEST = 60
 class Walk:
     """All plain files below some folders of the working folder; `refused` says what else there is, and why it is not taken."""
 
-    def __init__(self, work: str) -> None:
-        self.work = work
+    def __init__(self, work: str, most: int | None = None) -> None:
+        self.work, self.most = work, MOST_ENTRIES if most is None else most
         self.files: dict[str, os.stat_result] = {}
         self.refused: dict[str, str] = {}
         self.seen = 0
@@ -1687,7 +1700,7 @@ class Walk:
         for name in names:
             self.seen += 1
             below = f"{path}/{name}"
-            if self.seen > MOST_ENTRIES:
+            if self.seen > self.most:
                 self.refused[path] = "too_many"
                 return
             if not is_utf8(name):
@@ -1701,7 +1714,7 @@ class Walk:
 
     def _left(self) -> int:
         """How many more are listed; one beyond all that are looked at says that there are too many."""
-        return max(0, MOST_ENTRIES - self.seen) + 1
+        return max(0, self.most - self.seen) + 1
 
     def _one(self, fd: int, name: str, below: str, found: os.stat_result, depth: int) -> None:
         if not stat.S_ISDIR(found.st_mode):
@@ -1729,25 +1742,23 @@ class Walk:
 class Hashes:
     """SHA-256 of files, remembered for as long as size, inode and times stay: of gigabytes that are asked for again and again."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, files: int = 0) -> None:
+        """`files`: how many there may be."""
         self.path, self.work = attempt.at("hashes.json"), attempt.work
-        self.known = read_json(self.path, LARGEST_HASHES) or {}
+        self.known = read_json(self.path, max(LARGEST_HASHES, files * HASHES_EACH)) or {}
         self.new = False
         self.keep_at = time.monotonic() + KEPT_EVERY
 
     def of(self, path: str) -> str | None:
-        """None if it cannot be read, or changed while it was."""
-        try:
-            with open(open_regular(self.work, path), "rb") as file:
-                before = identity(os.fstat(file.fileno()))
-                entry = as_list(self.known.get(path))
-                if entry[:1] == [before] and is_sha(entry[-1]):
-                    return str(entry[-1])
-                sha = hash_of(file)
-                if identity(os.fstat(file.fileno())) != before:
-                    return None
-        except (OSError, Refusal):
-            return None
+        """None if it changed while it was read. OSError if it cannot be read, Refusal if it is no plain file any more."""
+        with open(open_regular(self.work, path), "rb") as file:
+            before = identity(os.fstat(file.fileno()))
+            entry = as_list(self.known.get(path))
+            if entry[:1] == [before] and is_sha(entry[-1]):
+                return str(entry[-1])
+            sha = hash_of(file)
+            if identity(os.fstat(file.fileno())) != before:
+                return None
         if time.time() - before[2] / 1e9 > SETTLED:
             self.known[path] = [before, sha]
             self.new = True
@@ -1960,6 +1971,7 @@ EXIT_FIELDS: dict[str, Callable[[Any], bool]] = {
     "gpus": is_small,
     "checkpoints": is_small,
     "step": lambda value: is_count(value, MOST_STEPS - 1),
+    "leftovers": is_small,
 }
 
 
@@ -2076,7 +2088,6 @@ def progress_of(
         return 0, None
     return count_checkpoints(attempt, state)
 
-    "leftovers": is_small,
 
 def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int | None]:
     """By looking. None if that is not possible: the exit record, and what is told of others, do not depend on what a job puts there."""
@@ -2132,6 +2143,15 @@ def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
     return found, [name for name in names if name not in known and not name.startswith(".")]
 
 
+def unremoved(root: Root) -> list[str]:
+    """Folders of forgotten attempts that take up room, for this user may not remove all that is in them."""
+    try:
+        names = sorted(os.listdir(root.at("attempts")))
+    except OSError:
+        return []
+    return [root.at("attempts", n) for n in names if n.startswith(STAYS)][:MOST_UNREMOVED]
+
+
 # --- verbs --------------------------------------------------------------------------------------
 
 
@@ -2169,15 +2189,6 @@ def load_of(root: Root) -> dict[str, Any]:
     """Processor, memory and disk, now."""
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo"), re.MULTILINE))
     disk = os.statvfs(make_folder(root.path))
-def unremoved(root: Root) -> list[str]:
-    """Folders of forgotten attempts that take up room, for this user may not remove all that is in them."""
-    try:
-        names = sorted(os.listdir(root.at("attempts")))
-    except OSError:
-        return []
-    return [root.at("attempts", n) for n in names if n.startswith(STAYS)][:MOST_UNREMOVED]
-
-
     return {
         "time": time.time(),
         "load": list(os.getloadavg()),
@@ -2239,6 +2250,7 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         "probe": seen.summary(),
         "attempts": list(told.values()),
         "quarantined": quarantined,
+        "unremoved": unremoved(root),
     }
     return answer, b""
 
@@ -2276,7 +2288,6 @@ def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
             "bad_request", "payload: as many bytes as the blobs have together are expected"
         )
     with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
-        "unremoved": unremoved(root),
         for n, sha in enumerate(shas):
             store_blob(root, sha, sizes[n], payload)
     return {"stored": shas}, b""
@@ -2485,7 +2496,6 @@ def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     if expected is not None:
         hashes = Hashes(attempt)
         if hashes.of(path) != expected:
-            os.close(open_regular(attempt.work, path))  # says so if it is not there at all
             raise Refusal("changed", f"{path} is not what it was: its hash is another")
         hashes.keep()
     fd = open_regular(attempt.work, path)
@@ -2517,47 +2527,99 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     if what not in ("artefacts", "checkpoints", "all"):
         raise Refusal("bad_request", "what: artefacts, checkpoints or all")
     state = state_of(attempt) or {}
-    answer: dict[str, Any] = {"files": {}, "refused": [], "checkpoints": []}
-    hashes = Hashes(attempt)
-    if what != "checkpoints":
-        list_artefacts(attempt, state, hashes, answer)
+    answer: dict[str, Any] = {"files": {}, "refused": [], "refused_more": {}, "checkpoints": []}
+    if what != "checkpoints" and os.path.isdir(attempt.path):
+        with alone(attempt.path):
+            answer.update(Artefacts(attempt, state).listed())
     if what != "artefacts":
-        found = checkpoints_of(attempt, state.get("checkpoints") or ())
-        answer["checkpoints"] = list(filter(None, (described(c, hashes) for c in found)))
-    hashes.keep()
+        answer["checkpoints"] = list_checkpoints(attempt, state)
     return answer, b""
 
 
-def list_artefacts(
-    attempt: Attempt, state: dict[str, Any], hashes: Hashes, answer: dict[str, Any]
-) -> None:
-    """Files in order of their names, up to the limits of the job."""
-    limits: dict[str, Any] = state.get("limits") or {}
-    most_mb, most_files = limits.get("artefact_mb"), limits.get("artefact_files")
-    bytes_left = (20_000 if most_mb is None else int(most_mb)) << 20
-    files_left = 100_000 if most_files is None else int(most_files)
-    walk = Walk(attempt.work)
-    for path in state.get("artefacts") or ():
-        walk.enter(path)
-    answer["refused"] = [list(entry) for entry in walk.refused.items()]
-    for path in sorted(walk.files):
-        found = walk.files[path]
-        if not files_left or found.st_size > bytes_left:
-            answer["refused"].append([path, "too_large" if files_left else "too_many"])
-            continue
-        sha = hashes.of(path)
+class Artefacts:
+    """What a job leaves behind, up to its limits; and up to what an answer holds, whatever it has made and called it."""
+
+    def __init__(self, attempt: Attempt, state: dict[str, Any]) -> None:
+        limits: dict[str, Any] = state.get("limits") or {}
+        most_mb, most_files = limits.get("artefact_mb"), limits.get("artefact_files")
+        self.bytes_left = (20_000 if most_mb is None else int(most_mb)) << 20
+        self.files_left = min(100_000 if most_files is None else int(most_files), MOST_ARTEFACTS)
+        self.room = LARGEST_LISTING
+        self.hashes = Hashes(attempt, self.files_left)
+        self.walk = Walk(attempt.work, max(MOST_ENTRIES, 2 * self.files_left))
+        self.named: list[str] = state.get("artefacts") or []
+        self.files: dict[str, list[Any]] = {}
+        self.refused: dict[bool, list[list[str]]] = {True: [], False: []}
+        """Those for which a job fails, and the others: neither leaves the other one no room."""
+        self.refused_room = {True: REFUSED_TOGETHER, False: REFUSED_TOGETHER}
+        self.more: dict[str, int] = {}
+        """How many of each kind are refused beside those."""
+
+    def listed(self) -> dict[str, Any]:
+        """Files in order of their names."""
+        for path in self.named:
+            self.walk.enter(path)
+        for path, why in self.walk.refused.items():
+            self._refuse(path, why)
+        for path in sorted(self.walk.files):
+            self._take(path, self.walk.files[path])
+        self.hashes.keep()
+        refused = self.refused[True] + self.refused[False]
+        return {"files": self.files, "refused": refused, "refused_more": self.more}
+
+    def _refuse(self, path: str, why: str) -> None:
+        weighs = path in self.named or why not in NO_FILES
+        self.refused_room[weighs] -= told_size(path)
+        if self.refused_room[weighs] < 0 or len(self.refused[weighs]) >= MOST_REFUSED:
+            self.more[why] = self.more.get(why, 0) + 1
+        else:
+            self.refused[weighs].append([path, why])
+
+    def _take(self, path: str, found: os.stat_result) -> None:
+        self.room -= told_size(path)
+        if not self.files_left or self.room < 0:
+            return self._refuse(path, "too_many")
+        if found.st_size > self.bytes_left:
+            return self._refuse(path, "too_large")
+        try:
+            sha = self.hashes.of(path)
+        except OSError:
+            return self._refuse(path, "unreadable")
+        except Refusal:
+            sha = None
         if sha is None:
-            answer["refused"].append([path, "changing"])
-            continue
-        answer["files"][path] = [sha, stat.S_IMODE(found.st_mode), found.st_size]
-        files_left -= 1
-        bytes_left -= found.st_size
+            return self._refuse(path, "changing")
+        self.files[path] = [sha, stat.S_IMODE(found.st_mode), found.st_size]
+        self.files_left -= 1
+        self.bytes_left -= found.st_size
+        return None
+
+
+def told_size(path: str) -> int:
+    """Bytes of an answer for one file, at most."""
+    return len(json.dumps(path)) + 128
+
+
+def list_checkpoints(attempt: Attempt, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Complete ones, oldest first; the newest where an answer does not hold them all."""
+    hashes, room = Hashes(attempt), LARGEST_LISTING
+    found: list[dict[str, Any]] = []
+    for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
+        told = described(checkpoint, hashes)
+        size = sum(map(told_size, told["files"])) if told else 0
+        if told and size <= room:
+            room -= size
+            found.append(told)
+    hashes.keep()
+    return found[::-1]
 
 
 def described(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
     """One checkpoint, its manifest among its files. Hashes are those that its manifest says: who fetches compares. None: it is changing."""
     hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
-    hashed[checkpoint.manifest] = hashes.of(checkpoint.manifest)
+    hashed[checkpoint.manifest] = None
+    with contextlib.suppress(OSError, Refusal):  # it is another one by now
+        hashed[checkpoint.manifest] = hashes.of(checkpoint.manifest)
     if hashed[checkpoint.manifest] is None:
         return None
     found = {path: checkpoint.found[path] for path in hashed}
@@ -3201,6 +3263,8 @@ class Supervisor:
         self.last_contact = order.heard
         self.ending: Ending | None = None
         self.killed = False
+        self.user = ""
+        self.left = 0
         self.waker = self.bell = -1
 
     def run(self) -> None:
@@ -3235,6 +3299,7 @@ class Supervisor:
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         os.chdir("/")
+        self.user = user_name()
         self.leave_streams()
         self.make_alarms()
         prctl(SET_SUBREAPER, 1)
@@ -3381,8 +3446,6 @@ class Supervisor:
         while True:
             ended = os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
-        self.user = ""
-        self.left = 0
                 return ended
             reap_adopted(but=self.child)
             self.beat()
@@ -3410,7 +3473,6 @@ class Supervisor:
     def beat(self) -> None:
         """A sign of life."""
         if time.monotonic() >= self.next_beat:
-        self.user = user_name()
             with contextlib.suppress(OSError):  # it goes on living
                 set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
@@ -3479,12 +3541,23 @@ class Supervisor:
         if self.ending:
             belonging.terminate(but_session=self.child)
         else:
+            self.left = len(self.staying(belonging))
             belonging.terminate(but_session=0)
         while time.monotonic() < self.leftovers_until() and belonging.alive():
             reap_adopted(but=self.child)
             self.beat()
             self.sleep(0.05)
         return belonging.kill(KILL_PATIENCE)
+
+    def staying(self, belonging: Belonging) -> dict[int, Process]:
+        """Who has not gone by itself, as helpers do that see the command end."""
+        until = time.monotonic() + LEAVING
+        while True:
+            found = belonging.alive()
+            if not found or time.monotonic() >= until:
+                return found
+            reap_adopted(but=self.child)
+            self.sleep(0.02)
 
     def hear_out(self, patience: float) -> None:
         """Into the log with all that was said, for so many seconds at most."""
@@ -3549,6 +3622,7 @@ class Supervisor:
             "gpus": len(self.order.gpus),
             "checkpoints": count,
             "step": step,
+            "leftovers": self.left,
         }
 
 
@@ -3656,9 +3730,9 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
         "USER": user,
         "LOGNAME": user,
         "LANG": os.environ.get("LANG") or "C.UTF-8",
+        "PYTHONUNBUFFERED": "1",  # its output is a pipe, in which lines would wait for kilobytes of others
         **order.spec.get("environment", {}),
         **order.environment,
-            self.left = len(self.staying(belonging))
         **order.secrets,
         "PATH": order.path,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -3666,16 +3740,6 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
         ATTEMPT_VARIABLE: attempt.name,
         FOLDER_VARIABLE: attempt.path,
     }
-    def staying(self, belonging: Belonging) -> dict[int, Process]:
-        """Who has not gone by itself, as helpers do that see the command end."""
-        until = time.monotonic() + LEAVING
-        while True:
-            found = belonging.alive()
-            if not found or time.monotonic() >= until:
-                return found
-            reap_adopted(but=self.child)
-            self.sleep(0.02)
-
     if order.artefacts:
         environment["GROUPWISE_OUTPUT"] = os.path.join(attempt.work, order.artefacts[0])
     if order.resume_path:
@@ -3739,7 +3803,6 @@ def enter_scope(unit: str) -> str | None:
     The scope's control group. This process moves into a part of it: what is empty itself may hand its controllers on.
     """
     import subprocess
-            "leftovers": self.left,
 
     names = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
     method = ("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))")
@@ -3784,6 +3847,8 @@ VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
     "forget": verb_forget,
     "sweep": verb_sweep,
 }
+LONG = frozenset({"missing", "put", "join", "manifest", "gather", "forget", "sweep"})
+"""Verbs that read or write as much as there is."""
 
 
 def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
@@ -3861,6 +3926,3 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
     except OSError:
         pass  # whoever asked has gone
     os._exit(0)
-        "PYTHONUNBUFFERED": "1",  # its output is a pipe, in which lines would wait for kilobytes of others
-LONG = frozenset({"missing", "put", "join", "manifest", "gather", "forget", "sweep"})
-"""Verbs that read or write as much as there is."""

@@ -15,6 +15,8 @@ from typing import Any
 
 ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
 """`<job>.<epoch>`, in the environment of every process of an attempt."""
+MOST_ARTEFACTS = 1_000_000
+"""Files that a job may leave on a machine; as in `runner.py`."""
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 """It names folders and control groups on every machine, so that nothing else is taken."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -76,6 +78,7 @@ class Limits:
     """Free on the machine's disk before it starts."""
     artefact_mb: int = 20_000
     artefact_files: int = 100_000
+    """At most MOST_ARTEFACTS."""
 
 
 @dataclass(frozen=True, slots=True)

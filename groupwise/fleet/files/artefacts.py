@@ -319,7 +319,11 @@ def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
 
 def _write_record(path: Path, tree: WorkTree) -> None:
     files = {name: [e.sha256, e.mode, e.size] for name, e in tree.files.items()}
-    document = {"files": files, "left_out": [list(entry) for entry in tree.refused]}
+    document = {
+        "files": files,
+        "left_out": [list(entry) for entry in tree.refused],
+        "left_out_more": dict(tree.refused_more),
+    }
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     with temporary.open("w") as file:
         json.dump(document, file)
@@ -332,12 +336,15 @@ def _collected(target: Path, named: Collection[str]) -> Collected:
     """What should be there and is not, and how much else was left out. `named`: the paths that the job calls its artefacts."""
     document = json.loads(record_of(target).read_text())
     left_out: list[tuple[str, str]] = document["left_out"]
+    more: dict[str, int] = document.get("left_out_more", {})
     reasons = [(path, _lacking(path, why, named)) for path, why in left_out]
     lacking = [f"{path}: {reason}" for path, reason in reasons if reason]
-    if not lacking:
-        return Collected(left_out=len(left_out))
-    told = f"{len(lacking)} of the artefacts did not come: {'; '.join(lacking[:SHOWN])}"
-    return Collected(told, len(left_out) - len(lacking))
+    unnamed = sum(number for why, number in more.items() if why in KEPT_BACK)
+    others = len(left_out) - len(lacking) + sum(more.values()) - unnamed
+    if not lacking and not unnamed:
+        return Collected(left_out=others)
+    told = f"{len(lacking) + unnamed} of the artefacts did not come: {'; '.join(lacking[:SHOWN])}"
+    return Collected(told, others)
 
 
 def _lacking(path: str, why: str, named: Collection[str]) -> str | None:

@@ -21,7 +21,7 @@ from groupwise.errors import UsageError
 from groupwise.fleet.queue.failures import CHARGED_RETRIES, FailureClass, RetryPolicy
 from groupwise.fleet.queue.resources import MOST_MB, Resources
 from groupwise.fleet.queue.resources import problems as resource_problems
-from groupwise.hosts.spec import JOB_ID, SHA256, FileEntry, path_problems
+from groupwise.hosts.spec import JOB_ID, MOST_ARTEFACTS, SHA256, FileEntry, path_problems
 from groupwise.wire.problems import field_errors
 
 COMMAND = "COMMAND"
@@ -59,7 +59,7 @@ class RequestedLimits(_Strict):
     """Between TERM and KILL."""
     artefact_mb: Annotated[int, Field(ge=1, le=MOST_MB)] | None = None
     """Of all that it leaves, for each of its machines. Who wants nothing fetched asks for no artefacts."""
-    artefact_files: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    artefact_files: Annotated[int, Field(ge=1, le=MOST_ARTEFACTS)] | None = None
 
 
 class RequestedRetries(_Strict):

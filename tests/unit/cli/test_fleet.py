@@ -458,7 +458,7 @@ def test_a_dry_run_keeps_nothing(seen: Command) -> None:
         (("--retries", "none", "--allow-smaller-batch", "true"), "a job that is to run once"),
         (("--artefact-limit", "0", "true"), "at least 1 MB, as --artefact-limit 40GB"),
         (("--artefact-limit", "much", "true"), "--artefact-limit 'much': a size such as 40GB"),
-        (("--artefact-files", "0", "true"), "a whole number, 1 to 10000000"),
+        (("--artefact-files", "0", "true"), "a whole number, 1 to 1000000"),
         (("--grace", "soon", "true"), "--grace soon: a time is wanted"),
         (("--grace", "2d", "true"), "--grace 2d: at most a day"),
         (("--max_completion_length", "64", "true"), "Leave one of the two out"),

@@ -54,6 +54,7 @@ def test_what_jobs_may_not_set_is_the_same_on_both_sides() -> None:
     assert runner.ENVIRONMENT_NAME.pattern == spec.ENVIRONMENT_NAME.pattern
     assert runner.SHA256.pattern == spec.SHA256.pattern
     assert runner.ATTEMPT_VARIABLE == spec.ATTEMPT_VARIABLE
+    assert runner.MOST_ARTEFACTS == spec.MOST_ARTEFACTS
 
 
 def test_the_command_is_one_that_a_shell_takes_as_it_stands(new: Machine) -> None:
@@ -195,7 +196,6 @@ def test_the_log_is_read_by_offset(here: Machine) -> None:
     assert here.ask("log", job="none", epoch=1, offset=0, limit=4)["size"] == 0
 
 
-def test_a_signal_is_told(one: Machine) -> None:
 def left_behind(here: Machine) -> tuple[int, int]:
     record = here.comes_to("exited")["exit"]
     return record["code"], record["leftovers"]
@@ -289,6 +289,7 @@ def test_nor_where_it_has_to_complain(replaced: Machine) -> None:
     assert "'nothing'" in said
 
 
+def test_a_signal_is_told(one: Machine) -> None:
     one.sh("kill -SEGV $$")
     record = one.comes_to("exited")["exit"]
     assert (record["code"], record["signal"]) == (None, signal.SIGSEGV)
@@ -395,10 +396,19 @@ def test_the_environment_of_a_command(here: Machine) -> None:
         "GROUPWISE_OUTPUT": str(here.work() / "results" / "last"),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
     }
     assert (here.work() / "results").is_dir()
     ours = set(seen) - {"MINE", "LANG", "PYTHONUNBUFFERED"}
     assert {n for n in ours if not spec.problems(spec.JobSpec(("x",), {n: ""}))} == set()
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_a_job_may_say_how_python_prints(one: Machine, value: str) -> None:
+    mine = {"PYTHONUNBUFFERED": value}
+    assert not spec.problems(spec.JobSpec(("x",), mine))
+    one.sh('echo "$PYTHONUNBUFFERED."', spec_environment=mine)
+    assert one.comes_to("exited")["exit"]["tail"] == f"{value}.\n"
 
 
 def test_nothing_of_a_job_is_read_by_a_shell(here: Machine, tmp_path: Path) -> None:
@@ -492,21 +502,12 @@ def test_a_program_that_is_not_there(here: Machine) -> None:
     # One below the working folder may come with the files of the job: it is found out at the start.
     here.launch("./mine", epoch=3)
     record = here.comes_to("exited", epoch=3)["exit"]
-        "PYTHONUNBUFFERED": "1",
     assert (record["reason"], record["code"]) == ("spawn_failed", 127)
     assert "No such file" in record["message"]
 
 
 def test_a_program_that_cannot_be_executed(here: Machine) -> None:
     (sha,) = here.put(b"no program\n")
-@pytest.mark.parametrize("value", ["", "0"])
-def test_a_job_may_say_how_python_prints(one: Machine, value: str) -> None:
-    mine = {"PYTHONUNBUFFERED": value}
-    assert not spec.problems(spec.JobSpec(("x",), mine))
-    one.sh('echo "$PYTHONUNBUFFERED."', spec_environment=mine)
-    assert one.comes_to("exited")["exit"]["tail"] == f"{value}.\n"
-
-
     here.launch("./mine", spec_files={"mine": [sha, 0o755, 11]})
     record = here.comes_to("exited")["exit"]
     assert (record["reason"], record["code"]) == ("spawn_failed", 126)

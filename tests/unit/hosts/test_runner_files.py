@@ -5,21 +5,28 @@
 3. Only plain files inside the working folder are listed and read: no link, device, pipe or way out, whatever happens meanwhile.
 4. A checkpoint counts when its manifest and all that this names are there.
 5. The sweep takes what nobody wants, and nothing from a launch under way.
+6. What takes long shows that it goes on, and is done once, however often it is asked for.
+7. What a job leaves is removed, however it has closed it; what only another user may remove is told.
+8. An answer about what a job leaves is never larger than is read, whatever the job has made.
 """
 
+import fcntl
 import hashlib
 import io
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from groupwise.hosts import runner
+from groupwise.hosts import answers, runner
 from tests.runner_machine import EVERY_PYTHON, Machine, Refused, machine, request
 
 
@@ -423,7 +430,8 @@ def test_an_artefact_that_is_a_link_itself(here: Machine, tmp_path: Path) -> Non
 
 
 def test_what_is_not_there(here: Machine) -> None:
-    assert manifest(here) == {"ok": True, "files": {}, "refused": [], "checkpoints": []}
+    nothing = {"ok": True, "files": {}, "refused": [], "refused_more": {}, "checkpoints": []}
+    assert manifest(here) == nothing
     with pytest.raises(Refused, match="not_found"):
         read(here, "outputs/x")
     done(here)
@@ -472,6 +480,209 @@ def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> 
     path.write_bytes(b"two")
     os.utime(path, (1, 1))  # its time of change shows it all the same
     assert manifest(here)["files"]["outputs/x"][0] == sha(b"two")
+
+
+@pytest.mark.parametrize("limit", [6, 5])
+def test_as_many_files_come_as_a_job_may_leave(
+    here: Machine, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """More than are looked at, or remembered, of a job that asked for no more."""
+    script = "for n in 1 2 3 4 5 6; do mkdir -p outputs/$n; touch -d @1000 outputs/$n/x; done"
+    done(here, script, limits={"artefact_files": limit})
+    monkeypatch.setattr(runner, "MOST_ENTRIES", 4)
+    monkeypatch.setattr(runner, "LARGEST_HASHES", 100)
+    monkeypatch.setattr(runner, "SETTLED", -1.0)
+    for _ in range(2):
+        told = in_process(here)
+        assert list(told.files) == [f"outputs/{n}/x" for n in range(1, limit + 1)]
+        assert ("outputs/6/x" in told.files) or told.refused
+        assert {entry.sha256 for entry in told.files.values()} == {sha(b"")}
+        monkeypatch.setattr(runner, "hash_of", lambda _: "0" * 64)  # no file is read any more
+
+
+def test_no_job_may_leave_more_than_are_ever_taken(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done(here, "mkdir outputs; touch outputs/a outputs/b", limits={"artefact_files": 1e9})
+    monkeypatch.setattr(runner, "MOST_ARTEFACTS", 1)
+    assert in_process(here).refused == (("outputs/b", "too_many"),)
+
+
+def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links say nothing of whether a job's artefacts are whole: they take no room from what does."""
+    script = "for n in 1 2 3 4 5; do ln -s x outputs/a-$n; head -c 1100000 /dev/zero > outputs/b-$n; done"
+    done(here, "mkdir outputs; " + script, limits={"artefact_mb": 1})
+    monkeypatch.setattr(runner, "MOST_REFUSED", 2)
+    told = in_process(here)
+    large, links = [("outputs/b-1", "too_large"), ("outputs/b-2", "too_large")], ["link", "link"]
+    assert list(told.refused[:2]) == large
+    assert [why for _, why in told.refused[2:]] == links
+    assert told.refused_more == {"too_large": 3, "link": 3}
+    monkeypatch.setattr(runner, "REFUSED_TOGETHER", runner.told_size("outputs/b-1"))
+    assert in_process(here).refused_more == {"too_large": 4, "link": 4}
+
+
+def test_an_answer_holds_no_more_files_than_are_read(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = done(here, "mkdir outputs; touch outputs/é outputs/a outputs/b")
+    monkeypatch.setattr(runner, "LARGEST_LISTING", 2 * runner.told_size("outputs/a"))
+    told = in_process(here)
+    assert (list(told.files), told.refused) == (
+        ["outputs/a", "outputs/b"],
+        (("outputs/é", "too_many"),),
+    )
+    for step in (7, 8):
+        checkpoint(work / "outputs" / f"step-{step}", step, {})
+    room = runner.told_size("outputs/step-7/manifest.json")
+    monkeypatch.setattr(runner, "LARGEST_LISTING", room)
+    assert [each.step for each in in_process(here, "checkpoints").checkpoints] == [8]
+
+
+def in_process(here: Machine, what: str = "artefacts") -> answers.WorkTree:
+    body = here.body("manifest", job="job", epoch=1, what=what)
+    return answers.work_tree(
+        runner.verb_manifest(runner.Root(str(here.root)), body, io.BytesIO())[0]
+    )
+
+
+# --- what takes long ----------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """As by a request before, that is at work."""
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def asked_twice(here: Machine, verb: str) -> tuple[dict[str, Any], Path]:
+    """A request, and the folder that is locked while one like it is carried out."""
+    here.source = here.source.replace("SIGN_EVERY = 10.0\n", "SIGN_EVERY = 0.05\n")
+    done(here, "mkdir outputs; touch outputs/x")
+    if verb == "manifest":
+        return here.body(verb, job="job", epoch=1, what="artefacts"), here.folder()
+    shas, whole = here.put(b"one", b"two"), sha(b"onetwo")
+    folder = here.root / "blobs" / whole[:2]
+    folder.mkdir(exist_ok=True)
+    (folder / f"{whole}.join.new").write_bytes(b"torn, and longer than what is to be")
+    return here.body(verb, blob=[whole, 6], parts=[[part, 3] for part in shas]), folder
+
+
+@pytest.mark.parametrize("verb", ["manifest", "join"])
+def test_what_takes_long_is_done_once_and_gives_signs_of_life(either: Machine, verb: str) -> None:
+    body, folder = asked_twice(either, verb)
+    with locked(folder):
+        waiting = [either.begin(request(body)) for _ in range(2)]
+        for each in waiting:
+            assert each.stdout is not None
+            assert each.stdout.read(3) == b"\n\n\n"
+    for each in waiting:
+        told = either.finish(each)
+        assert told.get("files", {}).keys() == ({"outputs/x"} if verb == "manifest" else set())
+    assert not list(either.root.rglob("*.new"))
+
+
+def test_who_waits_for_another_one_ends_with_whoever_asked(here: Machine) -> None:
+    body, folder = asked_twice(here, "manifest")
+    with locked(folder):
+        waiting = here.begin(request(body))
+        assert waiting.stdout is not None
+        assert waiting.stdout.read(1) == b"\n"
+        waiting.stdout.close()
+        assert waiting.wait(60) == 0
+    assert waiting.stderr is not None
+    waiting.stderr.close()
+
+
+def test_checkpoints_are_listed_while_artefacts_are_read(here: Machine) -> None:
+    _, folder = asked_twice(here, "manifest")
+    with locked(folder):
+        assert manifest(here, "checkpoints")["checkpoints"] == []
+
+
+# --- another user -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nobodys() -> Iterator[Machine]:
+    """A machine whose user is not root, and where root can be another one."""
+    python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin")
+    if os.geteuid() == 0 and (python is None or shutil.which("setpriv") is None):
+        pytest.skip("no Python here that another user may run")
+    folder = Path(tempfile.mkdtemp(prefix="groupwise-nobody-"))
+    try:
+        with machine(folder, new=True) as made:
+            if os.geteuid() == 0:
+                user = folder / "python"
+                change = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+                user.write_text(f'#!/bin/sh\nexec {change} {python} "$@"\n')
+                user.chmod(0o755)
+                made.python = str(user)
+                for path in (folder, made.home):
+                    os.chown(path, 65534, 65534)
+            yield made
+    finally:
+        shutil.rmtree(folder)
+
+
+def in_attempts(here: Machine) -> list[str]:
+    return os.listdir(here.root / "attempts")
+
+
+CLOSED = """
+mkdir -p outputs/a/b outputs/c/d outputs/deep
+touch outputs/a/b/x outputs/c/y
+ln -s "$HOME" outputs/a/home
+chmod 555 outputs/a/b outputs/a; chmod 0 outputs/c
+cd outputs/deep; n=0; while [ $n -lt 1200 ]; do mkdir d; cd d; n=$((n + 1)); done
+"""
+
+
+def test_folders_that_a_job_has_closed_or_nested_are_removed(nobodys: Machine) -> None:
+    kept = nobodys.home / "kept"
+    kept.touch()
+    done(nobodys, CLOSED)
+    nobodys.ask("forget", job="job", epoch=1)
+    assert in_attempts(nobodys) == []
+    assert nobodys.ask("observe")["unremoved"] == []
+    assert kept.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
+def test_what_only_another_user_may_remove_is_told_until_it_is_gone(nobodys: Machine) -> None:
+    work = done(nobodys, "mkdir -p outputs/mine; touch outputs/mine/x")
+    for path in (work / "outputs" / "mine" / "empty", work / "outputs" / "mine" / "full"):
+        path.mkdir(mode=0o755)
+    (path / "file").touch()
+    nobodys.ask("forget", job="job", epoch=1)
+    (left,) = in_attempts(nobodys)
+    assert left.startswith(".stays.gone-job.1-")
+    there = nobodys.root / "attempts" / left
+    for _ in range(2):
+        assert [p.name for p in there.rglob("*") if p.name in ("file", "x", "empty")] == ["file"]
+        told = answers.observation(nobodys.ask("observe"))
+        assert (told.unremoved, told.quarantined) == ((str(there),), ())
+        nobodys.ask("sweep", keep=[], older_than=0)
+    for path in there.rglob("*"):
+        os.chown(path, 65534, 65534)
+    nobodys.ask("sweep", keep=[], older_than=0)
+    assert in_attempts(nobodys) == []
+    assert nobodys.ask("observe")["unremoved"] == []
+
+
+def test_a_file_that_the_user_may_not_read_is_called_so(nobodys: Machine) -> None:
+    work = done(nobodys, "mkdir outputs; echo > outputs/x; echo > outputs/y")
+    os.chmod(work / "outputs" / "x", 0)
+    os.chown(work / "outputs" / "x", os.geteuid(), -1)
+    told = manifest(nobodys)
+    assert (list(told["files"]), told["refused"]) == (["outputs/y"], [["outputs/x", "unreadable"]])
 
 
 # --- checkpoints --------------------------------------------------------------------------------

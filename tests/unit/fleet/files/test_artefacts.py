@@ -239,6 +239,17 @@ async def test_a_plain_file_that_is_kept_back_is_a_problem_every_time(
     assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
 
 
+@pytest.mark.parametrize("more", [{"link": 7}, {"link": 7, "too_many": 3}])
+async def test_what_is_kept_back_counts_where_it_is_not_named(
+    more: dict[str, int], database: Database, place: Path, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.refused, host.refused_more = [["outputs/latest", "link"]], more
+    found = await collector(place, database).collect(part)
+    assert found.left_out == 8
+    assert (found.problem or "")[:31] == "3 of the artefacts did not come" * ("too_many" in more)
+
+
 @pytest.mark.parametrize("why", ["link", "device", "pipe", "socket", "special"])
 async def test_an_artefact_that_is_itself_no_file_or_folder_is_a_problem_every_time(
     why: str, database: Database, place: Path, host: WorkFolder

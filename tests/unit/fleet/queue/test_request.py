@@ -73,6 +73,7 @@ def test_the_digest_tells_requests_apart() -> None:
         ({"max_steps": 0}, "max_steps"),
         ({"limits": {"artefact_mb": 0}}, "limits.artefact_mb"),
         ({"limits": {"artefact_files": 0}}, "limits.artefact_files"),
+        ({"limits": {"artefact_files": 1_000_001}}, "limits.artefact_files"),
         ({"max_steps": 2**31}, "max_steps"),
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"priority": 1001}, "priority"),
