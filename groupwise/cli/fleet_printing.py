@@ -313,7 +313,8 @@ def how_it_ended(record: Document) -> str:
 def _leftovers(number: int) -> str:
     if not number:
         return ""
-    return f", {number} process{'es' if number > 1 else ''} that it had left behind ended with it"
+    what = "1 process" if number == 1 else f"{number} processes"
+    return f"; {what} that it had left behind {'was' if number == 1 else 'were'} ended"
 
 
 def _last(tail: str) -> list[str]:

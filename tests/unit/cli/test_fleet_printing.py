@@ -76,8 +76,8 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     [
         (None, "code 0"),
         (0, "code 0"),
-        (1, "code 0, 1 process that it had left behind ended with it"),
-        (3, "code 0, 3 processes that it had left behind ended with it"),
+        (1, "code 0; 1 process that it had left behind was ended"),
+        (3, "code 0; 3 processes that it had left behind were ended"),
     ],
 )
 def test_what_a_command_had_left_behind_stands_beside_how_it_ended(
