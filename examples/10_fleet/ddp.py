@@ -31,6 +31,7 @@ for step in range(begin + 1, 9):
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()
+    print(f"rank {rank}, step {step}: loss {loss.item():.4f}", flush=True)
     if rank == 0 and step % 4 == 0:
         folder = f"{os.environ['GROUPWISE_OUTPUT']}/checkpoint-{step}"
         os.makedirs(folder, exist_ok=True)
@@ -42,5 +43,5 @@ for step in range(begin + 1, 9):
 same = torch.stack([model.module.weight.detach().sum(), -model.module.weight.detach().sum()])
 dist.all_reduce(same, op=dist.ReduceOp.MAX)
 assert same.sum() == 0, "the ranks have parted"
-print(f"rank {rank} of {world}: loss {loss.item():.4f}", flush=True)
+print(f"rank {rank} of {world}: the same weights", flush=True)
 dist.destroy_process_group()

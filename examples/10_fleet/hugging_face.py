@@ -26,7 +26,17 @@ class FailsOnce(TrainerCallback):
             raise SystemExit("fails, to show what follows")
 
 
-rows = [{"input_ids": torch.tensor([n, n + 1, n + 2]), "labels": torch.tensor([n, n + 1, n + 2])} for n in range(8)]  # fmt: skip
+class Numbers(torch.utils.data.Dataset):
+    """Numbers that follow each other."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, n):
+        row = torch.tensor([n, n + 1, n + 2])
+        return {"input_ids": row, "labels": row}
+
+
 trainer = Trainer(
     GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=4, n_embd=8, n_layer=1, n_head=1)),
     TrainingArguments(
@@ -38,7 +48,7 @@ trainer = Trainer(
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
     ),
-    train_dataset=rows,
+    train_dataset=Numbers(),
     callbacks=[Travels(), FailsOnce()],
 )
 trainer.train(resume_from_checkpoint=os.environ.get("RESUME_FROM"))
