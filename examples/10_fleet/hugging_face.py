@@ -12,6 +12,8 @@ class Travels(TrainerCallback):
     """Each checkpoint is sealed when it has been written, and mirrored from then on."""
 
     def on_save(self, args, state, control, **_):
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # each rank has written its part
         if state.is_world_process_zero:
             seal(f"{args.output_dir}/checkpoint-{state.global_step}", state.global_step)
 

@@ -189,7 +189,7 @@ def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
 
     opened = databases.connect(place.database_url)
     try:
-        databases.migrate(opened, lambda: who_plays(place.folder))
+        databases.migrate(opened, lambda: who_plays(place.folder) if place.is_embedded else None)
         _say(f"{opened.name} is up to date")
     finally:
         opened.close()

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, cast
@@ -28,7 +29,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from groupwise.errors import RunError
-from groupwise.fleet.doorbells.nats import NatsAway, NatsLink
+from groupwise.fleet.doorbells.nats import NatsAway, NatsLink, NatsRefused
 from groupwise.fleet.doorbells.port import LARGEST
 from groupwise.fleet.processes import NEWS
 from groupwise.fleet.states import JobStatus
@@ -59,6 +60,8 @@ TOLD_AT_ONCE = 100
 """Announcements between two acknowledgements."""
 ACKNOWLEDGED = 5.0
 """Seconds that NATS may take for one."""
+REFUSED_SECONDS = 30.0
+"""Between two tries where NATS does not let us publish."""
 
 Known = tuple[int, float]
 """An event by its number and its time, since a number may be given twice."""
@@ -150,8 +153,10 @@ class NatsOutlet:
     name = NEWS
     tells_history = False
 
-    def __init__(self, link: NatsLink) -> None:
-        self._link = link
+    def __init__(self, link: NatsLink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link, self._clock = link, clock
+        self._not_before: dict[str, float] = {}
+        """By subject that was refused, when it is tried again."""
 
     def place(self, ended: Ended) -> str | None:
         """See `Outlet`."""
@@ -161,7 +166,8 @@ class NatsOutlet:
         """See `Outlet`."""
         told: set[int] = set()
         for subject in (COMPLETED, ERRORED):  # one may be forbidden to us
-            told |= await self._tell([each for each in ended if each.subject == subject])
+            if self._clock() >= self._not_before.get(subject, 0.0):
+                told |= await self._tell([each for each in ended if each.subject == subject])
         return frozenset(told)
 
     async def _tell(self, ended: Sequence[Ended]) -> set[int]:
@@ -174,6 +180,9 @@ class NatsOutlet:
             fitting = [(e.subject, text) for e, text in messages if len(text) <= largest]
             try:
                 await self._link.publish(fitting, ACKNOWLEDGED)
+            except NatsRefused:  # the link has said so, and the server does each time
+                self._not_before[some[0].subject] = self._clock() + REFUSED_SECONDS
+                break
             except NatsAway as error:
                 logger.debug("%s", error)  # the link says once that it has gone, or does not let us
                 break
@@ -309,7 +318,8 @@ class Tracker:
                 wanted += list(islice(numbers, room))
         if not wanted:
             return
-        ends, pruned = await self._database.read_in_thread(lambda s: _ends_of(s, wanted))
+        newest = self._newest
+        ends, pruned = await self._database.read_in_thread(lambda s: _ends_of(s, wanted, newest))
         self._warn_of(pruned)
         for each in ends:
             self._keep(each)
@@ -394,7 +404,10 @@ def _newest(session: Session, position: int) -> Known | None:
     return None if row is None else (row.event_id, row.at)
 
 
-def _ends_of(session: Session, numbers: Sequence[int]) -> tuple[list[Ended], list[str]]:
+def _ends_of(
+    session: Session, numbers: Sequence[int], newest: Known | None
+) -> tuple[list[Ended], list[str]]:
+    _check(session, newest)
     query = select(Event).where(Event.event_id.in_(numbers)).order_by(Event.event_id)
     return _told_of(session, list(session.scalars(query)))
 

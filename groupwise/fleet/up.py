@@ -51,7 +51,7 @@ from groupwise.fleet.files.folders import identity_of
 from groupwise.fleet.files.logs import LogMirror
 from groupwise.fleet.files.mirror import CheckpointMirror
 from groupwise.fleet.files.shipping import Shipper, sink_of
-from groupwise.fleet.full_disks import told_in_words
+from groupwise.fleet.full_disks import NO_ROOM, told_in_words
 from groupwise.fleet.machines import packing
 from groupwise.fleet.machines.clearing import Keeping
 from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way
@@ -276,6 +276,18 @@ class _Role:
     """On which a tracker tells of ends."""
 
 
+def _identity_of(folder: Path) -> str:
+    try:
+        return identity_of(folder)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
+        raise UsageError(
+            f"{folder}, the fleet's folder, cannot be used: {error.strerror}. Whoever plays a role reads and writes there: mend its "
+            "permissions, or begin this as its owner."
+        ) from None
+
+
 class _ControlPlane:
     """One process with some roles."""
 
@@ -295,7 +307,7 @@ class _ControlPlane:
         self._release = packing.version()
         self._nats = _nats_shown(place.nats_url)
         uses_folder = any(self._uses_folder(role) for role in self._roles)
-        self._folder = identity_of(place.folder) if uses_folder else None
+        self._folder = _identity_of(place.folder) if uses_folder else None
         self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
             "dispatcher": self._dispatch,

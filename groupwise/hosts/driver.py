@@ -33,9 +33,9 @@ from groupwise.hosts.spec import FileEntry, JobSpec, Manifest, as_json
 USUAL = 30.0
 """Seconds for a call that waits for nothing."""
 SLOW = 300.0
-"""Seconds for one that reads or writes much on the machine's disk, since its runner was last heard."""
+"""Seconds for one that reads or writes much on the machine's disk."""
 LONGEST = 86_400.0
-"""Seconds for it altogether: what takes longer never ends."""
+"""Seconds for one that reads as much as a job has made, SLOW of them without a sign that its runner gets on."""
 BATCH = 8 << 20
 """Bytes of blobs in one call; smaller ones travel together, a larger one in parts."""
 PIECE = 4 << 20
@@ -150,7 +150,7 @@ class Runner:
         wanted = list(dict.fromkeys(hashes))
         if not wanted:
             return []
-        answer = await self._ask("missing", {"sha256": wanted}, timeout=SLOW, longest=LONGEST)
+        answer = await self._ask("missing", {"sha256": wanted}, timeout=SLOW)
         lacking = set(_listed(answer, "missing"))
         return [sha256 for sha256 in wanted if sha256 in lacking]
 
@@ -179,7 +179,7 @@ class Runner:
         await self._ask("join", whole, timeout=SLOW, longest=LONGEST)
 
     async def _put(self, blobs: Sequence[tuple[str, int]], data: bytes) -> None:
-        await self._ask("put", {"blobs": blobs}, data, timeout=SLOW, longest=LONGEST)
+        await self._ask("put", {"blobs": blobs}, data, timeout=SLOW)
 
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
         """Start an attempt; one that was begun before is not begun again. RunnerRefused `missing_blobs`: nothing was claimed yet."""
@@ -254,7 +254,8 @@ class Runner:
         """What lies in its work folder. `what`: artefacts, checkpoints or all."""
         body = {**_named(job, epoch), "what": what}
         answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST)
-        return answers.work_tree(answer.body)
+        # of a million files it takes seconds, in which nothing else would be heard
+        return await asyncio.to_thread(answers.work_tree, answer.body)
 
     async def read(
         self,
@@ -280,7 +281,7 @@ class Runner:
         or cannot be read: `read` says why. Who keeps them compares their hashes."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
         body = {**_named(job, epoch), "files": listed}
-        answer = await self._ask("gather", body, timeout=timeout, longest=LONGEST)
+        answer = await self._ask("gather", body, timeout=timeout)
         whole = _listed(answer, "whole")
         came = [
             each for each, is_whole in zip(files.items(), whole, strict=False) if is_whole is True
@@ -313,7 +314,7 @@ class Runner:
 
     async def forget(self, job: str, epoch: int, *, timeout: float = SLOW) -> None:
         """Remove its folder. A launch that arrives later is refused all the same."""
-        await self._ask("forget", _named(job, epoch), timeout=timeout, longest=LONGEST)
+        await self._ask("forget", _named(job, epoch), timeout=timeout)
 
     async def sweep(
         self, keep: Iterable[str] = (), *, older_than: float = 3600.0, timeout: float = SLOW
@@ -323,7 +324,7 @@ class Runner:
         `older_than`: seconds. What was sent, or asked for by `missing`, since then stays.
         """
         body = {"keep": list(keep), "older_than": older_than}
-        await self._ask("sweep", body, timeout=timeout, longest=LONGEST)
+        await self._ask("sweep", body, timeout=timeout)
 
     async def touch(
         self, clocks: Mapping[tuple[str, int], float | None], *, timeout: float = USUAL

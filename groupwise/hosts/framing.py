@@ -166,6 +166,12 @@ def accepted(answer: Answer) -> Answer:
     raise RunnerRefused(str(told.get("code", "error")), str(told.get("message", "no reason given")))
 
 
+def no_answer(request: Request, place: object, timeout: float) -> str:
+    """In words, once the time limit is over."""
+    since = "" if request.longest is None else " of the last sign that it gets on"
+    return f"no answer to {request.verb} from {place} within {timeout:g} s{since}"
+
+
 CANNOT_EXECUTE = frozenset({126, 127})
 """What a shell ends with when it finds no such program, or may not run it."""
 

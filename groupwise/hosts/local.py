@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
-from groupwise.hosts.framing import Exchange, accepted, request_bytes
+from groupwise.hosts.framing import Exchange, accepted, no_answer, request_bytes
 from groupwise.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Request
 
 STANDARD_INPUT, STANDARD_OUTPUT, STANDARD_ERROR = 0, 1, 2
@@ -52,9 +52,7 @@ class LocalHost:
             async with process.exchange.limit(timeout, request.longest):
                 return accepted(await process.exchange.answer)
         except TimeoutError:
-            raise OutcomeUnknown(
-                f"no answer to {request.verb} from this machine within {timeout:g} s"
-            ) from None
+            raise OutcomeUnknown(no_answer(request, "this machine", timeout)) from None
         finally:
             self._under_way.discard(process)
             await process.end()

@@ -54,7 +54,7 @@ class Request:
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """Travel with the body and stand in no log."""
     longest: float | None = None
-    """Seconds for the whole call, where the runner says every few seconds that it goes on: the time limit is for its silence then."""
+    """Seconds for the whole call, where the runner says every few seconds that it gets on: the time limit is for its silence then."""
 
 
 @dataclass(frozen=True, slots=True)

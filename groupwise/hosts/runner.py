@@ -29,7 +29,7 @@ Requests and answers
     and raw bytes. An error means that nothing was changed; its codes: truncated, protocol, no_python, bad_runner, bad_request,
     unknown_verb, missing_blobs (`missing` lists them), bad_blob, busy, disk_full, not_found, changed, refused_path, still_running,
     os_error, internal. Every body has: protocol, root ("~" and relative paths: below HOME), verb, runner. A field that is not listed
-    here is ignored. While one of LONG works, a line end comes before the answer every SIGN_EVERY: whoever waits knows that it goes on.
+    here is ignored. While one of LONG gets on, a line end comes before the answer every SIGN_EVERY: whoever waits knows that it does.
 
     hello     → protocols, python, hostname, user, boot_id, home, root, filesystem, cpus, ram_mb, disk_free_mb, cgroup {v2, memory},
                 methods, time. On a network file system locks do not hold: `filesystem` says "nfs4" or the like then: choose another root
@@ -247,7 +247,7 @@ LARGEST_TEXT = 16 << 20
 LARGEST_RECORD = 4 << 20
 """Bytes of a file of ours in an attempt's folder: its job runs as the same user, and may write anything there."""
 LARGEST_HASHES = 64 << 20
-HASHES_EACH = 256
+HASHES_EACH = 400
 """Bytes for one file, where a job may leave so many that it comes to more."""
 LARGEST_MANIFEST = 4 << 20
 """Bytes of the `manifest.json` of a checkpoint: some 30,000 files. What is larger is something else of that name, and is not read."""
@@ -1485,11 +1485,18 @@ def has_blob(root: Root, sha: str) -> bool:
     return False
 
 
+class Work:
+    """What a request has done, for signs of life: a disk that hangs gives none."""
+
+    done = 0
+
+
 def hash_of(file: BinaryIO) -> str:
     """SHA-256 of the rest of it."""
     digest = hashlib.sha256()
     while True:
         data = file.read(1 << 20)
+        Work.done += 1
         if not data:
             return digest.hexdigest()
         digest.update(data)
@@ -1512,6 +1519,7 @@ def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None
                 digest.update(data)
                 file.write(data)
                 left -= len(data)
+                Work.done += 1
             if digest.hexdigest() != sha:
                 raise Refusal("bad_blob", f"{sha}: the bytes sent have another hash")
             file.flush()
@@ -1699,6 +1707,7 @@ class Walk:
             return
         for name in names:
             self.seen += 1
+            Work.done += 1
             below = f"{path}/{name}"
             if self.seen > self.most:
                 self.refused[path] = "too_many"
@@ -1742,10 +1751,10 @@ class Walk:
 class Hashes:
     """SHA-256 of files, remembered for as long as size, inode and times stay: of gigabytes that are asked for again and again."""
 
-    def __init__(self, attempt: Attempt, files: int = 0) -> None:
-        """`files`: how many there may be."""
+    def __init__(self, attempt: Attempt) -> None:
         self.path, self.work = attempt.at("hashes.json"), attempt.work
-        self.known = read_json(self.path, max(LARGEST_HASHES, files * HASHES_EACH)) or {}
+        most = most_artefacts(state_of(attempt) or {}) * HASHES_EACH
+        self.known = read_json(self.path, max(LARGEST_HASHES, most)) or {}
         self.new = False
         self.keep_at = time.monotonic() + KEPT_EVERY
 
@@ -2540,12 +2549,11 @@ class Artefacts:
     """What a job leaves behind, up to its limits; and up to what an answer holds, whatever it has made and called it."""
 
     def __init__(self, attempt: Attempt, state: dict[str, Any]) -> None:
-        limits: dict[str, Any] = state.get("limits") or {}
-        most_mb, most_files = limits.get("artefact_mb"), limits.get("artefact_files")
+        most_mb = (state.get("limits") or {}).get("artefact_mb")
         self.bytes_left = (20_000 if most_mb is None else int(most_mb)) << 20
-        self.files_left = min(100_000 if most_files is None else int(most_files), MOST_ARTEFACTS)
+        self.files_left = most_artefacts(state)
         self.room = LARGEST_LISTING
-        self.hashes = Hashes(attempt, self.files_left)
+        self.hashes = Hashes(attempt)
         self.walk = Walk(attempt.work, max(MOST_ENTRIES, 2 * self.files_left))
         self.named: list[str] = state.get("artefacts") or []
         self.files: dict[str, list[Any]] = {}
@@ -2583,8 +2591,10 @@ class Artefacts:
             return self._refuse(path, "too_large")
         try:
             sha = self.hashes.of(path)
-        except OSError:
+        except PermissionError:
             return self._refuse(path, "unreadable")
+        except OSError:
+            return self._refuse(path, "broken")
         except Refusal:
             sha = None
         if sha is None:
@@ -2595,9 +2605,15 @@ class Artefacts:
         return None
 
 
+def most_artefacts(state: dict[str, Any]) -> int:
+    """Files that the job may leave."""
+    most = (state.get("limits") or {}).get("artefact_files")
+    return min(100_000 if most is None else int(most), MOST_ARTEFACTS)
+
+
 def told_size(path: str) -> int:
     """Bytes of an answer for one file, at most."""
-    return len(json.dumps(path)) + 128
+    return len(json.dumps(path)) + 96
 
 
 def list_checkpoints(attempt: Attempt, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -3847,8 +3863,8 @@ VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
     "forget": verb_forget,
     "sweep": verb_sweep,
 }
-LONG = frozenset({"missing", "put", "join", "manifest", "gather", "forget", "sweep"})
-"""Verbs that read or write as much as there is."""
+LONG = frozenset({"join", "manifest"})
+"""Verbs that read as much as a job has made."""
 
 
 def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
@@ -3883,15 +3899,16 @@ def carry_out(body: dict[str, Any], payload: BinaryIO) -> Answered:
 
 @contextlib.contextmanager
 def signs() -> Generator[None, None, None]:
-    """Of life, while it works. From a thread: the work may be one long call of the kernel."""
+    """Of life, while it gets on."""
     import threading
 
     working = threading.Lock()
 
     def give() -> None:
+        told = Work.done
         with contextlib.suppress(OSError):  # nobody listens; what is done will be asked for again
             while not working.acquire(timeout=SIGN_EVERY):
-                os.write(1, b"\n")
+                told = sign(told)
 
     thread = threading.Thread(target=give)
     try:
@@ -3902,6 +3919,14 @@ def signs() -> Generator[None, None, None]:
     finally:
         if thread.ident is not None:
             thread.join()  # nothing comes in between the bytes of the answer
+
+
+def sign(told: int) -> int:
+    """One, if more has been done than `told`; what has been done by now."""
+    done = Work.done
+    if done != told:
+        os.write(1, b"\n")
+    return done
 
 
 def lines_of(error: BaseException) -> str:

@@ -23,8 +23,8 @@ _PIECE = 1 << 20
 def seal(folder: str | Path, step: int) -> Path:
     """Write the manifest of a checkpoint to which nobody writes any more, after `step` steps; its path.
 
-    All its files are flushed to the disk before. To be called by one process of a job, rank 0. Raises ValueError where the folder holds
-    something that could not travel: a link, a socket.
+    All its files are flushed to the disk before. To be called by one process of a job, rank 0, once all that write there have finished (a
+    barrier). Raises ValueError where the folder holds something that could not travel: a link, a socket.
     """
     top = Path(folder)
     manifest, new = top / MANIFEST, top / (MANIFEST + ".new")

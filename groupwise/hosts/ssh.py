@@ -25,7 +25,7 @@ from asyncssh.constants import EXTENDED_DATA_STDERR
 
 from groupwise.errors import UsageError
 from groupwise.hosts.bootstrap import COMMAND
-from groupwise.hosts.framing import Exchange, accepted, request_bytes
+from groupwise.hosts.framing import Exchange, accepted, no_answer, request_bytes
 from groupwise.hosts.keys import HostKey, KeyWitness, parse, scan, signatures, trusting
 from groupwise.hosts.port import (
     Answer,
@@ -220,7 +220,7 @@ class SshHost:
                 return accepted(await session.exchange.answer)
         except TimeoutError:
             session.retire_link()
-            message = f"no answer to {request.verb} from {self.address} within {timeout:g} s"
+            message = no_answer(request, self.address, timeout)
             error = OutcomeUnknown(message) if session.sent else HostUnreachable(message)
             raise error from None
         finally:

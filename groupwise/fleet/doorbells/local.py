@@ -5,7 +5,8 @@ to every socket of this machine that lies there. One that refuses belongs to a p
 listener whose buffer is full has enough to wake up for: what does not fit is dropped.
 
 Several machines may share the folder. A socket is heard on its own machine alone and refuses everybody else, alive or not: so its name
-says which run of which system it belongs to, and those of others are left alone. (Those of a machine that has lost its power stay.)
+says which run of which system it belongs to, and those of others are left alone. (Those of a machine that has lost its power stay, a
+few bytes each.)
 
 Only a process that waits makes a socket. Names of sockets are short whatever the folder is called, since they are opened relative to it
 (through /proc/self/fd; elsewhere by their whole path, which most systems limit to about a hundred characters).

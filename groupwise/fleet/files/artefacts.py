@@ -44,10 +44,11 @@ T = TypeVar("T")
 
 KEPT_BACK = {
     "too_large": "larger than the job's limit for artefacts leaves room for",
-    "too_many": "more files than the job's limit for artefacts",
+    "too_many": "more files than the job's limit for artefacts, or than a list of them holds",
     "too_deep": "too many folders deep",
     "changing": "written to while it was read",
     "unreadable": "not to be read by the machine's user",
+    "broken": "the machine could not read it",
     "not_utf8": "a name that is not UTF-8",
 }
 """Why the machine does not offer a plain file. Everything else that it refuses is none."""

@@ -59,7 +59,8 @@ class RequestedLimits(_Strict):
     """Between TERM and KILL."""
     artefact_mb: Annotated[int, Field(ge=1, le=MOST_MB)] | None = None
     """Of all that it leaves, for each of its machines. Who wants nothing fetched asks for no artefacts."""
-    artefact_files: Annotated[int, Field(ge=1, le=MOST_ARTEFACTS)] | None = None
+    artefact_files: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """MOST_ARTEFACTS for jobs from now on; those that were admitted with more come to their end."""
 
 
 class RequestedRetries(_Strict):
@@ -219,6 +220,7 @@ def problems(request: Beyond) -> list[str]:
         ),
         *_webhook(request.webhook),
         *_retries(request),
+        *_files(request.limits.artefact_files),
     ]
 
 
@@ -233,6 +235,12 @@ def _retries(request: Beyond) -> list[str]:
     if not retry.once or not said:
         return []
     return [f"{said[0]} has no effect on a job that is to run once: leave it or retry.once out"]
+
+
+def _files(most: int | None) -> list[str]:
+    if most is None or most <= MOST_ARTEFACTS:
+        return []
+    return [f"limits.artefact_files: {most} is more than the {MOST_ARTEFACTS} that are fetched"]
 
 
 def _file(path: str, entry: tuple[str, int, int]) -> list[str]:

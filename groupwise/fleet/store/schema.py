@@ -34,8 +34,9 @@ FINGERPRINT = "fleet_fingerprint"
 """A view with one value: the number of triggers and views, and the hash of the statements that made them."""
 _LOCK = 0x67726F7570776973
 """For `pg_advisory_xact_lock`; any number that nobody else uses."""
-_LOCK_MILLISECONDS = 300
-"""For a lock on one of the tables. Who waits for it has everybody else wait behind, so that it is given up soon, and tried again."""
+_LOCK_MILLISECONDS = 1500
+"""For a lock on one of the tables. Who waits for it has everybody else wait behind, so that it is given up soon, and tried again; but not
+before PostgreSQL has ended a vacuum of its own that is in the way, which it does after a second (`deadlock_timeout`)."""
 
 
 def is_current(connection: Connection) -> bool:
@@ -107,8 +108,13 @@ def _unchecked_references(connection: Connection) -> Generator[None, None, None]
 
 
 def _refuse_broken_references(connection: Connection) -> None:
-    broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
-    assert broken is None, f"a migration broke a reference: {broken}"
+    if (broken := connection.exec_driver_sql("PRAGMA foreign_key_check").first()) is not None:
+        table, row, parent, _ = broken
+        raise UsageError(
+            f"Row {row} of {table} in the fleet's database names one of {parent} that is not there: somebody has deleted that by hand. "
+            f"Delete that row too (`DELETE FROM {table} WHERE rowid = {row}`), or put a copy of the database in its place. Nothing was "
+            "changed."
+        )
 
 
 def _refuse_newer_rules(found: str | None) -> None:

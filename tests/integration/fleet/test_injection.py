@@ -202,6 +202,7 @@ def test_arguments_variables_and_files_arrive_as_they_are(
             "PATH",
             "PWD",
             "LC_CTYPE",
+            "PYTHONUNBUFFERED",
             "ATTEMPT",
             "PREVIOUS_FAILURE",
         ),

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.event import listen
 
 from groupwise.fleet import tracker
-from groupwise.fleet.doorbells.nats import NatsAway
+from groupwise.fleet.doorbells.nats import NatsAway, NatsRefused
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database, connect
 from groupwise.fleet.store.tables import Attempt, Cursor, Job
@@ -434,6 +434,29 @@ class Link:
         if any(len(payload) > self.largest for _, payload in texts):
             raise NatsAway("maximum payload exceeded")
         self.told += [json.loads(payload)["job_id"] for _, payload in texts]
+
+
+async def test_what_is_forbidden_is_tried_again_now_and_then(database: Database):
+    """A server writes down each that it refuses."""
+    tried: list[str] = []
+
+    class Forbidding(Link):
+        async def publish(self, texts: Sequence[tuple[str, bytes]], timeout: float) -> None:
+            tried.extend(subject for subject, _ in texts)
+            if texts[0][0] == tracker.ERRORED:
+                raise NatsRefused("permissions violation")
+
+    now = [0.0]
+    tracking = Tracker(database, NatsOutlet(cast("Any", Forbidding(10_000)), lambda: now[0]))
+    end(database, "a", "failed")
+    for name in "bcd":
+        end(database, name)
+        await tracking.round()
+    assert tried.count(tracker.ERRORED) == 1
+    assert tried.count(tracker.COMPLETED) == 3
+    now[0] += tracker.REFUSED_SECONDS
+    await tracking.round()
+    assert tried.count(tracker.ERRORED) == 2
 
 
 async def test_an_end_that_fits_in_no_message_keeps_no_other_from_being_told(

@@ -73,7 +73,7 @@ def test_the_digest_tells_requests_apart() -> None:
         ({"max_steps": 0}, "max_steps"),
         ({"limits": {"artefact_mb": 0}}, "limits.artefact_mb"),
         ({"limits": {"artefact_files": 0}}, "limits.artefact_files"),
-        ({"limits": {"artefact_files": 1_000_001}}, "limits.artefact_files"),
+        ({"limits": {"artefact_files": 10_000_001}}, "limits.artefact_files"),
         ({"max_steps": 2**31}, "max_steps"),
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"priority": 1001}, "priority"),
@@ -101,6 +101,7 @@ def test_wrong_types_and_unknown_names(document: dict[str, object], said: str) -
         ({"files": {"../a": ["0" * 64, 420, 1]}}, "without `..`"),
         ({"files": {"a": ["0", 420, 1]}}, "permission bits"),
         ({"files": {"a": ["0" * 64, 0o4755, 1]}}, "permission bits"),
+        ({"limits": {"artefact_files": 1_000_001}}, "than the 1000000 that are fetched"),
         ({"webhook": "ftp://x"}, "webhook"),
         ({"webhook": "http://a..b/"}, "no place on any network"),
         ({"webhook": f"http://{'a' * 70}.org/"}, "no place on any network"),
@@ -131,3 +132,9 @@ def test_what_is_right_has_no_problems() -> None:
         "retry": {"once": True, "charged": 0},
     }
     assert problems(from_document(document)) == []
+
+
+def test_what_was_admitted_under_a_higher_limit_comes_to_its_end() -> None:
+    """An end reads what was asked once more, whatever this version would say of it."""
+    stored = {"limits": {"artefact_files": 5_000_000}}
+    assert Beyond.model_validate(stored).retry_policy() == JobRequest().retry_policy()
