@@ -1820,6 +1820,26 @@ QUICK = (
         ),
     ),
     Mutation(
+        "signs of life",
+        "a runner whose disk hangs gives them",
+        (("hosts/runner.py", "    if done != told:\n", "    if True:\n"),),
+        (f"{FILES}::test_a_disk_that_hangs_gives_no_signs",),
+    ),
+    Mutation(
+        "an acknowledgement of NATS",
+        "it is the answer to a ping that overtook what was published",
+        (
+            (
+                "fleet/doorbells/nats.py",
+                "                await client.rtt()\n                await client.rtt()\n",
+                "                await client.rtt()\n",
+            ),
+        ),
+        (
+            f"{UNIT}/doorbells/test_nats.py::test_the_last_ping_stands_behind_all_that_was_published",
+        ),
+    ),
+    Mutation(
         "what takes long is done once",
         "artefacts are read by all who ask for them",
         (

@@ -16,10 +16,12 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +29,7 @@ from typing import Any, cast
 import pytest
 
 from groupwise.hosts import answers, runner
-from tests.runner_machine import EVERY_PYTHON, Machine, Refused, machine, request
+from tests.runner_machine import EVERY_PYTHON, Machine, Refused, machine, request, until
 
 
 @pytest.fixture
@@ -574,11 +576,22 @@ def asked_twice(here: Machine, verb: str) -> tuple[dict[str, Any], Path]:
     return here.body(verb, blob=[whole, 6], parts=[[part, 3] for part in shas]), folder
 
 
+def waits_for(asked: subprocess.Popen[bytes], folder: Path) -> bool:
+    """It has come to where it takes the lock of that folder."""
+    with suppress(OSError):
+        return any(
+            os.readlink(each) == str(folder) for each in Path(f"/proc/{asked.pid}/fd").iterdir()
+        )
+    return False
+
+
 @pytest.mark.parametrize("verb", ["manifest", "join"])
 def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) -> None:
     body, folder = asked_twice(either, verb)
     with locked(folder):
         waiting = [either.begin(request(body)) for _ in range(2)]
+        for each in waiting:
+            until(partial(waits_for, each, folder), "it to wait")
     for each in waiting:
         told = either.finish(each)
         assert told.get("files", {}).keys() == ({"outputs/x"} if verb == "manifest" else set())
@@ -589,6 +602,7 @@ def test_who_waits_for_another_one_ends_with_whoever_asked(here: Machine) -> Non
     body, folder = asked_twice(here, "manifest")
     with locked(folder):
         waiting = here.begin(request(body))
+        until(lambda: waits_for(waiting, folder), "it to wait")
         assert waiting.stdout is not None
         waiting.stdout.close()
         assert waiting.wait(60) == 0
