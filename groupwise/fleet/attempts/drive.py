@@ -671,7 +671,7 @@ class Drive:
         try:
             await fetch()
             fetching.here = there
-        except (HostError, *OWN_DISK) as error:
+        except (HostError, RunError, Stale, *OWN_DISK) as error:  # tried again by whoever drives it
             log.info("%s.%s: %s", part.job_id, part.epoch, error)
             return
         if fetching.there != there:

@@ -21,7 +21,7 @@ from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue.failures import BUDGETS, FREE_RETRIES, FailureClass
-from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.database import CommitUnknown, Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Event, Member
 from groupwise.fleet.verbs import jobs, status
 from groupwise.fleet.verbs.actor import Actor
@@ -159,6 +159,27 @@ async def test_a_log_is_followed_while_a_checkpoint_is_mirrored(
         for text in (b"step 1\n", b"step 2\n"):
             await rig.until(saying(rig, "job", text))
         assert (mirror.begun, rig.fetched.mirrored) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "error", [CommitUnknown("no answer to COMMIT"), records.Stale("another's")]
+)
+async def test_a_database_that_is_away_while_a_checkpoint_comes_is_no_mistake_of_ours(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    rig.rack.scripts["job"] = [Script(ticks=10**6, checkpoints=1)]
+    real, errors = rig.fetched.mirror, [error]
+
+    async def mirror(part: drive.Part) -> None:
+        if errors:
+            raise errors.pop()
+        await real(part)
+
+    monkeypatch.setattr(rig.fetched, "mirror", mirror)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: rig.fetched.mirrored != [])
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_checkpoint_is_mirrored_while_a_log_is_fetched(
