@@ -2549,7 +2549,8 @@ class Artefacts:
     """What a job leaves behind, up to its limits; and up to what an answer holds, whatever it has made and called it."""
 
     def __init__(self, attempt: Attempt, state: dict[str, Any]) -> None:
-        most_mb = (state.get("limits") or {}).get("artefact_mb")
+        limits: dict[str, Any] = state.get("limits") or {}
+        most_mb = limits.get("artefact_mb")
         self.bytes_left = (20_000 if most_mb is None else int(most_mb)) << 20
         self.files_left = most_artefacts(state)
         self.room = LARGEST_LISTING
@@ -2607,7 +2608,8 @@ class Artefacts:
 
 def most_artefacts(state: dict[str, Any]) -> int:
     """Files that the job may leave."""
-    most = (state.get("limits") or {}).get("artefact_files")
+    limits: dict[str, Any] = state.get("limits") or {}
+    most = limits.get("artefact_files")
     return min(100_000 if most is None else int(most), MOST_ARTEFACTS)
 
 
