@@ -132,9 +132,11 @@ class Trainer:
 
     def print(self, size):
         data = printed(self.name, self.play["log"], self.wrote, self.wrote + size)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # what is written is counted
         while data:
             data = data[os.write(1, data) :]
         self.wrote += size
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     def save(self, step):
         folder = os.path.join(os.environ["GROUPWISE_OUTPUT"], f"step-{step}")
