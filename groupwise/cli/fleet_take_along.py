@@ -43,10 +43,10 @@ def take_along(
 def _tell_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
     """A word of a command that is a file here is mostly meant to be one there."""
     words = {
-        PurePosixPath(word).as_posix(): word
+        name: word
         for document in documents
         for word in document.get("arguments", ())
-        if PurePosixPath(word).as_posix() not in document.get("files", ())
+        if (name := PurePosixPath(word).as_posix()) not in document.get("files", ())
     }
     for name, word in words.items():
         if not name.startswith(("/", "..")) and os.path.isfile(word):
@@ -93,6 +93,7 @@ def _kept(
 
 def _local_and_remote(word: str) -> tuple[Path, str]:
     """`LOCAL`, `LOCAL:REMOTE`; a name with a colon in it is taken whole where there is such a file. `.` is the job's folder itself."""
+    from groupwise.fleet.client import own_name
     from groupwise.hosts.spec import path_problems
 
     local, colon, remote = word.rpartition(":")
@@ -101,10 +102,9 @@ def _local_and_remote(word: str) -> tuple[Path, str]:
     path = Path(local).expanduser()
     if not path.exists():
         raise UsageError(f"--file {word}: there is no file or folder {path}.")
-    own_name = Path(os.path.abspath(path)).name  # so `..` has a name too, and a link keeps its own
-    named = PurePosixPath(remote or own_name).as_posix()
+    named = PurePosixPath(remote or own_name(path)).as_posix()
     if named == "." and not path.is_dir():
-        named = own_name
+        named = own_name(path)
     if named != "." and (wrong := path_problems("--file", named)):
         raise UsageError(wrong[0])
     return path, named

@@ -658,7 +658,7 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
     mapping, where `.` is the job's folder itself. Raises UsageError for what is neither (a pipe may have no end), and for two of one name.
     """
     named = (
-        files.items() if isinstance(files, Mapping) else [(_own_name(each), each) for each in files]
+        files.items() if isinstance(files, Mapping) else [(own_name(each), each) for each in files]
     )
     found: dict[str, Path] = {}
     for name, place in named:
@@ -680,7 +680,7 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
     return found
 
 
-def _own_name(place: str | Path) -> str:
+def own_name(place: str | Path) -> str:
     """Of `.` and `..` too, and of a link that of its own."""
     return Path(os.path.abspath(place)).name
 
