@@ -11,9 +11,9 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
@@ -93,6 +93,24 @@ class Interruption:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+@contextmanager
+def sigterm_interrupts() -> Generator[None]:
+    """SIGTERM does what Ctrl-C does to code that is not async, and is told from it by its number; elsewhere than in the main
+    thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,6 +56,7 @@ def _run_on(
     project: str | None,
 ) -> int:
     """A command as a job that is pinned to a machine; its output, and its exit code. Interrupted, it does not go on."""
+    from groupwise.awaiting import sigterm_interrupts
     from groupwise.cli.fleet_follow import exit_code_of
     from groupwise.cli.fleet_words import seconds_of
     from groupwise.fleet.queue import resources
@@ -73,7 +72,7 @@ def _run_on(
         "artefacts": [],
         "checkpoints": [],
     }
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         ended = _followed(access, request, project)
     reason = ended["failure_reason"]
     if reason and not _OWN_EXIT_CODE.match(reason):
@@ -118,20 +117,6 @@ def _call_off(access: Fleet, job_id: str | None) -> None:
 
 def _goes_on(job_id: str) -> str:
     return f"{job_id} goes on; `groupwise fleet cancel {job_id}` ends it"
-
-
-@contextmanager
-def _sigterm_interrupts() -> Generator[None]:
-    """SIGTERM does what Ctrl-C does, and is told from it by its number."""
-
-    def interrupt(number: int, _: object) -> None:
-        raise KeyboardInterrupt(number)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _machine_of(access: Fleet, target: str) -> str:

@@ -14,18 +14,15 @@ With an output of its own, all suites are in that file, and their folders beside
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from groupwise.awaiting import run_to_end
+from groupwise.awaiting import run_to_end, sigterm_interrupts
 from groupwise.endpoints.client import Client, Endpoint, checked_url
 from groupwise.errors import RunError, UsageError
 from groupwise.evaluation.policies import FoundPolicy, find_policy
@@ -151,7 +148,7 @@ def evaluate_suites(
     for name in asked.suites:
         check_writable(place.parent, result_name(name, policy.label), asked.output)
     found = SuitesFound(policy.label)
-    with _terminable():
+    with sigterm_interrupts():
         if asked.endpoint is not None:
             assert asked.endpoint_model is not None, "it was checked"
             asking = asked.asking(asked.endpoint, asked.endpoint_model)
@@ -338,20 +335,3 @@ def _new_folder(place: Path, name: str) -> Path:
 async def _reach(endpoint: Endpoint) -> None:
     async with Client(endpoint) as client:
         await client.reach()
-
-
-@contextmanager
-def _terminable() -> Generator[None]:
-    """SIGTERM ends what was begun as Ctrl-C does, instead of this process alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        raise KeyboardInterrupt(number)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

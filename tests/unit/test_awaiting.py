@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from groupwise.awaiting import Interrupted, Interruption, run_to_end
+from groupwise.awaiting import Interrupted, Interruption, run_to_end, sigterm_interrupts
 
 PREAMBLE = """
 import asyncio, signal
@@ -217,6 +217,22 @@ def test_plain_code_awaits_to_the_end_with_or_without_a_running_loop():
 
     assert run_to_end(answer()) == 7
     assert asyncio.run(notebook()) == 7
+
+
+def test_sigterm_interrupts_plain_code_and_says_which_it_was():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt) as stopped, sigterm_interrupts():
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.args == (signal.SIGTERM,)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_sigterm_is_left_alone_outside_the_main_thread():
+    def inside():
+        with sigterm_interrupts():
+            return signal.getsignal(signal.SIGTERM)
+
+    assert await asyncio.to_thread(inside) is signal.getsignal(signal.SIGTERM)
 
 
 def test_a_signal_that_another_thread_gets_is_heeded_at_once():
