@@ -17,7 +17,7 @@ from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.formats import without_empty_pairs
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import THINK, Tags, last_tagged
+from groupwise.rewards.tags import THINK, Tag, Tags, last_tagged
 from groupwise.rewards.text import CompletionText, completion_text
 
 _LATIN = str.maketrans({"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"})
@@ -44,8 +44,8 @@ class CrosswordAccuracy:
     """Words up to which the ramp is 0: shorter completions hold no reasoning."""
     full_words: int = 80
     """Words from which the ramp is 1; more earn no more."""
-    reasoning_tag: str = THINK.reasoning
-    answer_tag: str = THINK.answer
+    reasoning_tag: Tag = THINK.reasoning
+    answer_tag: Tag = THINK.answer
 
     def __post_init__(self) -> None:
         _check_ramp(self.min_words, self.full_words)
@@ -96,8 +96,8 @@ class PureAccuracy:
     mode: Mode = "any"
     min_words: int = 25
     full_words: int = 80
-    reasoning_tag: str = THINK.reasoning
-    answer_tag: str = THINK.answer
+    reasoning_tag: Tag = THINK.reasoning
+    answer_tag: Tag = THINK.answer
 
     def __post_init__(self) -> None:
         _check_ramp(self.min_words, self.full_words)
@@ -200,7 +200,7 @@ def _words(text: str) -> list[str]:
 
 
 def _golds(
-    columns: Mapping[str, Any], count: int, answer_column: str | None, tag: str
+    columns: Mapping[str, Any], count: int, answer_column: str | None, tag: Tag
 ) -> list[tuple[str, ...]]:
     """The accepted forms of each row, all of which must be made of letters."""
     golds = gold_answers(columns, count, answer_column, tag)

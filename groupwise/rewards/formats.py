@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import Tags
+from groupwise.rewards.tags import Tag, Tags, marks
 from groupwise.rewards.text import CompletionText, completion_text
 
 BLANK = r"[\s\u200b\u200c\u200d\u2060\ufeff]"
@@ -24,15 +24,15 @@ BLANK = r"[\s\u200b\u200c\u200d\u2060\ufeff]"
 class _Layout(ABC):
     """Rewards whose tags can be renamed."""
 
-    reasoning_tag: str = "reasoning"
-    answer_tag: str = "answer"
+    reasoning_tag: Tag = "reasoning"
+    answer_tag: Tag = "answer"
 
     def __post_init__(self) -> None:
         Tags(self.reasoning_tag, self.answer_tag)
 
     @property
     def tags(self) -> Tags:
-        """The names of both tags."""
+        """Both tags."""
         return Tags(self.reasoning_tag, self.answer_tag)
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
@@ -149,9 +149,9 @@ def _is_blank(text: str) -> bool:
     return re.fullmatch(f"{BLANK}*", text) is not None
 
 
-def _filled(tags: Tags, name: str) -> re.Pattern[str]:
-    tag = re.escape(name)
-    pair = rf"<{tag}>(?!{BLANK}*</{tag}>){_inside(tags)}</{tag}>"
+def _filled(tags: Tags, tag: Tag) -> re.Pattern[str]:
+    opened, closed = map(re.escape, marks(tag))
+    pair = rf"{opened}(?!{BLANK}*{closed}){_inside(tags)}{closed}"
     return re.compile(pair, re.DOTALL | re.IGNORECASE)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from groupwise.rewards.canonical import boxed
-from groupwise.rewards.tags import last_tagged
+from groupwise.rewards.tags import Tag, last_tagged
 
 GOLD_COLUMNS = ("answer", "reference", "reference_response", "gold", "solution", "label")
 """Where a gold answer is looked for, in this order."""
@@ -30,7 +30,7 @@ def gold_answers(
     columns: Mapping[str, Any],
     count: int,
     answer_column: str | None = None,
-    tag: str = "answer",
+    tag: Tag = "answer",
     boxes: bool = False,
 ) -> list[tuple[str, ...]]:
     r"""For each of `count` completions the forms in which its gold answer is accepted: at least one, without white space around it.
@@ -56,14 +56,14 @@ def gold_answers(
 def gold_of_row(
     row: Mapping[str, Any],
     answer_column: str | None = None,
-    tag: str = "answer",
+    tag: Tag = "answer",
     boxes: bool = False,
 ) -> tuple[str, ...]:
     """The accepted forms of one row of a dataset. Raises ValueError as `gold_answers` does."""
     return _first_forms(row, row, answer_column, tag, boxes)
 
 
-def marked_answer(text: str, tag: str = "answer", boxes: bool = False) -> str | None:
+def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | None:
     """The answer that is marked in a text, perhaps an empty one; None where nothing marks one."""
     tagged = last_tagged(text, tag)
     if tagged is not None:
@@ -93,7 +93,7 @@ def _first_forms(
     row: Mapping[str, Any],
     columns: Collection[str],
     answer_column: str | None,
-    tag: str,
+    tag: Tag,
     boxes: bool,
 ) -> tuple[str, ...]:
     for name in _sought(answer_column):
@@ -108,7 +108,7 @@ def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
     return values
 
 
-def _forms(name: str, value: Any, tag: str, boxes: bool) -> tuple[str, ...]:
+def _forms(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     """The accepted forms in the order of the column, each once; none where it holds nothing."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
@@ -116,7 +116,7 @@ def _forms(name: str, value: Any, tag: str, boxes: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys(form for form in forms if form))
 
 
-def _forms_of(name: str, value: Any, tag: str, boxes: bool) -> tuple[str, ...]:
+def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     """One entry's answer; a marked number with commas between its thousands also without them."""
     if not isinstance(value, str):
         return (_plain(name, value),)

@@ -13,7 +13,7 @@ from typing import Any, cast
 from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import check_name, last_tagged
+from groupwise.rewards.tags import Tag, check_tag, last_tagged
 from groupwise.rewards.text import CompletionText, completion_text
 
 
@@ -39,10 +39,10 @@ class CorrectnessXml:
     answer_column: str | None = None
     right: float = 2.0
     """As much as `strict_format`, `soft_format`, `xml_count` and `int_reward` can earn together."""
-    answer_tag: str = "answer"
+    answer_tag: Tag = "answer"
 
     def __post_init__(self) -> None:
-        check_name(self.answer_tag)
+        check_tag(self.answer_tag)
 
     def __call__(
         self,
@@ -73,10 +73,10 @@ class IntReward:
 
     right: float = 0.5
     """Less than a right answer earns, so that digits alone never win."""
-    answer_tag: str = "answer"
+    answer_tag: Tag = "answer"
 
     def __post_init__(self) -> None:
-        check_name(self.answer_tag)
+        check_tag(self.answer_tag)
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """`right` or 0 for each completion."""

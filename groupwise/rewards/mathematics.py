@@ -34,7 +34,7 @@ from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.formats import starts_with_both_pairs
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import THINK, Tags, check_name, last_tagged
+from groupwise.rewards.tags import THINK, Tag, Tags, check_tag, last_tagged, marks
 from groupwise.rewards.text import CompletionText, completion_text
 
 MOST_CHARACTERS = 120
@@ -80,10 +80,10 @@ class MathAnswer:
     """Tolerant: any other number."""
     not_numeric: float = -0.5
     """Tolerant: there is no answer, or it or the gold answer is no number, so that no distance can be told."""
-    answer_tag: str = "answer"
+    answer_tag: Tag = "answer"
 
     def __post_init__(self) -> None:
-        check_name(self.answer_tag)
+        check_tag(self.answer_tag)
         grades = (self.exact, self.trimmed, self.within_10_percent, self.within_20_percent)
         if (
             sorted(grades, reverse=True) != list(grades)
@@ -125,8 +125,8 @@ class MathAnswer:
 
     def _stands(self, answer: str, text: str) -> bool:
         """Whether the last answer tag holds the answer with no white space around it."""
-        tag = re.escape(self.answer_tag)
-        pair = rf"<{tag}>{re.escape(answer)}</{tag}>(?!.*<{tag}>)"
+        opened, closed = map(re.escape, marks(self.answer_tag))
+        pair = rf"{opened}{re.escape(answer)}{closed}(?!.*{opened})"
         return re.search(pair, text, re.DOTALL | re.IGNORECASE) is not None
 
     def _distance(self, answer: str, forms: Sequence[str]) -> float:
@@ -154,8 +154,8 @@ class PureAccuracyMath:
     answer_column: str | None = None
     reasoning_opened: bool = False
     """Whether prompt or chat template end with the opening reasoning tag, so that completions start behind it."""
-    reasoning_tag: str = THINK.reasoning
-    answer_tag: str = THINK.answer
+    reasoning_tag: Tag = THINK.reasoning
+    answer_tag: Tag = THINK.answer
 
     def __post_init__(self) -> None:
         Tags(self.reasoning_tag, self.answer_tag)
@@ -184,14 +184,14 @@ class PureAccuracyMath:
         return starts_with_both_pairs(tags, whole) and any(agree(form, answer) for form in forms)
 
 
-def answer_of(text: str, tag: str) -> str | None:
+def answer_of(text: str, tag: Tag) -> str | None:
     """A completion's answer: in the last answer tag, else in the last box; None where there is none or nothing is in it."""
     tagged = last_tagged(text, tag)
     found = boxed(text) if tagged is None else tagged
     return found.strip() or None if found is not None else None
 
 
-def spelt_answer(text: str, tag: str) -> str | None:
+def spelt_answer(text: str, tag: Tag) -> str | None:
     """The same in one spelling; see `one_spelling`."""
     answer = answer_of(text, tag)
     return None if answer is None else one_spelling(answer)

@@ -32,7 +32,7 @@ from groupwise.rewards.calling import Failed
 from groupwise.rewards.frames import FrameBuffer
 from groupwise.rewards.registry import reward
 from groupwise.rewards.sandbox import PROTECTIONS, START_LIMIT, Box, Limits, Result, missing, run
-from groupwise.rewards.tags import last_tagged
+from groupwise.rewards.tags import Tag, last_tagged
 from groupwise.rewards.text import CompletionText, completion_text
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _PYTHON = ("py", "python", "python3")
 _LONG_STRINGS = ('"""', "'''")
 
 
-def code_in(text: str, answer_tag: str = "answer") -> str:
+def code_in(text: str, answer_tag: Tag = "answer") -> str:
     """The code of a completion: of what follows its reasoning, or of its last answer tag, a fenced block, else all of it.
 
     Of blocks the last of those labelled as Python, else the last without a label; one that was cut off only where no other is.
@@ -406,7 +406,7 @@ class PythonTests:
     """MiB of address space for each process."""
     concurrency: int = 4
     """Completions of a group that are run at once."""
-    answer_tag: str = "answer"
+    answer_tag: Tag = "answer"
     require: tuple[str, ...] = ()
     """Protections without which nothing is run; see `sandbox.PROTECTIONS`."""
 

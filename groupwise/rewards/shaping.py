@@ -14,7 +14,7 @@ from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.mathematics import answer_of, is_right, spelt_answer
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import check_name
+from groupwise.rewards.tags import Tag, check_tag
 from groupwise.rewards.text import CompletionText, completion_text
 
 CACHE_SHARE = 0.2
@@ -72,10 +72,10 @@ class Length:
     """A wrong answer of no length: it should have thought longer."""
     wrong_long: float = 0.0
     """A wrong answer of `max_length`."""
-    answer_tag: str = "answer"
+    answer_tag: Tag = "answer"
 
     def __post_init__(self) -> None:
-        check_name(self.answer_tag)
+        check_tag(self.answer_tag)
         if self.max_length < 1:
             raise ValueError(f"max_length is {self.max_length}; expected at least one token.")
         if min(self.right_short, self.right_long) < max(self.wrong_short, self.wrong_long):

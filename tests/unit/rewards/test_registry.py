@@ -76,6 +76,19 @@ def test_a_name_or_a_section_with_weight_and_parameters():
     assert Rubric([a, b]).names == ("test_plain", "test_scaled")
 
 
+def test_tags_by_their_marks():
+    names = [
+        {"name": "match_format", "reasoning_tag": ["(", ")"], "answer_tag": ["[", "]"]},
+        {"name": "math_answer", "answer_tag": ["[", "]"], "tolerant": True},
+        {"name": "correctness_xml", "answer_tag": ["[", "]"]},
+    ]
+    said = ["(2 and 2) [4]", "(2 and 2) [ 4 ]", "[4", "4"]
+    values = [
+        f(prompts=[""] * 4, completions=said, answer=["4"] * 4) for f, _ in get_reward_funcs(names)
+    ]
+    assert values == [[2, 2, 0.5, -1], [3, 1.5, -0.5, -0.5], [2, 2, 0, 0]]
+
+
 def test_the_same_reward_twice_has_two_parts():
     rubric = Rubric(get_reward_funcs(["test_scaled", {"name": "test_scaled", "factor": 3.0}]))
     assert rubric.names == ("test_scaled", "test_scaled_2")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rewards.tags import REASONING, THINK, Tags
+from groupwise.rewards.tags import REASONING, THINK, Tags, marks
 
 WHOLE = "<reasoning>r</reasoning><answer>a</answer>"
 
@@ -63,6 +63,30 @@ def test_a_name_is_text_and_no_pattern(name):
 def test_names_that_cannot_be_told_apart_are_refused(names):
     with pytest.raises(ValueError, match="tag"):
         Tags(*names)
+
+
+def test_marks_of_another_kind():
+    tags = Tags(reasoning=("[[", "]]"), answer=("Answer:", "(end)"))
+    assert tags.four == ("[[", "]]", "Answer:", "(end)")
+    assert tags.counts("[[ 1 ]] answer: 2 (END)") == (1, 1, 1, 1)
+    assert tags.last_answer("Answer: 1 (end) answer: 2 Answer: 3 (end)") == "3"
+    assert marks("answer") == ("<answer>", "</answer>")
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {"answer": ("<a>", "<A>")},
+        {"answer": ("", "</a>")},
+        {"answer": (" ", "</a>")},
+        {"answer": ("<x>", "</answer><x>")},
+        {"reasoning": ("<r>", "</r>"), "answer": ("</r>", "</a>")},
+        {"reasoning": ("<answer>", "end"), "answer": "answer"},
+    ],
+)
+def test_marks_that_cannot_be_told_apart_are_refused(tags):
+    with pytest.raises(ValueError, match="marks"):
+        Tags(**tags)
 
 
 @given(st.text("<>/ansWER aé(", max_size=30), st.text("xé<> ", max_size=8))
