@@ -8,6 +8,7 @@ undisturbed, and the request is noticed before the next droppable piece of work.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import signal
 import socket
 import threading
@@ -114,7 +115,7 @@ def sigterm_interrupts() -> Generator[None]:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, also where an event loop is running already (notebooks): there in a thread of its own.
+    """`asyncio.run`, also where an event loop is running already (notebooks): there in a thread of its own, in the caller's context.
 
     Interrupting the waiting thread asks a run to end cleanly, and cancels anything else.
     """
@@ -129,7 +130,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         return await work
 
     with ThreadPoolExecutor(max_workers=1) as thread:
-        done = thread.submit(asyncio.run, noted())
+        done = thread.submit(contextvars.copy_context().run, asyncio.run, noted())
         try:
             return done.result()
         except KeyboardInterrupt:

@@ -44,6 +44,10 @@ class GroupwiseError(Exception):
     def __str__(self) -> str:
         return self.message
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback: the message is for people, and says all."""
+        return [f"{type(self).__name__}: {self.message}"]
+
 
 class UsageError(GroupwiseError):
     """What was given cannot work. Mend the command, the config or the file that the message names."""

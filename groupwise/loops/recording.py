@@ -52,7 +52,7 @@ def commit(
     run.folder.store.commit_step(record, drawn.all, metrics, warnings)
     for group in drawn.all:
         run.drawn.pop(group.draw, None)
-    run.progress.step(run.step, metrics)
+    run.progress.step(run.step, metrics, drawn.groups)
     logger.info(
         "step %d/%d: reward %.4g, version %d",
         run.step + 1,

@@ -227,7 +227,7 @@ class Splits:
 def _splits(own: TaskConfig) -> Splits:
     if own.source is None:
         held_out = own.eval_size + own.validation_size
-        problems = _distinct(_generated(own), held_out + (own.train_size or GENERATED))
+        problems = generate(own, held_out + (own.train_size or GENERATED))
         return _divided(problems, own, Counter())
     found, left_out = _read(own, own.source, own.source_split)
     shuffled = Stream("math", own.seed).sample(found, len(found))
@@ -267,8 +267,15 @@ def _taught(rows: Rows) -> Rows:
 
 
 def _read(own: TaskConfig, source: str, split: str) -> tuple[list[Problem], Counter[str]]:
-    """The problems of a split, each question once, and how many rows are left out, by reason."""
-    rows = read_source(source, own.source_config, split, own.columns or None)
+    return problems_of(
+        read_source(source, own.source_config, split, own.columns or None), own, source
+    )
+
+
+def problems_of(
+    rows: Sequence[Mapping[str, Any]], own: TaskConfig, source: str
+) -> tuple[list[Problem], Counter[str]]:
+    """The problems in the rows of a source, each question once, and how many rows are left out, by reason."""
     question, answer, solution = (_column(rows, kind, source) for kind in COLUMNS)
     return usable(
         rows,
@@ -349,6 +356,11 @@ class Operation:
 Term = Fraction | Operation
 
 _BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
+
+
+def generate(own: TaskConfig, count: int) -> list[Problem]:
+    """So many different problems of the levels that the config says. Raises TaskError where there seem to be fewer."""
+    return _distinct(_generated(own), count)
 
 
 def _generated(own: TaskConfig) -> Iterator[Problem]:

@@ -207,13 +207,19 @@ def _splits(own: TaskConfig) -> Splits:
 
 
 def _rows(own: TaskConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """The usable rows of the source, each question once, and how many others there are, by reason."""
     found = read_source(
         own.source or str(INCLUDED),
         own.source_config,
         own.source_split,
         revision=own.source_revision,
     )
+    return rows_of(found, own)
+
+
+def rows_of(
+    found: Sequence[Mapping[str, Any]], own: TaskConfig
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """The usable rows of a source, each question once, and how many others there are, by reason."""
     names = _names(own, dict.fromkeys(name for row in found for name in row))
     return usable(
         found,

@@ -1,0 +1,162 @@
+"""The progress of long work in a notebook: one output below the cell, redrawn in place.
+
+It shows the numbers of the board, curves of reward, its parts, KL and length, and the newest completions with their rewards. Pictures are
+images of their own, whose styles cannot reach the rest of the notebook. What stands there last is saved with the notebook.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from groupwise.display.board import Board, Metrics
+from groupwise.display.notebook import Table, as_html
+from groupwise.display.plot import Point, Series, svg_curve, with_mean
+from groupwise.display.text import shorten
+from groupwise.types import Group, Rollout
+
+REDRAW = 1.0
+"""Seconds between two drawings within a step."""
+COMPLETIONS = 6
+"""Shown of a step."""
+LONGEST = 240
+"""Characters shown of one."""
+WIDTH, HEIGHT = 440, 240
+_PARTS = ("rewards/", "/mean")
+_CURVES = {
+    "kl": "KL to the reference",
+    "completions/mean_length": "length in tokens",
+    "loss": "loss",
+}
+
+
+class Page:
+    """Draws a board with `IPython.display`; from whatever thread, it appears below the cell that made it."""
+
+    def __init__(self, kernel: Any, board: Board, clock: Callable[[], float]) -> None:
+        self._kernel = kernel
+        self._board = board
+        self._clock = clock
+        self._cell = contextvars.copy_context()
+        self._handle: Any = None
+        self._drawn_at = 0.0
+        self._curves: dict[str, list[Point]] = {}
+        self._notes: list[str] = []
+        self._groups: Sequence[Group] = ()
+
+    def step(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+        """A step is done."""
+        self.add(step, metrics)
+        self._groups = groups or self._groups
+        self.draw()
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Points of the curves, without drawing."""
+        for name, value in metrics.items():
+            if name in ("reward", *_CURVES) or _is_part(name):
+                self._curves.setdefault(name, []).append((step + 1, value))
+
+    def note(self, text: str) -> None:
+        """Something that the reader should know; stays above the numbers."""
+        self._notes.append(text)
+        self.draw()
+
+    def tick(self) -> None:
+        """Something went on within the step."""
+        if self._clock() - self._drawn_at >= REDRAW:
+            self.draw()
+
+    def draw(self) -> None:
+        """Replace what is shown."""
+        self._drawn_at = self._clock()
+        self._cell.copy().run(self._publish)
+
+    def _publish(self) -> None:
+        shown = self._kernel.HTML(self.html())
+        if self._handle is None:
+            self._handle = self._kernel.display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+    def html(self) -> str:
+        """What is shown now."""
+        parts = [self._head(), self._told(), self._numbers(), self._pictures(), self._completions()]
+        return (
+            f'<div style="font: 13px ui-sans-serif, system-ui, sans-serif">{"".join(parts)}</div>'
+        )
+
+    def _head(self) -> str:
+        board = self._board
+        share = 100 * board.done / board.total if board.total else 100
+        name, value = board.headline()
+        phase = f" · {as_html(board.phase_text())}" if board.phase_text() else ""
+        return (
+            f"<div><b>{as_html(board.title)}</b> · step {board.done}/{board.total} · {as_html(board.times())}{phase}</div>"
+            '<div style="background: #8884; height: 6px; border-radius: 3px; margin: .4em 0; max-width: 900px">'
+            f'<div style="background: #0969da; height: 6px; border-radius: 3px; width: {share:.1f}%"></div></div>'
+            + (f"<div>{name} <b>{as_html(value)}</b></div>" if value else "")
+        )
+
+    def _told(self) -> str:
+        return "".join(
+            f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes
+        )
+
+    def _numbers(self) -> str:
+        facts = "".join(
+            f'<span style="margin-right: 1.4em; white-space: nowrap"><span style="opacity: .6">{name}</span> {as_html(value)}</span>'
+            for name, value in self._board.facts()
+        )
+        return f'<div style="max-width: 900px; line-height: 1.6">{facts}</div>'
+
+    def _pictures(self) -> str:
+        shown = [
+            picture(svg_curve(series, title=title, width=WIDTH, height=HEIGHT), title)
+            for title, series in self._plots()
+        ]
+        return f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(shown)}</div>'
+
+    def _plots(self) -> list[tuple[str, list[Series]]]:
+        found: list[tuple[str, list[Series]]] = []
+        if reward := self._curves.get("reward"):
+            found.append(("reward", with_mean("reward", reward)))
+        if parts := [name for name in self._curves if _is_part(name)]:
+            lines = [Series(_part(name), tuple(self._curves[name])) for name in parts]
+            found.append(("parts of the reward", lines))
+        for name, title in _CURVES.items():
+            if name in self._curves and not (name == "loss" and "reward" in self._curves):
+                found.append((title, with_mean(title, self._curves[name])))
+        return found
+
+    def _completions(self) -> str:
+        chosen = [rollout for group in self._groups for rollout in group.rollouts][:COMPLETIONS]
+        if not chosen:
+            return ""
+        header = ("reward", "parts", "completion")
+        return Table("", [_row(each) for each in chosen], header).as_html()
+
+
+def picture(svg: str, title: str) -> str:
+    """An image that stands alone."""
+    source = base64.b64encode(svg.encode()).decode()
+    return f'<img alt="{as_html(title)}" style="max-width: 100%" src="data:image/svg+xml;base64,{source}">'
+
+
+def number(value: float | None) -> str:
+    """A reward, or none."""
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _row(rollout: Rollout) -> tuple[str, str, str]:
+    parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
+    return number(rollout.reward), parts, shorten(rollout.completion, LONGEST)
+
+
+def _is_part(name: str) -> bool:
+    return name.startswith(_PARTS[0]) and name.endswith(_PARTS[1])
+
+
+def _part(name: str) -> str:
+    return name.removeprefix(_PARTS[0]).removesuffix(_PARTS[1])

@@ -1,0 +1,79 @@
+"""GRPO in a notebook: set values, call five functions, look at results.
+
+from groupwise.notebook import TrainingConfig, prepare_session, train_grpo, export_checkpoint, quick_test
+
+config = TrainingConfig(dataset="arithmetic", num_batches=60)
+session = prepare_session(config)
+trainer_state = train_grpo(config, session)
+export_checkpoint(config, trainer_state)
+quick_test(config, session)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupwise.notebook.config import ColabTrainingConfig, TrainingConfig
+    from groupwise.notebook.datasets import prepare_datasets, register_dataset
+    from groupwise.notebook.evaluation import evaluate
+    from groupwise.notebook.export import export_checkpoint
+    from groupwise.notebook.prompts import format_prompt
+    from groupwise.notebook.quick import quick_test, run_full_pipeline
+    from groupwise.notebook.rewards import create_reward_functions
+    from groupwise.notebook.session import (
+        ColabSession,
+        Session,
+        prepare_colab_session,
+        prepare_session,
+    )
+    from groupwise.notebook.training import TrainerState, train_grpo
+
+__all__ = [
+    "ColabSession",
+    "ColabTrainingConfig",
+    "Session",
+    "TrainerState",
+    "TrainingConfig",
+    "create_reward_functions",
+    "evaluate",
+    "export_checkpoint",
+    "format_prompt",
+    "prepare_colab_session",
+    "prepare_datasets",
+    "prepare_session",
+    "quick_test",
+    "register_dataset",
+    "run_full_pipeline",
+    "train_grpo",
+]
+
+_ROOMS = {
+    "ColabSession": "session",
+    "ColabTrainingConfig": "config",
+    "Session": "session",
+    "TrainerState": "training",
+    "TrainingConfig": "config",
+    "create_reward_functions": "rewards",
+    "evaluate": "evaluation",
+    "export_checkpoint": "export",
+    "format_prompt": "prompts",
+    "prepare_colab_session": "session",
+    "prepare_datasets": "datasets",
+    "prepare_session": "session",
+    "quick_test": "quick",
+    "register_dataset": "datasets",
+    "run_full_pipeline": "quick",
+    "train_grpo": "training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return getattr(import_module(f"groupwise.notebook.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'groupwise.notebook' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,289 @@
+"""What a notebook sets: one flat, typed config with the names that notebooks of GRPO use, and what it means to the core.
+
+    config = TrainingConfig(dataset="arithmetic", num_batches=60, learning_rate=1e-4)
+    config.num_generations = 8
+
+It is checked at once, each value again when it is changed, and can be changed until `prepare_session` has been given it. `overrides`
+takes any key of the core (docs/configuration.md) under its dotted name. A subclass may add fields of its own, for datasets and rewards
+that are told the config.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    ConfigDict,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from groupwise.errors import ConfigError
+from groupwise.rewards.tags import Tag, Tags
+from groupwise.settings.schema import Conflict, Strict, setting
+from groupwise.settings.tree import tree_of
+from groupwise.settings.validation import validate
+
+Backend = Literal["auto", "torch", "tunix"]
+Devices = Literal["auto"] | int | tuple[int, int]
+Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
+PresetName = Literal["quick", "standard", "production"]
+
+PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
+    "quick": {
+        "num_batches": 60,
+        "openrubrics_max": 200,
+        "dataset_max": 500,
+        "lora_rank": 16,
+        "lora_alpha": 32,
+        "num_generations": 4,
+        "total_generation_steps": 128,
+    },
+    "standard": {},
+    "production": {
+        "num_batches": 3000,
+        "openrubrics_max": 20_000,
+        "num_generations": 8,
+        "batch_size": 4,
+        "max_prompt_length": 512,
+        "total_generation_steps": 1024,
+    },
+}
+"""What each preset sets besides the defaults: a look at whether it works, the defaults themselves, and a long run."""
+
+DRIVE = Path("/content/drive/MyDrive")
+"""Where Google Drive is in Colab, once it is mounted."""
+CHECKPOINTS = Path("checkpoints")
+"""What holds the folders of experiments elsewhere."""
+SECRETS = ("wandb_api_key", "kaggle_username", "kaggle_key", "hf_token")
+"""The fields that are credentials; their environment variables have the same names in capitals."""
+
+
+class TrainingConfig(Strict):
+    """A training in a notebook. Raises ConfigError for what cannot work, with all that is wrong at once."""
+
+    model_config = ConfigDict(frozen=False, validate_assignment=True, protected_namespaces=())
+    type_from: ClassVar[tuple[str, ...]] = ()
+
+    num_batches: int = setting(
+        500, "Batches of prompts; train_fraction of them are trained on, each in one step.", ge=1
+    )
+    learning_rate: float = setting(
+        3e-6,
+        "Peak of the learning rate: it rises over the first tenth of the steps, then falls to 0 along a cosine.",
+        gt=0,
+    )
+    lora_rank: int = setting(64, "Rank of the adapter.", ge=1)
+    lora_alpha: float = setting(64.0, "The adapter's output is scaled by alpha / rank.", gt=0)
+    model: str | None = setting(
+        None,
+        "Hub id, folder or alias. None: Gemma 3 1B IT on a TPU or GPU, the bundled small model on a CPU.",
+        min_length=1,
+    )
+    dataset: str | None = setting(
+        None,
+        "openrubrics, gsm8k, arithmetic, a registered name, a hub id or a file. None: openrubrics, if use_openrubrics.",
+        min_length=1,
+    )
+    use_openrubrics: bool = setting(True, "Take openrubrics where no dataset is named.")
+    openrubrics_max: int = setting(2000, "Most rows of openrubrics.", ge=2)
+    dataset_max: int | None = setting(
+        None, "Most rows of any other dataset; None: all of them.", ge=2
+    )
+    save_to_drive: bool = setting(
+        False,
+        "Keep checkpoints and exports on Google Drive (Colab), so that they outlive the machine.",
+    )
+    experiment_name: str = setting(
+        "gemma3_grpo_reasoning", "Name of the run, and of its folder.", min_length=1
+    )
+    checkpoint_dir: str = setting(
+        "",
+        "The run's folder. Not given: that of the experiment on Drive if save_to_drive, else ./checkpoints/<experiment_name>.",
+    )
+    num_generations: int = setting(
+        2, "Completions of each prompt, which are compared with each other.", ge=2
+    )
+    num_iterations: int = setting(1, "Passes over the completions of a step.", ge=1)
+    beta: float = setting(0.08, "Weight of the KL penalty to the model as it was.", ge=0)
+    epsilon: float = setting(0.2, "The ratio of probabilities is clipped at 1 ± epsilon.", gt=0)
+    batch_size: int = setting(2, "Prompts in a batch.", ge=1)
+    max_prompt_length: int = setting(256, "Tokens; longer prompts are left out.", ge=1)
+    total_generation_steps: int = setting(512, "Most tokens of a completion.", ge=1)
+    train_fraction: float = setting(
+        0.9,
+        "Share of the rows, and of num_batches, that is trained on; the other rows are the test part.",
+        gt=0,
+        lt=1,
+    )
+    reasoning_start: str = setting("<reasoning>", "What the reasoning begins with.")
+    reasoning_end: str = setting("</reasoning>", "What it ends with.")
+    solution_start: str = setting("<answer>", "What the answer begins with.")
+    solution_end: str = setting("</answer>", "What it ends with.")
+    system_prompt: str = setting(
+        "",
+        "Stands before each question. Not given: asks for reasoning and answer between the four marks.",
+    )
+    wandb_api_key: SecretStr | None = setting(None, "Of Weights & Biases, for report_to.")
+    kaggle_username: SecretStr | None = setting(None, "For models and data from Kaggle.")
+    kaggle_key: SecretStr | None = setting(None, "Likewise.")
+    hf_token: SecretStr | None = setting(
+        None, "For models and data of the hub that need one, such as Gemma."
+    )
+    devices: Devices = setting(
+        "auto",
+        "auto, how many of the accelerators (of the cores, on a CPU), or for Tunix their mesh as (fsdp, tp).",
+    )
+    overrides: dict[str, Any] = setting(
+        {},
+        'Any key of the core by its dotted name, {"training.weight_decay": 0.0}; it wins over what is set here.',
+    )
+    seed: int = setting(
+        42, "Of the split, the order, every sampled token and the adapter's start.", ge=0
+    )
+    backend: Backend = setting(
+        "auto", "torch, or tunix (JAX). auto: tunix where there is a TPU, else torch."
+    )
+    report_to: tuple[Sink, ...] = setting(
+        (), "Where metrics are shown besides the run's own record."
+    )
+
+    _prepared: bool = PrivateAttr(default=False)
+
+    @classmethod
+    def preset(cls, name: PresetName, **changes: Any) -> Self:
+        """The config of a preset (quick, standard, production) with changes."""
+        if name not in PRESETS:
+            raise ConfigError(f"There is no preset {name!r}. There are: {', '.join(PRESETS)}.")
+        return cls(**{**PRESETS[name], **changes})
+
+    def changed(self, **changes: Any) -> Self:
+        """A config with other values, which can be changed further; what was computed from a changed value is computed anew."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**given, **changes})
+
+    def prepared(self) -> None:
+        """From now on it cannot be changed."""
+        self._prepared = True
+
+    @property
+    def tags(self) -> Tags:
+        """The four marks, as rewards take them."""
+        return Tags(
+            reasoning=_tag(self.reasoning_start, self.reasoning_end),
+            answer=_tag(self.solution_start, self.solution_end),
+        )
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the training: floor(num_batches × train_fraction)."""
+        return math.floor(self.num_batches * self.train_fraction + 1e-9)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What of the fields does not go together."""
+        if self.max_steps < 1:
+            yield Conflict(
+                f"num_batches {self.num_batches} × train_fraction {self.train_fraction} is less than one step. Raise num_batches.",
+                ("num_batches", "train_fraction"),
+            )
+        try:
+            _ = self.tags
+        except ValueError as error:
+            yield Conflict(
+                str(error), ("reasoning_start", "reasoning_end", "solution_start", "solution_end")
+            )
+
+    if not TYPE_CHECKING:  # who reads the types shall see the fields
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise _in_words(type(self), values, error) from None
+
+        # As that of pydantic's own base: what is read from JSON does not go through it, so that `validate` finds pydantic's errors.
+        __init__.__pydantic_base_init__ = True
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if self._prepared and name in type(self).model_fields:
+                raise ConfigError(
+                    f"{name} cannot be changed: a session was prepared with this config. Make another one, "
+                    f"config.changed({name}=…), and prepare a session with that."
+                )
+            before = dict(self.__dict__), set(self.__pydantic_fields_set__)
+            try:
+                super().__setattr__(name, value)
+            except ValidationError as error:
+                self.__dict__.clear()
+                self.__dict__.update(before[0])
+                object.__setattr__(self, "__pydantic_fields_set__", before[1])
+                given = {key: before[0][key] for key in before[1]}
+                raise _in_words(type(self), {**given, name: value}, error) from None
+
+    @field_validator("model", "dataset", "checkpoint_dir", mode="before")
+    @classmethod
+    def _path_as_text(cls, given: Any) -> Any:
+        return str(given) if isinstance(given, Path) else given
+
+    @model_validator(mode="after")
+    def _compute(self) -> Self:
+        computed = {"system_prompt": self._instruction(), "checkpoint_dir": self._folder()}
+        for name, value in computed.items():
+            if name not in self.model_fields_set or not getattr(self, name):
+                vars(self)[name] = value
+        return self
+
+    def _instruction(self) -> str:
+        return (
+            f"Solve the problem. First think it through between {self.reasoning_start} and {self.reasoning_end}, then give the answer "
+            f"alone between {self.solution_start} and {self.solution_end}."
+        )
+
+    def _folder(self) -> str:
+        above = DRIVE if self.save_to_drive else CHECKPOINTS
+        return str(above / self.experiment_name)
+
+
+ColabTrainingConfig = TrainingConfig
+
+
+def _tag(opens: str, closes: str) -> Tag:
+    """By its name where the marks are `<name>` and `</name>`."""
+    name = opens[1:-1]
+    plain = name and (opens, closes) == (f"<{name}>", f"</{name}>") and not set(name) & set("<>/")
+    return name if plain else (opens, closes)
+
+
+def _in_words(
+    kind: type[TrainingConfig], values: Mapping[str, Any], error: ValidationError
+) -> ConfigError:
+    """Everything that is wrong with these values, as for a config in a file."""
+    try:
+        validate(kind, tree_of(_shown(values), kind.__name__))
+    except ConfigError as told:
+        return told
+    return ConfigError(str(error))
+
+
+def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, as messages may show it: of credentials only whether they are text."""
+    return {
+        name: ("…" if isinstance(value, str | SecretStr) else 0)
+        if name in SECRETS and value is not None
+        else _plain(value)
+        for name, value in values.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return repr(value)

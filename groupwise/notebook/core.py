@@ -1,0 +1,117 @@
+"""What a notebook's config means to the core: the same run as a YAML file would describe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.build import NVIDIA
+from groupwise.config import LoadedConfig, load_config
+from groupwise.errors import ConfigError
+from groupwise.notebook.config import CHECKPOINTS, TrainingConfig
+from groupwise.notebook.rewards import ACCURACY
+from groupwise.settings.schema import KeyPath
+
+SMALL = "smollm2-135m-instruct"
+GEMMA = "google/gemma-3-1b-it"
+SAVE_STEPS = 100
+KEPT = 3
+
+_NOT_HERE = {
+    "run.dir": "checkpoint_dir",
+    "run.name": "checkpoint_dir",
+    "model.name": "model",
+    "rewards.in_process": "",
+}
+
+
+def core_config(config: TrainingConfig, *, graded: bool = True) -> LoadedConfig:
+    """The core's config for the torch backend. Raises ConfigError for what it refuses, by its own names.
+
+    `graded`: whether rows have answers, so that success is a right one.
+    """
+    folder = run_folder(config)
+    values: dict[str, Any] = {
+        "model": {"name": model_of(config)},
+        "lora": {"r": config.lora_rank, "alpha": _whole("lora_alpha", config.lora_alpha)},
+        "sampler": {"max_completion_length": config.total_generation_steps},
+        "algorithm": {"type": "grpo", "beta": config.beta, "epsilon": config.epsilon},
+        "training": {
+            "max_steps": config.max_steps,
+            "prompts_per_step": config.batch_size,
+            "num_generations": config.num_generations,
+            "num_iterations": config.num_iterations,
+            "learning_rate": config.learning_rate,
+            "lr_scheduler_type": "cosine",
+            "warmup_ratio": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.99,
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.1,
+            "seed": config.seed,
+        },
+        "data": {"max_prompt_length": config.max_prompt_length},
+        "rewards": {"in_process": True},
+        "eval": {"success_part": ACCURACY} if graded else {},
+        "run": {
+            "name": folder.name,
+            "dir": str(folder.parent),
+            "save_steps": SAVE_STEPS,
+            "save_total_limit": KEPT,
+            "report_to": list(config.report_to),
+            **_processes(config),
+        },
+    }
+    return load_config(values, _overrides(config), to_train=True)
+
+
+def run_folder(config: TrainingConfig) -> Path:
+    """Where the run is recorded: checkpoint_dir, unless that is on Drive, where no database may live."""
+    if config.save_to_drive:
+        return CHECKPOINTS / config.experiment_name
+    return Path(config.checkpoint_dir)
+
+
+def model_of(config: TrainingConfig) -> str:
+    """The model that is trained: the named one, or what suits the machine."""
+    if config.model is not None:
+        return config.model
+    return GEMMA if NVIDIA.exists() else SMALL
+
+
+def _processes(config: TrainingConfig) -> dict[str, int]:
+    if isinstance(config.devices, tuple):
+        raise ConfigError(
+            f"devices is {config.devices}, a mesh (fsdp, tp), which only the backend tunix has. Give a count, or auto."
+        )
+    return {} if config.devices == "auto" else {"processes": config.devices}
+
+
+def _overrides(config: TrainingConfig) -> list[str]:
+    found = _flat(config.overrides)
+    for key, _ in found:
+        if key in _NOT_HERE:
+            instead = _NOT_HERE[key]
+            use = f" Set {instead} instead." if instead else ""
+            raise ConfigError(f"overrides: {key} is decided by the notebook's own fields.{use}")
+    return [f"{key}={json.dumps(value)}" for key, value in found]
+
+
+def _flat(values: Mapping[str, Any], above: KeyPath = ()) -> list[tuple[str, Any]]:
+    """Keys may be dotted or nested."""
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        path = (*above, key)
+        if isinstance(value, Mapping) and value:
+            found += _flat(cast("Mapping[str, Any]", value), path)
+        else:
+            found.append((".".join(path), cast("Any", value)))
+    return found
+
+
+def _whole(name: str, value: float) -> int:
+    if value != int(value):
+        raise ConfigError(f"{name} is {value}; the backend torch takes whole numbers.")
+    return int(value)

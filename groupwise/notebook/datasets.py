@@ -1,0 +1,241 @@
+"""The rows that a notebook trains on: datasets by name, and how they are divided into a train and a test part.
+
+    def load_capitals(config):
+        return [{"question": "Capital of France?", "answer": "Paris"}, …]
+
+    register_dataset("capitals", load_capitals)
+    config = TrainingConfig(dataset="capitals")
+
+A row has a `question` with an `answer`, or with a `rubric` and a `reference` answer; further columns reach the rewards. Rows that cannot
+be used are left out and counted. No question is in both parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast
+
+from groupwise.data.chat import Account, Row, Rows, Unusable
+from groupwise.data.order import Stream
+from groupwise.data.sources import is_local, read_source
+from groupwise.errors import TaskError
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.prompts import format_prompt
+from groupwise.plugins import nearest, run_user_code
+from groupwise.tasks import math, rubric_answers
+from groupwise.tasks.source_rows import usable
+
+Kind = Literal["numeric", "rubric"]
+"""What rows are scored by: an answer, or a rubric and a reference."""
+
+Loaded: TypeAlias = (
+    Iterable[Mapping[str, Any]] | tuple[Iterable[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
+)
+"""What a loader gives: rows, or those to train on and those of the test part."""
+Loader: TypeAlias = Callable[[TrainingConfig], Loaded]
+
+OPENRUBRICS = "OpenRubrics/OpenRubrics"
+GSM8K = "openai/gsm8k"
+GENERATED = 2000
+"""Problems of `arithmetic`, where dataset_max does not say how many."""
+LEVEL = 1
+"""Of its problems: sums and differences of numbers up to 50."""
+
+_REGISTERED: dict[str, Loader] = {}
+
+
+def register_dataset(name: str, loader: Loader) -> None:
+    """Make a dataset known under a name. A second one of that name replaces the first, as when its cell is run again."""
+    if not callable(loader):
+        raise TaskError(
+            f"register_dataset({name!r}): {type(loader).__name__} is no function. Give one that takes the config and returns rows."
+        )
+    if name in _BUILT_IN:
+        raise TaskError(f"There is a built-in dataset {name!r}; choose another name.")
+    _REGISTERED[name] = loader
+
+
+def dataset_names() -> list[str]:
+    """All names that `dataset` may have, besides hub ids and files."""
+    return [*_BUILT_IN, *_REGISTERED]
+
+
+def dataset_of(config: TrainingConfig) -> str:
+    """The dataset that the config means. Raises TaskError where it names none, or one that is not there."""
+    if config.dataset is not None:
+        return _known(config.dataset)
+    if config.use_openrubrics:
+        return "openrubrics"
+    raise TaskError(
+        f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(dataset_names())}, a hub id (owner/name), a file."
+    )
+
+
+def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
+    """The train and the test part: rows with a `prompt`, their `question`, and what they are scored by.
+
+    Shuffled by the seed; train_fraction of the rows are trained on, at least one and all but one.
+    """
+    train, test = _divided(_loaded(config), config)
+    return _with_prompts(train, config), _with_prompts(test, config)
+
+
+def kind_of(rows: Sequence[Row]) -> Kind:
+    """What the rows are scored by."""
+    return "rubric" if "rubric" in rows[0] else "numeric"
+
+
+def _known(name: str) -> str:
+    if name in dataset_names() or is_local(name) or "/" in name:
+        return name
+    near = nearest(name, dataset_names())
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise TaskError(
+        f"There is no dataset {name!r}.{hint} There are: {', '.join(dataset_names())}; a hub id (owner/name) or a file; and what "
+        "register_dataset(name, loader) makes known."
+    )
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def _openrubrics(config: TrainingConfig) -> Rows:
+    """Instructions with rubrics. The reference is the better of two responses, where a row has those."""
+    rows = [_with_winner(row) for row in read_source(OPENRUBRICS, limit=config.openrubrics_max)]
+    return _of_rubrics(rows, OPENRUBRICS)
+
+
+def _with_winner(row: Row) -> Row:
+    better = {"a": "response_a", "b": "response_b"}.get(str(row.get("winner")).strip().lower()[-1:])
+    return {**row, "reference": row[better]} if better and better in row else row
+
+
+def _gsm8k(config: TrainingConfig) -> Rows:
+    rows = read_source(GSM8K, "main", "train", limit=config.dataset_max)
+    return _of_answers(rows, GSM8K)
+
+
+def _arithmetic(config: TrainingConfig) -> Rows:
+    asked = math.TaskConfig(min_level=LEVEL, max_level=LEVEL, seed=config.seed)
+    problems = math.generate(asked, config.dataset_max or GENERATED)
+    return Rows(
+        [{"question": each.question, "answer": each.answer} for each in problems], Account()
+    )
+
+
+_BUILT_IN: dict[str, Callable[[TrainingConfig], Rows]] = {
+    "openrubrics": _openrubrics,
+    "gsm8k": _gsm8k,
+    "arithmetic": _arithmetic,
+}
+
+
+def _loaded(config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
+    name = dataset_of(config)
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](config)
+    if name in _REGISTERED:
+        return _of_loader(name, _REGISTERED[name], config)
+    rows = read_source(name, limit=config.dataset_max)
+    return _of_source(rows, name)
+
+
+def _of_source(rows: Sequence[Row], name: str) -> Rows:
+    """Rows of a hub id or a file, by the columns that they have."""
+    there = {column for row in rows for column in row}
+    rubric = there.intersection(rubric_answers.COLUMNS["rubric"])
+    return _of_rubrics(rows, name) if rubric else _of_answers(rows, name)
+
+
+def _of_rubrics(rows: Sequence[Row], name: str) -> Rows:
+    found, left_out = rubric_answers.rows_of(rows, rubric_answers.TaskConfig(source=name))
+    kept = ("question", "rubric", "reference")
+    return Rows([{key: row[key] for key in kept} for row in found], Account(dict(left_out)))
+
+
+def _of_answers(rows: Sequence[Row], name: str) -> Rows:
+    found, left_out = math.problems_of(rows, math.TaskConfig(source=name), name)
+    given = [{"question": each.question, "answer": each.answer} for each in found]
+    return Rows(given, Account(dict(left_out)))
+
+
+def _of_loader(name: str, loader: Loader, config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
+    where = f"The dataset {name!r}"
+    given = run_user_code(lambda: loader(config), what=f"{where} failed")
+    if type(given) is tuple and len(cast("tuple[Any, ...]", given)) == 2:
+        return _checked(given[0], where, config), _checked(given[1], where, config)
+    return _checked(given, where, config)
+
+
+def _checked(given: Any, where: str, config: TrainingConfig) -> Rows:
+    """The rows of a loader, the first dataset_max of them."""
+    kind = "a coroutine" if inspect.iscoroutine(given) else type(given).__name__
+    if isinstance(given, str | bytes | Mapping) or not hasattr(cast("Any", given), "__iter__"):
+        raise TaskError(
+            f"{where} gave {kind}. Expected a list of rows such as {{'question': …, 'answer': …}}, or two of them, (train, test)."
+        )
+    rows = run_user_code(lambda: list(cast("Iterable[Any]", given)), what=f"{where} failed")
+    found, left_out = usable(
+        rows[: config.dataset_max],
+        _row,
+        lambda row: _key(row["question"]),
+        source=where,
+        strict=False,
+        remedy="Expected: question (text), and answer, or rubric and reference.",
+    )
+    return Rows(found, Account(dict(left_out)))
+
+
+def _row(given: object) -> Row:
+    if not isinstance(given, Mapping):
+        raise Unusable(f"it is {type(given).__name__} and no row with columns")
+    row = cast("Mapping[str, Any]", given)
+    question = row.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise Unusable("it has no text in the column question")
+    if row.get("answer") is None and (row.get("rubric") is None or row.get("reference") is None):
+        raise Unusable("it has neither an answer nor a rubric with a reference")
+    return {**row, "question": question.strip()}
+
+
+# --- dividing ------------------------------------------------------------------------------------
+
+
+def _divided(found: Rows | tuple[Rows, Rows], config: TrainingConfig) -> tuple[Rows, Rows]:
+    stream = Stream("notebook", config.seed)
+    if isinstance(found, tuple):
+        train, test = found
+        tested = {_key(row["question"]) for row in test}
+        alone = [row for row in train if _key(row["question"]) not in tested]
+        shared = Counter({"the test part has the question": len(train) - len(alone)})
+        left_out = Counter(train.account.left_out) + shared
+        return (
+            Rows(stream.sample(_enough(alone, config), len(alone)), Account(dict(left_out))),
+            Rows(stream.sample(test, len(test)), test.account),
+        )
+    rows = stream.sample(_enough(found, config), len(found))
+    count = min(max(int(len(rows) * config.train_fraction + 1e-9), 1), len(rows) - 1)
+    return Rows(rows[:count], found.account), Rows(rows[count:], Account())
+
+
+def _enough(rows: Sequence[Row], config: TrainingConfig) -> Sequence[Row]:
+    if len(rows) < 2:
+        raise TaskError(
+            f"The dataset {dataset_of(config)!r} has {len(rows)} usable row{'s' * (len(rows) != 1)}; at least two are needed, one to train "
+            "on and one to test."
+        )
+    return rows
+
+
+def _key(question: str) -> str:
+    return " ".join(question.split()).casefold()
+
+
+def _with_prompts(rows: Rows, config: TrainingConfig) -> Rows:
+    def asked(row: Row) -> Row:
+        text = format_prompt(row["question"], config)
+        return {"prompt": [{"role": "user", "content": text}], **row}
+
+    return Rows([asked(row) for row in rows], rows.account)

@@ -1,0 +1,92 @@
+"""Checkpoints on Google Drive, so that a run outlives the machine of a notebook.
+
+The run itself is recorded on the local disk, because a database must not live on a synchronised folder. Each checkpoint carries the record
+up to it (`groupwise.runs.carried`), so a copy of the newest one is all that another machine needs to go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.notebook.config import DRIVE, TrainingConfig
+from groupwise.notebook.core import KEPT, run_folder
+from groupwise.runs import checkpoints, durable
+from groupwise.runs.folder import CHECKPOINTS, CONFIG, FINAL
+
+MOUNT = "/content/drive"
+
+
+def mount(config: TrainingConfig) -> list[tuple[str, str]]:
+    """Mount Drive if that is asked for, and bring back an experiment that another machine began. Returns what to say about it."""
+    if not config.save_to_drive:
+        return []
+    if not DRIVE.exists():
+        _mount()
+    place = mirror(config)
+    if place is None:
+        return [("drive", f"there is none here; checkpoints stay in {run_folder(config)}")]
+    brought = bring_back(place, run_folder(config))
+    return [
+        (
+            "drive",
+            f"checkpoints are copied to {place}"
+            + (f"; {brought} came from there" if brought else ""),
+        )
+    ]
+
+
+def mirror(config: TrainingConfig) -> Path | None:
+    """Where checkpoints are copied; None where they are not."""
+    if not config.save_to_drive:
+        return None
+    place = Path(config.checkpoint_dir)
+    return place if DRIVE.exists() or not place.is_relative_to(DRIVE) else None
+
+
+def bring_back(place: Path, run: Path) -> str:
+    """Copy the newest checkpoint of a mirror into a run folder that has nothing yet. Returns its name; empty where there is none."""
+    newest = checkpoints.newest(place / CHECKPOINTS)
+    if newest is None or (run / CONFIG).exists() or checkpoints.newest(run / CHECKPOINTS):
+        return ""
+    _copy(newest.path, run / CHECKPOINTS / newest.path.name)
+    return newest.path.name
+
+
+class Mirror(Callback):
+    """Copies each checkpoint, and at the end the final weights, whole or not at all."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        """See `Callback`."""
+        copy = self._place / CHECKPOINTS / checkpoint.name
+        if not copy.exists():
+            _copy(checkpoint, copy)
+        checkpoints.prune(self._place / CHECKPOINTS, KEPT)
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """See `Callback`."""
+        if end.state == "finished":
+            _copy(run.folder / FINAL, self._place / FINAL)
+
+
+def _mount() -> None:
+    try:
+        drive: Any = importlib.import_module("google.colab.drive")
+    except ImportError:
+        return
+    drive.mount(MOUNT)
+
+
+def _copy(folder: Path, to: Path) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
+
+    def fill(building: Path) -> None:
+        shutil.copytree(folder, building, dirs_exist_ok=True)
+
+    durable.make_folder(to, fill, replace=True)

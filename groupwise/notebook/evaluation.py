@@ -1,0 +1,48 @@
+"""How well the newest weights do on the test part."""
+
+from __future__ import annotations
+
+from groupwise.display.notebook import Table, show
+from groupwise.evaluation.evaluate import evaluate as evaluated
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.core import core_config
+from groupwise.notebook.rewards import ACCURACY, Given, rewards_of
+from groupwise.notebook.session import Session
+from groupwise.notebook.task import NotebookTask
+
+
+def evaluate(
+    config: TrainingConfig,
+    session: Session,
+    *,
+    samples_per_prompt: int = 1,
+    reward_functions: Given | None = None,
+    extra_reward_functions: Given = (),
+) -> dict[str, float]:
+    """Answer the test part (its first 128 prompts) with the newest weights, or the model as it is; show what is measured, and return it.
+
+    accuracy, within_10_percent and format_rate are shares of the answers; pass@k that one of k samples is right, for k up to
+    `samples_per_prompt`, which are drawn at temperature 1 (one sample is drawn greedily); for rubrics, rubric_overlap is the mean reward.
+    """
+    rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
+    task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
+    core = core_config(config, graded=ACCURACY in rewards.names)
+    weights = session.weights
+    result = evaluated(
+        core.config,
+        task,
+        overrides=[] if samples_per_prompt == 1 else ["eval.temperature=1.0"],
+        policy="base" if weights is None else str(weights),
+        samples_per_prompt=samples_per_prompt,
+    )
+    judged = {name: result.interval(name) for name in result.judged}
+    rows = [
+        (
+            name,
+            f"{value:.3f}",
+            f"{judged[name].low:.3f} to {judged[name].high:.3f}" if name in judged else "",
+        )
+        for name, value in result.metrics.items()
+    ]
+    show(Table(f"{result.policy}: {result.prompts} prompts", rows, ("", "", "95 % interval")))
+    return result.metrics

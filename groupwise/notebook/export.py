@@ -1,0 +1,67 @@
+"""The trained adapter, as other programs load it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from groupwise.display.notebook import Table, show
+from groupwise.errors import RunNotFoundError
+from groupwise.notebook import drive
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.training import TrainerState
+from groupwise.review.export import export
+from groupwise.runs import checkpoints, durable
+from groupwise.runs.folder import CHECKPOINTS
+
+HF_LORA = "hf_lora"
+"""The folder within a checkpoint that holds the exported adapter."""
+
+
+def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState) -> str:
+    """Write the newest checkpoint's adapter, with tokenizer and model card, into its `hf_lora/`. Returns the checkpoint's folder.
+
+    peft and vLLM load it as it is. With save_to_drive it is also zipped there. Raises RunNotFoundError where there is no checkpoint.
+    """
+    run = Path(trainer_state.checkpoint_dir)
+    newest = checkpoints.newest(run / CHECKPOINTS)
+    if newest is None:
+        raise RunNotFoundError(
+            f"{run} has no checkpoint yet, so there is nothing to export. They are written every 100 steps, when the cell is "
+            "interrupted, and at the end of train_grpo(config, session)."
+        )
+    adapter = newest.path / HF_LORA
+    export(f"{run}@{newest.step}", "adapter", adapter, runs_dir=run.parent, force=True)
+    rows = [
+        ("checkpoint", f"{newest.path}, after {newest.step} steps"),
+        ("adapter", str(adapter)),
+        *_zipped(config, adapter),
+    ]
+    base = f'AutoModelForCausalLM.from_pretrained("{_base(adapter)}")'
+    rows.append(("load it", f'PeftModel.from_pretrained({base}, "{adapter}")'))
+    rows.append(
+        (
+            "serve it",
+            f"vllm serve {_base(adapter)} --enable-lora --lora-modules {config.experiment_name}={adapter}",
+        )
+    )
+    show(Table("Export", rows))
+    return str(newest.path)
+
+
+def _base(adapter: Path) -> str:
+    import json
+
+    return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+
+
+def _zipped(config: TrainingConfig, adapter: Path) -> list[tuple[str, str]]:
+    place = drive.mirror(config)
+    if place is None:
+        return []
+    place.mkdir(parents=True, exist_ok=True)
+    target = place / f"{config.experiment_name}.zip"
+    building = durable.building_path(target)
+    made = Path(shutil.make_archive(str(building), "zip", adapter))
+    durable.publish_file(made, target)
+    return [("zip", str(target))]

@@ -1,0 +1,15 @@
+"""What a question looks like to the model."""
+
+from __future__ import annotations
+
+from groupwise.notebook.config import TrainingConfig
+
+
+def format_prompt(question: str, config: TrainingConfig, rubric: str | None = None) -> str:
+    """What the user says: the system prompt and the question. The model's chat template is laid around it later.
+
+    The system prompt stands in the user's turn, because Gemma's template has no other. `rubric` is shown to the model where it is given:
+    what is then rewarded for its words may be repeated, so nothing gives it by default.
+    """
+    shown = f"{question}\n\nA good answer mentions:\n{rubric}" if rubric else question
+    return f"{config.system_prompt}\n\n{shown}"

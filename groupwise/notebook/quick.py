@@ -1,0 +1,40 @@
+"""A question to the trained policy, and the whole pipeline in one call."""
+
+from __future__ import annotations
+
+from groupwise.display.notebook import Table, show
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.export import export_checkpoint
+from groupwise.notebook.prompts import format_prompt
+from groupwise.notebook.rewards import Given
+from groupwise.notebook.session import Session, prepare_session
+from groupwise.notebook.training import TrainerState, train_grpo
+
+QUESTION = "Ada has 3 boxes with 12 pencils each. She gives 8 pencils away. How many are left?"
+
+
+def quick_test(config: TrainingConfig, session: Session, test_question: str | None = None) -> str:
+    """Ask the trained policy a question (default: a small problem of arithmetic), show its answer and return it."""
+    question = QUESTION if test_question is None else test_question
+    [answer] = session.sampler([format_prompt(question, config)])
+    show(Table("Quick test", [("question", question), ("answer", answer)]))
+    return answer
+
+
+def run_full_pipeline(
+    config: TrainingConfig,
+    *,
+    reward_functions: Given | None = None,
+    extra_reward_functions: Given = (),
+) -> tuple[Session, TrainerState, str]:
+    """Prepare, train, export, test: the session, the trainer's state (with the test's answer) and the checkpoint's folder."""
+    session = prepare_session(config)
+    state = train_grpo(
+        config,
+        session,
+        reward_functions=reward_functions,
+        extra_reward_functions=extra_reward_functions,
+    )
+    path = export_checkpoint(config, state)
+    state.test_answer = quick_test(config, session)
+    return session, state, path

@@ -1,0 +1,120 @@
+"""What a notebook rewards: functions that the config makes, and those that somebody gives instead or beside them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
+
+from groupwise.data.chat import Row
+from groupwise.errors import TaskError
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.datasets import Kind, dataset_of, kind_of, prepare_datasets
+from groupwise.rewards.calling import check_function, name_of
+from groupwise.rewards.registry import get_reward_funcs
+from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.tags import Tag
+from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.types import Prompt
+
+Reward: TypeAlias = Callable[..., Any]
+"""f(prompts, completions, **columns) -> list of numbers, None where it does not apply. Prompts and completions are texts."""
+Given: TypeAlias = Sequence[Reward | tuple[Reward, float]]
+"""Rewards, some of them with a weight."""
+
+ACCURACY = "accuracy"
+"""The part that says whether an answer is right, recorded beside the others and not counted."""
+_KINDS: dict[str, Kind] = {"openrubrics": "rubric", "gsm8k": "numeric", "arithmetic": "numeric"}
+
+
+def create_reward_functions(
+    config: TrainingConfig, rows: Sequence[Row] | None = None
+) -> list[Reward]:
+    """The rewards of a config: `match_format`, and by its dataset `rubric_overlap` or `math_answer`.
+
+    `rows` says what kind of data they are for; without it, that is known of built-in datasets, and looked up for others.
+    """
+    kind = _kind(config) if rows is None else kind_of(rows)
+    tags = config.tags
+    layout = {
+        "name": "match_format",
+        "reasoning_tag": _listed(tags.reasoning),
+        "answer_tag": _listed(tags.answer),
+    }
+    answers = {"name": "math_answer", "tolerant": True, "answer_tag": _listed(tags.answer)}
+    second = answers if kind == "numeric" else {"name": "rubric_overlap"}
+    return [function for function, _ in get_reward_funcs([layout, second])]
+
+
+def rewards_of(
+    config: TrainingConfig,
+    rows: Sequence[Row],
+    reward_functions: Given | None = None,
+    extra_reward_functions: Given = (),
+) -> Rubric:
+    """What a training rewards: `reward_functions` instead of those of the config, `extra_reward_functions` beside either."""
+    for name, given in (
+        ("reward_functions", reward_functions),
+        ("extra_reward_functions", extra_reward_functions),
+    ):
+        if callable(given):
+            raise TaskError(
+                f"{name} is one function; give a list, {name}=[{getattr(given, '__name__', 'f')}]."
+            )
+    chosen = create_reward_functions(config, rows)
+    if reward_functions is not None:
+        chosen = [_on_texts(each) for each in reward_functions]
+    counted = [*chosen, *(_on_texts(each) for each in extra_reward_functions)]
+    if not counted:
+        raise TaskError(
+            "There is no reward function: reward_functions is empty. Give at least one, or leave it out."
+        )
+    return Rubric([*counted, *_accuracy(config, rows)], where="reward_functions")
+
+
+def _on_texts(given: Reward | tuple[Reward, float]) -> Any:
+    """A reward that is given texts where the core has chats: prompts and completions are text in a notebook."""
+    if isinstance(given, tuple):
+        function, weight = cast("tuple[Reward, float]", given)
+        return _on_texts(function), weight
+    check_function(given, "reward_functions")
+    function = given
+
+    def reward(**columns: Any) -> Any:
+        for name in {"prompts", "completions"} & columns.keys():
+            columns[name] = [_text(each) for each in columns[name]]
+        return function(**columns)
+
+    functools.update_wrapper(reward, function, updated=())
+    reward.__name__ = name_of(function)
+    for kept in ("stateful", "check_row"):
+        if hasattr(function, kept):
+            setattr(reward, kept, getattr(function, kept))
+    return reward
+
+
+def _text(said: Prompt | CompletionText) -> str:
+    """A text as it is; of a chat what was said last."""
+    return said if isinstance(said, str) else completion_text([{**said[-1], "role": "assistant"}])
+
+
+def _accuracy(config: TrainingConfig, rows: Sequence[Row]) -> list[tuple[Reward, float]]:
+    if kind_of(rows) == "rubric":
+        return []
+    [(right, _)] = get_reward_funcs(
+        [{"name": "math_answer", "answer_tag": _listed(config.tags.answer)}]
+    )
+
+    def accuracy(**given: Any) -> Any:
+        return right(**given)
+
+    return [(accuracy, 0.0)]
+
+
+def _kind(config: TrainingConfig) -> Kind:
+    name = dataset_of(config)
+    return _KINDS[name] if name in _KINDS else kind_of(prepare_datasets(config)[0])
+
+
+def _listed(tag: Tag) -> str | list[str]:
+    return tag if isinstance(tag, str) else list(tag)

@@ -1,0 +1,190 @@
+"""A prepared notebook session: config, data, and the model in the forms that people ask for.
+
+`prepare_session` checks everything that can be found out before training, in seconds, and says what it did in a table. The model itself is
+loaded when something asks for it (`session.ref_model`, `session.sampler`), and by the training; so there is never a second copy beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import LoadedConfig, RunConfig
+from groupwise.data.chat import Row, Rows
+from groupwise.display.notebook import Table, show
+from groupwise.errors import UsageError
+from groupwise.notebook import credentials, drive
+from groupwise.notebook.answering import answers
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.core import core_config
+from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets
+from groupwise.notebook.record import Record
+from groupwise.types import Prompt, SamplingParams
+
+
+@dataclass
+class Session:
+    """What the functions of a notebook share. `train_dataset` and `test_dataset` may be replaced by other rows."""
+
+    config: TrainingConfig
+    train_dataset: Rows | Sequence[Row]
+    test_dataset: Rows | Sequence[Row]
+    core: LoadedConfig = field(repr=False)
+    """What the config means to the core."""
+    folder: Path | None = None
+    """The run's folder, once there has been a training."""
+
+    @property
+    def weights(self) -> Path | None:
+        """The newest weights of the training; None before there are any."""
+        return None if self.folder is None else newest_weights(self.folder)
+
+    @property
+    def run(self) -> Record:
+        """The record of the run: metrics, rollouts, evaluations. Raises UsageError before the training."""
+        if self.folder is None:
+            raise UsageError("There is no run yet: call train_grpo(config, session).")
+        return Record(self.folder)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (transformers)."""
+        from groupwise.models.tokenizer import load_tokenizer
+
+        return load_tokenizer(self._settings.model)
+
+    @cached_property
+    def ref_model(self) -> Any:
+        """The model as it was before the training (transformers), which the KL penalty refers to. Loaded when first asked for."""
+        from groupwise.models.load import choose_dtype, load_model
+
+        dtype = choose_dtype(self._settings.model, full=False, device="cpu")
+        return load_model(self._settings.model, dtype).requires_grad_(False)
+
+    @cached_property
+    def model_config(self) -> Any:
+        """The model's own configuration (transformers): layers, heads, vocabulary."""
+        from groupwise.models.load import read_model_config
+
+        return read_model_config(self._settings.model)
+
+    @property
+    def lora_policy(self) -> dict[str, Any]:
+        """What is trained: rank, alpha, layers, number of parameters."""
+        from groupwise.ranks import ahead
+
+        lora = self._settings.lora
+        assert lora is not None, "the config sets a rank"
+        trained = ahead.trained_parameters(self._settings.model, lora)
+        return {**lora.model_dump(mode="json"), "parameters": trained}
+
+    @property
+    def mesh(self) -> None:
+        """The mesh of devices, which the backend torch does not have."""
+        return
+
+    @property
+    def sampler(self) -> Sampler:
+        """Answers prompts with the newest weights."""
+        return Sampler(self)
+
+    @property
+    def _settings(self) -> RunConfig:
+        return self.core.config
+
+
+ColabSession = Session
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Completes prompts with the newest weights of a session. The model is loaded for each call."""
+
+    session: Session
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        total_generation_steps: int = 256,
+        temperature: float = 0.7,
+        top_k: int | None = 50,
+        top_p: float | None = 0.95,
+        seed: int | None = None,
+    ) -> list[str]:
+        """A completion of each prompt. A text is what the user says; messages are a chat."""
+        if isinstance(prompts, str):
+            raise UsageError("prompts is one text; give a list of them.")
+        chats = [
+            [{"role": "user", "content": each}] if isinstance(each, str) else each
+            for each in prompts
+        ]
+        params = SamplingParams(
+            max_tokens=total_generation_steps, temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        session = self.session
+        chosen = session.config.seed if seed is None else seed
+        return answers(session.core.config, chats, session.weights, params, chosen)
+
+
+def prepare_session(config: TrainingConfig) -> Session:
+    """Credentials, Drive, the checkpoint folder, model and data: everything that a training needs, checked.
+
+    Raises UsageError for what cannot work. The config cannot be changed afterwards.
+    """
+    found = credentials.provide(config)
+    mounted = drive.mount(config)
+    train, test = prepare_datasets(config)
+    core = core_config(config, graded=kind_of(train) == "numeric")
+    session = Session(config, train, test, core)
+    parameters = session.lora_policy["parameters"]
+    config.prepared()
+    rows: list[tuple[str, str]] = [
+        ("backend", "torch"),
+        ("model", core.config.model.name),
+        ("adapter", f"rank {config.lora_rank}, {parameters:,} parameters are trained"),
+        ("dataset", f"{dataset_of(config)}: {len(train)} rows to train on, {len(test)} to test"),
+        *_left_out(train, test),
+        (
+            "training",
+            f"{config.max_steps} steps of {config.batch_size} prompts × {config.num_generations} completions",
+        ),
+        ("checkpoints", config.checkpoint_dir),
+        *mounted,
+        (
+            "credentials",
+            "; ".join(f"{name} from {place}" for name, place in found.items())
+            or "none found, none needed here",
+        ),
+    ]
+    show(Table("Session", rows))
+    return session
+
+
+prepare_colab_session = prepare_session
+
+
+def newest_weights(folder: Path) -> Path | None:
+    """Those of the finished run, else of its newest checkpoint by number."""
+    from groupwise.runs import checkpoints
+    from groupwise.runs.folder import CHECKPOINTS, FINAL
+
+    if (folder / FINAL).is_dir():
+        return folder / FINAL
+    newest = checkpoints.newest(folder / CHECKPOINTS)
+    return None if newest is None else newest.path
+
+
+def _left_out(train: Sequence[Row], test: Sequence[Row]) -> list[tuple[str, str]]:
+    reasons: dict[str, int] = {}
+    for part in (train, test):
+        if isinstance(part, Rows):
+            for reason, count in part.account.left_out.items():
+                reasons[reason] = reasons.get(reason, 0) + count
+    return (
+        [("left out", "; ".join(f"{count} × {reason}" for reason, count in reasons.items()))]
+        if reasons
+        else []
+    )

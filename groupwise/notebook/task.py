@@ -1,0 +1,99 @@
+"""The task that a notebook's rows and rewards make: what `groupwise.rl` trains on, from objects of the notebook itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from groupwise.data.chat import Row, Rows
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.rewards import kind_of
+from groupwise.rewards.formats import SoftFormat
+from groupwise.rewards.mathematics import MathAnswer
+from groupwise.rewards.overlap import RubricOverlap
+from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.text import CompletionText
+
+
+class NotebookTask:
+    """See `groupwise.tasks.contract`."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        train: Rows | Sequence[Row],
+        test: Rows | Sequence[Row],
+        rewards: Rubric,
+        callbacks: Sequence[object] = (),
+    ) -> None:
+        self._config = config
+        self._train = train
+        self._test = test
+        self._rewards = rewards
+        self._callbacks = callbacks
+
+    def get_rl_dataset(self, config: Any) -> Rows | Sequence[Row]:
+        """The train part."""
+        return self._train
+
+    def get_eval_dataset(self, config: Any) -> Rows | Sequence[Row]:
+        """The test part."""
+        return self._test
+
+    def get_reward_funcs(self, config: Any, tokenizer: Any) -> Rubric:
+        """Those of the notebook."""
+        return self._rewards
+
+    def get_rl_callbacks(self, config: Any, tokenizer: Any, output_dir: str) -> list[object]:
+        """What watches on behalf of the notebook."""
+        return list(self._callbacks)
+
+    def compute_metrics(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[CompletionText],
+        dataset_rows: Sequence[Row],
+        config: Any,
+        tokenizer: Any,
+    ) -> dict[str, Any]:
+        """Shares of completions in the layout, of right answers, and of those within 10 %; for rubrics the mean of `rubric_overlap`."""
+        tags = self._config.tags
+        layout = SoftFormat(tags.reasoning, tags.answer, right=1.0)
+        found = {"format_rate": fmean(layout(completions))}
+        if kind_of(dataset_rows) == "rubric":
+            return {
+                "metrics": {**found, "rubric_overlap": _overlap(prompts, completions, dataset_rows)}
+            }
+        grades = _grades(self._config, completions, dataset_rows)
+        return {
+            "metrics": {
+                "accuracy": fmean(grade >= RIGHT for grade in grades),
+                "within_10_percent": fmean(grade >= NEAR for grade in grades),
+                **found,
+            }
+        }
+
+
+RIGHT, NEAR = 1.5, 0.5
+"""The least grades of `math_answer` for a right answer, and for one that is off by at most a tenth."""
+
+
+def _grades(
+    config: TrainingConfig, completions: Sequence[CompletionText], rows: Sequence[Row]
+) -> list[float]:
+    graded: Callable[..., list[float]] = MathAnswer(tolerant=True, answer_tag=config.tags.answer)
+    return graded(completions, answer=[row["answer"] for row in rows])
+
+
+def _overlap(
+    prompts: Sequence[Any], completions: Sequence[CompletionText], rows: Sequence[Row]
+) -> float:
+    found = RubricOverlap()(
+        prompts=prompts,
+        completions=completions,
+        rubric=[row["rubric"] for row in rows],
+        reference=[row["reference"] for row in rows],
+    )
+    known = [value for value in found if value is not None]
+    return fmean(known) if known else 0.0

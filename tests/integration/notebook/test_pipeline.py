@@ -1,0 +1,229 @@
+"""The five functions on a tiny model: what they make, what they say, and that a training which was cut off goes on exactly."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.notebook import (
+    Session,
+    TrainerState,
+    TrainingConfig,
+    evaluate,
+    export_checkpoint,
+    prepare_session,
+    quick_test,
+    run_full_pipeline,
+    train_grpo,
+)
+from groupwise.runs import checkpoints
+
+
+def digits(completions, **columns):
+    """A reward that a model without any training can get better at."""
+    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
+
+
+def config_of(**changes):
+    values = {
+        "model": "tiny", "dataset": "arithmetic", "dataset_max": 40, "num_batches": 8, "train_fraction": 0.75, "batch_size": 2,
+        "num_generations": 4, "total_generation_steps": 16, "learning_rate": 0.05, "beta": 0.0, "lora_rank": 4, "lora_alpha": 8,
+        "experiment_name": "digits",
+    }  # fmt: skip
+    return TrainingConfig(**{**values, **changes})
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_pipeline_from_a_config_to_an_adapter(here, capsys):
+    config = config_of()
+    session, state, path = run_full_pipeline(config, reward_functions=[digits])
+    assert isinstance(session, Session)
+    assert isinstance(state, TrainerState)
+    assert path == "checkpoints/digits/checkpoints/step-6"
+    assert state.checkpoint_dir == "checkpoints/digits"
+    assert state.test_answer
+    said = capsys.readouterr().out
+    for part in (
+        "6 steps of 2 prompts × 4 completions",
+        "arithmetic: 30 rows to train on, 10 to test",
+        "PeftModel",
+        state.test_answer[:5],
+    ):
+        assert part in said
+    assert [step for step, _ in session.run.metrics("reward")["reward"]] == list(range(6))
+    assert set(session.run.evaluations()) == {"before", "after"}
+    assert {"accuracy", "within_10_percent", "format_rate"} <= set(
+        session.run.evaluations()["after"]
+    )
+    assert "<img" in session.run.plot("reward").as_html()
+    assert len(session.run.table(step=0).rows) == 8
+    assert session.run.summary["state"] == "finished"
+    with pytest.raises(UsageError, match="cannot be changed"):
+        config.beta = 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
+def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(here):
+    import torch
+    from peft import PeftModel
+
+    from groupwise.models.config import ModelConfig
+    from groupwise.models.load import load_model
+
+    session, _, path = run_full_pipeline(config_of(num_batches=4), reward_functions=[digits])
+    base = load_model(ModelConfig(name="tiny"), "float32")
+    ids = torch.tensor([session.tokenizer("What is 1 + 1?").input_ids])
+    with torch.no_grad():
+        before = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, Path(path) / "hf_lora")
+        after = adapted(ids).logits
+        final = PeftModel.from_pretrained(
+            load_model(ModelConfig(name="tiny"), "float32"), Path(path).parents[1] / "final"
+        )
+        expected = final(ids).logits
+    assert not torch.equal(before, after)
+    assert torch.equal(after, expected)
+    names = {
+        name
+        for name, value in adapted.named_parameters()
+        if "lora_B" in name and value.abs().max() > 0
+    }
+    assert len(names) == sum("lora_B" in name for name, _ in adapted.named_parameters())
+
+
+def test_pieces_by_themselves(here, capsys):
+    config = config_of()
+    session = prepare_session(config)
+    with pytest.raises(UsageError, match="call train_grpo"):
+        _ = session.run
+    assert session.weights is None
+    untrained = quick_test(config, session, "Say 1.")
+    assert untrained == quick_test(config, session, "Say 1.")
+    measured = evaluate(config, session, samples_per_prompt=2)
+    assert {"accuracy", "format_rate", "pass@1", "pass@2"} <= set(measured)
+    assert "base: 10 prompts" in capsys.readouterr().out
+    assert session.lora_policy["r"] == 4
+    assert session.model_config.num_hidden_layers == len(session.ref_model.model.layers)
+    assert session.mesh is None
+    with pytest.raises(UsageError, match="give a list"):
+        session.sampler("one text")
+    answers = session.sampler(["a", [{"role": "user", "content": "b"}]], total_generation_steps=4)
+    assert len(answers) == 2
+
+
+def test_a_session_of_another_config_is_refused(here):
+    session = prepare_session(config_of())
+    with pytest.raises(UsageError, match="num_batches, learning_rate differ"):
+        train_grpo(config_of(num_batches=9, learning_rate=0.1), session)
+
+
+def test_there_is_nothing_to_export_before_a_checkpoint(here):
+    folder = here / "checkpoints" / "digits"
+    folder.mkdir(parents=True)
+    state = TrainerState(None, folder, str(folder))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RunNotFoundError, match="nothing to export"):
+        export_checkpoint(config_of(), state)
+
+
+CELLS = """
+    import sys, time
+    from pathlib import Path
+    from groupwise.notebook import *
+
+    def digits(completions, trainer_state=None, **columns):
+        Path("step").write_text(str(trainer_state.global_step))
+        while Path("wait").exists() and trainer_state.global_step >= 3:
+            time.sleep(0.01)
+        return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
+
+    config = TrainingConfig(
+        model="tiny", dataset="arithmetic", dataset_max=40, num_batches=8, train_fraction=0.75, num_generations=4,
+        total_generation_steps=16, learning_rate=0.05, beta=0.0, lora_rank=4, lora_alpha=8, experiment_name="digits",
+        overrides={"run.save_steps": 2, "run.processes": 1}, **eval(sys.argv[1]),
+    )
+    session = prepare_session(config)
+    state = train_grpo(config, session, reward_functions=[digits])
+    print("done", state.checkpoint_dir)
+"""
+
+
+def cells(folder, **changes):
+    """The cells as a script in a process group of its own."""
+    script = folder / "cells.py"
+    script.write_text(textwrap.dedent(CELLS))
+    return subprocess.Popen(
+        [sys.executable, str(script), repr(changes)],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def run_cells(folder, **changes):
+    process = cells(folder, **changes)
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    return output
+
+
+def stopped(folder, number):
+    """The cells, ended by a signal to the whole group in their fourth step."""
+    (folder / "wait").touch()
+    process = cells(folder)
+    step = folder / "step"
+    while not (step.exists() and step.read_text() == "3"):
+        assert process.poll() is None, process.communicate()[1]
+    os.killpg(process.pid, number)
+    (folder / "wait").unlink()
+    output, errors = process.communicate(timeout=100)
+    return process.returncode, output, errors
+
+
+def weights(folder):
+    return (folder / "checkpoints" / "digits" / "final" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_cells_that_were_cut_off_go_on_exactly(number, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    run_cells(whole)
+    code, _, errors = stopped(cut, number)
+    assert code != 0
+    newest = checkpoints.newest(cut / "checkpoints" / "digits" / "checkpoints")
+    assert newest is not None
+    if number == signal.SIGINT:
+        assert newest.step == 3
+        assert "Stopped" in errors or "stopped after 3 steps" in errors
+    else:
+        assert newest.step == 2
+    said = run_cells(cut)
+    assert "checkpoints/digits was cut off: it goes on." in said
+    assert weights(cut) == weights(whole)
+    assert not list((cut / "checkpoints").glob("digits-*"))
+
+
+@pytest.mark.slow
+def test_another_config_begins_beside_a_run_that_was_cut_off(tmp_path):
+    stopped(tmp_path, signal.SIGINT)
+    said = run_cells(tmp_path, seed=7)
+    assert re.search(
+        r"cut off, but had another config \(.*training\.seed.*\): a new run begins", said
+    )
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == [
+        "digits",
+        "digits-2",
+    ]

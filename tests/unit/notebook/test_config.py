@@ -1,0 +1,201 @@
+"""The config of a notebook: checked at once, worded for people, closed once a session has it, and silent about credentials."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import ConfigError
+from groupwise.notebook.config import PRESETS, ColabTrainingConfig, TrainingConfig
+from groupwise.rewards.tags import Tags
+
+
+def test_the_defaults_are_those_of_the_notebooks_that_it_replaces():
+    config = ColabTrainingConfig()
+    assert config.model_dump(include=set(_DEFAULTS)) == _DEFAULTS
+    assert config.max_steps == 450
+
+
+_DEFAULTS = {
+    "num_batches": 500,
+    "learning_rate": 3e-6,
+    "lora_rank": 64,
+    "lora_alpha": 64.0,
+    "dataset": None,
+    "use_openrubrics": True,
+    "openrubrics_max": 2000,
+    "save_to_drive": False,
+    "experiment_name": "gemma3_grpo_reasoning",
+    "checkpoint_dir": "checkpoints/gemma3_grpo_reasoning",
+    "num_generations": 2,
+    "num_iterations": 1,
+    "beta": 0.08,
+    "epsilon": 0.2,
+    "batch_size": 2,
+    "max_prompt_length": 256,
+    "total_generation_steps": 512,
+    "train_fraction": 0.9,
+    "reasoning_start": "<reasoning>",
+    "reasoning_end": "</reasoning>",
+    "solution_start": "<answer>",
+    "solution_end": "</answer>",
+    "backend": "auto",
+}
+
+
+def test_both_names_are_one_class():
+    assert ColabTrainingConfig is TrainingConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_batchs": 3}, "num_batchs is not a key; did you mean num_batches?"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be a number (above 0)"),
+        ({"learning_rate": "3e-6"}, 'learning_rate is "3e-6"; it must be a number'),
+        ({"num_batches": 1}, "num_batches 1 × train_fraction 0.9 is less than one step"),
+        ({"train_fraction": 1.0}, "train_fraction is 1.0"),
+        ({"num_generations": 1}, "num_generations is 1"),
+        ({"devices": "x"}, 'devices is "x"'),
+        ({"backend": "jax"}, "one of auto, torch, tunix"),
+        ({"report_to": ("wandbb",)}, "tensorboard, wandb"),
+        ({"reasoning_start": ""}, "one of them is empty"),
+        ({"solution_end": "<answer>"}, "cannot be told apart"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(values, said):
+    with pytest.raises(ConfigError) as refused:
+        TrainingConfig(**values)
+    assert said in str(refused.value)
+    assert "pydantic" not in str(refused.value)
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(ConfigError) as refused:
+        TrainingConfig(num_batchs=3, beta=-1.0, dataset="")
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_a_change_is_checked_and_a_refused_one_changes_nothing():
+    config = TrainingConfig()
+    config.num_generations = 8
+    config.experiment_name = "mine"
+    assert (config.num_generations, config.checkpoint_dir) == (8, "checkpoints/mine")
+    for name, value in (("num_generations", 1), ("num_batches", 1), ("nun_batches", 9)):
+        with pytest.raises(ConfigError, match=name):
+            setattr(config, name, value)
+    assert (config.num_generations, config.num_batches) == (8, 500)
+
+
+def test_what_is_given_stays_where_others_are_computed():
+    given = TrainingConfig(checkpoint_dir="there", system_prompt="Answer.")
+    given.experiment_name = "mine"
+    assert (given.checkpoint_dir, given.system_prompt) == ("there", "Answer.")
+    computed = TrainingConfig(solution_start="[[", solution_end="]]")
+    assert "[[ and ]]" in computed.system_prompt
+    assert TrainingConfig(save_to_drive=True, experiment_name="e").checkpoint_dir == (
+        "/content/drive/MyDrive/e"
+    )
+
+
+def test_a_prepared_config_cannot_be_changed_but_another_made_of_it():
+    config = TrainingConfig(experiment_name="mine", num_generations=4)
+    config.prepared()
+    with pytest.raises(ConfigError, match=r"config\.changed\(beta=…\)"):
+        config.beta = 0.0
+    other = config.changed(beta=0.0, experiment_name="other")
+    other.num_batches = 7
+    assert (other.beta, other.num_generations, other.checkpoint_dir) == (
+        0.0,
+        4,
+        "checkpoints/other",
+    )
+    assert config.beta == 0.08
+
+
+def test_subclasses_have_fields_of_their_own():
+    class Mine(TrainingConfig):
+        topic: str = "rivers"
+
+    mine = Mine(topic="lakes", num_batches=9)
+    assert (mine.topic, mine.changed(topic="seas").topic, mine.max_steps) == ("lakes", "seas", 8)
+    assert Mine.preset("quick").topic == "rivers"
+    with pytest.raises(ConfigError, match="did you mean topic"):
+        Mine(topik="x")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_configs_and_can_be_changed(name):
+    config = TrainingConfig.preset(name, seed=7)
+    assert config.model_dump(include=set(PRESETS[name])) == dict(PRESETS[name])
+    assert config.seed == 7
+
+
+def test_an_unknown_preset_names_those_there_are():
+    with pytest.raises(ConfigError, match="quick, standard, production"):
+        TrainingConfig.preset("fast")
+
+
+SECRET = "hf_Zq81kLmN20pQ"
+
+
+def test_credentials_show_nowhere():
+    config = TrainingConfig(
+        hf_token=SECRET, wandb_api_key=SECRET, kaggle_key=SECRET, kaggle_username=SECRET
+    )
+    shown = [
+        repr(config),
+        str(config),
+        json.dumps(config.model_dump(mode="json")),
+        config.model_dump_json(),
+    ]
+    assert not any(SECRET in each for each in shown)
+    assert config.hf_token is not None
+    assert config.hf_token.get_secret_value() == SECRET
+    assert config.changed(seed=1).hf_token == config.hf_token
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("name", ["hf_token", "wandb_api_key", "kaggle_key", "kaggle_username"])
+def test_an_error_shows_no_credential(name):
+    with pytest.raises(ConfigError) as refused:
+        TrainingConfig(**{name: 12345678, "beta": -1.0})
+    assert name in str(refused.value)
+    assert "12345678" not in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        TrainingConfig(**{name: SECRET, "beta": -1.0})
+    assert SECRET not in str(refused.value)
+    config = TrainingConfig(**{name: SECRET})
+    with pytest.raises(ConfigError) as refused:
+        config.beta = -1.0
+    assert SECRET not in str(refused.value)
+
+
+def test_paths_are_taken():
+    assert TrainingConfig(dataset=Path("rows.jsonl"), model=Path("folder")).dataset == "rows.jsonl"
+
+
+def test_tags_by_name_or_by_their_marks():
+    assert TrainingConfig().tags == Tags("reasoning", "answer")
+    marked = TrainingConfig(
+        reasoning_start="(", reasoning_end=")", solution_start="<a>", solution_end="<b>"
+    )
+    assert marked.tags == Tags(("(", ")"), ("<a>", "<b>"))
+
+
+@given(st.integers(1, 5000), st.sampled_from([0.1, 0.25, 0.5, 0.9, 0.95]))
+def test_steps_are_the_floor_of_the_product(batches, share):
+    from fractions import Fraction
+    from math import floor
+
+    steps = floor(batches * Fraction(str(share)))
+    if steps == 0:
+        with pytest.raises(ConfigError, match="less than one step"):
+            TrainingConfig(num_batches=batches, train_fraction=share)
+    else:
+        assert TrainingConfig(num_batches=batches, train_fraction=share).max_steps == steps

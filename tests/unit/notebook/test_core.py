@@ -1,0 +1,116 @@
+"""What a notebook's config means to the core."""
+
+from __future__ import annotations
+
+import pytest
+
+from groupwise.errors import ConfigError
+from groupwise.notebook import core
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.core import core_config, run_folder
+
+
+def flat(config):
+    found = core_config(config).config
+    return {
+        "steps": found.training.max_steps,
+        "prompts": found.training.prompts_per_step,
+        "group": found.training.num_generations,
+        "passes": found.training.num_iterations,
+        "rate": (
+            found.training.learning_rate,
+            found.training.lr_scheduler_type,
+            found.training.warmup_ratio,
+        ),
+        "adamw": (
+            found.training.adam_beta1,
+            found.training.adam_beta2,
+            found.training.weight_decay,
+        ),
+        "clip": found.training.max_grad_norm,
+        "algorithm": (
+            found.algorithm.type,
+            found.algorithm.knobs["beta"],
+            found.algorithm.knobs["epsilon"],
+        ),
+        "lora": (found.lora.r, found.lora.alpha),
+        "lengths": (found.data.max_prompt_length, found.sampler.max_completion_length),
+        "saving": (found.run.save_steps, found.run.save_total_limit),
+        "run": (found.run.dir, found.run.name),
+        "seed": found.training.seed,
+    }
+
+
+def test_every_field_reaches_the_core():
+    assert flat(TrainingConfig()) == {
+        "steps": 450,
+        "prompts": 2,
+        "group": 2,
+        "passes": 1,
+        "rate": (3e-6, "cosine", 0.1),
+        "adamw": (0.9, 0.99, 0.1),
+        "clip": 0.1,
+        "algorithm": ("grpo", 0.08, 0.2),
+        "lora": (64, 64),
+        "lengths": (256, 512),
+        "saving": (100, 3),
+        "run": ("checkpoints", "gemma3_grpo_reasoning"),
+        "seed": 42,
+    }
+    other = TrainingConfig(
+        num_batches=10, batch_size=3, num_generations=4, num_iterations=2, learning_rate=1e-4, beta=0.0, epsilon=0.1, lora_rank=8,
+        lora_alpha=16, max_prompt_length=99, total_generation_steps=77, experiment_name="mine", seed=5,
+    )  # fmt: skip
+    found = flat(other)
+    assert (found["steps"], found["prompts"], found["group"], found["passes"]) == (9, 3, 4, 2)
+    assert (found["rate"][0], found["algorithm"][1:], found["lora"]) == (1e-4, (0.0, 0.1), (8, 16))
+    assert (found["lengths"], found["run"][1], found["seed"]) == ((99, 77), "mine", 5)
+
+
+def test_overrides_take_any_key_dotted_or_nested():
+    config = TrainingConfig(
+        overrides={
+            "training.weight_decay": 0.0,
+            "eval": {"max_prompts": 7},
+            "algorithm.type": "dr_grpo",
+            "lora.r": 3,
+        }
+    )
+    found = core_config(config).config
+    assert (found.training.weight_decay, found.eval.max_prompts) == (0.0, 7)
+    assert (found.algorithm.type, found.lora and found.lora.r) == ("dr_grpo", 3)
+
+
+def test_an_override_that_cannot_be_is_told():
+    with pytest.raises(ConfigError, match=r"did you mean training\.weight_decay"):
+        core_config(TrainingConfig(overrides={"training.weight_dekay": 0.0}))
+    for key in ("run.dir", "run.name"):
+        with pytest.raises(ConfigError, match="Set checkpoint_dir instead"):
+            core_config(TrainingConfig(overrides={"run": {key.partition(".")[2]: "x"}}))
+
+
+def test_devices_are_processes_and_a_mesh_is_refused():
+    assert core_config(TrainingConfig(devices=2)).config.run.processes == 2
+    assert core_config(TrainingConfig()).config.run.processes is None
+    with pytest.raises(ConfigError, match="mesh"):
+        core_config(TrainingConfig(devices=(2, 1)))
+
+
+def test_alpha_is_a_whole_number_here():
+    with pytest.raises(ConfigError, match=r"lora_alpha is 1\.5"):
+        core_config(TrainingConfig(lora_alpha=1.5))
+
+
+def test_the_run_of_an_experiment_on_drive_is_recorded_here():
+    assert (
+        str(run_folder(TrainingConfig(save_to_drive=True, experiment_name="e"))) == "checkpoints/e"
+    )
+    assert str(run_folder(TrainingConfig(checkpoint_dir="some/where"))) == "some/where"
+
+
+def test_the_model_suits_the_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(core, "NVIDIA", tmp_path / "none")
+    assert core.model_of(TrainingConfig()) == "smollm2-135m-instruct"
+    monkeypatch.setattr(core, "NVIDIA", tmp_path)
+    assert core.model_of(TrainingConfig()) == "google/gemma-3-1b-it"
+    assert core.model_of(TrainingConfig(model="tiny")) == "tiny"

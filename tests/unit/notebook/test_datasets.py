@@ -1,0 +1,213 @@
+"""Datasets of notebooks: found by name, usable rows counted, and a train and a test part without a common question."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from groupwise.errors import TaskError
+from groupwise.notebook import datasets
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.datasets import prepare_datasets, register_dataset
+from groupwise.notebook.prompts import format_prompt
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setattr(datasets, "_REGISTERED", {})
+
+
+def questions(rows):
+    return [row["question"] for row in rows]
+
+
+def rows(count):
+    return [{"question": f"What is {n}?", "answer": str(n)} for n in range(count)]
+
+
+def write(path, found):
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path
+
+
+def test_parts_are_disjoint_shuffled_by_the_seed_and_of_the_asked_sizes():
+    config = TrainingConfig(dataset="arithmetic", dataset_max=50)
+    train, test = prepare_datasets(config)
+    assert (len(train), len(test)) == (45, 5)
+    assert len({*questions(train), *questions(test)}) == 50
+    again = prepare_datasets(config)
+    assert (list(train), list(test)) == (list(again[0]), list(again[1]))
+    register_dataset("numbers", lambda config: rows(50))
+    numbers = TrainingConfig(dataset="numbers", train_fraction=0.5)
+    one, other = (prepare_datasets(numbers.changed(seed=seed))[0] for seed in (1, 2))
+    assert questions(one) != questions(other)
+    assert questions(one) != sorted(questions(one))
+    assert len(one) == 25
+
+
+def test_even_two_rows_have_both_parts():
+    register_dataset("two", lambda config: rows(2))
+    train, test = prepare_datasets(TrainingConfig(dataset="two"))
+    assert (len(train), len(test)) == (1, 1)
+    register_dataset("one", lambda config: rows(1))
+    with pytest.raises(TaskError, match="1 usable row; at least two are needed"):
+        prepare_datasets(TrainingConfig(dataset="one"))
+
+
+def test_the_prompt_has_the_question_and_neither_answer_nor_rubric():
+    given = [
+        {"question": f"Why {n}?", "rubric": "names the cause", "reference": "because"}
+        for n in range(4)
+    ]
+    register_dataset("why", lambda config: given)
+    config = TrainingConfig(dataset="why")
+    train, _ = prepare_datasets(config)
+    [message] = train[0]["prompt"]
+    assert message == {"role": "user", "content": format_prompt(train[0]["question"], config)}
+    assert message["content"].startswith(config.system_prompt)
+    assert "cause" not in message["content"]
+    assert "because" not in message["content"]
+    assert "names the cause" in format_prompt("Why?", config, rubric="names the cause")
+
+
+def test_unusable_rows_are_left_out_and_counted():
+    given = [
+        *rows(3),
+        {"question": "what is  0?", "answer": "0"},
+        {"question": " "},
+        {"question": "x"},
+        7,
+    ]
+    register_dataset("some", lambda config: given)
+    train, test = prepare_datasets(TrainingConfig(dataset="some"))
+    assert len(train) + len(test) == 3
+    assert train.account.left_out == {
+        "it is the same as an earlier row": 1,
+        "it has no text in the column question": 1,
+        "it has neither an answer nor a rubric with a reference": 1,
+        "it is int and no row with columns": 1,
+    }
+
+
+def test_a_loader_may_give_both_parts_and_what_they_share_is_tested():
+    def load(config):
+        return rows(6), [*rows(2), {"question": "What is 99?", "answer": "99"}]
+
+    register_dataset("parts", load)
+    train, test = prepare_datasets(TrainingConfig(dataset="parts"))
+    assert sorted(questions(test)) == ["What is 0?", "What is 1?", "What is 99?"]
+    assert sorted(questions(train)) == [f"What is {n}?" for n in range(2, 6)]
+    assert train.account.left_out == {"the test part has the question": 2}
+
+
+def test_a_loader_is_given_the_config_and_columns_of_its_own_stay():
+    class Mine(TrainingConfig):
+        topic: str = "rivers"
+
+    def load(config):
+        return [{"question": f"{config.topic} {n}?", "answer": n, "hint": "h"} for n in range(3)]
+
+    register_dataset("topics", load)
+    train, _ = prepare_datasets(Mine(dataset="topics", topic="lakes", dataset_max=2))
+    assert train[0]["question"].startswith("lakes")
+    assert train[0]["hint"] == "h"
+    assert len(train) == 1
+
+
+def test_registering_a_name_again_replaces_it():
+    register_dataset("mine", lambda config: rows(4))
+    register_dataset("mine", lambda config: rows(8))
+    train, test = prepare_datasets(TrainingConfig(dataset="mine"))
+    assert len(train) + len(test) == 8
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (lambda config: {"question": "x"}, "gave dict. Expected a list of rows"),
+        (lambda config: 7, "gave int"),
+        (lambda config: [], "has no usable row"),
+        (lambda config: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_what_a_loader_does_wrongly_is_told(loader, said):
+    register_dataset("wrong", loader)
+    with pytest.raises(TaskError, match=said) as refused:
+        prepare_datasets(TrainingConfig(dataset="wrong"))
+    assert "'wrong'" in str(refused.value)
+
+
+def test_names_that_cannot_be_registered():
+    with pytest.raises(TaskError, match="built-in"):
+        register_dataset("gsm8k", lambda config: [])
+    with pytest.raises(TaskError, match="is no function"):
+        register_dataset("rows", [{"question": "x"}])  # pyright: ignore[reportArgumentType]
+
+
+def test_no_dataset_and_an_unknown_one_list_those_there_are():
+    register_dataset("capitals", lambda config: [])
+    with pytest.raises(TaskError, match="openrubrics, gsm8k, arithmetic, capitals"):
+        prepare_datasets(TrainingConfig(use_openrubrics=False))
+    with pytest.raises(TaskError, match="Did you mean capitals"):
+        prepare_datasets(TrainingConfig(dataset="capitols"))
+
+
+def test_files_of_answers_and_of_rubrics(tmp_path):
+    answers = write(
+        tmp_path / "answers.jsonl",
+        [{"problem": f"{n} + 1?", "solution": f"Add. #### {n + 1}"} for n in range(6)],
+    )
+    train, test = prepare_datasets(TrainingConfig(dataset=str(answers), dataset_max=4))
+    assert len(train) + len(test) == 4
+    assert {row["question"]: row["answer"] for row in (*train, *test)}["3 + 1?"] == "4"
+    rubrics = write(
+        tmp_path / "rubrics.jsonl",
+        [{"query": f"Why {n}?", "rubrics": ["a", "b"], "gold": "c"} for n in range(3)],
+    )
+    train, _ = prepare_datasets(TrainingConfig(dataset=str(rubrics)))
+    assert {key: train[0][key] for key in ("rubric", "reference")} == {
+        "rubric": "a\nb",
+        "reference": "c",
+    }
+
+
+def test_openrubrics_takes_the_better_response_as_reference(monkeypatch):
+    found = [
+        {"instruction": "Why?", "response_a": "x", "response_b": "y", "winner": "B", "rubric": "r"},
+        {
+            "instruction": "How?",
+            "response_a": "x",
+            "response_b": "y",
+            "winner": "response_a",
+            "rubric": "r",
+        },
+        {"instruction": "Who?", "response": "z", "rubric": "r"},
+    ]
+    asked = []
+
+    def read(source, *split, limit):
+        asked.append((source, limit))
+        return found
+
+    monkeypatch.setattr(datasets, "read_source", read)
+    train, test = prepare_datasets(TrainingConfig(openrubrics_max=77))
+    assert asked == [("OpenRubrics/OpenRubrics", 77)]
+    references = {row["question"]: row["reference"] for row in (*train, *test)}
+    assert references == {"Why?": "y", "How?": "x"}
+    left_out = train.account.left_out
+    assert left_out == {"the reference is missing": 1}
+
+
+def test_gsm8k_is_read_by_its_configuration(monkeypatch):
+    found = [{"question": f"{n}?", "answer": f"so\n#### {n}"} for n in range(3)]
+    asked = []
+
+    def read(source, *split, limit):
+        asked.append((source, *split, limit))
+        return found
+
+    monkeypatch.setattr(datasets, "read_source", read)
+    train, test = prepare_datasets(TrainingConfig(dataset="gsm8k", dataset_max=3))
+    assert asked == [("openai/gsm8k", "main", "train", 3)]
+    assert {row["answer"] for row in (*train, *test)} == {"0", "1", "2"}

@@ -1,0 +1,78 @@
+"""Checkpoints on Drive: copied whole, the newest few, and enough to go on elsewhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from groupwise.callbacks.base import RunEnd
+from groupwise.notebook import drive
+from groupwise.notebook.config import TrainingConfig
+from groupwise.runs import checkpoints
+from groupwise.runs.folder import CHECKPOINTS
+
+
+@pytest.fixture
+def content(tmp_path, monkeypatch):
+    """Colab's folder, with Drive mounted."""
+    place = tmp_path / "drive" / "MyDrive"
+    place.mkdir(parents=True)
+    monkeypatch.setattr(drive, "DRIVE", place)
+    monkeypatch.setattr("groupwise.notebook.config.DRIVE", place)
+    monkeypatch.chdir(tmp_path)
+    return place
+
+
+def checkpoint(folder, step):
+    return checkpoints.save(folder, step, lambda at: (at / "weights").write_text(str(step)))
+
+
+def test_nothing_happens_unless_it_is_asked_for(content):
+    assert drive.mount(TrainingConfig()) == []
+    assert drive.mirror(TrainingConfig()) is None
+
+
+def test_without_a_drive_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(drive, "DRIVE", tmp_path / "none")
+    monkeypatch.setattr("groupwise.notebook.config.DRIVE", tmp_path / "none")
+    config = TrainingConfig(save_to_drive=True, experiment_name="e")
+    [(name, told)] = drive.mount(config)
+    assert name == "drive"
+    assert "there is none here; checkpoints stay in checkpoints/e" in told
+    assert drive.mirror(config) is None
+
+
+def test_a_folder_of_ones_own_is_mirrored_to_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(drive, "DRIVE", tmp_path / "none")
+    config = TrainingConfig(save_to_drive=True, checkpoint_dir=str(tmp_path / "synchronised"))
+    assert drive.mirror(config) == tmp_path / "synchronised"
+
+
+def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path):
+    mirror = drive.Mirror(content / "e")
+    run = SimpleNamespace(folder=tmp_path / "run")
+    for step in (80, 90, 100, 110):
+        checkpoint(run.folder / CHECKPOINTS, step)
+        mirror.on_save(run, run.folder / CHECKPOINTS / f"step-{step}")
+    kept = checkpoints.complete(content / "e" / CHECKPOINTS, verify=True)
+    assert [each.step for each in kept] == [90, 100, 110]
+    mirror.on_save(run, run.folder / CHECKPOINTS / "step-110")  # told again after a resume
+    (run.folder / "final").mkdir()
+    (run.folder / "final" / "adapter_model.safetensors").write_text("w")
+    mirror.on_run_end(run, RunEnd("interrupted", {}))
+    assert not (content / "e" / "final").exists()
+    mirror.on_run_end(run, RunEnd("finished", {}))
+    assert (content / "e" / "final" / "adapter_model.safetensors").read_text() == "w"
+
+
+def test_another_machine_gets_the_newest_one_back(content):
+    config = TrainingConfig(save_to_drive=True, experiment_name="e")
+    for step in (9, 10):
+        checkpoint(content / "e" / CHECKPOINTS, step)
+    [(_, told)] = drive.mount(config)
+    assert "step-10 came from there" in told
+    here = drive.run_folder(config) / CHECKPOINTS
+    assert [each.step for each in checkpoints.complete(here, verify=True)] == [10]
+    [(_, told)] = drive.mount(config)  # what is here already stays
+    assert "came from there" not in told

@@ -1,0 +1,118 @@
+"""Which rewards a notebook has: those of its config, and others instead of or beside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from groupwise.errors import TaskError
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.rewards import create_reward_functions, rewards_of
+
+NUMERIC = [{"question": "1 + 1?", "answer": "2"}]
+RUBRIC = [{"question": "Why?", "rubric": "names the cause", "reference": "because of rain"}]
+
+
+def values(function, completions, **columns):
+    given = {name: [value] * len(completions) for name, value in columns.items()}
+    return function(prompts=["?"] * len(completions), completions=completions, **given)
+
+
+def test_numeric_data_have_layout_and_answer():
+    layout, answer = create_reward_functions(TrainingConfig(dataset="arithmetic"))
+    said = ["<reasoning>1 and 1</reasoning><answer>2</answer>", "<answer>2", "2"]
+    assert values(layout, said) == [2.0, 0.5, -1.0]
+    assert values(answer, [*said, "<answer>3</answer>"], answer="2") == [3.0, -0.5, -0.5, -1.0]
+
+
+def test_marks_of_the_config_are_those_of_the_rewards():
+    config = TrainingConfig(
+        dataset="arithmetic",
+        reasoning_start="(",
+        reasoning_end=")",
+        solution_start="[",
+        solution_end="]",
+    )
+    layout, answer = create_reward_functions(config)
+    assert values(layout, ["(1 and 1) [2]", "<reasoning>1</reasoning><answer>2</answer>"]) == [
+        2.0,
+        -1.0,
+    ]
+    assert values(answer, ["(1 and 1) [2]"], answer="2") == [3.0]
+
+
+def test_rubric_data_have_layout_and_overlap():
+    _, overlap = create_reward_functions(TrainingConfig())
+    [good, bad] = values(
+        overlap,
+        ["It names the cause: because of rain", "no"],
+        rubric="names the cause",
+        reference="because of rain",
+    )
+    assert good > 10 > bad
+
+
+def test_of_files_the_rows_decide(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        '{"question": "Why?", "rubric": "r", "reference": "c"}\n{"question": "How?", "rubric": "r", "reference": "c"}\n'
+    )
+    config = TrainingConfig(dataset=str(file))
+    assert rewards_of(config, RUBRIC).names == ("match_format", "rubric_overlap")
+    _, overlap = create_reward_functions(config)
+    assert values(overlap, ["r"], rubric="r", reference="c")
+
+
+def mine(completions, **columns):
+    return [1.0 for _ in completions]
+
+
+def test_others_instead_or_beside():
+    config = TrainingConfig(dataset="arithmetic")
+    assert rewards_of(config, NUMERIC).names == ("match_format", "math_answer", "accuracy")
+    assert rewards_of(config, NUMERIC).weights == (1.0, 1.0, 0.0)
+    beside = rewards_of(config, NUMERIC, extra_reward_functions=[(mine, 0.5)])
+    assert dict(zip(beside.names, beside.weights, strict=True))["mine"] == 0.5
+    assert len(beside.names) == 4
+    instead = rewards_of(config, RUBRIC, reward_functions=[mine])
+    assert instead.names == ("mine",)
+
+
+def test_one_function_is_no_list_and_none_is_not_enough():
+    config = TrainingConfig(dataset="arithmetic")
+    with pytest.raises(TaskError, match=r"reward_functions=\[mine\]"):
+        rewards_of(config, NUMERIC, reward_functions=mine)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TaskError, match="no reward function"):
+        rewards_of(config, NUMERIC, reward_functions=[])
+
+
+def test_functions_of_a_notebook_are_given_texts():
+    seen = {}
+
+    def mine(prompts, completions, answer, log_metric=None, **columns):
+        seen.update(prompts=prompts, completions=completions, answer=answer, columns=columns)
+        return [1.0]
+
+    rewards = rewards_of(
+        TrainingConfig(dataset="arithmetic"), NUMERIC, reward_functions=[(mine, 2.0)]
+    )
+    assert (rewards.names, rewards.weights) == (("mine", "accuracy"), (2.0, 0.0))
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    rewards.functions[0](
+        prompts=[chat],
+        completions=[[{"role": "assistant", "content": "2"}]],
+        answer=["2"],
+        hint=["h"],
+    )
+    assert seen == {
+        "prompts": ["1 + 1?"],
+        "completions": ["2"],
+        "answer": ["2"],
+        "columns": {"hint": ["h"]},
+    }
+    rewards.functions[0](prompts=["1 + 1?"], completions=["2"], answer=["2"])
+    assert seen["completions"] == ["2"]
+
+
+def test_something_that_is_no_function_is_told():
+    with pytest.raises(TaskError, match="expected a function"):
+        rewards_of(TrainingConfig(dataset="arithmetic"), NUMERIC, reward_functions=["mine"])  # pyright: ignore[reportArgumentType]
