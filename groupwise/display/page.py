@@ -23,7 +23,9 @@ COMPLETIONS = 6
 """Shown of a step."""
 LONGEST = 240
 """Characters shown of one."""
-WIDTH, HEIGHT = 440, 240
+WIDTH, HEIGHT = 420, 230
+EACH = "each step"
+"""What the points of a curve are."""
 _PARTS = ("rewards/", "/mean")
 _CURVES = {
     "kl": "KL to the reference",
@@ -105,7 +107,7 @@ class Page:
         )
 
     def _numbers(self) -> str:
-        facts = "".join(
+        facts = " ".join(
             f'<span style="margin-right: 1.4em; white-space: nowrap"><span style="opacity: .6">{name}</span> {as_html(value)}</span>'
             for name, value in self._board.facts()
         )
@@ -121,13 +123,13 @@ class Page:
     def _plots(self) -> list[tuple[str, list[Series]]]:
         found: list[tuple[str, list[Series]]] = []
         if reward := self._curves.get("reward"):
-            found.append(("reward", with_mean("reward", reward)))
+            found.append(("reward", with_mean(EACH, reward)))
         if parts := [name for name in self._curves if _is_part(name)]:
             lines = [Series(_part(name), tuple(self._curves[name])) for name in parts]
-            found.append(("parts of the reward", lines))
+            found.append(("parts", lines))
         for name, title in _CURVES.items():
             if name in self._curves and not (name == "loss" and "reward" in self._curves):
-                found.append((title, with_mean(title, self._curves[name])))
+                found.append((title, with_mean(EACH, self._curves[name])))
         return found
 
     def _completions(self) -> str:

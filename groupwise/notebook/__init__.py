@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from groupwise.notebook.prompts import format_prompt
     from groupwise.notebook.quick import quick_test, run_full_pipeline
     from groupwise.notebook.rewards import create_reward_functions
+    from groupwise.notebook.rubrics import Criterion, Rubric, RubricSet, load_rubrics
     from groupwise.notebook.session import (
         ColabSession,
         Session,
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ColabSession",
     "ColabTrainingConfig",
+    "Criterion",
+    "Rubric",
+    "RubricSet",
     "Session",
     "TrainerState",
     "TrainingConfig",
@@ -40,6 +44,7 @@ __all__ = [
     "evaluate",
     "export_checkpoint",
     "format_prompt",
+    "load_rubrics",
     "prepare_colab_session",
     "prepare_datasets",
     "prepare_session",
@@ -52,6 +57,9 @@ __all__ = [
 _ROOMS = {
     "ColabSession": "session",
     "ColabTrainingConfig": "config",
+    "Criterion": "rubrics",
+    "Rubric": "rubrics",
+    "RubricSet": "rubrics",
     "Session": "session",
     "TrainerState": "training",
     "TrainingConfig": "config",
@@ -59,6 +67,7 @@ _ROOMS = {
     "evaluate": "evaluation",
     "export_checkpoint": "export",
     "format_prompt": "prompts",
+    "load_rubrics": "rubrics",
     "prepare_colab_session": "session",
     "prepare_datasets": "datasets",
     "prepare_session": "session",

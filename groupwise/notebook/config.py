@@ -10,7 +10,6 @@ that are told the config.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,10 +25,9 @@ from pydantic import (
 )
 
 from groupwise.errors import ConfigError
+from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
-from groupwise.settings.schema import Conflict, Strict, setting
-from groupwise.settings.tree import tree_of
-from groupwise.settings.validation import validate
+from groupwise.settings.schema import Conflict, setting
 
 Backend = Literal["auto", "torch", "tunix"]
 Devices = Literal["auto"] | int | tuple[int, int]
@@ -66,7 +64,7 @@ SECRETS = ("wandb_api_key", "kaggle_username", "kaggle_key", "hf_token")
 """The fields that are credentials; their environment variables have the same names in capitals."""
 
 
-class TrainingConfig(Strict):
+class TrainingConfig(Worded):
     """A training in a notebook. Raises ConfigError for what cannot work, with all that is wrong at once."""
 
     model_config = ConfigDict(frozen=False, validate_assignment=True, protected_namespaces=())
@@ -173,6 +171,17 @@ class TrainingConfig(Strict):
         """From now on it cannot be changed."""
         self._prepared = True
 
+    @classmethod
+    def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Worded`; of credentials only whether they are text."""
+        held = {
+            name: value for name, value in values.items() if name in SECRETS and value is not None
+        }
+        hidden = {
+            name: "…" if isinstance(value, str | SecretStr) else 0 for name, value in held.items()
+        }
+        return super().as_shown({**values, **hidden})
+
     @property
     def tags(self) -> Tags:
         """The four marks, as rewards take them."""
@@ -202,15 +211,6 @@ class TrainingConfig(Strict):
 
     if not TYPE_CHECKING:  # who reads the types shall see the fields
 
-        def __init__(self, **values: Any) -> None:
-            try:
-                super().__init__(**values)
-            except ValidationError as error:
-                raise _in_words(type(self), values, error) from None
-
-        # As that of pydantic's own base: what is read from JSON does not go through it, so that `validate` finds pydantic's errors.
-        __init__.__pydantic_base_init__ = True
-
         def __setattr__(self, name: str, value: Any) -> None:
             if self._prepared and name in type(self).model_fields:
                 raise ConfigError(
@@ -225,7 +225,7 @@ class TrainingConfig(Strict):
                 self.__dict__.update(before[0])
                 object.__setattr__(self, "__pydantic_fields_set__", before[1])
                 given = {key: before[0][key] for key in before[1]}
-                raise _in_words(type(self), {**given, name: value}, error) from None
+                raise in_words(type(self), {**given, name: value}, error) from None
 
     @field_validator("model", "dataset", "checkpoint_dir", mode="before")
     @classmethod
@@ -259,31 +259,3 @@ def _tag(opens: str, closes: str) -> Tag:
     name = opens[1:-1]
     plain = name and (opens, closes) == (f"<{name}>", f"</{name}>") and not set(name) & set("<>/")
     return name if plain else (opens, closes)
-
-
-def _in_words(
-    kind: type[TrainingConfig], values: Mapping[str, Any], error: ValidationError
-) -> ConfigError:
-    """Everything that is wrong with these values, as for a config in a file."""
-    try:
-        validate(kind, tree_of(_shown(values), kind.__name__))
-    except ConfigError as told:
-        return told
-    return ConfigError(str(error))
-
-
-def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, as messages may show it: of credentials only whether they are text."""
-    return {
-        name: ("…" if isinstance(value, str | SecretStr) else 0)
-        if name in SECRETS and value is not None
-        else _plain(value)
-        for name, value in values.items()
-    }
-
-
-def _plain(value: Any) -> Any:
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError):
-        return repr(value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.display.notebook import Table
-from groupwise.display.page import number, picture
+from groupwise.display.page import EACH, number, picture
 from groupwise.display.plot import svg_curve, with_mean
 from groupwise.display.text import shorten
 from groupwise.runs.folder import RECORD, read_summary
@@ -58,7 +58,7 @@ class Record:
         """A curve with its moving mean."""
         points = self.metrics(metric).get(metric, [])
         title = f"{self.folder.name}: {metric}"
-        return Plot(title, svg_curve(with_mean(metric, points), title=title))
+        return Plot(title, svg_curve(with_mean(EACH, points), title=title))
 
     def table(self, step: int | None = None, limit: int = 8) -> Table:
         """Completions with their rewards, for reading."""

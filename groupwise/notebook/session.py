@@ -155,8 +155,7 @@ def prepare_session(config: TrainingConfig) -> Session:
         *mounted,
         (
             "credentials",
-            "; ".join(f"{name} from {place}" for name, place in found.items())
-            or "none found, none needed here",
+            "; ".join(f"{name} from {place}" for name, place in found.items()) or "none found",
         ),
     ]
     show(Table("Session", rows))

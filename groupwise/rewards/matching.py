@@ -93,7 +93,13 @@ def keyword_match(
     The column `keywords` holds a list, or text with commas between them.
     """
     pairs = zip(completions, keywords, strict=True)
-    return [_share(completion_text(c).casefold(), _keywords(value)) for c, value in pairs]
+    return [keyword_share(completion_text(c), _keywords(value)) for c, value in pairs]
+
+
+def keyword_share(text: str, keywords: Iterable[str]) -> float | None:
+    """Share of the keywords that a text contains, ignoring case; None where there are none."""
+    sought, said = {word.casefold() for word in keywords}, text.casefold()
+    return sum(word in said for word in sought) / len(sought) if sought else None
 
 
 def _keywords(value: Any) -> set[str]:
@@ -109,9 +115,5 @@ def _keywords(value: Any) -> set[str]:
             f"the column `keywords` holds {type(plain).__name__} {plain!r:.60}; "
             "expected a list, or text with commas between the keywords"
         )
-    words = (str(each).strip().casefold() for each in listed if each is not None)
+    words = (str(each).strip() for each in listed if each is not None)
     return {word for word in words if word}
-
-
-def _share(text: str, keywords: set[str]) -> float | None:
-    return sum(word in text for word in keywords) / len(keywords) if keywords else None

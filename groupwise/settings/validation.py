@@ -74,14 +74,16 @@ def _below(at: KeyPath, paths: Iterable[KeyPath]) -> Iterator[KeyPath]:
 
 
 def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
-    """What does not go together in a section and in those inside it, each with the path of its section."""
+    """What does not go together in a section and in those inside it, each with the path of its section, or of the list that holds it."""
     if isinstance(section, Strict):
         for conflict in section.conflicts():
             yield within, conflict
     for name, info in section.__class__.model_fields.items():
         inner = getattr(section, name)
-        if isinstance(inner, BaseModel):
-            yield from _conflicts(inner, (*within, info.alias or name))
+        several = cast("Sequence[Any]", inner if isinstance(inner, list | tuple) else [inner])
+        for each in several:
+            if isinstance(each, BaseModel):
+                yield from _conflicts(each, (*within, info.alias or name))
 
 
 class _Search:

@@ -203,6 +203,9 @@ DOORS = {
     "groupwise.notebook": [
         "ColabSession",
         "ColabTrainingConfig",
+        "Criterion",
+        "Rubric",
+        "RubricSet",
         "Session",
         "TrainerState",
         "TrainingConfig",
@@ -210,6 +213,7 @@ DOORS = {
         "evaluate",
         "export_checkpoint",
         "format_prompt",
+        "load_rubrics",
         "prepare_colab_session",
         "prepare_datasets",
         "prepare_session",

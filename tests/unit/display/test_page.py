@@ -88,7 +88,7 @@ def test_it_is_one_output_with_numbers_and_curves():
     for part in ("a run", "step 3/20", "reward <b>0.500 ±0.200</b>", "34.1 tokens", "width: 15.0%"):
         assert part in html
     titles = [re.search("<title>(.*?)</title>", each)[1] for each in pictures(html)]
-    assert titles == ["reward", "parts of the reward", "KL to the reference", "length in tokens"]
+    assert titles == ["reward", "parts", "KL to the reference", "length in tokens"]
 
 
 def test_a_loss_is_drawn_where_nothing_is_rewarded():

@@ -1,5 +1,6 @@
 """What is told of everything that can be wrong."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from groupwise.errors import ConfigError
+from groupwise.settings.schema import Conflict, Strict
 from groupwise.settings.tree import read_yaml
 from groupwise.settings.validation import validate
 from tests.unit.settings.shapes import problems, write
@@ -104,3 +106,19 @@ def test_a_schema_that_is_not_ours_is_explained_the_same_way(tmp_path: Path) -> 
         "c.yaml:3: task.count is 0; it must be a whole number (at least 1).",
         "c.yaml:4: task.langage is not a key; did you mean task.language?",
     ]
+
+
+def test_keys_that_do_not_go_together_are_told_also_in_a_list_of_sections(tmp_path: Path) -> None:
+    class Span(Strict):
+        low: int = 0
+        high: int = 1
+
+        def conflicts(self) -> Iterator[Conflict]:
+            if self.low >= self.high:
+                yield Conflict(f"{self.low} is not below {self.high}.", ("low", "high"))
+
+    class Config(Strict):
+        spans: tuple[Span, ...] = ()
+
+    text = "spans:\n  - {low: 0}\n  - {low: 3}\n"
+    assert problems(text, tmp_path, model=Config) == ["c.yaml:1: spans: 3 is not below 1."]

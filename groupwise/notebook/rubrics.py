@@ -1,0 +1,290 @@
+"""Rubrics of one's own: weighted criteria, written in Python or YAML, that score completions by their words or through a judge.
+
+    rubric = Rubric(
+        name="steps",
+        criteria=[
+            Criterion(name="order", description="The steps follow each other", weight=2.0, keywords=["first", "then", "therefore"]),
+            Criterion(name="check", description="The result is checked", keywords=["check", "verify"]),
+        ],
+    )
+    train_grpo(config, session, extra_reward_functions=[rubric.reward()])
+
+Words are cheap and easily learnt by heart: a policy can say `therefore` without reason. `rubric.judge(endpoint=…, model=…)` asks a model.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any, Self
+
+from pydantic import Field
+from ruamel.yaml import YAML
+
+from groupwise.errors import ConfigError, TaskError
+from groupwise.notebook.worded import Worded
+from groupwise.rewards.judge import Judge
+from groupwise.rewards.matching import keyword_share
+from groupwise.rewards.overlap import overlap, words
+from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.runs import durable
+from groupwise.settings.schema import Conflict, setting
+from groupwise.settings.tree import Tree, read_yaml
+from groupwise.settings.validation import validate
+
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
+LogMetric = Callable[[str, float], None]
+
+LONG = 3
+"""Letters of a word of a description from which on it says something."""
+
+
+class Criterion(Worded):
+    """One thing that a good answer has."""
+
+    name: str = setting(..., "What it is called in metrics.", min_length=1)
+    description: str = setting("", "What it asks for.")
+    weight: float = setting(1.0, "Its share in the score.", ge=0)
+    range: Annotated[tuple[float, float], Field(strict=False)] = setting(
+        (0.0, 1.0), "Its score where nothing of it is met, and where all is."
+    )
+    keywords: Texts = setting(
+        (), "Words or phrases that show it; without them, the words of the description."
+    )
+    examples: Texts = setting((), "Answers that meet it, for a judge.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A range that goes nowhere, and a criterion that nothing could meet."""
+        low, high = self.range
+        if not low < high:
+            yield Conflict(
+                f"range is {low:g} to {high:g}; the second number must be the greater one.",
+                ("range",),
+            )
+        if not self.keywords and not self._vocabulary:
+            yield Conflict(
+                "it has neither keywords nor a description with words of three letters and more, so no answer could meet it.",
+                ("keywords", "description"),
+            )
+
+    def score(self, text: str) -> float:
+        """A number in the range, by the share of keywords (else of the description's words) that the text has."""
+        share = keyword_share(text, self.keywords)
+        if share is None:
+            share = overlap(set(words(text)), self._vocabulary)
+        low, high = self.range
+        return low + (high - low) * share
+
+    @property
+    def _vocabulary(self) -> list[str]:
+        return [word for word in words(self.description) if len(word) >= LONG]
+
+    def __str__(self) -> str:
+        shown = "".join(f"\n  such as: {example}" for example in self.examples)
+        return f"{self.name}{f': {self.description}' if self.description else ''}{shown}"
+
+
+class Rubric(Worded):
+    """Criteria that are scored together."""
+
+    name: str = setting(..., "What it is called.", min_length=1)
+    description: str = setting("", "What it judges.")
+    criteria: Annotated[tuple[Criterion, ...], Field(strict=False)] = setting(
+        ..., "At least one.", min_length=1
+    )
+    question_types: Texts = setting(
+        (), "Values of a row's question_type that it is for; empty: any."
+    )
+    reference_response: str | None = setting(None, "An answer as it should be.")
+    target_score: float | None = setting(None, "What the reference should score.")
+    metadata: dict[str, Any] = setting({}, "Anything else: version, author.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Two criteria of one name; a score of no reference."""
+        names = [criterion.name for criterion in self.criteria]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield Conflict(f"two criteria are called {name!r}.", ("criteria",))
+        if self.target_score is not None and self.reference_response is None:
+            yield Conflict(
+                "target_score is that of reference_response, which is missing.",
+                ("target_score", "reference_response"),
+            )
+
+    def scores(self, text: str) -> dict[str, float]:
+        """The score of each criterion by its name, not yet weighted."""
+        return {criterion.name: criterion.score(text) for criterion in self.criteria}
+
+    def score(self, text: str) -> float:
+        """Σ weight × score of the criteria."""
+        scores = self.scores(text)
+        return sum(criterion.weight * scores[criterion.name] for criterion in self.criteria)
+
+    @property
+    def highest(self) -> float:
+        """The score of an answer that meets all of it."""
+        return sum(criterion.weight * criterion.range[1] for criterion in self.criteria)
+
+    def reward(self) -> Callable[..., list[float]]:
+        """A reward function that scores by words; the mean of each criterion is recorded as NAME/CRITERION."""
+        return _reward(self.name, [self])
+
+    def judge(self, **parameters: Any) -> Judge:
+        """A reward by a model that reads the rubric: `endpoint`, `model` and the other parameters of the reward `judge`."""
+        return Judge(rubric=str(self), **parameters)
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with other values."""
+        return type(self)(
+            **{**{name: getattr(self, name) for name in self.model_fields_set}, **changes}
+        )
+
+    def reweighted(self, weights: Mapping[str, float]) -> Self:
+        """The same with other weights of the criteria that are named."""
+        self._refuse_unknown(weights)
+        return self.changed(
+            criteria=[
+                _with(each, weight=weights.get(each.name, each.weight)) for each in self.criteria
+            ]
+        )
+
+    def with_keywords(self, name: str, keywords: Sequence[str]) -> Self:
+        """The same with further keywords of a criterion."""
+        self._refuse_unknown([name])
+        return self.changed(
+            criteria=[
+                _with(each, keywords=[*each.keywords, *keywords]) if each.name == name else each
+                for each in self.criteria
+            ]
+        )
+
+    def normalised(self, highest: float = 1.0) -> Self:
+        """The same, its weights scaled so that an answer that meets all of it scores `highest`."""
+        if self.highest <= 0:
+            raise TaskError(f"The rubric {self.name!r} has no positive score that could be scaled.")
+        factor = highest / self.highest
+        return self.reweighted({each.name: each.weight * factor for each in self.criteria})
+
+    def to_yaml(self, path: Path | str) -> None:
+        """Write it to a file that `load_rubrics` reads."""
+        _write(path, self)
+
+    def _refuse_unknown(self, names: Any) -> None:
+        there = [criterion.name for criterion in self.criteria]
+        for name in names:
+            if name not in there:
+                raise TaskError(
+                    f"The rubric {self.name!r} has no criterion {name!r}. It has: {', '.join(there)}."
+                )
+
+    def __str__(self) -> str:
+        """As a judge reads it."""
+        heavy = [f"- {criterion} (weight {criterion.weight:g})" for criterion in self.criteria]
+        example = (
+            [f"An answer as it should be:\n{self.reference_response}"]
+            if self.reference_response
+            else []
+        )
+        return "\n".join([*([self.description] if self.description else []), *heavy, *example])
+
+
+class RubricSet(Worded):
+    """Rubrics for questions of several types."""
+
+    name: str = setting("rubrics", "What it is called.", min_length=1)
+    description: str = setting("", "What it is for.")
+    rubrics: Annotated[tuple[Rubric, ...], Field(strict=False)] = setting(
+        ..., "At least one.", min_length=1
+    )
+    metadata: dict[str, Any] = setting({}, "Anything else.")
+
+    def __getitem__(self, which: int | str) -> Rubric:
+        """By place or by name."""
+        if isinstance(which, int):
+            return self.rubrics[which]
+        for rubric in self.rubrics:
+            if rubric.name == which:
+                return rubric
+        raise TaskError(
+            f"There is no rubric {which!r}. There are: {', '.join(each.name for each in self.rubrics)}."
+        )
+
+    def of_type(self, question_type: str | None) -> list[Rubric]:
+        """Those for a type of question; those for any, where there are none of its own or it has no type."""
+        own = [each for each in self.rubrics if question_type in each.question_types]
+        return own or [each for each in self.rubrics if not each.question_types]
+
+    def reward(self) -> Callable[..., list[float | None]]:
+        """A reward function: of each row the mean over the rubrics for its question_type; None where there are none."""
+        return _reward(self.name, self)
+
+    def to_yaml(self, path: Path | str) -> None:
+        """Write it to a file that `load_rubrics` reads."""
+        _write(path, self)
+
+
+def load_rubrics(path: Path | str) -> RubricSet:
+    """The rubrics of a YAML file, which holds one or a set, or of all such files in a folder. Raises ConfigError."""
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        return _loaded(place)
+    files = sorted(file for file in place.iterdir() if file.suffix in (".yaml", ".yml"))
+    if not files:
+        raise ConfigError(f"{place} has no files .yaml or .yml.")
+    found = [rubric for file in files for rubric in _loaded(file).rubrics]
+    return RubricSet(name=place.name, rubrics=tuple(found))
+
+
+def _loaded(file: Path) -> RubricSet:
+    tree: Tree = read_yaml(file)
+    if "rubrics" in tree.values:
+        return validate(RubricSet, tree)
+    rubric = validate(Rubric, tree)
+    return RubricSet(name=rubric.name, rubrics=(rubric,))
+
+
+def _write(path: Path | str, rubrics: Rubric | RubricSet) -> None:
+    yaml: Any = YAML()
+    yaml.default_flow_style = False
+    text = io.StringIO()
+    yaml.dump(rubrics.model_dump(mode="json", exclude_unset=True), text)
+    durable.write_file(Path(path), text.getvalue().encode())
+
+
+def _with(criterion: Criterion, **changes: Any) -> Criterion:
+    return Criterion(
+        **{**{name: getattr(criterion, name) for name in criterion.model_fields_set}, **changes}
+    )
+
+
+def _reward(name: str, rubrics: Sequence[Rubric] | RubricSet) -> Any:
+    def reward(
+        completions: Sequence[CompletionText], log_metric: LogMetric | None = None, **columns: Any
+    ) -> list[float | None]:
+        texts = [completion_text(each) for each in completions]
+        types = columns.get("question_type", [None] * len(texts))
+        chosen = [
+            rubrics.of_type(kind) if isinstance(rubrics, RubricSet) else rubrics for kind in types
+        ]
+        if log_metric is not None:
+            _record(log_metric, texts, chosen)
+        return [
+            fmean(rubric.score(text) for rubric in own) if own else None
+            for text, own in zip(texts, chosen, strict=True)
+        ]
+
+    reward.__name__ = name
+    return reward
+
+
+def _record(
+    log_metric: LogMetric, texts: Sequence[str], chosen: Sequence[Sequence[Rubric]]
+) -> None:
+    found: dict[str, list[float]] = {}
+    for text, own in zip(texts, chosen, strict=True):
+        for rubric in own:
+            for criterion, value in rubric.scores(text).items():
+                found.setdefault(f"{rubric.name}/{criterion}", []).append(value)
+    for metric, values in found.items():
+        log_metric(metric, fmean(values))

@@ -1,0 +1,54 @@
+"""Models that people make in a notebook: what is wrong with their values is told in words, all of it at once, as for a config file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from groupwise.errors import ConfigError
+from groupwise.settings.schema import Strict
+from groupwise.settings.tree import tree_of
+from groupwise.settings.validation import validate
+
+
+class Worded(Strict):
+    """A `Strict` model whose constructor raises ConfigError."""
+
+    @classmethod
+    def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What was given, as messages may show it."""
+        return {name: _plain(value) for name, value in values.items()}
+
+    if not TYPE_CHECKING:  # who reads the types shall see the fields
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise in_words(type(self), values, error) from None
+
+        # As that of pydantic's own base: what is read from JSON does not go through it, so that `validate` finds pydantic's errors.
+        __init__.__pydantic_base_init__ = True
+
+
+def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationError) -> ConfigError:
+    """Everything that is wrong with these values."""
+    try:
+        validate(kind, tree_of(kind.as_shown(values), kind.__name__))
+    except ConfigError as told:
+        return told
+    return ConfigError(str(error))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in cast("Sequence[Any]", value)]
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return repr(value)

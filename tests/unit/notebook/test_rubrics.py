@@ -1,0 +1,155 @@
+"""Rubrics of one's own: scores by words, YAML there and back, and what is wrong with one told in words."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import ConfigError, TaskError
+from groupwise.notebook.rubrics import Criterion, Rubric, RubricSet, load_rubrics
+from groupwise.rewards.judge import Judge
+
+STEPS = Rubric(
+    name="steps",
+    description="How a solution is told",
+    criteria=[
+        Criterion(name="order", description="Steps follow", weight=2.0, keywords=["first", "then"]),
+        Criterion(name="units", description="Names every unit", range=(-1.0, 1.0)),
+    ],
+    question_types=["math"],
+    reference_response="First 3 kg, then 4 kg.",
+    target_score=3.0,
+    metadata={"author": "me"},
+)
+
+
+def test_keywords_or_else_the_words_of_the_description():
+    assert STEPS.scores("FIRST this, then that") == {"order": 1.0, "units": -1.0}
+    assert STEPS.scores("then it names a unit") == {
+        "order": 0.5,
+        "units": pytest.approx(-1 + 2 * 2 / 3),
+    }
+    assert STEPS.score("first, then, names every unit") == STEPS.highest == 3.0
+
+
+@given(st.text(max_size=60))
+def test_a_score_is_within_the_range(text):
+    for criterion in STEPS.criteria:
+        low, high = criterion.range
+        assert low <= criterion.score(text) <= high
+
+
+def test_as_a_reward_it_records_its_criteria():
+    reward, logged = STEPS.reward(), {}
+    assert reward.__name__ == "steps"
+    values = reward(
+        prompts=["?", "?"],
+        completions=["first then", [{"role": "assistant", "content": "names every unit"}]],
+        log_metric=logged.setdefault,
+    )
+    assert values == [2.0 * 1.0 - 1.0, 0.0 + 1.0]
+    assert logged == {"steps/order": 0.5, "steps/units": 0.0}
+
+
+def test_a_judge_reads_it():
+    judge = STEPS.judge(endpoint="http://127.0.0.1:9/v1", model="some")
+    assert isinstance(judge, Judge)
+    for part in ("How a solution is told", "order: Steps follow", "weight 2", "First 3 kg"):
+        assert part in str(judge.rubric)
+
+
+def test_a_set_scores_each_row_by_its_type():
+    plain = Rubric(name="plain", criteria=[Criterion(name="short", keywords=["yes"])])
+    both = RubricSet(name="both", rubrics=[STEPS, plain])
+    assert both[0] is STEPS
+    assert both["plain"] is plain
+    values = both.reward()(
+        completions=["first then", "yes", "yes"], question_type=["math", "poetry", None]
+    )
+    assert values == [1.0, 1.0, 1.0]
+    only = RubricSet(rubrics=[STEPS]).reward()
+    assert only(completions=["first", "yes"], question_type=["math", "poetry"]) == [0.0, None]
+    with pytest.raises(TaskError, match="There are: steps, plain"):
+        _ = both["stops"]
+
+
+def test_yaml_there_and_back(tmp_path):
+    STEPS.to_yaml(tmp_path / "one.yaml")
+    assert load_rubrics(tmp_path / "one.yaml").rubrics == (STEPS,)
+    both = RubricSet(
+        name="both", rubrics=[STEPS, STEPS.changed(name="other")], metadata={"version": "1.0"}
+    )
+    both.to_yaml(tmp_path / "two.yml")
+    assert load_rubrics(str(tmp_path / "two.yml")) == both
+    found = load_rubrics(tmp_path)
+    assert [each.name for each in found.rubrics] == ["steps", "steps", "other"]
+
+
+def test_yaml_as_people_write_it(tmp_path):
+    file = tmp_path / "math.yaml"
+    file.write_text(
+        "name: reasoning\nquestion_types:\n  - math\ncriteria:\n  - name: flow\n    description: Follows an order\n    weight: 2.0\n"
+        "    keywords: [first, then]\nreference_response: |\n  First.\n  Then.\ntarget_score: 2.0\n"
+    )
+    [rubric] = load_rubrics(file).rubrics
+    assert rubric.criteria[0].keywords == ("first", "then")
+    assert rubric.score(str(rubric.reference_response)) == rubric.target_score
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: x\ncriteria:\n  - name: a\n    wieght: 2\n    keywords: [b]\n", "wieght"),
+        ("name: x\ncriteria: []\n", "criteria"),
+        ("criteria:\n  - name: a\n    keywords: [b]\n", "name is required"),
+        ("name: x\ncriteria:\n  - name: a\n    description: of it\n", "no answer could meet it"),
+        (
+            "name: x\ncriteria:\n  - {name: a, keywords: [b], range: [1, 1]}\n",
+            "must be the greater one",
+        ),
+        (
+            "name: x\ntarget_score: 2\ncriteria:\n  - {name: a, keywords: [b]}\n",
+            "reference_response",
+        ),
+        (
+            "name: x\ncriteria:\n  - {name: a, keywords: [b]}\n  - {name: a, keywords: [c]}\n",
+            "two criteria",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told(text, said, tmp_path):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_rubrics(tmp_path / "x.yaml")
+    assert "x.yaml" in str(refused.value)
+
+
+def test_what_is_wrong_in_python_is_told():
+    with pytest.raises(ConfigError, match="did you mean keywords"):
+        Criterion(name="a", keyword=["b"])  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ConfigError, match="criteria"):
+        Rubric(name="x", criteria=[])
+    with pytest.raises(ConfigError, match="weight is -1"):
+        Criterion(name="a", keywords=["b"], weight=-1)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        load_rubrics(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="no files"):
+        load_rubrics(tmp_path)
+
+
+def test_variants():
+    heavier = STEPS.reweighted({"units": 4.0})
+    assert [each.weight for each in heavier.criteria] == [2.0, 4.0]
+    assert STEPS.with_keywords("order", ["thus"]).criteria[0].keywords == ("first", "then", "thus")
+    assert heavier.normalised().highest == pytest.approx(1.0)
+    assert STEPS.criteria[1].weight == 1.0
+    for change in (
+        lambda: STEPS.reweighted({"unit": 1.0}),
+        lambda: STEPS.with_keywords("unit", ["m"]),
+    ):
+        with pytest.raises(TaskError, match="It has: order, units"):
+            change()
