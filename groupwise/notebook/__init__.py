@@ -30,13 +30,16 @@ if TYPE_CHECKING:
         prepare_session,
     )
     from groupwise.notebook.training import TrainerState, train_grpo
+    from groupwise.notebook.trials import Between, Search, search
 
 __all__ = [
+    "Between",
     "ColabSession",
     "ColabTrainingConfig",
     "Criterion",
     "Rubric",
     "RubricSet",
+    "Search",
     "Session",
     "TrainerState",
     "TrainingConfig",
@@ -51,15 +54,18 @@ __all__ = [
     "quick_test",
     "register_dataset",
     "run_full_pipeline",
+    "search",
     "train_grpo",
 ]
 
 _ROOMS = {
+    "Between": "trials",
     "ColabSession": "session",
     "ColabTrainingConfig": "config",
     "Criterion": "rubrics",
     "Rubric": "rubrics",
     "RubricSet": "rubrics",
+    "Search": "trials",
     "Session": "session",
     "TrainerState": "training",
     "TrainingConfig": "config",
@@ -74,6 +80,7 @@ _ROOMS = {
     "quick_test": "quick",
     "register_dataset": "datasets",
     "run_full_pipeline": "quick",
+    "search": "trials",
     "train_grpo": "training",
 }
 

@@ -6,7 +6,8 @@ loaded when something asks for it (`session.ref_model`, `session.sampler`), and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -136,17 +137,15 @@ def prepare_session(config: TrainingConfig) -> Session:
     """
     found = credentials.provide(config)
     mounted = drive.mount(config)
-    train, test = prepare_datasets(config)
-    core = core_config(config, graded=kind_of(train) == "numeric")
-    session = Session(config, train, test, core)
-    parameters = session.lora_policy["parameters"]
-    config.prepared()
+    session = make_session(config)
     rows: list[tuple[str, str]] = [
         ("backend", "torch"),
-        ("model", core.config.model.name),
-        ("adapter", f"rank {config.lora_rank}, {parameters:,} parameters are trained"),
-        ("dataset", f"{dataset_of(config)}: {len(train)} rows to train on, {len(test)} to test"),
-        *_left_out(train, test),
+        ("model", session.core.config.model.name),
+        (
+            "adapter",
+            f"rank {config.lora_rank}, {session.lora_policy['parameters']:,} parameters are trained",
+        ),
+        *_data(session),
         (
             "training",
             f"{config.max_steps} steps of {config.batch_size} prompts × {config.num_generations} completions",
@@ -160,6 +159,14 @@ def prepare_session(config: TrainingConfig) -> Session:
     ]
     show(Table("Session", rows))
     return session
+
+
+def make_session(config: TrainingConfig) -> Session:
+    """A session with its data, without a word; the config cannot be changed afterwards."""
+    train, test = prepare_datasets(config)
+    core = core_config(config, graded=kind_of(train) == "numeric")
+    config.prepared()
+    return Session(config, train, test, core)
 
 
 prepare_colab_session = prepare_session
@@ -176,14 +183,15 @@ def newest_weights(folder: Path) -> Path | None:
     return None if newest is None else newest.path
 
 
-def _left_out(train: Sequence[Row], test: Sequence[Row]) -> list[tuple[str, str]]:
-    reasons: dict[str, int] = {}
+def _data(session: Session) -> Iterator[tuple[str, str]]:
+    train, test = session.train_dataset, session.test_dataset
+    yield (
+        "dataset",
+        f"{dataset_of(session.config)}: {len(train)} rows to train on, {len(test)} to test",
+    )
+    left_out: Counter[str] = Counter()
     for part in (train, test):
         if isinstance(part, Rows):
-            for reason, count in part.account.left_out.items():
-                reasons[reason] = reasons.get(reason, 0) + count
-    return (
-        [("left out", "; ".join(f"{count} × {reason}" for reason, count in reasons.items()))]
-        if reasons
-        else []
-    )
+            left_out.update(part.account.left_out)
+    if left_out:
+        yield "left out", "; ".join(f"{count} × {reason}" for reason, count in left_out.items())

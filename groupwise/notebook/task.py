@@ -15,6 +15,10 @@ from groupwise.rewards.overlap import RubricOverlap
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.text import CompletionText
 
+NUMERIC_METRICS = ("accuracy", "within_10_percent", "format_rate")
+RUBRIC_METRICS = ("format_rate", "rubric_overlap")
+"""What is measured beside the rewards, by the kind of the data."""
+
 
 class NotebookTask:
     """See `groupwise.tasks.contract`."""

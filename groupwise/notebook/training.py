@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from groupwise.callbacks.base import Callback
 from groupwise.config import RunConfig, resolved
 from groupwise.display.notebook import tell
 from groupwise.errors import UsageError
@@ -19,6 +20,7 @@ from groupwise.notebook.core import core_config
 from groupwise.notebook.rewards import ACCURACY, Given, rewards_of
 from groupwise.notebook.session import Session, newest_weights
 from groupwise.notebook.task import NotebookTask
+from groupwise.rewards.rubric import Rubric
 from groupwise.runs import find
 from groupwise.runs.folder import read_config
 from groupwise.settings.comparison import compare
@@ -63,9 +65,19 @@ def train_grpo(
     """
     _refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
+    return run_training(session, rewards)
+
+
+def run_training(
+    session: Session, rewards: Rubric, callbacks: Sequence[Callback] = ()
+) -> TrainerState:
+    """Train a session's config on its rows; `callbacks` watch."""
+    config = session.config
     place = drive.mirror(config)
-    watching = [drive.Mirror(place)] if place is not None else []
-    task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards, watching)
+    mirror = [drive.Mirror(place)] if place is not None else []
+    task = NotebookTask(
+        config, session.train_dataset, session.test_dataset, rewards, [*mirror, *callbacks]
+    )
     core = core_config(config, graded=ACCURACY in rewards.names).config
     name, goes_on = _place(core)
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})

@@ -1,0 +1,326 @@
+"""Looking for good values of a config: each trial is a training, and Optuna chooses what to try next.
+
+    found = search(config, {"learning_rate": Between(1e-6, 1e-4, log=True), "num_generations": [4, 8]}, trials=12)
+    found.best            # a config
+
+A trial that does worse than half of the others so far is ended early. What was tried is kept beside the trials' runs, so a search that
+was cut off goes on where it was, in the middle of a trial too, and one that is done can be given more trials.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from groupwise.callbacks.base import Callback, RunHandle
+from groupwise.display.notebook import Table, kernel_display, show
+from groupwise.display.page import picture
+from groupwise.display.plot import Series, svg_curve
+from groupwise.errors import ConfigError, RunError, UsageError
+from groupwise.notebook.config import SECRETS, TrainingConfig
+from groupwise.notebook.core import core_config
+from groupwise.notebook.rewards import Given, kind_of, rewards_of
+from groupwise.notebook.session import Session, make_session
+from groupwise.notebook.task import NUMERIC_METRICS, RUBRIC_METRICS
+from groupwise.notebook.training import run_training
+from groupwise.rewards.rubric import Rubric
+from groupwise.runs.folder import RECORD, read_summary
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial, Trial
+
+logger = logging.getLogger(__name__)
+
+RECENT = 5
+"""Steps whose mean reward is compared with that of other trials."""
+_FIXED = (*SECRETS, "experiment_name", "checkpoint_dir", "save_to_drive", "overrides")
+"""Fields that no search can vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Numbers from `low` to `high`, whole ones if both are; `log` tries small ones as often as large ones."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+Space: TypeAlias = Mapping[str, Between | Sequence[Any]]
+"""For each field, or dotted key of the core: a range, or a list of values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What was tried, and what came of it."""
+
+    config: TrainingConfig = field(repr=False)
+    metric: str
+    study: Study = field(repr=False)
+    """Optuna's own object, for its plots and importances."""
+
+    @property
+    def best(self) -> TrainingConfig:
+        """The config of the best trial, to be trained under a name of its own. Raises UsageError where no trial has ended well."""
+        return _with(self.config, self._best.params)
+
+    @property
+    def best_value(self) -> float:
+        """Its metric."""
+        value = self._best.value
+        assert value is not None, "it is complete"
+        return value
+
+    @property
+    def _best(self) -> FrozenTrial:
+        if not any(trial.state.name == "COMPLETE" for trial in self.study.trials):
+            raise UsageError("No trial has ended well yet; the table says what became of each.")
+        return self.study.best_trial
+
+    def table(self) -> Table:
+        """A line for each trial, the best first."""
+        trials = sorted(self.study.trials, key=_rank)
+        names = list(dict.fromkeys(name for trial in trials for name in trial.params))
+        rows = [
+            (
+                str(trial.number),
+                *(_shown(trial.params.get(name, "")) for name in names),
+                "" if trial.value is None or trial.state.name == "PRUNED" else f"{trial.value:.4g}",
+                _STATES[trial.state.name],
+            )
+            for trial in trials
+        ]
+        return Table("Trials", rows, ("trial", *names, self.metric, ""))
+
+    def plot_svg(self) -> str:
+        """The metric of each trial, and the best so far."""
+        done = [
+            (trial.number, trial.value)
+            for trial in self.study.trials
+            if trial.state.name == "COMPLETE"
+        ]
+        points = [(float(number), value) for number, value in done if value is not None]
+        best = [
+            (number, max(value for _, value in points[: place + 1]))
+            for place, (number, _) in enumerate(points)
+        ]
+        series = [Series("trial", tuple(points), "points"), Series("best so far", tuple(best))]
+        return svg_curve(series, title=f"{self.metric} of each trial", x_label="trial")
+
+    def as_html(self) -> str:
+        """Plot and table."""
+        return picture(self.plot_svg(), self.metric) + self.table().as_html()
+
+    def _repr_html_(self) -> str:
+        return self.as_html()
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+
+_STATES = {
+    "COMPLETE": "",
+    "PRUNED": "ended early",
+    "FAIL": "failed",
+    "RUNNING": "cut off",
+    "WAITING": "waits",
+}
+
+
+def search(
+    config: TrainingConfig,
+    space: Space,
+    trials: int = 20,
+    *,
+    metric: str = "reward",
+    prune: bool = True,
+    reward_functions: Given | None = None,
+    extra_reward_functions: Given = (),
+) -> Search:
+    """Train with values of the space until there are so many trials; returns them with the best config.
+
+    `metric` is one of the evaluation of the test part after the training, and larger is better. `prune` ends trials early that do worse
+    than the median. The runs are in checkpoint_dir with `-search` after its name.
+    """
+    distributions = _distributions(config, space)
+    folder = Path(f"{config.checkpoint_dir}-search")
+    study = _study(folder, prune)
+    found = Search(config, metric, study)
+    _refuse_other_space(study, distributions)
+    while (trial := _next(study, distributions, trials, config.seed)) is not None:
+        own = _with(config, trial.params).changed(
+            checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
+        )
+        session = make_session(own)
+        rewards = rewards_of(own, session.train_dataset, reward_functions, extra_reward_functions)
+        _check_metric(metric, session, rewards)
+        _tried(study, trial, session, rewards, metric, prune=prune)
+        _redraw(found)
+    return found
+
+
+def _tried(
+    study: Study, trial: Trial, session: Session, rewards: Rubric, metric: str, *, prune: bool
+) -> None:
+    """Train a trial, unless that was done already, and tell the study what came of it."""
+    run = Path(session.config.checkpoint_dir)
+    summary = read_summary(run) if (run / RECORD).is_file() else None
+    if summary is not None and summary["state"] == "finished":
+        session.folder = run
+    else:
+        try:
+            run_training(session, rewards, [_Pruner(trial)] if prune else [])
+        except RunError as error:
+            logger.warning("trial %d failed: %s", trial.number, error)
+            study.tell(trial, state=_state("FAIL"))
+            return
+    if "stopped" in session.run.summary:
+        study.tell(trial, state=_state("PRUNED"))
+    else:
+        study.tell(trial, session.run.evaluations()["after"][metric])
+
+
+def _check_metric(metric: str, session: Session, rewards: Rubric) -> None:
+    """Raise UsageError for a metric that no evaluation of such a training will have."""
+    own = RUBRIC_METRICS if kind_of(session.train_dataset) == "rubric" else NUMERIC_METRICS
+    known = ["reward", *own, *(f"rewards/{name}/mean" for name in rewards.names)]
+    if metric not in known:
+        raise UsageError(
+            f"There is no metric {metric!r} of the test part. There are: {', '.join(known)}."
+        )
+
+
+class _Pruner(Callback):
+    """Reports the mean reward of the last steps, and ends a trial that the study gives up."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """See `Callback`."""
+        if "reward" not in metrics:
+            return
+        self._recent.append(metrics["reward"])
+        self._trial.report(fmean(self._recent), run.step)
+        if run.step < run.max_steps and self._trial.should_prune():
+            run.stop("the median of the other trials is better")
+
+    def state(self) -> Any:
+        """See `Callback`."""
+        return {"recent": list(self._recent)}
+
+    def load_state(self, state: Any) -> None:
+        """See `Callback`."""
+        self._recent.extend(state["recent"])
+
+
+def _with(config: TrainingConfig, values: Mapping[str, Any]) -> TrainingConfig:
+    """The config with values of a space: its fields, and keys of the core."""
+    own = {name: value for name, value in values.items() if name in type(config).model_fields}
+    core = {name: value for name, value in values.items() if name not in own}
+    return config.changed(**own, overrides={**config.overrides, **core})
+
+
+def _distributions(config: TrainingConfig, space: Space) -> dict[str, Any]:
+    """Optuna's form of a space whose every value could be trained. Raises ConfigError."""
+    if not space:
+        raise ConfigError(
+            'The space is empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
+        )
+    found: dict[str, Any] = {}
+    for name, values in space.items():
+        if name in _FIXED:
+            raise ConfigError(f"{name} is nothing that a search can vary.")
+        ends = [values.low, values.high] if isinstance(values, Between) else list(values)
+        for value in ends:
+            core_config(_with(config, {name: value}))
+        found[name] = _distribution(name, values)
+    return found
+
+
+def _distribution(name: str, values: Between | Sequence[Any]) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if not isinstance(values, Between):
+        if isinstance(values, str) or not values:
+            raise ConfigError(
+                f"{name}: expected Between(low, high) or a list of values, got {values!r}."
+            )
+        return CategoricalDistribution(list(values))
+    if not values.low < values.high:
+        raise ConfigError(f"{name}: {values.low} is not below {values.high}.")
+    if isinstance(values.low, int) and isinstance(values.high, int):
+        return IntDistribution(values.low, values.high, log=values.log)
+    return FloatDistribution(values.low, values.high, log=values.log)
+
+
+def _study(folder: Path, prune: bool) -> Study:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    return optuna.create_study(
+        study_name="search",
+        direction="maximize",
+        storage=JournalStorage(JournalFileBackend(str(folder / "trials.jsonl"))),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=3)
+        if prune
+        else optuna.pruners.NopPruner(),
+        load_if_exists=True,
+    )
+
+
+def _refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
+    for trial in study.trials:
+        if trial.distributions != dict(distributions):
+            raise ConfigError(
+                "There is a search of this experiment already, with another space: "
+                f"{', '.join(trial.distributions)}. Choose another experiment_name, or give the same space to go on."
+            )
+
+
+def _next(study: Study, distributions: dict[str, Any], trials: int, seed: int) -> Trial | None:
+    """The trial that was cut off, else a new one; None where there are enough."""
+    from optuna.samplers import TPESampler
+    from optuna.trial import Trial
+
+    for frozen in study.trials:
+        if frozen.state.name == "RUNNING":
+            return Trial(study, frozen._trial_id)  # pyright: ignore[reportPrivateUsage]  # no other way to go on with one
+    done = len(study.trials)
+    study.sampler = TPESampler(
+        seed=seed + done
+    )  # what it tries does not depend on who tried the others
+    return study.ask(distributions) if done < trials else None
+
+
+def _state(name: str) -> Any:
+    from optuna.trial import TrialState
+
+    return TrialState[name]
+
+
+def _rank(trial: FrozenTrial) -> tuple[bool, float, int]:
+    complete = trial.state.name == "COMPLETE" and trial.value is not None
+    return not complete, -(trial.value or 0.0) if complete else 0.0, trial.number
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _redraw(found: Search) -> None:
+    """What was tried so far, in place of the last trial's page."""
+    kernel = kernel_display()
+    if kernel is not None:
+        kernel.clear_output(wait=True)
+    show(found)

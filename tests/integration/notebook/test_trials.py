@@ -1,0 +1,155 @@
+"""A search: trials are trainings, worse ones end early, and one that was cut off goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from groupwise.display.notebook import Table
+from groupwise.errors import ConfigError, UsageError
+from groupwise.notebook import TrainingConfig
+from groupwise.notebook.training import Stopped
+from groupwise.notebook.trials import Between, search
+
+SPACE = {
+    "learning_rate": Between(1e-4, 0.1, log=True),
+    "num_generations": [2, 4],
+    "training.weight_decay": [0.0],
+}
+
+
+def digits(completions, **columns):
+    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return TrainingConfig(
+        model="tiny", dataset="arithmetic", dataset_max=12, num_batches=3, batch_size=1, total_generation_steps=8, beta=0.0, lora_rank=2,
+        lora_alpha=4, experiment_name="digits", overrides={"run.processes": 1, "eval.max_prompts": 2},
+    )  # fmt: skip
+
+
+def test_trials_are_trainings_of_the_space(config, tmp_path, capsys):
+    found = search(config, SPACE, trials=3, reward_functions=[digits], prune=False)
+    assert len(found.study.trials) == 3
+    assert {trial.params["num_generations"] for trial in found.study.trials} <= {2, 4}
+    runs = tmp_path / "checkpoints" / "digits-search"
+    assert sorted(each.name for each in runs.iterdir() if each.is_dir()) == [
+        "trial-0",
+        "trial-1",
+        "trial-2",
+    ]
+    best = found.best
+    assert best.learning_rate == found.study.best_trial.params["learning_rate"]
+    assert best.overrides == {**config.overrides, "training.weight_decay": 0.0}
+    assert best.experiment_name == "digits"
+    assert found.best_value == max(trial.value for trial in found.study.trials)
+    assert isinstance(found.table(), Table)
+    assert [len(row) for row in found.table().rows] == [6, 6, 6]
+    assert "learning_rate" in capsys.readouterr().out
+    assert "<img" in found.as_html()
+    again = search(config, SPACE, trials=3, reward_functions=[digits], prune=False)
+    assert [trial.value for trial in again.study.trials] == [
+        trial.value for trial in found.study.trials
+    ]
+    more = search(config, SPACE, trials=4, reward_functions=[digits], prune=False)
+    assert len(more.study.trials) == 4
+
+
+def test_a_search_that_was_cut_off_goes_on_in_the_middle_of_a_trial(config, tmp_path):
+    def cut_off(completions, trainer_state, **columns):
+        if trainer_state.global_step == 3 and not (tmp_path / "cut").exists():
+            (tmp_path / "cut").touch()
+            os.kill(os.getpid(), signal.SIGINT)
+        return digits(completions)
+
+    longer = config.changed(num_batches=7)
+    with pytest.raises(Stopped):
+        search(longer, SPACE, trials=2, reward_functions=[cut_off], prune=False)
+    found = search(longer, SPACE, trials=2, reward_functions=[cut_off], prune=False)
+    whole = search(
+        longer.changed(checkpoint_dir=str(tmp_path / "other" / "digits")),
+        SPACE,
+        trials=2,
+        reward_functions=[cut_off],
+        prune=False,
+    )
+    values = [
+        [(trial.params, trial.value) for trial in each.study.trials] for each in (found, whole)
+    ]
+    assert values[0] == values[1]
+    assert len(values[0]) == 2
+
+
+def test_a_trial_whose_run_was_over_is_not_trained_again(config, monkeypatch):
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("optuna.study.Study.tell", crash)
+        with pytest.raises(KeyboardInterrupt):
+            search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.notebook.trials.run_training", crash)
+        found = search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
+    assert found.best_value == found.study.trials[0].value
+
+
+def test_a_trial_that_fails_is_told_and_the_next_one_begins(config):
+    def fails(completions, **columns):
+        raise ValueError("no")
+
+    longer = config.changed(num_batches=5)
+    found = search(longer, SPACE, trials=2, reward_functions=[fails], prune=False)
+    assert [trial.state.name for trial in found.study.trials] == ["FAIL", "FAIL"]
+    assert "failed" in str(found)
+    with pytest.raises(UsageError, match="No trial has ended well"):
+        _ = found.best
+
+
+def test_a_trial_that_is_worse_than_the_others_ends_early(config):
+    values = iter([*[1.0] * 9, *[0.0] * 30])
+
+    def worse(completions, **columns):
+        return [next(values, 0.0)] * (len(completions) - 1) + [0.5]
+
+    found = search(config, SPACE, trials=4, reward_functions=[worse])
+    states = [trial.state.name for trial in found.study.trials]
+    assert "PRUNED" in states
+    assert "ended early" in str(found.table())
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({}, "The space is empty"),
+        ({"learning_rat": [0.1]}, "learning_rat"),
+        ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"),
+        ({"learning_rate": Between(0.1, 0.1)}, "not below"),
+        ({"num_generations": [2, 1]}, "num_generations is 1"),
+        ({"num_generations": "24"}, "num_generations"),
+        ({"hf_token": ["a"]}, "nothing that a search can vary"),
+    ],
+)
+def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_path, space, said):
+    with pytest.raises(ConfigError, match=said):
+        search(config, space, trials=1)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_unknown_metric_is_refused_before_any_training(config, tmp_path):
+    with pytest.raises(
+        UsageError, match="There are: reward, accuracy, within_10_percent, format_rate"
+    ):
+        search(config, SPACE, trials=1, metric="acuracy")
+    assert not list((tmp_path / "checkpoints").rglob("run.db"))
+
+
+def test_another_space_is_another_search(config):
+    search(config, SPACE, trials=1, reward_functions=[digits])
+    with pytest.raises(ConfigError, match="another space: learning_rate, num_generations"):
+        search(config, {"learning_rate": Between(1e-4, 0.2)}, trials=2, reward_functions=[digits])
