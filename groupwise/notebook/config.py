@@ -29,8 +29,8 @@ from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
 from groupwise.settings.schema import Conflict, setting
 
-Backend = Literal["auto", "torch", "tunix"]
-Devices = Literal["auto"] | int | tuple[int, int]
+Backend = Literal["auto", "torch"]
+Devices = Literal["auto"] | int
 Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
 PresetName = Literal["quick", "standard", "production"]
 
@@ -68,7 +68,7 @@ class TrainingConfig(Worded):
     """A training in a notebook. Raises ConfigError for what cannot work, with all that is wrong at once."""
 
     model_config = ConfigDict(frozen=False, validate_assignment=True, protected_namespaces=())
-    type_from: ClassVar[tuple[str, ...]] = ()
+    not_yet: ClassVar[frozenset[str]] = frozenset({"backend=tunix"})
 
     num_batches: int = setting(
         500, "Batches of prompts; train_fraction of them are trained on, each in one step.", ge=1
@@ -82,7 +82,7 @@ class TrainingConfig(Worded):
     lora_alpha: float = setting(64.0, "The adapter's output is scaled by alpha / rank.", gt=0)
     model: str | None = setting(
         None,
-        "Hub id, folder or alias. None: Gemma 3 1B IT on a TPU or GPU, the bundled small model on a CPU.",
+        "Hub id, folder or alias. None: Gemma 3 1B IT on a GPU, the bundled small model on a CPU.",
         min_length=1,
     )
     dataset: str | None = setting(
@@ -136,8 +136,7 @@ class TrainingConfig(Worded):
         None, "For models and data of the hub that need one, such as Gemma."
     )
     devices: Devices = setting(
-        "auto",
-        "auto, how many of the accelerators (of the cores, on a CPU), or for Tunix their mesh as (fsdp, tp).",
+        "auto", "auto, or how many of the accelerators (of the cores, on a CPU) work on it."
     )
     overrides: dict[str, Any] = setting(
         {},
@@ -146,9 +145,7 @@ class TrainingConfig(Worded):
     seed: int = setting(
         42, "Of the split, the order, every sampled token and the adapter's start.", ge=0
     )
-    backend: Backend = setting(
-        "auto", "torch, or tunix (JAX). auto: tunix where there is a TPU, else torch."
-    )
+    backend: Backend = setting("auto", "What trains: torch, which auto takes.")
     report_to: tuple[Sink, ...] = setting(
         (), "Where metrics are shown besides the run's own record."
     )

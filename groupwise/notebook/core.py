@@ -82,10 +82,6 @@ def model_of(config: TrainingConfig) -> str:
 
 
 def _processes(config: TrainingConfig) -> dict[str, int]:
-    if isinstance(config.devices, tuple):
-        raise ConfigError(
-            f"devices is {config.devices}, a mesh (fsdp, tp), which only the backend tunix has. Give a count, or auto."
-        )
     return {} if config.devices == "auto" else {"processes": config.devices}
 
 

@@ -53,6 +53,7 @@ from groupwise.http.declared import Route
 from groupwise.http.prometheus import Requests
 from groupwise.loops.metrics import TOKEN_MEANS
 from groupwise.models.bundled import ALIASES
+from groupwise.notebook import TrainingConfig
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from groupwise.server.app import ROUTES
@@ -428,7 +429,8 @@ def test_configs_are_valid_as_shipped(config: Path) -> None:
     [p for p in ALONE if blocks(p, "python") and p.name not in RUN_ELSEWHERE],
     ids=name,
 )
-def test_python_runs(page: Path, place: Path) -> None:
+def test_python_runs(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupwise.notebook.core.SMALL", "tiny")
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
         exec(compile(block, name(page), "exec"), names)
@@ -782,6 +784,7 @@ def server_metrics() -> set[str]:
             lambda: routes_table(FLEET_ROUTES).replace("| train |", "| act |"),
         ),
         ("fleet-machines.md", lambda: problems_table(of_the_fleet=True)),
+        ("notebooks.md", lambda: fields_table(TrainingConfig, "| field | default | meaning |")),
         (
             "fleet-operations.md",
             lambda: fields_table(FleetSettings, "| setting | default | meaning |"),
@@ -796,6 +799,7 @@ def server_metrics() -> set[str]:
         "settings",
         "fleet routes",
         "fleet problems",
+        "notebook",
         "fleet settings",
     ],
 )

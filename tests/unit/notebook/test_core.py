@@ -89,11 +89,9 @@ def test_an_override_that_cannot_be_is_told():
             core_config(TrainingConfig(overrides={"run": {key.partition(".")[2]: "x"}}))
 
 
-def test_devices_are_processes_and_a_mesh_is_refused():
+def test_devices_are_processes():
     assert core_config(TrainingConfig(devices=2)).config.run.processes == 2
     assert core_config(TrainingConfig()).config.run.processes is None
-    with pytest.raises(ConfigError, match="mesh"):
-        core_config(TrainingConfig(devices=(2, 1)))
 
 
 def test_alpha_is_a_whole_number_here():
