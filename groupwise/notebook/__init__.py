@@ -11,11 +11,13 @@ quick_test(config, session)
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from groupwise.notebook.config import ColabTrainingConfig, TrainingConfig
+    from groupwise.notebook.connection import Connection, connect
     from groupwise.notebook.datasets import prepare_datasets, register_dataset
     from groupwise.notebook.evaluation import evaluate
     from groupwise.notebook.export import export_checkpoint
@@ -36,6 +38,7 @@ __all__ = [
     "Between",
     "ColabSession",
     "ColabTrainingConfig",
+    "Connection",
     "Criterion",
     "Rubric",
     "RubricSet",
@@ -43,6 +46,7 @@ __all__ = [
     "Session",
     "TrainerState",
     "TrainingConfig",
+    "connect",
     "create_reward_functions",
     "evaluate",
     "export_checkpoint",
@@ -58,10 +62,14 @@ __all__ = [
     "train_grpo",
 ]
 
+# tqdm says so when it is imported where ipywidgets is missing; its bars, of downloads, are text there.
+warnings.filterwarnings("ignore", message="IProgress not found")
+
 _ROOMS = {
     "Between": "trials",
     "ColabSession": "session",
     "ColabTrainingConfig": "config",
+    "Connection": "connection",
     "Criterion": "rubrics",
     "Rubric": "rubrics",
     "RubricSet": "rubrics",
@@ -69,6 +77,7 @@ _ROOMS = {
     "Session": "session",
     "TrainerState": "training",
     "TrainingConfig": "config",
+    "connect": "connection",
     "create_reward_functions": "rewards",
     "evaluate": "evaluation",
     "export_checkpoint": "export",

@@ -34,6 +34,11 @@ Devices = Literal["auto"] | int
 Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
 PresetName = Literal["quick", "standard", "production"]
 
+if TYPE_CHECKING:  # a text is taken, and held as a secret
+    Secret = SecretStr | str
+else:
+    Secret = SecretStr
+
 PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
     "quick": {
         "num_batches": 60,
@@ -129,10 +134,10 @@ class TrainingConfig(Worded):
         "",
         "Stands before each question. Not given: asks for reasoning and answer between the four marks.",
     )
-    wandb_api_key: SecretStr | None = setting(None, "Of Weights & Biases, for report_to.")
-    kaggle_username: SecretStr | None = setting(None, "For models and data from Kaggle.")
-    kaggle_key: SecretStr | None = setting(None, "Likewise.")
-    hf_token: SecretStr | None = setting(
+    wandb_api_key: Secret | None = setting(None, "Of Weights & Biases, for report_to.")
+    kaggle_username: Secret | None = setting(None, "For models and data from Kaggle.")
+    kaggle_key: Secret | None = setting(None, "Likewise.")
+    hf_token: Secret | None = setting(
         None, "For models and data of the hub that need one, such as Gemma."
     )
     devices: Devices = setting(

@@ -27,10 +27,12 @@ _NOT_HERE = {
 }
 
 
-def core_config(config: TrainingConfig, *, graded: bool = True) -> LoadedConfig:
+def core_config(
+    config: TrainingConfig, *, graded: bool = True, server: str | None = None
+) -> LoadedConfig:
     """The core's config for the torch backend. Raises ConfigError for what it refuses, by its own names.
 
-    `graded`: whether rows have answers, so that success is a right one.
+    `graded`: whether rows have answers, so that success is a right one. `server`: where it is trained, if not here.
     """
     folder = run_folder(config)
     values: dict[str, Any] = {
@@ -61,6 +63,7 @@ def core_config(config: TrainingConfig, *, graded: bool = True) -> LoadedConfig:
             "save_steps": SAVE_STEPS,
             "save_total_limit": KEPT,
             "report_to": list(config.report_to),
+            "server": server,
             **_processes(config),
         },
     }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from groupwise.display.notebook import Table, show
 from groupwise.evaluation.evaluate import evaluate as evaluated
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import core_config
-from groupwise.notebook.rewards import ACCURACY, Given, rewards_of
+from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session
 from groupwise.notebook.task import NotebookTask
 
@@ -26,10 +25,9 @@ def evaluate(
     """
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
-    core = core_config(config, graded=ACCURACY in rewards.names)
     weights = session.weights
     result = evaluated(
-        core.config,
+        session.core.config,
         task,
         overrides=[] if samples_per_prompt == 1 else ["eval.temperature=1.0"],
         policy="base" if weights is None else str(weights),

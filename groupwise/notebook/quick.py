@@ -26,9 +26,10 @@ def run_full_pipeline(
     *,
     reward_functions: Given | None = None,
     extra_reward_functions: Given = (),
+    server: str | None = None,
 ) -> tuple[Session, TrainerState, str]:
     """Prepare, train, export, test: the session, the trainer's state (with the test's answer) and the checkpoint's folder."""
-    session = prepare_session(config)
+    session = prepare_session(config, server=server)
     state = train_grpo(
         config,
         session,

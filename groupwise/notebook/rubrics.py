@@ -18,7 +18,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 from pydantic import Field
 from ruamel.yaml import YAML
@@ -34,7 +34,14 @@ from groupwise.settings.schema import Conflict, setting
 from groupwise.settings.tree import Tree, read_yaml
 from groupwise.settings.validation import validate
 
-Texts = Annotated[tuple[str, ...], Field(strict=False)]
+Item = TypeVar("Item")
+
+if TYPE_CHECKING:  # any sequence is taken, and held as a tuple
+    Held = Sequence[Item]
+else:
+    Held = Annotated[tuple[Item, ...], Field(strict=False)]
+
+Texts = Held[str]
 LogMetric = Callable[[str, float], None]
 
 LONG = 3
@@ -91,9 +98,7 @@ class Rubric(Worded):
 
     name: str = setting(..., "What it is called.", min_length=1)
     description: str = setting("", "What it judges.")
-    criteria: Annotated[tuple[Criterion, ...], Field(strict=False)] = setting(
-        ..., "At least one.", min_length=1
-    )
+    criteria: Held[Criterion] = setting(..., "At least one.", min_length=1)
     question_types: Texts = setting(
         (), "Values of a row's question_type that it is for; empty: any."
     )
@@ -194,9 +199,7 @@ class RubricSet(Worded):
 
     name: str = setting("rubrics", "What it is called.", min_length=1)
     description: str = setting("", "What it is for.")
-    rubrics: Annotated[tuple[Rubric, ...], Field(strict=False)] = setting(
-        ..., "At least one.", min_length=1
-    )
+    rubrics: Held[Rubric] = setting(..., "At least one.", min_length=1)
     metadata: dict[str, Any] = setting({}, "Anything else.")
 
     def __getitem__(self, which: int | str) -> Rubric:

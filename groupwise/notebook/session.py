@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,16 @@ class Session:
     config: TrainingConfig
     train_dataset: Rows | Sequence[Row]
     test_dataset: Rows | Sequence[Row]
-    core: LoadedConfig = field(repr=False)
-    """What the config means to the core."""
+    server: str | None = None
+    """The URL of the training server that computes; None for this machine."""
     folder: Path | None = None
     """The run's folder, once there has been a training."""
+
+    @property
+    def core(self) -> LoadedConfig:
+        """What the config means to the core."""
+        graded = kind_of(self.train_dataset) == "numeric"
+        return core_config(self.config, graded=graded, server=self.server)
 
     @property
     def weights(self) -> Path | None:
@@ -130,16 +136,17 @@ class Sampler:
         return answers(session.core.config, chats, session.weights, params, chosen)
 
 
-def prepare_session(config: TrainingConfig) -> Session:
+def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Session:
     """Credentials, Drive, the checkpoint folder, model and data: everything that a training needs, checked.
 
-    Raises UsageError for what cannot work. The config cannot be changed afterwards.
+    `server` is the URL of a training server that is to compute; see `connect`. Raises UsageError for what cannot work. The config cannot
+    be changed afterwards.
     """
     found = credentials.provide(config)
     mounted = drive.mount(config)
-    session = make_session(config)
+    session = make_session(config, server)
     rows: list[tuple[str, str]] = [
-        ("backend", "torch"),
+        ("backend", "torch" if server is None else f"torch, on {server}"),
         ("model", session.core.config.model.name),
         (
             "adapter",
@@ -161,12 +168,13 @@ def prepare_session(config: TrainingConfig) -> Session:
     return session
 
 
-def make_session(config: TrainingConfig) -> Session:
+def make_session(config: TrainingConfig, server: str | None = None) -> Session:
     """A session with its data, without a word; the config cannot be changed afterwards."""
     train, test = prepare_datasets(config)
-    core = core_config(config, graded=kind_of(train) == "numeric")
+    session = Session(config, train, test, server)
+    _ = session.core  # refuses what cannot work
     config.prepared()
-    return Session(config, train, test, core)
+    return session
 
 
 prepare_colab_session = prepare_session

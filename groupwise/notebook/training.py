@@ -16,8 +16,7 @@ from groupwise.errors import UsageError
 from groupwise.loops.rl_start import RlResult, rl
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import core_config
-from groupwise.notebook.rewards import ACCURACY, Given, rewards_of
+from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, newest_weights
 from groupwise.notebook.task import NotebookTask
 from groupwise.rewards.rubric import Rubric
@@ -78,7 +77,7 @@ def run_training(
     task = NotebookTask(
         config, session.train_dataset, session.test_dataset, rewards, [*mirror, *callbacks]
     )
-    core = core_config(config, graded=ACCURACY in rewards.names).config
+    core = session.core.config
     name, goes_on = _place(core)
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     result = rl(core, task, resume=goes_on)

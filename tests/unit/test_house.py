@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERBS = {
     *("help", "setup", "quickstart", "test", "test-server", "test-fleet", "check", "fix", "bench"),
-    *("soak", "gpu", "clean"),
+    *("test-notebook", "soak", "gpu", "clean"),
 }
 TENSOR_ROOMS = {"models", "learner", "sampler"}
 HEAVY = ["torch", "transformers", "peft", "datasets", "numpy", "pandas", "safetensors"]
@@ -204,6 +204,7 @@ DOORS = {
         "Between",
         "ColabSession",
         "ColabTrainingConfig",
+        "Connection",
         "Criterion",
         "Rubric",
         "RubricSet",
@@ -211,6 +212,7 @@ DOORS = {
         "Session",
         "TrainerState",
         "TrainingConfig",
+        "connect",
         "create_reward_functions",
         "evaluate",
         "export_checkpoint",

@@ -47,7 +47,7 @@ def test_trials_are_trainings_of_the_space(config, tmp_path, capsys):
     assert best.learning_rate == found.study.best_trial.params["learning_rate"]
     assert best.overrides == {**config.overrides, "training.weight_decay": 0.0}
     assert best.experiment_name == "digits"
-    assert found.best_value == max(trial.value for trial in found.study.trials)
+    assert found.best_value == max(trial.value or 0 for trial in found.study.trials)
     assert isinstance(found.table(), Table)
     assert [len(row) for row in found.table().rows] == [6, 6, 6]
     assert "learning_rate" in capsys.readouterr().out

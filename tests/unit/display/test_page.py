@@ -65,7 +65,7 @@ def page():
     return SimpleNamespace(page=Page(kernel, board, clock), board=board, kernel=kernel, clock=clock)
 
 
-def rollout(completion, reward=1.0, **parts):
+def rollout(completion, reward: float | None = 1.0, **parts):
     given = tuple(SimpleNamespace(name=name, value=value) for name, value in parts.items())
     return SimpleNamespace(completion=completion, reward=reward, parts=given)
 

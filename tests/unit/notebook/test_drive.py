@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,10 @@ def content(tmp_path, monkeypatch):
 
 
 def checkpoint(folder, step):
-    return checkpoints.save(folder, step, lambda at: (at / "weights").write_text(str(step)))
+    def fill(at: Path) -> None:
+        (at / "weights").write_text(str(step))
+
+    return checkpoints.save(folder, step, fill)
 
 
 def test_nothing_happens_unless_it_is_asked_for(content):
@@ -51,7 +56,7 @@ def test_a_folder_of_ones_own_is_mirrored_to_as_well(tmp_path, monkeypatch):
 
 def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path):
     mirror = drive.Mirror(content / "e")
-    run = SimpleNamespace(folder=tmp_path / "run")
+    run: Any = SimpleNamespace(folder=tmp_path / "run")
     for step in (80, 90, 100, 110):
         checkpoint(run.folder / CHECKPOINTS, step)
         mirror.on_save(run, run.folder / CHECKPOINTS / f"step-{step}")

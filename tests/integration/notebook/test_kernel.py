@@ -1,0 +1,227 @@
+"""The functions in a real kernel: where output appears, what an interruption leaves, edited modules, and no credential anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import start_new_kernel
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+
+BEGIN = """
+from groupwise.notebook import *
+
+def digits(completions, **columns):
+    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
+
+config = TrainingConfig(
+    model="tiny", dataset="arithmetic", dataset_max=40, num_batches=8, train_fraction=0.75, num_generations=4, total_generation_steps=16,
+    learning_rate=0.05, beta=0.0, lora_rank=4, lora_alpha=8, experiment_name="digits", overrides={"run.processes": 1},
+)
+"""
+SESSION = "session = prepare_session(config)"
+TRAIN = "state = train_grpo(config, session, reward_functions=[digits])"
+
+
+class Kernel:
+    """A kernel with its front end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._manager, self._client = start_new_kernel(cwd=str(folder))
+        self.run(f"import sys; sys.path.insert(0, {str(ROOT)!r})")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+
+    def begin(self, code: str) -> str:
+        """Run a cell without waiting for it."""
+        client: BlockingKernelClient = self._client
+        return client.execute(code)
+
+    def outputs(self, cell: str) -> list[dict[str, Any]]:
+        """What stands below a cell once it is done; an updated display once, as it is now."""
+        found: list[dict[str, Any]] = []
+        displays: dict[str, dict[str, Any]] = {}
+        while True:
+            message = self._client.get_iopub_msg(timeout=100)
+            if message["parent_header"].get("msg_id") != cell:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                return found
+            if kind == "update_display_data":
+                displays[content["transient"]["display_id"]].update(content)
+            elif kind in ("stream", "display_data", "execute_result", "error"):
+                found.append({"kind": kind, **content})
+                if name := content.get("transient", {}).get("display_id"):
+                    displays[name] = found[-1]
+
+    def run(self, code: str) -> list[dict[str, Any]]:
+        """A cell and what stands below it."""
+        return self.outputs(self.begin(code))
+
+    def interrupt(self) -> None:
+        """As the button does: the whole process group gets the signal."""
+        self._manager.interrupt_kernel()
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    with Kernel(tmp_path) as found:
+        yield found
+
+
+def text(outputs: list[dict[str, Any]]) -> str:
+    """All that a reader sees."""
+    parts = [
+        each.get("text") or each.get("evalue") or "".join(each.get("data", {}).values())
+        for each in outputs
+    ]
+    return "\n".join([*parts, *("\n".join(each.get("traceback", ())) for each in outputs)])
+
+
+def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
+    kernel: Kernel,
+) -> None:
+    assert kernel.run(BEGIN) == []
+    [table] = kernel.run(SESSION)
+    assert "6 steps of 2 prompts" in table["data"]["text/html"]
+    [page] = kernel.run(TRAIN)
+    assert "step 6/6" in page["data"]["text/html"]
+    assert page["data"]["text/html"].count("<img") == 3
+    [exported] = kernel.run("path = export_checkpoint(config, state)")
+    assert "PeftModel" in exported["data"]["text/html"]
+    [record] = kernel.run("session.run")
+    assert "<img" in record["data"]["text/html"]
+    [mistake] = kernel.run("TrainingConfig(num_batchs=3)")
+    assert mistake["traceback"] == [
+        "ConfigError: TrainingConfig: num_batchs is not a key; did you mean num_batches?"
+    ]
+
+
+WAITING = """
+import time
+from pathlib import Path
+
+def waiting(completions, trainer_state, **columns):
+    Path("step").write_text(str(trainer_state.global_step))
+    while Path("wait").exists() and trainer_state.global_step >= 3:
+        time.sleep(0.01)
+    return digits(completions)
+"""
+TRAIN_WAITING = "state = train_grpo(config, session, reward_functions=[waiting])"
+
+
+def test_an_interrupted_training_goes_on_in_the_same_kernel_and_in_another(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+    with Kernel(whole) as kernel:
+        kernel.run(BEGIN + WAITING)
+        kernel.run(SESSION)
+        kernel.run(TRAIN_WAITING)
+    (cut / "wait").touch()
+    with Kernel(cut) as kernel:
+        kernel.run(BEGIN + WAITING)
+        kernel.run(SESSION)
+        said = interrupted(kernel, cut)
+        assert "Stopped after 3 steps. Run the cell again to go on from there." in said
+        assert "Traceback" not in said
+        said = interrupted(kernel, cut)
+        assert "it goes on" in said
+    (cut / "wait").unlink()
+    with Kernel(cut) as kernel:
+        kernel.run(BEGIN + WAITING)
+        kernel.run(SESSION)
+        assert "it goes on" in text(kernel.run(TRAIN_WAITING))
+    final = Path("checkpoints/digits/final/adapter_model.safetensors")
+    assert (whole / final).read_bytes() == (cut / final).read_bytes()
+
+
+def interrupted(kernel: Kernel, folder: Path) -> str:
+    """What the training says that is interrupted in its fourth step."""
+    step = folder / "step"
+    step.unlink(missing_ok=True)
+    cell = kernel.begin(TRAIN_WAITING)
+    end = time.monotonic() + 60
+    while not (step.exists() and step.read_text() == "3"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    kernel.interrupt()
+    return text(kernel.outputs(cell))
+
+
+MODULE = """
+from groupwise.notebook import TrainingConfig
+
+class Mine(TrainingConfig):
+    topic: str = "{topic}"
+
+def load(config):
+    return [{{"question": f"{topic} {{n}}?", "answer": "1"}} for n in range(4)]
+
+def reward(completions, **columns):
+    return [{value} for _ in completions]
+"""
+LOOK = """
+config = mine.Mine(
+    model="tiny", dataset="mine", num_batches=2, total_generation_steps=4, lora_rank=2, lora_alpha=2,
+    experiment_name=mine.Mine().topic, overrides={"run.processes": 1},
+)
+session = prepare_session(config)
+state = train_grpo(config, session, reward_functions=[mine.reward])
+print(session.train_dataset[0]["question"][:6], session.run.metrics("reward")["reward"][0][1])
+"""
+
+
+def test_an_edited_module_acts_at_the_next_call(kernel: Kernel, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MODULE.format(topic="rivers", value=1.0))
+    kernel.run("%load_ext autoreload\n%autoreload 2\nfrom groupwise.notebook import *\nimport mine")
+    kernel.run('register_dataset("mine", mine.load)')
+    assert "rivers 1.0" in text(kernel.run(LOOK))
+    file.write_text(MODULE.format(topic="oceans", value=0.25))
+    assert "oceans 0.25" in text(kernel.run(LOOK))
+
+
+SECRET = "hf_Zq81kLmN20pQrT"
+
+
+def test_credentials_stand_in_no_output_and_no_file(kernel: Kernel, tmp_path: Path) -> None:
+    given = BEGIN.replace(
+        "TrainingConfig(", f'TrainingConfig(hf_token="{SECRET}", wandb_api_key="{SECRET}", '
+    )
+    cells = [
+        given,
+        "config",
+        SESSION,
+        TRAIN,
+        "state",
+        "session",
+        "export_checkpoint(config, state)",
+        "config.beta = -1",
+    ]
+    said = "\n".join(text(kernel.run(cell)) for cell in cells)
+    assert "hf_token from the config" in said
+    assert SECRET not in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert "beta cannot be changed" in said
