@@ -127,9 +127,12 @@ class Collector:
 
     async def _copy_known(self, part: Part, folder: Path, files: Manifest) -> None:
         """What is in the store already, and of its own project: the machine says which file it is, and may name any."""
-        hashes = {entry.sha256 for entry in files.values()}
+        stored = await asyncio.to_thread(_stored, files, self._store) if files else {}
+        if not stored:
+            return
+        hashes = {entry.sha256 for entry in stored.values()}
         lacking = await self._gateway.look(lambda session: _lacking_rights(session, part, hashes))
-        known = {path: each for path, each in files.items() if each.sha256 not in lacking}
+        known = {path: each for path, each in stored.items() if each.sha256 not in lacking}
         await self._write("artefacts.known", partial(_copy, folder, known, self._store))
 
     async def _files(self, part: Part, folder: Path, files: Manifest) -> None:
@@ -243,10 +246,14 @@ def _lacking_rights(session: Session, part: Part, hashes: Collection[str]) -> fr
     return rights.lacking(session, [project], hashes)
 
 
+def _stored(files: Manifest, store: BlobStore) -> Manifest:
+    return {path: entry for path, entry in files.items() if entry.sha256 in store}
+
+
 def _copy(folder: Path, files: Manifest, store: BlobStore) -> None:
     for path, entry in files.items():
         place = folder / path
-        if entry.sha256 in store and not place.exists():
+        if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(BlobError):
                 store.copy(entry, place)

@@ -79,6 +79,8 @@ class CheckpointMirror:
         if part.rank != 0:
             return
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
+        if not tree.checkpoints:
+            return
         here = await self._gateway.look(lambda session: _newest_step(session, part))
         missed: tuple[CheckpointTree, _Torn] | None = None
         for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):

@@ -85,6 +85,15 @@ async def test_everything_comes_and_is_what_it_was(
     assert len(host.asked) == asked
 
 
+async def test_nothing_in_the_store_costs_no_look_at_the_database(
+    database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = begin(database, host)
+    monkeypatch.delattr(Gateway, "look")
+    assert await collector(place, database).collect(part) == Collected()
+    assert tree(place / JOB / "current") == FILES
+
+
 async def test_small_files_come_together_and_a_large_one_by_itself(
     database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

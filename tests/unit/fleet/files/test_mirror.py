@@ -64,6 +64,14 @@ async def test_the_newest_complete_one_comes_and_only_what_is_new_of_it(
     assert host.read_bytes() == 0
 
 
+async def test_a_job_without_checkpoints_costs_no_look_at_the_database(
+    database: Database, store: BlobStore, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Gateway, "look")
+    await CheckpointMirror(store, Gateway(database)).mirror(begin(database, host))
+    assert steps(database) == []
+
+
 async def test_older_ones_are_forgotten_and_their_blobs_collected(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
