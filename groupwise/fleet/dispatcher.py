@@ -388,7 +388,11 @@ class GlobalJobDispatcher:
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """What drives do beside their loop."""
         assert self._group is not None
-        return self._group.create_task(_logged(work))
+        task = self._group.create_task(_logged(work))
+        task.add_done_callback(
+            lambda _: work.close()
+        )  # cancelled before it began, nobody has awaited it
+        return task
 
     def _watch(self, vm_id: str, watch: Watch) -> None:
         if self._group is None:

@@ -256,9 +256,9 @@ def checked_weights(
 
 
 def _module_of(function: RewardCallable) -> str:
-    """Where a function, or the class of an object that is called, is defined."""
+    """Where a function, or the class of an object that is called, is defined; empty where that is no module."""
     inner: Any = inspect.unwrap(function)
-    return (inner if inspect.isroutine(inner) else type(inner)).__module__
+    return (inner if inspect.isroutine(inner) else type(inner)).__module__ or ""
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:

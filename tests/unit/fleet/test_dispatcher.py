@@ -5,6 +5,7 @@ Each test ends with the judgement of `tests/fleet_history.py`, which knows nothi
 
 import asyncio
 import errno
+import inspect
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -1584,3 +1585,14 @@ async def test_an_attempt_that_cannot_be_driven_is_told_of_and_tried_again(
         await rig.until(lambda: not stuck(rig))
     assert len(said(rig, "attempt.stuck")) == 1
     rig.judge()
+
+
+async def test_what_is_done_beside_and_cancelled_before_it_begins_is_let_go_of() -> None:
+    async def work() -> None:
+        raise AssertionError("it must not begin")
+
+    dispatcher, begun = object.__new__(GlobalJobDispatcher), work()
+    async with asyncio.TaskGroup() as group:
+        dispatcher._group = group
+        dispatcher._beside(begun).cancel()
+    assert inspect.getcoroutinestate(begun) == inspect.CORO_CLOSED

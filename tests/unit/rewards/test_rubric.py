@@ -345,3 +345,10 @@ def test_stateful_is_what_a_function_says_of_itself():
     assert not Rubric([function]).stateful
     setattr(function, "stateful", True)  # noqa: B010 — type checkers know no attributes of functions
     assert Rubric([constant(2), function]).stateful
+
+
+def test_a_function_of_no_module_stands_in_no_file():
+    names = {}
+    exec("def free(completions, **columns):\n    return [1.0]", names)
+    names["free"].__module__ = None  # as that of code that runs without a module's names
+    assert Rubric([names["free"]]).files == ()
