@@ -127,7 +127,7 @@ class Collector:
 
     async def _copy_known(self, part: Part, folder: Path, files: Manifest) -> None:
         """What is in the store already, and of its own project: the machine says which file it is, and may name any."""
-        stored = await asyncio.to_thread(_stored, files, self._store) if files else {}
+        stored = await asyncio.to_thread(_stored, files, self._store)
         if not stored:
             return
         hashes = {entry.sha256 for entry in stored.values()}
