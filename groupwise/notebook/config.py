@@ -164,11 +164,6 @@ class TrainingConfig(Worded):
             raise ConfigError(f"There is no preset {name!r}. There are: {', '.join(PRESETS)}.")
         return cls(**{**PRESETS[name], **changes})
 
-    def changed(self, **changes: Any) -> Self:
-        """A config with other values, which can be changed further; what was computed from a changed value is computed anew."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**given, **changes})
-
     def prepared(self) -> None:
         """From now on it cannot be changed."""
         self._prepared = True

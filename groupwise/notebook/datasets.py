@@ -25,7 +25,7 @@ from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.prompts import format_prompt
 from groupwise.plugins import nearest, run_user_code
 from groupwise.tasks import math, rubric_answers
-from groupwise.tasks.source_rows import usable
+from groupwise.tasks.source_rows import question_key, usable
 
 Kind = Literal["numeric", "rubric"]
 """What rows are scored by: an answer, or a rubric and a reference."""
@@ -180,7 +180,7 @@ def _checked(given: Any, where: str, config: TrainingConfig) -> Rows:
     found, left_out = usable(
         rows[: config.dataset_max],
         _row,
-        lambda row: _key(row["question"]),
+        lambda row: question_key(row["question"]),
         source=where,
         strict=False,
         remedy="Expected: question (text), and answer, or rubric and reference.",
@@ -207,8 +207,8 @@ def _divided(found: Rows | tuple[Rows, Rows], config: TrainingConfig) -> tuple[R
     stream = Stream("notebook", config.seed)
     if isinstance(found, tuple):
         train, test = found
-        tested = {_key(row["question"]) for row in test}
-        alone = [row for row in train if _key(row["question"]) not in tested]
+        tested = {question_key(row["question"]) for row in test}
+        alone = [row for row in train if question_key(row["question"]) not in tested]
         shared = Counter({"the test part has the question": len(train) - len(alone)})
         left_out = Counter(train.account.left_out) + shared
         return (
@@ -227,10 +227,6 @@ def _enough(rows: Sequence[Row], config: TrainingConfig) -> Sequence[Row]:
             "on and one to test."
         )
     return rows
-
-
-def _key(question: str) -> str:
-    return " ".join(question.split()).casefold()
 
 
 def _with_prompts(rows: Rows, config: TrainingConfig) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -50,8 +51,6 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState) -> st
 
 
 def _base(adapter: Path) -> str:
-    import json
-
     return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -11,6 +10,7 @@ from groupwise.errors import TaskError
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import Kind, dataset_of, kind_of, prepare_datasets
 from groupwise.rewards.calling import check_function, name_of
+from groupwise.rewards.nesting import standing_for
 from groupwise.rewards.registry import get_reward_funcs
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.tags import Tag
@@ -61,8 +61,9 @@ def rewards_of(
             raise TaskError(
                 f"{name} is one function; give a list, {name}=[{getattr(given, '__name__', 'f')}]."
             )
-    chosen = create_reward_functions(config, rows)
-    if reward_functions is not None:
+    if reward_functions is None:
+        chosen = create_reward_functions(config, rows)
+    else:
         chosen = [_on_texts(each) for each in reward_functions]
     counted = [*chosen, *(_on_texts(each) for each in extra_reward_functions)]
     if not counted:
@@ -85,12 +86,7 @@ def _on_texts(given: Reward | tuple[Reward, float]) -> Any:
             columns[name] = [_text(each) for each in columns[name]]
         return function(**columns)
 
-    functools.update_wrapper(reward, function, updated=())
-    reward.__name__ = name_of(function)
-    for kept in ("stateful", "check_row"):
-        if hasattr(function, kept):
-            setattr(reward, kept, getattr(function, kept))
-    return reward
+    return standing_for(function, reward, name_of(function))
 
 
 def _text(said: Prompt | CompletionText) -> str:

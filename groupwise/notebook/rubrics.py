@@ -139,18 +139,12 @@ class Rubric(Worded):
         """A reward by a model that reads the rubric: `endpoint`, `model` and the other parameters of the reward `judge`."""
         return Judge(rubric=str(self), **parameters)
 
-    def changed(self, **changes: Any) -> Self:
-        """The same with other values."""
-        return type(self)(
-            **{**{name: getattr(self, name) for name in self.model_fields_set}, **changes}
-        )
-
     def reweighted(self, weights: Mapping[str, float]) -> Self:
         """The same with other weights of the criteria that are named."""
         self._refuse_unknown(weights)
         return self.changed(
             criteria=[
-                _with(each, weight=weights.get(each.name, each.weight)) for each in self.criteria
+                each.changed(weight=weights.get(each.name, each.weight)) for each in self.criteria
             ]
         )
 
@@ -159,7 +153,7 @@ class Rubric(Worded):
         self._refuse_unknown([name])
         return self.changed(
             criteria=[
-                _with(each, keywords=[*each.keywords, *keywords]) if each.name == name else each
+                each.changed(keywords=[*each.keywords, *keywords]) if each.name == name else each
                 for each in self.criteria
             ]
         )
@@ -253,12 +247,6 @@ def _write(path: Path | str, rubrics: Rubric | RubricSet) -> None:
     text = io.StringIO()
     yaml.dump(rubrics.model_dump(mode="json", exclude_unset=True), text)
     durable.write_file(Path(path), text.getvalue().encode())
-
-
-def _with(criterion: Criterion, **changes: Any) -> Criterion:
-    return Criterion(
-        **{**{name: getattr(criterion, name) for name in criterion.model_fields_set}, **changes}
-    )
 
 
 def _reward(name: str, rubrics: Sequence[Rubric] | RubricSet) -> Any:

@@ -83,9 +83,10 @@ class Session:
         """What is trained: rank, alpha, layers, number of parameters."""
         from groupwise.ranks import ahead
 
-        lora = self._settings.lora
+        settings = self._settings
+        lora = settings.lora
         assert lora is not None, "the config sets a rank"
-        trained = ahead.trained_parameters(self._settings.model, lora)
+        trained = ahead.trained_parameters(settings.model, lora)
         return {**lora.model_dump(mode="json"), "parameters": trained}
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,6 +21,11 @@ class Worded(Strict):
     def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """What was given, as messages may show it."""
         return {name: _plain(value) for name, value in values.items()}
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with other values; what was not given is found anew."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**given, **changes})
 
     if not TYPE_CHECKING:  # who reads the types shall see the fields
 

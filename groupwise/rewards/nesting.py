@@ -31,12 +31,17 @@ def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
         answer = function(**{name: shape.flat(name, value) for name, value in given.items()})
         return _later(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
 
-    functools.update_wrapper(reward, function, updated=())
-    reward.__name__ = name
+    return standing_for(function, reward, name)
+
+
+def standing_for(function: RewardCallable, around: RewardCallable, name: str) -> RewardCallable:
+    """`around`, which calls the function, with its signature and all that a rubric asks of it; called `name`."""
+    functools.update_wrapper(around, function, updated=())
+    around.__name__ = name
     for kept in ("stateful", "check_row"):
         if hasattr(function, kept):
-            setattr(reward, kept, getattr(function, kept))
-    return reward
+            setattr(around, kept, getattr(function, kept))
+    return around
 
 
 @dataclass(frozen=True, slots=True)

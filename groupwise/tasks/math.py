@@ -45,7 +45,7 @@ from groupwise.rewards.tags import THINK
 from groupwise.rewards.text import CompletionText
 from groupwise.settings.schema import Strict, setting
 from groupwise.settings.view import View
-from groupwise.tasks.source_rows import usable
+from groupwise.tasks.source_rows import question_key, usable
 
 LEVELS = 5
 GENERATED = 2000
@@ -319,7 +319,7 @@ def _problem(own: TaskConfig, question: str, answer: str, solution: str) -> Prob
         _accuracy(own).check_row({"answer": final})
     except ValueError as reason:
         raise Unusable("the reward cannot read the answer") from reason
-    key = " ".join(question.split()).casefold()
+    key = question_key(question)
     return Problem(question, final, _worked(solution, final), key)
 
 

@@ -36,7 +36,7 @@ from groupwise.rewards.registry import get_reward_funcs as rewards_named
 from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.settings.schema import Strict, setting
 from groupwise.settings.tree import copied
-from groupwise.tasks.source_rows import usable
+from groupwise.tasks.source_rows import question_key, usable
 
 INCLUDED = Path(__file__).parent / "questions" / "plain_facts.jsonl"
 """Questions written for this project."""
@@ -224,7 +224,7 @@ def rows_of(
     return usable(
         found,
         lambda row: _row(own, {ours: row.get(theirs) for ours, theirs in names.items()}),
-        lambda row: " ".join(row["question"].split()).casefold(),
+        lambda row: question_key(row["question"]),
         source=_name(own),
         strict=own.strict,
         remedy="task.columns says which of them are question, rubric and reference.",

@@ -16,6 +16,11 @@ from groupwise.errors import TaskError
 Made = TypeVar("Made")
 
 
+def question_key(question: str) -> str:
+    """Equal for questions that differ in case and white space alone."""
+    return " ".join(question.split()).casefold()
+
+
 def usable(
     rows: Sequence[Mapping[str, Any]],
     make: Callable[[Mapping[str, Any]], Made],
