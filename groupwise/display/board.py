@@ -173,9 +173,9 @@ class Board:
 
     def _parts(self, width: int) -> str:
         parts = [
-            f"{one_line(name.removeprefix('rewards/').removesuffix('/mean'))} {_format(value, '{:.3f}')}"
+            f"{one_line(part)} {_format(value, '{:.3f}')}"
             for name, value in self._metrics.items()
-            if name.startswith("rewards/") and name.endswith("/mean")
+            if (part := part_of(name)) is not None
         ]
         return shorten("   ".join(parts), width - 7)
 
@@ -209,6 +209,12 @@ class Board:
         if not name:
             return ""
         return f"{name} …" if done is None else f"{name} {done}" + (f"/{total}" if total else "")
+
+
+def part_of(metric: str) -> str | None:
+    """The part of the reward whose mean a metric is; None for any other."""
+    is_part = metric.startswith("rewards/") and metric.endswith("/mean")
+    return metric.removeprefix("rewards/").removesuffix("/mean") if is_part else None
 
 
 def _format(value: float, form: str) -> str:

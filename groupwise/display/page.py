@@ -11,7 +11,7 @@ import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from groupwise.display.board import Board, Metrics
+from groupwise.display.board import Board, Metrics, part_of
 from groupwise.display.notebook import Table, as_html
 from groupwise.display.plot import Point, Series, svg_curve, with_mean
 from groupwise.display.text import shorten
@@ -26,7 +26,6 @@ LONGEST = 240
 WIDTH, HEIGHT = 420, 230
 EACH = "each step"
 """What the points of a curve are."""
-_PARTS = ("rewards/", "/mean")
 _CURVES = {
     "kl": "KL to the reference",
     "completions/mean_length": "length in tokens",
@@ -50,15 +49,11 @@ class Page:
 
     def step(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
         """A step is done."""
-        self.add(step, metrics)
+        for name, value in metrics.items():
+            if name in ("reward", *_CURVES) or part_of(name) is not None:
+                self._curves.setdefault(name, []).append((step + 1, value))
         self._groups = groups or self._groups
         self.draw()
-
-    def add(self, step: int, metrics: Metrics) -> None:
-        """Points of the curves, without drawing."""
-        for name, value in metrics.items():
-            if name in ("reward", *_CURVES) or _is_part(name):
-                self._curves.setdefault(name, []).append((step + 1, value))
 
     def note(self, text: str) -> None:
         """Something that the reader should know; stays above the numbers."""
@@ -124,9 +119,9 @@ class Page:
         found: list[tuple[str, list[Series]]] = []
         if reward := self._curves.get("reward"):
             found.append(("reward", with_mean(EACH, reward)))
-        if parts := [name for name in self._curves if _is_part(name)]:
-            lines = [Series(_part(name), tuple(self._curves[name])) for name in parts]
-            found.append(("parts", lines))
+        curves = [(part_of(name), points) for name, points in self._curves.items()]
+        if parts := [Series(part, tuple(points)) for part, points in curves if part is not None]:
+            found.append(("parts", parts))
         for name, title in _CURVES.items():
             if name in self._curves and not (name == "loss" and "reward" in self._curves):
                 found.append((title, with_mean(EACH, self._curves[name])))
@@ -154,11 +149,3 @@ def number(value: float | None) -> str:
 def _row(rollout: Rollout) -> tuple[str, str, str]:
     parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
     return number(rollout.reward), parts, shorten(rollout.completion, LONGEST)
-
-
-def _is_part(name: str) -> bool:
-    return name.startswith(_PARTS[0]) and name.endswith(_PARTS[1])
-
-
-def _part(name: str) -> str:
-    return name.removeprefix(_PARTS[0]).removesuffix(_PARTS[1])

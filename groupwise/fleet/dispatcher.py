@@ -389,9 +389,8 @@ class GlobalJobDispatcher:
         """What drives do beside their loop."""
         assert self._group is not None
         task = self._group.create_task(_logged(work))
-        task.add_done_callback(
-            lambda _: work.close()
-        )  # cancelled before it began, nobody has awaited it
+        # Where it is cancelled before it began, nobody has awaited the work.
+        task.add_done_callback(lambda _: work.close())
         return task
 
     def _watch(self, vm_id: str, watch: Watch) -> None:
