@@ -4,7 +4,8 @@
 `start_supervised` what a supervised run does, `start_serving` what an evaluation asks. Sampler and learner share one base model in
 memory when an adapter is trained; each has its own copy of the adapter, and the sampler's changes only through published files. They
 are in this process, or in ranks (`groupwise.ranks`), as the layout says: then the zygote makes once, by `make_described`, what is made
-here for one process. With `run.server` the three `start_…` of a config have a training server make them (`groupwise.remote`).
+here for one process. With `run.server` the three `start_…` of a config have a training server make them (`groupwise.remote`), with
+`model.backend: tunix` a worker in another environment (`groupwise.tunix`).
 
 Over the base of a training, or over one that `start_base` loaded alone, `models_over` adds trained adapters later.
 """
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from groupwise.ranks.hosted import Hosted
     from groupwise.remote.parts import RemoteParts, Wanted
     from groupwise.remote.session import Session
+    from groupwise.tunix.messages import Open
+    from groupwise.tunix.process import WorkerProcess
     from groupwise.wire.parts import PartsKind
 
 Kind = Literal["training", "supervised", "serving", "base"]
@@ -61,6 +64,8 @@ class Closable:
     """What is hosted where there are no ranks, and models could be added to it."""
     session: Session | None = None
     """With a server that has the parts."""
+    worker: WorkerProcess | None = None
+    """That has the parts in an environment of its own."""
 
     def close(self) -> None:
         """End them, if there are any."""
@@ -68,6 +73,8 @@ class Closable:
             self.ranks.close()
         if self.session is not None:
             self.session.close()
+        if self.worker is not None:
+            self.worker.close()
 
     def peak_memory(self, device: str) -> int | None:
         """Most bytes that were held so far, as `groupwise.models.probes.peak_memory`; with ranks an estimate of all processes,
@@ -137,7 +144,8 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 def expect_ranks(config: AnyConfig) -> None:
     """Begin the zygote where the config will probably have ranks, so that its imports take no time later."""
-    if config.run.server is not None or config.model.name == "tiny" or NVIDIA.exists():
+    torch_alone = config.run.server is None and config.model.backend == "transformers"
+    if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
     if most_processes(config) > 1:
         ahead.begin()
@@ -156,6 +164,8 @@ async def start_training(
     if config.run.server is not None:
         found = await _by_server("training", config, layout, run, publish_folder)
         return Parts(found.sampler, found.learner, found.stop_token_ids, session=found.session)
+    if config.model.backend == "tunix":
+        return await _by_tunix(config, layout, run, publish_folder)
     made = await _made("training", config, layout, run=run, folder=str(publish_folder))
     return _training(made)
 
@@ -180,6 +190,9 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
     if config.run.server is not None:
         found = await _by_server("serving", config, layout, "served", Path(), weights)
         return ServingParts(found.sampler, found.stop_token_ids, session=found.session)
+    if config.model.backend == "tunix":
+        found = await _by_tunix(config, layout, "served", Path(), weights)
+        return ServingParts(found.sampler, found.stop_token_ids, worker=found.worker)
     folder = None if weights is None else str(weights)
     made = await _made("serving", config, layout, weights=folder)
     if isinstance(made, Ranks):
@@ -291,10 +304,80 @@ def _wanted(
     )
 
 
+# --- made by a worker in Tunix's environment ------------------------------------------------------
+
+
+async def _by_tunix(
+    config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None = None
+) -> Parts:
+    """A worker with the model and an adapter: a new one, or that of the config, or the one in `weights`, which is served."""
+    from groupwise.models.load import described_stop_token_ids
+    from groupwise.tunix.parts import start
+
+    ahead.give_up()
+    order = await asyncio.to_thread(_tunix_order, config, layout, run, folder, weights)
+    tokenizer = ahead.load_tokenizer(config.model)
+    stops = described_stop_token_ids(config.model, tokenizer)
+    worker, sampler, learner = await start(
+        order, tokenizer, config.run.threads, config.training.lag + 2
+    )
+    return Parts(sampler, learner, _with_configured(stops, config), worker=worker)
+
+
+def _tunix_order(
+    config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None
+) -> Open:
+    from groupwise.models.adapters import (
+        adapter_folder,
+        check_adapter,
+        hollow_adapter,
+        starting_config,
+    )
+    from groupwise.models.load import model_folder
+    from groupwise.models.lora import described_adapter
+    from groupwise.tunix.environment import look
+    from groupwise.tunix.messages import Open
+
+    assert config.lora is not None
+    if weights is not None:
+        model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
+        config = config.model_copy(update={"model": model})
+    check_adapter(config.model, config.lora)
+    shape = starting_config(config.model, config.lora)
+    start = adapter_folder(config.model)
+    return Open(
+        model=str(model_folder(config.model)),
+        dtype=layout.dtype,
+        mesh=config.model.mesh or (look().devices, 1),
+        remat=config.training.gradient_checkpointing,
+        layers=tuple(hollow_adapter(config.model, shape).layers),
+        rank=shape.r,
+        alpha=shape.lora_alpha,
+        seed=config.training.seed,
+        start=None if start is None else str(start),
+        described=described_adapter(shape),
+        run=run,
+        publish_folder=str(folder),
+        slots=layout.slots,
+        key_length=layout.key_length,
+        max_tokens=layout.max_tokens_per_microbatch,
+    )
+
+
+def _refuse_tunix(config: AnyConfig) -> None:
+    """What is made here computes with torch."""
+    if config.model.backend == "tunix":
+        raise UsageError(
+            "model.backend is tunix, which trains in groupwise rl and in notebooks, and answers in groupwise eval; this command computes "
+            "with torch. Leave model.backend out."
+        )
+
+
 # --- made here, or once in the zygote of ranks ----------------------------------------------------
 
 
 def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Ranks | Hosted:
+    _refuse_tunix(config)
     if layout.processes == 1:
         return _made_here(kind, config, layout, **more)
     ranks = ahead.take()
@@ -303,6 +386,7 @@ def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Ran
 
 
 async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Ranks | Hosted:
+    _refuse_tunix(config)
     if layout.processes == 1:
         return _made_here(kind, config, layout, **more)
     ranks = ahead.take()

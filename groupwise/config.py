@@ -62,6 +62,7 @@ from groupwise.settings.schema import Conflict, Strict, refuse, setting
 from groupwise.settings.tree import Tree, read_yaml, tree_of
 from groupwise.settings.validation import validate
 from groupwise.settings.view import View
+from groupwise.tunix.config import rl_conflicts
 
 DEFAULT_ALGORITHM = "dr_grpo"
 """Its centred advantages have no difficulty bias and do not explode on tiny spreads."""
@@ -383,6 +384,8 @@ class RunConfig(Strict):
         yield from self._cannot_be_drawn_again()
         if self.signals is not None and self.signals.held_out_metric is not None:
             yield from self._nothing_is_held_out()
+        if self.model.backend == "tunix":
+            yield from rl_conflicts(self)
 
     def _nothing_is_held_out(self) -> Iterator[Conflict]:
         if self.eval.eval_steps is None and not self.eval.before_and_after:

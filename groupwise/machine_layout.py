@@ -17,6 +17,7 @@ from groupwise.models.cores import available_cores
 from groupwise.ranks import ahead
 from groupwise.sft_config import SftConfig
 from groupwise.task_parts import longest_completion
+from groupwise.tunix.environment import look
 
 AnyConfig = RunConfig | SftConfig
 
@@ -53,7 +54,7 @@ class Layout:
     processor: str = ""
     """What computes, as people call it, with the instruction set that torch uses there: others round otherwise."""
     torch: str = ""
-    """Its version."""
+    """Its version; of the backend tunix those of JAX and Tunix."""
     processes: int = 1
     """Ranks that sample and learn; with 1 there are none, and this process does."""
 
@@ -85,7 +86,7 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     """
     if config.run.server is not None:
         return _of_server(config.run.server, "training", config, longest_prompt)
-    layout = _layout(config)
+    layout = _of_tunix(config) if config.model.backend == "tunix" else _layout(config)
     layout = replace(layout, key_length=key_length(config, longest_prompt))
     return replace(layout, slots=config.sampler.slots or _slots(config, layout))
 
@@ -95,7 +96,7 @@ def _slots(config: RunConfig, layout: Layout) -> int:
     rows = -(
         -config.training.prompts_per_step * config.training.num_generations // layout.processes
     )
-    if layout.device == "cpu":
+    if layout.device == "cpu" or config.model.backend == "tunix":
         return max(MIN_SLOTS, min(MAX_SLOTS, rows))
     each = ahead.cache_bytes(config.model, layout.dtype, layout.key_length)
     fitting = int(SHARE_OF_CACHE * ahead.gpu_memory(layout.device)) // each
@@ -138,6 +139,25 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
         f"{layout.all_threads} threads of {layout.processes} process{'es' * (layout.processes > 1)} compute on {cores} "
         f"core{'s' * (cores > 1)}: those that share a core wait for each other, which is slower than fewer. Lower run.threads and "
         "run.processes, or leave them out"
+    )
+
+
+def _of_tunix(config: RunConfig) -> Layout:
+    """Of a worker in its own environment, on all devices that JAX sees or as many as the mesh has."""
+    found = look()
+    platform = "cuda" if found.platform == "gpu" else found.platform
+    bfloat16 = config.model.dtype == "bfloat16" or (
+        config.model.dtype == "auto" and platform != "cpu"
+    )
+    return Layout(
+        device=platform,
+        dtype="bfloat16" if bfloat16 else "float32",
+        threads=config.run.threads or available_cores(),
+        slots=0,
+        key_length=0,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        processor=found.device,
+        torch=f"jax {found.jax}, tunix {found.tunix}",
     )
 
 

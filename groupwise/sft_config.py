@@ -33,6 +33,7 @@ from groupwise.settings.overrides import override
 from groupwise.settings.schema import Conflict, Strict, setting
 from groupwise.settings.tree import Tree
 from groupwise.settings.validation import validate
+from groupwise.tunix.config import sft_conflicts
 
 
 class SftTrainingConfig(OptimisationConfig):
@@ -159,7 +160,9 @@ class SftConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys about rollouts that sinks show."""
+        """Keys about rollouts that sinks show, and a backend that is not for this."""
+        if self.model.backend == "tunix":
+            yield from sft_conflicts(self)
         for key in ("num_completions_to_print", "log_unique_prompts"):
             if (value := getattr(self.run, key)) != RunSection.model_fields[key].default:
                 yield Conflict(

@@ -45,7 +45,7 @@ from groupwise.models.probes import free_memory, random_start
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.seeds import member_seed
-from groupwise.sampler.draw import uniform
+from groupwise.sampler.chance import uniform
 from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task
 from groupwise.types import Example, Group, Prompt, SamplingParams

@@ -18,8 +18,16 @@ class ModelConfig(Strict):
         {"backend=unsloth", "load_in_4bit", "load_in_8bit"}
     )
 
-    backend: Literal["transformers"] = setting(
-        "transformers", "Which library makes the model from its files."
+    backend: Literal["transformers", "tunix"] = setting(
+        "transformers",
+        "Which library makes the model from its files, and with what it computes: transformers with torch; tunix (google-tunix) with "
+        "JAX, for TPUs, in an environment of its own that groupwise install-tunix makes.",
+    )
+    mesh: tuple[int, int] | None = setting(
+        None,
+        "Devices of the backend tunix as [fsdp, tp]: over how many weights and rows are divided, and how many share each product. "
+        "null: all that there are, as [all, 1].",
+        on_resume="warn",
     )
 
     name: str = setting(
@@ -51,7 +59,14 @@ class ModelConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A revision of no adapter."""
+        """A revision of no adapter, and devices of no mesh."""
+        if self.mesh is not None and self.backend != "tunix":
+            yield Conflict(
+                f"mesh is {list(self.mesh)}, which has no effect with the backend {self.backend}. Set backend to tunix, or leave mesh out.",
+                ("mesh", "backend"),
+            )
+        if self.mesh is not None and min(self.mesh) < 1:
+            yield Conflict(f"mesh is {list(self.mesh)}; both numbers are 1 or more.", ("mesh",))
         if self.adapter_revision is not None and self.adapter is None:
             yield Conflict(
                 f"adapter_revision is {self.adapter_revision!r}, but there is no adapter that it could be of. Set adapter to "

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from groupwise.errors import ModelError
 from groupwise.models.config import Dtype, ModelConfig
+from groupwise.models.hub import fetch_weights
 from groupwise.models.machine import has_bfloat16
 from groupwise.models.tokenizer import ResolvedModel, explained, quiet, resolve
 
@@ -58,6 +59,14 @@ def hollow_model(config: ModelConfig) -> PreTrainedModel:
         )
 
 
+def model_folder(config: ModelConfig) -> Path:
+    """The folder with the model's files, which are fetched from the hub if need be; see `groupwise.models.hub.fetch_weights`."""
+    resolved = _located(config)
+    if resolved.local:
+        return Path(resolved.location)
+    return fetch_weights("@".join(filter(None, [resolved.location, resolved.revision])))
+
+
 def _located(config: ModelConfig) -> ResolvedModel:
     resolved = resolve(config)
     if resolved.local and config.revision is not None:
@@ -96,8 +105,24 @@ def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion: of the model's config, its generation config and the tokenizer."""
+    return _stops_of(model.config, model.generation_config, tokenizer)
+
+
+def described_stop_token_ids(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """The same of a model that is not loaded."""
+    resolved = _located(config)
+    try:
+        generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())
+    except OSError:  # a model need not have one
+        generation = None
+    return _stops_of(read_model_config(config), generation, tokenizer)
+
+
+def _stops_of(*owners: object) -> tuple[int, ...]:
     found: set[int] = set()
-    for owner in (model.config, model.generation_config, tokenizer):
+    for owner in owners:
         value = getattr(owner, "eos_token_id", None)
         found.update([value] if isinstance(value, int) else value or [])
     return tuple(sorted(found))

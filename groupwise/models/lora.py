@@ -189,13 +189,9 @@ class AdaptedModel:
         }
         write_tensors(tensors, folder / WEIGHTS)
         config = self.configs[name]
-        described = {**config.to_dict(), "inference_mode": True}
-        described["base_model_name_or_path"] = (
-            config.base_model_name_or_path or self.base.config._name_or_path
-        )
-        (folder / CONFIG).write_text(
-            json.dumps(described, indent=2, sort_keys=True, default=_plain)
-        )
+        called = config.base_model_name_or_path or self.base.config._name_or_path
+        described = {**described_adapter(config), "base_model_name_or_path": called}
+        (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
 
     def _inject(self, name: str, config: LoraConfig) -> None:
         config._register_custom_module({nn.Linear: ExactLoraLinear})
@@ -271,6 +267,12 @@ def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
     )
+
+
+def described_adapter(config: LoraConfig) -> dict[str, Any]:
+    """The content of adapter_config.json, as it can be written in JSON."""
+    described = {**config.to_dict(), "inference_mode": True}
+    return json.loads(json.dumps(described, default=_plain))
 
 
 def read_lora_config(folder: Path) -> LoraConfig:

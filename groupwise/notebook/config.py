@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import (
     ConfigDict,
@@ -29,8 +29,8 @@ from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
 from groupwise.settings.schema import Conflict, setting
 
-Backend = Literal["auto", "torch"]
-Devices = Literal["auto"] | int
+Backend = Literal["auto", "torch", "tunix"]
+Devices = Literal["auto"] | int | tuple[int, int]
 Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
 PresetName = Literal["quick", "standard", "production"]
 
@@ -73,7 +73,6 @@ class TrainingConfig(Worded):
     """A training in a notebook. Raises ConfigError for what cannot work, with all that is wrong at once."""
 
     model_config = ConfigDict(frozen=False, validate_assignment=True, protected_namespaces=())
-    not_yet: ClassVar[frozenset[str]] = frozenset({"backend=tunix"})
 
     num_batches: int = setting(
         500, "Batches of prompts; train_fraction of them are trained on, each in one step.", ge=1
@@ -87,7 +86,7 @@ class TrainingConfig(Worded):
     lora_alpha: float = setting(64.0, "The adapter's output is scaled by alpha / rank.", gt=0)
     model: str | None = setting(
         None,
-        "Hub id, folder or alias. None: Gemma 3 1B IT on a GPU, the bundled small model on a CPU.",
+        "Hub id, folder or alias. None: Gemma 3 1B IT on a TPU or a GPU, the bundled small model on a CPU.",
         min_length=1,
     )
     dataset: str | None = setting(
@@ -150,7 +149,9 @@ class TrainingConfig(Worded):
     seed: int = setting(
         42, "Of the split, the order, every sampled token and the adapter's start.", ge=0
     )
-    backend: Backend = setting("auto", "What trains: torch, which auto takes.")
+    backend: Backend = setting(
+        "auto", "What trains: torch, or tunix (JAX); auto takes tunix on a TPU, else torch."
+    )
     report_to: tuple[Sink, ...] = setting(
         (), "Where metrics are shown besides the run's own record."
     )
@@ -198,6 +199,11 @@ class TrainingConfig(Worded):
             yield Conflict(
                 f"num_batches {self.num_batches} × train_fraction {self.train_fraction} is less than one step. Raise num_batches.",
                 ("num_batches", "train_fraction"),
+            )
+        if isinstance(self.devices, tuple) and self.backend == "torch":
+            yield Conflict(
+                f"devices is {self.devices}, a mesh, which the backend torch does not have. Give a number, or backend='tunix'.",
+                ("devices", "backend"),
             )
         try:
             _ = self.tags

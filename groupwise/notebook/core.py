@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from groupwise.build import NVIDIA
 from groupwise.config import LoadedConfig, load_config
 from groupwise.errors import ConfigError
+from groupwise.notebook.accelerators import accelerator
 from groupwise.notebook.config import CHECKPOINTS, TrainingConfig
 from groupwise.notebook.rewards import ACCURACY
 from groupwise.settings.schema import KeyPath
@@ -30,13 +30,13 @@ _NOT_HERE = {
 def core_config(
     config: TrainingConfig, *, graded: bool = True, server: str | None = None
 ) -> LoadedConfig:
-    """The core's config for the torch backend. Raises ConfigError for what it refuses, by its own names.
+    """The core's config. Raises ConfigError for what it refuses, by its own names.
 
     `graded`: whether rows have answers, so that success is a right one. `server`: where it is trained, if not here.
     """
     folder = run_folder(config)
     values: dict[str, Any] = {
-        "model": {"name": model_of(config)},
+        "model": {"name": model_of(config), **_backend(config)},
         "lora": {"r": config.lora_rank, "alpha": _whole("lora_alpha", config.lora_alpha)},
         "sampler": {"max_completion_length": config.total_generation_steps},
         "algorithm": {"type": "grpo", "beta": config.beta, "epsilon": config.epsilon},
@@ -81,11 +81,33 @@ def model_of(config: TrainingConfig) -> str:
     """The model that is trained: the named one, or what suits the machine."""
     if config.model is not None:
         return config.model
-    return GEMMA if NVIDIA.exists() else SMALL
+    return SMALL if accelerator() == "cpu" else GEMMA
+
+
+def backend_of(config: TrainingConfig) -> Literal["torch", "tunix"]:
+    """The named one, or what suits the machine."""
+    if config.backend != "auto":
+        return config.backend
+    return "tunix" if accelerator() == "tpu" else "torch"
+
+
+def _backend(config: TrainingConfig) -> dict[str, Any]:
+    if backend_of(config) == "torch":
+        return {}
+    devices = config.devices
+    if devices == "auto":
+        return {"backend": "tunix"}
+    return {"backend": "tunix", "mesh": (devices, 1) if isinstance(devices, int) else devices}
 
 
 def _processes(config: TrainingConfig) -> dict[str, int]:
-    return {} if config.devices == "auto" else {"processes": config.devices}
+    if backend_of(config) == "tunix" or config.devices == "auto":
+        return {}
+    if not isinstance(config.devices, int):
+        raise ConfigError(
+            f"devices is {config.devices}, a mesh, which the backend torch does not have. Give a number, or backend='tunix'."
+        )
+    return {"processes": config.devices}
 
 
 def _overrides(config: TrainingConfig) -> list[str]:
@@ -112,5 +134,5 @@ def _flat(values: Mapping[str, Any], above: KeyPath = ()) -> list[tuple[str, Any
 
 def _whole(name: str, value: float) -> int:
     if value != int(value):
-        raise ConfigError(f"{name} is {value}; the backend torch takes whole numbers.")
+        raise ConfigError(f"{name} is {value}; both backends take whole numbers.")
     return int(value)

@@ -23,6 +23,7 @@ from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config
 from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets
 from groupwise.notebook.record import Record
+from groupwise.tunix.environment import look
 from groupwise.types import Prompt, SamplingParams
 
 
@@ -90,9 +91,13 @@ class Session:
         return {**lora.model_dump(mode="json"), "parameters": trained}
 
     @property
-    def mesh(self) -> None:
-        """The mesh of devices, which the backend torch does not have."""
-        return
+    def mesh(self) -> dict[str, int] | None:
+        """Devices by axis, `{"fsdp": …, "tp": …}`, of the backend tunix; torch has none."""
+        model = self._settings.model
+        if model.backend != "tunix":
+            return None
+        fsdp, tp = model.mesh or (look().devices, 1)
+        return {"fsdp": fsdp, "tp": tp}
 
     @property
     def sampler(self) -> Sampler:
@@ -147,7 +152,7 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
     mounted = drive.mount(config)
     session = make_session(config, server)
     rows: list[tuple[str, str]] = [
-        ("backend", "torch" if server is None else f"torch, on {server}"),
+        ("backend", _computes(session)),
         ("model", session.core.config.model.name),
         (
             "adapter",
@@ -190,6 +195,16 @@ def newest_weights(folder: Path) -> Path | None:
         return folder / FINAL
     newest = checkpoints.newest(folder / CHECKPOINTS)
     return None if newest is None else newest.path
+
+
+def _computes(session: Session) -> str:
+    if session.server is not None:
+        return f"torch, on {session.server}"
+    if session.mesh is None:
+        return "torch"
+    found = look()
+    mesh = " × ".join(f"{axis} {count}" for axis, count in session.mesh.items())
+    return f"tunix {found.tunix} with jax {found.jax}, {found.devices} × {found.device} as {mesh}"
 
 
 def _data(session: Session) -> Iterator[tuple[str, str]]:

@@ -25,22 +25,17 @@ from torch import Tensor
 from groupwise.errors import GroupwiseError, NonFiniteError, PolicyMismatchError, RunError
 from groupwise.models.lora import fingerprint
 from groupwise.models.memory import lacks_memory, memory_explained, out_of_memory
-from groupwise.sampler.draw import draw_tokens, uniform
+from groupwise.sampler.chance import uniform
+from groupwise.sampler.draw import draw_tokens
 from groupwise.sampler.engine import Engine, Prompt, Row
 from groupwise.sampler.native.engine import NativeEngine
 from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import cuda_graphs, plainly
 from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.slot_engine import SlotEngine
+from groupwise.sampler.stops import ends_with_stop
 from groupwise.sampler.weights import ServedWeights
 from groupwise.types import Completion, FinishReason, GroupRequest, Policy, SamplingParams
-
-TOKENS_BEYOND_STOP = 8
-"""Tokens without text (half characters, special tokens) that a stop string may be spread over, beside its own."""
-
-INCOMPLETE = "\ufffd"
-"""What a tokenizer gives for a character of which only some bytes are there yet."""
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
@@ -256,24 +251,12 @@ class TorchSampler:
         member.token_ids.append(token)
         member.logprobs.append(logprob)
         params = member.ticket.request.params
-        if token in params.stop_token_ids or self._ends_with_stop(member, params):
+        if token in params.stop_token_ids or ends_with_stop(member.token_ids, params, self._text):
             member.finish_reason = "stop"
         elif len(member.token_ids) == params.max_tokens:
             member.finish_reason = "length"
 
-    def _ends_with_stop(self, member: _Member, params: SamplingParams) -> bool:
-        """Whether a stop text ends here; of one that came before `min_tokens` only another occurrence counts."""
-        if not params.stop or len(member.token_ids) < params.min_tokens:
-            return False
-        reach = max(len(text.encode()) for text in params.stop) + TOKENS_BEYOND_STOP
-        tail = self._text(member.token_ids[-reach:])
-        found = [text for text in params.stop if text in tail]
-        if not found or not params.min_tokens:
-            return bool(found)
-        before = self._text(member.token_ids[-reach:-1]).rstrip(INCOMPLETE)
-        return any(tail.rfind(text) + len(text) > len(before) for text in found)
-
-    def _text(self, token_ids: list[int]) -> str:
+    def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _deliver(self, ticket: _Ticket) -> None:

@@ -203,8 +203,44 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
     weights = next(folder / name for name in (WEIGHTS, FULL_WEIGHTS) if (folder / name).exists())
     tensors = load_file(weights)
     _shift(tensors, torch)
+    _as_one_weight(tensors)
     save_file(tensors, weights)
     learner.load(str(folder))
+
+
+def _tunix(family: str, folder: Path) -> Pair:
+    """A worker in Tunix's environment, over a model of one of its families."""
+    from groupwise import build, machine_layout
+    from groupwise.config import load_config
+    from groupwise.models.tiny import tiny_tokenizer
+    from tests.tunix_models import model_of
+
+    config = load_config(
+        {
+            "model": {"name": str(model_of(family)), "backend": "tunix"},
+            "lora": {"r": 4, "alpha": 8},
+            "sampler": {"slots": 16, "max_completion_length": 40},
+            "training": {"seed": 1},
+        }
+    ).config
+    layout = machine_layout.choose_layout(config, 24)
+    parts = asyncio.run(build.start_training(config, layout, "contract", folder))
+    tokenizer = tiny_tokenizer()
+    return Pair(
+        parts.sampler,
+        parts.learner,
+        tokenizer,
+        tokenizer.eos_token_id,
+        lambda: _shift_saved(parts.learner, folder.parent / "shifted"),
+        parts.close,
+    )
+
+
+def _as_one_weight(tensors: dict[str, Any]) -> None:
+    """Keys and values of Tunix's Gemma share an A; for others this is one change more."""
+    for name in tensors:
+        if name.endswith("v_proj.lora_A.weight"):
+            tensors[name] = tensors[name.replace("v_proj", "k_proj")].clone()
 
 
 MAKERS = {
@@ -216,15 +252,22 @@ MAKERS = {
     "ranks-added": partial(_added, 2),
     "remote": partial(_remote, {"r": 4, "alpha": 8}),
     "remote-full": partial(_remote, None),
+    "tunix-llama": partial(_tunix, "llama"),
+    "tunix-gemma": partial(_tunix, "gemma3"),
 }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test of several cases, ranks are in the usual run with the first one; with the others they are soak tests."""
+    """Of a test of several cases, ranks are in the usual run with the first one; with the others they are soak tests.
+
+    What needs Tunix's environment is a stage of its own.
+    """
     seen: set[tuple[Path, str, str]] = set()
     for item in items:
         call = getattr(item, "callspec", None)
         maker = call.params.get("pair") if call else None
+        if isinstance(maker, str) and maker.startswith("tunix"):
+            item.add_marker("tunix")
         if item.path.parent != Path(__file__).parent or maker not in ("ranks", "ranks-added"):
             continue
         test = (item.path, item.name.partition("[")[0], maker)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import pytest
-from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import start_new_kernel
+
+from tests.kernels import Kernel, text
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[3]
 
 BEGIN = """
 from groupwise.notebook import *
@@ -31,70 +27,10 @@ SESSION = "session = prepare_session(config)"
 TRAIN = "state = train_grpo(config, session, reward_functions=[digits])"
 
 
-class Kernel:
-    """A kernel with its front end."""
-
-    def __init__(self, folder: Path) -> None:
-        self._manager, self._client = start_new_kernel(cwd=str(folder))
-        self.run(f"import sys; sys.path.insert(0, {str(ROOT)!r})")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._client.stop_channels()
-        self._manager.shutdown_kernel(now=True)
-
-    def begin(self, code: str) -> str:
-        """Run a cell without waiting for it."""
-        client: BlockingKernelClient = self._client
-        return client.execute(code)
-
-    def outputs(self, cell: str) -> list[dict[str, Any]]:
-        """What stands below a cell once it is done; an updated display once, as it is now."""
-        found: list[dict[str, Any]] = []
-        displays: dict[str, dict[str, Any]] = {}
-        while True:
-            message = self._client.get_iopub_msg(timeout=100)
-            if message["parent_header"].get("msg_id") != cell:
-                continue
-            kind, content = message["msg_type"], message["content"]
-            if kind == "status" and content["execution_state"] == "idle":
-                return found
-            if kind == "update_display_data":
-                displays[content["transient"]["display_id"]].update(content)
-            elif kind in ("stream", "display_data", "execute_result", "error"):
-                found.append({"kind": kind, **content})
-                if name := content.get("transient", {}).get("display_id"):
-                    displays[name] = found[-1]
-
-    def run(self, code: str) -> list[dict[str, Any]]:
-        """A cell and what stands below it."""
-        return self.outputs(self.begin(code))
-
-    def interrupt(self) -> None:
-        """As the button does: the whole process group gets the signal."""
-        self._manager.interrupt_kernel()
-
-
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
     with Kernel(tmp_path) as found:
         yield found
-
-
-def text(outputs: list[dict[str, Any]]) -> str:
-    """All that a reader sees."""
-    parts = [
-        each.get("text") or each.get("evalue") or "".join(each.get("data", {}).values())
-        for each in outputs
-    ]
-    return "\n".join([*parts, *("\n".join(each.get("traceback", ())) for each in outputs)])
 
 
 def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(

@@ -7,7 +7,7 @@ import pytest
 from groupwise.checks import doctor_machine as machine
 from groupwise.models.probes import random_start
 from groupwise.rollouts.seeds import member_seed
-from groupwise.sampler.draw import uniform
+from groupwise.sampler.chance import uniform
 
 MIB = 2**20
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.sampler.draw import BLOCK, draw_tokens, uniform
+from groupwise.sampler.chance import uniform
+from groupwise.sampler.draw import BLOCK, draw_tokens
 
 SEEDS = st.integers(0, 2**64 - 1)
 SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 300)

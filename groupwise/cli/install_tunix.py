@@ -1,0 +1,34 @@
+"""`groupwise install-tunix`: the environment of the backend tunix."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.rl import JsonOption
+
+
+def install_tunix(
+    accelerator: Annotated[
+        str, typer.Option(metavar="KIND", help="What JAX computes on: cpu, cuda or tpu.")
+    ] = "cpu",
+    again: Annotated[bool, typer.Option("--again", help="Make it anew where it is there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the environment in which model.backend=tunix computes (google-tunix on JAX). Prints its Python."""
+    from groupwise.cli.output import write_json
+    from groupwise.errors import UsageError
+    from groupwise.tunix.environment import EXTRAS, install, look
+
+    kind = next((each for each in EXTRAS if each == accelerator), None)
+    if kind is None:
+        raise UsageError(f"--accelerator is {accelerator!r}; it is one of {', '.join(EXTRAS)}.")
+    path = install(kind, anew=again, say=not as_json)
+    found = look()
+    if as_json:
+        write_json({"python": str(path), **found.model_dump()})
+    else:
+        typer.echo(
+            f"{path}: tunix {found.tunix}, jax {found.jax}, {found.devices} × {found.device}"
+        )

@@ -1,0 +1,29 @@
+"""What this machine computes on, as far as its files tell without a library."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from groupwise.build import NVIDIA
+
+Accelerator = Literal["tpu", "gpu", "cpu"]
+PCI = Path("/sys/bus/pci/devices")
+GOOGLE = "0x1ae0"
+TPUS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
+"""PCI ids of TPUs from version 2 on, as JAX knows them; other devices of Google's machines have the same vendor."""
+
+
+def accelerator() -> Accelerator:
+    """A TPU before a GPU before neither."""
+    if any(_is_tpu(device) for device in PCI.glob("*")):
+        return "tpu"
+    return "gpu" if NVIDIA.exists() else "cpu"
+
+
+def _is_tpu(device: Path) -> bool:
+    with suppress(OSError):
+        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
+        return vendor == GOOGLE and kind in TPUS
+    return False

@@ -1,0 +1,131 @@
+"""Tunix's environment: where it is, whether it is whole, and making it.
+
+It is a virtual environment beside the one that holds this package, because the two want other versions of the same libraries. What it holds
+is pinned in requirements.txt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from groupwise.errors import UsageError
+from groupwise.runs import durable
+from groupwise.tunix.messages import Found, Look
+from groupwise.tunix.process import WorkerProcess
+
+Accelerator = Literal["cpu", "cuda", "tpu"]
+REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+VARIABLE = "GROUPWISE_TUNIX_PYTHON"
+"""Names the Python of an environment that one has made oneself."""
+EXTRAS: dict[Accelerator, tuple[str, ...]] = {
+    "cpu": (),
+    "cuda": ("jax[cuda13]",),
+    "tpu": ("jax[tpu]",),
+}
+"""What JAX needs besides, for each kind of device."""
+MADE = "made.json"
+INSTALL = "groupwise install-tunix"
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+"""Libraries below JAX say on stderr what concerns nobody."""
+
+
+def home() -> Path:
+    """`$XDG_CACHE_HOME/groupwise/tunix`, by default below `~/.cache`."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "groupwise" / "tunix"
+
+
+def python() -> Path:
+    """The Python of the environment. Raises UsageError where there is none, or one of other versions."""
+    if own := os.environ.get(VARIABLE):
+        if not Path(own).is_file():
+            raise UsageError(f"{VARIABLE} is {own}, but there is no such file.")
+        return Path(own)
+    made = _made()
+    if made is None:
+        raise UsageError(
+            f"The backend tunix needs an environment of its own, in {home()}, and there is none. Make it (1.5 GB, a few minutes): "
+            f"{INSTALL}, on a TPU {INSTALL} --accelerator tpu. Or name the Python of one that has google-tunix in {VARIABLE}."
+        )
+    if made["requirements"] != _digest():
+        raise UsageError(
+            f"The environment in {home()} was made for another version of groupwise. Make it anew: {INSTALL}."
+        )
+    return _interpreter()
+
+
+def install(accelerator: Accelerator, *, anew: bool = False, say: bool = True) -> Path:
+    """Make the environment, unless it is there and not wanted `anew`; gives its Python.
+
+    Raises UsageError with pip's last words where it cannot be made.
+    """
+    wanted = {"requirements": _digest(), "accelerator": accelerator}
+    if _made() == wanted and not anew:
+        return _interpreter()
+    folder = home()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    venv.create(folder, with_pip=False)
+    words = [*_pip(), "-r", str(REQUIREMENTS), *EXTRAS[accelerator]]
+    shown = None if say else subprocess.DEVNULL
+    done = subprocess.run(words, stdout=shown, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UsageError(
+            f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{done.stderr[-2000:].strip()}"
+        )
+    durable.write_json(folder / MADE, wanted)
+    return _interpreter()
+
+
+@cache
+def look() -> Found:
+    """Versions and devices there, by asking a worker: two or three seconds, once."""
+    worker = start_worker(None, (1, 1))
+    try:
+        return Found.model_validate(worker.call_now(Look()))
+    finally:
+        worker.close()
+
+
+def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
+    """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has."""
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    if (count := mesh[0] * mesh[1]) > 1:
+        flags.append(f"--xla_force_host_platform_device_count={count}")
+    if threads == 1:
+        flags.append("--xla_cpu_multi_thread_eigen=false")
+    return WorkerProcess(python(), {**QUIET, "XLA_FLAGS": " ".join(flags).strip()})
+
+
+def _made() -> dict[str, str] | None:
+    if not (home() / MADE).is_file() or not _interpreter().is_file():
+        return None
+    return json.loads((home() / MADE).read_bytes())
+
+
+def _interpreter() -> Path:
+    return home() / "bin" / "python"
+
+
+def _pip() -> list[str]:
+    """What installs into it: this environment's pip, else uv. Its own would need ensurepip, which some systems leave out."""
+    target = str(_interpreter())
+    own = [sys.executable, "-m", "pip"]
+    if subprocess.run([*own, "--version"], capture_output=True).returncode == 0:
+        return [*own, "--python", target, "install"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", target]
+    raise UsageError("There is neither pip nor uv to install packages with.")
+
+
+def _digest() -> str:
+    return hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:16]

@@ -1,0 +1,191 @@
+"""The low-rank adapter: qwix makes its factors within Tunix's model; in files they have peft's names and shapes.
+
+qwix writes a product over several axes as one einsum, so that an A is [inputs…, rank] and a B is [rank, outputs…]. Where Tunix has several
+layers in one weight (keys and values of Gemma), they share an A; in the file each of them has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import qwix
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from groupwise.errors import ModelError, PolicyMismatchError
+from groupwise.tunix.worker.families import Family
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+
+Factors = dict[str, jax.Array]
+"""`<layer>.<weight>.a` and `….b`, in float32: what is trained."""
+
+
+class Adapted:
+    """A frozen model with one set of places for factors; which factors act is said at each call."""
+
+    def __init__(
+        self, model: nnx.Module, family: Family, layers: Sequence[str], rank: int, alpha: float
+    ) -> None:
+        """`layers`: those of transformers' model that get an adapter. Raises `ModelError` for those that Tunix has not by themselves."""
+        there = [_named(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
+        self.layers = _by_weight(layers, family, there)
+        """For each adapted weight (layer, Tunix's name) the layers of transformers that it is, in its order."""
+        self.number: Any = jax.tree.leaves(nnx.state(model))[0].dtype
+        adapted = _with_places(model, [*self.layers], rank, alpha)
+        self.graph, places, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
+        self._paths = {_named(path): path for path, _ in nnx.to_flat_state(places)}
+        self._places = places
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the factors."""
+        flat = dict(nnx.to_flat_state(self._places))
+        return {name: flat[path].get_value().shape for name, path in self._paths.items()}
+
+    def fresh(self, seed: int) -> Factors:
+        """Factors that change nothing yet: A uniform within ±1/√inputs, as peft begins it, B zero (Hu et al. 2021, §4.1)."""
+        made: Factors = {}
+        for name, shape in sorted(self.shapes.items()):
+            value = np.zeros(shape, np.float32)
+            if name.endswith(".a"):
+                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                bound = 1 / np.sqrt(np.prod(shape[:-1]))
+                generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
+                value = generator.uniform(-bound, bound, shape).astype(np.float32)
+            made[name] = self._placed(name, value)
+        return made
+
+    def merged(self, factors: Factors, base: Any) -> nnx.Module:
+        """The model with these factors, which are rounded to its own number format where they act."""
+        flat = [
+            (path, place.replace(factors[_named(path)].astype(self.number)))
+            for path, place in nnx.to_flat_state(self._places)
+        ]
+        return nnx.merge(self.graph, nnx.from_flat_state(flat), base)
+
+    def read(self, folder: Path) -> Factors:
+        """Factors from peft's files. Raises `ModelError` for what does not fit, or cannot be said so."""
+        return self.from_peft(load_file(folder / WEIGHTS), str(folder))
+
+    def write(self, factors: Factors, folder: Path, described: Mapping[str, Any]) -> str:
+        """Write them as peft does; gives the fingerprint."""
+        tensors = self.to_peft(factors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
+        return fingerprint(tensors)
+
+    def to_peft(self, factors: Factors) -> dict[str, np.ndarray]:
+        """A [rank, in] and B [out, rank] of each layer of transformers."""
+        found: dict[str, np.ndarray] = {}
+        for weight, layers in self.layers.items():
+            down, up = (np.asarray(factors[f"{weight}.{factor}"]) for factor in "ab")
+            rank = down.shape[-1]
+            ups = [up[:, index] for index in range(len(layers))] if len(layers) > 1 else [up]
+            for layer, part in zip(layers, ups, strict=True):
+                name = f"{PREFIX}{layer}.lora_"
+                found[f"{name}A.weight"] = np.ascontiguousarray(down.reshape(-1, rank).T)
+                found[f"{name}B.weight"] = np.ascontiguousarray(part.reshape(rank, -1).T)
+        return dict(sorted(found.items()))
+
+    def from_peft(self, tensors: Mapping[str, np.ndarray], origin: str) -> Factors:
+        """The inverse of `to_peft`."""
+        shapes, made = self.shapes, Factors()
+        missing = set(self.to_peft_names()) ^ set(tensors)
+        if missing:
+            raise ModelError(
+                f"The adapter in {origin} has other layers than the one that is trained: {', '.join(sorted(missing)[:4])}."
+            )
+        for weight, layers in self.layers.items():
+            downs = [tensors[f"{PREFIX}{layer}.lora_A.weight"] for layer in layers]
+            if any(not np.array_equal(downs[0], each) for each in downs[1:]):
+                raise ModelError(
+                    f"The adapter in {origin} has different A factors for {' and '.join(layers)}, which are one weight in Tunix "
+                    "and share theirs. Start from one that was trained by the backend tunix, or merge it into its base."
+                )
+            ups = [tensors[f"{PREFIX}{layer}.lora_B.weight"].T for layer in layers]
+            up = ups[0] if len(ups) == 1 else np.stack(ups, 1)
+            for factor, value in (("a", downs[0].T), ("b", up)):
+                name = f"{weight}.{factor}"
+                if value.size != np.prod(shapes[name]):
+                    raise ModelError(f"The adapter in {origin} has another rank than lora.r says.")
+                made[name] = self._placed(name, value.reshape(shapes[name]).astype(np.float32))
+        return made
+
+    def to_peft_names(self) -> list[str]:
+        """Of the tensors in files."""
+        layers = [layer for found in self.layers.values() for layer in found]
+        return [f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"]
+
+    def _placed(self, name: str, value: np.ndarray) -> jax.Array:
+        """On the devices where the model has its place."""
+        place = dict(nnx.to_flat_state(self._places))[self._paths[name]].get_value()
+        return jax.device_put(jnp.asarray(value), place.sharding)
+
+
+def _by_weight(
+    layers: Sequence[str], family: Family, there: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """The adapted weights out of those that are there. Raises `ModelError` for a layer that is none, or not the whole of one."""
+    by_place = {f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))}
+    made: dict[str, tuple[str, ...]] = {}
+    for weight in there:
+        number, _, name = weight.partition(".")
+        parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
+        wanted = [by_place[part] for part in parts if part in by_place]
+        if wanted and len(wanted) < len(parts):
+            raise ModelError(
+                f"lora.target_modules has {wanted[0]}, which is one weight with others in Tunix ({', '.join(parts)}): take all or none."
+            )
+        if wanted:
+            made[weight] = tuple(wanted)
+    if left := set(layers) - {layer for found in made.values() for layer in found}:
+        known = sorted({name for names in family.weights.values() for name in names})
+        raise ModelError(
+            f"lora.target_modules has {sorted(left)[0]}, which the backend tunix does not adapt; it adapts: {', '.join(known)}."
+        )
+    return made
+
+
+def _with_places(model: Any, weights: Sequence[str], rank: int, alpha: float) -> nnx.Module:
+    paths = [f"layers.{weight.rpartition('.')[0]}" for weight in weights]
+    rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
+    provider = qwix.LoraProvider(module_path=rule, rank=rank, alpha=alpha)
+    return qwix.apply_lora_to_model(
+        model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
+    )
+
+
+def _named(path: tuple[Any, ...]) -> str:
+    """`layers, 3, attn, q_einsum, w_lora_a` as `3.attn.q_einsum.w.a`."""
+    name = ".".join(map(str, path)).removeprefix("layers.")
+    return re.sub(r"_lora_([ab])$", r".\1", name)
+
+
+def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
+    """As `groupwise.models.lora.fingerprint` gives it for the same tensors in torch."""
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        tensor = np.ascontiguousarray(tensors[key])
+        digest.update(f"{key}|torch.{tensor.dtype}|{tensor.shape}|".encode())
+        digest.update(tensor.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_fingerprint(found: str, wanted: str, path: str) -> None:
+    """Raise `PolicyMismatchError` where files are not what was published."""
+    if found != wanted:
+        raise PolicyMismatchError(
+            f"The policy was published with the fingerprint {wanted}, but the files in {path} have {found}. Someone else wrote there, "
+            "or the disk is damaged."
+        )

@@ -1,0 +1,123 @@
+"""Sequences through the model, and the log-probabilities of their tokens: padded on the right, in few shapes, since each is compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from groupwise.types import Row
+
+SHORTEST = 64
+"""Tokens of the shortest shape."""
+HALVINGS = 3
+"""Shapes are the longest one, its half, its quarter …"""
+
+
+class Sequences(NamedTuple):
+    """Rows as arrays [B, L]; what is said of a token stands where the model predicts it, one place before its own."""
+
+    tokens_BL: Any
+    targets_BL: Any
+    temperatures_B: Any
+    withheld_BL: Any
+    """Where the ids of `withheld_V` cannot be drawn."""
+    withheld_V: Any
+
+
+class Numbers(NamedTuple):
+    """What the model says of each target."""
+
+    logprobs_BL: Any
+    entropies_BL: Any
+    right_BL: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows that are computed together, and where they were in what was given."""
+
+    rows: tuple[Row, ...]
+    indices: tuple[int, ...]
+    count: int
+    """Rows of the shape; those beyond the given ones are empty."""
+    length: int
+
+    def spread(self, values: Sequence[Sequence[float]], filling: float = 0.0) -> np.ndarray:
+        """Values of the rows' completion tokens as [B, L], each where its token is predicted."""
+        found = np.full((self.count, self.length), filling, np.float32)
+        for place, row, each in zip(found, self.rows, values, strict=False):
+            start = len(row.prompt_ids) - 1
+            place[start : start + len(each)] = each
+        return found
+
+    def gathered(self, values_BL: Any) -> list[tuple[float, ...]]:
+        """The inverse, for each row."""
+        given = np.asarray(values_BL)
+        return [
+            tuple(place[len(row.prompt_ids) - 1 :][: len(row.completion_ids)].tolist())
+            for place, row in zip(given, self.rows, strict=False)
+        ]
+
+    def by_row(self, values: Sequence[float], filling: float = 0.0) -> np.ndarray:
+        """One value of each row as [B]."""
+        return np.array([*values, *[filling] * (self.count - len(self.rows))], np.float32)
+
+    def sequences(self, vocabulary: int) -> Sequences:
+        """The rows for the model."""
+        tokens = np.zeros((self.count, self.length), np.int32)
+        targets = np.zeros((self.count, self.length), np.int32)
+        for given, wanted, row in zip(tokens, targets, self.rows, strict=False):
+            ids = (*row.prompt_ids, *row.completion_ids)
+            given[: len(ids)] = ids
+            wanted[: len(ids) - 1] = ids[1:]
+        withheld_V = np.zeros(vocabulary, np.bool_)
+        for row in self.rows:
+            for each in row.withheld:
+                withheld_V[[token for token in each.token_ids if token < vocabulary]] = True
+        spans = [[_withheld(row, place) for place in range(len(row.completion_ids))] for row in self.rows]
+        return Sequences(
+            tokens,
+            targets,
+            self.by_row([row.temperature for row in self.rows], 1.0),
+            self.spread(spans) != 0,
+            withheld_V,
+        )
+
+
+def _withheld(row: Row, place: int) -> bool:
+    return any(each.start <= place < each.end for each in row.withheld)
+
+
+def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterator[Batch]:
+    """Rows in batches of at most so many tokens, the long ones together; `multiple`: of how many rows a shape must be."""
+    shapes = sorted({max(SHORTEST, longest >> halving) for halving in range(HALVINGS)})
+    by_shape: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        length = len(row.prompt_ids) + len(row.completion_ids)
+        by_shape.setdefault(next(each for each in shapes if each >= length), []).append(index)
+    for length, indices in sorted(by_shape.items()):
+        count = max(1, tokens // length // multiple) * multiple
+        for start in range(0, len(indices), count):
+            chosen = indices[start : start + count]
+            yield Batch(tuple(rows[index] for index in chosen), tuple(chosen), count, length)
+
+
+def numbers(model: Any, given: Sequences) -> Numbers:
+    """Log-probability (nats) of each target at its row's temperature, entropy there, and whether it is the likeliest."""
+    length = given.tokens_BL.shape[1]
+    positions_BL = jnp.broadcast_to(jnp.arange(length), given.tokens_BL.shape)
+    causal_BLL = jnp.broadcast_to(
+        jnp.tril(jnp.ones((length, length), jnp.bool_)), (*given.tokens_BL.shape, length)
+    )
+    logits_BLV, _ = model(given.tokens_BL, positions_BL, None, causal_BLL)
+    scaled_BLV = logits_BLV.astype(jnp.float32) / given.temperatures_B[:, None, None]
+    never_BLV = given.withheld_BL[..., None] & given.withheld_V
+    logprobs_BLV = jax.nn.log_softmax(jnp.where(never_BLV, -1e30, scaled_BLV))
+    chosen_BL = jnp.take_along_axis(logprobs_BLV, given.targets_BL[..., None], -1)[..., 0]
+    entropies_BL = -(jnp.exp(logprobs_BLV) * jnp.where(never_BLV, 0.0, logprobs_BLV)).sum(-1)
+    return Numbers(chosen_BL, entropies_BL, logprobs_BLV.argmax(-1) == given.targets_BL)

@@ -1,0 +1,285 @@
+"""Learning: losses of `groupwise.algorithms` over rows, gradients of the factors, AdamW, checkpoints by Orbax.
+
+As `groupwise.learner.torch_learner` does it in torch: losses are sums, the denominators are given, so that the gradient does not depend on
+how the rows were cut up; what is outside of the mask has no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from groupwise.algorithms.base import LossResult, Others, TokenBatch
+from groupwise.algorithms.registry import from_spec
+from groupwise.errors import CheckpointError, NonFiniteError
+from groupwise.tunix.worker.adapter import Adapted, Factors
+from groupwise.tunix.worker.forward import Batch, Numbers, Sequences, cut, numbers
+from groupwise.tunix.worker.tensors import Tensor
+from groupwise.types import (
+    LossSpec,
+    OptimiserParams,
+    OtherRows,
+    Policy,
+    PolicyRole,
+    Prediction,
+    Row,
+    UpdateResult,
+)
+
+STATE = "orbax"
+"""The folder of Orbax's checkpoint within that of the learner's state."""
+
+
+class Learner:
+    """The factors that are trained, their moments, and the gradient so far."""
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        factors: Factors,
+        *,
+        run: str,
+        publish_folder: Path,
+        described: Mapping[str, Any],
+        vocabulary: int,
+        longest: int,
+        max_tokens: int,
+        multiple: int,
+    ) -> None:
+        """`factors` are also the reference. `described`: peft's description of the adapter. `longest`: tokens of a row at most,
+        `max_tokens` of a batch, whose number of rows is a multiple of `multiple`."""
+        self.adapted = adapted
+        self._factors = factors
+        self._reference = dict(factors)
+        self._moments = _moments(factors)
+        self._gradient: Factors | None = None
+        self._run, self._publish_folder, self._described = run, publish_folder, described
+        self._vocabulary = vocabulary
+        self._cut = functools.partial(cut, longest=longest, tokens=max_tokens, multiple=multiple)
+        self._gradients: dict[str, Any] = {}
+        self._compiled_numbers = jax.jit(self._numbers)
+
+    def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.types.Learner.forward_backward`."""
+        compute = self._gradient_of(loss)
+        sums: dict[str, float] = {}
+        shares = {name: 1 / value if value else 0.0 for name, value in denominators.items()}
+        for batch in self._cut(rows):
+            (_, told), gradient = compute(
+                self._factors,
+                self.adapted.base,
+                batch.sequences(self._vocabulary),
+                _given(batch),
+                shares,
+            )
+            self._gradient = (
+                gradient
+                if self._gradient is None
+                else jax.tree.map(jnp.add, self._gradient, gradient)
+            )
+            for name, value in told.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.types.Learner.update`. Raises `NonFiniteError` if the step itself made weights that are not finite."""
+        gradient, self._gradient = self._gradient, None
+        norm = 0.0 if gradient is None else float(optax.global_norm(gradient))
+        applied = math.isfinite(norm)
+        if gradient is None or not applied:
+            return UpdateResult(norm, applied)
+        longest = params.max_grad_norm
+        scale = longest / norm if longest is not None and norm > longest else 1.0
+        factors, moments = _stepped(
+            self._factors,
+            self._moments,
+            jax.tree.map(lambda each: each * scale, gradient),
+            params.learning_rate,
+            params.weight_decay,
+            params.beta1,
+            params.beta2,
+            params.eps,
+        )
+        if not math.isfinite(float(optax.global_norm(factors))):
+            raise NonFiniteError(
+                f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
+                "stands. Lower training.learning_rate."
+            )
+        self._factors, self._moments = factors, moments
+        return UpdateResult(norm, applied)
+
+    def discard(self) -> None:
+        """See `groupwise.types.Learner.discard`."""
+        self._gradient = None
+
+    def publish(self, version: int) -> Policy:
+        """See `groupwise.types.Learner.publish`."""
+        folder = self._publish_folder / f"v{version:09d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        fingerprint = self.adapted.write(self._factors, folder, self._described)
+        return Policy(self._run, version, fingerprint, "adapter", str(folder))
+
+    def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
+        """See `groupwise.types.Learner.logprobs`."""
+        found: list[tuple[float, ...]] = [()] * len(rows)
+        for batch, told in self._computed(rows, role):
+            for index, values in zip(batch.indices, batch.gathered(told.logprobs_BL), strict=True):
+                found[index] = values
+        return found
+
+    def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.types.Learner.predictions`."""
+        found: list[Prediction] = [Prediction((), ())] * len(rows)
+        for batch, told in self._computed(rows, "policy"):
+            logprobs, right = batch.gathered(told.logprobs_BL), batch.gathered(told.right_BL)
+            for index, values, hits in zip(batch.indices, logprobs, right, strict=True):
+                found[index] = Prediction(values, tuple(map(bool, hits)))
+        return found
+
+    def save(self, folder: Path) -> None:
+        """The adapter as it is published, and the optimiser's state by Orbax."""
+        self.adapted.write(self._factors, folder, self._described)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save((folder / STATE).resolve(), self._moments, force=True)
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote. Raises `CheckpointError` where it is not there."""
+        if not (folder / STATE).is_dir():
+            raise CheckpointError(f"{folder} has no {STATE}: it was not written by the backend tunix.")
+        self._factors = self.adapted.read(folder)
+        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._moments)
+        with ocp.StandardCheckpointer() as checkpointer:
+            self._moments = checkpointer.restore((folder / STATE).resolve(), wanted)
+        self._gradient = None
+
+    def _computed(
+        self, rows: Sequence[Row], role: PolicyRole
+    ) -> list[tuple[Batch, Numbers]]:
+        factors = self._factors if role == "policy" else self._reference
+        return [
+            (batch, self._compiled_numbers(factors, self.adapted.base, batch.sequences(self._vocabulary)))
+            for batch in self._cut(rows)
+        ]
+
+    def _numbers(self, factors: Factors, base: Any, given: Sequences) -> Numbers:
+        return numbers(self.adapted.merged(factors, base), given)
+
+    def _gradient_of(self, spec: LossSpec) -> Any:
+        """Compiled once for each loss with its knobs."""
+        key = json.dumps([spec.name, spec.knobs], sort_keys=True)
+        if key not in self._gradients:
+            loss = from_spec(spec)
+
+            def total(
+                factors: Factors,
+                base: Any,
+                given: Sequences,
+                about: dict[str, Any],
+                shares: dict[str, Any],
+            ) -> tuple[Any, dict[str, Any]]:
+                told = self._numbers(factors, base, given)
+                found = loss.loss(_token_batch(told, about, loss))
+                whole = sum(
+                    value.value * shares[name] for name, value in found.components.items()
+                )
+                return whole, _sums(found)
+
+            self._gradients[key] = jax.jit(jax.value_and_grad(total, has_aux=True))
+        return self._gradients[key]
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _stepped(
+    factors: Factors,
+    moments: Any,
+    gradient: Factors,
+    learning_rate: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> tuple[Factors, Any]:
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), as torch has it."""
+    directions, moments = optax.scale_by_adam(beta1, beta2, eps).update(gradient, moments)
+    moved = jax.tree.map(
+        lambda value, direction: value * (1 - learning_rate * weight_decay)
+        - learning_rate * direction,
+        factors,
+        directions,
+    )
+    return moved, moments
+
+
+def _moments(factors: Factors) -> Any:
+    return optax.scale_by_adam().init(factors)
+
+
+def _given(batch: Batch) -> dict[str, Any]:
+    """What a loss is told of the rows, as arrays."""
+    rows = batch.rows
+    about: dict[str, Any] = {
+        "sampling": batch.spread([row.sampling_logprobs for row in rows]),
+        "mask": batch.spread([row.mask for row in rows]),
+        "advantages": batch.by_row([row.advantage for row in rows]),
+        "scales": batch.by_row([row.scale for row in rows]),
+    }
+    optional = {
+        "reference": [row.reference_logprobs for row in rows],
+        "proximal": [row.proximal_logprobs for row in rows],
+        "credits": [row.credits for row in rows],
+    }
+    for name, values in optional.items():
+        there = [each for each in values if each is not None]
+        if there:
+            about[name] = batch.spread(there)
+    if any(row.others is not None for row in rows):
+        others = [row.others or OtherRows(0) for row in rows]
+        about["others"] = (
+            batch.by_row([each.tokens for each in others]).astype(np.int32),
+            batch.by_row([each.log_weight for each in others]),
+            batch.by_row([each.log_ratio for each in others]),
+        )
+    return about
+
+
+def _token_batch(told: Numbers, about: Mapping[str, Any], loss: Any) -> TokenBatch:
+    optional = {
+        f"{name}_BT": Tensor(about[key])
+        for name, key in (
+            ("reference_logprobs", "reference"),
+            ("proximal_logprobs", "proximal"),
+            ("credits", "credits"),
+        )
+        if key in about
+    }
+    entropies = Tensor(told.entropies_BL)
+    return TokenBatch(
+        policy_logprobs_BT=Tensor(told.logprobs_BL),
+        sampling_logprobs_BT=Tensor(about["sampling"]),
+        mask_BT=Tensor(about["mask"]),
+        advantages_B=Tensor(about["advantages"]),
+        scales_B=Tensor(about["scales"]),
+        entropies_BT=entropies if loss.needs_entropy_gradient else entropies.detach(),
+        right_BT=Tensor(told.right_BL) if loss.needs_accuracy else None,
+        others=Others(*map(Tensor, about["others"])) if "others" in about else None,
+        **optional,
+    )
+
+
+def _sums(found: LossResult) -> dict[str, Any]:
+    losses = {f"loss/{name}": value for name, value in found.components.items()}
+    return {name: value.detach().value for name, value in {**losses, **found.stats}.items()}

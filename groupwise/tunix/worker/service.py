@@ -1,0 +1,248 @@
+"""The worker's loop: orders come in lines, one thread reads them, this one does them in their order, completions of many groups together.
+
+It ends with whoever began it: when its orders end. An interrupt of the whole process group is not its affair; the run decides what follows.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import threading
+import traceback
+from contextlib import ExitStack
+from functools import singledispatchmethod
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+
+from groupwise import errors
+from groupwise.errors import GroupwiseError, OutOfMemoryError, UsageError
+from groupwise.tunix.messages import (
+    ANY,
+    Answer,
+    Found,
+    Look,
+    Open,
+    Opened,
+    Order,
+    Restore,
+    Save,
+    Trouble,
+)
+from groupwise.tunix.worker import families
+from groupwise.tunix.worker.adapter import Adapted
+from groupwise.tunix.worker.learner import Learner
+from groupwise.tunix.worker.sampler import Sampler
+from groupwise.wire.parts import (
+    Discard,
+    ForwardBackward,
+    Generate,
+    Load,
+    Logprobs,
+    Predictions,
+    Publish,
+    Update,
+)
+
+GATHERED = 0.003
+"""Seconds in which groups are gathered before they are computed together."""
+
+
+def serve(connection: socket.socket) -> None:
+    """Do what comes over the connection until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = connection.makefile("w", encoding="utf-8")
+    orders: queue.Queue[Order] = queue.Queue()
+    cancelled: set[int] = set()
+    reader = threading.Thread(target=_read, args=(connection, orders, cancelled), daemon=True)
+    reader.start()
+    service, waiting = Service(), list[Order]()
+    while True:
+        waiting = waiting or [orders.get()]
+        taken, waiting = _next(waiting, orders)
+        taken = [order for order in taken if order.number not in cancelled]
+        if taken:
+            _answer(answers, service, taken)
+
+
+def _read(
+    connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]
+) -> None:
+    for line in connection.makefile("r", encoding="utf-8"):
+        order = Order.model_validate_json(line)
+        if order.cancel is not None:
+            cancelled.add(order.cancel)
+        else:
+            orders.put(order)
+    os._exit(0)
+
+
+def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order], list[Order]]:
+    """What is done now: the first order, with those that follow where they are of completions as it is; and what was read beyond."""
+    taken, *rest = waiting
+    if not isinstance(taken.do, Generate):
+        return [taken], rest
+    together = [taken]
+    while True:
+        try:
+            following = rest.pop(0) if rest else orders.get(timeout=GATHERED)
+        except queue.Empty:
+            return together, rest
+        if not isinstance(following.do, Generate):
+            return together, [following, *rest]
+        together.append(following)
+
+
+def _answer(answers: IO[str], service: Service, taken: list[Order]) -> None:
+    try:
+        results = service.do_all([order.do for order in taken])
+        told = [
+            Answer(number=order.number or 0, result=ANY.dump_python(result, mode="json"))
+            for order, result in zip(taken, results, strict=True)
+        ]
+    except Exception as error:  # noqa: BLE001 — belongs to whoever asked
+        trouble = _trouble(error)
+        told = [Answer(number=order.number or 0, error=trouble) for order in taken]
+    for each in told:
+        answers.write(each.model_dump_json() + "\n")
+    answers.flush()
+
+
+def _trouble(error: Exception) -> Trouble:
+    if isinstance(error, GroupwiseError):
+        return Trouble(kind=type(error).__name__, message=str(error))
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return Trouble(
+            kind=OutOfMemoryError.__name__,
+            message=f"JAX has no memory left: {str(error).splitlines()[0]} Lower training.max_tokens_per_microbatch or sampler.slots.",
+        )
+    told = "".join(traceback.format_exception(error))
+    return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{told}")
+
+
+class Service:
+    """The parts, once `Open` has made them."""
+
+    def __init__(self) -> None:
+        self._sampler: Sampler | None = None
+        self._learner: Learner | None = None
+        self._scope = ExitStack()
+
+    @property
+    def sampler(self) -> Sampler:
+        return _there(self._sampler)
+
+    @property
+    def learner(self) -> Learner:
+        return _there(self._learner)
+
+    def do_all(self, orders: list[Any]) -> list[Any]:
+        """Several only of `Generate`."""
+        if isinstance(orders[0], Generate):
+            return list(self.sampler.generate([each.request for each in orders]))
+        (order,) = orders
+        return [self.do(order)]
+
+    @singledispatchmethod
+    def do(self, order: Any) -> Any:
+        """What an order gives."""
+        raise AssertionError(order)
+
+    @do.register
+    def _(self, order: Look) -> Found:
+        devices = jax.devices()
+        return Found(
+            tunix=_version("google-tunix"),
+            jax=_version("jax"),
+            platform=devices[0].platform,
+            devices=len(devices),
+            device=devices[0].device_kind,
+        )
+
+    @do.register
+    def _(self, order: Open) -> Opened:
+        mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
+        model, family = families.load(Path(order.model), order.dtype, mesh, remat=order.remat)
+        adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
+        factors = adapted.fresh(order.seed)
+        if order.start is not None:
+            factors = adapted.read(Path(order.start))
+        self._sampler = Sampler(adapted, factors, order.slots, order.key_length)
+        self._learner = Learner(
+            adapted,
+            factors,
+            run=order.run,
+            publish_folder=Path(order.publish_folder),
+            described=order.described,
+            vocabulary=_vocabulary(model),
+            longest=order.key_length,
+            max_tokens=order.max_tokens,
+            multiple=order.mesh[0],
+        )
+        count = sum(int(np.prod(shape)) for shape in adapted.shapes.values())
+        return Opened(parameters=count, fingerprint=self._sampler.fingerprint)
+
+    @do.register
+    def _(self, order: Load) -> str:
+        return self.sampler.load(order.policy)
+
+    @do.register
+    def _(self, order: ForwardBackward) -> Any:
+        return self.learner.forward_backward(order.rows, order.loss, order.denominators)
+
+    @do.register
+    def _(self, order: Update) -> Any:
+        return self.learner.update(order.params)
+
+    @do.register
+    def _(self, order: Discard) -> None:
+        self.learner.discard()
+
+    @do.register
+    def _(self, order: Publish) -> Any:
+        return self.learner.publish(order.version)
+
+    @do.register
+    def _(self, order: Logprobs) -> Any:
+        return self.learner.logprobs(order.rows, order.role)
+
+    @do.register
+    def _(self, order: Predictions) -> Any:
+        return self.learner.predictions(order.rows)
+
+    @do.register
+    def _(self, order: Save) -> None:
+        self.learner.save(Path(order.folder))
+
+    @do.register
+    def _(self, order: Restore) -> None:
+        self.learner.load(Path(order.folder))
+
+
+def _there(part: Any) -> Any:
+    assert part is not None, "open comes first"
+    return part
+
+
+def _mesh(shape: tuple[int, int]) -> Any:
+    wanted, there = shape[0] * shape[1], len(jax.devices())
+    if wanted > there:
+        raise UsageError(
+            f"model.mesh is {list(shape)}, which are {wanted} devices, but JAX sees {there}: {jax.devices()[0].device_kind}."
+        )
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("fsdp", "tp"), kinds, devices=jax.devices()[:wanted])
+
+
+def _vocabulary(model: Any) -> int:
+    return model.embedder.input_embedding.get_value().shape[0]
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)

@@ -1,0 +1,75 @@
+"""The notebooks as they are published: thin, without output, and running from start to end in a fresh kernel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SHORTER = {"num_batches=30": "num_batches=3", "num_batches=6": "num_batches=3"}
+"""What the usual tests change: learning takes minutes."""
+
+
+def read(file: Path) -> Any:
+    return nbformat.read(file, as_version=4)
+
+
+def executed(file: Path, folder: Path, changes: dict[str, str]) -> Any:
+    """The notebook with its outputs, run in a folder."""
+    notebook = read(file)
+    for cell in notebook.cells:
+        for old, new in changes.items():
+            cell.source = cell.source.replace(old, new)
+    client = NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(folder)}})
+    client.execute()
+    return notebook
+
+
+def said(notebook: Any) -> str:
+    """All that stands below the cells."""
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    return "\n".join(
+        str(each.get("text", "")) + "".join(map(str, each.get("data", {}).values()))
+        for each in outputs
+    )
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_they_are_thin_and_have_no_output(file: Path) -> None:
+    notebook = read(file)
+    nbformat.validate(notebook)
+    assert len(notebook.cells) <= 20
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    assert max(len(cell.source.splitlines()) for cell in code) <= 32
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_they_run_from_start_to_end(file: Path, tmp_path: Path) -> None:
+    text = said(executed(file, tmp_path, SHORTER))
+    for part in ("rows to train on", "step ", "PeftModel", "answer"):
+        assert part in text
+    assert list(tmp_path.glob("checkpoints/*/checkpoints/step-*/hf_lora/adapter_model.safetensors"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:
+    text = said(executed(ROOT / "notebooks/quickstart.ipynb", tmp_path, {}))
+    found = dict(
+        (name, (float(before), float(after)))
+        for name, before, after in re.findall(
+            r"^(\w+)\s+(-?[\d.]+) -> +(-?[\d.]+)$", text, re.MULTILINE
+        )
+    )
+    for name in ("reward", "format_rate"):
+        before, after = found[name]
+        assert after > before + 0.2, found

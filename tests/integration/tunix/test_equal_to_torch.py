@@ -1,0 +1,235 @@
+"""What a worker of Tunix computes is what torch computes: logits of each family, losses and gradients of each algorithm, draws, files."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise import build, machine_layout
+from groupwise.algorithms.registry import make
+from groupwise.build import Parts
+from groupwise.config import RunConfig, load_config
+from groupwise.models.files import read_tensors
+from groupwise.models.lora import WEIGHTS, fingerprint
+from groupwise.types import GroupRequest, OptimiserParams, OtherRows, Row, SamplingParams, Withheld
+from tests.tunix_models import model_of
+
+FAMILIES = ("gemma3", "gemma3-all-heads", "llama", "qwen2", "qwen3")
+STEP = OptimiserParams(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
+
+
+def config_of(family: str, backend: str, start: str | None = None) -> RunConfig:
+    given: dict[str, Any] = {
+        "model": {
+            "name": str(model_of(family)),
+            "backend": backend,
+            "dtype": "float32",
+            "adapter": start,
+        },
+        "lora": {"r": 4, "alpha": 8},
+        "sampler": {"slots": 16, "max_completion_length": 24},
+        "training": {"seed": 1},
+        "run": {} if backend == "tunix" else {"processes": 1},
+    }
+    return load_config(given).config
+
+
+def parts_of(config: RunConfig, folder: Path) -> Parts:
+    layout = machine_layout.choose_layout(config, 40)
+    return asyncio.run(build.start_training(config, layout, "run", folder))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Parts, Parts]]:
+    """Parts of Tunix, and those of torch with the same adapter, which is not zero."""
+    folder = tmp_path_factory.mktemp("published")
+    with closing(parts_of(config_of(request.param, "tunix"), folder / "start")) as parts:
+        asyncio.run(stirred(parts))
+        start = asyncio.run(parts.learner.publish(0)).path
+    given = [config_of(request.param, backend, start) for backend in ("tunix", "transformers")]
+    tunix, by_torch = (parts_of(each, folder / each.model.backend) for each in given)
+    with closing(tunix), closing(by_torch):
+        for each in (tunix, by_torch):
+            asyncio.run(each.sampler.load(asyncio.run(each.learner.publish(1))))
+        yield tunix, by_torch
+
+
+async def stirred(parts: Parts) -> None:
+    """Leave the start, where B is zero, by an update."""
+    rows = rows_of(random.Random(5), 6)
+    await parts.learner.forward_backward(rows, make("dr_grpo", {}).loss_spec(), {"policy": 6.0})
+    assert (await parts.learner.update(STEP)).applied
+
+
+def rows_of(chance: random.Random, count: int, *, reference: bool = False) -> list[Row]:
+    """Rows of many lengths, with tokens that teach and that do not, at several temperatures."""
+    found: list[Row] = []
+    for number in range(count):
+        length = chance.randint(1, 22)
+        ids = tuple(chance.randrange(2, 100) for _ in range(length))
+        row = Row(
+            prompt_ids=tuple(chance.randrange(2, 100) for _ in range(chance.randint(1, 38))),
+            completion_ids=ids,
+            mask=tuple(int(chance.random() < 0.8) for _ in ids),
+            sampling_logprobs=tuple(-chance.uniform(2, 6) for _ in ids),
+            advantage=chance.uniform(-1, 1),
+            scale=1 / length,
+            temperature=(1.0, 0.7, 1.3)[number % 3],
+            rollout=(number, 0),
+        )
+        if reference:
+            logprobs = tuple(-chance.uniform(2, 6) for _ in ids)
+            row = replace(row, reference_logprobs=logprobs, proximal_logprobs=row.sampling_logprobs)
+        found.append(row)
+    return found
+
+
+def flat(values: Any) -> list[float]:
+    return [each for row in values for each in row]
+
+
+def test_log_probabilities(both: tuple[Parts, Parts]) -> None:
+    rows = rows_of(random.Random(0), 12)
+    rows[3] = replace(rows[3], withheld=(Withheld(0, 1, (1, 7)),))
+    tunix, by_torch = (flat(asyncio.run(each.learner.logprobs(rows))) for each in both)
+    np.testing.assert_allclose(tunix, by_torch, atol=2e-4)
+    told = [asyncio.run(each.learner.predictions(rows)) for each in both]
+    assert [each.right for each in told[0]] == [each.right for each in told[1]]
+
+
+LOSSES = {
+    "grpo": make("grpo", {"beta": 0.1}),
+    "grpo, clipped": make("grpo", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.5}),
+    "dr_grpo, entropy": make("dr_grpo", {"entropy_coef": 0.01}),
+    "dapo": make("dapo", {}),
+    "gspo": make("gspo", {}),
+    "cispo": make("cispo", {}),
+    "k1, corrected": make(
+        "rloo",
+        {"beta": 0.2, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"},
+    ),
+    "corrected by rollout": make("grpo", {"importance_sampling_correction": "sequence_mask"}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_gradients_and_updates(both: tuple[Parts, Parts], name: str, tmp_path: Path) -> None:
+    """All sums, the norm of the gradient, and the weights after two updates with clipping and decay."""
+    loss = LOSSES[name]
+    rows = rows_of(random.Random(1), 9, reference=True)
+    rows[0] = replace(rows[0], others=OtherRows(3, 0.1, -0.2))
+    denominators = {"policy": 9.0, "kl": 9.0, "entropy": 50.0}
+    sums, norms, logprobs = [], [], []
+    for number, each in enumerate(both):
+        state = tmp_path / str(number)
+        state.mkdir()
+        each.learner.save(str(state))
+        sums.append(asyncio.run(each.learner.forward_backward(rows, loss.loss_spec(), denominators)))
+        tied = norm_as_one(each)
+        result = asyncio.run(each.learner.update(STEP))
+        norms.append(result.grad_norm if tied is None else tied)
+        asyncio.run(each.learner.forward_backward(rows[:4], loss.loss_spec(), denominators))
+        asyncio.run(each.learner.update(STEP))
+        logprobs.append(flat(asyncio.run(each.learner.logprobs(rows))))
+        each.learner.load(str(state))
+    assert sums[0].keys() == sums[1].keys()
+    for key, value in sums[1].items():
+        assert sums[0][key] == pytest.approx(value, rel=2e-3, abs=2e-3), key
+    assert norms[0] == pytest.approx(norms[1], rel=2e-3)
+    if not shares_factors(both[1]):
+        np.testing.assert_allclose(logprobs[0], logprobs[1], atol=5e-3)
+
+
+def shares_factors(by_torch: Parts) -> bool:
+    return by_torch.trained.model.config.model_type == "gemma3_text"
+
+
+def norm_as_one(parts: Parts) -> float | None:
+    """The norm of torch's gradient, where layers that are one weight in Tunix share their A; None of Tunix itself."""
+    if parts.trained is None:
+        return None
+    gradients: dict[str, torch.Tensor] = {}
+    config = parts.trained.model.config
+    fused = ("k_proj", "v_proj")
+    if config.num_attention_heads == config.num_key_value_heads:
+        fused = ("q_proj", *fused)
+    for name, parameter in parts.trained.parameters().items():
+        place = name
+        if shares_factors(parts) and name.endswith("lora_A.weight"):
+            for layer in fused:
+                place = place.replace(layer, "fused")
+        gradients[place] = gradients.get(place, 0) + parameter.grad
+    return float(torch.nn.utils.get_total_norm(list(gradients.values())))
+
+
+def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> None:
+    """At the temperature of the request, also where improbable tokens are left out, and greedily."""
+    chance = random.Random(2)
+    kinds = (
+        SamplingParams(20, 1.0, (1,)),
+        SamplingParams(20, 0.0, (1,)),
+        SamplingParams(20, 0.8, (1,), min_tokens=5),
+        SamplingParams(20, 0.7, (1,), top_k=20, top_p=0.9, min_p=0.02),
+    )
+    for params in kinds:
+        same = total = 0
+        for draw in range(3):
+            prompt = tuple(chance.randrange(2, 100) for _ in range(chance.randint(1, 40)))
+            seeds = tuple(chance.getrandbits(63) for _ in range(8))
+            tunix, by_torch = (
+                asyncio.run(each.sampler.generate(GroupRequest(draw, prompt, seeds, params)))
+                for each in both
+            )
+            for ours, theirs in zip(tunix, by_torch, strict=True):
+                total += 1
+                if ours.token_ids == theirs.token_ids:
+                    same += 1
+                    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=3e-4)
+        assert same >= total - 2, params  # a number may fall beside a boundary that rounding moves
+
+
+def test_files_and_fingerprints(both: tuple[Parts, Parts]) -> None:
+    tunix, by_torch = both
+    policy = asyncio.run(tunix.learner.publish(3))
+    assert policy.fingerprint == fingerprint(read_tensors(Path(policy.path) / WEIGHTS))
+    asyncio.run(by_torch.sampler.load(policy))
+    assert by_torch.sampler.fingerprint() == policy.fingerprint
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_peft_loads_what_is_published_with_equal_logits(family: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with closing(parts_of(config_of(family, "tunix"), tmp_path)) as parts:
+        asyncio.run(stirred(parts))
+        policy = asyncio.run(parts.learner.publish(1))
+        (row,) = rows_of(random.Random(3), 1)
+        row = replace(row, temperature=1.0)
+        (ours,) = asyncio.run(parts.learner.logprobs([row]))
+        (reference,) = asyncio.run(parts.learner.logprobs([row], "reference"))
+    base = AutoModelForCausalLM.from_pretrained(model_of(family))
+    np.testing.assert_allclose(reference, logprobs_by(base, row), atol=2e-4)
+    adapted = PeftModel.from_pretrained(base, policy.path)
+    np.testing.assert_allclose(ours, logprobs_by(adapted, row), atol=2e-4)
+    assert max(abs(one - other) for one, other in zip(ours, reference, strict=True)) > 0.01
+
+
+def logprobs_by(model: Any, row: Row) -> list[float]:
+    """By transformers or peft."""
+    ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+    with torch.no_grad():
+        logprobs = model(ids).logits.log_softmax(-1)[0, len(row.prompt_ids) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0].tolist()

@@ -1,0 +1,77 @@
+"""Small random models of the families that Tunix has, in transformers' files."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+
+def described(family: str) -> Any:
+    """The config of a small model; its positions have another base than the family's default."""
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+    from groupwise.models.tiny import tiny_tokenizer
+
+    shape = {**SHAPE, "vocab_size": len(tiny_tokenizer())}
+    match family:
+        case "gemma3":
+            return Gemma3TextConfig(**shape, sliding_window=8, query_pre_attn_scalar=16)
+        case "gemma3-all-heads":
+            shape["num_key_value_heads"] = shape["num_attention_heads"]
+            return Gemma3TextConfig(**shape, sliding_window=8, query_pre_attn_scalar=8)
+        case "llama":
+            return LlamaConfig(**shape, rope_theta=5000.0, tie_word_embeddings=False)
+        case "qwen2":
+            del shape["head_dim"]
+            return Qwen2Config(**shape, rope_theta=7000.0, tie_word_embeddings=True)
+        case "qwen3":
+            return Qwen3Config(**shape, rope_theta=3000.0, tie_word_embeddings=True)
+    raise AssertionError(family)
+
+
+def write_model(family: str, folder: Path) -> Path:
+    """A random model of a family, with the tokenizer of the tiny one."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from groupwise.models.tiny import tiny_tokenizer
+    from groupwise.models.tokenizer import quiet
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(described(family))
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # those that begin as nothing would hide a mistake
+                torch.nn.init.normal_(parameter, std=0.3)
+            elif parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    with quiet():
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@cache
+def model_of(family: str) -> Path:
+    """The folder of a small model of a family, made once; the same in every process."""
+    folder = Path(tempfile.mkdtemp(prefix="groupwise-tunix-")) / family
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    return write_model(family, folder)

@@ -1,0 +1,61 @@
+"""What a notebook takes where nobody says: by the devices of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import ConfigError
+from groupwise.notebook import accelerators
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.core import GEMMA, SMALL, backend_of, core_config, model_of
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without accelerators, whose PCI devices are folders."""
+    monkeypatch.setattr(accelerators, "PCI", tmp_path)
+    monkeypatch.setattr(accelerators, "NVIDIA", tmp_path / "nvidiactl")
+    return tmp_path
+
+
+def plug_in(machine: Path, vendor: str, device: str) -> None:
+    folder = machine / f"0000:00:{device}"
+    folder.mkdir()
+    (folder / "vendor").write_text(f"{vendor}\n")
+    (folder / "device").write_text(f"{device}\n")
+
+
+def test_a_cpu(machine: Path) -> None:
+    plug_in(machine, "0x1ae0", "0x0042")  # a network card of Google's machines
+    plug_in(machine, "0x10de", "0x0063")
+    config = TrainingConfig()
+    assert (model_of(config), backend_of(config)) == (SMALL, "torch")
+
+
+def test_a_gpu(machine: Path) -> None:
+    (machine / "nvidiactl").touch()
+    config = TrainingConfig()
+    assert (model_of(config), backend_of(config)) == (GEMMA, "torch")
+
+
+def test_a_tpu_is_for_tunix(machine: Path) -> None:
+    plug_in(machine, "0x1ae0", "0x0063")
+    config = TrainingConfig(devices=(4, 2))
+    model = core_config(config).config.model
+    assert (model.name, model.backend, model.mesh) == (GEMMA, "tunix", (4, 2))
+    assert backend_of(TrainingConfig(backend="torch")) == "torch"
+
+
+def test_a_number_of_devices_is_a_mesh_for_tunix(machine: Path) -> None:
+    config = core_config(TrainingConfig(backend="tunix", model="tiny", devices=2)).config
+    assert (config.model.mesh, config.run.processes) == ((2, 1), None)
+    assert core_config(TrainingConfig(backend="tunix", model="tiny")).config.model.mesh is None
+
+
+def test_a_mesh_is_not_for_torch(machine: Path) -> None:
+    with pytest.raises(ConfigError, match="a mesh, which the backend torch does not have"):
+        core_config(TrainingConfig(devices=(2, 1)))
+    with pytest.raises(ConfigError, match="a mesh, which the backend torch does not have"):
+        TrainingConfig(backend="torch", devices=(2, 1))
