@@ -61,7 +61,7 @@ def write_model(family: str, folder: Path) -> Path:
             if "norm" in name or "bias" in name:  # those that begin as nothing would hide a mistake
                 torch.nn.init.normal_(parameter, std=0.3)
             elif parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.15)
+                torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     with quiet():
         model.save_pretrained(folder)

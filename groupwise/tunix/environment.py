@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -38,10 +39,15 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PAR
 """Libraries below JAX say on stderr what concerns nobody."""
 
 
+THREADS_OF_A_DEVICE = 4
+"""Of devices that JAX makes of one CPU: where they have fewer, one that waits for the others takes the thread that these would need."""
+COMPILED_BYTES = 4 << 30
+"""Of compiled programs, the least used go first."""
+
+
 def home() -> Path:
     """`$XDG_CACHE_HOME/groupwise/tunix`, by default below `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "groupwise" / "tunix"
+    return _cache() / "tunix"
 
 
 def python() -> Path:
@@ -99,11 +105,35 @@ def look() -> Found:
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has."""
     flags = [os.environ.get("XLA_FLAGS", "")]
+    own = {**QUIET, **_compiled()}
     if (count := mesh[0] * mesh[1]) > 1:
         flags.append(f"--xla_force_host_platform_device_count={count}")
+        own["NPROC"] = str(THREADS_OF_A_DEVICE * count)
     if threads == 1:
         flags.append("--xla_cpu_multi_thread_eigen=false")
-    return WorkerProcess(python(), {**QUIET, "XLA_FLAGS": " ".join(flags).strip()})
+    return WorkerProcess(python(), {**own, "XLA_FLAGS": " ".join(flags).strip()})
+
+
+def _compiled() -> dict[str, str]:
+    """Where JAX keeps what it has compiled, for the next worker: those of another processor would not run on this one."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return {}
+    with suppress(OSError):
+        told = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in told if line.startswith(("flags", "Features"))), "")
+        kind = hashlib.sha256(flags.encode()).hexdigest()[:16]
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str(_cache() / "tunix-compiled" / kind),
+            "JAX_COMPILATION_CACHE_MAX_SIZE": str(COMPILED_BYTES),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    return {}
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "groupwise"
 
 
 def _made() -> dict[str, str] | None:

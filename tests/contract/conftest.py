@@ -267,7 +267,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         call = getattr(item, "callspec", None)
         maker = call.params.get("pair") if call else None
         if isinstance(maker, str) and maker.startswith("tunix"):
-            item.add_marker("tunix")
+            item.add_marker("tunix")  # whose workers take seconds to start
+            test = (item.path, item.name.partition("[")[0], "tunix")
+            if test in seen or maker == "tunix-gemma":
+                item.add_marker(pytest.mark.soak)
+            seen.add(test)
         if item.path.parent != Path(__file__).parent or maker not in ("ranks", "ranks-added"):
             continue
         test = (item.path, item.name.partition("[")[0], maker)

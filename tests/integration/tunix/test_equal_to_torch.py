@@ -23,7 +23,8 @@ from groupwise.models.lora import WEIGHTS, fingerprint
 from groupwise.types import GroupRequest, OptimiserParams, OtherRows, Row, SamplingParams, Withheld
 from tests.tunix_models import model_of
 
-FAMILIES = ("gemma3", "gemma3-all-heads", "llama", "qwen2", "qwen3")
+OTHERS = ("gemma3-all-heads", "qwen2", "qwen3")
+FAMILIES = ("gemma3", "llama", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS))
 STEP = OptimiserParams(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
 
 
