@@ -338,12 +338,13 @@ def _tunix_order(
     from groupwise.tunix.environment import look
     from groupwise.tunix.messages import Open
 
-    assert config.lora is not None
+    lora = config.lora
+    assert lora is not None, "the config refuses full fine-tuning"
     if weights is not None:
         model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
         config = config.model_copy(update={"model": model})
-    check_adapter(config.model, config.lora)
-    shape = starting_config(config.model, config.lora)
+    check_adapter(config.model, lora)
+    shape = starting_config(config.model, lora)
     start = adapter_folder(config.model)
     return Open(
         model=str(model_folder(config.model)),

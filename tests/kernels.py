@@ -34,7 +34,8 @@ class Kernel:
     @property
     def pid(self) -> int:
         """Of its process."""
-        return self._manager.provisioner.pid
+        provisioner: Any = self._manager.provisioner
+        return provisioner.pid
 
     def begin(self, code: str) -> str:
         """Run a cell without waiting for it."""

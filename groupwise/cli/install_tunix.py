@@ -19,12 +19,12 @@ def install_tunix(
     """Make the environment in which model.backend=tunix computes (google-tunix on JAX). Prints its Python."""
     from groupwise.cli.output import write_json
     from groupwise.errors import UsageError
-    from groupwise.tunix.environment import EXTRAS, install, look
+    from groupwise.tunix.environment import EXTRAS, Accelerator, install, look
 
-    kind = next((each for each in EXTRAS if each == accelerator), None)
-    if kind is None:
-        raise UsageError(f"--accelerator is {accelerator!r}; it is one of {', '.join(EXTRAS)}.")
-    path = install(kind, anew=again, say=not as_json)
+    kinds: dict[str, Accelerator] = {each: each for each in EXTRAS}
+    if accelerator not in kinds:
+        raise UsageError(f"--accelerator is {accelerator!r}; it is one of {', '.join(kinds)}.")
+    path = install(kinds[accelerator], anew=again, say=not as_json)
     found = look()
     if as_json:
         write_json({"python": str(path), **found.model_dump()})

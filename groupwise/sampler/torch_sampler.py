@@ -35,7 +35,8 @@ from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.stops import ends_with_stop
 from groupwise.sampler.weights import ServedWeights
-from groupwise.types import Completion, FinishReason, GroupRequest, Policy, SamplingParams
+from groupwise.types import Completion, FinishReason, GroupRequest, Policy
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:

@@ -83,7 +83,7 @@ def install(accelerator: Accelerator, *, anew: bool = False, say: bool = True) -
     venv.create(folder, with_pip=False)
     words = [*_pip(), "-r", str(REQUIREMENTS), *EXTRAS[accelerator]]
     shown = None if say else subprocess.DEVNULL
-    done = subprocess.run(words, stdout=shown, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(words, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise UsageError(
             f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{done.stderr[-2000:].strip()}"
@@ -150,7 +150,7 @@ def _pip() -> list[str]:
     """What installs into it: this environment's pip, else uv. Its own would need ensurepip, which some systems leave out."""
     target = str(_interpreter())
     own = [sys.executable, "-m", "pip"]
-    if subprocess.run([*own, "--version"], capture_output=True).returncode == 0:
+    if subprocess.run([*own, "--version"], capture_output=True, check=False).returncode == 0:
         return [*own, "--python", target, "install"]
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--python", target]

@@ -127,9 +127,7 @@ class TunixLearner:
         self, rows: Sequence[Row], role: PolicyRole = "policy"
     ) -> list[tuple[float, ...]]:
         """See `groupwise.types.Learner.logprobs`."""
-        return _LOGPROBS.validate_python(
-            await self._worker.call(Logprobs(rows=[*rows], role=role))
-        )
+        return _LOGPROBS.validate_python(await self._worker.call(Logprobs(rows=[*rows], role=role)))
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.types.Learner.predictions`."""

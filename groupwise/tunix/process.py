@@ -23,7 +23,7 @@ from groupwise import errors
 from groupwise.errors import GroupwiseError, RunError
 from groupwise.rewards.output import Output
 from groupwise.rewards.processes import MARK, end_family, how_it_ended
-from groupwise.tunix.messages import Answer, Message, Order, Trouble
+from groupwise.tunix.messages import Answer, Order, Trouble, Verb
 
 MAIN = Path(__file__).parent / "worker" / "main.py"
 OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
@@ -54,11 +54,11 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def call(self, do: Any) -> Any:
+    async def call(self, do: Verb) -> Any:
         """What an order gives. Cancelling the call withdraws it, if it has not begun."""
         return await asyncio.wrap_future(self._begin(do))
 
-    def call_now(self, do: Any) -> Any:
+    def call_now(self, do: Verb) -> Any:
         """The same for code that waits."""
         return self._begin(do).result()
 
@@ -89,7 +89,7 @@ class WorkerProcess:
             env={**inherited, **environment, MARK: self._mark},
         )
 
-    def _begin(self, do: Message) -> Future[Any]:
+    def _begin(self, do: Verb) -> Future[Any]:
         self._output.begin_call()
         future: Future[Any] = Future()
         number = next(self._numbers)

@@ -137,7 +137,9 @@ def _by_weight(
     layers: Sequence[str], family: Family, there: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
     """The adapted weights out of those that are there. Raises `ModelError` for a layer that is none, or not the whole of one."""
-    by_place = {f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))}
+    by_place = {
+        f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
+    }
     made: dict[str, tuple[str, ...]] = {}
     for weight in there:
         number, _, name = weight.partition(".")
@@ -152,7 +154,7 @@ def _by_weight(
     if left := set(layers) - {layer for found in made.values() for layer in found}:
         known = sorted({name for names in family.weights.values() for name in names})
         raise ModelError(
-            f"lora.target_modules has {sorted(left)[0]}, which the backend tunix does not adapt; it adapts: {', '.join(known)}."
+            f"lora.target_modules has {min(left)}, which the backend tunix does not adapt; it adapts: {', '.join(known)}."
         )
     return made
 

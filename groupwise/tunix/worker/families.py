@@ -128,7 +128,9 @@ def _separate(
     rope = _rope(described)
     _refuse_scaled(rope)
     theta = float(rope["rope_theta"] or 10_000.0)
-    if hasattr(code, "apply_rope"):  # its callers leave out the base that the config says, and mean 1,000,000
+    if hasattr(
+        code, "apply_rope"
+    ):  # its callers leave out the base that the config says, and mean 1,000,000
         code.apply_rope = functools.partial(_plain(code.apply_rope), rope_theta=theta)
     heads = described["num_attention_heads"]
     formats = {"dtype": dtype, "param_dtype": dtype} if with_dtype else {}
@@ -169,9 +171,7 @@ def _qwen(code: Any, described: Described, dtype: Any) -> Any:
 
 def _gemma3(code: Any, described: Described, dtype: Any) -> Any:
     rope = _rope(described)
-    everywhere, nearby = (
-        rope.get(name, {}) for name in ("full_attention", "sliding_attention")
-    )
+    everywhere, nearby = (rope.get(name, {}) for name in ("full_attention", "sliding_attention"))
     factor = _linear_factor(everywhere or rope)
     _refuse_scaled(nearby)
     layers = described["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""Sequences through the model, and the log-probabilities of their tokens: padded on the right, in few shapes, since each is compiled once."""
+"""Sequences through the model, and the log-probabilities of their tokens: padded on the right, in few shapes, each compiled once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class Batch:
         for row in self.rows:
             for each in row.withheld:
                 withheld_V[[token for token in each.token_ids if token < vocabulary]] = True
-        spans = [[_withheld(row, place) for place in range(len(row.completion_ids))] for row in self.rows]
+        spans = [
+            [_withheld(row, place) for place in range(len(row.completion_ids))] for row in self.rows
+        ]
         return Sequences(
             tokens,
             targets,

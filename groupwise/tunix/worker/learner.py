@@ -159,19 +159,24 @@ class Learner:
     def load(self, folder: Path) -> None:
         """What `save` wrote. Raises `CheckpointError` where it is not there."""
         if not (folder / STATE).is_dir():
-            raise CheckpointError(f"{folder} has no {STATE}: it was not written by the backend tunix.")
+            raise CheckpointError(
+                f"{folder} has no {STATE}: it was not written by the backend tunix."
+            )
         self._factors = self.adapted.read(folder)
         wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._moments)
         with ocp.StandardCheckpointer() as checkpointer:
             self._moments = checkpointer.restore((folder / STATE).resolve(), wanted)
         self._gradient = None
 
-    def _computed(
-        self, rows: Sequence[Row], role: PolicyRole
-    ) -> list[tuple[Batch, Numbers]]:
+    def _computed(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[Batch, Numbers]]:
         factors = self._factors if role == "policy" else self._reference
         return [
-            (batch, self._compiled_numbers(factors, self.adapted.base, batch.sequences(self._vocabulary)))
+            (
+                batch,
+                self._compiled_numbers(
+                    factors, self.adapted.base, batch.sequences(self._vocabulary)
+                ),
+            )
             for batch in self._cut(rows)
         ]
 
@@ -193,9 +198,7 @@ class Learner:
             ) -> tuple[Any, dict[str, Any]]:
                 told = self._numbers(factors, base, given)
                 found = loss.loss(_token_batch(told, about, loss))
-                whole = sum(
-                    value.value * shares[name] for name, value in found.components.items()
-                )
+                whole = sum(value.value * shares[name] for name, value in found.components.items())
                 return whole, _sums(found)
 
             self._gradients[key] = jax.jit(jax.value_and_grad(total, has_aux=True))
@@ -216,8 +219,9 @@ def _stepped(
     """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), as torch has it."""
     directions, moments = optax.scale_by_adam(beta1, beta2, eps).update(gradient, moments)
     moved = jax.tree.map(
-        lambda value, direction: value * (1 - learning_rate * weight_decay)
-        - learning_rate * direction,
+        lambda value, direction: (
+            value * (1 - learning_rate * weight_decay) - learning_rate * direction
+        ),
         factors,
         directions,
     )

@@ -2,7 +2,8 @@
 
 Shapes are few and fixed: prompts are padded on the left, so many groups of so many members are computed together, whether they are all
 there or not. What a member draws depends on its seed and its prompt alone: the number that decides (`groupwise.sampler.chance`) is
-inverted through the cumulative distribution as `groupwise.sampler.draw` does it, so that torch and JAX draw the same wherever they see the same logits.
+inverted through the cumulative distribution as `groupwise.sampler.draw` does it, so that torch and JAX draw the same wherever they
+see the same logits.
 """
 
 from __future__ import annotations
@@ -66,9 +67,7 @@ class Sampler:
         self._slots, self._key_length = slots, key_length
         self.fingerprint = fingerprint(adapted.to_peft(factors))
         self._version = 0
-        self._loop = jax.jit(
-            self._drawn, static_argnames=("members", "longest", "truncation")
-        )
+        self._loop = jax.jit(self._drawn, static_argnames=("members", "longest", "truncation"))
 
     def load(self, policy: Policy) -> str:
         """See `groupwise.types.Sampler.load`; gives the fingerprint of what it serves then."""
@@ -224,8 +223,10 @@ class Sampler:
             logprobs_ST = logprobs_ST.at[:, step].set(jnp.where(done_S, 0.0, logprobs_S))
             done_S = done_S | (chosen_S[:, None] == asked.stops_K).any(-1)
             mask_SC = seen_SC | ((column >= width) & (column <= width + step))
-            logits_S1V, cache = merged()(  # its layers note things about themselves, which must be within the loop
-                chosen_S[:, None], (lengths_S + step)[:, None], cache, mask_SC[:, None, :]
+            logits_S1V, cache = (
+                merged()(  # its layers note things about themselves, which must be within the loop
+                    chosen_S[:, None], (lengths_S + step)[:, None], cache, mask_SC[:, None, :]
+                )
             )
             logits_SV = logits_S1V[:, -1].astype(jnp.float32)
             return step + 1, done_S, logits_SV, cache, tokens_ST, logprobs_ST
@@ -284,9 +285,7 @@ def _search(weights_SV: Any, uniforms_S: Any) -> Any:
     return jnp.minimum(block_S1 * BLOCK + offset_S1, vocabulary - 1)[:, 0]
 
 
-def _truncated(
-    scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None
-) -> Any:
+def _truncated(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
     """As `groupwise.sampler.restrict.truncated`: each rule of what the one before it left."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]

@@ -69,9 +69,7 @@ def serve(connection: socket.socket) -> None:
             _answer(answers, service, taken)
 
 
-def _read(
-    connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]
-) -> None:
+def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]) -> None:
     for line in connection.makefile("r", encoding="utf-8"):
         order = Order.model_validate_json(line)
         if order.cancel is not None:

@@ -1,4 +1,4 @@
-"""JAX arrays with the methods of torch's tensors that losses use (`groupwise.algorithms.base`), so that there is one source of each loss."""
+"""JAX arrays with the methods of torch's tensors that losses use (`groupwise.algorithms.base`): there is one source of each loss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Tensor:
     def minimum(self, other: Tensor) -> Tensor:
         return Tensor(jnp.minimum(self.value, other.value))
 
-    def clamp(self, min: float | None = None, max: float | None = None) -> Tensor:  # noqa: A002 — torch's names
+    def clamp(self, min: float | None = None, max: float | None = None) -> Tensor:
         """Between the two; at a bound itself the gradient is 1, where jnp.clip would halve it."""
         value = self.value
         if min is not None:

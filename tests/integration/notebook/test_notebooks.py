@@ -64,12 +64,12 @@ def test_they_run_from_start_to_end(file: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:
     text = said(executed(ROOT / "notebooks/quickstart.ipynb", tmp_path, {}))
-    found = dict(
-        (name, (float(before), float(after)))
+    found = {
+        name: (float(before), float(after))
         for name, before, after in re.findall(
             r"^(\w+)\s+(-?[\d.]+) -> +(-?[\d.]+)$", text, re.MULTILINE
         )
-    )
+    }
     for name in ("reward", "format_rate"):
         before, after = found[name]
         assert after > before + 0.2, found

@@ -136,7 +136,9 @@ def test_losses_gradients_and_updates(both: tuple[Parts, Parts], name: str, tmp_
         state = tmp_path / str(number)
         state.mkdir()
         each.learner.save(str(state))
-        sums.append(asyncio.run(each.learner.forward_backward(rows, loss.loss_spec(), denominators)))
+        sums.append(
+            asyncio.run(each.learner.forward_backward(rows, loss.loss_spec(), denominators))
+        )
         tied = norm_as_one(each)
         result = asyncio.run(each.learner.update(STEP))
         norms.append(result.grad_norm if tied is None else tied)

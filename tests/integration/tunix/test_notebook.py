@@ -27,7 +27,7 @@ def digits(completions, **columns):
 
 config = TrainingConfig(
     backend="tunix", model={str(model_of("gemma3"))!r}, dataset="arithmetic", dataset_max=40, num_batches={steps * 4 // 3},
-    train_fraction=0.75, batch_size=2, num_generations=8, total_generation_steps=16, learning_rate=0.02, beta=0.0, lora_rank=8,
+    train_fraction=0.75, batch_size=4, num_generations=8, total_generation_steps=16, learning_rate=0.05, beta=0.0, lora_rank=8,
     lora_alpha=16, experiment_name="digits", overrides={{"training.max_grad_norm": 1.0, "eval.max_prompts": 4}},
 )
 session = prepare_session(config)

@@ -82,9 +82,7 @@ def test_two_devices_divide_the_work(tmp_path: Path) -> None:
         ({"algorithm": {"type": "grpo", "adaptive_kl": True}}, "compile the loss anew"),
     ],
 )
-def test_what_has_no_effect_is_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_what_has_no_effect_is_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=told):
         load_config({**values(tmp_path), **changes})
 
@@ -121,7 +119,10 @@ def test_what_tunix_would_compute_otherwise_is_refused(
         return config
 
     monkeypatch.setattr(tunix_models, "described", changed)
-    for family, told in (("llama", "positions of this model are scaled"), ("gemma3", "layer_types")):
+    for family, told in (
+        ("llama", "positions of this model are scaled"),
+        ("gemma3", "layer_types"),
+    ):
         folder = tmp_path / family
         write_model(family, folder / "model")
         refused(folder, told)

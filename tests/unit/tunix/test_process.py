@@ -46,9 +46,7 @@ for line in connection.makefile("r"):
 
 
 @pytest.fixture
-def worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[WorkerProcess]:
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerProcess]:
     main = tmp_path / "main.py"
     main.write_text(PARROT)
     monkeypatch.setattr(process, "MAIN", main)
