@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[1]
 class Kernel:
     """A kernel with its front end."""
 
-    def __init__(self, folder: Path) -> None:
-        self._manager, self._client = start_new_kernel(cwd=str(folder))
+    def __init__(self, folder: Path, name: str = "python3") -> None:
+        """`name`: of the kernel's specification."""
+        self._manager, self._client = start_new_kernel(kernel_name=name, cwd=str(folder))
         self.run(f"import sys; sys.path.insert(0, {str(ROOT)!r})")
 
     def __enter__(self) -> Self:

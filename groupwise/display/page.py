@@ -23,7 +23,7 @@ COMPLETIONS = 6
 """Shown of a step."""
 LONGEST = 240
 """Characters shown of one."""
-WIDTH, HEIGHT = 420, 230
+WIDTH, HEIGHT = 375, 215
 EACH = "each step"
 """What the points of a curve are."""
 _CURVES = {

@@ -9,6 +9,7 @@ from groupwise.data.chat import Row
 from groupwise.errors import TaskError
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import Kind, dataset_of, kind_of, prepare_datasets
+from groupwise.notebook.grading import grades
 from groupwise.rewards.calling import check_function, name_of
 from groupwise.rewards.nesting import standing_for
 from groupwise.rewards.registry import get_reward_funcs
@@ -97,12 +98,10 @@ def _text(said: Prompt | CompletionText) -> str:
 def _accuracy(config: TrainingConfig, rows: Sequence[Row]) -> list[tuple[Reward, float]]:
     if kind_of(rows) == "rubric":
         return []
-    [(right, _)] = get_reward_funcs(
-        [{"name": "math_answer", "answer_tag": _listed(config.tags.answer)}]
-    )
+    tags = config.tags
 
-    def accuracy(**given: Any) -> Any:
-        return right(**given)
+    def accuracy(completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+        return grades(tags, completions, tolerant=False, **columns)
 
     return [(accuracy, 0.0)]
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from groupwise.data.chat import Row, Rows
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.rewards import kind_of
+from groupwise.notebook.grading import grades
 from groupwise.rewards.formats import SoftFormat
-from groupwise.rewards.mathematics import MathAnswer
 from groupwise.rewards.overlap import RubricOverlap
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.text import CompletionText
@@ -69,11 +69,12 @@ class NotebookTask:
             return {
                 "metrics": {**found, "rubric_overlap": _overlap(prompts, completions, dataset_rows)}
             }
-        grades = _grades(self._config, completions, dataset_rows)
+        answers = [row["answer"] for row in dataset_rows]
+        graded = grades(tags, completions, tolerant=True, answer=answers)
         return {
             "metrics": {
-                "accuracy": fmean(grade >= RIGHT for grade in grades),
-                "within_10_percent": fmean(grade >= NEAR for grade in grades),
+                "accuracy": fmean(grade >= RIGHT for grade in graded),
+                "within_10_percent": fmean(grade >= NEAR for grade in graded),
                 **found,
             }
         }
@@ -81,13 +82,6 @@ class NotebookTask:
 
 RIGHT, NEAR = 1.5, 0.5
 """The least grades of `math_answer` for a right answer, and for one that is off by at most a tenth."""
-
-
-def _grades(
-    config: TrainingConfig, completions: Sequence[CompletionText], rows: Sequence[Row]
-) -> list[float]:
-    graded: Callable[..., list[float]] = MathAnswer(tolerant=True, answer_tag=config.tags.answer)
-    return graded(completions, answer=[row["answer"] for row in rows])
 
 
 def _overlap(

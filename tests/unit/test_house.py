@@ -212,6 +212,7 @@ DOORS = {
         "Session",
         "TrainerState",
         "TrainingConfig",
+        "accelerator",
         "connect",
         "create_reward_functions",
         "evaluate",

@@ -15,7 +15,7 @@ from groupwise.types import Row
 SHORTEST = 64
 """Tokens of the shortest shape."""
 HALVINGS = 3
-"""Shapes are the longest one, its half, its quarter …"""
+"""Lengths are the longest one, its half and its quarter; so are numbers of rows."""
 
 
 class Sequences(NamedTuple):
@@ -103,9 +103,11 @@ def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterat
         length = len(row.prompt_ids) + len(row.completion_ids)
         by_shape.setdefault(next(each for each in shapes if each >= length), []).append(index)
     for length, indices in sorted(by_shape.items()):
-        count = max(1, tokens // length // multiple) * multiple
-        for start in range(0, len(indices), count):
-            chosen = indices[start : start + count]
+        most = max(1, tokens // length)
+        counts = sorted({-(-max(1, most >> halving) // multiple) * multiple for halving in range(HALVINGS)})
+        while indices:
+            count = next((each for each in counts if each >= len(indices)), counts[-1])
+            chosen, indices = indices[:count], indices[count:]
             yield Batch(tuple(rows[index] for index in chosen), tuple(chosen), count, length)
 
 

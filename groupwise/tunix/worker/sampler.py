@@ -21,10 +21,13 @@ import numpy as np
 from groupwise.errors import NonFiniteError, RunError
 from groupwise.sampler.chance import uniform
 from groupwise.tunix.worker.adapter import Adapted, Factors, check_fingerprint, fingerprint
-from groupwise.tunix.worker.forward import HALVINGS, SHORTEST
+from groupwise.tunix.worker.forward import HALVINGS
 from groupwise.types import Completion, GroupRequest, Policy, SamplingParams
 
 BLOCK = 128
+"""Tokens of the vocabulary whose weights are summed first."""
+NARROWEST = 256
+"""Tokens of the narrowest prompts: below that, padding costs less than computing groups of different widths one after the other."""
 NEVER = -1e30
 
 
@@ -111,7 +114,7 @@ class Sampler:
     def _width(self, request: GroupRequest) -> int:
         """Of the prompts that this one is computed with."""
         widest = self._key_length - request.params.max_tokens
-        shapes = sorted({min(widest, max(SHORTEST, widest >> each)) for each in range(HALVINGS)})
+        shapes = sorted({min(widest, max(NARROWEST, widest >> each)) for each in range(HALVINGS)})
         return next(each for each in shapes if each >= len(request.prompt_ids))
 
     def _completed(self, parts: Sequence[Part]) -> list[list[Completion]]:
