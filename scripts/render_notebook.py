@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
@@ -19,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     """Render the notebook that is named."""
     name = sys.argv[1]
-    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    read: Any = nbformat.read
+    notebook: Any = read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=3600, resources=resources).execute()

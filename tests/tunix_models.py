@@ -37,12 +37,18 @@ def described(family: str) -> Any:
             shape["num_key_value_heads"] = shape["num_attention_heads"]
             return Gemma3TextConfig(**shape, sliding_window=8, query_pre_attn_scalar=8)
         case "llama":
-            return LlamaConfig(**shape, rope_parameters=_positions(5000.0), tie_word_embeddings=False)
+            return LlamaConfig(
+                **shape, rope_parameters=_positions(5000.0), tie_word_embeddings=False
+            )
         case "qwen2":
             del shape["head_dim"]
-            return Qwen2Config(**shape, rope_parameters=_positions(7000.0), tie_word_embeddings=True)
+            return Qwen2Config(
+                **shape, rope_parameters=_positions(7000.0), tie_word_embeddings=True
+            )
         case "qwen3":
-            return Qwen3Config(**shape, rope_parameters=_positions(3000.0), tie_word_embeddings=True)
+            return Qwen3Config(
+                **shape, rope_parameters=_positions(3000.0), tie_word_embeddings=True
+            )
     raise AssertionError(family)
 
 

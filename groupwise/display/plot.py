@@ -312,7 +312,7 @@ def svg_curve(
         frame = _Frame.around(drawn, y_ticks=5, x_ticks=8)
         body += _svg_axes(frame, width, height)
         body += [_svg_series(each, i, drawn, frame, width, height) for i, each in enumerate(drawn)]
-        body += _legend(drawn, width)
+        body += _legend(drawn, width, title)
     else:
         body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
     body.append(_label(width - _RIGHT, height - 12, x_label, "faint", "end"))
@@ -369,21 +369,31 @@ def _colour(index: int, drawn: Sequence[Series]) -> int:
     return sum(1 for each in drawn[:index] if each.style == "line") % 4
 
 
-def _legend(drawn: Sequence[Series], width: int) -> list[str]:
+_SIGN, _TITLE_SIGN, _SWATCH = 7.5, 9.5, 44
+"""Pixels of a letter, of one of the title, and of the colour beside a name."""
+
+
+def _legend(drawn: Sequence[Series], width: int, title: str) -> list[str]:
+    """Beside the title, or below it where they would meet."""
+    named = [
+        (index, shorten(one_line(each.name), 24))
+        for index, each in enumerate(drawn)
+        if each.style != "band"  # the line after it names both
+    ]
+    across = sum(_SIGN * len(name) + _SWATCH for _, name in named)
+    meets = width - _RIGHT - across < _LEFT + _TITLE_SIGN * len(title)
+    y = 46 if meets else 28
     shapes: list[str] = []
     x = float(width - _RIGHT)
-    for index in reversed(range(len(drawn))):
-        if drawn[index].style == "band":  # the line after it names both
-            continue
-        name = shorten(one_line(drawn[index].name), 24)
+    for index, name in reversed(named):
         colour = f"c{_colour(index, drawn)}"
-        shapes.append(_label(x, 28, name, "faint", "end"))
-        x -= 7.5 * len(name) + 8
+        shapes.append(_label(x, y, name, "faint", "end"))
+        x -= _SIGN * len(name) + 8
         if drawn[index].style == "points":
-            shapes.append(f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="24" r="3"/>')
+            shapes.append(f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>')
         else:
-            shapes.append(f'<path class="line {colour}" d="M{x - 20:.1f} 24H{x:.1f}"/>')
-        x -= 36
+            shapes.append(f'<path class="line {colour}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
+        x -= _SWATCH - 8
     return shapes
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from groupwise.data.chat import Row, Rows
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.rewards import kind_of
 from groupwise.notebook.grading import grades
+from groupwise.notebook.rewards import kind_of
 from groupwise.rewards.formats import SoftFormat
 from groupwise.rewards.overlap import RubricOverlap
 from groupwise.rewards.rubric import Rubric

@@ -104,7 +104,9 @@ def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterat
         by_shape.setdefault(next(each for each in shapes if each >= length), []).append(index)
     for length, indices in sorted(by_shape.items()):
         most = max(1, tokens // length)
-        counts = sorted({-(-max(1, most >> halving) // multiple) * multiple for halving in range(HALVINGS)})
+        counts = sorted(
+            {-(-max(1, most >> halving) // multiple) * multiple for halving in range(HALVINGS)}
+        )
         while indices:
             count = next((each for each in counts if each >= len(indices)), counts[-1])
             chosen, indices = indices[:count], indices[count:]

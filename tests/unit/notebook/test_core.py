@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from groupwise.errors import ConfigError
-from groupwise.notebook import core
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config, run_folder
 
@@ -104,11 +103,3 @@ def test_the_run_of_an_experiment_on_drive_is_recorded_here():
         str(run_folder(TrainingConfig(save_to_drive=True, experiment_name="e"))) == "checkpoints/e"
     )
     assert str(run_folder(TrainingConfig(checkpoint_dir="some/where"))) == "some/where"
-
-
-def test_the_model_suits_the_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(core, "NVIDIA", tmp_path / "none")
-    assert core.model_of(TrainingConfig()) == "smollm2-135m-instruct"
-    monkeypatch.setattr(core, "NVIDIA", tmp_path)
-    assert core.model_of(TrainingConfig()) == "google/gemma-3-1b-it"
-    assert core.model_of(TrainingConfig(model="tiny")) == "tiny"

@@ -35,8 +35,12 @@ def test_marks_of_another_kind() -> None:
     assert grades(tags, ["it is 7", "[7] or 8", "8"], tolerant=False, answer=["7"] * 3) == [1, 1, 0]
 
 
+def none(completions: list[str], **columns: object) -> list[float]:
+    return [0.0] * len(completions)
+
+
 def test_a_model_that_writes_no_marks_is_measured_all_the_same() -> None:
-    task = NotebookTask(TrainingConfig(dataset="arithmetic"), [], [], Rubric([len], where="test"))
+    task = NotebookTask(TrainingConfig(dataset="arithmetic"), [], [], Rubric([none], where="test"))
     rows = [{"question": "3 + 4?", "answer": "7"}] * 4
     said = ["3 + 4 = 7", "7.5", "<reasoning>4 and 3</reasoning><answer>7</answer>", "no idea"]
     found = task.compute_metrics(["?"] * 4, said, rows, {}, None)["metrics"]
