@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 
@@ -23,7 +24,7 @@ def main() -> None:
 
     learner_of(work, reward).train([{"prompts": each} for each in work["prompts"]])
     began.append(time.perf_counter())
-    seconds = [after - before for before, after in zip(began, began[1:], strict=False)]
+    seconds = [after - before for before, after in pairwise(began)]
     print(json.dumps({"seconds": seconds}))
 
 

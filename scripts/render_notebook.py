@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     """Render the notebook that is named."""
     name = sys.argv[1]
-    read: Any = nbformat.read
-    notebook: Any = read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    formats: Any = nbformat
+    notebook: Any = formats.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=3600, resources=resources).execute()

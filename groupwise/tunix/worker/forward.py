@@ -12,10 +12,12 @@ import numpy as np
 
 from groupwise.types import Row
 
-SHORTEST = 64
-"""Tokens of the shortest shape."""
+LENGTHS = 4
+"""Rows are as long as the longest, or three quarters of it, half of it, a quarter."""
 HALVINGS = 3
-"""Lengths are the longest one, its half and its quarter; so are numbers of rows."""
+"""Of the numbers of rows that are computed together."""
+NEVER = -1e30
+"""In place of the logit of what cannot be drawn."""
 
 
 class Sequences(NamedTuple):
@@ -25,7 +27,7 @@ class Sequences(NamedTuple):
     targets_BL: Any
     temperatures_B: Any
     withheld_BL: Any
-    """Where the ids of `withheld_V` cannot be drawn."""
+    """Where the ids of `withheld_V` cannot be drawn; None, as the next, where nothing is withheld."""
     withheld_V: Any
 
 
@@ -75,6 +77,9 @@ class Batch:
             ids = (*row.prompt_ids, *row.completion_ids)
             given[: len(ids)] = ids
             wanted[: len(ids) - 1] = ids[1:]
+        temperatures_B = self.by_row([row.temperature for row in self.rows], 1.0)
+        if not any(row.withheld for row in self.rows):
+            return Sequences(tokens, targets, temperatures_B, None, None)
         withheld_V = np.zeros(vocabulary, np.bool_)
         for row in self.rows:
             for each in row.withheld:
@@ -85,7 +90,7 @@ class Batch:
         return Sequences(
             tokens,
             targets,
-            self.by_row([row.temperature for row in self.rows], 1.0),
+            temperatures_B,
             self.spread(spans) != 0,
             withheld_V,
         )
@@ -97,7 +102,7 @@ def _withheld(row: Row, place: int) -> bool:
 
 def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterator[Batch]:
     """Rows in batches of at most so many tokens, the long ones together; `multiple`: of how many rows a shape must be."""
-    shapes = sorted({max(SHORTEST, longest >> halving) for halving in range(HALVINGS)})
+    shapes = [-(-longest * quarter // LENGTHS) for quarter in range(1, LENGTHS + 1)]
     by_shape: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         length = len(row.prompt_ids) + len(row.completion_ids)
@@ -122,8 +127,13 @@ def numbers(model: Any, given: Sequences) -> Numbers:
     )
     logits_BLV, _ = model(given.tokens_BL, positions_BL, None, causal_BLL)
     scaled_BLV = logits_BLV.astype(jnp.float32) / given.temperatures_B[:, None, None]
-    never_BLV = given.withheld_BL[..., None] & given.withheld_V
-    logprobs_BLV = jax.nn.log_softmax(jnp.where(never_BLV, -1e30, scaled_BLV))
-    chosen_BL = jnp.take_along_axis(logprobs_BLV, given.targets_BL[..., None], -1)[..., 0]
-    entropies_BL = -(jnp.exp(logprobs_BLV) * jnp.where(never_BLV, 0.0, logprobs_BLV)).sum(-1)
-    return Numbers(chosen_BL, entropies_BL, logprobs_BLV.argmax(-1) == given.targets_BL)
+    if given.withheld_V is not None:
+        never_BLV = given.withheld_BL[..., None] & given.withheld_V
+        scaled_BLV = jnp.where(never_BLV, NEVER, scaled_BLV)
+    totals_BL = jax.nn.logsumexp(scaled_BLV, axis=-1)
+    chosen_BL = jnp.take_along_axis(scaled_BLV, given.targets_BL[..., None], -1)[..., 0]
+    chances_BLV = jnp.exp(scaled_BLV - totals_BL[..., None])
+    entropies_BL = totals_BL - (chances_BLV * scaled_BLV).sum(-1)
+    return Numbers(
+        chosen_BL - totals_BL, entropies_BL, scaled_BLV.argmax(-1) == given.targets_BL
+    )

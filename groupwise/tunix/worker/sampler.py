@@ -21,14 +21,13 @@ import numpy as np
 from groupwise.errors import NonFiniteError, RunError
 from groupwise.sampler.chance import uniform
 from groupwise.tunix.worker.adapter import Adapted, Factors, check_fingerprint, fingerprint
-from groupwise.tunix.worker.forward import HALVINGS
+from groupwise.tunix.worker.forward import HALVINGS, NEVER
 from groupwise.types import Completion, GroupRequest, Policy, SamplingParams
 
 BLOCK = 128
 """Tokens of the vocabulary whose weights are summed first."""
 NARROWEST = 256
 """Tokens of the narrowest prompts: below that, padding costs less than computing groups of different widths one after the other."""
-NEVER = -1e30
 
 
 class Asked(NamedTuple):
