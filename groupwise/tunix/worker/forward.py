@@ -134,6 +134,4 @@ def numbers(model: Any, given: Sequences) -> Numbers:
     chosen_BL = jnp.take_along_axis(scaled_BLV, given.targets_BL[..., None], -1)[..., 0]
     chances_BLV = jnp.exp(scaled_BLV - totals_BL[..., None])
     entropies_BL = totals_BL - (chances_BLV * scaled_BLV).sum(-1)
-    return Numbers(
-        chosen_BL - totals_BL, entropies_BL, scaled_BLV.argmax(-1) == given.targets_BL
-    )
+    return Numbers(chosen_BL - totals_BL, entropies_BL, scaled_BLV.argmax(-1) == given.targets_BL)
