@@ -25,7 +25,7 @@ test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (
 test-notebook: ## run the tests of notebooks, in real kernels
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "notebook and not soak and not gpu" $(ARGS) tests/integration/notebook
 test-tunix: ## run the tests of the backend tunix, in an environment of its own (made first: 1.5 GB, two minutes)
-	$(READY) && $(BIN)/groupwise install-tunix && $(PYTEST) -n $(WORKERS) --dist loadfile -m "tunix and not soak and not gpu" $(ARGS) tests/integration/tunix tests/contract
+	$(READY) && $(BIN)/groupwise fetch-tunix && $(PYTEST) -n $(WORKERS) --dist loadfile -m "tunix and not soak and not gpu" $(ARGS) tests/integration/tunix tests/contract
 check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend

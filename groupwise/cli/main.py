@@ -17,9 +17,9 @@ from groupwise.cli.check import check
 from groupwise.cli.doctor import doctor
 from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch_model import fetch_model
+from groupwise.cli.fetch_tunix import fetch_tunix
 from groupwise.cli.generate import generate
 from groupwise.cli.init import init
-from groupwise.cli.install_tunix import install_tunix
 from groupwise.cli.output import PROGRAM, Stopped, run_command
 from groupwise.cli.rl import rl
 from groupwise.cli.serve import serve
@@ -126,7 +126,7 @@ app.command("doctor")(doctor)
 app.command("generate")(generate)
 app.command("serve")(serve)
 app.command("fetch-model")(fetch_model)
-app.command("install-tunix")(install_tunix)
+app.command("fetch-tunix")(fetch_tunix)
 app.add_typer(
     typer.Typer(cls=RunsGroup, no_args_is_help=True, rich_markup_mode=None),
     name="runs",

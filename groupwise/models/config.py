@@ -21,7 +21,7 @@ class ModelConfig(Strict):
     backend: Literal["transformers", "tunix"] = setting(
         "transformers",
         "Which library makes the model from its files, and with what it computes: transformers with torch; tunix (google-tunix) with "
-        "JAX, for TPUs, in an environment of its own that groupwise install-tunix makes.",
+        "JAX, for TPUs, in an environment of its own that groupwise fetch-tunix makes.",
     )
     mesh: tuple[int, int] | None = setting(
         None,

@@ -34,7 +34,7 @@ EXTRAS: dict[Accelerator, tuple[str, ...]] = {
 }
 """What JAX needs besides, for each kind of device."""
 MADE = "made.json"
-INSTALL = "groupwise install-tunix"
+INSTALL = "groupwise fetch-tunix"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 """Libraries below JAX say on stderr what concerns nobody."""
 

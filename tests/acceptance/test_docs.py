@@ -273,7 +273,7 @@ def within_seconds(words: list[str]) -> list[str]:
     if words[0] == "fetch-model":
         assert words[1] in ALIASES
         return ["fetch-model", "tiny"]
-    if words[0] == "install-tunix":  # gigabytes from the network; `make test-tunix` does it
+    if words[0] == "fetch-tunix":  # gigabytes from the network; `make test-tunix` does it
         return [*words, "--help"]
     if words[0] == "init":
         return with_the_tiny_model(words)

@@ -39,7 +39,7 @@ def words(text: str) -> list[str]:
 
 KEYS = words("""
 model.name model.backend model.revision model.adapter model.adapter_revision model.dtype model.chat_template model.trust_remote_code
-model.max_seq_length
+model.max_seq_length model.mesh
 lora lora.r lora.alpha lora.dropout lora.target_modules
 sampler.engine sampler.max_completion_length sampler.min_completion_length sampler.temperature
 sampler.temperature_schedule sampler.temperature_schedule.start sampler.temperature_schedule.end
@@ -108,7 +108,7 @@ run.log_unique_prompts run.license run.hub.repo_id run.hub.revision run.hub.priv
 LAYOUT = words("""
 sampler.slots sampler.enforce_eager training.max_tokens_per_microbatch
 training.packing training.gradient_checkpointing rewards.in_process rollout.in_process
-run.threads run.processes
+run.threads run.processes model.mesh
 """)
 
 

@@ -3,6 +3,7 @@ holds that package, so that no library of one is taken for that of the other."""
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -24,6 +25,9 @@ def take_package() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # of the whole process group: the run decides what follows
     take_package()
     from groupwise.tunix.worker.service import serve
 

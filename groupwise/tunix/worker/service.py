@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import socket
 import threading
 import traceback
@@ -54,7 +53,6 @@ GATHERED = 0.003
 
 def serve(connection: socket.socket) -> None:
     """Do what comes over the connection until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = connection.makefile("w", encoding="utf-8")
     orders: queue.Queue[Order] = queue.Queue()
     cancelled: set[int] = set()

@@ -35,7 +35,7 @@ class Pip:
 
 
 def test_without_one_it_is_said_how_to_make_it() -> None:
-    with pytest.raises(UsageError, match="groupwise install-tunix --accelerator tpu") as error:
+    with pytest.raises(UsageError, match="groupwise fetch-tunix --accelerator tpu") as error:
         python()
     assert str(home()) in str(error.value)
 

@@ -103,6 +103,7 @@ def test_kill_fails_what_waits(worker: WorkerProcess) -> None:
 
 
 def test_an_interrupt_of_the_group_is_not_its_affair(worker: WorkerProcess) -> None:
+    worker.call_now(Look())  # it has begun
     os.kill(worker.pid, signal.SIGINT)
     assert worker.call_now(Look())["own"] == "yes"
     assert os.getpgid(worker.pid) != os.getpgid(0)

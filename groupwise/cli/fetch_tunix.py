@@ -1,4 +1,4 @@
-"""`groupwise install-tunix`: the environment of the backend tunix."""
+"""`groupwise fetch-tunix`: the environment of the backend tunix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import typer
 from groupwise.cli.rl import JsonOption
 
 
-def install_tunix(
+def fetch_tunix(
     accelerator: Annotated[
         str, typer.Option(metavar="KIND", help="What JAX computes on: cpu, cuda or tpu.")
     ] = "cpu",
     again: Annotated[bool, typer.Option("--again", help="Make it anew where it is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make the environment in which model.backend=tunix computes (google-tunix on JAX). Prints its Python."""
+    """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""
     from groupwise.cli.output import write_json
     from groupwise.errors import UsageError
     from groupwise.tunix.environment import EXTRAS, Accelerator, install, look
