@@ -7,6 +7,7 @@ raise errors of their own for secrets that are not there.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -54,8 +55,11 @@ def module(name: str, **content: Any) -> None:
 def main() -> None:
     platform = sys.argv.pop(1)
     if platform == "colab":
-        module("google")
-        module("google.colab")
+        with suppress(ImportError):  # other packages are in that name, too
+            import google  # noqa: F401
+        if "google" not in sys.modules:
+            module("google", __path__=[])
+        module("google.colab", __path__=[])
         module("google.colab.userdata", get=secret)
         IPKernelApp.launch_instance(kernel_class=ColabKernel)
     else:

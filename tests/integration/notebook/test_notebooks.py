@@ -14,7 +14,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SHORTER = {"num_batches=30": "num_batches=3", "num_batches=6": "num_batches=3"}
+SHORTER = {
+    "num_batches=60": "num_batches=3",
+    "num_batches=6": "num_batches=3",
+    'max_prompts": 64': 'max_prompts": 4',
+    'max_prompts": 16': 'max_prompts": 4',
+}
 """What the usual tests change: learning takes minutes."""
 
 
@@ -55,7 +60,7 @@ def test_they_are_thin_and_have_no_output(file: Path) -> None:
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_they_run_from_start_to_end(file: Path, tmp_path: Path) -> None:
     text = said(executed(file, tmp_path, SHORTER))
-    for part in ("rows to train on", "step ", "PeftModel", "answer"):
+    for part in ("rows to train on", "step ", "PeftModel"):
         assert part in text
     assert list(tmp_path.glob("checkpoints/*/checkpoints/step-*/hf_lora/adapter_model.safetensors"))
 
@@ -70,6 +75,6 @@ def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:
             r"^(\w+)\s+(-?[\d.]+) -> +(-?[\d.]+)$", text, re.MULTILINE
         )
     }
-    for name in ("reward", "format_rate"):
+    for name in ("reward", "accuracy"):
         before, after = found[name]
         assert after > before + 0.2, found
