@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,7 @@ class UserSecretsClient:
 
 def module(name: str, **content: Any) -> None:
     made = ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None)
     vars(made).update(content)
     sys.modules[name] = made
 

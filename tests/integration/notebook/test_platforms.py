@@ -44,6 +44,7 @@ def test_secrets_are_found_and_the_page_is_drawn(platform: str, tmp_path: Path) 
     with Kernel(tmp_path, platform) as kernel:
         kernel.run(CELLS)
         [table] = kernel.run("session = prepare_session(config)")
+        assert "data" in table, table
         html = table["data"]["text/html"]
         assert f"hf_token from {platform.capitalize()}" in html
         [page] = kernel.run("state = train_grpo(config, session)")
