@@ -335,7 +335,7 @@ def _tunix_order(
     )
     from groupwise.models.load import model_folder
     from groupwise.models.lora import described_adapter
-    from groupwise.tunix.environment import look
+    from groupwise.tunix.environment import mesh_of
     from groupwise.tunix.messages import Open
 
     lora = config.lora
@@ -349,7 +349,7 @@ def _tunix_order(
     return Open(
         model=str(model_folder(config.model)),
         dtype=layout.dtype,
-        mesh=config.model.mesh or (look().devices, 1),
+        mesh=mesh_of(config.model.mesh),
         remat=config.training.gradient_checkpointing,
         layers=tuple(hollow_adapter(config.model, shape).layers),
         rank=shape.r,

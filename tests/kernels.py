@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -68,6 +69,33 @@ class Kernel:
     def interrupt(self) -> None:
         """As the button does: the whole process group gets the signal."""
         self._manager.interrupt_kernel()
+
+
+WAITING = """
+import time
+import time
+from pathlib import Path
+
+def waiting(completions, trainer_state, **columns):
+    Path("step").write_text(str(trainer_state.global_step))
+    while Path("wait").exists() and trainer_state.global_step >= 3:
+        time.sleep(0.01)
+    return digits(completions)
+"""
+"""A reward that holds the fourth step as long as there is a file `wait`."""
+TRAIN_WAITING = "state = train_grpo(config, session, reward_functions=[waiting])"
+
+
+def in_its_fourth_step(kernel: Kernel, folder: Path, seconds: float) -> str:
+    """A training's cell that has come so far; it fails after so many seconds."""
+    step = folder / "step"
+    step.unlink(missing_ok=True)
+    cell = kernel.begin(TRAIN_WAITING)
+    end = time.monotonic() + seconds
+    while not (step.exists() and step.read_text() == "3"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return cell
 
 
 def text(outputs: list[dict[str, Any]]) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 from groupwise.errors import ModelError, RunNotFoundError
 from groupwise.models.files import FULL_WEIGHTS, INDEX
 from groupwise.models.hub import fetch_weights, may_be_hub_id
-from groupwise.runs import checkpoints, find
-from groupwise.runs.folder import FINAL
+from groupwise.runs import find
 
 WEIGHT_FILES = ("adapter_config.json", FULL_WEIGHTS, INDEX)
 
@@ -47,15 +46,12 @@ def _of_run(reference: str, runs_dir: Path) -> FoundPolicy:
     if address.checkpoint is not None:
         label = f"{address.name}@{address.checkpoint.step}"
         return FoundPolicy(label, address.checkpoint.path, address.path)
-    final = address.path / FINAL
-    if final.is_dir():
-        return FoundPolicy(find.label_of(address.path, final), final, address.path)
-    newest = checkpoints.newest(address.path / "checkpoints")
-    if newest is None:
+    weights = find.newest_weights(address.path)
+    if weights is None:
         raise ModelError(
             f"The run {address.name!r} has no checkpoint yet, so there is nothing to serve but its base model: --policy base."
         )
-    return FoundPolicy(f"{address.name}@{newest.step}", newest.path, address.path)
+    return FoundPolicy(find.label_of(address.path, weights), weights, address.path)
 
 
 def _of_hub(reference: str, not_a_run: RunNotFoundError) -> FoundPolicy:

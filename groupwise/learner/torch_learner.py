@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -25,18 +24,18 @@ from torch import Tensor
 
 from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
-from groupwise.errors import NonFiniteError
 from groupwise.learner.engine import Engine
 from groupwise.learner.forward import PLAIN, Forward, Wanted
 from groupwise.learner.layout import Batch
 from groupwise.learner.native.engine import NativeEngine
+from groupwise.learner.refusals import too_fast
 from groupwise.learner.replicas import Replicas
 from groupwise.learner.transformers_engine import TransformersEngine
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.files import read_json, read_tensors, write_tensors
 from groupwise.models.lora import copy_exactly, fingerprint
 from groupwise.models.memory import memory_explained
-from groupwise.runs import durable
+from groupwise.runs import durable, publications
 from groupwise.types import (
     LossSpec,
     OptimiserParams,
@@ -130,12 +129,10 @@ class TorchLearner:
 
         Raises `StoreError` if the disk (or memory) that it is written to refuses.
         """
-        folder = self._publish_folder / f"v{version:09d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        with durable.explained(folder):
-            folder.mkdir(parents=True)
+        with durable.explained(self._publish_folder):
+            folder = publications.version_folder(self._publish_folder, version)
             self._weights.save(folder)
-        self._remove_old_publications(version)
+        publications.remove_old(self._publish_folder, version, self._keep_publications)
         return Policy(
             run=self._run,
             version=version,
@@ -237,9 +234,9 @@ class TorchLearner:
         except RuntimeError as error:
             if "overflow" not in str(error):
                 raise
-            raise NonFiniteError(_too_fast(params)) from error
+            raise too_fast(params) from error
         if not math.isfinite(float(torch.nn.utils.get_total_norm(self._parameters.values()))):
-            raise NonFiniteError(_too_fast(params))
+            raise too_fast(params)
         self._updates += 1
 
     def _seed_dropout(self) -> None:
@@ -275,11 +272,6 @@ class TorchLearner:
             for kind, value in self._optimiser.state.get(parameter, {}).items()
         }
 
-    def _remove_old_publications(self, version: int) -> None:
-        for folder in self._publish_folder.glob("v*"):
-            if int(folder.name[1:]) <= version - self._keep_publications:
-                shutil.rmtree(folder, ignore_errors=True)
-
 
 def _engine(
     weights: TrainedWeights, *, native: bool, packing: bool, gradient_checkpointing: bool
@@ -291,13 +283,6 @@ def _engine(
         )
     return TransformersEngine(
         weights, packing=packing, gradient_checkpointing=gradient_checkpointing
-    )
-
-
-def _too_fast(params: OptimiserParams) -> str:
-    return (
-        f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
-        "stands. Lower training.learning_rate."
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from groupwise.cache import cache_folder
 from groupwise.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,6 @@ BUNDLED = {
 }
 TINY = "tiny"
 ALIASES = (TINY, *BUNDLED)
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/groupwise/models`, by default below `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "groupwise" / "models"
 
 
 def fetch_model(name: str) -> Path:
@@ -106,7 +100,7 @@ def converted_gguf(path: Path) -> Path:
     status = path.stat()
     key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{CONVERSION}"
     name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    cached = cache_folder() / name
+    cached = cache_folder("models") / name
     if _complete(cached):
         return cached
     return _made(cached, lambda folder: _convert(path, folder))
@@ -114,7 +108,7 @@ def converted_gguf(path: Path) -> Path:
 
 def tiny_folder() -> Path:
     """The folder of the model `tiny`, made at the first use."""
-    cached = cache_folder() / f"tiny-{TINY_VERSION}"
+    cached = cache_folder("models") / f"tiny-{TINY_VERSION}"
     if _complete(cached):
         return cached
     from groupwise.models.tiny import write_tiny_model
@@ -124,7 +118,7 @@ def tiny_folder() -> Path:
 
 def _cached(name: str) -> Path:
     bundled = BUNDLED[name]
-    return cache_folder() / f"{name}-{bundled.package_version}-{CONVERSION}"
+    return cache_folder("models") / f"{name}-{bundled.package_version}-{CONVERSION}"
 
 
 def _complete(folder: Path) -> bool:

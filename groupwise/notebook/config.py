@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from groupwise.errors import ConfigError
+from groupwise.notebook.accelerators import accelerator
 from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
 from groupwise.settings.schema import Conflict, setting
@@ -140,7 +141,8 @@ class TrainingConfig(Worded):
         None, "For models and data of the hub that need one, such as Gemma."
     )
     devices: Devices = setting(
-        "auto", "auto, or how many of the accelerators (of the cores, on a CPU) work on it."
+        "auto",
+        "auto, how many of the accelerators (of the cores, on a CPU) work on it, or of the backend tunix a mesh, (fsdp, tp).",
     )
     overrides: dict[str, Any] = setting(
         {},
@@ -193,6 +195,13 @@ class TrainingConfig(Worded):
         """Steps of the training: floor(num_batches × train_fraction)."""
         return math.floor(self.num_batches * self.train_fraction + 1e-9)
 
+    @property
+    def chosen_backend(self) -> Literal["torch", "tunix"]:
+        """The named one, or what suits the machine."""
+        if self.backend != "auto":
+            return self.backend
+        return "tunix" if accelerator() == "tpu" else "torch"
+
     def conflicts(self) -> Iterator[Conflict]:
         """What of the fields does not go together."""
         if self.max_steps < 1:
@@ -200,7 +209,7 @@ class TrainingConfig(Worded):
                 f"num_batches {self.num_batches} × train_fraction {self.train_fraction} is less than one step. Raise num_batches.",
                 ("num_batches", "train_fraction"),
             )
-        if isinstance(self.devices, tuple) and self.backend == "torch":
+        if isinstance(self.devices, tuple) and self.chosen_backend == "torch":
             yield Conflict(
                 f"devices is {self.devices}, a mesh, which the backend torch does not have. Give a number, or backend='tunix'.",
                 ("devices", "backend"),

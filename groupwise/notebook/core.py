@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from groupwise.config import LoadedConfig, load_config
 from groupwise.errors import ConfigError
@@ -84,15 +84,8 @@ def model_of(config: TrainingConfig) -> str:
     return SMALL if accelerator() == "cpu" else GEMMA
 
 
-def backend_of(config: TrainingConfig) -> Literal["torch", "tunix"]:
-    """The named one, or what suits the machine."""
-    if config.backend != "auto":
-        return config.backend
-    return "tunix" if accelerator() == "tpu" else "torch"
-
-
 def _backend(config: TrainingConfig) -> dict[str, Any]:
-    if backend_of(config) == "torch":
+    if config.chosen_backend == "torch":
         return {}
     devices = config.devices
     if devices == "auto":
@@ -100,14 +93,9 @@ def _backend(config: TrainingConfig) -> dict[str, Any]:
     return {"backend": "tunix", "mesh": (devices, 1) if isinstance(devices, int) else devices}
 
 
-def _processes(config: TrainingConfig) -> dict[str, int]:
-    if backend_of(config) == "tunix" or config.devices == "auto":
-        return {}
-    if not isinstance(config.devices, int):
-        raise ConfigError(
-            f"devices is {config.devices}, a mesh, which the backend torch does not have. Give a number, or backend='tunix'."
-        )
-    return {"processes": config.devices}
+def _processes(config: TrainingConfig) -> dict[str, Any]:
+    of_torch = config.chosen_backend == "torch" and config.devices != "auto"
+    return {"processes": config.devices} if of_torch else {}
 
 
 def _overrides(config: TrainingConfig) -> list[str]:

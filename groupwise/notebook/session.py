@@ -23,7 +23,8 @@ from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config
 from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets
 from groupwise.notebook.record import Record
-from groupwise.tunix.environment import look
+from groupwise.runs import find
+from groupwise.tunix.environment import look, mesh_of
 from groupwise.types import Prompt, SamplingParams
 
 
@@ -48,7 +49,7 @@ class Session:
     @property
     def weights(self) -> Path | None:
         """The newest weights of the training; None before there are any."""
-        return None if self.folder is None else newest_weights(self.folder)
+        return None if self.folder is None else find.newest_weights(self.folder)
 
     @property
     def run(self) -> Record:
@@ -96,7 +97,7 @@ class Session:
         model = self._settings.model
         if model.backend != "tunix":
             return None
-        fsdp, tp = model.mesh or (look().devices, 1)
+        fsdp, tp = mesh_of(model.mesh)
         return {"fsdp": fsdp, "tp": tp}
 
     @property
@@ -184,17 +185,6 @@ def make_session(config: TrainingConfig, server: str | None = None) -> Session:
 
 
 prepare_colab_session = prepare_session
-
-
-def newest_weights(folder: Path) -> Path | None:
-    """Those of the finished run, else of its newest checkpoint by number."""
-    from groupwise.runs import checkpoints
-    from groupwise.runs.folder import CHECKPOINTS, FINAL
-
-    if (folder / FINAL).is_dir():
-        return folder / FINAL
-    newest = checkpoints.newest(folder / CHECKPOINTS)
-    return None if newest is None else newest.path
 
 
 def _computes(session: Session) -> str:

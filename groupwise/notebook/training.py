@@ -17,7 +17,7 @@ from groupwise.loops.rl_start import RlResult, rl
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.rewards import Given, rewards_of
-from groupwise.notebook.session import Session, newest_weights
+from groupwise.notebook.session import Session
 from groupwise.notebook.task import NotebookTask
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import find
@@ -84,7 +84,7 @@ def run_training(
     session.folder = result.folder
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
-    weights = newest_weights(result.folder)
+    weights = find.newest_weights(result.folder)
     assert weights is not None, "a finished run has weights"
     return TrainerState(result, weights, str(result.folder))
 

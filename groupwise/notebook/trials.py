@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -106,10 +107,8 @@ class Search:
             if trial.state.name == "COMPLETE"
         ]
         points = [(float(number), value) for number, value in done if value is not None]
-        best = [
-            (number, max(value for _, value in points[: place + 1]))
-            for place, (number, _) in enumerate(points)
-        ]
+        numbers, values = ([each[axis] for each in points] for axis in (0, 1))
+        best = zip(numbers, accumulate(values, max), strict=True)
         series = [Series("trial", tuple(points), "points"), Series("best so far", tuple(best))]
         return svg_curve(series, title=f"{self.metric} of each trial", x_label="trial")
 

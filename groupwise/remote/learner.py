@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pydantic import TypeAdapter
 
 from groupwise.remote.sampler import Published, stamp_of, weight_files
 from groupwise.remote.session import Session
-from groupwise.runs import durable
+from groupwise.runs import durable, publications
 from groupwise.types import (
     LossSpec,
     OptimiserParams,
@@ -109,13 +108,12 @@ class RemoteLearner:
         policy = _POLICY.validate_python(
             await self._session.called(Publish(version=version), ordered=True)
         )
-        folder = self._publish_folder / f"v{version:09d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        with durable.explained(folder):
-            folder.mkdir(parents=True)
+        with durable.explained(self._publish_folder):
+            folder = publications.version_folder(self._publish_folder, version)
             await self._fetched(policy.path, folder)
         self._published[str(folder)] = Published(policy.path, stamp_of(folder))
-        self._remove_old_publications(version)
+        for old in publications.remove_old(self._publish_folder, version, self._keep):
+            self._published.pop(str(old), None)
         return replace(policy, path=str(folder))
 
     async def _fetched(self, there: str, folder: Path) -> None:
@@ -124,12 +122,6 @@ class RemoteLearner:
         if self._base is not None and described.is_file():
             facts = {**json.loads(described.read_bytes()), BASE: self._base}
             described.write_text(json.dumps(facts, indent=2, sort_keys=True))
-
-    def _remove_old_publications(self, version: int) -> None:
-        for folder in self._publish_folder.glob("v*"):
-            if int(folder.name[1:]) <= version - self._keep:
-                shutil.rmtree(folder, ignore_errors=True)
-                self._published.pop(str(folder), None)
 
     async def _save(self, folder: Path) -> None:
         there = self._session.new_folder("state")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any, cast
 
+from groupwise.cache import cache_folder
 from groupwise.errors import StoreError
 from groupwise.runs.durable import write_json
 
@@ -21,18 +21,12 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 
 
-def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/groupwise/judge`, by default below `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "groupwise" / "judge"
-
-
 class JudgeCache:
     """Answers of a judge by what it was asked."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder` may begin with `~`; None is `default_folder`."""
-        self._folder = (folder or default_folder()).expanduser()
+        """`folder` may begin with `~`; None is the cache of this machine."""
+        self._folder = (folder or cache_folder("judge")).expanduser()
         self._writable = True
 
     def get(self, asked: dict[str, Any]) -> str | None:

@@ -140,6 +140,14 @@ def run_around(weights: Path) -> Path | None:
     return place.parent.parent if _is_checkpoint_folder(place) else None
 
 
+def newest_weights(run: Path) -> Path | None:
+    """Those of the finished run, else of its newest checkpoint by number; None before the first."""
+    if (run / FINAL).is_dir():
+        return run / FINAL
+    newest = checkpoints.newest(run / CHECKPOINTS)
+    return None if newest is None else newest.path
+
+
 def label_of(run: Path, weights: Path) -> str:
     """`run@step` of its `final/` or of one of its checkpoints."""
     place = weights.resolve()

@@ -61,6 +61,22 @@ def release(folder: Path) -> None:
     os.close(descriptor)
 
 
+def version_folder(publications: Path, version: int) -> Path:
+    """Where a version is published, with nothing in it."""
+    folder = publications / f"v{version:09d}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def remove_old(publications: Path, version: int, keep: int) -> list[Path]:
+    """Remove all but the last `keep` versions up to this one; gives the folders that are gone."""
+    old = [each for each in publications.glob("v*") if int(each.name[1:]) <= version - keep]
+    for folder in old:
+        shutil.rmtree(folder, ignore_errors=True)
+    return old
+
+
 def _roomy_place(needed: int) -> Path:
     """Memory where it is free: containers often have next to none at /dev/shm."""
     if not os.access(MEMORY, os.W_OK):

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.errors import GroupwiseError, NonFiniteError, PolicyMismatchError, RunError
+from groupwise.errors import GroupwiseError, RunError
 from groupwise.models.lora import fingerprint
 from groupwise.models.memory import lacks_memory, memory_explained, out_of_memory
 from groupwise.sampler.chance import uniform
@@ -31,6 +31,7 @@ from groupwise.sampler.engine import Engine, Prompt, Row
 from groupwise.sampler.native.engine import NativeEngine
 from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import cuda_graphs, plainly
+from groupwise.sampler.refusals import not_finite, refuse_misfit, refuse_other_weights
 from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.stops import ends_with_stop
@@ -102,7 +103,7 @@ class TorchSampler:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.types.Sampler.generate`. Raises `RunError` if the request does not fit the layout."""
-        self._check_fits(request)
+        refuse_misfit(request, self.layout.key_length)
         if not request.seeds:
             return ()
         ticket = _Ticket(request, asyncio.get_running_loop().create_future())
@@ -132,11 +133,7 @@ class TorchSampler:
             with torch.inference_mode():
                 self._engine.refresh()
         self._fingerprint = fingerprint(self._weights.tensors())
-        if self._fingerprint != policy.fingerprint:
-            raise PolicyMismatchError(
-                f"{policy.run}@{policy.version} was published with the fingerprint {policy.fingerprint}, but the files in "
-                f"{policy.path} have {self._fingerprint}. Someone else wrote there, or the disk is damaged."
-            )
+        refuse_other_weights(policy, self._fingerprint)
         self._version = policy.version
 
     def fingerprint(self) -> str:
@@ -147,19 +144,6 @@ class TorchSampler:
         """The tokens that each member of a request has while it is under way; none where there is no such request."""
         found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
         return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
-
-    def _check_fits(self, request: GroupRequest) -> None:
-        if not request.prompt_ids or request.params.max_tokens < 1:
-            raise RunError(
-                f"A prompt of {len(request.prompt_ids)} tokens and a completion of at most "
-                f"{request.params.max_tokens}; both need at least one."
-            )
-        needed = len(request.prompt_ids) + request.params.max_tokens
-        if needed > self.layout.key_length:
-            raise RunError(
-                f"A prompt of {len(request.prompt_ids)} tokens with {request.params.max_tokens} new ones needs "
-                f"{needed} positions, but the sampler was laid out for {self.layout.key_length}."
-            )
 
     def _completion(self, member: _Member) -> Completion:
         assert member.finish_reason is not None
@@ -245,10 +229,7 @@ class TorchSampler:
 
     def _append(self, member: _Member, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):
-            raise NonFiniteError(
-                f"The model's logits are not finite (policy version {self._version}), so nothing can be drawn from them. "
-                "Lower training.learning_rate, or try model.dtype=float32."
-            )
+            raise not_finite(self._version)
         member.token_ids.append(token)
         member.logprobs.append(logprob)
         params = member.ticket.request.params

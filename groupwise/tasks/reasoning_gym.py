@@ -31,6 +31,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from groupwise.cache import cache_folder
 from groupwise.errors import TaskError
 from groupwise.plugins import explain
 from groupwise.rewards.extracted import LogExtra, record_answers
@@ -248,14 +249,13 @@ def _made(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
 
 
 def cache_file(request: str) -> Path:
-    """Where the answer to a request is kept: `$XDG_CACHE_HOME/groupwise/reasoning_gym`, by default below `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    """Where the answer to a request is kept."""
     try:
         version = importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:
         version = "none"
     digest = hashlib.sha256(f"{version}\n{request}".encode()).hexdigest()
-    return Path(root) / "groupwise" / "reasoning_gym" / f"{digest}.json"
+    return cache_folder("reasoning_gym") / f"{digest}.json"
 
 
 def _make(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:

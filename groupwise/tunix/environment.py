@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from groupwise.cache import cache_folder
 from groupwise.errors import UsageError
 from groupwise.runs import durable
 from groupwise.tunix.messages import Found, Look
@@ -37,8 +38,6 @@ MADE = "made.json"
 INSTALL = "groupwise fetch-tunix"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 """Libraries below JAX say on stderr what concerns nobody."""
-
-
 THREADS_OF_A_DEVICE = 4
 """Of devices that JAX makes of one CPU: where they have fewer, one that waits for the others takes the thread that these would need."""
 COMPILED_BYTES = 4 << 30
@@ -46,8 +45,8 @@ COMPILED_BYTES = 4 << 30
 
 
 def home() -> Path:
-    """`$XDG_CACHE_HOME/groupwise/tunix`, by default below `~/.cache`."""
-    return _cache() / "tunix"
+    """Where the environment is."""
+    return cache_folder("tunix")
 
 
 def python() -> Path:
@@ -102,6 +101,11 @@ def look() -> Found:
         worker.close()
 
 
+def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
+    """Devices for (fsdp, tp): those of the config, else all that there are."""
+    return wanted or (look().devices, 1)
+
+
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has."""
     flags = [os.environ.get("XLA_FLAGS", "")]
@@ -123,17 +127,12 @@ def _compiled() -> dict[str, str]:
         flags = next((line for line in told if line.startswith(("flags", "Features"))), "")
         kind = hashlib.sha256(flags.encode()).hexdigest()[:16]
         return {
-            "JAX_COMPILATION_CACHE_DIR": str(_cache() / "tunix-compiled" / kind),
+            "JAX_COMPILATION_CACHE_DIR": str(cache_folder("tunix-compiled") / kind),
             "JAX_COMPILATION_CACHE_MAX_SIZE": str(COMPILED_BYTES),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
     return {}
-
-
-def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "groupwise"
 
 
 def _made() -> dict[str, str] | None:
@@ -158,4 +157,6 @@ def _pip() -> list[str]:
 
 
 def _digest() -> str:
-    return hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:16]
+    """Of what is required; not of what is said about it."""
+    told = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    return hashlib.sha256("\n".join(filter(None, told)).encode()).hexdigest()[:16]

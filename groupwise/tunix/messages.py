@@ -80,8 +80,6 @@ class Open(Message):
 class Opened(Message):
     """The model is loaded."""
 
-    parameters: int
-    """Numbers that are trained."""
     fingerprint: str
     """Of what is served."""
 

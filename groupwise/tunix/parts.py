@@ -11,7 +11,6 @@ and states into the folders that it is told.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from groupwise.runs import durable
+from groupwise.runs import durable, publications
 from groupwise.sampler.stops import ends_with_stop
 from groupwise.tunix.environment import start_worker
 from groupwise.tunix.messages import Open, Opened, Restore, Save
@@ -118,9 +117,7 @@ class TunixLearner:
         """See `groupwise.types.Learner.publish`. Old publications are removed."""
         with durable.explained(self._publish_folder):
             policy = _POLICY.validate_python(await self._worker.call(Publish(version=version)))
-        for folder in self._publish_folder.glob("v*"):
-            if int(folder.name[1:]) <= version - self._keep:
-                shutil.rmtree(folder, ignore_errors=True)
+        publications.remove_old(self._publish_folder, version, self._keep)
         return policy
 
     async def logprobs(

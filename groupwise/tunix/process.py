@@ -107,7 +107,7 @@ class WorkerProcess:
                 self._send(Order(cancel=number))
 
     def _send(self, order: Order) -> None:
-        line = order.model_dump_json(exclude_none=False) + "\n"
+        line = order.model_dump_json() + "\n"
         with suppress(OSError):  # it has ended, which the reader tells
             self._connection.sendall(line.encode())
 

@@ -20,7 +20,7 @@ import qwix
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from groupwise.errors import ModelError, PolicyMismatchError
+from groupwise.errors import ModelError
 from groupwise.tunix.worker.families import Family
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -44,14 +44,12 @@ class Adapted:
         self.number: Any = jax.tree.leaves(nnx.state(model))[0].dtype
         adapted = _with_places(model, [*self.layers], rank, alpha)
         self.graph, places, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
-        self._paths = {_named(path): path for path, _ in nnx.to_flat_state(places)}
-        self._places = places
+        self._places = {_named(path): (path, place) for path, place in nnx.to_flat_state(places)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the factors."""
-        flat = dict(nnx.to_flat_state(self._places))
-        return {name: flat[path].get_value().shape for name, path in self._paths.items()}
+        return {name: place.get_value().shape for name, (_, place) in self._places.items()}
 
     def fresh(self, seed: int) -> Factors:
         """Factors that change nothing yet: A uniform within ±1/√inputs, as peft begins it, B zero (Hu et al. 2021, §4.1)."""
@@ -69,8 +67,8 @@ class Adapted:
     def merged(self, factors: Factors, base: Any) -> nnx.Module:
         """The model with these factors, which are rounded to its own number format where they act."""
         flat = [
-            (path, place.replace(factors[_named(path)].astype(self.number)))
-            for path, place in nnx.to_flat_state(self._places)
+            (path, place.replace(factors[name].astype(self.number)))
+            for name, (path, place) in self._places.items()
         ]
         return nnx.merge(self.graph, nnx.from_flat_state(flat), base)
 
@@ -129,8 +127,8 @@ class Adapted:
 
     def _placed(self, name: str, value: np.ndarray) -> jax.Array:
         """On the devices where the model has its place."""
-        place = dict(nnx.to_flat_state(self._places))[self._paths[name]].get_value()
-        return jax.device_put(jnp.asarray(value), place.sharding)
+        _, place = self._places[name]
+        return jax.device_put(jnp.asarray(value), place.get_value().sharding)
 
 
 def _by_weight(
@@ -182,12 +180,3 @@ def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
         digest.update(f"{key}|torch.{tensor.dtype}|{tensor.shape}|".encode())
         digest.update(tensor.tobytes())
     return digest.hexdigest()[:16]
-
-
-def check_fingerprint(found: str, wanted: str, path: str) -> None:
-    """Raise `PolicyMismatchError` where files are not what was published."""
-    if found != wanted:
-        raise PolicyMismatchError(
-            f"The policy was published with the fingerprint {wanted}, but the files in {path} have {found}. Someone else wrote there, "
-            "or the disk is damaged."
-        )

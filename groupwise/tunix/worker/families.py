@@ -50,10 +50,8 @@ class Family:
     """Models of one kind."""
 
     module: str
-    """Of Tunix; has `model` and the loader."""
+    """Of Tunix; has a module `model` and that of the loader."""
     loader: str
-    model: str
-    """Its class."""
     weights: Mapping[str, tuple[str, ...]]
     config: Callable[[Any, Described, Any], Any]
     """From the module, `config.json` and the number format to Tunix's own config. Raises `ModelError`."""
@@ -128,10 +126,9 @@ def _separate(
     rope = _rope(described)
     _refuse_scaled(rope)
     theta = float(rope["rope_theta"] or 10_000.0)
-    if hasattr(
-        code, "apply_rope"
-    ):  # its callers leave out the base that the config says, and mean 1,000,000
-        code.apply_rope = functools.partial(_plain(code.apply_rope), rope_theta=theta)
+    if hasattr(code, "apply_rope"):
+        # Its callers leave out the base that the config says, and mean 1,000,000.
+        code.apply_rope = functools.partial(code.apply_rope, rope_theta=theta)
     heads = described["num_attention_heads"]
     formats = {"dtype": dtype, "param_dtype": dtype} if with_dtype else {}
     return code.ModelConfig(
@@ -147,10 +144,6 @@ def _separate(
         **{tied: described.get("tie_word_embeddings", False)},
         **formats,
     )
-
-
-def _plain(function: Any) -> Any:
-    return getattr(function, "func", function)
 
 
 def _llama(code: Any, described: Described, dtype: Any) -> Any:
@@ -227,9 +220,9 @@ def _refuse_other_pattern(given: Any, layers: int) -> None:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "gemma3_text": Family("tunix.models.gemma3", "params_safetensors", "Gemma3", FUSED, _gemma3),
-    "llama": Family("tunix.models.llama3", "params", "Llama3", SEPARATE, _llama),
-    "qwen2": Family("tunix.models.qwen2", "params", "Qwen2", SEPARATE, _qwen),
-    "qwen3": Family("tunix.models.qwen3", "params", "Qwen3", SEPARATE, _qwen),
+    "gemma3_text": Family("tunix.models.gemma3", "params_safetensors", FUSED, _gemma3),
+    "llama": Family("tunix.models.llama3", "params", SEPARATE, _llama),
+    "qwen2": Family("tunix.models.qwen2", "params", SEPARATE, _qwen),
+    "qwen3": Family("tunix.models.qwen3", "params", SEPARATE, _qwen),
 }
 """By `model_type`. A model with pictures is one of them by its text."""

@@ -6,37 +6,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from groupwise.tunix.worker.head import Numbers, Targets, taken_off
+from groupwise.tunix.worker.head import numbers as numbers_of
 from groupwise.types import Row
 
 LENGTHS = 4
 """Rows are as long as the longest, or three quarters of it, half of it, a quarter."""
 HALVINGS = 3
 """Of the numbers of rows that are computed together."""
-NEVER = -1e30
-"""In place of the logit of what cannot be drawn."""
 
 
 class Sequences(NamedTuple):
     """Rows as arrays [B, L]; what is said of a token stands where the model predicts it, one place before its own."""
 
     tokens_BL: Any
-    targets_BL: Any
+    targets: Targets
     temperatures_B: Any
-    withheld_BL: Any
-    """Where the ids of `withheld_V` cannot be drawn; None, as the next, where nothing is withheld."""
     withheld_V: Any
-
-
-class Numbers(NamedTuple):
-    """What the model says of each target."""
-
-    logprobs_BL: Any
-    entropies_BL: Any
-    right_BL: Any
+    """What cannot be drawn where the targets say so; None where nothing is withheld."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +39,9 @@ class Batch:
     """Rows of the shape; those beyond the given ones are empty."""
     length: int
 
-    def spread(self, values: Sequence[Sequence[float]], filling: float = 0.0) -> np.ndarray:
+    def spread(self, values: Sequence[Sequence[float]]) -> np.ndarray:
         """Values of the rows' completion tokens as [B, L], each where its token is predicted."""
-        found = np.full((self.count, self.length), filling, np.float32)
+        found = np.zeros((self.count, self.length), np.float32)
         for place, row, each in zip(found, self.rows, values, strict=False):
             start = len(row.prompt_ids) - 1
             place[start : start + len(each)] = each
@@ -77,9 +67,10 @@ class Batch:
             ids = (*row.prompt_ids, *row.completion_ids)
             given[: len(ids)] = ids
             wanted[: len(ids) - 1] = ids[1:]
+        read = self.spread([[1.0] * len(row.completion_ids) for row in self.rows]) != 0
         temperatures_B = self.by_row([row.temperature for row in self.rows], 1.0)
         if not any(row.withheld for row in self.rows):
-            return Sequences(tokens, targets, temperatures_B, None, None)
+            return Sequences(tokens, Targets(targets, read, None), temperatures_B, None)
         withheld_V = np.zeros(vocabulary, np.bool_)
         for row in self.rows:
             for each in row.withheld:
@@ -87,13 +78,8 @@ class Batch:
         spans = [
             [_withheld(row, place) for place in range(len(row.completion_ids))] for row in self.rows
         ]
-        return Sequences(
-            tokens,
-            targets,
-            temperatures_B,
-            self.spread(spans) != 0,
-            withheld_V,
-        )
+        withheld = self.spread(spans) != 0
+        return Sequences(tokens, Targets(targets, read, withheld), temperatures_B, withheld_V)
 
 
 def _withheld(row: Row, place: int) -> bool:
@@ -119,19 +105,12 @@ def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterat
 
 
 def numbers(model: Any, given: Sequences) -> Numbers:
-    """Log-probability (nats) of each target at its row's temperature, entropy there, and whether it is the likeliest."""
+    """What the model says of each target; see `groupwise.tunix.worker.head.numbers`."""
     length = given.tokens_BL.shape[1]
     positions_BL = jnp.broadcast_to(jnp.arange(length), given.tokens_BL.shape)
     causal_BLL = jnp.broadcast_to(
         jnp.tril(jnp.ones((length, length), jnp.bool_)), (*given.tokens_BL.shape, length)
     )
-    logits_BLV, _ = model(given.tokens_BL, positions_BL, None, causal_BLL)
-    scaled_BLV = logits_BLV.astype(jnp.float32) / given.temperatures_B[:, None, None]
-    if given.withheld_V is not None:
-        never_BLV = given.withheld_BL[..., None] & given.withheld_V
-        scaled_BLV = jnp.where(never_BLV, NEVER, scaled_BLV)
-    totals_BL = jax.nn.logsumexp(scaled_BLV, axis=-1)
-    chosen_BL = jnp.take_along_axis(scaled_BLV, given.targets_BL[..., None], -1)[..., 0]
-    chances_BLV = jnp.exp(scaled_BLV - totals_BL[..., None])
-    entropies_BL = totals_BL - (chances_BLV * scaled_BLV).sum(-1)
-    return Numbers(chosen_BL - totals_BL, entropies_BL, scaled_BLV.argmax(-1) == given.targets_BL)
+    head = taken_off(model)
+    hidden_BLD, _ = model(given.tokens_BL, positions_BL, None, causal_BLL)
+    return numbers_of(head, hidden_BLD, given.targets, given.temperatures_B, given.withheld_V)

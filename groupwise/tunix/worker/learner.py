@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,12 @@ import orbax.checkpoint as ocp
 
 from groupwise.algorithms.base import LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
-from groupwise.errors import CheckpointError, NonFiniteError
+from groupwise.errors import CheckpointError
+from groupwise.learner.refusals import too_fast
+from groupwise.runs import publications
 from groupwise.tunix.worker.adapter import Adapted, Factors
-from groupwise.tunix.worker.forward import Batch, Numbers, Sequences, cut, numbers
+from groupwise.tunix.worker.forward import Batch, Sequences, cut, numbers
+from groupwise.tunix.worker.head import Numbers
 from groupwise.tunix.worker.tensors import Tensor
 from groupwise.types import (
     LossSpec,
@@ -62,7 +64,7 @@ class Learner:
         self.adapted = adapted
         self._factors = factors
         self._reference = dict(factors)
-        self._moments = _moments(factors)
+        self._moments = optax.scale_by_adam().init(factors)
         self._gradient: Factors | None = None
         self._run, self._publish_folder, self._described = run, publish_folder, described
         self._vocabulary = vocabulary
@@ -114,10 +116,7 @@ class Learner:
             params.eps,
         )
         if not math.isfinite(float(optax.global_norm(factors))):
-            raise NonFiniteError(
-                f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
-                "stands. Lower training.learning_rate."
-            )
+            raise too_fast(params)
         self._factors, self._moments = factors, moments
         return UpdateResult(norm, applied)
 
@@ -127,9 +126,7 @@ class Learner:
 
     def publish(self, version: int) -> Policy:
         """See `groupwise.types.Learner.publish`."""
-        folder = self._publish_folder / f"v{version:09d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder = publications.version_folder(self._publish_folder, version)
         fingerprint = self.adapted.write(self._factors, folder, self._described)
         return Policy(self._run, version, fingerprint, "adapter", str(folder))
 
@@ -226,10 +223,6 @@ def _stepped(
         directions,
     )
     return moved, moments
-
-
-def _moments(factors: Factors) -> Any:
-    return optax.scale_by_adam().init(factors)
 
 
 def _given(batch: Batch) -> dict[str, Any]:

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from groupwise.errors import NonFiniteError, RunError
 from groupwise.sampler.chance import uniform
-from groupwise.tunix.worker.adapter import Adapted, Factors, check_fingerprint, fingerprint
-from groupwise.tunix.worker.forward import HALVINGS, NEVER
+from groupwise.sampler.refusals import not_finite, refuse_misfit, refuse_other_weights
+from groupwise.tunix.worker.adapter import Adapted, Factors, fingerprint
+from groupwise.tunix.worker.forward import HALVINGS
+from groupwise.tunix.worker.head import NEVER, taken_off
 from groupwise.types import Completion, GroupRequest, Policy, SamplingParams
 
 BLOCK = 128
@@ -75,7 +76,7 @@ class Sampler:
         """See `groupwise.types.Sampler.load`; gives the fingerprint of what it serves then."""
         self._factors = self.adapted.read(Path(policy.path))
         self.fingerprint = fingerprint(self.adapted.to_peft(self._factors))
-        check_fingerprint(self.fingerprint, policy.fingerprint, policy.path)
+        refuse_other_weights(policy, self.fingerprint)
         self._version = policy.version
         return self.fingerprint
 
@@ -92,7 +93,7 @@ class Sampler:
         """Groups of one shape and with the same parameters, as many as there are slots for."""
         alike: dict[Any, list[Part]] = {}
         for index, request in enumerate(requests):
-            self._check_fits(request)
+            refuse_misfit(request, self._key_length)
             for start in range(0, len(request.seeds), self._slots):
                 seeds = request.seeds[start : start + self._slots]
                 key = (request.params, self._width(request), len(seeds))
@@ -101,14 +102,6 @@ class Sampler:
             prompts = max(1, self._slots // members)
             for start in range(0, len(parts), prompts):
                 yield parts[start : start + prompts]
-
-    def _check_fits(self, request: GroupRequest) -> None:
-        needed = len(request.prompt_ids) + request.params.max_tokens
-        if needed > self._key_length:
-            raise RunError(
-                f"A prompt of {len(request.prompt_ids)} tokens with {request.params.max_tokens} new ones needs "
-                f"{needed} positions, but the sampler was laid out for {self._key_length}."
-            )
 
     def _width(self, request: GroupRequest) -> int:
         """Of the prompts that this one is computed with."""
@@ -145,7 +138,7 @@ class Sampler:
         length = int((tokens_T >= 0).sum())
         ids, logprobs = tokens_T[:length].tolist(), logprobs_T[:length]
         if not np.isfinite(logprobs).all():
-            raise NonFiniteError("The model gave logits that are not finite.")
+            raise not_finite(self._version)
         return Completion(
             token_ids=tuple(ids),
             logprobs=tuple(logprobs.tolist()),
@@ -165,7 +158,9 @@ class Sampler:
             prompts_UP[number, width - len(ids) :] = ids
             lengths_U[number] = len(ids)
             for member, seed in enumerate(part.seeds):
-                uniforms_ST[number * members + member] = _uniforms(seed, params.max_tokens)
+                uniforms_ST[number * members + member] = [
+                    uniform(seed, position) for position in range(params.max_tokens)
+                ]
         return Asked(
             prompts_UP,
             lengths_U,
@@ -194,7 +189,8 @@ class Sampler:
         padding_U = width - asked.lengths_U
         seen_UC = (column >= padding_U[:, None]) & (column < width)
         before_PC = column <= jnp.arange(width)[:, None]
-        logits_UPV, cache = model(
+        head = taken_off(model)
+        hidden_UPD, cache = model(
             asked.prompts_UP,
             jnp.maximum(jnp.arange(width) - padding_U[:, None], 0),
             _empty_cache(model.config, prompts, size, self.adapted.number),
@@ -206,7 +202,7 @@ class Sampler:
         start = (
             jnp.int32(0),
             ~asked.there_S,
-            repeated(logits_UPV[:, -1]).astype(jnp.float32),
+            repeated(head(hidden_UPD[:, -1:])[:, 0]).astype(jnp.float32),
             jax.tree.map(repeated, cache),
             jnp.full((rows, longest), -1, jnp.int32),
             jnp.zeros((rows, longest), jnp.float32),
@@ -225,10 +221,9 @@ class Sampler:
             logprobs_ST = logprobs_ST.at[:, step].set(jnp.where(done_S, 0.0, logprobs_S))
             done_S = done_S | (chosen_S[:, None] == asked.stops_K).any(-1)
             mask_SC = seen_SC | ((column >= width) & (column <= width + step))
-            logits_S1V, cache = (
-                merged()(  # its layers note things about themselves, which must be within the loop
-                    chosen_S[:, None], (lengths_S + step)[:, None], cache, mask_SC[:, None, :]
-                )
+            inside = merged()  # layers note things about themselves, which must be within the loop
+            logits_S1V, cache = inside(
+                chosen_S[:, None], (lengths_S + step)[:, None], cache, mask_SC[:, None, :]
             )
             logits_SV = logits_S1V[:, -1].astype(jnp.float32)
             return step + 1, done_S, logits_SV, cache, tokens_ST, logprobs_ST
@@ -302,7 +297,3 @@ def _truncated(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: fl
         least = scaled_SV.max(-1, keepdims=True) + jnp.log(min_p)
         scaled_SV = jnp.where(scaled_SV < least, NEVER, scaled_SV)
     return scaled_SV
-
-
-def _uniforms(seed: int, count: int) -> list[float]:
-    return [uniform(seed, position) for position in range(count)]

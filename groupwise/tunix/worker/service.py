@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
-import numpy as np
 
 from groupwise import errors
 from groupwise.errors import GroupwiseError, OutOfMemoryError, UsageError
@@ -179,8 +178,7 @@ class Service:
             max_tokens=order.max_tokens,
             multiple=order.mesh[0],
         )
-        count = sum(int(np.prod(shape)) for shape in adapted.shapes.values())
-        return Opened(parameters=count, fingerprint=self._sampler.fingerprint)
+        return Opened(fingerprint=self._sampler.fingerprint)
 
     @do.register
     def _(self, order: Load) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kernels import Kernel, text
+from tests.kernels import TRAIN_WAITING, WAITING, Kernel, in_its_fourth_step, text
 
 pytestmark = pytest.mark.slow
 
@@ -52,19 +51,6 @@ def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
     ]
 
 
-WAITING = """
-import time
-from pathlib import Path
-
-def waiting(completions, trainer_state, **columns):
-    Path("step").write_text(str(trainer_state.global_step))
-    while Path("wait").exists() and trainer_state.global_step >= 3:
-        time.sleep(0.01)
-    return digits(completions)
-"""
-TRAIN_WAITING = "state = train_grpo(config, session, reward_functions=[waiting])"
-
-
 def test_an_interrupted_training_goes_on_in_the_same_kernel_and_in_another(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
@@ -93,13 +79,7 @@ def test_an_interrupted_training_goes_on_in_the_same_kernel_and_in_another(tmp_p
 
 def interrupted(kernel: Kernel, folder: Path) -> str:
     """What the training says that is interrupted in its fourth step."""
-    step = folder / "step"
-    step.unlink(missing_ok=True)
-    cell = kernel.begin(TRAIN_WAITING)
-    end = time.monotonic() + 60
-    while not (step.exists() and step.read_text() == "3"):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    cell = in_its_fourth_step(kernel, folder, 60)
     kernel.interrupt()
     return text(kernel.outputs(cell))
 

@@ -67,6 +67,7 @@ def test_they_run_from_start_to_end(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
 def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:
     text = said(executed(ROOT / "notebooks/quickstart.ipynb", tmp_path, {}))
     found = {
@@ -78,3 +79,38 @@ def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:
     for name in ("reward", "accuracy"):
         before, after = found[name]
         assert after > before + 0.2, found
+    exported = max(tmp_path.glob("checkpoints/quickstart/checkpoints/step-*/hf_lora"))
+    told, shown = by_transformers(None), by_transformers(exported)
+    assert shown > told + 0.2, (told, shown)
+
+
+def by_transformers(adapter: Path | None) -> float:
+    """Share of held-out questions that transformers and peft alone answer rightly, always taking the likeliest token."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from groupwise.models.bundled import fetch_model
+    from groupwise.notebook import TrainingConfig, prepare_datasets
+
+    config = TrainingConfig(dataset="arithmetic", system_prompt="Answer with a short equation.")
+    rows = list(prepare_datasets(config)[1])[:32]
+    folder = fetch_model("smollm2-135m-instruct")
+    tokenizer = AutoTokenizer.from_pretrained(adapter or folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    given = tokenizer.apply_chat_template(
+        [row["prompt"] for row in rows],
+        add_generation_prompt=True,
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    made = model.generate(**given, max_new_tokens=20, do_sample=False)
+    texts = tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [
+        re.findall(r"-?\d+", text)[-1:] == [str(row["answer"])]
+        for text, row in zip(texts, rows, strict=True)
+    ]
+    return sum(right) / len(right)

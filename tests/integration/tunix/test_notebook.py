@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.kernels import Kernel, text
+from tests.kernels import TRAIN_WAITING, WAITING, Kernel, in_its_fourth_step, text
 from tests.tunix_models import model_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -35,17 +34,6 @@ session = prepare_session(config)
 
 
 TRAIN = "state = train_grpo(config, session, reward_functions=[digits])"
-WAITING = """
-import time
-from pathlib import Path
-
-def waiting(completions, trainer_state, **columns):
-    Path("step").write_text(str(trainer_state.global_step))
-    while Path("wait").exists() and trainer_state.global_step >= 3:
-        time.sleep(0.01)
-    return digits(completions)
-"""
-TRAIN_WAITING = "state = train_grpo(config, session, reward_functions=[waiting])"
 
 
 def test_the_same_cells_train_gemma_on_jax(tmp_path: Path) -> None:
@@ -79,10 +67,10 @@ def test_an_interrupted_training_goes_on_in_another_kernel_and_a_killed_worker_c
     (cut / "wait").touch()
     with Kernel(cut) as kernel:
         kernel.run(begin() + WAITING)
-        cell = reached(kernel, cut)
+        cell = in_its_fourth_step(kernel, cut, 200)
         kernel.interrupt()
         assert "Stopped after 3 steps" in text(kernel.outputs(cell))
-        cell = reached(kernel, cut)
+        cell = in_its_fourth_step(kernel, cut, 200)
         os.kill(worker_of(kernel), signal.SIGKILL)
         (cut / "wait").unlink()
         said = text(kernel.outputs(cell))
@@ -103,15 +91,3 @@ def worker_of(kernel: Kernel) -> int:
             if parent == kernel.pid and any(each.endswith(b"worker/main.py") for each in words):
                 return int(folder.name)
     raise AssertionError("there is no worker")
-
-
-def reached(kernel: Kernel, folder: Path) -> str:
-    """The training's cell, which is in its fourth step."""
-    step = folder / "step"
-    step.unlink(missing_ok=True)
-    cell = kernel.begin(TRAIN_WAITING)
-    end = time.monotonic() + 200
-    while not (step.exists() and step.read_text() == "3"):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return cell

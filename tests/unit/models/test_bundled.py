@@ -59,14 +59,6 @@ def pip(monkeypatch, code=0, says="", brings=b""):
     return commands
 
 
-def test_the_cache_follows_the_system(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert bundled.cache_folder() == Path("/somewhere/groupwise/models")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert bundled.cache_folder() == Path("/home/me/.cache/groupwise/models")
-
-
 def test_tiny_that_is_there_needs_no_torch(cache, monkeypatch):
     folder = bundled.tiny_folder()
     monkeypatch.setitem(sys.modules, "groupwise.models.tiny", None)

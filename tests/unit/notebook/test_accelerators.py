@@ -9,7 +9,7 @@ import pytest
 from groupwise.errors import ConfigError
 from groupwise.notebook import accelerators
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import GEMMA, SMALL, backend_of, core_config, model_of
+from groupwise.notebook.core import GEMMA, SMALL, core_config, model_of
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def test_a_cpu(machine: Path) -> None:
     plug_in(machine, "0x1ae0", "0x0042")  # a network card of Google's machines
     plug_in(machine, "0x10de", "0x0063")
     config = TrainingConfig()
-    assert (model_of(config), backend_of(config)) == (SMALL, "torch")
+    assert (model_of(config), config.chosen_backend) == (SMALL, "torch")
 
 
 def test_a_gpu(machine: Path) -> None:
     (machine / "nvidiactl").touch()
     config = TrainingConfig()
-    assert (model_of(config), backend_of(config)) == (GEMMA, "torch")
+    assert (model_of(config), config.chosen_backend) == (GEMMA, "torch")
 
 
 def test_a_tpu_is_for_tunix(machine: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_tpu_is_for_tunix(machine: Path) -> None:
     config = TrainingConfig(devices=(4, 2))
     model = core_config(config).config.model
     assert (model.name, model.backend, model.mesh) == (GEMMA, "tunix", (4, 2))
-    assert backend_of(TrainingConfig(backend="torch")) == "torch"
+    assert TrainingConfig(backend="torch").chosen_backend == "torch"
 
 
 def test_a_number_of_devices_is_a_mesh_for_tunix(machine: Path) -> None:
@@ -56,6 +56,6 @@ def test_a_number_of_devices_is_a_mesh_for_tunix(machine: Path) -> None:
 
 def test_a_mesh_is_not_for_torch(machine: Path) -> None:
     with pytest.raises(ConfigError, match="a mesh, which the backend torch does not have"):
-        core_config(TrainingConfig(devices=(2, 1)))
+        TrainingConfig(devices=(2, 1))
     with pytest.raises(ConfigError, match="a mesh, which the backend torch does not have"):
         TrainingConfig(backend="torch", devices=(2, 1))

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from groupwise.errors import TaskError
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.judge import Judge
-from groupwise.rewards.judge_cache import JudgeCache, default_folder
+from groupwise.rewards.judge_cache import JudgeCache
 from groupwise.rewards.judge_prompts import TEMPLATE, Malformed, Mode, question
 from groupwise.rewards.registry import get_reward_funcs
 from tests.serving import Service, scripted, serve
@@ -429,9 +429,8 @@ def test_a_closed_folder_costs_the_cache_alone(ask, tmp_path, caplog):
 
 def test_the_folder_is_the_users_unless_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "groupwise" / "judge"
     JudgeCache().put({"a": 1}, "x")
-    assert JudgeCache(default_folder()).get({"a": 1}) == "x"
+    assert JudgeCache().get({"a": 1}) == "x"
 
 
 # Parameters
