@@ -86,12 +86,12 @@ def with_model(loaded: Loaded, update: Mapping[str, Any]) -> Loaded:
 # --- facts and plan ------------------------------------------------------------------------------
 
 
-def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, str]:
-    """The task's name, and a fingerprint of the files that its hooks and its rewards stand in."""
+def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
+    """The task's name, a fingerprint of the files that its hooks and its rewards stand in, and what it says of itself."""
     names = dict.fromkeys((*task.files, *(rubric.files if rubric else ())))
     files = [file for file in map(Path, names) if file.is_file()]
     texts = [file.read_text(errors="replace") for file in files]
-    return {"task": task.name, "task_file": digest(*texts) if texts else ""}
+    return {"task": task.name, "task_file": digest(*texts) if texts else "", **task.facts}
 
 
 def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:

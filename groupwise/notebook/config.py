@@ -10,16 +10,18 @@ that are told the config.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 from pydantic import (
     ConfigDict,
     PrivateAttr,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -28,17 +30,22 @@ from groupwise.errors import ConfigError
 from groupwise.notebook.accelerators import accelerator
 from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
-from groupwise.settings.schema import Conflict, setting
+from groupwise.settings.credentials import holds_secret, is_secret
+from groupwise.settings.schema import EACH_VALUE_ALONE, Conflict, setting
 
 Backend = Literal["auto", "torch", "tunix"]
 Devices = Literal["auto"] | int | tuple[int, int]
 Sink = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
 PresetName = Literal["quick", "standard", "production"]
 
-if TYPE_CHECKING:  # a text is taken, and held as a secret
+if (
+    TYPE_CHECKING
+):  # a text is taken, and held as a secret; what is computed where it is None is a text afterwards
     Secret = SecretStr | str
+    Computed = str
 else:
     Secret = SecretStr
+    Computed = str | None
 
 PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
     "quick": {
@@ -107,8 +114,8 @@ class TrainingConfig(Worded):
     experiment_name: str = setting(
         "gemma3_grpo_reasoning", "Name of the run, and of its folder.", min_length=1
     )
-    checkpoint_dir: str = setting(
-        "",
+    checkpoint_dir: Computed = setting(
+        None,
         "The run's folder. Not given: that of the experiment on Drive if save_to_drive, else ./checkpoints/<experiment_name>.",
     )
     num_generations: int = setting(
@@ -130,12 +137,14 @@ class TrainingConfig(Worded):
     reasoning_end: str = setting("</reasoning>", "What it ends with.")
     solution_start: str = setting("<answer>", "What the answer begins with.")
     solution_end: str = setting("</answer>", "What it ends with.")
-    system_prompt: str = setting(
-        "",
-        "Stands before each question. Not given: asks for reasoning and answer between the four marks.",
+    system_prompt: Computed = setting(
+        None,
+        "Stands before each question. Not given: asks for reasoning and answer between the four marks; an empty text: nothing.",
     )
     wandb_api_key: Secret | None = setting(None, "Of Weights & Biases, for report_to.")
-    kaggle_username: Secret | None = setting(None, "For models and data from Kaggle.")
+    kaggle_username: Secret | None = setting(
+        None, "For what your own cells load from Kaggle; kagglehub finds it."
+    )
     kaggle_key: Secret | None = setting(None, "Likewise.")
     hf_token: Secret | None = setting(
         None, "For models and data of the hub that need one, such as Gemma."
@@ -169,6 +178,7 @@ class TrainingConfig(Worded):
 
     def prepared(self) -> None:
         """From now on it cannot be changed."""
+        vars(self)["overrides"] = _Fixed(copy.deepcopy(self.overrides))
         self._prepared = True
 
     @classmethod
@@ -214,21 +224,24 @@ class TrainingConfig(Worded):
                 f"devices is {self.devices}, a mesh, which the backend torch does not have. Give a number, or backend='tunix'.",
                 ("devices", "backend"),
             )
+        marks = ("reasoning_start", "reasoning_end", "solution_start", "solution_end")
         try:
             _ = self.tags
         except ValueError as error:
-            yield Conflict(
-                str(error), ("reasoning_start", "reasoning_end", "solution_start", "solution_end")
-            )
+            yield Conflict(str(error), marks)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, _without_secrets(value) if name == "overrides" else value
 
     if not TYPE_CHECKING:  # who reads the types shall see the fields
 
+        def __delattr__(self, name: str) -> None:
+            raise ConfigError(f"{name} cannot be removed; give it another value.")
+
         def __setattr__(self, name: str, value: Any) -> None:
             if self._prepared and name in type(self).model_fields:
-                raise ConfigError(
-                    f"{name} cannot be changed: a session was prepared with this config. Make another one, "
-                    f"config.changed({name}=…), and prepare a session with that."
-                )
+                raise _closed(name)
             before = dict(self.__dict__), set(self.__pydantic_fields_set__)
             try:
                 super().__setattr__(name, value)
@@ -242,14 +255,43 @@ class TrainingConfig(Worded):
     @field_validator("model", "dataset", "checkpoint_dir", mode="before")
     @classmethod
     def _path_as_text(cls, given: Any) -> Any:
-        return str(given) if isinstance(given, Path) else given
+        text = str(given) if isinstance(given, Path) else given
+        return str(Path(text).expanduser()) if str(text).startswith("~") else text
+
+    @field_validator("report_to", "devices", mode="before")
+    @classmethod
+    def _list_as_tuple(cls, given: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "report_to" and isinstance(given, str):
+            return (given,)
+        return tuple(cast("list[Any]", given)) if isinstance(given, list) else given
 
     @model_validator(mode="after")
     def _compute(self) -> Self:
+        """What is None, and what was computed before, is computed from the other fields."""
+        values = vars(self)
+        for name in ("system_prompt", "checkpoint_dir"):
+            if values[name] is None or (name == "checkpoint_dir" and not values[name]):
+                self.__pydantic_fields_set__.discard(name)
         computed = {"system_prompt": self._instruction(), "checkpoint_dir": self._folder()}
-        for name, value in computed.items():
-            if name not in self.model_fields_set or not getattr(self, name):
-                vars(self)[name] = value
+        values.update(
+            (name, value) for name, value in computed.items() if name not in self.model_fields_set
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _suits_the_core(self, info: ValidationInfo) -> Self:
+        """By the names that stand here, where no key of the core was given."""
+        from groupwise.notebook.core import OWN_NAMES, core_config  # it needs this module
+
+        if info.context is EACH_VALUE_ALONE:
+            return self
+        try:
+            core_config(self)
+        except ConfigError as error:
+            told, given = str(error), str(self.overrides)
+            for key, name in OWN_NAMES.items():
+                told = told if key in given else told.replace(key, name)
+            raise ValueError(told) from None
         return self
 
     def _instruction(self) -> str:
@@ -264,6 +306,38 @@ class TrainingConfig(Worded):
 
 
 ColabTrainingConfig = TrainingConfig
+
+
+def _refused(*_: Any, **__: Any) -> NoReturn:
+    raise _closed("overrides")
+
+
+_refuse: Any = _refused
+
+
+class _Fixed(dict[str, Any]):
+    """The overrides of a config that cannot be changed."""
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+
+def _without_secrets(value: Any, key: str = "") -> Any:
+    if isinstance(value, Mapping):
+        parts = cast("Mapping[str, Any]", value)
+        return {name: _without_secrets(each, str(name)) for name, each in parts.items()}
+    hidden = is_secret(key.rpartition(".")[2]) or holds_secret(str(value))
+    return "…" if hidden and value is not None else value
+
+
+def _closed(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} cannot be changed: a session was prepared with this config. Make another one, "
+        f"config.changed({name}=…), and prepare a session with that."
+    )
 
 
 def _tag(opens: str, closes: str) -> Tag:

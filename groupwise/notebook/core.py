@@ -19,6 +19,25 @@ GEMMA = "google/gemma-3-1b-it"
 SAVE_STEPS = 100
 KEPT = 3
 
+OWN_NAMES = {
+    "run.name": "experiment_name",
+    "run.dir": "checkpoint_dir",
+    "run.processes": "devices",
+    "run.report_to": "report_to",
+    "model.name": "model",
+    "model.mesh": "devices",
+    "lora.r": "lora_rank",
+    "sampler.max_completion_length": "total_generation_steps",
+    "data.max_prompt_length": "max_prompt_length",
+    "algorithm.beta": "beta",
+    "algorithm.epsilon": "epsilon",
+    "training.prompts_per_step": "batch_size",
+    "training.num_generations": "num_generations",
+    "training.num_iterations": "num_iterations",
+    "training.learning_rate": "learning_rate",
+    "training.seed": "seed",
+}
+"""Keys of the core, and what they are called here."""
 _NOT_HERE = {
     "run.dir": "checkpoint_dir",
     "run.name": "checkpoint_dir",
@@ -105,13 +124,24 @@ def _overrides(config: TrainingConfig) -> list[str]:
             instead = _NOT_HERE[key]
             use = f" Set {instead} instead." if instead else ""
             raise ConfigError(f"overrides: {key} is decided by the notebook's own fields.{use}")
-    return [f"{key}={json.dumps(value)}" for key, value in found]
+    return [f"{key}={_as_json(key, value)}" for key, value in found]
 
 
-def _flat(values: Mapping[str, Any], above: KeyPath = ()) -> list[tuple[str, Any]]:
+def _as_json(key: str, value: Any) -> str:
+    try:
+        return json.dumps(value, default=lambda other: other.item())  # a number of numpy or torch
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError(
+            f"overrides: {key} is of the type {type(value).__name__}; give a number, a text, a list or None."
+        ) from None
+
+
+def _flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any]]:
     """Keys may be dotted or nested."""
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"overrides: {key!r} is no key; give a text such as 'training.seed'.")
         path = (*above, key)
         if isinstance(value, Mapping) and value:
             found += _flat(cast("Mapping[str, Any]", value), path)

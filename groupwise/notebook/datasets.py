@@ -83,8 +83,19 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
 
 
 def kind_of(rows: Sequence[Row]) -> Kind:
-    """What the rows are scored by."""
-    return "rubric" if "rubric" in rows[0] else "numeric"
+    """What all of the rows are scored by. Raises TaskError where there are none, or no one thing."""
+    if not rows:
+        raise TaskError("There are no rows: a part of the data is empty.")
+    rubrics = sum(row.get("rubric") is not None for row in rows)
+    answers = sum(row.get("answer") is not None for row in rows)
+    if rubrics == len(rows):
+        return "rubric"
+    if answers == len(rows):
+        return "numeric"
+    raise TaskError(
+        f"Of {len(rows)} rows {answers} have an answer and {rubrics} a rubric. All must have an answer, or all a rubric, since they are "
+        "scored alike."
+    )
 
 
 def _known(name: str) -> str:
@@ -172,6 +183,8 @@ def _of_loader(name: str, loader: Loader, config: TrainingConfig) -> Rows | tupl
 def _checked(given: Any, where: str, config: TrainingConfig) -> Rows:
     """The rows of a loader, the first dataset_max of them."""
     kind = "a coroutine" if inspect.iscoroutine(given) else type(given).__name__
+    if type(given).__name__ == "DataFrame":
+        given = cast("Any", given).to_dict("records")
     if isinstance(given, str | bytes | Mapping) or not hasattr(cast("Any", given), "__iter__"):
         raise TaskError(
             f"{where} gave {kind}. Expected a list of rows such as {{'question': …, 'answer': …}}, or two of them, (train, test)."

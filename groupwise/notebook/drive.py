@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.errors import UsageError
 from groupwise.notebook.config import DRIVE, TrainingConfig
 from groupwise.notebook.core import KEPT, run_folder
-from groupwise.runs import checkpoints, durable
-from groupwise.runs.folder import CHECKPOINTS, CONFIG, FINAL
+from groupwise.runs import carried, checkpoints, durable, recovery
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
 
 MOUNT = "/content/drive"
 
@@ -30,13 +32,8 @@ def mount(config: TrainingConfig) -> list[tuple[str, str]]:
     if place is None:
         return [("drive", f"there is none here; checkpoints stay in {run_folder(config)}")]
     brought = bring_back(place, run_folder(config))
-    return [
-        (
-            "drive",
-            f"checkpoints are copied to {place}"
-            + (f"; {brought} came from there" if brought else ""),
-        )
-    ]
+    came = f"; {', '.join(brought)} came from there" if brought else ""
+    return [("drive", f"checkpoints are copied to {place}{came}")]
 
 
 def mirror(config: TrainingConfig) -> Path | None:
@@ -47,13 +44,30 @@ def mirror(config: TrainingConfig) -> Path | None:
     return place if DRIVE.exists() or not place.is_relative_to(DRIVE) else None
 
 
-def bring_back(place: Path, run: Path) -> str:
-    """Copy the newest checkpoint of a mirror into a run folder that has nothing yet. Returns its name; empty where there is none."""
-    newest = checkpoints.newest(place / CHECKPOINTS)
-    if newest is None or (run / CONFIG).exists() or checkpoints.newest(run / CHECKPOINTS):
-        return ""
-    _copy(newest.path, run / CHECKPOINTS / newest.path.name)
-    return newest.path.name
+def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
+    """What copies the checkpoints of a run; each run of an experiment has a folder of its own, as here."""
+    place = mirror(config)
+    if place is None:
+        return None
+    return Mirror(_beside(place, run.removeprefix(run_folder(config).name)))
+
+
+def bring_back(place: Path, run: Path) -> list[str]:
+    """Make the runs of an experiment that are mirrored and not here, each of its newest checkpoint. Returns `run@step` of each."""
+    brought: list[str] = []
+    afters = ("" if number == 1 else f"-{number}" for number in count(1))
+    while newest := checkpoints.newest(_beside(place, after := next(afters)) / CHECKPOINTS):
+        own = _beside(run, after)
+        if not (own / RECORD).is_file():
+            _copy(newest.path, own / CHECKPOINTS / newest.path.name)
+            carried.unpack(own)
+            recovery.recover(own)
+            brought.append(f"{own.name}@{newest.step}")
+    return brought
+
+
+def _beside(folder: Path, after: str) -> Path:
+    return folder.with_name(f"{folder.name}{after}")
 
 
 class Mirror(Callback):
@@ -80,7 +94,12 @@ def _mount() -> None:
         drive: Any = importlib.import_module("google.colab.drive")
     except ImportError:
         return
-    drive.mount(MOUNT)
+    try:
+        drive.mount(MOUNT)
+    except Exception as error:
+        raise UsageError(
+            f"Google Drive could not be mounted: {error}. Allow it when Colab asks, or set save_to_drive=False."
+        ) from error
 
 
 def _copy(folder: Path, to: Path) -> None:

@@ -6,7 +6,7 @@ from groupwise.display.notebook import Table, show
 from groupwise.evaluation.evaluate import evaluate as evaluated
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.rewards import Given, rewards_of
-from groupwise.notebook.session import Session
+from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 
 
@@ -23,6 +23,7 @@ def evaluate(
     accuracy, within_10_percent and format_rate are shares of the answers; pass@k that one of k samples is right, for k up to
     `samples_per_prompt`, which are drawn at temperature 1 (one sample is drawn greedily); for rubrics, rubric_overlap is the mean reward.
     """
+    refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
     weights = session.weights

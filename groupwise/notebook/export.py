@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 from groupwise.display.notebook import Table, show
-from groupwise.errors import RunNotFoundError
+from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.session import Session, refuse_no_config, refuse_other
 from groupwise.notebook.training import TrainerState
 from groupwise.review.export import export
 from groupwise.runs import checkpoints, durable
@@ -19,12 +20,13 @@ HF_LORA = "hf_lora"
 """The folder within a checkpoint that holds the exported adapter."""
 
 
-def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState) -> str:
+def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Session) -> str:
     """Write the newest checkpoint's adapter, with tokenizer and model card, into its `hf_lora/`. Returns the checkpoint's folder.
 
-    peft and vLLM load it as it is. With save_to_drive it is also zipped there. Raises RunNotFoundError where there is no checkpoint.
+    peft and vLLM load it as it is. With save_to_drive it is also zipped there. A session will do in place of the state, after an
+    interruption or in a new kernel. Raises RunNotFoundError where there is no checkpoint.
     """
-    run = Path(trainer_state.checkpoint_dir)
+    run = _run_of(config, trainer_state)
     newest = checkpoints.newest(run / CHECKPOINTS)
     if newest is None:
         raise RunNotFoundError(
@@ -48,6 +50,18 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState) -> st
     )
     show(Table("Export", rows))
     return str(newest.path)
+
+
+def _run_of(config: TrainingConfig, told: object) -> Path:
+    refuse_no_config(config)
+    if isinstance(told, Session):
+        refuse_other(config, told)
+        return told.run.folder
+    if not isinstance(told, TrainerState):
+        raise UsageError(
+            f"Expected a trainer state or a session second, got {type(told).__name__}: export_checkpoint(config, trainer_state)."
+        )
+    return Path(told.checkpoint_dir)
 
 
 def _base(adapter: Path) -> str:

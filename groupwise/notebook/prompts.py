@@ -12,4 +12,4 @@ def format_prompt(question: str, config: TrainingConfig, rubric: str | None = No
     what is then rewarded for its words may be repeated, so nothing gives it by default.
     """
     shown = f"{question}\n\nA good answer mentions:\n{rubric}" if rubric else question
-    return f"{config.system_prompt}\n\n{shown}"
+    return f"{config.system_prompt}\n\n{shown}" if config.system_prompt else shown

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from groupwise.display.notebook import Table, show
+from groupwise.errors import UsageError
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.export import export_checkpoint
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.rewards import Given
-from groupwise.notebook.session import Session, prepare_session
+from groupwise.notebook.session import Session, prepare_session, refuse_other
 from groupwise.notebook.training import TrainerState, train_grpo
 
 QUESTION = "Ada has 3 boxes with 12 pencils each. She gives 8 pencils away. How many are left?"
@@ -15,9 +18,13 @@ QUESTION = "Ada has 3 boxes with 12 pencils each. She gives 8 pencils away. How 
 
 def quick_test(config: TrainingConfig, session: Session, test_question: str | None = None) -> str:
     """Ask the trained policy a question (default: a small problem of arithmetic), show its answer and return it."""
-    question = QUESTION if test_question is None else test_question
+    refuse_other(config, session)
+    question: Any = QUESTION if test_question is None else test_question
+    if not isinstance(question, str) or not question.strip():
+        raise UsageError(f"test_question is {question!r}; give the text of a question.")
     [answer] = session.sampler([format_prompt(question, config)])
-    show(Table("Quick test", [("question", question), ("answer", answer)]))
+    rows = [("question", question), ("answer", answer), ("answered by", session.policy)]
+    show(Table("Quick test", rows))
     return answer
 
 

@@ -51,34 +51,50 @@ def rewards_of(
     config: TrainingConfig,
     rows: Sequence[Row],
     reward_functions: Given | None = None,
-    extra_reward_functions: Given = (),
+    extra_reward_functions: Given | None = (),
 ) -> Rubric:
     """What a training rewards: `reward_functions` instead of those of the config, `extra_reward_functions` beside either."""
-    for name, given in (
-        ("reward_functions", reward_functions),
-        ("extra_reward_functions", extra_reward_functions),
-    ):
-        if callable(given):
-            raise TaskError(
-                f"{name} is one function; give a list, {name}=[{getattr(given, '__name__', 'f')}]."
-            )
     if reward_functions is None:
         chosen = create_reward_functions(config, rows)
     else:
-        chosen = [_on_texts(each) for each in reward_functions]
-    counted = [*chosen, *(_on_texts(each) for each in extra_reward_functions)]
+        chosen = _given("reward_functions", reward_functions)
+    counted = [*chosen, *_given("extra_reward_functions", extra_reward_functions)]
     if not counted:
         raise TaskError(
             "There is no reward function: reward_functions is empty. Give at least one, or leave it out."
         )
-    return Rubric([*counted, *_accuracy(config, rows)], where="reward_functions")
+    measured = _accuracy(config, rows)
+    if measured and any(name_of(_function(each)) == ACCURACY for each in counted):
+        raise TaskError(
+            f"A reward function is called {ACCURACY!r}, as is what is measured beside the rewards, the share of right answers. Give it "
+            "another name: right, for example."
+        )
+    return Rubric([*counted, *measured], where="reward_functions")
 
 
-def _on_texts(given: Reward | tuple[Reward, float]) -> Any:
+def _given(name: str, given: object) -> list[Any]:
+    if given is None:
+        return []
+    if callable(given):
+        raise TaskError(
+            f"{name} is one function; give a list, {name}=[{getattr(given, '__name__', 'f')}]."
+        )
+    if not isinstance(given, list | tuple):
+        raise TaskError(f"{name} is of the type {type(given).__name__}; give a list of functions.")
+    return [_on_texts(each) for each in cast("Sequence[Any]", given)]
+
+
+def _function(given: Any) -> Any:
+    return cast("tuple[Any, float]", given)[0] if isinstance(given, tuple) else given
+
+
+def _on_texts(given: Any) -> Any:
     """A reward that is given texts where the core has chats: prompts and completions are text in a notebook."""
-    if isinstance(given, tuple):
-        function, weight = cast("tuple[Reward, float]", given)
-        return _on_texts(function), weight
+    if isinstance(given, list | tuple):
+        pair = cast("Sequence[Any]", given)
+        if len(pair) != 2:
+            raise TaskError(f"A reward is {pair!r}; give a function, or (function, weight).")
+        return _on_texts(pair[0]), pair[1]
     check_function(given, "reward_functions")
     function = given
 

@@ -133,7 +133,7 @@ class Rubric(Worded):
 
     def reward(self) -> Callable[..., list[float]]:
         """A reward function that scores by words; the mean of each criterion is recorded as NAME/CRITERION."""
-        return _reward(self.name, [self])
+        return _reward(self.name, (self,))
 
     def judge(self, **parameters: Any) -> Judge:
         """A reward by a model that reads the rubric: `endpoint`, `model` and the other parameters of the reward `judge`."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from groupwise.config import LoadedConfig, RunConfig
 from groupwise.data.chat import Row, Rows
@@ -20,8 +20,10 @@ from groupwise.errors import UsageError
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.answering import answers
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import core_config
+from groupwise.notebook.core import core_config, model_of, run_folder
 from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets
+from groupwise.notebook.earlier import described, newest_alike
+from groupwise.notebook.identity import facts_of
 from groupwise.notebook.record import Record
 from groupwise.runs import find
 from groupwise.tunix.environment import look, mesh_of
@@ -33,18 +35,23 @@ class Session:
     """What the functions of a notebook share. `train_dataset` and `test_dataset` may be replaced by other rows."""
 
     config: TrainingConfig
-    train_dataset: Rows | Sequence[Row]
-    test_dataset: Rows | Sequence[Row]
+    train_dataset: Rows | Sequence[Row] = field(repr=False)
+    test_dataset: Rows | Sequence[Row] = field(repr=False)
     server: str | None = None
     """The URL of the training server that computes; None for this machine."""
     folder: Path | None = None
-    """The run's folder, once there has been a training."""
+    """The run's folder: of the training, or of an earlier one with the same config and rows."""
 
     @property
     def core(self) -> LoadedConfig:
         """What the config means to the core."""
         graded = kind_of(self.train_dataset) == "numeric"
         return core_config(self.config, graded=graded, server=self.server)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What another training must agree in, beside the core's config, to be this one."""
+        return facts_of(self.config, self.train_dataset, self.test_dataset)
 
     @property
     def weights(self) -> Path | None:
@@ -106,8 +113,23 @@ class Session:
         return Sampler(self)
 
     @property
+    def policy(self) -> str:
+        """What answers, for people."""
+        if self.weights is None:
+            return "the model as it was, before any training"
+        return find.label_of(self.folder, self.weights) if self.folder else ""
+
+    @property
     def _settings(self) -> RunConfig:
-        return self.core.config
+        """What has nothing to do with the rows."""
+        return core_config(self.config, server=self.server).config
+
+    def _repr_html_(self) -> str:
+        return self.table().as_html()
+
+    def table(self) -> Table:
+        """What was prepared."""
+        return Table("Session", list(_told(self)))
 
 
 ColabSession = Session
@@ -128,13 +150,11 @@ class Sampler:
         top_p: float | None = 0.95,
         seed: int | None = None,
     ) -> list[str]:
-        """A completion of each prompt. A text is what the user says; messages are a chat."""
-        if isinstance(prompts, str):
-            raise UsageError("prompts is one text; give a list of them.")
-        chats = [
-            [{"role": "user", "content": each}] if isinstance(each, str) else each
-            for each in prompts
-        ]
+        """A completion of each prompt. A text is what the user says; messages are a chat. Raises UsageError for what cannot be asked."""
+        chats = _chats(prompts)
+        _refuse_odd(total_generation_steps, temperature, top_k, top_p)
+        if not chats:
+            return []
         params = SamplingParams(
             max_tokens=total_generation_steps, temperature=temperature, top_k=top_k, top_p=top_p
         )
@@ -143,48 +163,116 @@ class Sampler:
         return answers(session.core.config, chats, session.weights, params, chosen)
 
 
+def _chats(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        raise UsageError("prompts is one text; give a list of them.")
+    if not isinstance(prompts, list | tuple):
+        raise UsageError(f"prompts is of the type {type(prompts).__name__}; give a list of texts.")
+    return [_chat(each) for each in cast("Sequence[Any]", prompts)]
+
+
+def _chat(prompt: Any) -> Prompt:
+    if isinstance(prompt, str) and prompt.strip():
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt:
+        messages = cast("list[Any]", prompt)
+        if all(isinstance(each, dict) for each in messages):
+            return messages
+    raise UsageError(
+        f"A prompt is {prompt!r}. Expected a text, or messages such as {{'role': 'user', 'content': …}}."
+    )
+
+
+def _refuse_odd(steps: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    wrong = [
+        told
+        for told, right in (
+            (f"total_generation_steps is {steps}; it must be at least 1", steps >= 1),
+            (f"temperature is {temperature}; it must be at least 0", temperature >= 0),
+            (f"top_k is {top_k}; it must be at least 1, or None", top_k is None or top_k >= 1),
+            (
+                f"top_p is {top_p}; it must be above 0 and at most 1, or None",
+                top_p is None or 0 < top_p <= 1,
+            ),
+        )
+        if not right
+    ]
+    if wrong:
+        raise UsageError("; ".join(wrong) + ".")
+
+
 def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Session:
     """Credentials, Drive, the checkpoint folder, model and data: everything that a training needs, checked.
 
+    An earlier run of the experiment with the same config and rows is found again: its weights answer, its record is `session.run`.
     `server` is the URL of a training server that is to compute; see `connect`. Raises UsageError for what cannot work. The config cannot
     be changed afterwards.
     """
+    refuse_no_config(config)
     found = credentials.provide(config)
     mounted = drive.mount(config)
     session = make_session(config, server)
-    rows: list[tuple[str, str]] = [
-        ("backend", _computes(session)),
-        ("model", session.core.config.model.name),
-        (
-            "adapter",
-            f"rank {config.lora_rank}, {session.lora_policy['parameters']:,} parameters are trained",
-        ),
-        *_data(session),
-        (
-            "training",
-            f"{config.max_steps} steps of {config.batch_size} prompts × {config.num_generations} completions",
-        ),
-        ("checkpoints", config.checkpoint_dir),
+    run = newest_alike(session.core.config, session.facts)
+    rows = [
+        *_told(session),
+        *([("earlier run", described(run))] if run is not None else []),
         *mounted,
         (
             "credentials",
             "; ".join(f"{name} from {place}" for name, place in found.items()) or "none found",
         ),
     ]
+    session.folder = run.path if run is not None else None
     show(Table("Session", rows))
-    return session
-
-
-def make_session(config: TrainingConfig, server: str | None = None) -> Session:
-    """A session with its data, without a word; the config cannot be changed afterwards."""
-    train, test = prepare_datasets(config)
-    session = Session(config, train, test, server)
-    _ = session.core  # refuses what cannot work
     config.prepared()
     return session
 
 
+def make_session(config: TrainingConfig, server: str | None = None) -> Session:
+    """A session with its data, without a word."""
+    train, test = prepare_datasets(config)
+    session = Session(config, train, test, server)
+    _ = session.core  # refuses what cannot work
+    return session
+
+
 prepare_colab_session = prepare_session
+
+
+def refuse_no_config(config: object) -> None:
+    """Raise UsageError for what is no config."""
+    if not isinstance(config, TrainingConfig):
+        raise UsageError(
+            f"Expected a TrainingConfig first, got {type(config).__name__}: config = TrainingConfig(dataset='arithmetic')."
+        )
+
+
+def refuse_other(config: TrainingConfig, session: object) -> None:
+    """Raise UsageError unless the session was prepared with this config, or one that is equal to it."""
+    refuse_no_config(config)
+    if not isinstance(session, Session):
+        raise UsageError(
+            f"Expected a session second, got {type(session).__name__}: session = prepare_session(config)."
+        )
+    own, other = session.config.model_dump(), config.model_dump()
+    changed = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    if changed:
+        raise UsageError(
+            f"The session was prepared with another config: {', '.join(changed)} differ. Prepare one with this config: "
+            "session = prepare_session(config)."
+        )
+
+
+def _told(session: Session) -> Iterator[tuple[str, str]]:
+    config = session.config
+    yield "backend", _computes(session)
+    yield "model", model_of(config)
+    trained = session.lora_policy["parameters"]
+    yield "adapter", f"rank {config.lora_rank}, {trained:,} parameters are trained"
+    yield from _data(session)
+    prompts = f"{config.batch_size} prompts × {config.num_generations} completions"
+    yield "training", f"{config.max_steps} steps of {prompts}"
+    yield "checkpoints", str(session.folder or run_folder(config))
 
 
 def _computes(session: Session) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from groupwise.data.chat import Row, Rows
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.earlier import FACTS
 from groupwise.notebook.grading import grades
 from groupwise.notebook.rewards import kind_of
 from groupwise.rewards.formats import SoftFormat
@@ -30,7 +31,10 @@ class NotebookTask:
         test: Rows | Sequence[Row],
         rewards: Rubric,
         callbacks: Sequence[object] = (),
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
+        """`facts`: what is kept with a run, so that later trainings know whether they would be the same."""
+        self.facts = {FACTS: facts} if facts is not None else {}
         self._config = config
         self._train = train
         self._test = test

@@ -45,12 +45,22 @@ def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationErr
         validate(kind, tree_of(kind.as_shown(values), kind.__name__))
     except ConfigError as told:
         return told
-    return ConfigError(str(error))
+    told = (_told(each) for each in error.errors())
+    return ConfigError("\n".join(f"{kind.__name__}: {each}" for each in told))
+
+
+def _told(problem: Any) -> str:
+    place = ".".join(map(str, problem["loc"]))
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("config: ")
+    return f"{place}: {message}" if place else message
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, Mapping):
+        parts = cast("Mapping[Any, Any]", value)
+        return {str(name): _plain(each) for name, each in parts.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in cast("Sequence[Any]", value)]
     try:

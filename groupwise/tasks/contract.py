@@ -143,6 +143,11 @@ class Task:
         return (self.file,) if self.file else ()
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What an object says of itself (`facts`), to be kept with the run's."""
+        return dict(getattr(self._hooks, "facts", {}))
+
+    @property
     def described(self) -> str:
         """The task for messages: its name and where it stands."""
         return f"Task {self.name} ({self.file or 'no file'})"

@@ -49,6 +49,7 @@ def usable(
             made[same(one)] = one
     if not made:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
-        there = ", ".join(rows[0]) if rows else "none"
+        first: object = rows[0] if rows else None
+        there = ", ".join(map(str, first)) if isinstance(first, Mapping) else "none"
         raise TaskError(f"{source} has no usable row: {reasons}. Its columns: {there}. {remedy}")
     return list(made.values()), left_out

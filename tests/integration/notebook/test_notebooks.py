@@ -97,7 +97,7 @@ def by_transformers(adapter: Path | None) -> float:
     rows = list(prepare_datasets(config)[1])[:32]
     folder = fetch_model("smollm2-135m-instruct")
     tokenizer = AutoTokenizer.from_pretrained(adapter or folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
     given = tokenizer.apply_chat_template(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from groupwise.callbacks.base import RunEnd
+from groupwise.errors import UsageError
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.runs import checkpoints
@@ -71,13 +72,13 @@ def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path):
     assert (content / "e" / "final" / "adapter_model.safetensors").read_text() == "w"
 
 
-def test_another_machine_gets_the_newest_one_back(content):
-    config = TrainingConfig(save_to_drive=True, experiment_name="e")
-    for step in (9, 10):
-        checkpoint(content / "e" / CHECKPOINTS, step)
-    [(_, told)] = drive.mount(config)
-    assert "step-10 came from there" in told
-    here = drive.run_folder(config) / CHECKPOINTS
-    assert [each.step for each in checkpoints.complete(here, verify=True)] == [10]
-    [(_, told)] = drive.mount(config)  # what is here already stays
-    assert "came from there" not in told
+def test_a_refused_mount_says_what_to_do(tmp_path, monkeypatch):
+    def mount(place: str) -> None:
+        raise ValueError("mount failed")
+
+    monkeypatch.setattr(drive, "DRIVE", tmp_path / "none")
+    monkeypatch.setattr(drive.importlib, "import_module", lambda name: SimpleNamespace(mount=mount))
+    with pytest.raises(
+        UsageError, match=r"mount failed\. Allow it when Colab asks, or set save_to"
+    ):
+        drive.mount(TrainingConfig(save_to_drive=True))

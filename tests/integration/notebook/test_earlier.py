@@ -1,0 +1,169 @@
+"""Runs that were there before: found again, gone on with, given back, or left alone; and what Drive brings to another machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.notebook import (
+    TrainingConfig,
+    drive,
+    evaluate,
+    export_checkpoint,
+    prepare_session,
+    quick_test,
+    train_grpo,
+)
+from groupwise.notebook.training import Stopped
+from groupwise.runs import checkpoints
+
+pytestmark = pytest.mark.slow
+
+
+def config_of(**changes: Any) -> TrainingConfig:
+    values: dict[str, Any] = {
+        "model": "tiny", "dataset": "arithmetic", "dataset_max": 40, "num_batches": 8, "train_fraction": 0.75, "num_generations": 4,
+        "total_generation_steps": 8, "learning_rate": 0.05, "beta": 0.0, "lora_rank": 4, "lora_alpha": 8, "experiment_name": "digits",
+        "overrides": {"run.save_steps": 2, "run.processes": 1, "eval.max_prompts": 4},
+    }  # fmt: skip
+    return TrainingConfig(**{**values, **changes})
+
+
+class Digits:
+    """Rewards digits; the cell is interrupted after so many steps, before the next one is scored."""
+
+    def __init__(self, interrupt: int | None = None) -> None:
+        self.interrupt = interrupt
+
+    def __call__(self, completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if trainer_state.global_step == self.interrupt:
+            saved = f"checkpoints/*/checkpoints/step-{self.interrupt}"
+            self.interrupt = None
+            os.kill(os.getpid(), signal.SIGINT)
+            while not list(Path().glob(saved)):
+                time.sleep(0.01)
+        return [sum(each.isdigit() for each in text) / max(len(text), 1) for text in completions]
+
+
+def letters(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(each.isalpha() for each in text) / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Go to a machine of this name: a disk of its own, and the same Drive."""
+    place = tmp_path / "drive"
+    place.mkdir()
+    monkeypatch.setattr(drive, "DRIVE", place)
+    monkeypatch.setattr("groupwise.notebook.config.DRIVE", place)
+
+    def go(name: str) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / name)
+        return tmp_path / name
+
+    return go
+
+
+def final(machine: Path, run: str = "digits") -> bytes:
+    return (machine / "checkpoints" / run / "final" / "adapter_model.safetensors").read_bytes()
+
+
+def cut_off(config: TrainingConfig, at: int = 3) -> None:
+    with pytest.raises(Stopped):
+        train_grpo(config, prepare_session(config), reward_functions=[Digits(at)])
+
+
+def test_a_finished_run_is_found_again_and_not_trained_twice(machine, capsys):
+    folder = machine("one")
+    config = config_of()
+    state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    capsys.readouterr()
+    again = config_of()  # its cell was run again
+    session = prepare_session(again)
+    assert "checkpoints/digits: finished after 6 steps" in capsys.readouterr().out
+    assert session.run.summary["state"] == "finished"
+    quick_test(again, session)
+    assert "digits@6" in capsys.readouterr().out
+    other = train_grpo(again, session, reward_functions=[Digits()])
+    assert "was finished with this config, these rows and these rewards" in capsys.readouterr().out
+    assert (other.final_policy, other.checkpoint_dir) == (state.final_policy, state.checkpoint_dir)
+    assert other.grpo_trainer.summary["reward_last"] == state.grpo_trainer.summary["reward_last"]
+    assert [each.name for each in (folder / "checkpoints").iterdir()] == ["digits"]
+
+
+def test_other_rewards_and_other_rows_begin_beside(machine, capsys):
+    folder = machine("one")
+    config = config_of()
+    cut_off(config)
+    session = prepare_session(config)
+    assert "cut off after 3 of 6 steps; train_grpo goes on" in capsys.readouterr().out
+    train_grpo(config, session, reward_functions=[letters])
+    assert "but differs in the reward Digits, the reward letters" in capsys.readouterr().out
+    session = prepare_session(config)
+    session.train_dataset = list(session.train_dataset)[1:]
+    train_grpo(config, session, reward_functions=[Digits()])
+    assert "but differs in rows to train on: it is left as it is" in capsys.readouterr().out
+    session = prepare_session(config)
+    train_grpo(config, session, reward_functions=[Digits()])
+    assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
+    names = sorted(each.name for each in (folder / "checkpoints").iterdir())
+    assert names == ["digits", "digits-2", "digits-3"]
+
+
+def test_what_an_interruption_leaves_can_be_exported_and_asked(machine, capsys):
+    machine("one")
+    config = config_of()
+    session = prepare_session(config)
+    assert session.weights is None
+    with pytest.raises(Stopped):
+        train_grpo(config, session, reward_functions=[Digits(3)])
+    assert export_checkpoint(config, session) == "checkpoints/digits/checkpoints/step-3"
+    quick_test(config, session)
+    assert "digits@3" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="prepared with another config: beta differ"):
+        evaluate(config_of(beta=0.1), session)
+    with pytest.raises(UsageError, match="prepared with another config: seed differ"):
+        quick_test(config_of(seed=1), session)
+
+
+def test_drive_takes_a_run_to_another_machine(machine, capsys):
+    whole = machine("whole")
+    config = config_of()
+    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    config = config_of(save_to_drive=True)
+    machine("first")
+    cut_off(config)
+    second = machine("second")
+    capsys.readouterr()
+    session = prepare_session(config_of(save_to_drive=True))
+    said = capsys.readouterr().out
+    assert "digits@3 came from there" in said
+    assert "cut off after 3 of 6 steps" in said
+    assert len(session.run.metrics("reward")["reward"]) == 3
+    train_grpo(session.config, session, reward_functions=[Digits()])
+    assert final(second) == final(whole)
+    assert (second.parent / "drive" / "digits" / "final" / "adapter_model.safetensors").is_file()
+
+
+def test_each_run_of_an_experiment_has_its_own_folder_on_drive(machine, capsys):
+    machine("first")
+    config = config_of(save_to_drive=True)
+    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    other = config_of(save_to_drive=True, seed=5)
+    cut_off(other, at=5)
+    third = machine("third")
+    prepare_session(other)
+    assert "digits@6, digits-2@5 came from there" in capsys.readouterr().out
+    for run, step in (("digits", 6), ("digits-2", 5)):
+        newest = checkpoints.newest(third / "checkpoints" / run / "checkpoints")
+        assert newest is not None
+        assert newest.step == step
+    train_grpo(other, prepare_session(other), reward_functions=[Digits()])
+    assert "checkpoints/digits-2 was cut off: it goes on" in capsys.readouterr().out
