@@ -86,12 +86,18 @@ def with_model(loaded: Loaded, update: Mapping[str, Any]) -> Loaded:
 # --- facts and plan ------------------------------------------------------------------------------
 
 
-def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, str]:
-    """The task's name, and a fingerprint of the files that its hooks and its rewards stand in."""
+def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
+    """The task's name, and a fingerprint of the files that its hooks and its rewards stand in; of a task without a file of its own what it
+    calls its data, with its rewards.
+    """
     names = dict.fromkeys((*task.files, *(rubric.files if rubric else ())))
     files = [file for file in map(Path, names) if file.is_file()]
     texts = [file.read_text(errors="replace") for file in files]
-    return {"task": task.name, "task_file": digest(*texts) if texts else ""}
+    named = {"task": task.name, "task_file": digest(*texts) if texts else ""}
+    if task.dataset is None or rubric is None:
+        return named
+    weights = dict(zip(rubric.names, rubric.weights, strict=True))
+    return {**named, "dataset": task.dataset, "rewards": weights}
 
 
 def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:

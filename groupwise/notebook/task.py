@@ -8,8 +8,8 @@ from typing import Any
 
 from groupwise.data.chat import Row, Rows
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.datasets import dataset_of, kind_of
 from groupwise.notebook.grading import grades
-from groupwise.notebook.rewards import kind_of
 from groupwise.rewards.formats import SoftFormat
 from groupwise.rewards.overlap import RubricOverlap
 from groupwise.rewards.rubric import Rubric
@@ -36,6 +36,11 @@ class NotebookTask:
         self._test = test
         self._rewards = rewards
         self._callbacks = callbacks
+
+    @property
+    def card_dataset(self) -> str:
+        """What model cards call the rows: the notebook's dataset."""
+        return dataset_of(self._config)
 
     def get_rl_dataset(self, config: Any) -> Rows | Sequence[Row]:
         """The train part."""

@@ -143,6 +143,11 @@ class Task:
         return (self.file,) if self.file else ()
 
     @property
+    def dataset(self) -> str | None:
+        """The name of its data, where an object in memory says one (`card_dataset`): the name of its class tells nobody anything."""
+        return getattr(self._hooks, "card_dataset", None)
+
+    @property
     def described(self) -> str:
         """The task for messages: its name and where it stands."""
         return f"Task {self.name} ({self.file or 'no file'})"
