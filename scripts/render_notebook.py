@@ -1,6 +1,7 @@
 """Run a notebook from start to end and write it as a page with all that it shows: `python scripts/render_notebook.py quickstart`.
 
-The page stands in docs/notebooks; it is made anew when a notebook or what it shows changes.
+The page stands in docs/notebooks; it is made anew when a notebook or what it shows changes. It needs nothing from elsewhere: what is shown
+is HTML and pictures, so the scripts that nbconvert would load (widgets, formulas, diagrams) have nothing to do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
 ROOT = Path(__file__).parents[1]
+TEMPLATE = """\
+{%- extends "index.html.j2" -%}
+{%- block html_head_js -%}{%- endblock -%}
+{%- block html_head_js_mathjax -%}{%- endblock -%}
+"""
+"""nbconvert's own, without the blocks that load scripts."""
 
 
 def main() -> None:
@@ -25,11 +32,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
         NotebookClient(notebook, timeout=3600, resources=resources).execute()
-    page, _ = HTMLExporter(template_name="classic").from_notebook_node(notebook)
+    made = page(notebook, name)
     target = ROOT / "docs" / "notebooks" / f"{name}.html"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(page)
-    print(f"{target.relative_to(ROOT)}: {len(page) / 1000:.0f} kB")
+    target.write_text(made)
+    print(f"{target.relative_to(ROOT)}: {len(made) / 1000:.0f} kB")
+
+
+def page(notebook: Any, name: str) -> str:
+    """An executed notebook as a page that stands alone."""
+    exporter = HTMLExporter(template_name="classic", raw_template=TEMPLATE)
+    text, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
+    return text
 
 
 if __name__ == "__main__":

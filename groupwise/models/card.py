@@ -56,13 +56,15 @@ def model_card(
 ) -> str:
     """The card of weights that a run had after so many steps.
 
-    `results` are those of the run's summary (`held_out`, losses); without them the card has what was evaluated before that step.
+    `results` are those of the run's summary (`held_out`, losses). Without them the card has what was evaluated before that step, and in
+    it, where the run is finished: until then that may come later, and a card must not depend on when it is written.
     `merged`: the adapter was added to its base.
     """
     config = read_config(run)
     with Store.glance(run / RECORD) as store:
         facts = store.get_meta()
-        earlier = [r for r in store.evaluations(rows=False) if r.step < steps and not results]
+        through = steps if facts["state"] == "finished" else steps - 1
+        earlier = [r for r in store.evaluations(rows=False) if r.step <= through and not results]
     base = _base(config, facts)
     adapter = is_adapter(weights) and not merged
     paragraphs = [
@@ -148,7 +150,13 @@ def _what_it_is(
     kind = facts.get("kind", "rl")
     how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
     what = "A low-rank adapter for" if adapter else "A model made from"
-    return f"{what} `{base}`, trained by {how} on the task `{facts.get('task')}` for {steps} steps."
+    return f"{what} `{base}`, trained by {how} on {_trained_on(facts)} for {steps} steps."
+
+
+def _trained_on(facts: Mapping[str, Any]) -> str:
+    """The task, or the dataset where a run says that its task has no other name (`task_facts`)."""
+    dataset = facts.get("dataset")
+    return f"`{_without_path(dataset)}`" if dataset else f"the task `{facts.get('task')}`"
 
 
 def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
@@ -162,9 +170,7 @@ def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]
 
 
 def _ancestor(earlier: Mapping[str, Any]) -> str:
-    trained = (
-        f" ({WAYS[kind]} on the task `{earlier['task']}`)" if (kind := earlier.get("kind")) else ""
-    )
+    trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if (kind := earlier.get("kind")) else ""
     return f"`{earlier['policy']}`{trained}"
 
 
@@ -241,13 +247,18 @@ def _loading(config: Mapping[str, Any], base: str, place: Place, *, adapter: boo
 
 def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     count = facts.get("examples")
-    examples = (
-        f"{count} examples of the task `{facts.get('task')}`" if count else "the task's examples"
-    )
+    examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
     sources = [config["data"].get("dataset_name")]
     sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
     named = ", ".join(f"`{_without_path(source)}`" for source in sources if source)
-    return f"Data: {examples}{f', from {named}' if named else ''}. The config:"
+    return f"Data: {examples}{f', from {named}' if named else ''}{_rewarded(facts)}. The config:"
+
+
+def _rewarded(facts: Mapping[str, Any]) -> str:
+    """By which rewards, and how much each counts, where the run has noted that."""
+    weights: Mapping[str, float] = facts.get("rewards") or {}
+    named = [f"`{name}` (weight {_number(weight)})" for name, weight in weights.items() if weight]
+    return f", rewarded by {', '.join(named)}" if named else ""
 
 
 def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from groupwise.display.notebook import Table
 from groupwise.errors import ConfigError
 from groupwise.notebook.accelerators import accelerator
 from groupwise.notebook.worded import Worded, in_words
@@ -175,6 +176,19 @@ class TrainingConfig(Worded):
         if name not in PRESETS:
             raise ConfigError(f"There is no preset {name!r}. There are: {', '.join(PRESETS)}.")
         return cls(**{**PRESETS[name], **changes})
+
+    @classmethod
+    def fields(cls) -> Table:
+        """What can be set, with default and meaning, a subclass's own fields too: `help` would show all of pydantic and no meanings."""
+        rows = [
+            (
+                name,
+                "" if field.is_required() else repr(field.get_default(call_default_factory=True)),
+                field.description or "",
+            )
+            for name, field in cls.model_fields.items()
+        ]
+        return Table("", rows, ("field", "default", "meaning"))
 
     def prepared(self) -> None:
         """From now on it cannot be changed."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 from pydantic import Field
 from ruamel.yaml import YAML
 
-from groupwise.errors import ConfigError, TaskError
+from groupwise.errors import ConfigError, StoreError, TaskError, UsageError
 from groupwise.notebook.worded import Worded
 from groupwise.rewards.judge import Judge
 from groupwise.rewards.matching import keyword_share
@@ -44,6 +44,8 @@ else:
 Texts = Held[str]
 LogMetric = Callable[[str, float], None]
 
+EXPECTED = "a rubric has a `name:` and `criteria:`, a set of them has `rubrics:`"
+"""What a file should hold."""
 LONG = 3
 """Letters of a word of a description from which on it says something."""
 
@@ -166,7 +168,7 @@ class Rubric(Worded):
         return self.reweighted({each.name: each.weight * factor for each in self.criteria})
 
     def to_yaml(self, path: Path | str) -> None:
-        """Write it to a file that `load_rubrics` reads."""
+        """Write it to a file that `load_rubrics` reads. Raises UsageError where that cannot be."""
         _write(path, self)
 
     def _refuse_unknown(self, names: Any) -> None:
@@ -217,7 +219,7 @@ class RubricSet(Worded):
         return _reward(self.name, self)
 
     def to_yaml(self, path: Path | str) -> None:
-        """Write it to a file that `load_rubrics` reads."""
+        """Write it to a file that `load_rubrics` reads. Raises UsageError where that cannot be."""
         _write(path, self)
 
 
@@ -234,7 +236,7 @@ def load_rubrics(path: Path | str) -> RubricSet:
 
 
 def _loaded(file: Path) -> RubricSet:
-    tree: Tree = read_yaml(file)
+    tree: Tree = read_yaml(file, EXPECTED)
     if "rubrics" in tree.values:
         return validate(RubricSet, tree)
     rubric = validate(Rubric, tree)
@@ -246,7 +248,14 @@ def _write(path: Path | str, rubrics: Rubric | RubricSet) -> None:
     yaml.default_flow_style = False
     text = io.StringIO()
     yaml.dump(rubrics.model_dump(mode="json", exclude_unset=True), text)
-    durable.write_file(Path(path), text.getvalue().encode())
+    file = Path(path).expanduser()
+    try:
+        durable.write_file(file, text.getvalue().encode())
+    except StoreError as error:  # its remedy is that of a run
+        reason = getattr(error.__cause__, "strerror", None) or error.__cause__
+        raise UsageError(
+            f"The rubrics cannot be written to {file}: {reason}. Mend that, or name another file."
+        ) from error
 
 
 def _reward(name: str, rubrics: Sequence[Rubric] | RubricSet) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 
 from groupwise.data.chat import Row, Rows
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.datasets import dataset_of, kind_of
 from groupwise.notebook.earlier import FACTS
 from groupwise.notebook.grading import grades
-from groupwise.notebook.rewards import kind_of
 from groupwise.rewards.formats import SoftFormat
 from groupwise.rewards.overlap import RubricOverlap
 from groupwise.rewards.rubric import Rubric
@@ -34,7 +34,12 @@ class NotebookTask:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         """`facts`: what is kept with a run, so that later trainings know whether they would be the same."""
-        self.facts = {FACTS: facts} if facts is not None else {}
+        self.facts: dict[str, Any] = {
+            "dataset": dataset_of(config),
+            "rewards": dict(zip(rewards.names, rewards.weights, strict=True)),
+            FACTS: facts or {},
+        }
+        """Kept with the run; model cards name data and rewards by them."""
         self._config = config
         self._train = train
         self._test = test

@@ -209,15 +209,21 @@ def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: f
 
 
 def _card(weights: _Weights, to: Format, name: str) -> str:
-    results = results_of(read_summary(weights.run)) if weights.final else {}
     return model_card(
         weights.run,
         weights.folder,
         weights.step,
         place=Place(name, file=f"{weights.run.name}.gguf" if to == "gguf" else None),
-        results=results,
+        results=_results(weights),
         merged=to != "adapter",
     )
+
+
+def _results(weights: _Weights) -> dict[str, Any]:
+    """What the run came to, of its final weights, which the checkpoint of the same step holds as well."""
+    summary = read_summary(weights.run) or {}
+    ended_with = weights.final or summary.get("final_step") == weights.step
+    return results_of(summary) if ended_with else {}
 
 
 def _model(weights: _Weights) -> ModelConfig:

@@ -74,16 +74,19 @@ def parse_yaml(text: str) -> Any:
     return reader.load(text)
 
 
-def read_yaml(path: Path) -> Tree:
-    """The tree of a file. Raises ConfigError where there is no such file or it is not a YAML mapping with unique keys."""
+def read_yaml(path: Path, expected: str | None = None) -> Tree:
+    """The tree of a file. Raises ConfigError where there is no such file or it is not a YAML mapping with unique keys.
+
+    `expected` tells in messages what the file should hold, where that is no config of a run.
+    """
     source = str(path)
     content = _load_file(path)
     if content is None:
-        raise ConfigError(f"{source} is empty; a config needs at least `model:` with a `name:`.")
+        least = expected or "a config needs at least `model:` with a `name:`"
+        raise ConfigError(f"{source} is empty; {least}.")
     if not isinstance(content, CommentedMap):
-        raise ConfigError(
-            f"{source} holds {as_given(content)}; a config is a mapping of sections, `model:`, `training:` and so on."
-        )
+        kind = expected or "a config is a mapping of sections, `model:`, `training:` and so on"
+        raise ConfigError(f"{source} holds {as_given(content)}; {kind}.")
     tree = Tree(source)
     tree.values.update(plain_value(cast("Any", content), (), tree))
     return tree

@@ -739,6 +739,13 @@ def fields_table(model: Any, head: str) -> str:
     return table(head, rows)
 
 
+def notebook_table() -> str:
+    """What `TrainingConfig.fields()` shows."""
+    shown = TrainingConfig.fields()
+    rows = [(f"`{field}`", f"`{default}`", meaning) for field, default, meaning in shown.rows]
+    return table(f"| {' | '.join(shown.header)} |", rows)
+
+
 def shown_default(value: Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
@@ -786,7 +793,7 @@ def server_metrics() -> set[str]:
             lambda: routes_table(FLEET_ROUTES).replace("| train |", "| act |"),
         ),
         ("fleet-machines.md", lambda: problems_table(of_the_fleet=True)),
-        ("notebooks.md", lambda: fields_table(TrainingConfig, "| field | default | meaning |")),
+        ("notebooks.md", notebook_table),
         (
             "fleet-operations.md",
             lambda: fields_table(FleetSettings, "| setting | default | meaning |"),

@@ -58,6 +58,13 @@ def test_they_are_thin_and_have_no_output(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_an_installation_that_fails_is_seen(file: Path) -> None:
+    first = next(cell.source for cell in read(file).cells if cell.cell_type == "code")
+    assert "%%capture" not in first
+    assert first.count("%pip install -q ") == first.count("%pip") == 2
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_they_run_from_start_to_end(file: Path, tmp_path: Path) -> None:
     text = said(executed(file, tmp_path, SHORTER))
     for part in ("rows to train on", "step ", "PeftModel"):

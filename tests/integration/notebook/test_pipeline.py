@@ -73,6 +73,11 @@ def test_the_pipeline_from_a_config_to_an_adapter(here, capsys):
     assert session.run.summary["state"] == "finished"
     with pytest.raises(UsageError, match="cannot be changed"):
         config.beta = 0.5
+    card = Path(path, "hf_lora", "README.md").read_text()
+    assert "## Results on 10 held-out prompts" in card
+    assert "(grpo) on `arithmetic` for 6 steps" in card
+    assert "30 examples of `arithmetic`, rewarded by `digits` (weight 1). The config:" in card
+    assert "NotebookTask" not in card
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks

@@ -102,6 +102,27 @@ def test_a_checkpoint_has_what_was_evaluated_before_it(tmp_path, weights):
     assert "| reward | 0.5 | 0.6 |" in card
 
 
+def test_a_checkpoint_of_a_finished_run_has_that_of_its_own_step(tmp_path, weights):
+    run = run_folder(tmp_path / "runs")
+    with RunFolder.open(run) as folder:
+        folder.finish("finished")
+    assert "| before, 0 steps | step-4, 4 steps | step-8, 8 steps |" in model_card(run, weights, 8)
+    assert "step-8" not in model_card(run, weights, 4)
+
+
+def test_data_and_rewards_of_a_task_without_a_name_are_told(tmp_path, weights):
+    noted = {"dataset": "/data/capitals.jsonl", "rewards": {"right": 1.0, "near": 0.3, "seen": 0.0}}
+    card = model_card(run_folder(tmp_path / "runs", noted), weights, 8)
+    assert "reinforcement learning (grpo) on `capitals.jsonl` for 8 steps." in card
+    assert (
+        "Data: 1000 examples of `capitals.jsonl`, rewarded by `right` (weight 1), `near` (weight 0.3). "
+        in card
+    )
+    assert "sums" not in card
+    later = run_folder(tmp_path / "later", {"lineage": [{**RL, **noted}]})
+    assert "(reinforcement learning on `capitals.jsonl`)" in model_card(later, weights, 8)
+
+
 def test_it_names_no_path_and_no_secret(tmp_path, weights):
     run = run_folder(
         tmp_path / "runs",

@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
 
 from groupwise.errors import ConfigError
 from groupwise.notebook.config import PRESETS, ColabTrainingConfig, TrainingConfig
 from groupwise.rewards.tags import Tags
+from groupwise.settings.schema import setting
 
 
 def any_values(**values: Any) -> Any:
@@ -57,6 +58,21 @@ _DEFAULTS = {
     "solution_end": "</answer>",
     "backend": "auto",
 }
+
+
+class Mine(TrainingConfig):
+    topic: str
+    places: tuple[str, ...] = setting((), "Where it is.")
+    words: list[str] = Field(default_factory=list, description="Of it.")
+
+
+def test_fields_are_shown_with_default_and_meaning():
+    shown = Mine.fields()
+    assert ["learning_rate", "3e-06"] in [[*row[:2]] for row in shown.rows]
+    assert ("seed", "42", TrainingConfig.model_fields["seed"].description) in shown.rows
+    own = [("topic", "", ""), ("places", "()", "Where it is."), ("words", "[]", "Of it.")]
+    assert list(shown.rows) == [*TrainingConfig.fields().rows, *own]
+    assert "topic" not in str(TrainingConfig.fields())
 
 
 def test_both_names_are_one_class():

@@ -71,6 +71,14 @@ def test_the_prompt_has_the_question_and_neither_answer_nor_rubric():
     assert "names the cause" in format_prompt("Why?", config, rubric="names the cause")
 
 
+@pytest.mark.parametrize("prompt", ["Just say 1.", [{"role": "user", "content": "Just say 1."}]])
+def test_a_prompt_of_a_row_is_taken_as_it_is(prompt):
+    register_dataset("own", lambda config: [{**row, "prompt": prompt} for row in rows(4)])
+    train, test = prepare_datasets(TrainingConfig(dataset="own"))
+    assert [row["prompt"] for row in (*train, *test)] == [prompt] * 4
+    assert all(row["question"] not in str(row["prompt"]) for row in train)
+
+
 def test_unusable_rows_are_left_out_and_counted():
     given = [
         *rows(3),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.errors import ConfigError, TaskError
+from groupwise.errors import ConfigError, TaskError, UsageError
 from groupwise.notebook.rubrics import Criterion, Rubric, RubricSet, load_rubrics
 from groupwise.rewards.judge import Judge
 
@@ -123,6 +123,30 @@ def test_what_is_wrong_in_a_file_is_told(text, said, tmp_path):
     with pytest.raises(ConfigError, match=said) as refused:
         load_rubrics(tmp_path / "x.yaml")
     assert "x.yaml" in str(refused.value)
+
+
+@pytest.mark.parametrize(("text", "found"), [("", "is empty"), ("- name: x\n", "holds")])
+def test_a_file_that_holds_no_rubric_is_told_in_words_of_rubrics(text, found, tmp_path):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(
+        ConfigError, match=f"{found}.*; a rubric has a `name:` and `crit"
+    ) as refused:
+        load_rubrics(tmp_path / "x.yaml")
+    assert "model" not in str(refused.value)
+
+
+def test_a_file_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    STEPS.to_yaml("~/steps.yaml")
+    assert (tmp_path / "steps.yaml").is_file()
+    assert load_rubrics("~/steps.yaml").rubrics == (STEPS,)
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    for place, reason in (("none/x.yaml", "No such file or directory"), ("", "Is a directory")):
+        with pytest.raises(UsageError, match=f"{reason}. Mend that, or name another") as refused:
+            STEPS.to_yaml(tmp_path / place)
+        assert "--resume" not in str(refused.value)
 
 
 def test_what_is_wrong_in_python_is_told():

@@ -66,6 +66,17 @@ def test_a_checkpoint_gets_tokenizer_and_card_and_nothing_of_the_training(runs, 
     assert there == (runs / "toy/checkpoints/step-4/adapter_model.safetensors").read_bytes()
 
 
+def test_the_checkpoint_of_the_last_step_shows_what_the_run_came_to(runs, tmp_path):
+    assert (runs / "toy/checkpoints/step-5").is_dir()
+    for step in (4, 5):
+        export(f"toy@{step}", "adapter", tmp_path / str(step), runs_dir=runs)
+    last, earlier = ((tmp_path / step / "README.md").read_text() for step in ("5", "4"))
+    results = last.partition("## Results on 3 held-out prompts")[2].partition("## How")[0]
+    assert results
+    assert results in (runs / "toy/final/README.md").read_text()
+    assert "## Results" not in earlier
+
+
 @pytest.mark.parametrize(("run", "base"), [("toy", "tiny"), ("whole", "whole")])
 def test_a_merged_model_stands_alone(runs, tmp_path, run, base):
     export(run, "merged", tmp_path / "out", runs_dir=runs)
