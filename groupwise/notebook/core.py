@@ -118,7 +118,7 @@ def _processes(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _overrides(config: TrainingConfig) -> list[str]:
-    found = _flat(config.overrides)
+    found = flat(config.overrides)
     for key, _ in found:
         if key in _NOT_HERE:
             instead = _NOT_HERE[key]
@@ -136,7 +136,7 @@ def _as_json(key: str, value: Any) -> str:
         ) from None
 
 
-def _flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any]]:
+def flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any]]:
     """Keys may be dotted or nested."""
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
@@ -144,7 +144,7 @@ def _flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any
             raise ConfigError(f"overrides: {key!r} is no key; give a text such as 'training.seed'.")
         path = (*above, key)
         if isinstance(value, Mapping) and value:
-            found += _flat(cast("Mapping[str, Any]", value), path)
+            found += flat(cast("Mapping[str, Any]", value), path)
         else:
             found.append((".".join(path), cast("Any", value)))
     return found

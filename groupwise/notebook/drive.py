@@ -26,14 +26,19 @@ def mount(config: TrainingConfig) -> list[tuple[str, str]]:
     """Mount Drive if that is asked for, and bring back an experiment that another machine began. Returns what to say about it."""
     if not config.save_to_drive:
         return []
-    if not DRIVE.exists():
-        _mount()
+    ensure(config)
     place = mirror(config)
     if place is None:
         return [("drive", f"there is none here; checkpoints stay in {run_folder(config)}")]
     brought = bring_back(place, run_folder(config))
     came = f"; {', '.join(brought)} came from there" if brought else ""
     return [("drive", f"checkpoints are copied to {place}{came}")]
+
+
+def ensure(config: TrainingConfig) -> None:
+    """Mount Drive if that is asked for. Raises UsageError where Colab refuses."""
+    if config.save_to_drive and not DRIVE.exists():
+        _mount()
 
 
 def mirror(config: TrainingConfig) -> Path | None:

@@ -10,6 +10,13 @@ from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 
 
+def _policy(session: Session) -> str:
+    """The run by its name, so that the results are written there."""
+    if session.folder is None or session.weights is None:
+        return "base"
+    return session.folder.name
+
+
 def evaluate(
     config: TrainingConfig,
     session: Session,
@@ -26,12 +33,11 @@ def evaluate(
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
-    weights = session.weights
     result = evaluated(
         session.core.config,
         task,
         overrides=[] if samples_per_prompt == 1 else ["eval.temperature=1.0"],
-        policy="base" if weights is None else str(weights),
+        policy=_policy(session),
         samples_per_prompt=samples_per_prompt,
     )
     judged = {name: result.interval(name) for name in result.judged}

@@ -9,6 +9,7 @@ was cut off goes on where it was, in the middle of a trial too, and one that is 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,20 +17,23 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.display.notebook import Table, kernel_display, show
 from groupwise.display.page import picture
 from groupwise.display.plot import Series, svg_curve
 from groupwise.errors import ConfigError, RunError, UsageError
+from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
-from groupwise.notebook.core import core_config
+from groupwise.notebook.core import core_config, flat, run_folder
+from groupwise.notebook.identity import differences, facts_of
 from groupwise.notebook.rewards import Given, kind_of, rewards_of
-from groupwise.notebook.session import Session, make_session
+from groupwise.notebook.session import Session, make_session, refuse_no_config
 from groupwise.notebook.task import NUMERIC_METRICS, RUBRIC_METRICS
 from groupwise.notebook.training import run_training
 from groupwise.rewards.rubric import Rubric
+from groupwise.runs import durable
 from groupwise.runs.folder import RECORD, read_summary
 
 if TYPE_CHECKING:
@@ -42,6 +46,10 @@ RECENT = 5
 """Steps whose mean reward is compared with that of other trials."""
 _FIXED = (*SECRETS, "experiment_name", "checkpoint_dir", "save_to_drive", "overrides")
 """Fields that no search can vary."""
+AFTER = "-search"
+"""Stands after the name of the experiment's folder."""
+JOURNAL = "trials.jsonl"
+QUESTION = "question"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,27 +149,50 @@ def search(
     prune: bool = True,
     reward_functions: Given | None = None,
     extra_reward_functions: Given = (),
+    server: str | None = None,
 ) -> Search:
     """Train with values of the space until there are so many trials; returns them with the best config.
 
     `metric` is one of the evaluation of the test part after the training, and larger is better. `prune` ends trials early that do worse
-    than the median. The runs are in checkpoint_dir with `-search` after its name.
+    than the median. The runs are in the experiment's folder with `-search` after its name, on the local disk; with save_to_drive what
+    was tried is copied to Drive, so that another machine goes on after the last trial that had ended. Values that cannot go together
+    are a trial that failed. Raises ConfigError for a search of this name that asked for something else.
     """
+    refuse_no_config(config)
+    _refuse_count(trials)
     distributions = _distributions(config, space)
-    folder = Path(f"{config.checkpoint_dir}-search")
+    credentials.provide(config)
+    drive.ensure(config)
+    base = make_session(config, server)
+    rewards = rewards_of(config, base.train_dataset, reward_functions, extra_reward_functions)
+    _check_metric(metric, base, rewards)
+    folder = Path(f"{run_folder(config)}{AFTER}")
+    _bring_back(config, folder)
     study = _study(folder, prune)
     found = Search(config, metric, study)
     _refuse_other_space(study, distributions)
+    _refuse_other_question(study, _question(base, rewards, space, metric))
     while (trial := _next(study, distributions, trials, config.seed)) is not None:
-        own = _with(config, trial.params).changed(
-            checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
-        )
-        session = make_session(own)
-        rewards = rewards_of(own, session.train_dataset, reward_functions, extra_reward_functions)
-        _check_metric(metric, session, rewards)
-        _tried(study, trial, session, rewards, metric, prune=prune)
+        try:
+            own = _with(config, trial.params).changed(
+                checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
+            )
+            session = make_session(own, server)
+            rewards = rewards_of(
+                own, session.train_dataset, reward_functions, extra_reward_functions
+            )
+            _tried(study, trial, session, rewards, metric, prune=prune)
+        except (RunError, ConfigError) as error:
+            logger.warning("trial %d failed: %s", trial.number, error)
+            study.tell(trial, state=_state("FAIL"))
+        _copy_to_drive(config, folder)
         _redraw(found)
     return found
+
+
+def _refuse_count(trials: object) -> None:
+    if not isinstance(trials, int) or trials < 1:
+        raise ConfigError(f"trials is {trials!r}; it must be a whole number, at least 1.")
 
 
 def _tried(
@@ -173,20 +204,61 @@ def _tried(
     if summary is not None and summary["state"] == "finished":
         session.folder = run
     else:
-        try:
-            run_training(session, rewards, [_Pruner(trial)] if prune else [])
-        except RunError as error:
-            logger.warning("trial %d failed: %s", trial.number, error)
-            study.tell(trial, state=_state("FAIL"))
-            return
+        run_training(session, rewards, [_Pruner(trial)] if prune else [])
     if "stopped" in session.run.summary:
         study.tell(trial, state=_state("PRUNED"))
     else:
         study.tell(trial, session.run.evaluations()["after"][metric])
 
 
+def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> dict[str, Any]:
+    """What trials must agree in to be compared: the metric, the fields and keys that are not varied, rows and rewards."""
+    config = session.config
+    fields = config.model_dump(mode="json", exclude={*_FIXED, *space})
+    keys = {key: value for key, value in flat(config.overrides) if key not in space}
+    facts = facts_of(config, session.train_dataset, session.test_dataset, rewards)
+    varied = (
+        {"rows to train on", "rows to test"} if {"seed", "train_fraction"} & {*space} else {*()}
+    )
+    kept = {name: value for name, value in facts.items() if name not in varied}
+    return json.loads(json.dumps({"metric": metric, **fields, **keys, **kept}, default=str))
+
+
+def _refuse_other_question(study: Study, question: Mapping[str, Any]) -> None:
+    before = study.user_attrs.get(QUESTION)
+    if before is None:
+        study.set_user_attr(QUESTION, question)
+        return
+    gone = {name: None for name in before if name not in question}
+    if changed := differences(before, {**question, **gone}):
+        raise ConfigError(
+            f"There is a search of this experiment already, which differs in {', '.join(changed)}, so that its trials say nothing about "
+            "this one. Choose another experiment_name, or ask as before to go on."
+        )
+
+
+def _bring_back(config: TrainingConfig, folder: Path) -> None:
+    place = drive.mirror(config)
+    kept = None if place is None else Path(f"{place}{AFTER}") / JOURNAL
+    if kept is not None and kept.is_file() and not (folder / JOURNAL).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        durable.write_file(folder / JOURNAL, kept.read_bytes())
+
+
+def _copy_to_drive(config: TrainingConfig, folder: Path) -> None:
+    place = drive.mirror(config)
+    if place is not None:
+        kept = Path(f"{place}{AFTER}") / JOURNAL
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_file(kept, (folder / JOURNAL).read_bytes())
+
+
 def _check_metric(metric: str, session: Session, rewards: Rubric) -> None:
     """Raise UsageError for a metric that no evaluation of such a training will have."""
+    if not session.core.config.eval.before_and_after:
+        raise UsageError(
+            "The test part is not evaluated: overrides has eval.before_and_after false. A search compares trainings by it; leave it out."
+        )
     own = RUBRIC_METRICS if kind_of(session.train_dataset) == "rubric" else NUMERIC_METRICS
     known = ["reward", *own, *(f"rewards/{name}/mean" for name in rewards.names)]
     if metric not in known:
@@ -227,34 +299,36 @@ def _with(config: TrainingConfig, values: Mapping[str, Any]) -> TrainingConfig:
     return config.changed(**own, overrides={**config.overrides, **core})
 
 
-def _distributions(config: TrainingConfig, space: Space) -> dict[str, Any]:
+def _distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
     """Optuna's form of a space whose every value could be trained. Raises ConfigError."""
-    if not space:
+    if not isinstance(space, Mapping) or not space:
         raise ConfigError(
-            'The space is empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
+            'The space is no mapping, or empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
         )
     found: dict[str, Any] = {}
-    for name, values in space.items():
+    for name, values in cast("Space", space).items():
         if name in _FIXED:
             raise ConfigError(f"{name} is nothing that a search can vary.")
+        found[name] = _distribution(name, values)
         ends = [values.low, values.high] if isinstance(values, Between) else list(values)
         for value in ends:
             core_config(_with(config, {name: value}))
-        found[name] = _distribution(name, values)
     return found
 
 
-def _distribution(name: str, values: Between | Sequence[Any]) -> Any:
+def _distribution(name: str, values: Any) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(values, Between):
-        if isinstance(values, str) or not values:
+        if not isinstance(values, list | tuple) or not values:
             raise ConfigError(
                 f"{name}: expected Between(low, high) or a list of values, got {values!r}."
             )
-        return CategoricalDistribution(list(values))
+        return CategoricalDistribution(list(cast("Sequence[Any]", values)))
     if not values.low < values.high:
         raise ConfigError(f"{name}: {values.low} is not below {values.high}.")
+    if values.log and values.low <= 0:
+        raise ConfigError(f"{name}: {values.low} has no logarithm; begin above 0.")
     if isinstance(values.low, int) and isinstance(values.high, int):
         return IntDistribution(values.low, values.high, log=values.log)
     return FloatDistribution(values.low, values.high, log=values.log)
@@ -270,7 +344,7 @@ def _study(folder: Path, prune: bool) -> Study:
     return optuna.create_study(
         study_name="search",
         direction="maximize",
-        storage=JournalStorage(JournalFileBackend(str(folder / "trials.jsonl"))),
+        storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL))),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3)
         if prune
         else optuna.pruners.NopPruner(),

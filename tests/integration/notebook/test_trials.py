@@ -126,7 +126,7 @@ def test_a_trial_that_is_worse_than_the_others_ends_early(config):
 @pytest.mark.parametrize(
     ("space", "said"),
     [
-        ({}, "The space is empty"),
+        ({}, "no mapping, or empty"),
         ({"learning_rat": [0.1]}, "learning_rat"),
         ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"),
         ({"learning_rate": Between(0.1, 0.1)}, "not below"),
@@ -153,3 +153,79 @@ def test_another_space_is_another_search(config):
     search(config, SPACE, trials=1, reward_functions=[digits])
     with pytest.raises(ConfigError, match="another space: learning_rate, num_generations"):
         search(config, {"learning_rate": Between(1e-4, 0.2)}, trials=2, reward_functions=[digits])
+
+
+def test_a_search_that_asks_for_something_else_is_refused(config):
+    search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
+
+    def letters(completions, **columns):
+        return [float(sum(each.isalpha() for each in text)) for text in completions]
+
+    again = {"space": SPACE, "trials": 1, "prune": False}
+    with pytest.raises(ConfigError, match="which differs in beta,"):
+        search(config.changed(beta=0.3), reward_functions=[digits], **again)
+    with pytest.raises(ConfigError, match="differs in the reward digits, the reward letters"):
+        search(config, reward_functions=[letters], **again)
+    with pytest.raises(ConfigError, match="differs in metric"):
+        search(config, reward_functions=[digits], metric="accuracy", **again)
+    with pytest.raises(UsageError, match="no metric 'acuracy'"):
+        search(config, reward_functions=[digits], metric="acuracy", **again)
+    overrides = {**config.overrides, "eval.max_prompts": 3}
+    with pytest.raises(ConfigError, match=r"differs in eval\.max_prompts"):
+        search(config.changed(overrides=overrides), reward_functions=[digits], **again)
+
+
+def test_values_that_do_not_go_together_are_a_failed_trial(config):
+    space = {"num_batches": [2, 6], "train_fraction": [0.2, 0.5]}
+    base = config.changed(num_batches=6, train_fraction=0.5)
+    found = search(base, space, trials=6, reward_functions=[digits], prune=False)
+    states = {
+        trial.state.name: trial.params["num_batches"] * trial.params["train_fraction"]
+        for trial in found.study.trials
+    }
+    assert len(found.study.trials) == 6
+    assert states["FAIL"] < 1
+    blind = config.changed(overrides={**config.overrides, "eval.before_and_after": False})
+    with pytest.raises(UsageError, match="test part is not evaluated"):
+        search(blind, SPACE, trials=1)
+
+
+def test_what_was_tried_goes_with_drive_to_another_machine(config, tmp_path, monkeypatch):
+    place = tmp_path / "drive"
+    place.mkdir()
+    monkeypatch.setattr("groupwise.notebook.drive.DRIVE", place)
+    monkeypatch.setattr("groupwise.notebook.config.DRIVE", place)
+    monkeypatch.setenv("HF_TOKEN", "")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    own = TrainingConfig(
+        **{
+            **config.model_dump(exclude={"checkpoint_dir"}),
+            "save_to_drive": True,
+            "hf_token": "hf_key",
+        }
+    )
+    found = search(own, SPACE, trials=1, reward_functions=[digits], prune=False)
+    assert os.environ["HF_TOKEN"] == "hf_key"
+    assert [str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()] == [
+        "digits-search/trials.jsonl"
+    ]
+    monkeypatch.chdir(tmp_path / "two")
+    more = search(own, SPACE, trials=2, reward_functions=[digits], prune=False)
+    assert more.study.trials[0].value == found.study.trials[0].value
+    assert len(more.study.trials) == 2
+
+
+@pytest.mark.parametrize(
+    ("space", "trials", "told"),
+    [
+        ({"lora_rank": 8}, 1, "lora_rank: expected Between"),
+        ([1], 1, "The space is no mapping"),
+        (SPACE, "3", "trials is '3'"),
+        ({"learning_rate": Between(0.0, 0.1, log=True)}, 1, "0.0 has no logarithm"),
+    ],
+)
+def test_what_cannot_be_searched_is_told(config, space, trials, told):
+    with pytest.raises(ConfigError, match=told):
+        search(config, space, trials=trials)
