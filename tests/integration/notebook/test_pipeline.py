@@ -55,7 +55,8 @@ def test_the_pipeline_from_a_config_to_an_adapter(here, capsys):
     assert path == "checkpoints/digits/checkpoints/step-6"
     assert state.checkpoint_dir == "checkpoints/digits"
     assert state.test_answer
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    assert re.findall(r"Completions of step (\d)\n  reward  parts ", told) == list("123456")
     for part in (
         "6 steps of 2 prompts × 4 completions",
         "arithmetic: 30 rows to train on, 10 to test",
