@@ -141,6 +141,7 @@ def search(
     prune: bool = True,
     reward_functions: Given | None = None,
     extra_reward_functions: Given = (),
+    server: str | None = None,
 ) -> Search:
     """Train with values of the space until there are so many trials; returns them with the best config.
 
@@ -156,7 +157,7 @@ def search(
         own = _with(config, trial.params).changed(
             checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
         )
-        session = make_session(own)
+        session = make_session(own, server)
         rewards = rewards_of(own, session.train_dataset, reward_functions, extra_reward_functions)
         _check_metric(metric, session, rewards)
         _tried(study, trial, session, rewards, metric, prune=prune)
