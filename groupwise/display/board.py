@@ -20,6 +20,9 @@ NARROW = 64
 RECENT = 10
 """Steps whose times are averaged to say how long the rest will take."""
 
+LINE_PARTS = 6
+"""Parts of the reward that a plain line names; more of them would hide the rest."""
+
 Metrics = Mapping[str, float]
 
 
@@ -60,6 +63,7 @@ class Board:
         """The step as one plain line; what the step did not measure is left out."""
         facts = [
             ("reward", self._reward()),
+            *self._parts_of_several(),
             ("loss", self._number("loss", "{:z.4f}")),
             ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
             ("kl", self._number("kl", "{:.4f}")),
@@ -172,12 +176,20 @@ class Board:
         return value and value + (spread or "")
 
     def _parts(self, width: int) -> str:
-        parts = [
-            f"{one_line(part)} {_format(value, '{:.3f}')}"
+        parts = [f"{name} {value}" for name, value in self._part_means("{:.3f}")]
+        return shorten("   ".join(parts), width - 7)
+
+    def _parts_of_several(self) -> list[tuple[str, str]]:
+        """Those that a line has room for; a single one would repeat the reward."""
+        parts = self._part_means("{:z.2f}")
+        return parts[:LINE_PARTS] if len(parts) > 1 else []
+
+    def _part_means(self, form: str) -> list[tuple[str, str]]:
+        return [
+            (one_line(part), _format(value, form))
             for name, value in self._metrics.items()
             if (part := part_of(name)) is not None
         ]
-        return shorten("   ".join(parts), width - 7)
 
     def _failures(self) -> str | None:
         failed = self._metrics.get("rollouts/failed", 0)

@@ -18,7 +18,7 @@ from groupwise.display.text import shorten
 from groupwise.types import Group, Rollout
 
 REDRAW = 1.0
-"""Seconds between two drawings within a step."""
+"""Seconds between two drawings. The last step is drawn at once, and the end in any case."""
 COMPLETIONS = 6
 """Shown of a step."""
 LONGEST = 240
@@ -53,7 +53,10 @@ class Page:
             if name in ("reward", *_CURVES) or part_of(name) is not None:
                 self._curves.setdefault(name, []).append((step + 1, value))
         self._groups = groups or self._groups
-        self.draw()
+        if self._board.done >= self._board.total:
+            self.draw()
+        else:
+            self.tick()
 
     def note(self, text: str) -> None:
         """Something that the reader should know; stays above the numbers."""
@@ -61,7 +64,7 @@ class Page:
         self.draw()
 
     def tick(self) -> None:
-        """Something went on within the step."""
+        """Something went on; shown if the last drawing is not too fresh, else by the next one."""
         if self._clock() - self._drawn_at >= REDRAW:
             self.draw()
 

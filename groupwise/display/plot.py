@@ -19,6 +19,9 @@ Point = tuple[float, float]
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
+MOST_POINTS = 400
+"""Points of a line, or dots, in a picture: about one for each pixel of a small one, so that no picture grows with a run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -49,6 +52,20 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
         math.fsum(values[max(0, end - window) : end]) / min(window, end)
         for end in range(1, len(values) + 1)
     ]
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+    """At most `most` (at least 4) of the points: the first, the last, and of each stretch between them the lowest and the highest."""
+    if len(points) <= most:
+        return tuple(points)
+    stretches = (most - 2) // 2
+    edges = [1 + round(i * (len(points) - 2) / stretches) for i in range(stretches + 1)]
+    kept = {0, len(points) - 1}
+    for start, end in pairwise(edges):
+        stretch = range(start, end)
+        kept.add(min(stretch, key=lambda i: points[i][1]))
+        kept.add(max(stretch, key=lambda i: points[i][1]))
+    return tuple(points[i] for i in sorted(kept))
 
 
 def sparkline(values: Sequence[float], width: int | None = None) -> str:
@@ -302,8 +319,8 @@ def svg_curve(
     width: int = 720,
     height: int = 360,
 ) -> str:
-    """A picture that stands alone: no scripts, no fonts to load, light and dark."""
-    drawn = [Series(each.name, _finite(each.points), each.style) for each in series]
+    """A picture that stands alone: no scripts, no fonts to load, light and dark. Many points are thinned."""
+    drawn = [_drawn_as_svg(each) for each in series]
     body = [
         f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
         _label(_LEFT, 28, title, "ink title"),
@@ -323,6 +340,12 @@ def svg_curve(
         f'height="{height}" role="img" aria-label="{_xml(title)}">\n'
         f"  <title>{_xml(title)}</title>\n  <style>{_STYLE}  </style>\n  {inner}\n</svg>\n"
     )
+
+
+def _drawn_as_svg(series: Series) -> Series:
+    finite = _finite(series.points)
+    points = finite if series.style == "band" else thinned(finite)
+    return Series(series.name, points, series.style)
 
 
 def _svg_axes(frame: _Frame, width: int, height: int) -> list[str]:

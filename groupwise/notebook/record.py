@@ -60,9 +60,9 @@ class Record:
         title = f"{self.folder.name}: {metric}"
         return Plot(title, svg_curve(with_mean(EACH, points), title=title))
 
-    def table(self, step: int | None = None, limit: int = 8) -> Table:
-        """Completions with their rewards, for reading."""
-        return completions_table(self.rollouts(step, limit))
+    def table(self, step: int | None = None, limit: int = 8, longest: int = SHOWN) -> Table:
+        """Completions with their rewards, for reading; `longest`: characters shown of one."""
+        return completions_table(self.rollouts(step, limit), longest)
 
     def _repr_html_(self) -> str:
         return self.plot().as_html() + self.table().as_html()
@@ -86,13 +86,13 @@ class Plot:
         return self.as_html()
 
 
-def completions_table(rollouts: Sequence[RolloutView]) -> Table:
+def completions_table(rollouts: Sequence[RolloutView], longest: int = SHOWN) -> Table:
     """Reward, its parts, and what was said."""
     rows = [
         (
             number(each.reward),
             "  ".join(f"{part.name} {number(part.value)}" for part in each.parts),
-            shorten(each.completion, SHOWN),
+            shorten(each.completion, longest),
         )
         for each in rollouts
     ]

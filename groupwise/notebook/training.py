@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from groupwise.callbacks.base import Callback
-from groupwise.display.notebook import tell
+from groupwise.display.notebook import kernel_display, tell
 from groupwise.loops.rl_start import RlResult, rl
 from groupwise.notebook import drive
+from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.earlier import free_name, newest_alike
 from groupwise.notebook.identity import facts_of
@@ -58,10 +59,12 @@ def train_grpo(
     Goes on where an earlier training with the same config, rows and rewards was cut off; one that was finished is given back as it is,
     since another would come to the same bits. `reward_functions` replaces those of the config, `extra_reward_functions` stand beside
     them; each may be a pair with its weight. An interrupted cell leaves a checkpoint of the last whole step and raises `Stopped`.
+    Where no kernel draws its page, some completions are told as text.
     """
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
-    return run_training(session, rewards)
+    page = kernel_display() is not None
+    return run_training(session, rewards, [] if page else [Completions()])
 
 
 def run_training(

@@ -126,7 +126,7 @@ class RewardsConfig(Strict):
     in_process: bool = setting(
         False,
         "Score in this process, for functions that keep state or cannot be imported again. "
-        "A call that exceeds the time limit then stops the run.",
+        "A call that exceeds the time limit is then left behind in its thread; several that hang stop the run.",
         on_resume="warn",
     )
     max_unscored_steps: int = setting(

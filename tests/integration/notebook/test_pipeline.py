@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,8 @@ def test_the_pipeline_from_a_config_to_an_adapter(here, capsys):
     assert path == "checkpoints/digits/checkpoints/step-6"
     assert state.checkpoint_dir == "checkpoints/digits"
     assert state.test_answer
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    assert re.findall(r"Completions of step (\d)\n  reward  parts ", told) == list("123456")
     for part in (
         "6 steps of 2 prompts × 4 completions",
         "arithmetic: 30 rows to train on, 10 to test",
@@ -127,6 +129,24 @@ def test_pieces_by_themselves(here, capsys):
         session.sampler("one text")
     answers = session.sampler(["a", [{"role": "user", "content": "b"}]], total_generation_steps=4)
     assert len(answers) == 2
+
+
+def test_a_reward_that_hangs_costs_its_group_and_not_the_run(here):
+    released = threading.Event()
+
+    def hangs_in_one_step(completions, trainer_state=None, **columns):
+        if trainer_state.global_step == 1:
+            released.wait(60)
+        return digits(completions)
+
+    config = config_of(num_batches=4, overrides={"rewards.time_limit": 0.5})
+    session = prepare_session(config)
+    train_grpo(config, session, reward_functions=[hangs_in_one_step])
+    assert session.run.summary["state"] == "finished"
+    late = dict(session.run.metrics("rollouts/timed_out")["rollouts/timed_out"])
+    assert late[0] == late[2] == 0
+    assert late[1] == 8
+    released.set()
 
 
 def test_a_session_of_another_config_is_refused(here):

@@ -8,8 +8,10 @@ import re
 import threading
 from types import SimpleNamespace
 
+import pytest
+
 from groupwise.display.board import Board
-from groupwise.display.page import Page
+from groupwise.display.page import REDRAW, Page
 from groupwise.display.progress import Progress
 
 METRICS = {
@@ -59,9 +61,9 @@ class Clock:
         return self.now
 
 
-def page():
+def page(total=20):
     clock, kernel = Clock(), Kernel()
-    board = Board("a run", 20, 0, clock)
+    board = Board("a run", total, 0, clock)
     return SimpleNamespace(page=Page(kernel, board, clock), board=board, kernel=kernel, clock=clock)
 
 
@@ -82,6 +84,7 @@ def pictures(html):
 def test_it_is_one_output_with_numbers_and_curves():
     at = page()
     for number in range(3):
+        at.clock.now += REDRAW
         step(at, number, METRICS)
     [html] = at.kernel.shown
     assert at.kernel.drawn == 3
@@ -107,6 +110,7 @@ def test_completions_stand_below_with_their_rewards_and_no_markup_of_theirs():
         )
     ]
     step(at, 0, METRICS, groups)
+    at.clock.now += REDRAW
     step(at, 1, METRICS)  # of which nothing is known
     [html] = at.kernel.shown
     assert "&lt;script&gt;" in html
@@ -128,6 +132,30 @@ def test_notes_stay_above_and_phases_are_drawn_now_and_then():
     assert "&lt;warning&gt;" in at.kernel.shown[0]
 
 
+def test_quick_steps_are_drawn_together_and_the_last_one_in_any_case():
+    at = page()
+    for number in range(19):
+        step(at, number, {**METRICS, "reward": number / 100})
+        at.clock.now += REDRAW / 4
+    assert at.kernel.drawn == 5
+    assert "step 17/20" in at.kernel.shown[0]
+    step(at, 19, METRICS)
+    assert at.kernel.drawn == 6
+    assert "step 20/20" in at.kernel.shown[0]
+    assert pictures(at.kernel.shown[0])[0].count("<circle cx") == 20  # none is lost
+
+
+def test_it_does_not_grow_with_the_training():
+    def size(steps):
+        at = page(total=steps)
+        for number in range(steps):
+            noisy = {name: value + number * 7 % 11 for name, value in METRICS.items()}
+            step(at, number, noisy)
+        return len(at.kernel.shown[0])
+
+    assert size(3000) < 1.1 * size(1000) < 150_000
+
+
 def test_it_appears_below_the_cell_that_made_it_also_from_another_thread():
     def cell(name):
         CELL.set(name)
@@ -138,6 +166,22 @@ def test_it_appears_below_the_cell_that_made_it_also_from_another_thread():
         return at.kernel.cells
 
     assert contextvars.copy_context().run(cell, "third") == ["third"]
+
+
+def test_an_interruption_leaves_the_newest_step_on_it(monkeypatch):
+    kernel, clock = Kernel(), Clock()
+    monkeypatch.setattr("groupwise.display.progress.kernel_display", lambda: kernel)
+
+    def train():
+        with Progress("a run", 20, clock=clock) as progress:
+            for number in range(3):
+                progress.step(number, METRICS)
+            assert "step 1/20" in kernel.shown[0]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert "step 3/20" in kernel.shown[0]
 
 
 def test_progress_takes_it_in_a_kernel_and_ends_with_no_phase(monkeypatch, capsys):

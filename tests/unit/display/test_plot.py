@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.display.plot import (
+    MOST_POINTS,
     Point,
     Series,
     moving_mean,
     sparkline,
     svg_curve,
     terminal_curve,
+    thinned,
     with_mean,
 )
 
@@ -102,6 +104,26 @@ class TestSvg:
         assert [element.text for element in root.iter(f"{name}text")].count("spread") == 0
         assert root.find(f"{name}path[@class='line c0']") is not None
 
+    def test_many_points_are_thinned_after_their_mean_within_the_same_axes(self) -> None:
+        noisy = [(float(i), float(i * 7 % 11 + (i == 1717) * 9)) for i in range(5000)]
+        series = with_mean("reward", noisy, window=11)
+        drawn = svg_curve(series)
+        assert MOST_POINTS - 4 <= drawn.count("<circle cx") <= MOST_POINTS
+        root = ET.fromstring(drawn)
+        name = "{http://www.w3.org/2000/svg}"
+        line = root.find(f"{name}path[@class='line c0']").get("d", "")
+        assert line.count(" L") < MOST_POINTS
+        few = [*noisy[:12], noisy[1717], noisy[-1]]
+        texts = [element.text for element in root.iter(f"{name}text")]
+        assert texts == [
+            element.text
+            for element in ET.fromstring(svg_curve(with_mean("reward", few, window=11))).iter(
+                f"{name}text"
+            )
+        ]
+        heights = [float(y) for y in re.findall(r"[-\d.]+ ([-\d.]+)", line)[20:]]
+        assert max(heights) - min(heights) < 20, "eleven values in a row have one mean"
+
     def test_stands_alone(self) -> None:
         drawn = svg_curve(with_mean("reward", RISING))
         assert "<script" not in drawn
@@ -135,6 +157,21 @@ class TestSmall:
     @given(st.lists(st.floats(-1e6, 1e6), max_size=50), st.integers(1, 20))
     def test_sparkline_fits(self, values: list[float], width: int) -> None:
         assert len(sparkline(values, width)) == min(len(values), width)
+
+    @given(st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=90), st.integers(4, 40))
+    def test_thinned_points_keep_both_ends_and_the_extremes(
+        self, values: list[float], most: int
+    ) -> None:
+        points = list(zip(map(float, range(len(values))), values, strict=True))
+        found = thinned(points, most)
+        assert len(found) <= most
+        assert list(found) == sorted(set(found))
+        assert set(found) <= set(points)
+        assert (found[0], found[-1]) == (points[0], points[-1])
+        kept = [y for _, y in found]
+        assert (min(kept), max(kept)) == (min(values), max(values))
+        if len(points) <= most:
+            assert list(found) == points
 
     def test_moving_mean(self) -> None:
         assert moving_mean([1, 2, 3, 6], 2) == [1, 1.5, 2.5, 4.5]

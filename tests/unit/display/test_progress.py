@@ -52,9 +52,19 @@ class TestPlainLines:
             progress.phase("sampling", 1, 8)
             progress.step(0, METRICS)
         assert stream.getvalue() == (
-            "step  1/20  reward 0.500 ±0.200  loss -0.0031  kl 0.0012  entropy 1.23  len 34.1  cut 3%  "
-            "no-signal 12%  failed 3 of 64 (1 timed out)  grad 0.221  lr 1e-05  gap 3.2e-07  time 6.0 s  eta 1:54\n"
+            "step  1/20  reward 0.500 ±0.200  format 0.80  [/bold]␛[31m 0.25  loss -0.0031  kl 0.0012  entropy 1.23  "
+            "len 34.1  cut 3%  no-signal 12%  failed 3 of 64 (1 timed out)  grad 0.221  lr 1e-05  gap 3.2e-07  time 6.0 s  eta 1:54\n"
         )
+
+    def test_name_the_parts_of_a_reward_that_has_several(self) -> None:
+        stream = io.StringIO()
+        many = {f"rewards/p{number}/mean": number / 10 for number in range(9)}
+        with Progress("a run", 20, stream=stream, clock=Clock()) as progress:
+            progress.step(0, {"reward": 0.1, "rewards/right/mean": 0.1})
+            progress.step(1, {"reward": 0.1, **many})
+        one, several = stream.getvalue().splitlines()
+        assert one.startswith("step  1/20  reward 0.100  time")
+        assert "reward 0.100  p0 0.00  p1 0.10  p2 0.20  p3 0.30  p4 0.40  p5 0.50  time" in several
 
     def test_no_number_is_minus_nothing(self) -> None:
         stream = io.StringIO()

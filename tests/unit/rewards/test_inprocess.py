@@ -1,4 +1,4 @@
-"""Scoring in a thread: for closures and for functions with a memory. A hanging one ends the run, clearly."""
+"""Scoring in a thread: for closures and for functions with a memory. One that hangs costs its group; several end the run, clearly."""
 
 import asyncio
 import subprocess
@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from groupwise.errors import RewardWorkerError, TaskError
-from groupwise.rewards.inprocess import InProcessScorer
+from groupwise.rewards.inprocess import MOST_HANGING, InProcessScorer
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import ScoreRequest
 
@@ -51,22 +51,82 @@ async def test_functions_run_beside_the_event_loop():
     await scorer.close()
 
 
-async def test_hanging_function_raises_for_this_call_and_all_that_follow():
-    released = threading.Event()
+class Hanging:
+    """Draws that hang until they are released; the others are scored by their number."""
 
-    def hangs(completions, **kwargs):
-        released.wait(30)
-        return [1.0]
+    def __init__(self, *draws):
+        self.released = threading.Event()
+        self.draws = draws
+        self.began = []
+        self.threads = []
 
-    scorer = InProcessScorer(Rubric([hangs]), no_metrics, time_limit=0.05)
-    calls = [scorer.score(request(draw)) for draw in range(3)]
+    def __call__(self, completions, draw, **kwargs):
+        self.began.append(draw[0])
+        self.threads.append(threading.current_thread())
+        if draw[0] in self.draws:
+            self.released.wait(60)
+        return [float(draw[0])]
+
+
+async def test_hanging_call_costs_its_group_and_no_other():
+    hanging = Hanging(1, 3)
+    metrics = []
+    scorer = InProcessScorer(
+        Rubric([hanging]), lambda *given: metrics.append(given) or {"n": 1}, time_limit=0.3
+    )
+    calls = [scorer.score(request(draw)) for draw in range(5)]
+    *found, measured = await asyncio.gather(*calls, scorer.compute_metrics([], [], []))
+    members = [score.members[0] for score in found]
+    assert [each.reward for each in members] == [0.0, None, 2.0, None, 4.0]
+    assert [each.outcome for each in members] == [
+        "scored", "timed_out", "scored", "timed_out", "scored",
+    ]  # fmt: skip
+    assert members[1].reason == "the call took longer than 0.3 s; `Hanging` was running"
+    assert sorted(hanging.began) == list(range(5)), "none is called twice"
+    assert (measured, len(metrics)) == ({"n": 1}, 1)
+    await scorer.close()
+    hanging.released.set()
+
+
+async def test_too_many_calls_that_hang_raise_for_all_that_follow():
+    hanging = Hanging(*range(MOST_HANGING + 3))
+    scorer = InProcessScorer(Rubric([hanging]), no_metrics, time_limit=0.05)
+    calls = [scorer.score(request(draw)) for draw in range(MOST_HANGING + 3)]
     found = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(error) for error in found] == [RewardWorkerError] * 3
-    assert "`hangs` took longer than 0.05 s" in str(found[0])
+    assert [each.members[0].outcome for each in found[:MOST_HANGING]] == [
+        "timed_out"
+    ] * MOST_HANGING
+    assert [type(error) for error in found[MOST_HANGING:]] == [RewardWorkerError] * 3
+    assert "`Hanging` took longer than 0.05 s, and 3 calls before it" in str(found[-1])
     with pytest.raises(RewardWorkerError):
         await scorer.score(request())
+    assert len(hanging.began) == MOST_HANGING + 1
     await scorer.close()
-    released.set()
+    hanging.released.set()
+
+
+async def test_what_is_left_behind_calls_no_other_function():
+    hanging, after = Hanging(0), Hanging()
+    scorer = InProcessScorer(Rubric([hanging, after]), no_metrics, time_limit=0.05)
+    assert (await scorer.score(request(0))).members[0].outcome == "timed_out"
+    hanging.released.set()
+    await asyncio.to_thread(hanging.threads[0].join, 10)
+    assert not after.began
+    assert (await scorer.score(request(1))).members[0].reward == 2.0
+    await scorer.close()
+
+
+async def test_calls_that_end_after_all_do_not_count():
+    draws = range(MOST_HANGING + 2)
+    hanging = Hanging(*draws)
+    scorer = InProcessScorer(Rubric([hanging]), no_metrics, time_limit=0.05)
+    for draw in draws:
+        hanging.released.clear()
+        (member,) = (await scorer.score(request(draw))).members
+        assert member.outcome == "timed_out"
+        hanging.released.set()
+        await asyncio.to_thread(hanging.threads[-1].join, 10)
+    await scorer.close()
 
 
 async def test_limit_counts_from_the_turn_of_a_call_not_from_its_queueing():

@@ -1,0 +1,28 @@
+"""Completions with their rewards as plain text, where no kernel draws the live page that has them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from groupwise.callbacks.base import Callback, RunHandle
+from groupwise.notebook.record import Record
+
+TABLES = 8
+"""Into so many stretches a training is cut; each ends with a table."""
+SHOWN = 4
+"""Completions of a table."""
+LONGEST = 100
+"""Characters shown of one, so that a line of the table stays one on a screen."""
+
+
+class Completions(Callback):
+    """Tells completions of the first step, of the last one, and of some between; how many does not grow with the training."""
+
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """See `Callback`."""
+        stretch = math.ceil(run.max_steps / TABLES)
+        ends = run.step % stretch == 0 or run.step == run.max_steps
+        if ends or run.step == run.first_step + 1:
+            found = Record(run.folder).table(run.step - 1, SHOWN, LONGEST)
+            run.say(str(replace(found, title=f"Completions of step {run.step}")))

@@ -1,0 +1,142 @@
+"""Connections to training servers: the same functions as without one, each call with the connection's own key."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise import notebook
+from groupwise.client.errors import ClientError
+from groupwise.errors import UsageError
+from groupwise.notebook import Connection, connect, connection
+from groupwise.wire.keys import VARIABLE
+
+HERE = {"accelerator", "connect", "load_rubrics"}
+"""Functions that have nothing to do with who computes."""
+FUNCTIONS = {
+    name for name in notebook.__all__ if inspect.isfunction(getattr(notebook, name))
+} - HERE
+ELSEWHERE = ("prepare_session", "run_full_pipeline", "search")
+"""Those that are told the server."""
+WITH_A_SESSION = ("train_grpo", "quick_test", "evaluate")
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")  # so that it is put back afterwards
+    monkeypatch.delenv(VARIABLE)
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """The URLs that are asked for their status, each with the key that was there then."""
+    found: list[tuple[str, str | None]] = []
+
+    class Line:
+        def __init__(self, url: str) -> None:
+            self.connection = SimpleNamespace(url=url.rstrip("/"))
+
+        def __enter__(self) -> Line:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def ask(self, call: object, *, patience: float) -> None:
+            found.append((self.connection.url, os.environ.get(VARIABLE)))
+            if os.environ.get(VARIABLE) == "wrong":
+                raise ClientError("refused")
+
+        def now(self, work: object) -> None:
+            pass
+
+    monkeypatch.setattr(connection, "Line", Line)
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, str | None]]:
+    """What the functions are called with: name, server, and the key that they would find."""
+    found: list[tuple[str, str | None, str | None]] = []
+
+    def recorded(name: str) -> Any:
+        def call(*_: object, server: str | None = None, **__: object) -> None:
+            found.append((name, server, os.environ.get(VARIABLE)))
+
+        return call
+
+    for name in (*ELSEWHERE, *WITH_A_SESSION):
+        monkeypatch.setattr(connection, name, recorded(name))
+    return found
+
+
+def given(function: Any) -> list[inspect.Parameter]:
+    return [
+        each
+        for each in inspect.signature(function).parameters.values()
+        if each.name not in ("self", "server")
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_it_has_every_function_with_the_same_parameters(name: str) -> None:
+    assert given(getattr(Connection, name)) == given(getattr(notebook, name))
+
+
+def test_each_call_takes_its_own_key(
+    asked: list[tuple[str, str | None]], calls: list[tuple[str, str | None, str | None]]
+) -> None:
+    one, other = connect("http://a/", "key-a"), connect("http://b", "key-b")
+    assert asked == [("http://a", "key-a"), ("http://b", "key-b")]
+    os.environ.pop(VARIABLE)
+    open_ = connect("http://open")
+    for remote in (one, other, open_, one):
+        remote.prepare_session(None)  # pyright: ignore[reportArgumentType]
+        remote.run_full_pipeline(None)  # pyright: ignore[reportArgumentType]
+        remote.search(None, {})  # pyright: ignore[reportArgumentType]
+        session: Any = SimpleNamespace(server=remote.url)
+        for name in WITH_A_SESSION:
+            getattr(remote, name)(None, session)
+        expected = (remote.url, remote.key)
+        assert [each[1:] for each in calls[:3]] == [expected] * 3
+        assert [each[0] for each in calls] == [*ELSEWHERE, *WITH_A_SESSION]
+        assert {each[2] for each in calls} == {remote.key}
+        calls.clear()
+
+
+def test_it_does_not_show_its_key() -> None:
+    assert "key-a" not in repr(connect("http://a", "key-a"))
+
+
+@pytest.mark.parametrize("server", [None, "http://b"])
+@pytest.mark.parametrize("name", WITH_A_SESSION)
+def test_a_session_that_it_did_not_prepare_is_refused(
+    name: str, server: str | None, calls: list[tuple[str, str | None, str | None]]
+) -> None:
+    remote = connect("http://a", "key-a")
+    connect("http://b", "key-b")
+    where = server or "this machine"
+    with pytest.raises(UsageError, match=rf"on {where}, not on http://a.*remote\.prepare_session"):
+        getattr(remote, name)(None, SimpleNamespace(server=server))
+    assert not calls
+    assert os.environ[VARIABLE] == "key-b"
+
+
+@pytest.mark.parametrize("before", [None, "key-before"])
+def test_a_failed_connection_leaves_the_environment_as_it_was(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if before is not None:
+        monkeypatch.setenv(VARIABLE, before)
+    with pytest.raises(ClientError):
+        connect("http://a", "wrong")
+    assert os.environ.get(VARIABLE) == before
+
+
+def test_the_key_is_else_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "key-before")
+    assert connect("http://a").key == "key-before"
