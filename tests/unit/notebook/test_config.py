@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from pydantic import Field, SecretStr
 
 from groupwise.errors import ConfigError
 from groupwise.notebook.config import PRESETS, ColabTrainingConfig, TrainingConfig
+from groupwise.notebook.core import core_config
+from groupwise.notebook.prompts import format_prompt
 from groupwise.rewards.tags import Tags
 from groupwise.settings.schema import setting
 
@@ -226,3 +229,81 @@ def test_steps_are_the_floor_of_the_product(batches, share):
             TrainingConfig(num_batches=batches, train_fraction=share)
     else:
         assert TrainingConfig(num_batches=batches, train_fraction=share).max_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"devices": -1}, "TrainingConfig: devices is -1; it must be a whole number"),
+        ({"lora_alpha": 1.5}, "lora_alpha is 1.5; both backends take whole numbers"),
+        ({"experiment_name": "my exp"}, 'experiment_name: "my exp" cannot name a run'),
+        ({"overrides": {"training.weigt_decay": 1}}, "did you mean training.weight_decay"),
+        ({"overrides": {"run.dir": "x"}}, "run.dir is decided by the notebook's own fields"),
+        ({"overrides": {3: 1}}, "overrides"),
+        ({"overrides": {"training.seed": object()}}, "training.seed is of the type object"),
+        ({"report_to": ["wandbb"]}, "each one of tensorboard, wandb"),
+        ({"devices": [4, 1], "backend": "torch"}, "a mesh, which the backend torch does not have"),
+    ],
+)
+def test_what_the_core_would_not_take_is_told_at_once_by_its_own_name(values, said):
+    with pytest.raises(ConfigError) as told:
+        made(**values)
+    assert said in str(told.value)
+    assert "pydantic" not in str(told.value)
+
+
+def test_lists_are_taken_where_there_are_tuples():
+    assert made(report_to=["wandb"]).report_to == ("wandb",)
+    assert made(report_to="wandb").report_to == ("wandb",)
+    assert made(devices=[4, 1], backend="tunix").devices == (4, 1)
+
+
+def test_numbers_of_numpy_are_numbers():
+    core_of = made(overrides={"training.weight_decay": np.float32(0.5)})
+    assert core_config(core_of).config.training.weight_decay == 0.5
+
+
+def test_overrides_are_closed_with_the_rest():
+    given_to_it: dict[str, Any] = {"training.weight_decay": 0.5}
+    config = TrainingConfig(overrides=given_to_it)
+    config.overrides["training.seed"] = 3
+    config.prepared()
+    given_to_it["training.weight_decay"] = 7.0
+    for change in (
+        lambda: config.overrides.update({"training.seed": 4}),
+        lambda: config.overrides.pop("training.seed"),
+        lambda: config.overrides.__setitem__("training.seed", 4),
+    ):
+        with pytest.raises(ConfigError, match="overrides cannot be changed"):
+            change()
+    assert config.overrides == {"training.weight_decay": 0.5, "training.seed": 3}
+    other = config.changed(overrides={**config.overrides, "training.weight_decay": 0.1})
+    other.overrides["training.seed"] = 5
+    with pytest.raises(ConfigError, match="beta cannot be removed"):
+        del config.beta
+
+
+def test_a_secret_among_the_overrides_shows_nowhere():
+    with pytest.raises(ConfigError) as told:
+        made(overrides={"run.hub.token": "hf_abcdef1234567"})
+    assert "hf_abcdef1234567" not in str(told.value)
+    config = TrainingConfig()
+    config.overrides["run.hub.token"] = "hf_abcdef1234567"
+    config.overrides["model"] = {"name": "hf_abcdef1234567"}
+    assert "hf_abcdef1234567" not in repr(config)
+
+
+def test_none_is_computed_and_an_empty_prompt_is_none_at_all():
+    config = TrainingConfig(system_prompt=cast("Any", None), checkpoint_dir=cast("Any", None))
+    assert config.system_prompt == TrainingConfig().system_prompt
+    assert config.changed(experiment_name="b").checkpoint_dir == "checkpoints/b"
+    assert config.changed(solution_start="<a>", solution_end="</a>").system_prompt.endswith("</a>.")
+    empty = TrainingConfig(system_prompt="")
+    assert empty.system_prompt == ""
+    assert format_prompt("Why?", empty) == "Why?"
+    assert empty.changed(beta=0.0).system_prompt == ""
+
+
+def test_a_path_may_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert TrainingConfig(checkpoint_dir="~/runs").checkpoint_dir == "/home/me/runs"

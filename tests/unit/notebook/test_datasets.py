@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any, cast
 
 import pytest
 
 from groupwise.errors import TaskError
 from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import prepare_datasets, register_dataset
+from groupwise.notebook.datasets import kind_of, prepare_datasets, register_dataset
 from groupwise.notebook.prompts import format_prompt
 
 
@@ -219,3 +220,36 @@ def test_gsm8k_is_read_by_its_configuration(monkeypatch):
     train, test = prepare_datasets(TrainingConfig(dataset="gsm8k", dataset_max=3))
     assert asked == [("openai/gsm8k", "main", "train", 3)]
     assert {row["answer"] for row in (*train, *test)} == {"0", "1", "2"}
+
+
+class DataFrame:
+    """As pandas has it, as far as it is asked."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        self.columns = list(rows[0])
+
+    def __iter__(self) -> Any:
+        return iter(self.columns)
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        assert orient == "records"
+        return self.rows
+
+
+def test_a_table_of_pandas_is_its_rows():
+    table = DataFrame([{"question": f"q{n}", "answer": str(n)} for n in range(4)])
+    register_dataset("table", lambda config: cast("Any", table))
+    train, test = prepare_datasets(TrainingConfig(dataset="table"))
+    assert len(train) + len(test) == 4
+
+
+def test_all_rows_decide_what_they_are_scored_by():
+    answer = {"question": "a", "answer": "3", "rubric": None, "reference": None}
+    rubric = {"question": "b", "answer": None, "rubric": "short", "reference": "r"}
+    assert kind_of([answer, answer]) == "numeric"
+    assert kind_of([rubric]) == "rubric"
+    with pytest.raises(TaskError, match="Of 2 rows 1 have an answer and 1 a rubric"):
+        kind_of([answer, rubric])
+    with pytest.raises(TaskError, match="There are no rows"):
+        kind_of([])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from groupwise.errors import TaskError
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.datasets import prepare_datasets
 from groupwise.notebook.rewards import create_reward_functions, rewards_of
 
 NUMERIC = [{"question": "1 + 1?", "answer": "2"}]
@@ -116,3 +119,35 @@ def test_functions_of_a_notebook_are_given_texts():
 def test_something_that_is_no_function_is_told():
     with pytest.raises(TaskError, match="expected a function"):
         rewards_of(TrainingConfig(dataset="arithmetic"), NUMERIC, reward_functions=["mine"])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([(len,)], "give a function, or"),
+        ([(len, 1, 2)], "give a function, or"),
+        ({"a": len}, "of the type dict; give a list of functions"),
+    ],
+)
+def test_what_is_no_list_of_rewards_is_told(given: Any, said: str):
+    config = TrainingConfig(dataset="arithmetic")
+    train, _ = prepare_datasets(config)
+    with pytest.raises(TaskError, match=said):
+        rewards_of(config, train, given)
+    assert rewards_of(config, train, None, None).names == (
+        "match_format",
+        "math_answer",
+        "accuracy",
+    )
+
+
+def test_the_measure_of_success_is_no_reward_of_ones_own():
+    def accuracy(completions: Any, **columns: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    config = TrainingConfig(dataset="arithmetic")
+    train, _ = prepare_datasets(config)
+    with pytest.raises(TaskError, match="called 'accuracy', as is what is measured"):
+        rewards_of(config, train, [accuracy])
+    with pytest.raises(TaskError, match="called 'accuracy'"):
+        rewards_of(config, train, [(accuracy, 0.5)])
