@@ -135,7 +135,8 @@ class Connection:
 
     def _own(self, session: Session) -> Session:
         """The session, if this server is to compute for it. Raises UsageError: it would silently be done elsewhere."""
-        if session.server != self.url:
+        # The function itself tells what is no session.
+        if getattr(session, "server", self.url) != self.url:
             where = "this machine" if session.server is None else session.server
             raise UsageError(
                 f"The session was prepared to compute on {where}, not on {self.url}. Prepare one with the connection that is to train: "

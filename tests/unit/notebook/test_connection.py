@@ -12,7 +12,7 @@ import pytest
 from groupwise import notebook
 from groupwise.client.errors import ClientError
 from groupwise.errors import UsageError
-from groupwise.notebook import Connection, connect, connection
+from groupwise.notebook import Connection, TrainingConfig, connect, connection
 from groupwise.wire.keys import VARIABLE
 
 HERE = {"accelerator", "connect", "load_rubrics"}
@@ -124,6 +124,12 @@ def test_a_session_that_it_did_not_prepare_is_refused(
         getattr(remote, name)(None, SimpleNamespace(server=server))
     assert not calls
     assert os.environ[VARIABLE] == "key-b"
+
+
+def test_what_is_no_session_is_told_as_without_a_server() -> None:
+    config = TrainingConfig(dataset="arithmetic")
+    with pytest.raises(UsageError, match="Expected a session second, got NoneType"):
+        connect("http://a").train_grpo(config, None)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("before", [None, "key-before"])
