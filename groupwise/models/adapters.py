@@ -129,8 +129,9 @@ def starting_config(
 
 def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
     """The model with one adapter, called `hollow`, both without storage."""
+    base = hollow_model(model)  # which may make a bundled model ready: that loads real weights
     with torch.device("meta"):
-        adapted = AdaptedModel(hollow_model(model), config)
+        adapted = AdaptedModel(base, config)
         adapted.add("hollow", trainable=True, seed=0)
     return adapted
 

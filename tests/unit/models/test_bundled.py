@@ -1,5 +1,6 @@
 """Bundled models: a cache that is whole or not there, and messages when a download fails."""
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,8 @@ import torch
 
 from groupwise.errors import ModelError
 from groupwise.models import bundled
-from groupwise.models.config import ModelConfig
+from groupwise.models.adapters import hollow_adapter, starting_config
+from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.tokenizer import load_tokenizer
 
 NAME = "smollm2-135m-instruct"
@@ -208,3 +210,19 @@ def test_the_real_model_is_what_its_file_says_and_makes_sense():
     completion = found[0, ids.shape[1] :].tolist()
     assert "Paris" in completion_text(tokenizer, completion)
     assert completion[-1] in stops
+
+
+def test_a_model_is_made_ready_with_real_weights_whoever_asks_first(cache, monkeypatch):
+    """Also where an adapter without storage is wanted, which is made under torch's device `meta`."""
+    devices: list[str] = []
+
+    def converted(gguf: Path, folder: Path) -> None:
+        devices.append(torch.get_default_device().type)
+        shutil.copytree(bundled.fetch_model("tiny"), folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(bundled, "_installed_gguf", lambda model: Path(MODEL.gguf))
+    monkeypatch.setattr(bundled, "_convert", converted)
+    config = ModelConfig(name=NAME)
+    adapted = hollow_adapter(config, starting_config(config, LoraConfig(r=2)))
+    assert devices == ["cpu"]
+    assert {each.device.type for each in adapted.parameters("hollow").values()} == {"meta"}
