@@ -331,9 +331,10 @@ def _tunix_order(
         adapter_folder,
         check_adapter,
         hollow_adapter,
+        leave_out_pictures,
         starting_config,
     )
-    from groupwise.models.load import model_folder
+    from groupwise.models.load import described_text, model_folder
     from groupwise.models.lora import described_adapter
     from groupwise.tunix.environment import mesh_of
     from groupwise.tunix.messages import Open
@@ -345,9 +346,11 @@ def _tunix_order(
         config = config.model_copy(update={"model": model})
     check_adapter(config.model, lora)
     shape = starting_config(config.model, lora)
+    leave_out_pictures(config.model, shape)
     start = adapter_folder(config.model)
     return Open(
         model=str(model_folder(config.model)),
+        text=described_text(config.model),
         dtype=layout.dtype,
         mesh=mesh_of(config.model.mesh),
         remat=config.training.gradient_checkpointing,

@@ -1,5 +1,6 @@
 """Sampler and learner in Tunix's environment, as `groupwise.build` makes them (`model.backend: tunix`).
 
+    fits.py          which models Tunix computes as transformers does
     environment.py   where that environment is, and making it
     process.py       the worker that runs there
     messages.py      what goes to and fro
@@ -11,6 +12,7 @@ and states into the folders that it is told.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +23,7 @@ from pydantic import TypeAdapter
 
 from groupwise.runs import durable, publications
 from groupwise.sampler.stops import ends_with_stop
+from groupwise.tunix import fits
 from groupwise.tunix.environment import start_worker
 from groupwise.tunix.messages import Open, Opened, Restore, Save
 from groupwise.tunix.process import WorkerProcess
@@ -144,6 +147,7 @@ async def start(
     order: Open, tokenizer: Any, threads: int | None, keep_publications: int
 ) -> tuple[WorkerProcess, TunixSampler, TunixLearner]:
     """Start a worker with a model. Raises UsageError for what cannot be loaded; nothing is left then."""
+    await asyncio.to_thread(fits.check, order)
     worker = start_worker(threads, order.mesh)
     try:
         opened = Opened.model_validate(await worker.call(order))

@@ -161,7 +161,9 @@ class Service:
     @do.register
     def _(self, order: Open) -> Opened:
         mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
-        model, family = families.load(Path(order.model), order.dtype, mesh, remat=order.remat)
+        model, family = families.load(
+            Path(order.model), order.text, order.dtype, mesh, remat=order.remat
+        )
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
         factors = adapted.fresh(order.seed)
         if order.start is not None:
