@@ -24,8 +24,8 @@ from pydantic import (
     model_validator,
 )
 
+from groupwise.accelerators import accelerator
 from groupwise.errors import ConfigError
-from groupwise.notebook.accelerators import accelerator
 from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
 from groupwise.settings.schema import Conflict, setting

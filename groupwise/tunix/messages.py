@@ -84,6 +84,8 @@ class Opened(Message):
 
     fingerprint: str
     """Of what is served."""
+    platform: str
+    """As in `Found`."""
 
 
 class Save(Message):

@@ -32,6 +32,11 @@ LAST_BREATH = 1.0
 """Seconds that it gets to end by itself, so that its exit code is its own."""
 
 
+def own_environment() -> dict[str, str]:
+    """This process's variables, as a process of Tunix's environment may have them."""
+    return {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
+
+
 class WorkerProcess:
     """One worker. Whoever has it calls `close`."""
 
@@ -78,7 +83,6 @@ class WorkerProcess:
     def _popen(
         self, python: Path, environment: Mapping[str, str], number: int
     ) -> subprocess.Popen[bytes]:
-        inherited = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
         return subprocess.Popen(
             [str(python), "-P", "-s", str(MAIN), str(number)],
             stdin=subprocess.DEVNULL,
@@ -86,7 +90,7 @@ class WorkerProcess:
             stderr=subprocess.STDOUT,
             pass_fds=[number],
             start_new_session=True,
-            env={**inherited, **environment, MARK: self._mark},
+            env={**own_environment(), **environment, MARK: self._mark},
         )
 
     def _begin(self, do: Verb) -> Future[Any]:

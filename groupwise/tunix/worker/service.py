@@ -180,7 +180,7 @@ class Service:
             max_tokens=order.max_tokens,
             multiple=order.mesh[0],
         )
-        return Opened(fingerprint=self._sampler.fingerprint)
+        return Opened(fingerprint=self._sampler.fingerprint, platform=jax.devices()[0].platform)
 
     @do.register
     def _(self, order: Load) -> str:
