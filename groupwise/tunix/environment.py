@@ -190,12 +190,16 @@ def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
-    """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has."""
+    """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has, each of which
+    needs some."""
     flags = [os.environ.get("XLA_FLAGS", "")]
     own = {**QUIET, **_compiled()}
+    least = 0
     if (count := mesh[0] * mesh[1]) > 1:
         flags.append(f"--xla_force_host_platform_device_count={count}")
-        own["NPROC"] = str(THREADS_OF_A_DEVICE * count)
+        least = THREADS_OF_A_DEVICE * count
+    if most := max(least, threads or 0):
+        own["NPROC"] = str(most)  # XLA's name for the threads of a CPU
     if accelerator() == "cuda":
         flags.append(REPEATABLE)
     if threads == 1:

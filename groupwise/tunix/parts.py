@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from groupwise.runs import durable, publications
+from groupwise.runs import publications
 from groupwise.sampler.stops import ends_with_stop
 from groupwise.tunix import fits
 from groupwise.tunix.environment import start_worker, warn_of_cpu
@@ -114,12 +114,11 @@ class TunixLearner:
 
     def discard(self) -> None:
         """See `groupwise.types.Learner.discard`."""
-        self._worker.call_now(Discard())
+        self._worker.tell(Discard())
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.types.Learner.publish`. Old publications are removed."""
-        with durable.explained(self._publish_folder):
-            policy = _POLICY.validate_python(await self._worker.call(Publish(version=version)))
+        policy = _POLICY.validate_python(await self._worker.call(Publish(version=version)))
         publications.remove_old(self._publish_folder, version, self._keep)
         return policy
 
@@ -135,8 +134,7 @@ class TunixLearner:
 
     def save(self, folder: str) -> None:
         """See `groupwise.types.Learner.save`; the optimiser's state is Orbax's, in a folder of its own."""
-        with durable.explained(Path(folder)):
-            self._worker.call_now(Save(folder=folder))
+        self._worker.call_now(Save(folder=folder))
 
     def load(self, folder: str) -> None:
         """See `groupwise.types.Learner.load`."""

@@ -157,6 +157,25 @@ def test_a_cpu_beside_something_faster_is_warned_of(
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    ("threads", "mesh", "told"),
+    [
+        (None, (1, 1), None),
+        (1, (1, 1), "1"),
+        (6, (1, 1), "6"),
+        (6, (2, 1), "8"),
+        (16, (1, 2), "16"),
+    ],
+)
+def test_threads_are_those_of_xla(
+    threads: int | None, mesh: tuple[int, int], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, sys.executable)
+    monkeypatch.setattr(environment, "WorkerProcess", lambda python, given: given)
+    given: Any = environment.start_worker(threads, mesh)
+    assert given.get("NPROC") == told
+
+
 @pytest.mark.parametrize("machine", ["gpu", "cpu"])
 def test_sums_on_a_gpu_are_repeatable(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, sys.executable)
