@@ -155,7 +155,7 @@ def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
         yield
     except GroupwiseError:
         raise
-    except Exception as error:
+    except Exception as error:  # Orbax and TensorStore raise what they like
         raise kind(
             f"{path} is torn or cannot be read: {str(error).partition(chr(10))[0]}. Take another one, or restore it from a copy."
         ) from error
