@@ -153,7 +153,7 @@ def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
     """Raise an error of that kind where files are torn."""
     try:
         yield
-    except GroupwiseError:
+    except (GroupwiseError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # Orbax and TensorStore raise what they like
         raise kind(
