@@ -34,8 +34,14 @@ def test_it_tells_the_seconds_of_each_step() -> None:
             "norm_eps": text["rms_norm_eps"],
             "weight_tying": False,
         },
-        **{"rank": 4, "alpha": 8, "learning_rate": 1e-4, "groups": 4, "members": 8},
-        **{"new_tokens": 8, "longest": 32, "never": 5},
+        "rank": 4,
+        "alpha": 8,
+        "learning_rate": 1e-4,
+        "groups": 4,
+        "members": 8,
+        "new_tokens": 8,
+        "longest": 32,
+        "never": 5,
         "prompts": [[f"count to {number}" for number in range(4)]] * 3,
     }
     done = subprocess.run(
