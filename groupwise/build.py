@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from groupwise.accelerators import NVIDIA
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError, UsageError
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 Kind = Literal["training", "supervised", "serving", "base"]
 """Of what is made together."""
 MAKE = "groupwise.build:make_described"
-NVIDIA = Path("/dev/nvidiactl")
-"""There where the driver of most GPUs is. No more than a guess: without one a zygote may be begun that a run on a GPU has no use for."""
 
 LARGE_ADAPTER = 512 << 20
 """Bytes of one publication where nobody says: rank 64 on a model of 7 billion parameters."""
@@ -143,7 +142,10 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 
 def expect_ranks(config: AnyConfig) -> None:
-    """Begin the zygote where the config will probably have ranks, so that its imports take no time later."""
+    """Begin the zygote where the config will probably have ranks, so that its imports take no time later.
+
+    No more than a guess: on a GPU without its driver's file a zygote may be begun that the run has no use for.
+    """
     torch_alone = config.run.server is None and config.model.backend == "transformers"
     if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
@@ -331,9 +333,10 @@ def _tunix_order(
         adapter_folder,
         check_adapter,
         hollow_adapter,
+        leave_out_pictures,
         starting_config,
     )
-    from groupwise.models.load import model_folder
+    from groupwise.models.load import described_text, model_folder
     from groupwise.models.lora import described_adapter
     from groupwise.tunix.environment import mesh_of
     from groupwise.tunix.messages import Open
@@ -345,9 +348,11 @@ def _tunix_order(
         config = config.model_copy(update={"model": model})
     check_adapter(config.model, lora)
     shape = starting_config(config.model, lora)
+    leave_out_pictures(config.model, shape)
     start = adapter_folder(config.model)
     return Open(
         model=str(model_folder(config.model)),
+        text=described_text(config.model),
         dtype=layout.dtype,
         mesh=mesh_of(config.model.mesh),
         remat=config.training.gradient_checkpointing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 from functools import cache
@@ -21,11 +22,20 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
+LITTLE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "sliding_window": 8}  # fmt: skip
+"""All that the files of Gemma 3 with pictures say of its text, but for its vocabulary: the rest are the defaults of its kind."""
 
 
 def described(family: str) -> Any:
     """The config of a small model; its positions have another base than the family's default."""
-    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import (
+        Gemma3Config,
+        Gemma3TextConfig,
+        LlamaConfig,
+        Qwen2Config,
+        Qwen3Config,
+        SiglipVisionConfig,
+    )
 
     from groupwise.models.tiny import tiny_tokenizer
 
@@ -36,6 +46,12 @@ def described(family: str) -> Any:
         case "gemma3-all-heads":
             shape["num_key_value_heads"] = shape["num_attention_heads"]
             return Gemma3TextConfig(**shape, sliding_window=8, query_pre_attn_scalar=8)
+        case "gemma3-pictures":
+            text = Gemma3TextConfig(**LITTLE, vocab_size=shape["vocab_size"])
+            eyes = SiglipVisionConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+            )  # fmt: skip
+            return Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)
         case "llama":
             return LlamaConfig(
                 **shape, rope_parameters=_positions(5000.0), tie_word_embeddings=False
@@ -76,7 +92,17 @@ def write_model(family: str, folder: Path) -> Path:
     with quiet():
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
+    if family == "gemma3-pictures":
+        _say_no_more_than_google(folder / "config.json")
     return folder
+
+
+def _say_no_more_than_google(file: Path) -> None:
+    told = json.loads(file.read_bytes())
+    kept = {*LITTLE, "model_type", "vocab_size"}
+    told["text_config"] = {key: told["text_config"][key] for key in sorted(kept)}
+    del told["tie_word_embeddings"]
+    file.write_text(json.dumps(told))
 
 
 @cache

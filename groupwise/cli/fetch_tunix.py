@@ -11,21 +11,26 @@ from groupwise.cli.rl import JsonOption
 
 def fetch_tunix(
     accelerator: Annotated[
-        str, typer.Option(metavar="KIND", help="What JAX computes on: cpu, cuda or tpu.")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="What JAX computes on: cpu, cuda or tpu. Left out, it is that of the environment there, else that of this machine.",
+        ),
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Make it anew where it is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""
     from groupwise.cli.output import write_json
     from groupwise.errors import UsageError
-    from groupwise.tunix.environment import EXTRAS, Accelerator, install, look
+    from groupwise.tunix.environment import EXTRAS, Accelerator, install, look, warn_of_cpu
 
-    kinds: dict[str, Accelerator] = {each: each for each in EXTRAS}
+    kinds: dict[str | None, Accelerator | None] = {None: None, **{each: each for each in EXTRAS}}
     if accelerator not in kinds:
-        raise UsageError(f"--accelerator is {accelerator!r}; it is one of {', '.join(kinds)}.")
+        raise UsageError(f"--accelerator is {accelerator!r}; it is one of {', '.join(EXTRAS)}.")
     path = install(kinds[accelerator], anew=again, say=not as_json)
     found = look()
+    warn_of_cpu(found.platform)
     if as_json:
         write_json({"python": str(path), **found.model_dump()})
     else:

@@ -7,12 +7,14 @@ the model's, which is built without storage for that.
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from torch import nn
 
 from groupwise.errors import ModelError
 from groupwise.models import config as settings_of_models
@@ -20,7 +22,7 @@ from groupwise.models.bundled import BUNDLED
 from groupwise.models.config import ModelConfig
 from groupwise.models.files import read_shapes
 from groupwise.models.hub import fetch_weights, may_be_hub_id
-from groupwise.models.load import hollow_model
+from groupwise.models.load import hollow_model, read_model_config
 from groupwise.models.lora import (
     WEIGHTS,
     AdaptedModel,
@@ -107,7 +109,10 @@ def check_adapter(
         return
     adapted = hollow_adapter(model, starting_config(model, lora, given_as))
     if "target_modules" in lora.model_fields_set:
-        asked = hollow_adapter(model, new_lora_config(lora))
+        fresh = new_lora_config(lora)
+        if adapted.config.exclude_modules:
+            leave_out_pictures(model, fresh)
+        asked = hollow_adapter(model, fresh)
         _refuse_other_targets(f"{given_as} {folder}", set(asked.layers), set(adapted.layers))
     owned = shapes_of(adapted.parameters("hollow"))
     refuse_mismatch(owned, read_shapes(folder / WEIGHTS), str(folder / WEIGHTS))
@@ -125,6 +130,23 @@ def starting_config(
         _refuse_other_settings(f"{given_as} {folder}", lora, config)
     config.base_model_name_or_path = base_name(model)
     return config
+
+
+def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
+    """Of a model with several parts, have the adapter change the text alone, here and wherever peft loads it."""
+    described = read_model_config(model)
+    if described.get_text_config() is described:
+        return
+    base = hollow_model(model)
+    text = next(path for path, part in base.named_modules() if part is base.get_decoder())
+    config.exclude_modules = rf"(?!{re.escape(text)}\.).*"
+    if config.target_modules == "all-linear":  # peft would look for the names of all parts
+        config.target_modules = _linear_names(base.get_decoder())
+
+
+def _linear_names(part: nn.Module) -> list[str]:
+    linear = [path for path, module in part.named_modules() if isinstance(module, nn.Linear)]
+    return sorted({path.rpartition(".")[2] for path in linear})
 
 
 def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -48,6 +49,14 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(
             resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
         )
+
+
+def described_text(config: ModelConfig) -> dict[str, Any]:
+    """What transformers knows of the model's text, expressible as JSON: its config with the defaults of its kind."""
+    described = read_model_config(config)
+    text = json.loads(described.get_text_config().to_json_string(use_diff=False))
+    # Whether the head is the embedding is said by the whole model, not by its part.
+    return {**text, "tie_word_embeddings": getattr(described, "tie_word_embeddings", False)}
 
 
 def hollow_model(config: ModelConfig) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.notebook.accelerators import accelerator
+    from groupwise.accelerators import accelerator
     from groupwise.notebook.config import ColabTrainingConfig, TrainingConfig
     from groupwise.notebook.connection import Connection, connect
     from groupwise.notebook.datasets import prepare_datasets, register_dataset
@@ -79,7 +79,7 @@ _ROOMS = {
     "Session": "session",
     "TrainerState": "training",
     "TrainingConfig": "config",
-    "accelerator": "accelerators",
+    "accelerator": "config",
     "connect": "connection",
     "create_reward_functions": "rewards",
     "evaluate": "evaluation",

@@ -26,9 +26,9 @@ from pydantic import (
     model_validator,
 )
 
+from groupwise.accelerators import accelerator
 from groupwise.display.notebook import Table
 from groupwise.errors import ConfigError
-from groupwise.notebook.accelerators import accelerator
 from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
 from groupwise.settings.credentials import holds_secret, is_secret

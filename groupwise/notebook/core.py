@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from groupwise.accelerators import accelerator
 from groupwise.config import LoadedConfig, load_config
 from groupwise.errors import ConfigError
-from groupwise.notebook.accelerators import accelerator
 from groupwise.notebook.config import CHECKPOINTS, TrainingConfig
 from groupwise.notebook.rewards import ACCURACY
 from groupwise.settings.schema import KeyPath

@@ -2,27 +2,37 @@
 
 It is a virtual environment beside the one that holds this package, because the two want other versions of the same libraries. What it holds
 is pinned in requirements.txt.
+
+Each is made in a folder of its own, and `made.json` names the one that is used: it is replaced when all is there, so that a making which
+fails or is cut off leaves the one before. What `made.json` does not name is removed then. One process at a time makes one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from groupwise.accelerators import accelerator as of_this_machine
 from groupwise.cache import cache_folder
 from groupwise.errors import UsageError
 from groupwise.runs import durable
 from groupwise.tunix.messages import Found, Look
-from groupwise.tunix.process import WorkerProcess
+from groupwise.tunix.process import WorkerProcess, own_environment
+
+logger = logging.getLogger(__name__)
 
 Accelerator = Literal["cpu", "cuda", "tpu"]
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
@@ -34,7 +44,7 @@ EXTRAS: dict[Accelerator, tuple[str, ...]] = {
     "tpu": ("jax[tpu]",),
 }
 """What JAX needs besides, for each kind of device."""
-MADE = "made.json"
+MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 """Libraries below JAX say on stderr what concerns nobody."""
@@ -42,6 +52,8 @@ THREADS_OF_A_DEVICE = 4
 """Of devices that JAX makes of one CPU: where they have fewer, one that waits for the others takes the thread that these would need."""
 COMPILED_BYTES = 4 << 30
 """Of compiled programs, the least used go first."""
+REPEATABLE = "--xla_gpu_deterministic_ops=true"
+"""On a GPU sums come in any order otherwise, so that a run that is gone on with would come to other bits."""
 
 
 def home() -> Path:
@@ -59,36 +71,107 @@ def python() -> Path:
     if made is None:
         raise UsageError(
             f"The backend tunix needs an environment of its own, in {home()}, and there is none. Make it (1.5 GB, a few minutes): "
-            f"{INSTALL}, on a TPU {INSTALL} --accelerator tpu. Or name the Python of one that has google-tunix in {VARIABLE}."
+            f"{_install_words()}. Or name the Python of one that has google-tunix in {VARIABLE}."
         )
     if made["requirements"] != _digest():
         raise UsageError(
-            f"The environment in {home()} was made for another version of groupwise. Make it anew: {INSTALL}."
+            f"The environment in {home()} was made for another version of groupwise. Make it anew: {_install_words()}."
         )
-    return _interpreter()
+    return _interpreter(made)
 
 
-def install(accelerator: Accelerator, *, anew: bool = False, say: bool = True) -> Path:
-    """Make the environment, unless it is there and not wanted `anew`; gives its Python.
+def accelerator() -> Accelerator:
+    """What JAX computes on where nobody says: that of the environment that was made here, else that of this machine."""
+    made = _made()
+    if made is not None and made["accelerator"] in EXTRAS:
+        return made["accelerator"]
+    return _detected()
 
-    Raises UsageError with pip's last words where it cannot be made.
+
+def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
+    """Make the environment, unless it is there and not wanted `anew`; gives its Python. None wants `accelerator()`.
+
+    Raises UsageError with pip's last words where it cannot be made; then the one before stands as it was.
     """
-    wanted = {"requirements": _digest(), "accelerator": accelerator}
-    if _made() == wanted and not anew:
-        return _interpreter()
-    folder = home()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    with _alone():
+        kind = wanted or accelerator()
+        made = _made()
+        if made and (made["requirements"], made["accelerator"]) == (_digest(), kind) and not anew:
+            return _interpreter(made)
+        folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=home()))
+        try:
+            _fill(folder, kind, say)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        made = {"requirements": _digest(), "accelerator": kind, "folder": folder.name}
+        durable.write_json(home() / MADE, made)
+        _remove_others(folder)
+        return _interpreter(made)
+
+
+def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
     venv.create(folder, with_pip=False)
-    words = [*_pip(), "-r", str(REQUIREMENTS), *EXTRAS[accelerator]]
-    shown = None if say else subprocess.DEVNULL
-    done = subprocess.run(words, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
+    words = [*_pip(folder), "-r", str(REQUIREMENTS), *EXTRAS[kind]]
+    done = subprocess.run(
+        words,
+        stdout=None if say else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=own_environment(),
+    )
     if done.returncode:
         raise UsageError(
             f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{done.stderr[-2000:].strip()}"
         )
-    durable.write_json(folder / MADE, wanted)
-    return _interpreter()
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """Wait until no other process makes an environment."""
+    home().mkdir(parents=True, exist_ok=True)
+    with (home() / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning(
+                "another process is making the environment in %s; waiting for it", home()
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_others(folder: Path) -> None:
+    for each in home().iterdir():
+        if each.name in (MADE, LOCK, folder.name):
+            continue
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each, ignore_errors=True)
+        else:
+            each.unlink(missing_ok=True)
+
+
+def _install_words() -> str:
+    return f"{INSTALL} --accelerator {accelerator()}"
+
+
+def _detected() -> Accelerator:
+    found = of_this_machine()
+    return "cuda" if found == "gpu" else found
+
+
+def warn_of_cpu(platform: str) -> None:
+    """Warn where the machine has more to compute on than what JAX sees, and nobody wanted it so."""
+    there = _detected()
+    if platform == "cpu" != there and "JAX_PLATFORMS" not in os.environ:
+        logger.warning(
+            "this machine has a %s, but JAX sees its CPU alone, and computes there. Make Tunix's environment for it: "
+            "%s --accelerator %s",
+            "TPU" if there == "tpu" else "GPU",
+            INSTALL,
+            there,
+        )
 
 
 @cache
@@ -107,12 +190,18 @@ def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
-    """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has."""
+    """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has, each of which
+    needs some."""
     flags = [os.environ.get("XLA_FLAGS", "")]
     own = {**QUIET, **_compiled()}
+    least = 0
     if (count := mesh[0] * mesh[1]) > 1:
         flags.append(f"--xla_force_host_platform_device_count={count}")
-        own["NPROC"] = str(THREADS_OF_A_DEVICE * count)
+        least = THREADS_OF_A_DEVICE * count
+    if most := max(least, threads or 0):
+        own["NPROC"] = str(most)  # XLA's name for the threads of a CPU
+    if accelerator() == "cuda":
+        flags.append(REPEATABLE)
     if threads == 1:
         flags.append("--xla_cpu_multi_thread_eigen=false")
     return WorkerProcess(python(), {**own, "XLA_FLAGS": " ".join(flags).strip()})
@@ -135,19 +224,24 @@ def _compiled() -> dict[str, str]:
     return {}
 
 
-def _made() -> dict[str, str] | None:
-    if not (home() / MADE).is_file() or not _interpreter().is_file():
+def _made() -> dict[str, Any] | None:
+    """What is told of the environment that is used; None where there is none, or nothing that can be read."""
+    try:
+        told = json.loads((home() / MADE).read_bytes())
+        keys = {"requirements", "accelerator", "folder"}
+        whole = keys <= told.keys() and _interpreter(told).is_file()
+    except (OSError, ValueError, AttributeError):
         return None
-    return json.loads((home() / MADE).read_bytes())
+    return told if whole else None
 
 
-def _interpreter() -> Path:
-    return home() / "bin" / "python"
+def _interpreter(made: Mapping[str, Any]) -> Path:
+    return home() / made["folder"] / "bin" / "python"
 
 
-def _pip() -> list[str]:
+def _pip(folder: Path) -> list[str]:
     """What installs into it: this environment's pip, else uv. Its own would need ensurepip, which some systems leave out."""
-    target = str(_interpreter())
+    target = str(folder / "bin" / "python")
     own = [sys.executable, "-m", "pip"]
     if subprocess.run([*own, "--version"], capture_output=True, check=False).returncode == 0:
         return [*own, "--python", target, "install"]

@@ -55,6 +55,8 @@ class Open(Message):
     verb: Literal["open"] = "open"
     model: str
     """A folder in the format of transformers."""
+    text: dict[str, Any]
+    """What transformers knows of its text: `config.json` with the defaults of its kind."""
     dtype: str
     mesh: tuple[int, int]
     """Devices for (fsdp, tp)."""
@@ -82,6 +84,8 @@ class Opened(Message):
 
     fingerprint: str
     """Of what is served."""
+    platform: str
+    """As in `Found`."""
 
 
 class Save(Message):

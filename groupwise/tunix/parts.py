@@ -1,5 +1,6 @@
 """Sampler and learner in Tunix's environment, as `groupwise.build` makes them (`model.backend: tunix`).
 
+    fits.py          which models Tunix computes as transformers does
     environment.py   where that environment is, and making it
     process.py       the worker that runs there
     messages.py      what goes to and fro
@@ -11,6 +12,7 @@ and states into the folders that it is told.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,9 +21,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from groupwise.runs import durable, publications
+from groupwise.runs import publications
 from groupwise.sampler.stops import ends_with_stop
-from groupwise.tunix.environment import start_worker
+from groupwise.tunix import fits
+from groupwise.tunix.environment import start_worker, warn_of_cpu
 from groupwise.tunix.messages import Open, Opened, Restore, Save
 from groupwise.tunix.process import WorkerProcess
 from groupwise.types import (
@@ -111,12 +114,11 @@ class TunixLearner:
 
     def discard(self) -> None:
         """See `groupwise.types.Learner.discard`."""
-        self._worker.call_now(Discard())
+        self._worker.tell(Discard())
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.types.Learner.publish`. Old publications are removed."""
-        with durable.explained(self._publish_folder):
-            policy = _POLICY.validate_python(await self._worker.call(Publish(version=version)))
+        policy = _POLICY.validate_python(await self._worker.call(Publish(version=version)))
         publications.remove_old(self._publish_folder, version, self._keep)
         return policy
 
@@ -132,8 +134,7 @@ class TunixLearner:
 
     def save(self, folder: str) -> None:
         """See `groupwise.types.Learner.save`; the optimiser's state is Orbax's, in a folder of its own."""
-        with durable.explained(Path(folder)):
-            self._worker.call_now(Save(folder=folder))
+        self._worker.call_now(Save(folder=folder))
 
     def load(self, folder: str) -> None:
         """See `groupwise.types.Learner.load`."""
@@ -144,11 +145,13 @@ async def start(
     order: Open, tokenizer: Any, threads: int | None, keep_publications: int
 ) -> tuple[WorkerProcess, TunixSampler, TunixLearner]:
     """Start a worker with a model. Raises UsageError for what cannot be loaded; nothing is left then."""
+    await asyncio.to_thread(fits.check, order)
     worker = start_worker(threads, order.mesh)
     try:
         opened = Opened.model_validate(await worker.call(order))
     except BaseException:
         worker.close()
         raise
+    warn_of_cpu(opened.platform)
     learner = TunixLearner(worker, Path(order.publish_folder), keep_publications)
     return worker, TunixSampler(worker, opened.fingerprint, tokenizer), learner

@@ -1,7 +1,8 @@
 """The worker: started in Tunix's environment, called, and ended.
 
-A thread reads its answers; futures connect it with the callers, who may await or wait. Whatever ends the worker, every call then fails with
-how it ended and its last words; a run goes on from its last checkpoint.
+A thread starts it and reads its answers; futures connect it with the callers, who may await or wait. Whatever ends the worker, every call
+then fails with how it ended and its last words; a run goes on from its last checkpoint. The thread lives as long as the worker, because the
+kernel ends a process with the thread that started it (`groupwise.rewards.processes.tie_to_parent`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import secrets
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,26 @@ from groupwise import errors
 from groupwise.errors import GroupwiseError, RunError
 from groupwise.rewards.output import Output
 from groupwise.rewards.processes import MARK, end_family, how_it_ended
+from groupwise.settings.credentials import is_secret
 from groupwise.tunix.messages import Answer, Order, Trouble, Verb
 
 MAIN = Path(__file__).parent / "worker" / "main.py"
 OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
 """Variables that would have Tunix's Python take packages of this one."""
+WITHHELD = ("KAGGLE_KEY", "KAGGLE_USERNAME")
+"""Credentials whose names do not say so."""
 LAST_BREATH = 1.0
 """Seconds that it gets to end by itself, so that its exit code is its own."""
+
+
+def own_environment() -> dict[str, str]:
+    """This process's variables, as a process of Tunix's environment may have them."""
+    return {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
+
+
+def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the worker, which reads files of this machine alone."""
+    return {k: v for k, v in environment.items() if k not in WITHHELD and not is_secret(k)}
 
 
 class WorkerProcess:
@@ -43,12 +58,19 @@ class WorkerProcess:
         self._pending: dict[int, Future[Any]] = {}
         self._ended: str | None = None
         self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._popen(python, environment, theirs.fileno())
-        self._output = Output(self._process, "tunix")
         self._lines = self._connection.makefile("r", encoding="utf-8")
-        self._reader = threading.Thread(target=self._read, name="tunix answers", daemon=True)
+        started: Future[subprocess.Popen[bytes]] = Future()
+        start = partial(self._popen, python, environment, theirs)
+        attend = partial(self._attend, start, started)
+        self._reader = threading.Thread(target=attend, name="tunix answers", daemon=True)
         self._reader.start()
+        self._process = started.result()
+        self._output = Output(self._process, "tunix")
+
+    def tell(self, do: Verb) -> None:
+        """Send an order whose outcome nobody waits for. One that has ended has nothing left to do."""
+        with suppress(RunError):
+            self._begin(do)
 
     @property
     def pid(self) -> int:
@@ -76,18 +98,19 @@ class WorkerProcess:
         self._output.join()
 
     def _popen(
-        self, python: Path, environment: Mapping[str, str], number: int
+        self, python: Path, environment: Mapping[str, str], theirs: socket.socket
     ) -> subprocess.Popen[bytes]:
-        inherited = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
-        return subprocess.Popen(
-            [str(python), "-P", "-s", str(MAIN), str(number)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[number],
-            start_new_session=True,
-            env={**inherited, **environment, MARK: self._mark},
-        )
+        inherited = _without_secrets(own_environment())
+        with theirs:
+            return subprocess.Popen(
+                [str(python), "-P", "-s", str(MAIN), str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**inherited, **environment, MARK: self._mark},
+            )
 
     def _begin(self, do: Verb) -> Future[Any]:
         self._output.begin_call()
@@ -111,13 +134,28 @@ class WorkerProcess:
         with suppress(OSError):  # it has ended, which the reader tells
             self._connection.sendall(line.encode())
 
-    def _read(self) -> None:
+    def _attend(
+        self,
+        start: Callable[[], subprocess.Popen[bytes]],
+        started: Future[subprocess.Popen[bytes]],
+    ) -> None:
+        try:
+            process = start()
+        except Exception as error:  # noqa: BLE001 — belongs to whoever waits for the start
+            self._lines.close()
+            self._connection.close()
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        self._read(process)
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
         with suppress(OSError, ValueError):
             for line in self._lines:
                 self._take(Answer.model_validate_json(line))
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LAST_BREATH)
-        how = how_it_ended(self._process.poll())
+            process.wait(LAST_BREATH)
+        how = how_it_ended(process.poll())
         reason = f"The Tunix worker ended: {how}{self._output.last_words()}"
         with self._lock:
             self._ended = reason

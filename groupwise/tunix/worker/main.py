@@ -1,8 +1,12 @@
 """Run by the Python of Tunix's environment, as a file: finds the package that it belongs to, and nothing else of the environment that
-holds that package, so that no library of one is taken for that of the other."""
+holds that package, so that no library of one is taken for that of the other: `main.py SOCKET PARENT`.
+
+The worker ends with the process PARENT, however that ends, even where a child of it still holds the other end of the socket.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -29,6 +33,9 @@ if __name__ == "__main__":
         signal.SIGINT, signal.SIG_IGN
     )  # of the whole process group: the run decides what follows
     take_package()
+    from groupwise.rewards.processes import MARK, tie_to_parent
+
+    tie_to_parent(int(sys.argv[2]), os.environ[MARK])  # which forks: before JAX has threads
     from groupwise.tunix.worker.service import serve
 
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -10,7 +10,8 @@ import queue
 import socket
 import threading
 import traceback
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from functools import singledispatchmethod
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +19,15 @@ from typing import IO, Any
 import jax
 
 from groupwise import errors
-from groupwise.errors import GroupwiseError, OutOfMemoryError, UsageError
+from groupwise.errors import (
+    CheckpointError,
+    GroupwiseError,
+    ModelError,
+    OutOfMemoryError,
+    UsageError,
+)
+from groupwise.models.files import disk_errors
+from groupwise.runs import durable
 from groupwise.tunix.messages import (
     ANY,
     Answer,
@@ -67,12 +76,17 @@ def serve(connection: socket.socket) -> None:
 
 
 def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]) -> None:
-    for line in connection.makefile("r", encoding="utf-8"):
-        order = Order.model_validate_json(line)
-        if order.cancel is not None:
-            cancelled.add(order.cancel)
-        else:
-            orders.put(order)
+    """Until the connection ends, and the process with it; nobody would hear of a thread that ended alone."""
+    try:
+        for line in connection.makefile("r", encoding="utf-8"):
+            order = Order.model_validate_json(line)
+            if order.cancel is not None:
+                cancelled.add(order.cancel)
+            else:
+                orders.put(order)
+    except BaseException:  # noqa: BLE001 — told as the last words of the worker
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)
 
 
@@ -93,18 +107,23 @@ def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order]
 
 
 def _answer(answers: IO[str], service: Service, taken: list[Order]) -> None:
+    for each in _done(service, taken):
+        answers.write(each.model_dump_json() + "\n")
+    answers.flush()
+
+
+def _done(service: Service, taken: list[Order]) -> list[Answer]:
+    """The answers. Where orders cannot be done together, each is by itself, so that what is wrong with one is not told of the others."""
     try:
         results = service.do_all([order.do for order in taken])
-        told = [
+        return [
             Answer(number=order.number or 0, result=ANY.dump_python(result, mode="json"))
             for order, result in zip(taken, results, strict=True)
         ]
     except Exception as error:  # noqa: BLE001 — belongs to whoever asked
-        trouble = _trouble(error)
-        told = [Answer(number=order.number or 0, error=trouble) for order in taken]
-    for each in told:
-        answers.write(each.model_dump_json() + "\n")
-    answers.flush()
+        if len(taken) > 1:
+            return [answer for order in taken for answer in _done(service, [order])]
+        return [Answer(number=taken[0].number or 0, error=_trouble(error))]
 
 
 def _trouble(error: Exception) -> Trouble:
@@ -119,12 +138,36 @@ def _trouble(error: Exception) -> Trouble:
     return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{told}")
 
 
+@contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """Raise StoreError where the disk refuses."""
+    with durable.explained(path), disk_errors(path):
+        try:
+            yield
+        except ValueError as error:  # TensorStore's, whatever the system says
+            raise OSError(f"{str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
+    """Raise an error of that kind where files are torn."""
+    try:
+        yield
+    except (GroupwiseError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # Orbax and TensorStore raise what they like
+        raise kind(
+            f"{path} is torn or cannot be read: {str(error).partition(chr(10))[0]}. Take another one, or restore it from a copy."
+        ) from error
+
+
 class Service:
     """The parts, once `Open` has made them."""
 
     def __init__(self) -> None:
         self._sampler: Sampler | None = None
         self._learner: Learner | None = None
+        self._publish_folder: Path | None = None
         self._scope = ExitStack()
 
     @property
@@ -161,28 +204,32 @@ class Service:
     @do.register
     def _(self, order: Open) -> Opened:
         mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
-        model, family = families.load(Path(order.model), order.dtype, mesh, remat=order.remat)
+        model, family = families.load(
+            Path(order.model), order.text, order.dtype, mesh, remat=order.remat
+        )
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
         factors = adapted.fresh(order.seed)
         if order.start is not None:
             factors = adapted.read(Path(order.start))
         self._sampler = Sampler(adapted, factors, order.slots, order.key_length)
+        self._publish_folder = Path(order.publish_folder)
         self._learner = Learner(
             adapted,
             factors,
             run=order.run,
-            publish_folder=Path(order.publish_folder),
+            publish_folder=self._publish_folder,
             described=order.described,
             vocabulary=_vocabulary(model),
             longest=order.key_length,
             max_tokens=order.max_tokens,
             multiple=order.mesh[0],
         )
-        return Opened(fingerprint=self._sampler.fingerprint)
+        return Opened(fingerprint=self._sampler.fingerprint, platform=jax.devices()[0].platform)
 
     @do.register
     def _(self, order: Load) -> str:
-        return self.sampler.load(order.policy)
+        with _reading(Path(order.policy.path), ModelError):
+            return self.sampler.load(order.policy)
 
     @do.register
     def _(self, order: ForwardBackward) -> Any:
@@ -198,7 +245,9 @@ class Service:
 
     @do.register
     def _(self, order: Publish) -> Any:
-        return self.learner.publish(order.version)
+        assert self._publish_folder is not None, "open comes first"
+        with _writing(self._publish_folder):
+            return self.learner.publish(order.version)
 
     @do.register
     def _(self, order: Logprobs) -> Any:
@@ -210,11 +259,13 @@ class Service:
 
     @do.register
     def _(self, order: Save) -> None:
-        self.learner.save(Path(order.folder))
+        with _writing(Path(order.folder)):
+            self.learner.save(Path(order.folder))
 
     @do.register
     def _(self, order: Restore) -> None:
-        self.learner.load(Path(order.folder))
+        with _reading(Path(order.folder), CheckpointError):
+            self.learner.load(Path(order.folder))
 
 
 def _there(part: Any) -> Any:

@@ -211,7 +211,7 @@ def test_files_and_fingerprints(both: tuple[Parts, Parts]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("family", ["gemma3", "llama", "gemma3-pictures"])
 def test_peft_loads_what_is_published_with_equal_logits(family: str, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -17,6 +17,8 @@ from groupwise.models.adapters import (
     adapter_folder,
     base_name,
     check_adapter,
+    hollow_adapter,
+    leave_out_pictures,
     starting_config,
     warn_of_other_base,
 )
@@ -25,6 +27,7 @@ from groupwise.models.identity import identity
 from groupwise.models.lora import CONFIG, WEIGHTS, AdaptedModel, new_lora_config, read_lora_config
 from groupwise.models.tiny import tiny_model
 from groupwise.models.tokenizer import resolve
+from tests.tunix_models import model_of
 
 TINY = ModelConfig(name="tiny")
 
@@ -273,3 +276,22 @@ def test_offline_a_missing_one_says_what_was_looked_for(hub, name, revision, tol
     assert f"no folder {name!r} (looked in {Path.cwd()})" in message
     assert f"As a hub id: {told} could not be had from its cache on this machine" in message
     assert "Offline, give a folder" in message
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)])
+def test_an_adapter_of_the_text_alone_leaves_pictures_out(targets, tmp_path):
+    model, settings = ModelConfig(name=str(model_of("gemma3-pictures"))), LoraConfig(target_modules=targets)  # fmt: skip
+    config = starting_config(model, settings)
+    leave_out_pictures(model, config)
+    adapted = hollow_adapter(model, config)
+    assert adapted.layers
+    assert all(".language_model.layers." in path for path in adapted.layers)
+    adapted.configs["hollow"].save_pretrained(tmp_path)
+    save_file({k: torch.zeros(v.shape) for k, v in adapted.parameters("hollow").items()}, tmp_path / WEIGHTS)  # fmt: skip
+    check_adapter(model.model_copy(update={"adapter": str(tmp_path)}), settings)
+
+
+def test_a_model_without_other_parts_has_no_pictures():
+    config = starting_config(TINY, LoraConfig())
+    leave_out_pictures(TINY, config)
+    assert config.exclude_modules is None

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import ModelError, RunError
+from groupwise.notebook.config import SECRETS
 from groupwise.tunix import process
 from groupwise.tunix.messages import Look, Restore, Save
 from groupwise.tunix.process import WorkerProcess
@@ -39,10 +40,14 @@ for line in connection.makefile("r"):
     if do["verb"] == "restore":
         answer["error"] = {"kind": "ModelError", "message": "no such " + do["folder"]}
     else:
-        answer["result"] = {"do": do, "withdrawn": withdrawn, "path": os.environ.get("PYTHONPATH"), "own": os.environ.get("OWN")}
+        told = {"path": os.environ.get("PYTHONPATH"), "own": os.environ.get("OWN"), "names": [*os.environ]}
+        answer["result"] = {"do": do, "withdrawn": withdrawn, **told}
     answers.write(json.dumps(answer) + "\\n")
     answers.flush()
 """
+
+
+CREDENTIALS = {*map(str.upper, SECRETS), "GROUPWISE_API_KEY", "OPENAI_API_KEY"}
 
 
 @pytest.fixture
@@ -51,6 +56,8 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPr
     main.write_text(PARROT)
     monkeypatch.setattr(process, "MAIN", main)
     monkeypatch.setenv("PYTHONPATH", "/of/another")
+    for name in CREDENTIALS:
+        monkeypatch.setenv(name, "x")
     started = WorkerProcess(Path(sys.executable), {"OWN": "yes"})
     yield started
     started.close()
@@ -66,6 +73,24 @@ def test_calls_are_answered_each_by_its_own(worker: WorkerProcess) -> None:
     told = worker.call_now(Look())
     assert told["path"] is None
     assert told["own"] == "yes"
+
+
+def test_it_has_no_credentials(worker: WorkerProcess) -> None:
+    names = worker.call_now(Look())["names"]
+    assert "PATH" in names
+    assert not CREDENTIALS & {*names}
+
+
+def test_one_that_cannot_be_started_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        WorkerProcess(tmp_path / "python", {})
+
+
+def test_nobody_waits_for_what_is_only_told(worker: WorkerProcess) -> None:
+    worker.tell(Restore(folder="never"))
+    with pytest.raises(RunError):
+        worker.call_now(Save(folder="x"))
+    worker.tell(Restore(folder="never"))
 
 
 def test_errors_are_those_of_the_worker(worker: WorkerProcess) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from groupwise import accelerators
 from groupwise.errors import ConfigError
-from groupwise.notebook import accelerators
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import GEMMA, SMALL, core_config, model_of
 

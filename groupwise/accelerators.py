@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from groupwise.build import NVIDIA
-
 Accelerator = Literal["tpu", "gpu", "cpu"]
+NVIDIA = Path("/dev/nvidiactl")
+"""There where the driver of most GPUs is."""
 PCI = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
 TPUS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})

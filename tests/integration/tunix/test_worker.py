@@ -1,0 +1,151 @@
+"""The worker itself: with whom it ends, and what is told of disks, torn files and requests that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from groupwise import build, machine_layout
+from groupwise.build import Parts
+from groupwise.config import load_config
+from groupwise.errors import CheckpointError, ModelError, RunError, StoreError
+from groupwise.tunix.environment import start_worker
+from groupwise.tunix.messages import Look
+from groupwise.tunix.parts import TunixLearner
+from groupwise.tunix.process import WorkerProcess
+from groupwise.types import GroupRequest, SamplingParams
+from tests.tunix_models import model_of
+
+ORPHAN = """
+import os, signal, time
+from concurrent.futures import ThreadPoolExecutor
+from groupwise.tunix.environment import start_worker
+from groupwise.tunix.messages import Look
+with ThreadPoolExecutor(1) as other:
+    worker = other.submit(start_worker, 1, (1, 1)).result()
+print(worker.call_now(Look())["devices"], worker.pid, flush=True)  # the thread that asked for it has ended
+if os.fork() == 0:
+    time.sleep(60)  # holds the socket
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_ends_with_its_parent_though_a_child_of_that_lives_on() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert program.stdout is not None
+    try:
+        devices, worker = map(int, program.stdout.readline().split())
+        assert program.wait(30) == -signal.SIGKILL
+        assert devices >= 1
+        deadline = time.monotonic() + 20
+        while _lives(worker):
+            assert time.monotonic() < deadline, "the worker outlives its parent"
+            time.sleep(0.05)
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.stdout.close()
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_order_that_it_does_not_understand_ends_it() -> None:
+    worker = start_worker(1, (1, 1))
+    with closing(worker):
+        assert worker.call_now(Look())["devices"] == 1
+        worker._connection.sendall(b'{"number": 7, "do": {"verb": "nonsense"}}\n')
+        with pytest.raises(RunError, match=r"(?s)exit code 1.*nonsense"):
+            look_for_ever(worker)
+
+
+def look_for_ever(worker: WorkerProcess) -> None:
+    while True:
+        worker.call_now(Look())
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    values = {
+        "model": {"name": str(model_of("llama")), "backend": "tunix"},
+        "lora": {"r": 4, "alpha": 8},
+        "sampler": {"slots": 16, "max_completion_length": 24},
+        "run": {"threads": 1},
+    }
+    config = load_config(values).config
+    layout = machine_layout.choose_layout(config, 40)
+    folder = tmp_path_factory.mktemp("published")
+    with closing(asyncio.run(build.start_training(config, layout, "run", folder))) as made:
+        yield made
+
+
+def test_a_disk_that_refuses_is_told_as_such(parts: Parts) -> None:
+    with pytest.raises(StoreError, match=r"cannot write /proc/nowhere: .*--resume"):
+        parts.learner.save("/proc/nowhere")
+
+
+@pytest.mark.parametrize("torn", ["adapter_model.safetensors", "orbax"])
+def test_a_torn_checkpoint_is_told_as_such(parts: Parts, torn: str, tmp_path: Path) -> None:
+    parts.learner.save(str(tmp_path))
+    parts.learner.load(str(tmp_path))
+    place = tmp_path / torn
+    files = [each for each in place.rglob("*") if each.is_file()] if place.is_dir() else [place]
+    for file in files:
+        file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is torn") as told:
+        parts.learner.load(str(tmp_path))
+    assert "Traceback" not in str(told.value)
+
+
+def test_a_publication_that_is_gone_is_told_as_such(parts: Parts) -> None:
+    policy = asyncio.run(parts.learner.publish(1))
+    (Path(policy.path) / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="is torn"):
+        asyncio.run(parts.sampler.load(policy))
+
+
+def test_a_request_that_does_not_fit_fails_alone(parts: Parts) -> None:
+    fits, does_not = tuple(range(2, 22)), tuple(range(2, 122))
+    params = SamplingParams(20, 1.0, (1,))
+    asked = [GroupRequest(n, ids, (1, 2), params) for n, ids in enumerate((fits, does_not, fits))]
+
+    async def all_at_once() -> list[object]:
+        waits = [parts.sampler.generate(each) for each in asked]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    one, other, third = asyncio.run(all_at_once())
+    assert isinstance(other, RunError)
+    assert one == third
+    assert len(one) == 2  # type: ignore[arg-type]
+
+
+def test_nobody_waits_for_a_discard(parts: Parts) -> None:
+    """Not behind what the worker computes, and not where it has ended."""
+    learner = parts.learner
+    assert isinstance(learner, TunixLearner)
+    os.kill(learner._worker.pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(learner.discard).result(20)
+    finally:
+        os.kill(learner._worker.pid, signal.SIGCONT)
+    os.kill(learner._worker.pid, signal.SIGKILL)
+    with pytest.raises(RunError):
+        learner.save("anywhere")
+    learner.discard()

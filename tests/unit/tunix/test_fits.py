@@ -1,0 +1,167 @@
+"""Which models are given to Tunix, and which are refused because it would make others of them, or read other numbers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from groupwise.errors import ModelError, UsageError
+from groupwise.models.config import ModelConfig
+from groupwise.models.load import described_text
+from groupwise.tunix import fits
+from tests.tunix_models import model_of
+
+Tensors = dict[str, torch.Tensor]
+FAMILIES = ("gemma3", "gemma3-all-heads", "gemma3-pictures", "llama", "qwen2", "qwen3")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+
+
+def text_of(family: str, **other: Any) -> dict[str, Any]:
+    return {**described_text(ModelConfig(name=str(model_of(family)))), **other}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_fits(family: str) -> None:
+    text = text_of(family)
+    fits.check_description(text)
+    fits.check_mesh(text, (2, 2))
+    fits.check_files(model_of(family), text)
+
+
+LAYERS = [*["sliding_attention"] * 5, "full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "tunix"),
+    [
+        ("gemma3", "tie_word_embeddings", False, "has True alone"),
+        ("gemma3", "final_logit_softcapping", 30.0, "has None alone"),
+        ("gemma3", "attn_logit_softcapping", 50.0, "has None alone"),
+        ("gemma3", "attention_bias", True, "has False alone"),
+        ("gemma3", "rms_norm_eps", 1e-5, "has 1e-06 alone"),
+        ("gemma3", "hidden_activation", "silu", "has 'gelu_pytorch_tanh' alone"),
+        ("gemma3", "use_bidirectional_attention", True, "has False alone"),
+        ("gemma3", "query_pre_attn_scalar", 24, r"has 16 \(head_dim\) and 8"),
+        ("gemma3", "layer_types", LAYERS, r"\[6\] .* 'full_attention'.* has sliding_attention there"),
+        ("llama", "hidden_act", "gelu", "has 'silu' alone"),
+        ("llama", "attention_bias", True, "has False alone"),
+        ("llama", "mlp_bias", True, "has False alone"),
+        ("qwen2", "hidden_act", "gelu", "has 'silu' alone"),
+        ("qwen2", "layer_types", LAYERS, r"\[0\] .* has full_attention there"),
+        ("qwen3", "hidden_act", "gelu", "has 'silu' alone"),
+        ("qwen3", "attention_bias", True, "has False alone"),
+        ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 1.0}, r"scaled \(llama3\)"),
+        ("llama", "rope_parameters", {"rope_theta": 1.0, "partial_rotary_factor": 0.5}, "has 1 alone"),
+        ("llama", "model_type", "gpt_neox", "no models of the type 'gpt_neox'; it has: gemma3_text"),
+    ],
+)  # fmt: skip
+def test_what_tunix_does_not_compute_is_refused(
+    family: str, key: str, value: Any, tunix: str
+) -> None:
+    with pytest.raises(ModelError, match=tunix) as error:
+        fits.check_description(text_of(family, **{key: value}))
+    assert "Leave model.backend out" in str(error.value)
+
+
+def test_the_older_key_of_layers_is_understood(tmp_path: Path) -> None:
+    """As transformers does: it says how often a layer sees everything."""
+    folder = changed_copy("gemma3", tmp_path, dict)
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"layer_types"', '"sliding_window_pattern": 2, "x"'))
+    with pytest.raises(ModelError, match="layer_types"):
+        fits.check_description(described_text(ModelConfig(name=str(folder))))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "told"),
+    [
+        ("llama", (1, 4), r"tp of 4 .* num_key_value_heads is 2\."),
+        ("gemma3", (3, 1), r"fsdp of 3 .* hidden_size is 32\."),
+    ],
+)
+def test_devices_divide_the_model(family: str, mesh: tuple[int, int], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        fits.check_mesh(text_of(family), mesh)
+
+
+def test_one_head_of_keys_need_not_be_divided() -> None:
+    """Gemma 3 1B and its smaller sister have one, which Tunix keeps whole on each device."""
+    fits.check_mesh(text_of("gemma3", num_key_value_heads=1), (1, 2))
+    with pytest.raises(UsageError, match="num_key_value_heads is 1"):
+        fits.check_mesh(text_of("llama", num_key_value_heads=1), (1, 2))
+
+
+def changed_copy(family: str, folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    shutil.copytree(model_of(family), folder / "model")
+    file = folder / "model" / fits.MODEL
+    save_file(change(load_file(file)), file)
+    return folder / "model"
+
+
+def without(tensors: Tensors) -> Tensors:
+    return {name: each for name, each in tensors.items() if name != UP}
+
+
+def in_halves(tensors: Tensors, norms: torch.dtype) -> Tensors:
+    return {name: each.to(norms if "norm" in name else torch.bfloat16) for name, each in tensors.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        ("gemma3", without, f"1 weights are missing in .*: {UP}"),
+        ("gemma3", lambda all_: {**all_, UP: all_[UP][:-1]}, r"up_proj.weight .* shape \[47, 32\], .* \[48, 32\]"),
+        ("gemma3", lambda all_: in_halves(all_, torch.float32), "several formats"),
+        ("gemma3", lambda all_: in_halves(all_, torch.float16), "several formats"),
+        ("gemma3", lambda all_: {**all_, NORM: all_[NORM].to(torch.int32)}, "in the format I32"),
+        ("llama", lambda all_: {**all_, f"{UP[:-6]}bias": all_[NORM].clone()}, "has no place for: model.layers.1.mlp.up_proj.bias"),
+        ("qwen3", lambda all_: {**all_, HEAD: all_[EMBEDDING] + 1}, "lm_head.weight that is not its embedding"),
+        ("gemma3-pictures", lambda all_: {f"language_model.{NORM}": all_[f"language_model.{NORM}"]}, "weights are missing"),
+    ],
+)  # fmt: skip
+def test_files_that_would_be_misread_are_refused(
+    family: str, change: Callable[[Tensors], Tensors], told: str, tmp_path: Path
+) -> None:
+    folder = changed_copy(family, tmp_path, change)
+    with pytest.raises(ModelError, match=told):
+        fits.check_files(folder, text_of(family))
+
+
+def test_what_transformers_passes_over_may_stand_in_files(tmp_path: Path) -> None:
+    """The embedding once more as the head, frequencies of positions, and numbers of pictures in another format."""
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    fits.check_files(
+        changed_copy("qwen3", tmp_path / "old", lambda all_: {**all_, HEAD: all_[EMBEDDING].clone(), **old}),
+        text_of("qwen3"),
+    )  # fmt: skip
+    places = {"vision_tower.embeddings.position_ids": torch.arange(4)}
+    folder = changed_copy("gemma3-pictures", tmp_path / "eyes", lambda all_: {**all_, **places})
+    with pytest.raises(ModelError, match="several formats"):  # of eight bytes, it comes first
+        fits.check_files(folder, text_of("gemma3-pictures"))
+
+
+def test_other_files(tmp_path: Path) -> None:
+    folder = changed_copy("llama", tmp_path, dict)
+    shutil.copy(folder / fits.MODEL, folder / "consolidated.safetensors")
+    with pytest.raises(ModelError, match=r"consolidated.safetensors .* Move that file away"):
+        fits.check_files(folder, text_of("llama"))
+    (folder / "consolidated.safetensors").unlink()
+    (folder / fits.MODEL).write_bytes((folder / fits.MODEL).read_bytes()[:-8])
+    with pytest.raises(ModelError, match="shorter than its header says"):
+        fits.check_files(folder, text_of("llama"))
+    (folder / fits.MODEL).write_bytes(b"<html>")
+    with pytest.raises(ModelError, match="is no safetensors file"):
+        fits.check_files(folder, text_of("llama"))
+    (folder / fits.MODEL).unlink()
+    with pytest.raises(ModelError, match="Tunix reads no other files"):
+        fits.check_files(folder, text_of("llama"))
+    (folder / fits.INDEX).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+    with pytest.raises(ModelError, match=r"names gone\.safetensors"):
+        fits.check_files(folder, text_of("llama"))
