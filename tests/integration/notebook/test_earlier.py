@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_what_an_interruption_leaves_can_be_exported_and_asked(machine, capsys):
         quick_test(config_of(seed=1), session)
 
 
+def test_the_newest_checkpoint_is_the_one_of_the_highest_number(machine):
+    machine("one")
+    every = {
+        "run.save_steps": 1,
+        "run.save_total_limit": None,
+        "run.processes": 1,
+        "eval.max_prompts": 2,
+    }
+    config = config_of(num_batches=14, overrides=every)
+    state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    assert export_checkpoint(config, state) == "checkpoints/digits/checkpoints/step-10"
+
+
 def test_drive_takes_a_run_to_another_machine(machine, capsys):
     whole = machine("whole")
     config = config_of()
@@ -149,7 +163,12 @@ def test_drive_takes_a_run_to_another_machine(machine, capsys):
     assert len(session.run.metrics("reward")["reward"]) == 3
     train_grpo(session.config, session, reward_functions=[Digits()])
     assert final(second) == final(whole)
-    assert (second.parent / "drive" / "digits" / "final" / "adapter_model.safetensors").is_file()
+    place = second.parent / "drive" / "digits"
+    assert (place / "final" / "adapter_model.safetensors").is_file()
+    path = Path(export_checkpoint(session.config, session))
+    with zipfile.ZipFile(place / "digits.zip") as archive:
+        packed = archive.read("adapter_model.safetensors")
+    assert packed == (path / "hf_lora" / "adapter_model.safetensors").read_bytes()
 
 
 def test_each_run_of_an_experiment_has_its_own_folder_on_drive(machine, capsys):

@@ -1,0 +1,86 @@
+"""What a session asks its model, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.notebook import TrainingConfig, format_prompt, prepare_session, quick_test, session
+from groupwise.notebook.quick import QUESTION
+from groupwise.types import SamplingParams
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What the model would be asked; it answers `42`."""
+    calls: list[Any] = []
+
+    def answers(core: Any, prompts: Any, weights: Any, params: Any, seed: int) -> list[str]:
+        calls.append((prompts, weights, params, seed))
+        return ["42"] * len(prompts)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "answers", answers)
+    return calls
+
+
+def test_a_quick_test_asks_as_it_says(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    prepared = prepare_session(config)
+    assert quick_test(config, prepared) == "42"
+    [(prompts, weights, params, seed)] = asked
+    assert prompts == [[{"role": "user", "content": format_prompt(QUESTION, config)}]]
+    assert params == SamplingParams(max_tokens=256, temperature=0.7, top_k=50, top_p=0.95)
+    assert (weights, seed) == (None, config.seed)
+    assert "the model as it was, before any training" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("prompts", "parameters", "said"),
+    [
+        ("one text", {}, "prompts is one text"),
+        (5, {}, "of the type int"),
+        ([None], {}, "A prompt is None"),
+        ([""], {}, "A prompt is ''"),
+        ([[]], {}, r"A prompt is \[\]"),
+        (["a"], {"temperature": -1.0}, "temperature is -1.0; it must be at least 0"),
+        (["a"], {"total_generation_steps": 0, "top_p": 2.0}, "at least 1; top_p is 2.0"),
+        (["a"], {"top_k": 0}, "top_k is 0"),
+    ],
+)
+def test_what_cannot_be_asked_is_told(
+    asked: list[Any], prompts: Any, parameters: dict[str, Any], said: str
+) -> None:
+    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
+    with pytest.raises(UsageError, match=said):
+        prepared.sampler(prompts, **parameters)
+    assert prepared.sampler([]) == []
+    assert asked == []
+
+
+def test_a_session_shows_itself_in_a_few_lines(asked: list[Any]) -> None:
+    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic"))
+    assert len(repr(prepared)) < 3000
+    assert "1800 rows to train on" in prepared._repr_html_()
+    prepared.train_dataset = []
+    assert "0 rows to train on" in prepared._repr_html_()
+
+
+@pytest.mark.parametrize("value", [None, {"model": "tiny"}])
+def test_what_is_no_config_is_told(value: Any) -> None:
+    with pytest.raises(UsageError, match="Expected a TrainingConfig first"):
+        prepare_session(value)
+
+
+def test_a_session_that_failed_leaves_the_config_open(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = TrainingConfig(model="smolm2", dataset="arithmetic")
+    with pytest.raises(UsageError):
+        prepare_session(config)
+    config.model = "tiny"
+    prepare_session(config)
+    with pytest.raises(UsageError, match="cannot be changed"):
+        config.model = "other"
