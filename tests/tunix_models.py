@@ -56,17 +56,21 @@ def _positions(base: float) -> Any:
     return {"rope_type": "default", "rope_theta": base}
 
 
-def write_model(family: str, folder: Path) -> Path:
-    """A random model of a family, with the tokenizer of the tiny one."""
+def write_model(family: str, folder: Path, layers: int | None = None) -> Path:
+    """A random model of a family, with the tokenizer of the tiny one; of so many layers, where one does not want all."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     from groupwise.models.tiny import tiny_tokenizer
     from groupwise.models.tokenizer import quiet
 
+    config = described(family)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        config.layer_types = getattr(config, "layer_types", [])[:layers] or None
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(described(family))
+        model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # those that begin as nothing would hide a mistake
                 torch.nn.init.normal_(parameter, std=0.3)
@@ -80,8 +84,8 @@ def write_model(family: str, folder: Path) -> Path:
 
 
 @cache
-def model_of(family: str) -> Path:
+def model_of(family: str, layers: int | None = None) -> Path:
     """The folder of a small model of a family, made once; the same in every process."""
     folder = Path(tempfile.mkdtemp(prefix="groupwise-tunix-")) / family
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    return write_model(family, folder)
+    return write_model(family, folder, layers)
