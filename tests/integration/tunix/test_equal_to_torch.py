@@ -14,39 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
 from groupwise.build import Parts
-from groupwise.config import RunConfig, load_config
 from groupwise.models.files import read_tensors
 from groupwise.models.lora import WEIGHTS, fingerprint
-from groupwise.types import GroupRequest, OptimiserParams, OtherRows, Row, SamplingParams, Withheld
+from groupwise.types import GroupRequest, OtherRows, Row, SamplingParams, Withheld
+from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
 from tests.tunix_models import model_of
 
 OTHERS = ("gemma3-all-heads", "qwen2", "qwen3")
 FAMILIES = ("gemma3", "llama", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS))
-STEP = OptimiserParams(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
-
-
-def config_of(family: str, backend: str, start: str | None = None) -> RunConfig:
-    given: dict[str, Any] = {
-        "model": {
-            "name": str(model_of(family)),
-            "backend": backend,
-            "dtype": "float32",
-            "adapter": start,
-        },
-        "lora": {"r": 4, "alpha": 8},
-        "sampler": {"slots": 16, "max_completion_length": 24},
-        "training": {"seed": 1},
-        "run": {} if backend == "tunix" else {"processes": 1},
-    }
-    return load_config(given).config
-
-
-def parts_of(config: RunConfig, folder: Path) -> Parts:
-    layout = machine_layout.choose_layout(config, 40)
-    return asyncio.run(build.start_training(config, layout, "run", folder))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -71,33 +48,6 @@ async def stirred(parts: Parts) -> None:
     rows = rows_of(random.Random(5), 6)
     await parts.learner.forward_backward(rows, make("dr_grpo", {}).loss_spec(), {"policy": 6.0})
     assert (await parts.learner.update(STEP)).applied
-
-
-def rows_of(chance: random.Random, count: int, *, reference: bool = False) -> list[Row]:
-    """Rows of many lengths, with tokens that teach and that do not, at several temperatures."""
-    found: list[Row] = []
-    for number in range(count):
-        length = chance.randint(1, 22)
-        ids = tuple(chance.randrange(2, 100) for _ in range(length))
-        row = Row(
-            prompt_ids=tuple(chance.randrange(2, 100) for _ in range(chance.randint(1, 38))),
-            completion_ids=ids,
-            mask=tuple(int(chance.random() < 0.8) for _ in ids),
-            sampling_logprobs=tuple(-chance.uniform(2, 6) for _ in ids),
-            advantage=chance.uniform(-1, 1),
-            scale=1 / length,
-            temperature=(1.0, 0.7, 1.3)[number % 3],
-            rollout=(number, 0),
-        )
-        if reference:
-            logprobs = tuple(-chance.uniform(2, 6) for _ in ids)
-            row = replace(row, reference_logprobs=logprobs, proximal_logprobs=row.sampling_logprobs)
-        found.append(row)
-    return found
-
-
-def flat(values: Any) -> list[float]:
-    return [each for row in values for each in row]
 
 
 def test_log_probabilities(both: tuple[Parts, Parts]) -> None:
