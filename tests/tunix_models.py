@@ -32,6 +32,7 @@ def described(family: str) -> Any:
     shape = {**SHAPE, "vocab_size": len(tiny_tokenizer())}
     match family:
         case "gemma3":
+            shape["num_key_value_heads"] = 1  # as Gemma 3 1B
             return Gemma3TextConfig(**shape, sliding_window=8, query_pre_attn_scalar=16)
         case "gemma3-all-heads":
             shape["num_key_value_heads"] = shape["num_attention_heads"]

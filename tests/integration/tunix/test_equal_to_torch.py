@@ -89,41 +89,44 @@ def test_losses_gradients_and_updates(both: tuple[Parts, Parts], name: str, tmp_
         sums.append(
             asyncio.run(each.learner.forward_backward(rows, loss.loss_spec(), denominators))
         )
-        tied = norm_as_one(each)
-        result = asyncio.run(each.learner.update(STEP))
-        norms.append(result.grad_norm if tied is None else tied)
+        norms.append(updated(each))
         asyncio.run(each.learner.forward_backward(rows[:4], loss.loss_spec(), denominators))
-        asyncio.run(each.learner.update(STEP))
+        updated(each)
         logprobs.append(flat(asyncio.run(each.learner.logprobs(rows))))
         each.learner.load(str(state))
     assert sums[0].keys() == sums[1].keys()
     for key, value in sums[1].items():
         assert sums[0][key] == pytest.approx(value, rel=2e-3, abs=2e-3), key
     assert norms[0] == pytest.approx(norms[1], rel=2e-3)
-    if not shares_factors(both[1]):
-        np.testing.assert_allclose(logprobs[0], logprobs[1], atol=5e-3)
+    np.testing.assert_allclose(logprobs[0], logprobs[1], atol=5e-3)
 
 
-def shares_factors(by_torch: Parts) -> bool:
-    return by_torch.trained.model.config.model_type == "gemma3_text"
-
-
-def norm_as_one(parts: Parts) -> float | None:
-    """The norm of torch's gradient, where layers that are one weight in Tunix share their A; None of Tunix itself."""
-    if parts.trained is None:
-        return None
-    gradients: dict[str, torch.Tensor] = {}
-    config = parts.trained.model.config
-    fused = ("k_proj", "v_proj")
-    if config.num_attention_heads == config.num_key_value_heads:
-        fused = ("q_proj", *fused)
+def updated(parts: Parts) -> float:
+    """Update, and tell the norm of the gradient: by torch as if layers that are one weight in Tunix had one A there, too."""
+    if parts.trained is None or parts.trained.model.config.model_type != "gemma3_text":
+        return asyncio.run(parts.learner.update(STEP)).grad_norm
+    tied: dict[str, list[torch.Tensor]] = {}
     for name, parameter in parts.trained.parameters().items():
-        place = name
-        if shares_factors(parts) and name.endswith("lora_A.weight"):
-            for layer in fused:
-                place = place.replace(layer, "fused")
-        gradients[place] = gradients.get(place, 0) + parameter.grad
-    return float(torch.nn.utils.get_total_norm(list(gradients.values())))
+        tied.setdefault(as_one(name, parts), []).append(parameter.grad)
+    totals = {name: sum(each) for name, each in tied.items()}
+    norm = float(torch.nn.utils.get_total_norm(list(totals.values())))
+    for name, gradients in tied.items():
+        for each in gradients:
+            each.copy_(totals[name] * min(1, STEP.max_grad_norm / norm))
+    asyncio.run(parts.learner.update(replace(STEP, max_grad_norm=None)))
+    return norm
+
+
+def as_one(name: str, parts: Parts) -> str:
+    """The same for the A factors of layers that are one weight in Tunix's Gemma."""
+    config = parts.trained.model.config
+    fused = ["k_proj", "v_proj"]
+    if config.num_attention_heads == config.num_key_value_heads:
+        fused.append("q_proj")
+    if name.endswith("lora_A.weight"):
+        for layer in fused:
+            name = name.replace(layer, "fused")
+    return name
 
 
 def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> None:
