@@ -42,6 +42,7 @@ def described(family: str) -> Any:
     shape = {**SHAPE, "vocab_size": len(tiny_tokenizer())}
     match family:
         case "gemma3":
+            shape["num_key_value_heads"] = 1  # as Gemma 3 1B
             return Gemma3TextConfig(**shape, sliding_window=8, query_pre_attn_scalar=16)
         case "gemma3-all-heads":
             shape["num_key_value_heads"] = shape["num_attention_heads"]
@@ -72,17 +73,21 @@ def _positions(base: float) -> Any:
     return {"rope_type": "default", "rope_theta": base}
 
 
-def write_model(family: str, folder: Path) -> Path:
-    """A random model of a family, with the tokenizer of the tiny one."""
+def write_model(family: str, folder: Path, layers: int | None = None) -> Path:
+    """A random model of a family, with the tokenizer of the tiny one; of so many layers, where one does not want all."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     from groupwise.models.tiny import tiny_tokenizer
     from groupwise.models.tokenizer import quiet
 
+    config = described(family)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        config.layer_types = getattr(config, "layer_types", [])[:layers] or None
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(described(family))
+        model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # those that begin as nothing would hide a mistake
                 torch.nn.init.normal_(parameter, std=0.3)
@@ -106,8 +111,8 @@ def _say_no_more_than_google(file: Path) -> None:
 
 
 @cache
-def model_of(family: str) -> Path:
+def model_of(family: str, layers: int | None = None) -> Path:
     """The folder of a small model of a family, made once; the same in every process."""
     folder = Path(tempfile.mkdtemp(prefix="groupwise-tunix-")) / family
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    return write_model(family, folder)
+    return write_model(family, folder, layers)

@@ -1,11 +1,15 @@
-"""The low-rank adapter: qwix makes its factors within Tunix's model; in files they have peft's names and shapes.
+"""The low-rank adapter: qwix makes places for its factors within Tunix's model; in files they have peft's names and shapes.
 
 qwix writes a product over several axes as one einsum, so that an A is [inputs…, rank] and a B is [rank, outputs…]. Where Tunix has several
 layers in one weight (keys and values of Gemma), they share an A; in the file each of them has it.
+
+What the factors add is computed in float32 and added before the layer's output is rounded (`ExactLora`): qwix adds it to an output that is
+rounded already, so that on a base of bfloat16 a small step changes nothing (docs/decisions/0007-exact-lora-before-rounding.md).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -18,10 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 from flax import nnx
+from qwix._src.utils import flax_util
 from safetensors.numpy import load_file, save_file
 
 from groupwise.errors import ModelError
 from groupwise.tunix.worker.families import Family
+from groupwise.tunix.worker.products import Product, in_float32
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -65,10 +71,9 @@ class Adapted:
         return made
 
     def merged(self, factors: Factors, base: Any) -> nnx.Module:
-        """The model with these factors, which are rounded to its own number format where they act."""
+        """The model with these factors."""
         flat = [
-            (path, place.replace(factors[name].astype(self.number)))
-            for name, (path, place) in self._places.items()
+            (path, place.replace(factors[name])) for name, (path, place) in self._places.items()
         ]
         return nnx.merge(self.graph, nnx.from_flat_state(flat), base)
 
@@ -157,13 +162,56 @@ def _by_weight(
     return made
 
 
+class ExactLora(qwix.LoraProvider):
+    """qwix's adapter, but that what it adds is added in float32, and the sum rounded once."""
+
+    def dot_general(
+        self, lhs: Any, rhs: Any, dimension_numbers: Any, *formats: Any, **named: Any
+    ) -> Any:
+        """See `jax.lax.dot_general`; of an adapted weight [inputs, outputs] with its adapter."""
+        found = self._adapter("dot_general", rhs)
+        if found is None:
+            return super().dot_general(lhs, rhs, dimension_numbers, *formats, **named)
+        product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers)
+        return self._together(product, lhs, rhs, "...i,ir,ro->...o", found)
+
+    def einsum(self, einsum_str: str, *operands: Any, **named: Any) -> Any:
+        """See `jax.numpy.einsum`; of an adapted weight with its adapter."""
+        found = self._adapter("einsum", operands[-1])
+        if found is None:
+            return super().einsum(einsum_str, *operands, **named)
+        product = functools.partial(jnp.einsum, einsum_str)
+        module, name, _ = found
+        return self._together(product, *operands, getattr(module, f"{name}_lora_einsum_str"), found)
+
+    def _adapter(self, kind: str, weight: Any) -> tuple[Any, str, Any] | None:
+        """The layer that computes now, the name of its weight and its rule; None where it has no places for factors (yet)."""
+        rule, _ = self._get_current_rule_and_op_id(kind, only_rule=True)
+        name = None if rule is None else flax_util.find_param(weight)
+        module = flax_util.get_current_module()
+        return (module, name, rule) if name and hasattr(module, f"{name}_lora_b") else None
+
+    def _together(
+        self, product: Product, inputs: Any, weight: Any, words: str, found: tuple[Any, str, Any]
+    ) -> Any:
+        """`words`: the adapter as an einsum of inputs, A and B. In full precision: devices would round the factors."""
+        module, name, rule = found
+        down, up = (getattr(module, f"{name}_lora_{factor}").get_value() for factor in "ab")
+        wide = inputs.astype(jnp.float32)
+        added = jnp.einsum(words, wide, down, up, precision=jax.lax.Precision.HIGHEST)
+        total = in_float32(product, inputs, weight) + added * (rule.alpha / rule.rank)
+        return total.astype(inputs.dtype)
+
+
 def _with_places(model: Any, weights: Sequence[str], rank: int, alpha: float) -> nnx.Module:
+    """Outside of the mesh, where layers do not divide what they compute: qwix runs the model once, with too few rows for many devices."""
     paths = [f"layers.{weight.rpartition('.')[0]}" for weight in weights]
     rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
-    provider = qwix.LoraProvider(module_path=rule, rank=rank, alpha=alpha)
-    return qwix.apply_lora_to_model(
-        model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
-    )
+    provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)
+    with jax.sharding.Mesh(np.empty((), object), ()):
+        return qwix.apply_lora_to_model(
+            model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
+        )
 
 
 def _named(path: tuple[Any, ...]) -> str:

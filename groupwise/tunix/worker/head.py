@@ -1,19 +1,22 @@
 """The last layer by itself, so that logits are computed where somebody reads them, and a few at a time.
 
 Tunix's models give the logits of all tokens. Of 4,096 tokens and a vocabulary of 262,144 they are four gigabytes in float32, and several
-times that in a backward pass; here it is the hidden states, and the logits of one piece.
+times that in a backward pass; here it is the hidden states, and the logits of one piece. They are in float32, whatever the model's format.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from groupwise.tunix.worker.products import in_float32
+
 Head = Callable[[Any], Any]
-"""Hidden states [B, L, D] to logits [B, L, V]."""
+"""Hidden states [B, L, D] to logits [B, L, V] in float32."""
 PIECE_BYTES = 256 << 20
 """Of the logits of one piece, in float32."""
 NEVER = -1e30
@@ -41,10 +44,13 @@ class Numbers(NamedTuple):
 def taken_off(model: Any) -> Head:
     """The head of a model, which gives its hidden states in place of logits from now on."""
     if hasattr(model, "lm_head"):
-        head, model.lm_head = model.lm_head, _as_it_is
+        weight, words = model.lm_head.w.get_value(), "BLD,DV->BLV"
+        model.lm_head = _as_it_is
     else:
-        head, model.embedder.decode = model.embedder.decode, _as_it_is
-    return head
+        weight, words = model.embedder.input_embedding.get_value(), "BLD,VD->BLV"
+        model.embedder.decode = _as_it_is
+    product = functools.partial(jnp.einsum, words)
+    return lambda hidden_BLD: in_float32(product, hidden_BLD.astype(weight.dtype), weight)
 
 
 def numbers(
@@ -57,7 +63,7 @@ def numbers(
 
     def said(piece: tuple[Any, Targets]) -> Numbers:
         hidden_BSD, targets = piece
-        scaled_BSV = head(hidden_BSD).astype(jnp.float32) / temperatures_B[:, None, None]
+        scaled_BSV = head(hidden_BSD) / temperatures_B[:, None, None]
         if targets.withheld_BL is not None:
             scaled_BSV = jnp.where(targets.withheld_BL[..., None] & withheld_V, NEVER, scaled_BSV)
         return _numbers(scaled_BSV, targets.ids_BL)

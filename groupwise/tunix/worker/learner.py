@@ -64,13 +64,16 @@ class Learner:
         self.adapted = adapted
         self._factors = factors
         self._reference = dict(factors)
-        self._moments = optax.scale_by_adam().init(factors)
+        moments = optax.scale_by_adam().init(factors)
+        places = _places(factors, moments)
+        self._moments = jax.device_put(moments, places[1])
         self._gradient: Factors | None = None
         self._run, self._publish_folder, self._described = run, publish_folder, described
         self._vocabulary = vocabulary
         self._cut = functools.partial(cut, longest=longest, tokens=max_tokens, multiple=multiple)
         self._gradients: dict[str, Any] = {}
         self._compiled_numbers = jax.jit(self._numbers)
+        self._stepped = jax.jit(_stepped, static_argnums=(5, 6, 7), out_shardings=places)
 
     def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -105,7 +108,7 @@ class Learner:
             return UpdateResult(norm, applied)
         longest = params.max_grad_norm
         scale = longest / norm if longest is not None and norm > longest else 1.0
-        factors, moments = _stepped(
+        factors, moments = self._stepped(
             self._factors,
             self._moments,
             jax.tree.map(lambda each: each * scale, gradient),
@@ -202,7 +205,14 @@ class Learner:
         return self._gradients[key]
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
+    """Where both are, on all devices and at every step, so that what is restored is computed with as what was saved."""
+    own = {name: value.sharding for name, value in factors.items()}
+    mesh = next(iter(own.values())).mesh
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return own, moments._replace(count=everywhere, mu=own, nu=own)
+
+
 def _stepped(
     factors: Factors,
     moments: Any,

@@ -202,7 +202,7 @@ class Sampler:
         start = (
             jnp.int32(0),
             ~asked.there_S,
-            repeated(head(hidden_UPD[:, -1:])[:, 0]).astype(jnp.float32),
+            repeated(head(hidden_UPD[:, -1:])[:, 0]),
             jax.tree.map(repeated, cache),
             jnp.full((rows, longest), -1, jnp.int32),
             jnp.zeros((rows, longest), jnp.float32),
@@ -222,11 +222,11 @@ class Sampler:
             done_S = done_S | (chosen_S[:, None] == asked.stops_K).any(-1)
             mask_SC = seen_SC | ((column >= width) & (column <= width + step))
             inside = merged()  # layers note things about themselves, which must be within the loop
-            logits_S1V, cache = inside(
+            head = taken_off(inside)
+            hidden_S1D, cache = inside(
                 chosen_S[:, None], (lengths_S + step)[:, None], cache, mask_SC[:, None, :]
             )
-            logits_SV = logits_S1V[:, -1].astype(jnp.float32)
-            return step + 1, done_S, logits_SV, cache, tokens_ST, logprobs_ST
+            return step + 1, done_S, head(hidden_S1D)[:, 0], cache, tokens_ST, logprobs_ST
 
         *_, tokens_ST, logprobs_ST = jax.lax.while_loop(goes_on, next_token, start)
         return Drawn(tokens_ST, logprobs_ST)
@@ -271,15 +271,29 @@ def _search(weights_SV: Any, uniforms_S: Any) -> Any:
     count, vocabulary = weights_SV.shape
     padded = jnp.pad(weights_SV, ((0, 0), (0, -vocabulary % BLOCK)))
     blocks_SKB = padded.reshape(count, -1, BLOCK)
-    ends_SK = blocks_SKB.sum(-1).cumsum(-1)
+    sums_SK = blocks_SKB.sum(-1)
+    ends_SK = _ends(sums_SK)
     targets_S1 = (uniforms_S * ends_SK[:, -1] * (1 - 1e-7))[:, None]
-    block_S1 = jnp.minimum((ends_SK <= targets_S1).sum(-1, keepdims=True), ends_SK.shape[1] - 1)
+    block_S1 = _reached(sums_SK, ends_SK, targets_S1)
     begins_SK = jnp.pad(ends_SK, ((0, 0), (1, 0)))
     rest_S1 = targets_S1 - jnp.take_along_axis(begins_SK, block_S1, -1)
-    inside_SB = jnp.take_along_axis(blocks_SKB, block_S1[..., None], 1)[:, 0].cumsum(-1)
-    rest_S1 = jnp.minimum(rest_S1, inside_SB[:, -1:] * (1 - 1e-6))
-    offset_S1 = (inside_SB <= rest_S1).sum(-1, keepdims=True)
+    inside_SB = jnp.take_along_axis(blocks_SKB, block_S1[..., None], 1)[:, 0]
+    offset_S1 = _reached(inside_SB, _ends(inside_SB), rest_S1)
+    # Only logits that are not numbers reach beyond the end; their log-probability shows it.
     return jnp.minimum(block_S1 * BLOCK + offset_S1, vocabulary - 1)[:, 0]
+
+
+def _ends(weights_SN: Any) -> Any:
+    """Cumulative weights. JAX sums up in parallel, so that one may lie a little below that before it; here none does."""
+    return jax.lax.cummax(weights_SN.cumsum(-1), axis=1)
+
+
+def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
+    """The first place whose end lies beyond the target, of those that have weight; the last of them where rounding leaves none."""
+    there_SN = weights_SN > 0
+    beyond_SN = there_SN & (ends_SN > targets_S1)
+    last_S = weights_SN.shape[1] - 1 - there_SN[:, ::-1].argmax(-1)
+    return jnp.where(beyond_SN.any(-1), beyond_SN.argmax(-1), last_S)[:, None]
 
 
 def _truncated(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:

@@ -203,6 +203,9 @@ class Service:
 
     @do.register
     def _(self, order: Open) -> Opened:
+        # What is float32 is multiplied as such: a TPU would round it to bfloat16 first.
+        exact = "highest" if order.dtype == "float32" else None
+        jax.config.update("jax_default_matmul_precision", exact)
         mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
         model, family = families.load(
             Path(order.model), order.text, order.dtype, mesh, remat=order.remat

@@ -14,39 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
 from groupwise.build import Parts
-from groupwise.config import RunConfig, load_config
 from groupwise.models.files import read_tensors
 from groupwise.models.lora import WEIGHTS, fingerprint
-from groupwise.types import GroupRequest, OptimiserParams, OtherRows, Row, SamplingParams, Withheld
+from groupwise.types import GroupRequest, OtherRows, Row, SamplingParams, Withheld
+from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
 from tests.tunix_models import model_of
 
 OTHERS = ("gemma3-all-heads", "qwen2", "qwen3")
 FAMILIES = ("gemma3", "llama", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS))
-STEP = OptimiserParams(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
-
-
-def config_of(family: str, backend: str, start: str | None = None) -> RunConfig:
-    given: dict[str, Any] = {
-        "model": {
-            "name": str(model_of(family)),
-            "backend": backend,
-            "dtype": "float32",
-            "adapter": start,
-        },
-        "lora": {"r": 4, "alpha": 8},
-        "sampler": {"slots": 16, "max_completion_length": 24},
-        "training": {"seed": 1},
-        "run": {} if backend == "tunix" else {"processes": 1},
-    }
-    return load_config(given).config
-
-
-def parts_of(config: RunConfig, folder: Path) -> Parts:
-    layout = machine_layout.choose_layout(config, 40)
-    return asyncio.run(build.start_training(config, layout, "run", folder))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -71,33 +48,6 @@ async def stirred(parts: Parts) -> None:
     rows = rows_of(random.Random(5), 6)
     await parts.learner.forward_backward(rows, make("dr_grpo", {}).loss_spec(), {"policy": 6.0})
     assert (await parts.learner.update(STEP)).applied
-
-
-def rows_of(chance: random.Random, count: int, *, reference: bool = False) -> list[Row]:
-    """Rows of many lengths, with tokens that teach and that do not, at several temperatures."""
-    found: list[Row] = []
-    for number in range(count):
-        length = chance.randint(1, 22)
-        ids = tuple(chance.randrange(2, 100) for _ in range(length))
-        row = Row(
-            prompt_ids=tuple(chance.randrange(2, 100) for _ in range(chance.randint(1, 38))),
-            completion_ids=ids,
-            mask=tuple(int(chance.random() < 0.8) for _ in ids),
-            sampling_logprobs=tuple(-chance.uniform(2, 6) for _ in ids),
-            advantage=chance.uniform(-1, 1),
-            scale=1 / length,
-            temperature=(1.0, 0.7, 1.3)[number % 3],
-            rollout=(number, 0),
-        )
-        if reference:
-            logprobs = tuple(-chance.uniform(2, 6) for _ in ids)
-            row = replace(row, reference_logprobs=logprobs, proximal_logprobs=row.sampling_logprobs)
-        found.append(row)
-    return found
-
-
-def flat(values: Any) -> list[float]:
-    return [each for row in values for each in row]
 
 
 def test_log_probabilities(both: tuple[Parts, Parts]) -> None:
@@ -139,41 +89,44 @@ def test_losses_gradients_and_updates(both: tuple[Parts, Parts], name: str, tmp_
         sums.append(
             asyncio.run(each.learner.forward_backward(rows, loss.loss_spec(), denominators))
         )
-        tied = norm_as_one(each)
-        result = asyncio.run(each.learner.update(STEP))
-        norms.append(result.grad_norm if tied is None else tied)
+        norms.append(updated(each))
         asyncio.run(each.learner.forward_backward(rows[:4], loss.loss_spec(), denominators))
-        asyncio.run(each.learner.update(STEP))
+        updated(each)
         logprobs.append(flat(asyncio.run(each.learner.logprobs(rows))))
         each.learner.load(str(state))
     assert sums[0].keys() == sums[1].keys()
     for key, value in sums[1].items():
         assert sums[0][key] == pytest.approx(value, rel=2e-3, abs=2e-3), key
     assert norms[0] == pytest.approx(norms[1], rel=2e-3)
-    if not shares_factors(both[1]):
-        np.testing.assert_allclose(logprobs[0], logprobs[1], atol=5e-3)
+    np.testing.assert_allclose(logprobs[0], logprobs[1], atol=5e-3)
 
 
-def shares_factors(by_torch: Parts) -> bool:
-    return by_torch.trained.model.config.model_type == "gemma3_text"
-
-
-def norm_as_one(parts: Parts) -> float | None:
-    """The norm of torch's gradient, where layers that are one weight in Tunix share their A; None of Tunix itself."""
-    if parts.trained is None:
-        return None
-    gradients: dict[str, torch.Tensor] = {}
-    config = parts.trained.model.config
-    fused = ("k_proj", "v_proj")
-    if config.num_attention_heads == config.num_key_value_heads:
-        fused = ("q_proj", *fused)
+def updated(parts: Parts) -> float:
+    """Update, and tell the norm of the gradient: by torch as if layers that are one weight in Tunix had one A there, too."""
+    if parts.trained is None or parts.trained.model.config.model_type != "gemma3_text":
+        return asyncio.run(parts.learner.update(STEP)).grad_norm
+    tied: dict[str, list[torch.Tensor]] = {}
     for name, parameter in parts.trained.parameters().items():
-        place = name
-        if shares_factors(parts) and name.endswith("lora_A.weight"):
-            for layer in fused:
-                place = place.replace(layer, "fused")
-        gradients[place] = gradients.get(place, 0) + parameter.grad
-    return float(torch.nn.utils.get_total_norm(list(gradients.values())))
+        tied.setdefault(as_one(name, parts), []).append(parameter.grad)
+    totals = {name: sum(each) for name, each in tied.items()}
+    norm = float(torch.nn.utils.get_total_norm(list(totals.values())))
+    for name, gradients in tied.items():
+        for each in gradients:
+            each.copy_(totals[name] * min(1, STEP.max_grad_norm / norm))
+    asyncio.run(parts.learner.update(replace(STEP, max_grad_norm=None)))
+    return norm
+
+
+def as_one(name: str, parts: Parts) -> str:
+    """The same for the A factors of layers that are one weight in Tunix's Gemma."""
+    config = parts.trained.model.config
+    fused = ["k_proj", "v_proj"]
+    if config.num_attention_heads == config.num_key_value_heads:
+        fused.append("q_proj")
+    if name.endswith("lora_A.weight"):
+        for layer in fused:
+            name = name.replace(layer, "fused")
+    return name
 
 
 def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> None:

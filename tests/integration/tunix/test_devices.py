@@ -1,0 +1,86 @@
+"""Several devices, with layers that divide what they compute as on a TPU: models learn and draw as on one, and are gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groupwise.algorithms.registry import make
+from groupwise.build import Parts
+from groupwise.models.lora import WEIGHTS
+from groupwise.tunix import environment
+from groupwise.types import Completion, GroupRequest, SamplingParams
+from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
+
+pytestmark = pytest.mark.timeout(400)
+
+DIVIDED = Path(__file__).parent / "inside" / "divided.py"
+LOSS = make("dr_grpo", {}).loss_spec()
+ROWS = rows_of(random.Random(6), 9)
+REQUEST = GroupRequest(0, (5, 9, 7, 30), (1, 2, 3), SamplingParams(12, 1.0, (1,)))
+
+
+@pytest.fixture(autouse=True)
+def divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU Tunix's layers leave out how they are divided: workers are started so that they do not."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{environment.python()}" -P -s "{DIVIDED}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv(environment.VARIABLE, str(python))
+
+
+def learnt(parts: Parts, steps: int) -> None:
+    for _ in range(steps):
+        asyncio.run(parts.learner.forward_backward(ROWS, LOSS, {"policy": 9.0}))
+        assert asyncio.run(parts.learner.update(STEP)).applied
+
+
+def outcome(family: str, mesh: tuple[int, int], folder: Path) -> tuple[list[float], Completion]:
+    """Log-probabilities of rows after two updates, and what such a policy draws."""
+    config = config_of(family, "tunix", mesh=mesh, layers=2)
+    with closing(parts_of(config, folder / str(mesh))) as parts:
+        learnt(parts, 2)
+        asyncio.run(parts.sampler.load(asyncio.run(parts.learner.publish(1))))
+        (completion, *_) = asyncio.run(parts.sampler.generate(REQUEST))
+        return flat(asyncio.run(parts.learner.logprobs(ROWS))), completion
+
+
+MESHES = (
+    ("gemma3", (8, 1)),
+    ("llama", (1, 2)),
+    *(pytest.param(*each, marks=pytest.mark.soak) for each in (("gemma3", (1, 2)), ("qwen3", (4, 2)))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "mesh"), MESHES)
+def test_devices_compute_together_what_one_does(
+    family: str, mesh: tuple[int, int], tmp_path: Path
+) -> None:
+    (alone, drawn), (together, drawn_so) = (
+        outcome(family, each, tmp_path) for each in ((1, 1), mesh)
+    )
+    np.testing.assert_allclose(together, alone, atol=2e-3)
+    assert drawn_so.token_ids == drawn.token_ids
+    np.testing.assert_allclose(drawn_so.logprobs, drawn.logprobs, atol=2e-3)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), pytest.param((1, 2), marks=pytest.mark.soak)])
+def test_what_is_gone_on_with_is_equal_to_the_bit(mesh: tuple[int, int], tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    config = config_of("gemma3", "tunix", mesh=mesh, layers=2)
+    with closing(parts_of(config, tmp_path / "whole")) as parts:
+        learnt(parts, 2)
+        parts.learner.save(str(state))
+        learnt(parts, 2)
+        whole = asyncio.run(parts.learner.publish(4)).path
+    with closing(parts_of(config, tmp_path / "resumed")) as parts:
+        parts.learner.load(str(state))
+        learnt(parts, 2)
+        resumed = asyncio.run(parts.learner.publish(4)).path
+    assert (Path(whole) / WEIGHTS).read_bytes() == (Path(resumed) / WEIGHTS).read_bytes()

@@ -1,0 +1,54 @@
+"""Parts of the worker by themselves, in Tunix's own Python: small steps act, logits are exact, and nothing without weight is drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from groupwise.tunix import environment
+from tests.tunix_models import model_of
+
+CHECKS = Path(__file__).parent / "inside" / "checks.py"
+
+
+def found(check: str, *arguments: str) -> Any:
+    """What a check tells."""
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    own |= environment._compiled()
+    words = [str(environment.python()), "-s", str(CHECKS), check, *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, env=own, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.soak)])
+def test_a_small_step_acts_in_full_on_a_base_in_bfloat16(family: str) -> None:
+    """The smaller it is, the fewer outputs it moves to the next number of bfloat16, and the more chance there is in the slope."""
+    slopes = found("slopes", str(model_of(family, layers=1)), "1e-5", "1e-4", "1e-3").values()
+    for step, chance in (("1e-5", 0.15), ("1e-4", 0.08), ("1e-3", 0.02)):
+        assert mean(each[step] for each in slopes) == pytest.approx(1, abs=chance), step
+    assert all(each["1e-3"] == pytest.approx(1, abs=0.03) for each in slopes)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_logits_are_not_rounded_to_bfloat16(family: str) -> None:
+    """With a head of its own and with that of the embedding, for prompts, for each token, and in learning."""
+    told = found("logits", str(model_of(family, layers=1)))
+    assert len(told["sampler"]) == 4
+    assert told["learner"]
+    assert all(share < 0.02 for shares in told.values() for share in shares)
+
+
+def test_a_token_without_weight_is_never_drawn() -> None:
+    assert found("draws") == {"drawn": 256, "without weight": 0}
+
+
+def test_float32_is_multiplied_as_float32() -> None:
+    told = found("precision", str(model_of("gemma3", layers=1)))
+    assert told == {"float32": True, "bfloat16": False}
