@@ -22,6 +22,7 @@ from groupwise.models.load import model_folder, read_model_config
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.notebook.record import Record
 from groupwise.tunix.environment import python
+from groupwise.tunix.process import own_environment
 
 WARM_UP = 3
 SEED = 7
@@ -140,6 +141,7 @@ def theirs(steps: int) -> list[float]:
         capture_output=True,
         text=True,
         check=False,
+        env=own_environment(),
     )
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])

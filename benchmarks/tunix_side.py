@@ -1,7 +1,7 @@
 """Tunix's half of the comparison, run by the Python of its environment: its own `GRPOLearner` with its own rollouts.
 
-Prints one line of JSON: the seconds of each step. Settings are those that its examples use: LoRA on all linear layers, vanilla rollouts,
-one group as a micro-batch.
+Prints one line of JSON: the seconds of each step, from the reward of its first completions to that of the next one's. Settings are those
+that its examples use: LoRA on all linear layers, vanilla rollouts, one group as a micro-batch of training; all groups are sampled together.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from typing import Any
 def main() -> None:
     """Read what to do from the first word, train, print."""
     work = json.loads(sys.argv[1])
+    whole = work["groups"] * work["members"]
     began: list[float] = []
+    seen = 0
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        began.append(time.perf_counter())
+        nonlocal seen
+        if seen % whole == 0:  # Tunix asks for as many at once as it samples together
+            began.append(time.perf_counter())
+        seen += len(completions)
         return [float(text.count("e")) for text in completions]
 
     learner_of(work, reward).train([{"prompts": each} for each in work["prompts"]])
     began.append(time.perf_counter())
     seconds = [after - before for before, after in pairwise(began)]
+    assert len(seconds) == len(work["prompts"]), "a step is no step"
     print(json.dumps({"seconds": seconds}))
 
 
@@ -64,6 +70,7 @@ def learner_of(work: dict[str, Any], reward: Any) -> Any:
             max_steps=len(work["prompts"]),
             mini_batch_size=work["groups"],
             train_micro_batch_size=1,
+            rollout_micro_batch_size=work["groups"],
         ),
         rollout_config=RolloutConfig(
             max_tokens_to_generate=work["new_tokens"],
