@@ -145,7 +145,7 @@ def _writing(path: Path) -> Generator[None]:
         try:
             yield
         except ValueError as error:  # TensorStore's, whatever the system says
-            raise OSError(f"{str(error).splitlines()[0]}") from error
+            raise OSError(_first_line(error)) from error
 
 
 @contextmanager
@@ -157,8 +157,12 @@ def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
         raise
     except Exception as error:  # Orbax and TensorStore raise what they like
         raise kind(
-            f"{path} is torn or cannot be read: {str(error).partition(chr(10))[0]}. Take another one, or restore it from a copy."
+            f"{path} is torn or cannot be read: {_first_line(error)}. Take another one, or restore it from a copy."
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 class Service:
@@ -248,8 +252,7 @@ class Service:
 
     @do.register
     def _(self, order: Publish) -> Any:
-        assert self._publish_folder is not None, "open comes first"
-        with _writing(self._publish_folder):
+        with _writing(_there(self._publish_folder)):
             return self.learner.publish(order.version)
 
     @do.register
