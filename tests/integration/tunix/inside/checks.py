@@ -159,12 +159,30 @@ def precision(folder: str) -> dict[str, bool]:
     return found
 
 
+def shapes(folder: str) -> dict[str, Any]:
+    """Loops that are compiled for turns with ever less room, and stop tokens of many numbers; and what is drawn in each."""
+    adapted = _adapted(folder)
+    served = sampler.Sampler(adapted, adapted.fresh(0), 2, 64)
+    drawn: list[Any] = []
+    for room, stops in ((20, (200,)), (19, (200, 201)), (18, ()), (17, (200, 201, 202))):
+        params = SamplingParams(room, 1.0, stops)
+        ((first, _),) = served.generate([GroupRequest(0, tuple(range(2, 40)), (1, 2), params)])
+        drawn.append(first.token_ids)
+    fitting = GroupRequest(0, tuple(range(2, 49)), (1, 2), SamplingParams(17, 1.0, ()))
+    ((first, _),) = served.generate([fitting])
+    return {"compiled": served._loop._cache_size(), "drawn": drawn, "full": len(first.token_ids)}
+
+
 if __name__ == "__main__":
     check, *arguments = sys.argv[1:]
     print(
         json.dumps(
-            {"slopes": slopes, "logits": logits, "draws": draws, "precision": precision}[check](
-                *arguments
-            )
+            {
+                "slopes": slopes,
+                "logits": logits,
+                "draws": draws,
+                "precision": precision,
+                "shapes": shapes,
+            }[check](*arguments)
         )
     )
