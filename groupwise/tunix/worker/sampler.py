@@ -29,6 +29,10 @@ BLOCK = 128
 """Tokens of the vocabulary whose weights are summed first."""
 NARROWEST = 256
 """Tokens of the narrowest prompts: below that, padding costs less than computing groups of different widths one after the other."""
+STOPS = 4
+"""Their number is a multiple of this one; what is filled up is no token."""
+FINENESS = 3
+"""Loops are compiled for eighths of the next power of two: where turns leave ever less room for tokens, they are few."""
 
 
 class Asked(NamedTuple):
@@ -40,6 +44,7 @@ class Asked(NamedTuple):
     stops_K: Any
     temperature: Any
     min_tokens: Any
+    max_tokens: Any
     there_S: Any
 
 
@@ -105,7 +110,8 @@ class Sampler:
 
     def _width(self, request: GroupRequest) -> int:
         """Of the prompts that this one is computed with."""
-        widest = self._key_length - request.params.max_tokens
+        longest, step = _rounded_up(request.params.max_tokens)
+        widest = self._key_length - (longest - step + 1)
         shapes = sorted({min(widest, max(NARROWEST, widest >> each)) for each in range(HALVINGS)})
         return next(each for each in shapes if each >= len(request.prompt_ids))
 
@@ -117,7 +123,7 @@ class Sampler:
             self.adapted.base,
             asked,
             members=members,
-            longest=params.max_tokens,
+            longest=_rounded_up(params.max_tokens)[0],
             truncation=(params.top_k, params.top_p, params.min_p),
         )
         tokens_ST, logprobs_ST = np.asarray(drawn.tokens_ST), np.asarray(drawn.logprobs_ST)
@@ -152,22 +158,24 @@ class Sampler:
         prompts, width = max(1, self._slots // members), self._width(parts[0].request)
         prompts_UP = np.zeros((prompts, width), np.int32)
         lengths_U = np.ones(prompts, np.int32)
-        uniforms_ST = np.zeros((prompts * members, params.max_tokens), np.float32)
+        longest, _ = _rounded_up(params.max_tokens)
+        uniforms_ST = np.zeros((prompts * members, longest), np.float32)
         for number, part in enumerate(parts):
             ids = part.request.prompt_ids
             prompts_UP[number, width - len(ids) :] = ids
             lengths_U[number] = len(ids)
             for member, seed in enumerate(part.seeds):
-                uniforms_ST[number * members + member] = [
+                uniforms_ST[number * members + member, : params.max_tokens] = [
                     uniform(seed, position) for position in range(params.max_tokens)
                 ]
         return Asked(
             prompts_UP,
             lengths_U,
             uniforms_ST,
-            np.array(params.stop_token_ids or (-1,), np.int32),
+            _filled_up(params.stop_token_ids),
             np.float32(params.temperature),
             np.int32(params.min_tokens),
+            np.int32(params.max_tokens),
             np.arange(prompts * members) < len(parts) * members,
         )
 
@@ -209,7 +217,7 @@ class Sampler:
         )
 
         def goes_on(state: Any) -> Any:
-            return (state[0] < longest) & ~state[1].all()
+            return (state[0] < asked.max_tokens) & ~state[1].all()
 
         def next_token(state: Any) -> Any:
             step, done_S, logits_SV, cache, tokens_ST, logprobs_ST = state
@@ -230,6 +238,17 @@ class Sampler:
 
         *_, tokens_ST, logprobs_ST = jax.lax.while_loop(goes_on, next_token, start)
         return Drawn(tokens_ST, logprobs_ST)
+
+
+def _rounded_up(max_tokens: int) -> tuple[int, int]:
+    """The tokens that a loop is compiled for, and how far apart these numbers are there."""
+    step = max(1, 1 << (max_tokens - 1).bit_length() >> FINENESS)
+    return -(-max_tokens // step) * step, step
+
+
+def _filled_up(stop_token_ids: Sequence[int]) -> np.ndarray:
+    count = max(1, -(-len(stop_token_ids) // STOPS)) * STOPS
+    return np.array([*stop_token_ids, *[-1] * (count - len(stop_token_ids))], np.int32)
 
 
 def _empty_cache(config: Any, rows: int, size: int, number: Any) -> dict[str, Any]:

@@ -13,25 +13,14 @@ import pytest
 from groupwise.algorithms.registry import make
 from groupwise.build import Parts
 from groupwise.models.lora import WEIGHTS
-from groupwise.tunix import environment
 from groupwise.types import Completion, GroupRequest, SamplingParams
 from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("divided")]
 
-DIVIDED = Path(__file__).parent / "inside" / "divided.py"
 LOSS = make("dr_grpo", {}).loss_spec()
 ROWS = rows_of(random.Random(6), 9)
 REQUEST = GroupRequest(0, (5, 9, 7, 30), (1, 2, 3), SamplingParams(12, 1.0, (1,)))
-
-
-@pytest.fixture(autouse=True)
-def divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU Tunix's layers leave out how they are divided: workers are started so that they do not."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{environment.python()}" -P -s "{DIVIDED}" "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setenv(environment.VARIABLE, str(python))
 
 
 def learnt(parts: Parts, steps: int) -> None:
@@ -69,7 +58,8 @@ def test_devices_compute_together_what_one_does(
     np.testing.assert_allclose(drawn_so.logprobs, drawn.logprobs, atol=2e-3)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1), pytest.param((1, 2), marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
 def test_what_is_gone_on_with_is_equal_to_the_bit(mesh: tuple[int, int], tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()

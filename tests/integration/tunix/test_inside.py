@@ -52,3 +52,11 @@ def test_a_token_without_weight_is_never_drawn() -> None:
 def test_float32_is_multiplied_as_float32() -> None:
     told = found("precision", str(model_of("gemma3", layers=1)))
     assert told == {"float32": True, "bfloat16": False}
+
+
+def test_turns_with_ever_less_room_share_what_is_compiled() -> None:
+    told = found("shapes", str(model_of("llama", layers=1)))
+    assert told["compiled"] == 1
+    first = told["drawn"][0]
+    assert told["drawn"] == [first[:room] for room in (20, 19, 18, 17)]
+    assert told["full"] == 17

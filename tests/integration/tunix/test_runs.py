@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from groupwise.build import training_parts
 from groupwise.config import load_config
@@ -53,23 +55,28 @@ def rewards(result: RlResult) -> list[float]:
     return [value for _, value in Record(result.folder).metrics("reward")["reward"]]
 
 
-def test_a_run_that_is_gone_on_with_is_equal_to_the_bit(tmp_path: Path) -> None:
-    whole = rl(values(tmp_path / "whole"), Digits())
-    cut = values(tmp_path / "cut")
+@pytest.mark.parametrize("mesh", [pytest.param([1, 1], marks=pytest.mark.soak), [2, 1]])
+@pytest.mark.usefixtures("divided")
+def test_a_run_that_is_gone_on_with_is_equal_to_the_bit(tmp_path: Path, mesh: list[int]) -> None:
+    whole = rl(values(tmp_path / "whole", mesh=mesh), Digits())
+    cut = values(tmp_path / "cut", mesh=mesh)
     cut["training"]["max_steps"] = 2
     rl(cut, Digits())
-    longer = rl(values(tmp_path / "cut"), Digits(), resume_from="r@2")
+    longer = rl(values(tmp_path / "cut", mesh=mesh), Digits(), resume_from="r@2")
     assert adapter(whole) == adapter(longer)
     assert list((whole.folder / "checkpoints" / "step-4").rglob("orbax"))
 
 
+@pytest.mark.usefixtures("divided")
 def test_two_devices_divide_the_work(tmp_path: Path) -> None:
     """What they come to is what one comes to, but for rounding."""
-    alone = rl(values(tmp_path / "alone"), Digits())
-    together = rl(values(tmp_path / "together", mesh=[2, 1]), Digits())
-    crosswise = rl(values(tmp_path / "crosswise", mesh=[1, 2]), Digits())
-    assert rewards(together)[0] == pytest.approx(rewards(alone)[0], abs=0.02)
-    assert rewards(crosswise)[0] == pytest.approx(rewards(alone)[0], abs=0.02)
+    alone = rl(values(tmp_path / "alone", mesh=[1, 1]), Digits())
+    for mesh in ([2, 1], [1, 2]):
+        together = rl(values(tmp_path / str(mesh), mesh=mesh), Digits())
+        assert rewards(together) == pytest.approx(rewards(alone), abs=0.02)
+        theirs, ours = (load(adapter(each)) for each in (alone, together))
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name], value, atol=2e-3, err_msg=name)
 
 
 @pytest.mark.parametrize(

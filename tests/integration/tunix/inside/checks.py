@@ -38,9 +38,16 @@ def slopes(folder: str, *steps: str) -> dict[str, dict[str, float]]:
     }
 
 
+def _described(folder: str) -> dict[str, Any]:
+    """Of a small model, whose file says everything."""
+    return json.loads((Path(folder) / "config.json").read_bytes())
+
+
 def _adapted(folder: str) -> Adapted:
     """In bfloat16, on one device."""
-    model, family = families.load(Path(folder), "bfloat16", _mesh((1, 1)), remat=False)
+    model, family = families.load(
+        Path(folder), _described(folder), "bfloat16", _mesh((1, 1)), remat=False
+    )
     layers = [f"model.layers.0.{name}" for name in LAYERS]
     return Adapted(model, family, layers, RANK, ALPHA)
 
@@ -151,7 +158,7 @@ def precision(folder: str) -> dict[str, bool]:
     inputs, found = jnp.ones((2, 2)), dict[str, bool]()
     for dtype in ("float32", "bfloat16"):
         order = Open(
-            model=folder, dtype=dtype, mesh=(1, 1), remat=False, layers=("model.layers.0.mlp.up_proj",), rank=2, alpha=4, seed=0,
+            model=folder, text=_described(folder), dtype=dtype, mesh=(1, 1), remat=False, layers=("model.layers.0.mlp.up_proj",), rank=2, alpha=4, seed=0,
             start=None, described={}, run="r", publish_folder=folder, slots=1, key_length=8, max_tokens=8,
         )  # fmt: skip
         Service().do(order)
@@ -159,12 +166,30 @@ def precision(folder: str) -> dict[str, bool]:
     return found
 
 
+def shapes(folder: str) -> dict[str, Any]:
+    """Loops that are compiled for turns with ever less room, and stop tokens of many numbers; and what is drawn in each."""
+    adapted = _adapted(folder)
+    served = sampler.Sampler(adapted, adapted.fresh(0), 2, 64)
+    drawn: list[Any] = []
+    for room, stops in ((20, (200,)), (19, (200, 201)), (18, ()), (17, (200, 201, 202))):
+        params = SamplingParams(room, 1.0, stops)
+        ((first, _),) = served.generate([GroupRequest(0, tuple(range(2, 40)), (1, 2), params)])
+        drawn.append(first.token_ids)
+    fitting = GroupRequest(0, tuple(range(2, 49)), (1, 2), SamplingParams(17, 1.0, ()))
+    ((first, _),) = served.generate([fitting])
+    return {"compiled": served._loop._cache_size(), "drawn": drawn, "full": len(first.token_ids)}
+
+
 if __name__ == "__main__":
     check, *arguments = sys.argv[1:]
     print(
         json.dumps(
-            {"slopes": slopes, "logits": logits, "draws": draws, "precision": precision}[check](
-                *arguments
-            )
+            {
+                "slopes": slopes,
+                "logits": logits,
+                "draws": draws,
+                "precision": precision,
+                "shapes": shapes,
+            }[check](*arguments)
         )
     )
