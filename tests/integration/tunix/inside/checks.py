@@ -158,8 +158,8 @@ def precision(folder: str) -> dict[str, bool]:
     inputs, found = jnp.ones((2, 2)), dict[str, bool]()
     for dtype in ("float32", "bfloat16"):
         order = Open(
-            model=folder, text=_described(folder), dtype=dtype, mesh=(1, 1), remat=False, layers=("model.layers.0.mlp.up_proj",), rank=2, alpha=4, seed=0,
-            start=None, described={}, run="r", publish_folder=folder, slots=1, key_length=8, max_tokens=8,
+            model=folder, text=_described(folder), dtype=dtype, mesh=(1, 1), remat=False, layers=("model.layers.0.mlp.up_proj",), rank=2,
+            alpha=4, seed=0, start=None, described={}, run="r", publish_folder=folder, slots=1, key_length=8, max_tokens=8,
         )  # fmt: skip
         Service().do(order)
         found[dtype] = "HIGHEST" in jax.jit(jnp.dot).lower(inputs, inputs).as_text()
