@@ -108,8 +108,9 @@ def updated(parts: Parts) -> float:
     tied: dict[str, list[torch.Tensor]] = {}
     for name, parameter in parts.trained.parameters().items():
         tied.setdefault(as_one(name, parts), []).append(parameter.grad)
-    totals = {name: sum(each) for name, each in tied.items()}
-    norm = float(torch.nn.utils.get_total_norm(list(totals.values())))
+    totals = {name: torch.stack(each).sum(0) for name, each in tied.items()}
+    norm = float(torch.nn.utils.get_total_norm(totals.values()))
+    assert STEP.max_grad_norm is not None
     for name, gradients in tied.items():
         for each in gradients:
             each.copy_(totals[name] * min(1, STEP.max_grad_norm / norm))
