@@ -41,9 +41,11 @@ def outcome(family: str, mesh: tuple[int, int], folder: Path) -> tuple[list[floa
 
 MESHES = (
     ("gemma3", (8, 1)),
-    ("llama", (1, 2)),
-    *(pytest.param(*each, marks=pytest.mark.soak) for each in (("gemma3", (1, 2)), ("qwen3", (4, 2)))),
-)  # fmt: skip
+    *(
+        pytest.param(*each, marks=pytest.mark.soak)
+        for each in (("llama", (1, 2)), ("gemma3", (1, 2)), ("qwen3", (4, 2)))
+    ),
+)
 
 
 @pytest.mark.parametrize(("family", "mesh"), MESHES)

@@ -38,14 +38,14 @@ TRAIN = "state = train_grpo(config, session, reward_functions=[digits])"
 
 def test_the_same_cells_train_gemma_on_jax(tmp_path: Path) -> None:
     with Kernel(tmp_path) as kernel:
-        said = text(kernel.run(begin(steps=18)))
+        said = text(kernel.run(begin(steps=27)))
         assert "tunix 0.1.7 with jax" in said
         page = text(kernel.run(TRAIN))
-        assert "step 18/18" in page
+        assert "step 27/27" in page
         kernel.run("rewards = [value for _, value in session.run.metrics('reward')['reward']]")
         told = text(kernel.run("print(sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4)"))
         first, last = map(float, told.split())
-        assert last > first + 0.2, (first, last)
+        assert last > first + 0.1, (first, last)
         assert "PeftModel" in text(kernel.run("path = export_checkpoint(config, state)"))
         assert "Error" not in text(kernel.run("print(quick_test(config, session, 'Say 1.'))"))
         measured = text(kernel.run("print(sorted(evaluate(config, session)))"))
