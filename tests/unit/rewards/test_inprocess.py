@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,8 @@ async def test_hanging_call_costs_its_group_and_no_other():
         Rubric([hanging]), lambda *given: metrics.append(given) or {"n": 1}, time_limit=0.3
     )
     calls = [scorer.score(request(draw)) for draw in range(5)]
-    *found, measured = await asyncio.gather(*calls, scorer.compute_metrics([], [], []))
+    every: list[Any] = await asyncio.gather(*calls, scorer.compute_metrics([], [], []))
+    *found, measured = every
     members = [score.members[0] for score in found]
     assert [each.reward for each in members] == [0.0, None, 2.0, None, 4.0]
     assert [each.outcome for each in members] == [
@@ -92,7 +94,7 @@ async def test_too_many_calls_that_hang_raise_for_all_that_follow():
     hanging = Hanging(*range(MOST_HANGING + 3))
     scorer = InProcessScorer(Rubric([hanging]), no_metrics, time_limit=0.05)
     calls = [scorer.score(request(draw)) for draw in range(MOST_HANGING + 3)]
-    found = await asyncio.gather(*calls, return_exceptions=True)
+    found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
     assert [each.members[0].outcome for each in found[:MOST_HANGING]] == [
         "timed_out"
     ] * MOST_HANGING
