@@ -129,8 +129,8 @@ class TorchLearner:
 
         Raises `StoreError` if the disk (or memory) that it is written to refuses.
         """
-        with durable.explained(self._publish_folder):
-            folder = publications.version_folder(self._publish_folder, version)
+        folder = publications.version_folder(self._publish_folder, version)
+        with durable.explained(folder):
             self._weights.save(folder)
         publications.remove_old(self._publish_folder, version, self._keep_publications)
         return Policy(

@@ -91,7 +91,7 @@ def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
     names = dict.fromkeys((*task.files, *(rubric.files if rubric else ())))
     files = [file for file in map(Path, names) if file.is_file()]
     texts = [file.read_text(errors="replace") for file in files]
-    return {"task": task.name, "task_file": digest(*texts) if texts else "", **task.facts}
+    return {**task.facts, "task": task.name, "task_file": digest(*texts) if texts else ""}
 
 
 def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:

@@ -335,8 +335,25 @@ class _Fixed(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = _refuse
     update = setdefault = pop = popitem = clear = _refuse
 
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(
+            (key, _Fixed(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else value)
+            for key, value in values.items()
+        )
+
+    def __copy__(self) -> dict[str, Any]:
+        return self.__deepcopy__({})
+
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
+        return {
+            key: value.__deepcopy__(memo)
+            if isinstance(value, _Fixed)
+            else copy.deepcopy(value, memo)
+            for key, value in self.items()
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Fixed, (self.__deepcopy__({}),)
 
 
 def _without_secrets(value: Any, key: str = "") -> Any:

@@ -31,6 +31,11 @@ from groupwise.notebook.trials import Search, Space, search
 from groupwise.remote.session import FIRST_PATIENCE, Line
 from groupwise.wire.keys import VARIABLE
 
+_given: set[str | None] = set()
+"""Keys that somebody gave with a URL; no other server hears them."""
+_outside: list[str | None] = [None]
+"""The key that was in the environment of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Connection:
@@ -153,7 +158,11 @@ def connect(url: str, api_key: str | None = None) -> Connection:
     it was before.
     """
     before = os.environ.get(VARIABLE)
-    key = before if api_key is None else api_key
+    if before not in _given:
+        _outside[0] = before
+    if api_key is not None:
+        _given.add(api_key)
+    key = _outside[0] if api_key is None else api_key
     _use(key)
     try:
         with Line(url) as line:

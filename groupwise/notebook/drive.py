@@ -7,8 +7,9 @@ up to it (`groupwise.runs.carried`), so a copy of the newest one is all that ano
 from __future__ import annotations
 
 import importlib
+import logging
+import re
 import shutil
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from groupwise.notebook.config import DRIVE, TrainingConfig
 from groupwise.notebook.core import KEPT, run_folder
 from groupwise.runs import carried, checkpoints, durable, recovery
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
+from groupwise.runs.store import Store
 
 MOUNT = "/content/drive"
+MARK = "run.txt"
+"""Says in a mirror when its run was begun, by which runs of one name are told apart."""
+
+logger = logging.getLogger(__name__)
 
 
 def mount(config: TrainingConfig) -> list[tuple[str, str]]:
@@ -57,13 +63,21 @@ def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
     return Mirror(_beside(place, run.removeprefix(run_folder(config).name)))
 
 
+def names(config: TrainingConfig) -> set[str]:
+    """Of runs of the experiment that are on Drive."""
+    place = mirror(config)
+    return set() if place is None else {f"{run_folder(config).name}{each}" for each in _runs(place)}
+
+
 def bring_back(place: Path, run: Path) -> list[str]:
     """Make the runs of an experiment that are mirrored and not here, each of its newest checkpoint. Returns `run@step` of each."""
     brought: list[str] = []
-    afters = ("" if number == 1 else f"-{number}" for number in count(1))
-    while newest := checkpoints.newest(_beside(place, after := next(afters)) / CHECKPOINTS):
+    for after in _runs(place):
         own = _beside(run, after)
-        if not (own / RECORD).is_file():
+        if (own / RECORD).is_file():
+            continue
+        newest = checkpoints.newest(_beside(place, after) / CHECKPOINTS)
+        if newest is not None:
             _copy(newest.path, own / CHECKPOINTS / newest.path.name)
             carried.unpack(own)
             recovery.recover(own)
@@ -71,27 +85,66 @@ def bring_back(place: Path, run: Path) -> list[str]:
     return brought
 
 
+def _runs(place: Path) -> list[str]:
+    """What stands after the experiment's name in the folders that are there: nothing, -2, -3 …"""
+    name = re.compile(rf"{re.escape(place.name)}((?:-\d+)?)")
+    found = [name.fullmatch(each.parent.name) for each in place.parent.glob(f"*/{CHECKPOINTS}")]
+    return sorted((each[1] for each in found if each), key=lambda after: int(after[1:] or 1))
+
+
 def _beside(folder: Path, after: str) -> Path:
     return folder.with_name(f"{folder.name}{after}")
 
 
 class Mirror(Callback):
-    """Copies each checkpoint, and at the end the final weights, whole or not at all."""
+    """Copies each checkpoint, and at the end the final weights, whole or not at all.
+
+    A folder that holds another run of this name, as after one was removed here, is left as it is, and warned of.
+    """
 
     def __init__(self, place: Path) -> None:
         self._place = place
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
+        self._keep(run.folder, checkpoint)
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """See `Callback`."""
+        if end.state == "finished" and self._is_of(run.folder):
+            _copy(run.folder / FINAL, self._place / FINAL)
+
+    def keep_finished(self, run: Path) -> None:
+        """Copy what is left of a run that was finished before."""
+        newest = checkpoints.newest(run / CHECKPOINTS)
+        if newest is not None:
+            self._keep(run, newest.path)
+        if self._is_of(run) and not (self._place / FINAL).exists():
+            _copy(run / FINAL, self._place / FINAL)
+
+    def _keep(self, run: Path, checkpoint: Path) -> None:
+        if not self._is_of(run):
+            return
         copy = self._place / CHECKPOINTS / checkpoint.name
         if not copy.exists():
             _copy(checkpoint, copy)
         checkpoints.prune(self._place / CHECKPOINTS, KEPT)
 
-    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """See `Callback`."""
-        if end.state == "finished":
-            _copy(run.folder / FINAL, self._place / FINAL)
+    def _is_of(self, run: Path) -> bool:
+        """Whether the folder is this run's; an empty one becomes it."""
+        begun, mark = str(Store.facts(run / RECORD).get("created_at")), self._place / MARK
+        if not mark.is_file() and not (self._place / CHECKPOINTS).exists():
+            self._place.mkdir(parents=True, exist_ok=True)
+            durable.write_file(mark, begun.encode())
+        if mark.is_file() and mark.read_text() == begun:
+            return True
+        logger.warning(
+            "%s holds another run of this name, so that the checkpoints of %s are not copied there. Move that folder away, or choose "
+            "another experiment_name.",
+            self._place,
+            run,
+        )
+        return False
 
 
 def _mount() -> None:

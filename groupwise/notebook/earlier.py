@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from groupwise.config import RunConfig, resolved
+from groupwise.errors import StoreError, UsageError
 from groupwise.notebook.identity import differences
-from groupwise.runs import find
+from groupwise.runs import carried, find, recovery
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.store import Store
@@ -18,12 +20,22 @@ from groupwise.settings.comparison import compare
 
 FACTS = "notebook"
 """The fact about a run that holds `groupwise.notebook.identity.facts_of`."""
+LENGTH = "training.max_steps"
+"""Of the keys that may change while a run goes on, the one that a notebook's schedule hangs on."""
+PLACES = ("run.name", "run.dir")
+"""Keys that say nothing about what a run came to."""
 
 
 def runs_of(core: RunConfig) -> list[RunInfo]:
-    """All that can be read, the newest first."""
+    """All that can be read, the newest first; a record that is missing or damaged is mended from the checkpoints."""
     name = re.compile(rf"{re.escape(str(core.run.name))}(-\d+)?")
     found = find.list_runs(Path(core.run.dir))
+    for broken in found:
+        if broken.broken is not None and name.fullmatch(broken.name):
+            with suppress(StoreError, UsageError):  # nothing is left to mend it from
+                carried.unpack(broken.path)
+                recovery.recover(broken.path)
+                found.append(find.run_info(broken.path))
     return [each for each in reversed(found) if each.broken is None and name.fullmatch(each.name)]
 
 
@@ -41,22 +53,30 @@ def newest_alike(
 
 
 def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence[str]:
-    """In what a run differs: keys of the config, and facts."""
+    """In what a run differs: keys of the config, and facts. One that goes on may have other evaluations and callbacks, or another
+    number of processes; one that was finished would have to be trained again for them."""
     found = compare(read_config(run.path), resolved(core), RunConfig)
-    length = [key for key in found.free if key == "training.max_steps"]
+    loose = {**found.free, **found.warned} if run.state == "finished" else found.free
+    kept = [
+        key for key in loose if key not in PLACES and (run.state == "finished" or key == LENGTH)
+    ]
     before = Store.facts(run.path / RECORD).get(FACTS, {})
-    return [*found.fixed, *length, *differences(before, facts)]
+    return [*found.fixed, *kept, *differences(before, facts)]
 
 
-def free_name(core: RunConfig) -> str:
-    """The first that no folder has."""
+def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
+    """The first that no folder has, and that is not taken elsewhere."""
     wanted, runs = str(core.run.name), Path(core.run.dir)
     names = (wanted if number == 1 else f"{wanted}-{number}" for number in count(1))
-    return next(each for each in names if not (runs / each).exists())
+    return next(each for each in names if not (runs / each).exists() and each not in taken)
 
 
 def described(run: RunInfo) -> str:
     """For a table."""
     if run.state == "finished":
         return f"{run.path}: finished after {run.steps} steps"
+    if run.state == "running":
+        return (
+            f"{run.path}: another kernel trains it, {run.steps} of {run.max_steps} steps are done"
+        )
     return f"{run.path}: cut off after {run.steps} of {run.max_steps} steps; train_grpo goes on"

@@ -1,29 +1,40 @@
 """Whether a training is the same as an earlier one: its rows, its marks and the code of its rewards, each as a short fingerprint.
 
-A notebook's functions stand in no file. What is compared is their compiled code: so a comment may change; a number, a helper that they call
-or a default may not. Lists and dictionaries beside a function are left out, because functions collect things in them.
+A notebook's functions stand in no file. What is compared is their compiled code with all of the user's own code that it reaches: so a
+comment may change; a number, a helper or a default may not. What this code itself changes is left out, and so are lists and dictionaries
+beside a function, because functions collect things in them.
 """
 
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import hashlib
-import inspect
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from types import CodeType, FunctionType, MethodType
+from dataclasses import is_dataclass
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 from pydantic import BaseModel
 
 from groupwise.data.chat import Row
 from groupwise.notebook.config import TrainingConfig
+from groupwise.rewards.nesting import stood_for
 from groupwise.rewards.rubric import Rubric
 
 OURS = "groupwise"
 _STORES = ("STORE_GLOBAL", "STORE_DEREF")
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
+_MAKING = ("__init__", "__post_init__", "__new__")
+"""What these store belongs to an object as it was made."""
+_OWN_METHODS = (*_MAKING, "__call__")
+_CACHED: Any = type(functools.lru_cache(len))
+"""What `functools.cache` makes of a function."""
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def facts_of(
@@ -56,27 +67,44 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def digest(value: Any) -> str:
-    """A short fingerprint; of what JSON does not know its type."""
-    text = json.dumps(value, sort_keys=True, default=lambda other: type(other).__qualname__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """A short fingerprint of plain values, and of numbers, dates and texts of other libraries."""
+    return hashlib.sha256(json.dumps(_plain(value)).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        parts = cast("Mapping[Any, Any]", value)
+        return sorted(([repr(key), _plain(each)] for key, each in parts.items()), key=str)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in cast("Sequence[Any]", value)]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    told = repr(value)
+    return type(value).__qualname__ if " at 0x" in told else told
 
 
 def told_of(function: Callable[..., Any]) -> Any:
     """What makes a function this one, in plain values."""
-    given = inspect.unwrap(function)
-    kind = given if isinstance(given, FunctionType | type) else type(given)
-    return _Teller({"__main__", _package(kind)}).told(given)
+    given = stood_for(function)
+    first = _Teller(frozenset(), frozenset())
+    first.told(given)
+    return _Teller(frozenset(first.stored), frozenset(first.set_on_objects)).told(given)
 
 
 class _Teller:
-    """Goes from a function to what it uses, as far as that is code of the same packages; of others it takes the name."""
+    """Goes from a function to what it uses, as far as that is code of the user; of other code it takes the name."""
 
-    def __init__(self, home: set[str]) -> None:
-        self._home = home
+    def __init__(self, changed: frozenset[str], changed_attributes: frozenset[str]) -> None:
+        """`changed`: names around functions, and attributes, that the code itself changes."""
+        self._changed, self._changed_attributes = changed, changed_attributes
         self._seen: set[int] = set()
+        self.stored: set[str] = set()
+        self.set_on_objects: set[str] = set()
 
     def told(self, value: Any) -> Any:
-        if value is None or isinstance(value, bool | int | float | str | bytes):
+        if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum):
             return repr(value)
         if id(value) in self._seen:
             return "…"
@@ -86,29 +114,47 @@ class _Teller:
     @functools.singledispatchmethod
     def _of(self, value: Any) -> Any:
         kind = cast("type[object]", type(value))
-        if is_dataclass(kind):
-            return [self.told(getattr(value, each.name)) for each in fields(kind)]
-        return [self.told(kind), self._named(_attributes(value)) if _is_ours(kind) else {}]
+        slots = {name: getattr(value, name, None) for name in getattr(kind, "__slots__", ())}
+        return [self.told(kind), self._named({**slots, **_attributes(value)}, of_an_object=True)]
 
     @_of.register(tuple)
     def _(self, value: Any) -> Any:
-        return [self.told(each) for each in value]
+        return [self.told(each) if _is_fixed(each) else "" for each in value]
 
     @_of.register(frozenset)
     def _(self, value: Any) -> Any:
         return sorted(map(repr, value))
 
+    @_of.register(re.Pattern)
+    def _(self, value: Any) -> Any:
+        return [repr(value.pattern), value.flags]
+
     @_of.register(CodeType)
     def _(self, value: Any) -> Any:
-        return [value.co_code.hex(), value.co_names, [self.told(each) for each in value.co_consts]]
+        arguments = value.co_varnames[: value.co_argcount + value.co_kwonlyargcount]
+        constants = [self.told(each) for each in value.co_consts]
+        return [value.co_code.hex(), value.co_names, arguments, constants]
 
     @_of.register(BaseModel)
     def _(self, value: Any) -> Any:
-        return value.model_dump_json()
+        return repr(value)
 
     @_of.register(functools.partial)
     def _(self, value: Any) -> Any:
         return [self.told(value.func), self.told(value.args), self._named(value.keywords)]
+
+    @_of.register(staticmethod)
+    @_of.register(classmethod)
+    def _(self, value: Any) -> Any:
+        return self.told(value.__func__)
+
+    @_of.register(property)
+    def _(self, value: Any) -> Any:
+        return self.told(value.fget)
+
+    @_of.register(_CACHED)
+    def _(self, value: Any) -> Any:
+        return self.told(value.__wrapped__)
 
     @_of.register(MethodType)
     def _(self, value: Any) -> Any:
@@ -120,41 +166,65 @@ class _Teller:
 
     @_of.register(type)
     def _(self, value: Any) -> Any:
-        return [_place(value), self._named(_attributes(value)) if self._is_users(value) else {}]
+        if not _is_users(value):
+            return _place(value)
+        above = [self.told(each) for each in value.__bases__ if each is not object]
+        return [_place(value), above, self._named(_attributes(value), of_an_object=True)]
 
     def _of_function(self, function: FunctionType) -> list[Any]:
-        if not self._is_users(function) and not _is_ours(function):
+        if not _is_users(function) and not _is_ours(function):
             return []
+        self._note(function)
         given = [self.told(function.__defaults__), self._named(function.__kwdefaults__ or {})]
-        around = self._named(_around(function))
-        return [*given, around, self.told(function.__code__) if self._is_users(function) else ""]
+        around = {
+            name: value for name, value in _around(function).items() if name not in self._changed
+        }
+        code = self.told(function.__code__) if _is_users(function) else ""
+        return [*given, self._named(around), code]
 
-    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _note(self, function: FunctionType) -> None:
+        """What it changes, so that a second look leaves it out."""
+        for code in _codes(function.__code__):
+            for each in dis.get_instructions(code):
+                if each.opname in _STORES:
+                    self.stored.add(each.argval)
+                elif each.opname == "STORE_ATTR" and function.__name__ not in _MAKING:
+                    self.set_on_objects.add(each.argval)
+
+    def _named(self, values: Mapping[str, Any], *, of_an_object: bool = False) -> dict[str, Any]:
         """Constants, functions and classes under their names; other objects may change from call to call."""
+        hidden = self._changed_attributes if of_an_object else frozenset[str]()
         return {
             name: self.told(value)
             for name, value in sorted(values.items())
-            if _is_fixed(value) and (name == "__call__" or not name.startswith("__"))
+            if _is_fixed(value)
+            and name not in hidden
+            and (name in _OWN_METHODS or not name.startswith("__"))
         }
-
-    def _is_users(self, value: FunctionType | type) -> bool:
-        return _package(value) in self._home and not _is_ours(value)
 
 
 def _around(function: FunctionType) -> dict[str, Any]:
-    """What a function uses of the names around it, but for those that it changes."""
-    codes = list(_codes(function.__code__))
-    changed = {
-        each.argval
-        for code in codes
-        for each in dis.get_instructions(code)
-        if each.opname in _STORES
-    }
+    """What a function takes of the names around it; of the user's modules what it takes of them."""
     own = {} if _is_ours(function) else function.__globals__
-    names = {name: own[name] for code in codes for name in code.co_names if name in own}
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closed = {name: cell.cell_contents for name, cell in cells}
-    return {name: value for name, value in {**names, **closed}.items() if name not in changed}
+    loaded: dict[str, Any] = {}
+    for code in _codes(function.__code__):
+        for each in dis.get_instructions(code):
+            if each.opname in _LOADS and each.argval in own:
+                loaded[each.argval] = own[each.argval]
+        for name, module in [*loaded.items()]:
+            if isinstance(module, ModuleType) and _is_of_the_user(module.__name__):
+                inside = {part: getattr(module, part, None) for part in code.co_names}
+                loaded |= {f"{name}.{part}": value for part, value in inside.items()}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        loaded[name] = _content(cell)
+    return loaded
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -170,18 +240,35 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 
 
 def _is_fixed(value: Any) -> bool:
-    kinds = (bool, int, float, str, bytes, tuple, frozenset, FunctionType, MethodType, type)
-    written = (functools.partial, BaseModel)
-    return value is None or is_dataclass(value) or isinstance(value, (*kinds, *written))
+    """Whether it says what a function does, and does not change while it is used."""
+    if isinstance(value, BaseModel):
+        return bool(value.model_config.get("frozen"))
+    if is_dataclass(value) and not isinstance(value, type):
+        return bool(cast("Any", type(value)).__dataclass_params__.frozen)
+    plain = (bool, int, float, str, bytes, tuple, frozenset, re.Pattern, enum.Enum)
+    code = (FunctionType, MethodType, type, functools.partial, _CACHED)
+    wrapped = (staticmethod, classmethod, property)
+    return value is None or isinstance(value, (*plain, *code, *wrapped))
 
 
 def _place(value: FunctionType | type) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def _package(value: FunctionType | type) -> str:
-    return str(value.__module__).partition(".")[0]
-
-
 def _is_ours(value: FunctionType | type) -> bool:
-    return _package(value) == OURS
+    return str(value.__module__).partition(".")[0] == OURS
+
+
+def _is_users(value: FunctionType | type) -> bool:
+    return _is_of_the_user(str(value.__module__))
+
+
+@functools.cache
+def _is_of_the_user(module: str) -> bool:
+    """Neither of this package, nor of Python, nor installed."""
+    if module == "__main__":
+        return True
+    if module.partition(".")[0] in (OURS, *sys.stdlib_module_names):
+        return False
+    file = str(getattr(sys.modules.get(module), "__file__", None) or "")
+    return not any(part in file for part in _INSTALLED)

@@ -34,7 +34,7 @@ class NotebookTask:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         """`facts`: what is kept with a run, so that later trainings know whether they would be the same."""
-        self.facts: dict[str, Any] = {
+        self.facts_of_the_notebook: dict[str, Any] = {
             "dataset": dataset_of(config),
             "rewards": dict(zip(rewards.names, rewards.weights, strict=True)),
             FACTS: facts or {},

@@ -80,9 +80,9 @@ def run_training(
             "Change a field (seed=…), or remove the folder."
         )
         return _as_it_ended(session, earlier.path)
-    if earlier is not None:
+    if earlier is not None and earlier.state != "running":
         tell(f"{earlier.path} was cut off: it goes on.")
-    name = free_name(core) if earlier is None else earlier.name
+    name = free_name(core, drive.names(session.config)) if earlier is None else earlier.name
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
     watching = [*([] if mirror is None else [mirror]), *callbacks]
@@ -98,6 +98,8 @@ def run_training(
 
 def _as_it_ended(session: Session, run: Path) -> TrainerState:
     session.folder = run
+    if (mirror := drive.mirror_of(session.config, run.name)) is not None:
+        mirror.keep_finished(run)
     return _state(RlResult(read_summary(run) or {}, run))
 
 

@@ -23,7 +23,14 @@ from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.display.notebook import Table, kernel_display, show
 from groupwise.display.page import picture
 from groupwise.display.plot import Series, svg_curve
-from groupwise.errors import ConfigError, RunError, UsageError
+from groupwise.errors import (
+    ConfigError,
+    ResumeMismatchError,
+    RunError,
+    RunInUseError,
+    StoreError,
+    UsageError,
+)
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import core_config, flat, run_folder
@@ -182,7 +189,9 @@ def search(
                 own, session.train_dataset, reward_functions, extra_reward_functions
             )
             _tried(study, trial, session, rewards, metric, prune=prune)
-        except (RunError, ConfigError) as error:
+        except (RunInUseError, ResumeMismatchError):
+            raise
+        except (RunError, UsageError) as error:
             logger.warning("trial %d failed: %s", trial.number, error)
             study.tell(trial, state=_state("FAIL"))
         _copy_to_drive(config, folder)
@@ -238,19 +247,30 @@ def _refuse_other_question(study: Study, question: Mapping[str, Any]) -> None:
 
 
 def _bring_back(config: TrainingConfig, folder: Path) -> None:
+    """Take the journal of Drive where it tells more than the one here, but for a last line that was cut off."""
     place = drive.mirror(config)
     kept = None if place is None else Path(f"{place}{AFTER}") / JOURNAL
-    if kept is not None and kept.is_file() and not (folder / JOURNAL).exists():
+    if kept is None or not kept.is_file():
+        return
+    there = kept.read_bytes()
+    there = there[: there.rfind(b"\n") + 1]
+    here = folder / JOURNAL
+    if len(there) > (here.stat().st_size if here.is_file() else 0):
         folder.mkdir(parents=True, exist_ok=True)
-        durable.write_file(folder / JOURNAL, kept.read_bytes())
+        durable.write_file(here, there)
 
 
 def _copy_to_drive(config: TrainingConfig, folder: Path) -> None:
+    """What was tried; a Drive that refuses is warned of, since all of it stands here."""
     place = drive.mirror(config)
-    if place is not None:
-        kept = Path(f"{place}{AFTER}") / JOURNAL
+    if place is None:
+        return
+    kept = Path(f"{place}{AFTER}") / JOURNAL
+    try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         durable.write_file(kept, (folder / JOURNAL).read_bytes())
+    except (OSError, StoreError) as error:
+        logger.warning("what was tried is not copied to %s: %s", kept, error)
 
 
 def _check_metric(metric: str, session: Session, rewards: Rubric) -> None:
@@ -354,7 +374,8 @@ def _study(folder: Path, prune: bool) -> Study:
 
 def _refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
     for trial in study.trials:
-        if trial.distributions != dict(distributions):
+        begun = trial.state.name == "RUNNING" and trial.distributions.keys() < distributions.keys()
+        if trial.distributions != dict(distributions) and not begun:
             raise ConfigError(
                 "There is a search of this experiment already, with another space: "
                 f"{', '.join(trial.distributions)}. Choose another experiment_name, or give the same space to go on."
@@ -367,7 +388,9 @@ def _next(study: Study, distributions: dict[str, Any], trials: int, seed: int) -
     from optuna.trial import Trial
 
     for frozen in study.trials:
-        if frozen.state.name == "RUNNING":
+        if frozen.state.name == "RUNNING" and frozen.distributions != distributions:
+            study.tell(frozen.number, state=_state("FAIL"))  # cut off while its values were chosen
+        elif frozen.state.name == "RUNNING":
             return Trial(study, frozen._trial_id)  # pyright: ignore[reportPrivateUsage]  # no other way to go on with one
     done = len(study.trials)
     study.sampler = TPESampler(

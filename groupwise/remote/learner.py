@@ -108,8 +108,8 @@ class RemoteLearner:
         policy = _POLICY.validate_python(
             await self._session.called(Publish(version=version), ordered=True)
         )
-        with durable.explained(self._publish_folder):
-            folder = publications.version_folder(self._publish_folder, version)
+        folder = publications.version_folder(self._publish_folder, version)
+        with durable.explained(folder):
             await self._fetched(policy.path, folder)
         self._published[str(folder)] = Published(policy.path, stamp_of(folder))
         for old in publications.remove_old(self._publish_folder, version, self._keep):

@@ -17,6 +17,9 @@ from typing import Any, cast
 
 from groupwise.rewards.calling import RewardCallable
 
+STANDS_FOR = "_stands_for"
+"""The attribute that holds the function within."""
+
 
 def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
     """The function with its own signature, called `name`, for completions of either shape."""
@@ -38,10 +41,18 @@ def standing_for(function: RewardCallable, around: RewardCallable, name: str) ->
     """`around`, which calls the function, with its signature and all that a rubric asks of it; called `name`."""
     functools.update_wrapper(around, function, updated=())
     around.__name__ = name
+    setattr(around, STANDS_FOR, function)
     for kept in ("stateful", "check_row"):
         if hasattr(function, kept):
             setattr(around, kept, getattr(function, kept))
     return around
+
+
+def stood_for(function: Any) -> Any:
+    """What somebody gave, behind all that was put around it by `standing_for`."""
+    while hasattr(function, STANDS_FOR):
+        function = getattr(function, STANDS_FOR)
+    return function
 
 
 @dataclass(frozen=True, slots=True)

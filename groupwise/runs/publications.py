@@ -62,10 +62,11 @@ def release(folder: Path) -> None:
 
 
 def version_folder(publications: Path, version: int) -> Path:
-    """Where a version is published, with nothing in it."""
+    """Where a version is published, with nothing in it. Raises StoreError if the disk (or memory) refuses."""
     folder = publications / f"v{version:09d}"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    with durable.explained(folder):
+        folder.mkdir(parents=True)
     return folder
 
 

@@ -144,8 +144,8 @@ class Task:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What an object says of itself (`facts`), to be kept with the run's."""
-        return dict(getattr(self._hooks, "facts", {}))
+        """What a notebook's task says of itself, to be kept with the run's."""
+        return dict(getattr(self._hooks, "facts_of_the_notebook", {}))
 
     @property
     def described(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import zipfile
@@ -186,3 +187,42 @@ def test_each_run_of_an_experiment_has_its_own_folder_on_drive(machine, capsys):
         assert newest.step == step
     train_grpo(other, prepare_session(other), reward_functions=[Digits()])
     assert "checkpoints/digits-2 was cut off: it goes on" in capsys.readouterr().out
+
+
+def test_a_name_that_is_on_drive_is_not_taken_again(machine, capsys):
+    """Also where the run of that name is no longer here, or never got as far as a checkpoint."""
+    first = machine("first")
+    config = config_of(save_to_drive=True)
+    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    session = prepare_session(config)
+    shutil.rmtree(first / "checkpoints" / "digits")
+    state = train_grpo(config, session, reward_functions=[Digits()])
+    assert state.checkpoint_dir == "checkpoints/digits-2"
+    shutil.rmtree(first.parent / "drive" / "digits")
+    machine("second")
+    capsys.readouterr()
+    prepare_session(config)
+    assert "digits-2@6 came from there" in capsys.readouterr().out
+
+
+def test_another_evaluation_or_save_to_drive_of_a_finished_run(machine, capsys):
+    folder = machine("one")
+    config = config_of()
+    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    kept = config_of(save_to_drive=True)
+    train_grpo(kept, prepare_session(kept), reward_functions=[Digits()])
+    assert "was finished with this config" in capsys.readouterr().out
+    assert (folder.parent / "drive" / "digits" / "final" / "adapter_model.safetensors").is_file()
+    more = config_of(overrides={**config.overrides, "eval.max_prompts": 2})
+    state = train_grpo(more, prepare_session(more), reward_functions=[Digits()])
+    assert state.checkpoint_dir == "checkpoints/digits-2"
+
+
+def test_a_damaged_record_is_mended_and_the_run_goes_on(machine, capsys):
+    folder = machine("one")
+    config = config_of()
+    cut_off(config)
+    (folder / "checkpoints" / "digits" / "run.db").write_bytes(b"torn")
+    state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    assert state.checkpoint_dir == "checkpoints/digits"
+    assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out

@@ -161,7 +161,7 @@ def test_a_reward_that_exceeds_its_time(monkeypatch: pytest.MonkeyPatch):
     report = check(task(endless), slow)
     over.set()
     assert report.exit_code == 1
-    assert "took longer than 0.05 s" in by_name(report)["rewards"].measured
+    assert "took longer than 0.05 s" in by_name(report)["exceptions"].measured
 
 
 class Hanging:

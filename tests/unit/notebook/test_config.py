@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from pathlib import Path
@@ -277,6 +278,16 @@ def test_overrides_are_closed_with_the_rest():
         with pytest.raises(ConfigError, match="overrides cannot be changed"):
             change()
     assert config.overrides == {"training.weight_decay": 0.5, "training.seed": 3}
+    nested = TrainingConfig(overrides={"training": {"seed": 3}})
+    nested.prepared()
+    with pytest.raises(ConfigError, match="overrides cannot be changed"):
+        nested.overrides["training"]["seed"] = 4
+    sent = pickle.loads(pickle.dumps(nested))
+    assert sent == nested
+    with pytest.raises(ConfigError, match="overrides cannot be changed"):
+        sent.overrides["training"]["seed"] = 4
+    copy.copy(nested.overrides)["training"]["seed"] = 4
+    assert nested.overrides == {"training": {"seed": 3}}
     other = config.changed(overrides={**config.overrides, "training.weight_decay": 0.1})
     other.overrides["training.seed"] = 5
     with pytest.raises(ConfigError, match="beta cannot be removed"):

@@ -92,8 +92,8 @@ def test_each_call_takes_its_own_key(
 ) -> None:
     one, other = connect("http://a/", "key-a"), connect("http://b", "key-b")
     assert asked == [("http://a", "key-a"), ("http://b", "key-b")]
-    os.environ.pop(VARIABLE)
     open_ = connect("http://open")
+    assert asked[-1] == ("http://open", None)
     for remote in (one, other, open_, one):
         remote.prepare_session(None)  # pyright: ignore[reportArgumentType]
         remote.run_full_pipeline(None)  # pyright: ignore[reportArgumentType]

@@ -55,7 +55,8 @@ def test_a_folder_of_ones_own_is_mirrored_to_as_well(tmp_path, monkeypatch):
     assert drive.mirror(config) == tmp_path / "synchronised"
 
 
-def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path):
+def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(drive.Store, "facts", lambda path: {"created_at": path.parent.name})
     mirror = drive.Mirror(content / "e")
     run: Any = SimpleNamespace(folder=tmp_path / "run")
     for step in (80, 90, 100, 110):
@@ -70,6 +71,13 @@ def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path):
     assert not (content / "e" / "final").exists()
     mirror.on_run_end(run, RunEnd("finished", {}))
     assert (content / "e" / "final" / "adapter_model.safetensors").read_text() == "w"
+    other: Any = SimpleNamespace(folder=tmp_path / "another run of this name")
+    checkpoint(other.folder / CHECKPOINTS, 120)
+    mirror.on_save(other, other.folder / CHECKPOINTS / "step-120")
+    mirror.on_run_end(other, RunEnd("finished", {}))
+    assert "holds another run of this name" in caplog.text
+    kept = checkpoints.complete(content / "e" / CHECKPOINTS, verify=True)
+    assert [each.step for each in kept] == [90, 100, 110]
 
 
 def test_a_refused_mount_says_what_to_do(tmp_path, monkeypatch):

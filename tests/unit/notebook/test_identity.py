@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
+import shutil
+import sys
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from groupwise.notebook import Criterion, Rubric
+from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
 from groupwise.notebook.identity import differences, digest, told_of
 
 BEGIN = """
@@ -54,27 +59,157 @@ def test_a_change_of_code_number_helper_or_default_is_another(old, new):
     assert made(BEGIN.replace(old, new)) != made()
 
 
-def test_objects_methods_and_partials():
-    class Reward:
-        factor = 2.0
+OBJECT = """
+import functools
+import re
+from dataclasses import dataclass
 
-        def __init__(self) -> None:
-            self.calls = 0
+WORD = re.compile("[a-z]+")
+FACTOR = 2.0
 
-        def __call__(self, completions: Any, **columns: Any) -> list[float]:
-            self.calls += 1
-            return [self.factor for _ in completions]
+def scaled(by):
+    def around(function):
+        @functools.wraps(function)
+        def inner(*arguments, **columns):
+            return [by * value for value in function(*arguments, **columns)]
+        return inner
+    return around
 
-    one, other = Reward(), Reward()
-    other(["a"])
-    assert digest(told_of(one)) == digest(told_of(other))
+@functools.cache
+def helper(text):
+    return len(WORD.findall(text))
 
-    def scaled(completions: Any, by: float, **columns: Any) -> list[float]:
-        return [by for _ in completions]
+class Base:
+    least = 1
 
-    partials = [functools.partial(scaled, by=by) for by in (1.0, 1.0, 2.0)]
-    first, same, third = (digest(told_of(each)) for each in partials)
-    assert first == same != third
+    @staticmethod
+    def bounded(value):
+        return max(value, 0)
+
+class Reward(Base):
+    def __init__(self, limit=400):
+        self.limit = limit
+        self.calls = 0
+
+    def __call__(self, completions, **columns):
+        self.calls += 1
+        return [self.bounded(helper(text) / self.limit) for text in completions]
+
+@dataclass
+class Kept:
+    limit: float = 4.0
+
+    def __call__(self, completions, answer, **columns):
+        return [FACTOR * self.limit for _ in answer]
+
+@scaled(3.0)
+def plain(completions, answer, **columns):
+    return [float(len(each)) for each in answer]
+
+made = Reward()
+rewards = {"object": made, "method": made.__call__, "kept": Kept(), "plain": plain}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        ("object", "limit=400", "limit=800"),
+        ("object", "made = Reward()", "made = Reward(300)"),
+        ("object", "self.limit = limit", "self.limit = limit + 1"),
+        ("object", '"[a-z]+"', '"[a-z0-9]+"'),
+        ("object", "max(value, 0)", "max(value, 1)"),
+        ("object", "findall(text))", "findall(text)) + 1"),
+        ("method", "limit=400", "limit=800"),
+        ("method", "max(value, 0)", "max(value, 1)"),
+        ("kept", "limit: float = 4.0", "limit: float = 5.0"),
+        ("kept", "FACTOR = 2.0", "FACTOR = 3.0"),
+        ("kept", "FACTOR *", "FACTOR +"),
+        ("plain", "@scaled(3.0)", "@scaled(2.0)"),
+        ("plain", "by * value", "by + value"),
+        ("plain", "float(len(each))", "2.0 * len(each)"),
+        ("plain", "answer", "reference"),
+    ],
+)
+def test_objects_and_decorated_functions_are_known_by_all_of_their_code(kind, old, new):
+    def made(source: str, calls: int = 0) -> str:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(source, names)
+        reward = names["rewards"][kind]
+        for _ in range(calls):
+            reward(completions=["a b"], answer=["a"], reference=["a"])
+        return digest(told_of(reward))
+
+    assert OBJECT.count(old)
+    assert made(OBJECT) == made(OBJECT, calls=2)
+    assert made(OBJECT) != made(OBJECT.replace(old, new))
+
+
+def test_a_counter_that_a_helper_counts_and_names_of_attributes_are_nothing():
+    source = """
+steps = 0
+
+def count():
+    global steps
+    steps += 1
+
+def reward(completions, **columns):
+    count()
+    return [float(steps > 0 and text.path is None) for text in completions]
+"""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(source, names)
+    before = digest(told_of(names["reward"]))
+    names["count"]()
+    names["path"] = "a name of another cell"
+    assert digest(told_of(names["reward"])) == before
+
+
+def test_helpers_of_modules_of_the_users_count_and_installed_ones_do_not(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = """
+import json
+import helpers_of_the_user
+from helpers_of_the_user import other
+
+def reward(completions, **columns):
+    return [helpers_of_the_user.first(text) + other(text) for text in map(json.dumps, completions)]
+"""
+
+    def made(first: int, second: int) -> str:
+        code = f"def first(text):\n    return {first}\n\ndef other(text):\n    return {second}\n"
+        (tmp_path / "helpers_of_the_user.py").write_text(code)
+        sys.modules.pop("helpers_of_the_user", None)
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(source, names)
+        return digest(told_of(names["reward"]))
+
+    assert made(1, 2) == made(1, 2)
+    assert made(1, 2) != made(3, 2)
+    assert made(1, 2) != made(1, 3)
+
+
+def test_any_rows_have_a_fingerprint():
+    rows = [{"question": "q", "extra": {(1, 2): "a", "b": np.int64(3)}, "at": Decimal("1.5")}]
+    other = [{"question": "q", "extra": {(1, 2): "a", "b": np.int64(4)}, "at": Decimal("1.5")}]
+    assert digest(rows) == digest(rows) != digest(other)
+    assert digest([object()]) == digest([object()])
+
+
+def test_a_session_that_a_reward_mentions_is_nothing():
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        "def reward(completions, **columns):\n    return [len(session.config) for _ in completions]",
+        names,
+    )
+    config = TrainingConfig(dataset="arithmetic")
+    session = Session(config, [], [])
+    names["session"] = session
+    before = digest(told_of(names["reward"]))
+    session.folder = Path("somewhere")
+    assert digest(told_of(names["reward"])) == before
 
 
 def test_rubrics_by_their_content():
