@@ -38,20 +38,20 @@ TRAIN = "state = train_grpo(config, session, reward_functions=[digits])"
 
 def test_the_same_cells_train_gemma_on_jax(tmp_path: Path) -> None:
     with Kernel(tmp_path) as kernel:
-        said = text(kernel.run(begin(steps=27)))
+        said = text(kernel.run(begin(steps=33)))
         assert "tunix 0.1.7 with jax" in said
         page = text(kernel.run(TRAIN))
-        assert "step 27/27" in page
+        assert "step 33/33" in page
         kernel.run("rewards = [value for _, value in session.run.metrics('reward')['reward']]")
-        told = text(kernel.run("print(sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4)"))
+        told = text(kernel.run("print(sum(rewards[:4]) / 4, sum(rewards[-8:]) / 8)"))
         first, last = map(float, told.split())
-        assert last > first + 0.1, (first, last)
+        assert last > 1.4 * first, (first, last)
         assert "PeftModel" in text(kernel.run("path = export_checkpoint(config, state)"))
         assert "Error" not in text(kernel.run("print(quick_test(config, session, 'Say 1.'))"))
         measured = text(kernel.run("print(sorted(evaluate(config, session)))"))
         assert "accuracy" in measured
         assert "{'fsdp': 1, 'tp': 1}" in text(kernel.run("session.mesh"))
-    adapter = tmp_path / "checkpoints/digits/checkpoints/step-18/hf_lora/adapter_model.safetensors"
+    adapter = tmp_path / "checkpoints/digits/checkpoints/step-33/hf_lora/adapter_model.safetensors"
     assert adapter.stat().st_size > 1000
 
 
