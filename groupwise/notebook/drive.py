@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
-from groupwise.errors import UsageError
+from groupwise.errors import CheckpointError, UsageError
 from groupwise.notebook.config import DRIVE, TrainingConfig
 from groupwise.notebook.core import KEPT, run_folder
+from groupwise.notebook.siblings import number_of, sibling
 from groupwise.runs import carried, checkpoints, durable, recovery
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
 from groupwise.runs.store import Store
@@ -60,40 +61,51 @@ def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
     place = mirror(config)
     if place is None:
         return None
-    return Mirror(_beside(place, run.removeprefix(run_folder(config).name)))
+    number = number_of(run, run_folder(config).name)
+    assert number is not None, "it is a run of this experiment"
+    return Mirror(sibling(place, number))
 
 
 def names(config: TrainingConfig) -> set[str]:
     """Of runs of the experiment that are on Drive."""
     place = mirror(config)
-    return set() if place is None else {f"{run_folder(config).name}{each}" for each in _runs(place)}
+    first = run_folder(config)
+    return set() if place is None else {sibling(first, each).name for each in _numbers(place)}
 
 
 def bring_back(place: Path, run: Path) -> list[str]:
     """Make the runs of an experiment that are mirrored and not here, each of its newest checkpoint. Returns `run@step` of each."""
     brought: list[str] = []
-    for after in _runs(place):
-        own = _beside(run, after)
+    for number in _numbers(place):
+        own = sibling(run, number)
         if (own / RECORD).is_file():
             continue
-        newest = checkpoints.newest(_beside(place, after) / CHECKPOINTS)
-        if newest is not None:
-            _copy(newest.path, own / CHECKPOINTS / newest.path.name)
+        step = _bring_newest(sibling(place, number) / CHECKPOINTS, own / CHECKPOINTS)
+        if step is not None:
             carried.unpack(own)
             recovery.recover(own)
-            brought.append(f"{own.name}@{newest.step}")
+            brought.append(f"{own.name}@{step}")
     return brought
 
 
-def _runs(place: Path) -> list[str]:
-    """What stands after the experiment's name in the folders that are there: nothing, -2, -3 …"""
-    name = re.compile(rf"{re.escape(place.name)}((?:-\d+)?)")
-    found = [name.fullmatch(each.parent.name) for each in place.parent.glob(f"*/{CHECKPOINTS}")]
-    return sorted((each[1] for each in found if each), key=lambda after: int(after[1:] or 1))
+def _bring_newest(mirrored: Path, own: Path) -> int | None:
+    """Copy the newest checkpoint that is whole; returns its step. Only what is copied is read, since Drive is slow."""
+    for each in reversed(checkpoints.complete(mirrored)):
+        copy = own / each.path.name
+        _copy(each.path, copy)
+        with suppress(CheckpointError):
+            checkpoints.read(copy).verify()
+            return each.step
+        durable.remove_folder(copy)
+    return None
 
 
-def _beside(folder: Path, after: str) -> Path:
-    return folder.with_name(f"{folder.name}{after}")
+def _numbers(place: Path) -> list[int]:
+    """Of the experiment's runs that are there."""
+    found = (
+        number_of(each.parent.name, place.name) for each in place.parent.glob(f"*/{CHECKPOINTS}")
+    )
+    return sorted(each for each in found if each is not None)
 
 
 class Mirror(Callback):
@@ -162,6 +174,7 @@ def _mount() -> None:
 
 def _copy(folder: Path, to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
+    durable.sweep(to.parent)
 
     def fill(building: Path) -> None:
         shutil.copytree(folder, building, dirs_exist_ok=True)

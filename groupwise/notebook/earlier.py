@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from groupwise.config import RunConfig, resolved
 from groupwise.errors import StoreError, UsageError
 from groupwise.notebook.identity import differences
+from groupwise.notebook.siblings import number_of, siblings
 from groupwise.runs import carried, find, recovery
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import RECORD, read_config
@@ -28,15 +27,14 @@ PLACES = ("run.name", "run.dir")
 
 def runs_of(core: RunConfig) -> list[RunInfo]:
     """All that can be read, the newest first; a record that is missing or damaged is mended from the checkpoints."""
-    name = re.compile(rf"{re.escape(str(core.run.name))}(-\d+)?")
-    found = find.list_runs(Path(core.run.dir))
-    for broken in found:
-        if broken.broken is not None and name.fullmatch(broken.name):
-            with suppress(StoreError, UsageError):  # nothing is left to mend it from
-                carried.unpack(broken.path)
-                recovery.recover(broken.path)
-                found.append(find.run_info(broken.path))
-    return [each for each in reversed(found) if each.broken is None and name.fullmatch(each.name)]
+    name = str(core.run.name)
+    found = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
+    for broken in [run for run in found if run.broken is not None]:
+        with suppress(StoreError, UsageError):  # nothing is left to mend it from
+            carried.unpack(broken.path)
+            recovery.recover(broken.path)
+            found.append(find.run_info(broken.path))
+    return [each for each in reversed(found) if each.broken is None]
 
 
 def newest_alike(
@@ -53,22 +51,24 @@ def newest_alike(
 
 
 def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence[str]:
-    """In what a run differs: keys of the config, and facts. One that goes on may have other evaluations and callbacks, or another
-    number of processes; one that was finished would have to be trained again for them."""
+    """In what a run differs: keys of the config, and facts.
+
+    One that goes on may have other evaluations and callbacks, or another number of processes; one that was finished would have to be
+    trained again for them.
+    """
     found = compare(read_config(run.path), resolved(core), RunConfig)
-    loose = {**found.free, **found.warned} if run.state == "finished" else found.free
-    kept = [
-        key for key in loose if key not in PLACES and (run.state == "finished" or key == LENGTH)
-    ]
+    if run.state == "finished":
+        loose = [key for key in {**found.free, **found.warned} if key not in PLACES]
+    else:
+        loose = [key for key in found.free if key == LENGTH]
     before = Store.facts(run.path / RECORD).get(FACTS, {})
-    return [*found.fixed, *kept, *differences(before, facts)]
+    return [*found.fixed, *loose, *differences(before, facts)]
 
 
 def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
     """The first that no folder has, and that is not taken elsewhere."""
-    wanted, runs = str(core.run.name), Path(core.run.dir)
-    names = (wanted if number == 1 else f"{wanted}-{number}" for number in count(1))
-    return next(each for each in names if not (runs / each).exists() and each not in taken)
+    folders = siblings(Path(core.run.dir) / str(core.run.name))
+    return next(each.name for each in folders if not each.exists() and each.name not in taken)
 
 
 def described(run: RunInfo) -> str:

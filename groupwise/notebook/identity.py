@@ -34,6 +34,8 @@ _MAKING = ("__init__", "__post_init__", "__new__")
 _OWN_METHODS = (*_MAKING, "__call__")
 _CACHED: Any = type(functools.lru_cache(len))
 """What `functools.cache` makes of a function."""
+ROWS = ("rows to train on", "rows to test")
+"""The facts that hang on the split."""
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -42,8 +44,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """What two trainings must agree in to be one, beside the core's config; of `rewards` where they are known."""
     found: dict[str, Any] = {
-        "rows to train on": digest(list(train)),
-        "rows to test": digest(list(test)),
+        **{name: digest(list(rows)) for name, rows in zip(ROWS, (train, test), strict=True)},
         "marks": digest([config.tags.reasoning, config.tags.answer]),
     }
     if rewards is not None:

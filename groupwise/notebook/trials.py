@@ -34,14 +34,13 @@ from groupwise.errors import (
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import core_config, flat, run_folder
-from groupwise.notebook.identity import differences, facts_of
+from groupwise.notebook.identity import ROWS, differences, facts_of
 from groupwise.notebook.rewards import Given, kind_of, rewards_of
 from groupwise.notebook.session import Session, make_session, refuse_no_config
 from groupwise.notebook.task import NUMERIC_METRICS, RUBRIC_METRICS
 from groupwise.notebook.training import run_training
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
-from groupwise.runs.folder import RECORD, read_summary
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -208,12 +207,7 @@ def _tried(
     study: Study, trial: Trial, session: Session, rewards: Rubric, metric: str, *, prune: bool
 ) -> None:
     """Train a trial, unless that was done already, and tell the study what came of it."""
-    run = Path(session.config.checkpoint_dir)
-    summary = read_summary(run) if (run / RECORD).is_file() else None
-    if summary is not None and summary["state"] == "finished":
-        session.folder = run
-    else:
-        run_training(session, rewards, [_Pruner(trial)] if prune else [])
+    run_training(session, rewards, [_Pruner(trial)] if prune else [])
     if "stopped" in session.run.summary:
         study.tell(trial, state=_state("PRUNED"))
     else:
@@ -226,11 +220,9 @@ def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> d
     fields = config.model_dump(mode="json", exclude={*_FIXED, *space})
     keys = {key: value for key, value in flat(config.overrides) if key not in space}
     facts = facts_of(config, session.train_dataset, session.test_dataset, rewards)
-    varied = (
-        {"rows to train on", "rows to test"} if {"seed", "train_fraction"} & {*space} else {*()}
-    )
-    kept = {name: value for name, value in facts.items() if name not in varied}
-    return json.loads(json.dumps({"metric": metric, **fields, **keys, **kept}, default=str))
+    if {"seed", "train_fraction"} & {*space}:  # each trial has a split of its own
+        facts = {name: value for name, value in facts.items() if name not in ROWS}
+    return json.loads(json.dumps({"metric": metric, **fields, **keys, **facts}, default=str))
 
 
 def _refuse_other_question(study: Study, question: Mapping[str, Any]) -> None:
@@ -238,8 +230,8 @@ def _refuse_other_question(study: Study, question: Mapping[str, Any]) -> None:
     if before is None:
         study.set_user_attr(QUESTION, question)
         return
-    gone = {name: None for name in before if name not in question}
-    if changed := differences(before, {**question, **gone}):
+    asked = {**dict.fromkeys(before), **question}  # what is not asked any more is a difference, too
+    if changed := differences(before, asked):
         raise ConfigError(
             f"There is a search of this experiment already, which differs in {', '.join(changed)}, so that its trials say nothing about "
             "this one. Choose another experiment_name, or ask as before to go on."
@@ -248,8 +240,7 @@ def _refuse_other_question(study: Study, question: Mapping[str, Any]) -> None:
 
 def _bring_back(config: TrainingConfig, folder: Path) -> None:
     """Take the journal of Drive where it tells more than the one here, but for a last line that was cut off."""
-    place = drive.mirror(config)
-    kept = None if place is None else Path(f"{place}{AFTER}") / JOURNAL
+    kept = _journal_on_drive(config)
     if kept is None or not kept.is_file():
         return
     there = kept.read_bytes()
@@ -260,12 +251,16 @@ def _bring_back(config: TrainingConfig, folder: Path) -> None:
         durable.write_file(here, there)
 
 
+def _journal_on_drive(config: TrainingConfig) -> Path | None:
+    place = drive.mirror(config)
+    return None if place is None else Path(f"{place}{AFTER}") / JOURNAL
+
+
 def _copy_to_drive(config: TrainingConfig, folder: Path) -> None:
     """What was tried; a Drive that refuses is warned of, since all of it stands here."""
-    place = drive.mirror(config)
-    if place is None:
+    kept = _journal_on_drive(config)
+    if kept is None:
         return
-    kept = Path(f"{place}{AFTER}") / JOURNAL
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         durable.write_file(kept, (folder / JOURNAL).read_bytes())

@@ -15,6 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -141,8 +142,11 @@ def complete(folder: Path, verify: bool = False) -> CheckpointList:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The last complete and undamaged checkpoint; None if there is none."""
-    return next(reversed(complete(folder, verify=True)), None)
+    """The last complete and undamaged checkpoint; None if there is none. Earlier ones are not read."""
+    for path in sorted(_folders(folder), key=_step_of, reverse=True):
+        with suppress(_Damaged):
+            return _read(path, verify=True)
+    return None
 
 
 def read(path: Path) -> Checkpoint:

@@ -12,6 +12,7 @@ from groupwise.errors import ConfigError, UsageError
 from groupwise.notebook import TrainingConfig
 from groupwise.notebook.training import Stopped
 from groupwise.notebook.trials import Between, search
+from groupwise.runs.folder import read_config
 
 SPACE = {
     "learning_rate": Between(1e-4, 0.1, log=True),
@@ -94,9 +95,22 @@ def test_a_trial_whose_run_was_over_is_not_trained_again(config, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
     with monkeypatch.context() as patch:
-        patch.setattr("groupwise.notebook.trials.run_training", crash)
+        patch.setattr("groupwise.notebook.training.rl", crash)
         found = search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
     assert found.best_value == found.study.trials[0].value
+
+
+def test_a_run_of_other_values_that_has_a_trials_number_is_not_taken_for_it(config, tmp_path):
+    search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
+    (tmp_path / "checkpoints" / "digits-search" / "trials.jsonl").unlink()
+    other = {**SPACE, "learning_rate": Between(0.5, 0.6)}
+    found = search(config, other, trials=1, reward_functions=[digits], prune=False)
+    [trial] = found.study.trials
+    runs = tmp_path / "checkpoints" / "digits-search"
+    rates = [
+        read_config(runs / name)["training"]["learning_rate"] for name in ("trial-0", "trial-0-2")
+    ]
+    assert rates[0] < rates[1] == trial.params["learning_rate"]
 
 
 def test_a_trial_that_fails_is_told_and_the_next_one_begins(config):

@@ -80,6 +80,17 @@ def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path, monkeypat
     assert [each.step for each in kept] == [90, 100, 110]
 
 
+def test_a_torn_copy_is_passed_over_and_what_was_cut_off_is_removed(content, tmp_path, monkeypatch):
+    monkeypatch.setattr(drive.carried, "unpack", lambda run: None)
+    monkeypatch.setattr(drive.recovery, "recover", lambda run: None)
+    for step in (10, 20):
+        checkpoint(content / "e" / CHECKPOINTS, step)
+    (content / "e" / CHECKPOINTS / "step-20" / "weights").write_text("00")
+    (tmp_path / "e" / CHECKPOINTS / ".building-step-20-1-1").mkdir(parents=True)
+    assert drive.bring_back(content / "e", tmp_path / "e") == ["e@10"]
+    assert [each.name for each in (tmp_path / "e" / CHECKPOINTS).iterdir()] == ["step-10"]
+
+
 def test_a_refused_mount_says_what_to_do(tmp_path, monkeypatch):
     def mount(place: str) -> None:
         raise ValueError("mount failed")
