@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
@@ -43,6 +43,7 @@ from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.score import score_group, transcript
 from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import Single
+from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.types import Group, Sampler, SamplingParams
 
@@ -77,6 +78,12 @@ class EvalResult:
     """One for each sample; see `groupwise.evaluation.measures.rows_of`."""
     path: Path | None = None
     """Where the rows were written."""
+
+    @classmethod
+    def recorded(cls, record: EvaluationRecord) -> Self:
+        """An evaluation that stands in a run's record."""
+        rows = [dict(row) for row in record.rows]
+        return cls(record.policy, dict(record.metrics), {}, rows)
 
     @property
     def rewards(self) -> dict[int, float]:

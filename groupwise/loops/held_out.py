@@ -72,7 +72,7 @@ def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None
     record = run.folder.store.evaluation(step, name)
     if record is None or record.asked not in ("", _asked(run)):
         return None
-    return EvalResult(record.policy, dict(record.metrics), {}, [dict(row) for row in record.rows])
+    return EvalResult.recorded(record)
 
 
 def notice_changed_questions(run: TaskRun, asked: str) -> None:

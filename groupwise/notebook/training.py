@@ -8,7 +8,8 @@ from pathlib import Path
 
 from groupwise.callbacks.base import Callback
 from groupwise.display.notebook import kernel_display, tell
-from groupwise.loops.rl_start import RlResult, rl
+from groupwise.evaluation.evaluate import EvalResult
+from groupwise.loops.rl_start import AFTER, BEFORE, RlResult, rl
 from groupwise.notebook import drive
 from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
@@ -19,7 +20,8 @@ from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import find
-from groupwise.runs.folder import read_summary
+from groupwise.runs.folder import RECORD, read_summary
+from groupwise.runs.store import Store
 
 
 @dataclass
@@ -100,7 +102,10 @@ def _as_it_ended(session: Session, run: Path) -> TrainerState:
     session.folder = run
     if (mirror := drive.mirror_of(session.config, run.name)) is not None:
         mirror.keep_finished(run)
-    return _state(RlResult(read_summary(run) or {}, run))
+    with Store.open(run / RECORD, readonly=True) as store:
+        held_out = {each.name: EvalResult.recorded(each) for each in store.evaluations()}
+    before, after = held_out.get(BEFORE), held_out.get(AFTER)
+    return _state(RlResult(read_summary(run) or {}, run, before=before, after=after))
 
 
 def _state(result: RlResult) -> TrainerState:

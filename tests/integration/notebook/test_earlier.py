@@ -97,6 +97,12 @@ def test_a_finished_run_is_found_again_and_not_trained_twice(machine, capsys):
     assert "was finished with this config, these rows and these rewards" in capsys.readouterr().out
     assert (other.final_policy, other.checkpoint_dir) == (state.final_policy, state.checkpoint_dir)
     assert other.grpo_trainer.summary["reward_last"] == state.grpo_trainer.summary["reward_last"]
+    for one, other_one in (
+        (state.grpo_trainer.before, other.grpo_trainer.before),
+        (state.grpo_trainer.after, other.grpo_trainer.after),
+    ):
+        assert one is not None and other_one is not None
+        assert (one.metrics, one.judged) == (other_one.metrics, other_one.judged)
     assert [each.name for each in (folder / "checkpoints").iterdir()] == ["digits"]
 
 
