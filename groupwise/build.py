@@ -36,6 +36,8 @@ from groupwise.task_parts import longest_completion
 from groupwise.types import Learner, Sampler
 
 if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+
     from groupwise.learner.slopes import Slope
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.ranks.bench import Bench
@@ -329,26 +331,16 @@ async def _by_tunix(
 def _tunix_order(
     config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None
 ) -> Open:
-    from groupwise.models.adapters import (
-        adapter_folder,
-        check_adapter,
-        hollow_adapter,
-        leave_out_pictures,
-        starting_config,
-    )
+    from groupwise.models.adapters import adapter_folder
     from groupwise.models.load import described_text, model_folder
     from groupwise.models.lora import described_adapter
     from groupwise.tunix.environment import mesh_of
     from groupwise.tunix.messages import Open
 
-    lora = config.lora
-    assert lora is not None, "the config refuses full fine-tuning"
     if weights is not None:
         model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
         config = config.model_copy(update={"model": model})
-    check_adapter(config.model, lora)
-    shape = starting_config(config.model, lora)
-    leave_out_pictures(config.model, shape)
+    shape, layers = _adapted(config)
     start = adapter_folder(config.model)
     return Open(
         model=str(model_folder(config.model)),
@@ -356,7 +348,7 @@ def _tunix_order(
         dtype=layout.dtype,
         mesh=mesh_of(config.model.mesh),
         remat=config.training.gradient_checkpointing,
-        layers=tuple(hollow_adapter(config.model, shape).layers),
+        layers=layers,
         rank=shape.r,
         alpha=shape.lora_alpha,
         seed=config.training.seed,
@@ -368,6 +360,34 @@ def _tunix_order(
         key_length=layout.key_length,
         max_tokens=layout.max_tokens_per_microbatch,
     )
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise `UsageError` for a model, a mesh or adapted layers that the backend does not have, before any weight is read."""
+    if config.model.backend != "tunix":
+        return
+    from groupwise.models.load import described_text
+    from groupwise.tunix.environment import mesh_of
+    from groupwise.tunix.fits import check_unread
+
+    _, layers = _adapted(config)
+    check_unread(described_text(config.model), mesh_of(config.model.mesh), layers)
+
+
+def _adapted(config: RunConfig) -> tuple[PeftConfig, tuple[str, ...]]:
+    """The adapter that a run begins with, and the layers of the model that have one."""
+    from groupwise.models.adapters import (
+        check_adapter,
+        hollow_adapter,
+        leave_out_pictures,
+        starting_config,
+    )
+
+    assert config.lora is not None, "the config refuses full fine-tuning"
+    check_adapter(config.model, config.lora)
+    shape = starting_config(config.model, config.lora)
+    leave_out_pictures(config.model, shape)
+    return shape, tuple(hollow_adapter(config.model, shape).layers)
 
 
 def _refuse_tunix(config: AnyConfig) -> None:

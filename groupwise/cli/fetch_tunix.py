@@ -23,14 +23,13 @@ def fetch_tunix(
     """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""
     from groupwise.cli.output import write_json
     from groupwise.errors import UsageError
-    from groupwise.tunix.environment import EXTRAS, Accelerator, install, look, warn_of_cpu
+    from groupwise.tunix.environment import EXTRAS, Accelerator, install, look
 
     kinds: dict[str | None, Accelerator | None] = {None: None, **{each: each for each in EXTRAS}}
     if accelerator not in kinds:
         raise UsageError(f"--accelerator is {accelerator!r}; it is one of {', '.join(EXTRAS)}.")
     path = install(kinds[accelerator], anew=again, say=not as_json)
     found = look()
-    warn_of_cpu(found.platform)
     if as_json:
         write_json({"python": str(path), **found.model_dump()})
     else:

@@ -85,6 +85,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         loaded = with_task_schema(loaded, schema)
     settings = loaded.config
     check_start(loaded)
+    build.check_model(settings)
     _refuse_evaluation_of_nothing(settings, found)
     given = view(settings)
     rows_read = rows_read or _draws(settings)

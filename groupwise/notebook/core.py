@@ -55,7 +55,7 @@ def core_config(
     """
     folder = run_folder(config)
     values: dict[str, Any] = {
-        "model": {"name": model_of(config), **_backend(config)},
+        "model": {"name": model_of(config), **_backend(config, server)},
         "lora": {"r": config.lora_rank, "alpha": _whole("lora_alpha", config.lora_alpha)},
         "sampler": {"max_completion_length": config.total_generation_steps},
         "algorithm": {"type": "grpo", "beta": config.beta, "epsilon": config.epsilon},
@@ -83,7 +83,7 @@ def core_config(
             "save_total_limit": KEPT,
             "report_to": list(config.report_to),
             "server": server,
-            **_processes(config),
+            **_processes(config, server),
         },
     }
     return load_config(values, _overrides(config), to_train=True)
@@ -103,8 +103,19 @@ def model_of(config: TrainingConfig) -> str:
     return SMALL if accelerator() == "cpu" else GEMMA
 
 
-def _backend(config: TrainingConfig) -> dict[str, Any]:
-    if config.chosen_backend == "torch":
+def _chosen(config: TrainingConfig, server: str | None) -> str:
+    """The backend: a training server computes with torch, whatever this machine has."""
+    if server is None:
+        return config.chosen_backend
+    if config.backend == "tunix":
+        raise ConfigError(
+            "backend is 'tunix', but a training server computes with torch. Leave backend out, or train here: prepare_session(config)."
+        )
+    return "torch"
+
+
+def _backend(config: TrainingConfig, server: str | None) -> dict[str, Any]:
+    if _chosen(config, server) == "torch":
         return {}
     devices = config.devices
     if devices == "auto":
@@ -112,9 +123,14 @@ def _backend(config: TrainingConfig) -> dict[str, Any]:
     return {"backend": "tunix", "mesh": (devices, 1) if isinstance(devices, int) else devices}
 
 
-def _processes(config: TrainingConfig) -> dict[str, Any]:
-    of_torch = config.chosen_backend == "torch" and config.devices != "auto"
-    return {"processes": config.devices} if of_torch else {}
+def _processes(config: TrainingConfig, server: str | None) -> dict[str, Any]:
+    if _chosen(config, server) == "tunix" or config.devices == "auto":
+        return {}
+    if isinstance(config.devices, tuple):  # where the machine's own backend would be tunix
+        raise ConfigError(
+            f"devices is {config.devices}, a mesh, which a training server does not have. Leave devices out."
+        )
+    return {"processes": config.devices}
 
 
 def _overrides(config: TrainingConfig) -> list[str]:

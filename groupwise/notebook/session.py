@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from groupwise import build
 from groupwise.config import LoadedConfig, RunConfig
 from groupwise.data.chat import Row, Rows
 from groupwise.display.notebook import Table, show
@@ -232,7 +233,7 @@ def make_session(config: TrainingConfig, server: str | None = None) -> Session:
     """A session with its data, without a word."""
     train, test = prepare_datasets(config)
     session = Session(config, train, test, server)
-    _ = session.core  # refuses what cannot work
+    build.check_model(session.core.config)  # and what the config refuses
     return session
 
 

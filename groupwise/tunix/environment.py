@@ -27,9 +27,9 @@ from typing import Any, Literal
 
 from groupwise.accelerators import accelerator as of_this_machine
 from groupwise.cache import cache_folder
-from groupwise.errors import UsageError
+from groupwise.errors import RunError, UsageError
 from groupwise.runs import durable
-from groupwise.tunix.messages import Found, Look
+from groupwise.tunix.messages import OPENED_BY_ANOTHER, Found, Look
 from groupwise.tunix.process import WorkerProcess, own_environment
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,10 @@ EXTRAS: dict[Accelerator, tuple[str, ...]] = {
     "tpu": ("jax[tpu]",),
 }
 """What JAX needs besides, for each kind of device."""
+PLATFORMS = "JAX_PLATFORMS"
+"""Says what JAX may compute on."""
+PATIENCE, LIMIT = 20.0, 300.0
+"""Seconds in which JAX usually opens its devices, and that are waited for at most."""
 MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
@@ -66,6 +70,10 @@ def python() -> Path:
     if own := os.environ.get(VARIABLE):
         if not Path(own).is_file():
             raise UsageError(f"{VARIABLE} is {own}, but there is no such file.")
+        if not os.access(own, os.X_OK):
+            raise UsageError(
+                f"{VARIABLE} is {own}, which is no program; name the Python of an environment."
+            )
         return Path(own)
     made = _made()
     if made is None:
@@ -161,10 +169,48 @@ def _detected() -> Accelerator:
     return "cuda" if found == "gpu" else found
 
 
-def warn_of_cpu(platform: str) -> None:
-    """Warn where the machine has more to compute on than what JAX sees, and nobody wanted it so."""
+def look() -> Found:
+    """Versions and devices there, by asking a worker: some seconds, once for each environment and what JAX is told of it.
+
+    Warns where the machine has more to compute on than what JAX sees, and nobody wanted it so. Raises UsageError where JAX cannot open
+    its devices, or does not come to an end with it.
+    """
+    return _looked(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
+
+
+@cache
+def _looked(interpreter: Path, *told: str | None) -> Found:
+    worker = start_worker(None, (1, 1))
+    try:
+        found = Found.model_validate(_seen(worker))
+    except RunError as error:
+        raise UsageError(
+            f"{interpreter} cannot start Tunix's worker; {INSTALL} --again makes an environment anew. {error}"
+        ) from error
+    finally:
+        worker.close()
+    _warn_of_cpu(found.platform)
+    return found
+
+
+def _seen(worker: WorkerProcess) -> Any:
+    future = worker.begin(Look())
+    with suppress(TimeoutError):
+        return future.result(PATIENCE)
+    logger.warning(
+        "JAX has not opened its devices after %.0f s; waiting for up to %.0f s", PATIENCE, LIMIT
+    )
+    with suppress(TimeoutError):
+        return future.result(LIMIT - PATIENCE)
+    raise UsageError(
+        f"JAX has not opened its devices within {LIMIT:.0f} s. {OPENED_BY_ANOTHER} One worker has the TPUs of one host: a slice of "
+        f"several hosts waits for the others.{worker.last_words()}"
+    )
+
+
+def _warn_of_cpu(platform: str) -> None:
     there = _detected()
-    if platform == "cpu" != there and "JAX_PLATFORMS" not in os.environ:
+    if platform == "cpu" != there and PLATFORMS not in os.environ:
         logger.warning(
             "this machine has a %s, but JAX sees its CPU alone, and computes there. Make Tunix's environment for it: "
             "%s --accelerator %s",
@@ -172,16 +218,6 @@ def warn_of_cpu(platform: str) -> None:
             INSTALL,
             there,
         )
-
-
-@cache
-def look() -> Found:
-    """Versions and devices there, by asking a worker: two or three seconds, once."""
-    worker = start_worker(None, (1, 1))
-    try:
-        return Found.model_validate(worker.call_now(Look()))
-    finally:
-        worker.close()
 
 
 def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
@@ -193,7 +229,7 @@ def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has, each of which
     needs some."""
     flags = [os.environ.get("XLA_FLAGS", "")]
-    own = {**QUIET, **_compiled()}
+    own = {**QUIET, **_compiled(), **_platforms()}
     least = 0
     if (count := mesh[0] * mesh[1]) > 1:
         flags.append(f"--xla_force_host_platform_device_count={count}")
@@ -205,6 +241,14 @@ def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     if threads == 1:
         flags.append("--xla_cpu_multi_thread_eigen=false")
     return WorkerProcess(python(), {**own, "XLA_FLAGS": " ".join(flags).strip()})
+
+
+def _platforms() -> dict[str, str]:
+    """What JAX is to compute on: where it is told, it fails aloud if it cannot open that; else it would take the CPU in silence."""
+    made = None if os.environ.get(VARIABLE) else _made()
+    if made is None or made["accelerator"] == "cpu" or PLATFORMS in os.environ:
+        return {}
+    return {PLATFORMS: f"{made['accelerator']},cpu"}
 
 
 def _compiled() -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
 }
 """By `model_type` the keys that change what transformers computes, each with the one value that Tunix computes."""
 
+_ATTENTION = tuple(f"self_attn.{each}_proj" for each in "qkvo")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 FORMATS = ("BF16", "F16", "F32", "F64")
 """Of numbers, as safetensors calls those that Tunix reads."""
@@ -58,9 +61,15 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def check(order: Open) -> None:
     """Raise `ModelError` for a model that Tunix would compute otherwise, or files it would misread; UsageError for a mesh that does not
     divide it."""
-    check_description(order.text)
-    check_mesh(order.text, order.mesh)
+    check_unread(order.text, order.mesh, order.layers)
     check_files(Path(order.model), order.text)
+
+
+def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
+    """`check`, as far as no weights are needed. `layers`: those of transformers that get an adapter."""
+    check_description(described)
+    check_mesh(described, mesh)
+    check_layers(described, layers)
 
 
 # --- what the description says --------------------------------------------------------------------
@@ -138,8 +147,8 @@ def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
         wrong = [f"{key} is {size}" for key, size in divided.items() if size % parts]
         if wrong:
             raise UsageError(
-                f"model.mesh is {list(mesh)}: its {axis} of {parts} does not divide this model, whose {', '.join(wrong)}. "
-                f"Take another number of devices for {axis}."
+                f"model.mesh (devices, in a notebook) is {list(mesh)}: its {axis} of {parts} does not divide this model, whose "
+                f"{', '.join(wrong)}. Take another number of devices for {axis}."
             )
 
 
@@ -155,6 +164,34 @@ def _head(described: Described) -> int:
 
 def _shared(described: Described) -> int:
     return described.get("num_key_value_heads") or described["num_attention_heads"]
+
+
+# --- what is adapted ------------------------------------------------------------------------------
+
+
+def check_layers(described: Described, layers: Sequence[str]) -> None:
+    """Raise `ModelError` for layers that get no adapter here, or that are one weight in Tunix with some that get none."""
+    known = [*_ATTENTION, *_MLP]
+    parts = [each.rpartition("layers.")[2].partition(".") for each in layers]
+    for (number, _, part), layer in zip(parts, layers, strict=True):
+        if not number.isdecimal() or part not in known:
+            raise ModelError(
+                f"lora.target_modules has {layer}, which the backend tunix does not adapt; it adapts: {', '.join(known)}."
+            )
+    adapted = {(number, part) for number, _, part in parts}
+    together = _of_one_weight(described)
+    for number, part in sorted(adapted):
+        if part in together and any((number, each) not in adapted for each in together):
+            raise ModelError(
+                f"lora.target_modules has {part}, which is one weight with others in Tunix ({', '.join(together)}): take all or none."
+            )
+
+
+def _of_one_weight(described: Described) -> tuple[str, ...]:
+    if described["model_type"] != "gemma3_text":
+        return ()
+    alike = _shared(described) == described["num_attention_heads"]
+    return _ATTENTION[0 if alike else 1 : 3]
 
 
 # --- what the files hold --------------------------------------------------------------------------

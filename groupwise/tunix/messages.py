@@ -24,6 +24,12 @@ from groupwise.wire.parts import (
     Update,
 )
 
+OPENED_BY_ANOTHER = (
+    "A TPU belongs to one process at a time: end other runs that have it, and restart kernels that have used jax. "
+    "With JAX_PLATFORMS=cpu in the environment it computes on the CPU."
+)
+"""What to do where devices cannot be opened."""
+
 
 class Message(BaseModel):
     """Strict, because both ends are of one version."""
@@ -84,8 +90,6 @@ class Opened(Message):
 
     fingerprint: str
     """Of what is served."""
-    platform: str
-    """As in `Found`."""
 
 
 class Save(Message):

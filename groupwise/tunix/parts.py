@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from groupwise.runs import publications
 from groupwise.sampler.stops import ends_with_stop
 from groupwise.tunix import fits
-from groupwise.tunix.environment import start_worker, warn_of_cpu
+from groupwise.tunix.environment import start_worker
 from groupwise.tunix.messages import Open, Opened, Restore, Save
 from groupwise.tunix.process import WorkerProcess
 from groupwise.types import (
@@ -152,6 +152,5 @@ async def start(
     except BaseException:
         worker.close()
         raise
-    warn_of_cpu(opened.platform)
     learner = TunixLearner(worker, Path(order.publish_folder), keep_publications)
     return worker, TunixSampler(worker, opened.fingerprint, tokenizer), learner

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -25,14 +26,15 @@ from groupwise import errors
 from groupwise.errors import GroupwiseError, RunError
 from groupwise.rewards.output import Output
 from groupwise.rewards.processes import MARK, end_family, how_it_ended
-from groupwise.settings.credentials import is_secret
 from groupwise.tunix.messages import Answer, Order, Trouble, Verb
 
 MAIN = Path(__file__).parent / "worker" / "main.py"
 OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
 """Variables that would have Tunix's Python take packages of this one."""
-WITHHELD = ("KAGGLE_KEY", "KAGGLE_USERNAME")
-"""Credentials whose names do not say so."""
+WITHHELD = re.compile(
+    r"(^|_)(token|secret|password|passwd|credentials|key|key_id)$|^kaggle_", re.IGNORECASE
+)
+"""Variables that may be credentials: it reads files of this machine alone, and needs none."""
 LAST_BREATH = 1.0
 """Seconds that it gets to end by itself, so that its exit code is its own."""
 
@@ -40,11 +42,6 @@ LAST_BREATH = 1.0
 def own_environment() -> dict[str, str]:
     """This process's variables, as a process of Tunix's environment may have them."""
     return {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
-
-
-def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the worker, which reads files of this machine alone."""
-    return {k: v for k, v in environment.items() if k not in WITHHELD and not is_secret(k)}
 
 
 class WorkerProcess:
@@ -70,7 +67,7 @@ class WorkerProcess:
     def tell(self, do: Verb) -> None:
         """Send an order whose outcome nobody waits for. One that has ended has nothing left to do."""
         with suppress(RunError):
-            self._begin(do)
+            self.begin(do)
 
     @property
     def pid(self) -> int:
@@ -78,11 +75,15 @@ class WorkerProcess:
 
     async def call(self, do: Verb) -> Any:
         """What an order gives. Cancelling the call withdraws it, if it has not begun."""
-        return await asyncio.wrap_future(self._begin(do))
+        return await asyncio.wrap_future(self.begin(do))
 
     def call_now(self, do: Verb) -> Any:
         """The same for code that waits."""
-        return self._begin(do).result()
+        return self.begin(do).result()
+
+    def last_words(self) -> str:
+        """What it printed last, for a message."""
+        return self._output.last_words()
 
     def close(self) -> None:
         """End it, with all that it started."""
@@ -100,7 +101,7 @@ class WorkerProcess:
     def _popen(
         self, python: Path, environment: Mapping[str, str], theirs: socket.socket
     ) -> subprocess.Popen[bytes]:
-        inherited = _without_secrets(own_environment())
+        inherited = {k: v for k, v in own_environment().items() if not WITHHELD.search(k)}
         with theirs:
             return subprocess.Popen(
                 [str(python), "-P", "-s", str(MAIN), str(theirs.fileno()), str(os.getpid())],
@@ -112,7 +113,8 @@ class WorkerProcess:
                 env={**inherited, **environment, MARK: self._mark},
             )
 
-    def _begin(self, do: Verb) -> Future[Any]:
+    def begin(self, do: Verb) -> Future[Any]:
+        """Send an order; what it gives is the future's."""
         self._output.begin_call()
         future: Future[Any] = Future()
         number = next(self._numbers)

@@ -48,6 +48,16 @@ def test_a_tpu_is_for_tunix(machine: Path) -> None:
     assert TrainingConfig(backend="torch").chosen_backend == "torch"
 
 
+def test_a_training_server_has_torch_whatever_there_is_here(machine: Path) -> None:
+    plug_in(machine, "0x1ae0", "0x0063")
+    model = core_config(TrainingConfig(model="tiny"), server="http://there:1").config.model
+    assert (model.backend, model.mesh) == ("transformers", None)
+    with pytest.raises(ConfigError, match=r"'tunix', but a training server .* Leave backend out"):
+        core_config(TrainingConfig(model="tiny", backend="tunix"), server="http://there:1")
+    with pytest.raises(ConfigError, match=r"\(4, 1\), a mesh, which a training server does not"):
+        core_config(TrainingConfig(model="tiny", devices=(4, 1)), server="http://there:1")
+
+
 def test_a_number_of_devices_is_a_mesh_for_tunix(machine: Path) -> None:
     config = core_config(TrainingConfig(backend="tunix", model="tiny", devices=2)).config
     assert (config.model.mesh, config.run.processes) == ((2, 1), None)

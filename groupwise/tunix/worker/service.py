@@ -30,6 +30,7 @@ from groupwise.models.files import disk_errors
 from groupwise.runs import durable
 from groupwise.tunix.messages import (
     ANY,
+    OPENED_BY_ANOTHER,
     Answer,
     Found,
     Look,
@@ -196,7 +197,7 @@ class Service:
 
     @do.register
     def _(self, order: Look) -> Found:
-        devices = jax.devices()
+        devices = _devices()
         return Found(
             tunix=_version("google-tunix"),
             jax=_version("jax"),
@@ -231,7 +232,7 @@ class Service:
             max_tokens=order.max_tokens,
             multiple=order.mesh[0],
         )
-        return Opened(fingerprint=self._sampler.fingerprint, platform=jax.devices()[0].platform)
+        return Opened(fingerprint=self._sampler.fingerprint)
 
     @do.register
     def _(self, order: Load) -> str:
@@ -279,11 +280,24 @@ def _there(part: Any) -> Any:
     return part
 
 
+def _devices() -> list[Any]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise UsageError(f"JAX cannot open its devices: {error}. {OPENED_BY_ANOTHER}") from error
+    if (hosts := jax.process_count()) > 1:
+        raise UsageError(
+            f"JAX sees the devices of {hosts} hosts; the backend tunix computes on those of one."
+        )
+    return devices
+
+
 def _mesh(shape: tuple[int, int]) -> Any:
     wanted, there = shape[0] * shape[1], len(jax.devices())
     if wanted > there:
         raise UsageError(
-            f"model.mesh is {list(shape)}, which are {wanted} devices, but JAX sees {there}: {jax.devices()[0].device_kind}."
+            f"model.mesh (devices, in a notebook) is {list(shape)}, which are {wanted} devices, but JAX sees {there}: "
+            f"{jax.devices()[0].device_kind}."
         )
     kinds = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh(shape, ("fsdp", "tp"), kinds, devices=jax.devices()[:wanted])

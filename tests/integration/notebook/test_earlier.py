@@ -101,7 +101,8 @@ def test_a_finished_run_is_found_again_and_not_trained_twice(machine, capsys):
         (state.grpo_trainer.before, other.grpo_trainer.before),
         (state.grpo_trainer.after, other.grpo_trainer.after),
     ):
-        assert one is not None and other_one is not None
+        assert one is not None
+        assert other_one is not None
         assert (one.metrics, one.judged) == (other_one.metrics, other_one.judged)
     assert [each.name for each in (folder / "checkpoints").iterdir()] == ["digits"]
 

@@ -11,6 +11,7 @@ from groupwise.errors import UsageError
 from groupwise.notebook import TrainingConfig, format_prompt, prepare_session, quick_test, session
 from groupwise.notebook.quick import QUESTION
 from groupwise.types import SamplingParams
+from tests.tunix_models import model_of
 
 
 @pytest.fixture
@@ -67,6 +68,21 @@ def test_a_session_shows_itself_in_a_few_lines(asked: list[Any]) -> None:
     assert "1800 rows to train on" in prepared._repr_html_()
     prepared.train_dataset = []
     assert "0 rows to train on" in prepared._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"devices": (1, 3)}, r"devices, in a notebook\) is \[1, 3\]: its tp of 3"),
+        ({"devices": (1, 1), "overrides": {"lora.target_modules": ["k_proj"]}}, "take all or none"),
+    ],
+)
+def test_what_tunix_does_not_have_is_told_at_once(changes: dict[str, Any], said: str) -> None:
+    config = TrainingConfig(
+        model=str(model_of("gemma3")), dataset="arithmetic", backend="tunix", **changes
+    )
+    with pytest.raises(UsageError, match=said):
+        prepare_session(config)
 
 
 @pytest.mark.parametrize("value", [None, {"model": "tiny"}])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from groupwise.errors import UsageError
+from groupwise.errors import RunError, UsageError
 from groupwise.tunix import environment
 from groupwise.tunix.environment import LOCK, MADE, VARIABLE, home, install, python
 
@@ -61,6 +62,10 @@ def test_one_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert python() == Path(sys.executable)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "none"))
     with pytest.raises(UsageError, match="no such file"):
+        python()
+    (tmp_path / "text").write_text("")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "text"))
+    with pytest.raises(UsageError, match="no program"):
         python()
 
 
@@ -141,20 +146,122 @@ def test_two_make_it_one_after_the_other(pip: Pip, caplog: pytest.LogCaptureFixt
         assert waits.result() == python()
 
 
+class Worker:
+    """Answers what it was told to, or not at all."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = [*answers]
+        self.started = 0
+        self.waited: list[float] = []
+
+    def __call__(self, threads: int | None, mesh: tuple[int, int]) -> Worker:
+        self.started += 1
+        return self
+
+    def begin(self, do: Any) -> Worker:
+        return self
+
+    def result(self, seconds: float) -> Any:
+        self.waited.append(seconds)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return {"tunix": "0", "jax": "0", "platform": answer, "devices": 1, "device": answer}
+
+    def last_words(self) -> str:
+        return " Waiting for other hosts."
+
+    def close(self) -> None:
+        """It has no process."""
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+    """Workers that answer so."""
+    monkeypatch.setenv(VARIABLE, sys.executable)
+
+    def make(*answers: Any) -> Worker:
+        environment._looked.cache_clear()
+        worker = Worker(*answers)
+        monkeypatch.setattr(environment, "start_worker", worker)
+        return worker
+
+    return make
+
+
 @pytest.mark.parametrize(("machine", "word"), [("tpu", "TPU"), ("gpu", "GPU")])
 def test_a_cpu_beside_something_faster_is_warned_of(
-    machine: str, word: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    machine: str,
+    word: str,
+    answering: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    environment.warn_of_cpu("cpu")
+    def warned(platform: str) -> bool:
+        caplog.clear()
+        answering(platform)
+        assert environment.look().platform == platform
+        return f"has a {word}, but JAX sees its CPU alone" in caplog.text
+
+    assert not warned("cpu")
     monkeypatch.setattr(environment, "of_this_machine", lambda: machine)
-    environment.warn_of_cpu(machine)
-    assert not caplog.text
-    environment.warn_of_cpu("cpu")
-    assert f"has a {word}, but JAX sees its CPU alone" in caplog.text
-    caplog.clear()
+    assert not warned(machine)
+    assert warned("cpu")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    environment.warn_of_cpu("cpu")
-    assert not caplog.text
+    assert not warned("cpu")
+
+
+def test_devices_are_looked_for_once_until_something_else_is_said(
+    answering: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = answering("cpu", "tpu", "cpu")
+    assert [environment.look().platform for _ in range(2)] == ["cpu", "cpu"]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    assert environment.look().platform == "tpu"
+    other = home() / "python"
+    other.parent.mkdir(parents=True)
+    other.write_text("")
+    other.chmod(0o755)
+    monkeypatch.setenv(VARIABLE, str(other))
+    assert environment.look().platform == "cpu"
+    assert worker.started == 3
+
+
+def test_devices_that_do_not_open_are_told_and_not_waited_for_for_ever(
+    answering: Callable[..., Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = answering(TimeoutError(), TimeoutError())
+    with pytest.raises(UsageError, match=r"within 300 s\. A TPU belongs to one .* other hosts\."):
+        environment.look()
+    assert "not opened its devices after 20 s" in caplog.text
+    assert sum(worker.waited) == environment.LIMIT
+
+
+def test_a_worker_that_cannot_start_is_told_with_its_python(
+    answering: Callable[..., Worker],
+) -> None:
+    answering(RunError("No module named 'jax'"))
+    with pytest.raises(UsageError, match=r"fetch-tunix --again .* No module named 'jax'") as error:
+        environment.look()
+    assert sys.executable in str(error.value)
+
+
+def test_jax_is_told_to_open_what_the_environment_is_for(
+    pip: Pip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "WorkerProcess", lambda python, given: given)
+
+    def told() -> str | None:
+        given: Any = environment.start_worker(None, (1, 1))
+        return given.get("JAX_PLATFORMS")
+
+    install("tpu", say=False)
+    assert told() == "tpu,cpu"
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert told() is None
+    monkeypatch.delenv("JAX_PLATFORMS")
+    install("cpu", say=False)
+    assert told() is None
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,33 @@ def test_what_transformers_writes_fits(family: str) -> None:
     fits.check_files(model_of(family), text)
 
 
+def layers_of(family: str, *parts: str) -> list[str]:
+    inside = "model.language_model" if family == "gemma3-pictures" else "model"
+    return [f"{inside}.layers.{number}.{part}" for number in range(2) for part in parts]
+
+
+KEYS, VALUES = "self_attn.k_proj", "self_attn.v_proj"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_are_one_weight_are_adapted_together(family: str) -> None:
+    text = text_of(family)
+    every = ["self_attn.q_proj", KEYS, VALUES, "self_attn.o_proj", "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"]  # fmt: skip
+    fits.check_layers(text, layers_of(family, *every))
+    fits.check_layers(text, layers_of(family, "mlp.up_proj"))
+    fused = {"gemma3-all-heads": [every[0], KEYS, VALUES]}.get(family, [KEYS, VALUES])
+    fits.check_layers(text, layers_of(family, *fused))
+    if family.startswith("gemma3"):
+        with pytest.raises(ModelError, match="take all or none"):
+            fits.check_layers(text, layers_of(family, KEYS))
+        with pytest.raises(ModelError, match="take all or none"):
+            fits.check_layers(text, layers_of(family, *fused)[:-1])
+    else:
+        fits.check_layers(text, layers_of(family, KEYS))
+    with pytest.raises(ModelError, match="lm_head, which the backend tunix does not adapt"):
+        fits.check_layers(text, ["lm_head"])
+
+
 LAYERS = [*["sliding_attention"] * 5, "full_attention", "full_attention"]
 
 

@@ -47,7 +47,15 @@ for line in connection.makefile("r"):
 """
 
 
-CREDENTIALS = {*map(str.upper, SECRETS), "GROUPWISE_API_KEY", "OPENAI_API_KEY"}
+CREDENTIALS = {
+    *map(str.upper, SECRETS),
+    "GROUPWISE_API_KEY",
+    "OPENAI_API_KEY",
+    "GITHUB_TOKEN",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+}
 
 
 @pytest.fixture
