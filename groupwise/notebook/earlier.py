@@ -9,6 +9,7 @@ from typing import Any
 
 from groupwise.config import RunConfig, resolved
 from groupwise.errors import StoreError, UsageError
+from groupwise.notebook.collected import without_collected
 from groupwise.notebook.identity import differences
 from groupwise.notebook.siblings import number_of, siblings
 from groupwise.runs import carried, find, recovery
@@ -62,7 +63,8 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
     else:
         loose = [key for key in found.free if key == LENGTH]
     before = Store.facts(run.path / RECORD).get(FACTS, {})
-    return [*found.fixed, *loose, *differences(before, facts)]
+    facts = without_collected(facts, run.path)
+    return [*found.fixed, *loose, *differences(without_collected(before, run.path), facts)]
 
 
 def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:

@@ -1,8 +1,8 @@
 """Whether a training is the same as an earlier one: its rows, its marks and the code of its rewards, each as a short fingerprint.
 
 A notebook's functions stand in no file. What is compared is their compiled code with all of the user's own code that it reaches: so a
-comment may change; a number, a helper or a default may not. What this code itself changes is left out, and so are lists and dictionaries
-beside a function, because functions collect things in them.
+comment may change; a number, a helper or a default may not. Variables that this code stores to are left out. Lists and dictionaries are
+known by what is in them; `groupwise.notebook.collected` tells which of them a training itself changed, as where a function collects.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -34,6 +35,8 @@ _MAKING = ("__init__", "__post_init__", "__new__")
 _OWN_METHODS = (*_MAKING, "__call__")
 _CACHED: Any = type(functools.lru_cache(len))
 """What `functools.cache` makes of a function."""
+USED = "used by rewards"
+"""The fact that says what is in their lists, dictionaries and arrays."""
 ROWS = ("rows to train on", "rows to test")
 """The facts that hang on the split."""
 _INSTALLED = ("site-packages", "dist-packages")
@@ -50,7 +53,17 @@ def facts_of(
     if rewards is not None:
         parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
         found["rewards"] = {name: digest([weight, told_of(each)]) for name, weight, each in parts}
+        found[USED] = used_by(rewards)
     return found
+
+
+def used_by(rewards: Rubric) -> dict[str, str]:
+    """The lists, dictionaries and arrays that rewards use: a fingerprint of what is in each now."""
+    return {
+        f"{path} of the reward {name}": content
+        for name, each in zip(rewards.names, rewards.functions, strict=True)
+        for path, content in _second_look(each)[1].used.items()
+    }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -61,7 +74,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping) and isinstance(was, Mapping):
             one, other = cast("Mapping[str, str]", was), cast("Mapping[str, str]", value)
             parts = sorted(each for each in {*one, *other} if one.get(each) != other.get(each))
-            found += [f"the reward {part}" for part in parts]
+            found += parts if name == USED else [f"the reward {part}" for part in parts]
         elif was != value:
             found.append(name)
     return found
@@ -88,10 +101,16 @@ def _plain(value: Any) -> Any:
 
 def told_of(function: Callable[..., Any]) -> Any:
     """What makes a function this one, in plain values."""
+    return _second_look(function)[0]
+
+
+def _second_look(function: Callable[..., Any]) -> tuple[Any, _Teller]:
+    """What is told of a function where it is known what its code stores to; and who told it."""
     given = stood_for(function)
     first = _Teller(frozenset(), frozenset())
     first.told(given)
-    return _Teller(frozenset(first.stored), frozenset(first.set_on_objects)).told(given)
+    second = _Teller(frozenset(first.stored), frozenset(first.set_on_objects))
+    return second.told(given), second
 
 
 class _Teller:
@@ -103,6 +122,8 @@ class _Teller:
         self._seen: set[int] = set()
         self.stored: set[str] = set()
         self.set_on_objects: set[str] = set()
+        self.used: dict[str, str] = {}
+        """Fingerprints of what may change while it is used, by name."""
 
     def told(self, value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum):
@@ -115,12 +136,11 @@ class _Teller:
     @functools.singledispatchmethod
     def _of(self, value: Any) -> Any:
         kind = cast("type[object]", type(value))
-        slots = {name: getattr(value, name, None) for name in getattr(kind, "__slots__", ())}
-        return [self.told(kind), self._named({**slots, **_attributes(value)}, of_an_object=True)]
+        return [self.told(kind), self._named(_state(value), kind.__name__)]
 
     @_of.register(tuple)
     def _(self, value: Any) -> Any:
-        return [self.told(each) if _is_fixed(each) else "" for each in value]
+        return [self.told(each) for each in value]
 
     @_of.register(frozenset)
     def _(self, value: Any) -> Any:
@@ -142,7 +162,9 @@ class _Teller:
 
     @_of.register(functools.partial)
     def _(self, value: Any) -> Any:
-        return [self.told(value.func), self.told(value.args), self._named(value.keywords)]
+        given = {**dict(enumerate(value.args)), **value.keywords}
+        named = {str(name): each for name, each in given.items()}
+        return [self.told(value.func), self._named(named, "partial")]
 
     @_of.register(staticmethod)
     @_of.register(classmethod)
@@ -170,18 +192,20 @@ class _Teller:
         if not _is_users(value):
             return _place(value)
         above = [self.told(each) for each in value.__bases__ if each is not object]
-        return [_place(value), above, self._named(_attributes(value), of_an_object=True)]
+        return [_place(value), above, self._named(_attributes(value), value.__name__)]
 
     def _of_function(self, function: FunctionType) -> list[Any]:
         if not _is_users(function) and not _is_ours(function):
             return []
         self._note(function)
-        given = [self.told(function.__defaults__), self._named(function.__kwdefaults__ or {})]
+        defaults = {str(place): each for place, each in enumerate(function.__defaults__ or ())}
+        own = f"{function.__name__}()"
+        given = self._named({**defaults, **(function.__kwdefaults__ or {})}, own)
         around = {
             name: value for name, value in _around(function).items() if name not in self._changed
         }
         code = self.told(function.__code__) if _is_users(function) else ""
-        return [*given, self._named(around), code]
+        return [given, self._named(around), code]
 
     def _note(self, function: FunctionType) -> None:
         """What it changes, so that a second look leaves it out."""
@@ -192,16 +216,27 @@ class _Teller:
                 elif each.opname == "STORE_ATTR" and function.__name__ not in _MAKING:
                     self.set_on_objects.add(each.argval)
 
-    def _named(self, values: Mapping[str, Any], *, of_an_object: bool = False) -> dict[str, Any]:
-        """Constants, functions and classes under their names; other objects may change from call to call."""
-        hidden = self._changed_attributes if of_an_object else frozenset[str]()
-        return {
-            name: self.told(value)
+    def _named(self, values: Mapping[str, Any], owner: str = "") -> dict[str, Any]:
+        """Constants, functions, classes and the user's objects under their names. Of what may change while it is used, the functions that
+        are in it; the rest is noted. `owner`: whose attributes they are."""
+        hidden = self._changed_attributes if owner else frozenset[str]()
+        shown = {
+            name: value
             for name, value in sorted(values.items())
-            if _is_fixed(value)
-            and name not in hidden
-            and (name in _OWN_METHODS or not name.startswith("__"))
+            if name not in hidden and (name in _OWN_METHODS or not name.startswith("__"))
         }
+        for name, value in shown.items():
+            if not _is_fixed(value) and not _is_users(type(value)):
+                self.used[f"{owner}.{name}" if owner else name] = digest(_content(value))
+        return {name: self._code_of(value) for name, value in shown.items()}
+
+    def _code_of(self, value: Any) -> Any:
+        if _is_fixed(value) or _is_users(type(value)):
+            return self.told(value)
+        inside = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, dict | list | tuple):
+            return ""
+        return [self.told(each) for each in cast("Sequence[Any]", inside) if _is_code(each)]
 
 
 def _around(function: FunctionType) -> dict[str, Any]:
@@ -217,11 +252,11 @@ def _around(function: FunctionType) -> dict[str, Any]:
                 inside = {part: getattr(module, part, None) for part in code.co_names}
                 loaded |= {f"{name}.{part}": value for part, value in inside.items()}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        loaded[name] = _content(cell)
+        loaded[name] = _held(cell)
     return loaded
 
 
-def _content(cell: Any) -> Any:
+def _held(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing yet
@@ -240,16 +275,47 @@ def _attributes(value: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", getattr(value, "__dict__", {}))
 
 
+def _state(value: Any) -> dict[str, Any]:
+    slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
+    return {**slots, **_attributes(value)}
+
+
+def _content(value: Any, above: frozenset[int] = frozenset()) -> Any:
+    """Plain values for what is in it; objects of libraries are known by their type alone."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum):
+        return repr(value)
+    if id(value) in above:
+        return "…"
+    inside = functools.partial(_content, above=above | {id(value)})
+    if isinstance(value, dict):
+        parts = cast("dict[Any, Any]", value)
+        return sorted(([repr(key), inside(each)] for key, each in parts.items()), key=str)
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, cast("set[Any]", value)))
+    if isinstance(value, list | tuple | deque):
+        return [inside(each) for each in cast("Sequence[Any]", value)]
+    if hasattr(value, "tobytes") and hasattr(value, "shape"):
+        return [str(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+    kind = cast("type[object]", type(value))
+    own = inside(_state(value)) if _is_users(kind) else []
+    return [_place(kind), own]
+
+
 def _is_fixed(value: Any) -> bool:
     """Whether it says what a function does, and does not change while it is used."""
     if isinstance(value, BaseModel):
         return bool(value.model_config.get("frozen"))
     if is_dataclass(value) and not isinstance(value, type):
         return bool(cast("Any", type(value)).__dataclass_params__.frozen)
-    plain = (bool, int, float, str, bytes, tuple, frozenset, re.Pattern, enum.Enum)
+    if isinstance(value, tuple):
+        return all(_is_fixed(each) for each in cast("tuple[Any, ...]", value))
+    plain = (bool, int, float, str, bytes, frozenset, re.Pattern, enum.Enum)
+    return value is None or isinstance(value, plain) or _is_code(value)
+
+
+def _is_code(value: Any) -> bool:
     code = (FunctionType, MethodType, type, functools.partial, _CACHED)
-    wrapped = (staticmethod, classmethod, property)
-    return value is None or isinstance(value, (*plain, *code, *wrapped))
+    return isinstance(value, (*code, staticmethod, classmethod, property))
 
 
 def _place(value: FunctionType | type) -> str:

@@ -11,6 +11,7 @@ from groupwise.display.notebook import kernel_display, tell
 from groupwise.evaluation.evaluate import EvalResult
 from groupwise.loops.rl_start import AFTER, BEFORE, RlResult, rl
 from groupwise.notebook import drive
+from groupwise.notebook.collected import Collected
 from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.earlier import free_name, newest_alike
@@ -87,7 +88,7 @@ def run_training(
     name = free_name(core, drive.names(session.config)) if earlier is None else earlier.name
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
-    watching = [*([] if mirror is None else [mirror]), *callbacks]
+    watching = [Collected(rewards), *([] if mirror is None else [mirror]), *callbacks]
     task = NotebookTask(
         session.config, session.train_dataset, session.test_dataset, rewards, watching, facts
     )

@@ -22,6 +22,7 @@ from groupwise.notebook import (
     quick_test,
     train_grpo,
 )
+from groupwise.notebook.collected import collected
 from groupwise.notebook.training import Stopped
 from groupwise.runs import checkpoints
 
@@ -124,6 +125,29 @@ def test_other_rewards_and_other_rows_begin_beside(machine, capsys):
     assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
     names = sorted(each.name for each in (folder / "checkpoints").iterdir())
     assert names == ["digits", "digits-2", "digits-3"]
+
+
+def test_what_a_reward_reads_is_compared_and_what_it_collects_is_not(machine, capsys):
+    """In the same kernel the list that it collects in is longer when the training goes on."""
+    machine("one")
+    config = config_of()
+    counts, seen, digits = ["0123456789"], list[str](), Digits(3)
+
+    def reward(completions, trainer_state, **columns):
+        seen.extend(completions)
+        digits(completions, trainer_state)
+        return [sum(text.count(each) for each in counts[0]) / 8 for text in completions]
+
+    with pytest.raises(Stopped):
+        train_grpo(config, prepare_session(config), reward_functions=[reward])
+    assert collected(Path("checkpoints/digits")) == {"seen of the reward reward"}
+    capsys.readouterr()
+    state = train_grpo(config, prepare_session(config), reward_functions=[reward])
+    assert state.checkpoint_dir == "checkpoints/digits"
+    assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
+    counts[0] = "02468"
+    other = train_grpo(config, prepare_session(config), reward_functions=[reward])
+    assert other.checkpoint_dir == "checkpoints/digits-2"
 
 
 def test_what_an_interruption_leaves_can_be_exported_and_asked(machine, capsys):

@@ -7,13 +7,15 @@ import shutil
 import sys
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
-from groupwise.notebook.identity import differences, digest, told_of
+from groupwise.notebook.collected import FILE, Collected, collected, without_collected
+from groupwise.notebook.identity import USED, differences, digest, told_of, used_by
 
 BEGIN = """
 LIMIT = 3
@@ -57,6 +59,101 @@ def test_the_same_code_is_the_same_whatever_it_collected():
 )
 def test_a_change_of_code_number_helper_or_default_is_another(old, new):
     assert made(BEGIN.replace(old, new)) != made()
+
+
+DATA = """
+import numpy as np
+from dataclasses import dataclass
+
+WORDS = ["therefore", "so"]
+WEIGHTS = {"a": 1.0}
+PAIRS = (["x"], 2)
+TABLE = np.array([1.0, 2.0])
+
+def first(text):
+    return 1.0
+
+RULES = [first]
+
+def made(words):
+    def inner(text):
+        return sum(word in text for word in words)
+    return inner
+
+inside = made(["x"])
+
+class Scorer:
+    def __init__(self, terms):
+        self.terms = terms
+        self.seen = []
+
+    def score(self, text):
+        self.seen.append(text)
+        return sum(term in text for term in self.terms)
+
+SCORER = Scorer(["p"])
+
+def reward(completions, kept=[], **columns):
+    kept.append(1)
+    return [
+        sum(word in text for word in WORDS) + WEIGHTS["a"] + len(PAIRS) + TABLE[0] + RULES[0](text) + inside(text) + SCORER.score(text)
+        for text in completions
+    ]
+"""
+COLLECTED = {"reward().0 of the reward reward", "Scorer.seen of the reward reward"}
+
+
+def used(source: str = DATA, calls: int = 0) -> tuple[str, dict[str, str]]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(source, names)
+    for _ in range(calls):
+        names["reward"](["a text"])
+    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
+    return digest(told_of(names["reward"])), used_by(rubric)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"so"]', '"so", "hence"]', "WORDS of the reward reward"),
+        ('"a": 1.0', '"a": 2.0', "WEIGHTS of the reward reward"),
+        ('["x"], 2', '["y"], 2', "PAIRS of the reward reward"),
+        ("[1.0, 2.0]", "[1.0, 3.0]", "TABLE of the reward reward"),
+        ('made(["x"])', 'made(["y"])', "words of the reward reward"),
+        ('Scorer(["p"])', 'Scorer(["q"])', "Scorer.terms of the reward reward"),
+        ("return 1.0", "return 2.0", None),
+        ("sum(term in text", "2 * sum(term in text", None),
+    ],
+)
+def test_what_rewards_read_is_known_by_what_is_in_it(old, new, told):
+    assert DATA.count(old) == 1
+    before, other = used(), used(DATA.replace(old, new))
+    if told is None:
+        assert before[0] != other[0]
+    else:
+        assert differences({USED: before[1]}, {USED: other[1]}) == [told]
+        assert before[0] == other[0]
+
+
+def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path):
+    assert used() == used()
+    code, before = used()
+    later, after = used(calls=2)
+    assert code == later
+    assert {name for name in before if before[name] != after[name]} == COLLECTED
+    assert without_collected({USED: before}, tmp_path) == {USED: before}
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(DATA, names)
+    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
+    watching = Collected(rubric)
+    run: Any = SimpleNamespace(folder=tmp_path)
+    watching.on_save(run, tmp_path)
+    assert not (tmp_path / FILE).exists()
+    names["reward"](["a text"])
+    watching.on_save(run, tmp_path)
+    assert collected(tmp_path) == COLLECTED
+    kept = [without_collected({USED: each}, tmp_path) for each in (before, after)]
+    assert kept[0] == kept[1] != {USED: {}}
 
 
 OBJECT = """

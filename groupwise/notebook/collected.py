@@ -1,0 +1,58 @@
+"""Which lists, dictionaries and objects of rewards a training itself changed: functions collect things in them.
+
+They are no difference between two trainings. Each run notes its own in a file of its folder, whenever it saves and when it ends, because
+what was collected may come back from a file of the user's in another kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.notebook.identity import USED, used_by
+from groupwise.rewards.rubric import Rubric
+from groupwise.runs import durable
+
+FILE = "collected.json"
+
+
+class Collected(Callback):
+    """Compares what rewards use with what it was at the start."""
+
+    def __init__(self, rewards: Rubric) -> None:
+        self._rewards = rewards
+        self._before = used_by(rewards)
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        """See `Callback`."""
+        self._note(run.folder)
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """See `Callback`."""
+        self._note(run.folder)
+
+    def _note(self, run: Path) -> None:
+        now = used_by(self._rewards)
+        known = collected(run)
+        found = known | {name for name, content in now.items() if content != self._before.get(name)}
+        if found != known:
+            durable.write_json(run / FILE, sorted(found))
+
+
+def collected(run: Path) -> set[str]:
+    """Names of what a run has changed."""
+    try:
+        return set(json.loads((run / FILE).read_bytes()))
+    except (OSError, ValueError):
+        return set()
+
+
+def without_collected(facts: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """Facts but for what that run has changed."""
+    if USED not in facts:
+        return dict(facts)
+    gone = collected(run)
+    return {**facts, USED: {name: each for name, each in facts[USED].items() if name not in gone}}
