@@ -17,6 +17,7 @@ from groupwise.settings.schema import KeyPath
 SMALL = "smollm2-135m-instruct"
 GEMMA = "google/gemma-3-1b-it"
 SAVE_STEPS = 100
+LEAST_SAVE_STEPS = 10
 KEPT = 3
 
 OWN_NAMES = {
@@ -79,7 +80,7 @@ def core_config(
         "run": {
             "name": folder.name,
             "dir": str(folder.parent),
-            "save_steps": SAVE_STEPS,
+            "save_steps": _save_steps(config),
             "save_total_limit": KEPT,
             "report_to": list(config.report_to),
             "server": server,
@@ -87,6 +88,11 @@ def core_config(
         },
     }
     return load_config(values, _overrides(config), to_train=True)
+
+
+def _save_steps(config: TrainingConfig) -> int:
+    """Of a short training a quarter: a machine that goes away shall not take all of it."""
+    return min(SAVE_STEPS, max(LEAST_SAVE_STEPS, config.max_steps // 4))
 
 
 def run_folder(config: TrainingConfig) -> Path:

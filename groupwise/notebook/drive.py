@@ -39,7 +39,9 @@ def mount(config: TrainingConfig) -> list[tuple[str, str]]:
         return [("drive", f"there is none here; checkpoints stay in {run_folder(config)}")]
     brought = bring_back(place, run_folder(config))
     came = f"; {', '.join(brought)} came from there" if brought else ""
-    return [("drive", f"checkpoints are copied to {place}{came}")]
+    return [
+        ("drive", f"checkpoints are copied to {place.parent}, to a folder of the run's name{came}")
+    ]
 
 
 def ensure(config: TrainingConfig) -> None:
@@ -123,7 +125,7 @@ class Mirror(Callback):
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """See `Callback`."""
-        if end.state == "finished" and self._is_of(run.folder):
+        if end.state == "finished" and self.place_of(run.folder):
             _copy(run.folder / FINAL, self._place / FINAL)
 
     def keep_finished(self, run: Path) -> None:
@@ -131,32 +133,32 @@ class Mirror(Callback):
         newest = checkpoints.newest(run / CHECKPOINTS)
         if newest is not None:
             self._keep(run, newest.path)
-        if self._is_of(run) and not (self._place / FINAL).exists():
+        if self.place_of(run) and not (self._place / FINAL).exists():
             _copy(run / FINAL, self._place / FINAL)
 
     def _keep(self, run: Path, checkpoint: Path) -> None:
-        if not self._is_of(run):
+        if self.place_of(run) is None:
             return
         copy = self._place / CHECKPOINTS / checkpoint.name
         if not copy.exists():
             _copy(checkpoint, copy)
         checkpoints.prune(self._place / CHECKPOINTS, KEPT)
 
-    def _is_of(self, run: Path) -> bool:
-        """Whether the folder is this run's; an empty one becomes it."""
+    def place_of(self, run: Path) -> Path | None:
+        """The folder, if it is this run's; an empty one becomes it. None, with a warning, for another run's."""
         begun, mark = str(Store.facts(run / RECORD).get("created_at")), self._place / MARK
         if not mark.is_file() and not (self._place / CHECKPOINTS).exists():
             self._place.mkdir(parents=True, exist_ok=True)
             durable.write_file(mark, begun.encode())
         if mark.is_file() and mark.read_text() == begun:
-            return True
+            return self._place
         logger.warning(
-            "%s holds another run of this name, so that the checkpoints of %s are not copied there. Move that folder away, or choose "
+            "%s holds another run of this name, so that nothing of %s is copied there. Move that folder away, or choose "
             "another experiment_name.",
             self._place,
             run,
         )
-        return False
+        return None
 
 
 def _mount() -> None:

@@ -12,9 +12,9 @@ from groupwise.errors import StoreError, UsageError
 from groupwise.notebook.collected import without_collected
 from groupwise.notebook.identity import differences
 from groupwise.notebook.siblings import number_of, siblings
-from groupwise.runs import carried, find, recovery
+from groupwise.runs import carried, checkpoints, find, recovery
 from groupwise.runs.find import RunInfo
-from groupwise.runs.folder import RECORD, read_config
+from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config
 from groupwise.runs.store import Store
 from groupwise.settings.comparison import compare
 
@@ -81,4 +81,8 @@ def described(run: RunInfo) -> str:
         return (
             f"{run.path}: another kernel trains it, {run.steps} of {run.max_steps} steps are done"
         )
-    return f"{run.path}: cut off after {run.steps} of {run.max_steps} steps; train_grpo goes on"
+    saved = checkpoints.complete(run.path / CHECKPOINTS)
+    goes_on = (
+        f"from step {saved[-1].step}" if saved else "from its start, as there is no checkpoint yet"
+    )
+    return f"{run.path}: cut off after {run.steps} of {run.max_steps} steps; train_grpo goes on {goes_on}"

@@ -30,7 +30,7 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
     newest = checkpoints.newest(run / CHECKPOINTS)
     if newest is None:
         raise RunNotFoundError(
-            f"{run} has no checkpoint yet, so there is nothing to export. They are written every 100 steps, when the cell is "
+            f"{run} has no checkpoint yet, so there is nothing to export. They are written every run.save_steps steps, when the cell is "
             "interrupted, and at the end of train_grpo(config, session)."
         )
     adapter = newest.path / HF_LORA
@@ -38,14 +38,14 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
     rows = [
         ("checkpoint", f"{newest.path}, after {newest.step} steps"),
         ("adapter", str(adapter)),
-        *_zipped(config, adapter),
+        *_zipped(config, run, adapter),
     ]
     base = f'AutoModelForCausalLM.from_pretrained("{_base(adapter)}")'
     rows.append(("load it", f'PeftModel.from_pretrained({base}, "{adapter}")'))
     rows.append(
         (
             "serve it",
-            f"vllm serve {_base(adapter)} --enable-lora --lora-modules {config.experiment_name}={adapter}",
+            f"vllm serve {_base(adapter)} --enable-lora --lora-modules {run.name}={adapter}",
         )
     )
     show(Table("Export", rows))
@@ -68,13 +68,14 @@ def _base(adapter: Path) -> str:
     return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
-def _zipped(config: TrainingConfig, adapter: Path) -> list[tuple[str, str]]:
-    place = drive.mirror(config)
+def _zipped(config: TrainingConfig, run: Path, adapter: Path) -> list[tuple[str, str]]:
+    """On Drive, in the folder of this run there."""
+    mirror = drive.mirror_of(config, run.name)
+    place = None if mirror is None else mirror.place_of(run)
     if place is None:
         return []
-    place.mkdir(parents=True, exist_ok=True)
-    target = place / f"{config.experiment_name}.zip"
-    building = durable.building_path(target)
-    made = Path(shutil.make_archive(str(building), "zip", adapter))
-    durable.publish_file(made, target)
+    target = place / f"{run.name}.zip"
+    with durable.explained(target):
+        made = Path(shutil.make_archive(str(durable.building_path(target)), "zip", adapter))
+        durable.publish_file(made, target)
     return [("zip", str(target))]

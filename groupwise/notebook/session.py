@@ -23,7 +23,7 @@ from groupwise.notebook.answering import answers
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config, model_of, run_folder
 from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets
-from groupwise.notebook.earlier import described, newest_alike
+from groupwise.notebook.earlier import described, free_name, newest_alike
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.record import Record
 from groupwise.runs import find
@@ -60,6 +60,12 @@ class Session:
         return None if self.folder is None else find.newest_weights(self.folder)
 
     @property
+    def next_folder(self) -> Path:
+        """That of a training that goes on with no earlier one."""
+        name = free_name(self.settings, drive.names(self.config))
+        return run_folder(self.config).with_name(name)
+
+    @property
     def run(self) -> Record:
         """The record of the run: metrics, rollouts, evaluations. Raises UsageError before the training."""
         if self.folder is None:
@@ -71,29 +77,29 @@ class Session:
         """The model's tokenizer (transformers)."""
         from groupwise.models.tokenizer import load_tokenizer
 
-        return load_tokenizer(self._settings.model)
+        return load_tokenizer(self.settings.model)
 
     @cached_property
     def ref_model(self) -> Any:
         """The model as it was before the training (transformers), which the KL penalty refers to. Loaded when first asked for."""
         from groupwise.models.load import choose_dtype, load_model
 
-        dtype = choose_dtype(self._settings.model, full=False, device="cpu")
-        return load_model(self._settings.model, dtype).requires_grad_(False)
+        dtype = choose_dtype(self.settings.model, full=False, device="cpu")
+        return load_model(self.settings.model, dtype).requires_grad_(False)
 
     @cached_property
     def model_config(self) -> Any:
         """The model's own configuration (transformers): layers, heads, vocabulary."""
         from groupwise.models.load import read_model_config
 
-        return read_model_config(self._settings.model)
+        return read_model_config(self.settings.model)
 
     @property
     def lora_policy(self) -> dict[str, Any]:
         """What is trained: rank, alpha, layers, number of parameters."""
         from groupwise.ranks import ahead
 
-        settings = self._settings
+        settings = self.settings
         lora = settings.lora
         assert lora is not None, "the config sets a rank"
         trained = ahead.trained_parameters(settings.model, lora)
@@ -102,7 +108,7 @@ class Session:
     @property
     def mesh(self) -> dict[str, int] | None:
         """Devices by axis, `{"fsdp": …, "tp": …}`, of the backend tunix; torch has none."""
-        model = self._settings.model
+        model = self.settings.model
         if model.backend != "tunix":
             return None
         fsdp, tp = mesh_of(model.mesh)
@@ -121,7 +127,7 @@ class Session:
         return find.label_of(self.folder, self.weights) if self.folder else ""
 
     @property
-    def _settings(self) -> RunConfig:
+    def settings(self) -> RunConfig:
         """What has nothing to do with the rows."""
         return core_config(self.config, server=self.server).config
 
@@ -268,12 +274,18 @@ def _told(session: Session) -> Iterator[tuple[str, str]]:
     config = session.config
     yield "backend", _computes(session)
     yield "model", model_of(config)
-    trained = session.lora_policy["parameters"]
-    yield "adapter", f"rank {config.lora_rank}, {trained:,} parameters are trained"
+    policy = session.lora_policy
+    yield "adapter", f"rank {policy['r']}, {policy['parameters']:,} parameters are trained"
     yield from _data(session)
-    prompts = f"{config.batch_size} prompts × {config.num_generations} completions"
-    yield "training", f"{config.max_steps} steps of {prompts}"
-    yield "checkpoints", str(session.folder or run_folder(config))
+    training = session.settings.training
+    prompts = f"{training.prompts_per_step} prompts × {training.num_generations} completions"
+    length = (
+        f"{training.max_steps} steps"
+        if training.max_steps
+        else f"{training.num_train_epochs} epochs"
+    )
+    yield "training", f"{length} of {prompts}"
+    yield "run", str(session.folder or session.next_folder)
 
 
 def _computes(session: Session) -> str:

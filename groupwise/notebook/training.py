@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from groupwise.callbacks.base import Callback
+from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.display.notebook import kernel_display, tell
 from groupwise.evaluation.evaluate import EvalResult
 from groupwise.loops.rl_start import AFTER, BEFORE, RlResult, rl
@@ -14,7 +14,8 @@ from groupwise.notebook import drive
 from groupwise.notebook.collected import Collected
 from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.earlier import free_name, newest_alike
+from groupwise.notebook.core import run_folder
+from groupwise.notebook.earlier import newest_alike
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
@@ -57,7 +58,7 @@ def train_grpo(
     reward_functions: Given | None = None,
     extra_reward_functions: Given = (),
 ) -> TrainerState:
-    """Train, with a checkpoint every 100 steps and at the end.
+    """Train, with checkpoints on the way and at the end.
 
     Goes on where an earlier training with the same config, rows and rewards was cut off; one that was finished is given back as it is,
     since another would come to the same bits. `reward_functions` replaces those of the config, `extra_reward_functions` stand beside
@@ -85,18 +86,40 @@ def run_training(
         return _as_it_ended(session, earlier.path)
     if earlier is not None and earlier.state != "running":
         tell(f"{earlier.path} was cut off: it goes on.")
-    name = free_name(core, drive.names(session.config)) if earlier is None else earlier.name
+    name = earlier.name if earlier is not None else _new_name(session)
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
-    watching = [Collected(rewards), *([] if mirror is None else [mirror]), *callbacks]
+    watching = [
+        _Found(session),
+        Collected(rewards),
+        *([] if mirror is None else [mirror]),
+        *callbacks,
+    ]
     task = NotebookTask(
         session.config, session.train_dataset, session.test_dataset, rewards, watching, facts
     )
     result = rl(core, task, resume=earlier is not None)
-    session.folder = result.folder
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
     return _state(result)
+
+
+def _new_name(session: Session) -> str:
+    first, place = run_folder(session.config), session.next_folder
+    if place != first:
+        tell(f"The name {first.name} is taken: this run is {place}.")
+    return place.name
+
+
+class _Found(Callback):
+    """The session's run is the one that trains, also when it fails."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def on_run_begin(self, run: RunHandle) -> None:
+        """See `Callback`."""
+        self._session.folder = run.folder
 
 
 def _as_it_ended(session: Session, run: Path) -> TrainerState:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import UsageError
+from groupwise.errors import RunError, UsageError
 from groupwise.notebook import (
     TrainingConfig,
     drive,
@@ -113,7 +113,7 @@ def test_other_rewards_and_other_rows_begin_beside(machine, capsys):
     config = config_of()
     cut_off(config)
     session = prepare_session(config)
-    assert "cut off after 3 of 6 steps; train_grpo goes on" in capsys.readouterr().out
+    assert "cut off after 3 of 6 steps; train_grpo goes on from step 3" in capsys.readouterr().out
     train_grpo(config, session, reward_functions=[letters])
     assert "but differs in the reward Digits, the reward letters" in capsys.readouterr().out
     session = prepare_session(config)
@@ -218,6 +218,43 @@ def test_each_run_of_an_experiment_has_its_own_folder_on_drive(machine, capsys):
         assert newest.step == step
     train_grpo(other, prepare_session(other), reward_functions=[Digits()])
     assert "checkpoints/digits-2 was cut off: it goes on" in capsys.readouterr().out
+    for each in (config, other):
+        export_checkpoint(each, prepare_session(each))
+    place = third.parent / "drive"
+    zips = sorted(str(each.relative_to(place)) for each in place.rglob("*.zip"))
+    assert zips == ["digits-2/digits-2.zip", "digits/digits.zip"]
+    packed = [zipfile.ZipFile(place / each).read("adapter_model.safetensors") for each in zips]
+    assert packed[0] != packed[1]
+
+
+def test_a_training_that_fails_is_the_sessions_run(machine, capsys):
+    machine("one")
+    config = config_of()
+    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    session = prepare_session(config)
+    assert session.policy == "digits@6"
+
+    def broken(completions, **columns):
+        raise ValueError("no")
+
+    with pytest.raises(RunError):
+        train_grpo(config, session, reward_functions=[broken])
+    assert "The name digits is taken: this run is checkpoints/digits-2." in capsys.readouterr().out
+    assert session.run.folder == Path("checkpoints/digits-2")
+    assert session.run.rollouts()
+    assert session.policy == "digits-2@2"
+
+
+def test_a_run_without_a_checkpoint_is_said_to_begin_again(machine, capsys):
+    machine("one")
+    config = config_of(overrides={"run.save_steps": 100, "run.processes": 1, "eval.max_prompts": 4})
+    cut_off(config)
+    shutil.rmtree(Path("checkpoints/digits/checkpoints"))
+    capsys.readouterr()
+    prepare_session(config)
+    assert (
+        "cut off after 3 of 6 steps; train_grpo goes on from its start" in capsys.readouterr().out
+    )
 
 
 def test_a_name_that_is_on_drive_is_not_taken_again(machine, capsys):

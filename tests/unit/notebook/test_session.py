@@ -70,6 +70,18 @@ def test_a_session_shows_itself_in_a_few_lines(asked: list[Any]) -> None:
     assert "0 rows to train on" in prepared._repr_html_()
 
 
+def test_the_table_tells_what_the_core_will_do(asked: list[Any], tmp_path: Path) -> None:
+    overrides = {"training.max_steps": 6, "lora.r": 2, "training.num_generations": 3, "training.prompts_per_step": 1}  # fmt: skip
+    (tmp_path / "checkpoints" / "e").mkdir(parents=True)
+    config = TrainingConfig(
+        model="tiny", dataset="arithmetic", experiment_name="e", overrides=overrides
+    )
+    rows = dict(prepare_session(config).table().rows)
+    assert rows["adapter"].startswith("rank 2, ")
+    assert rows["training"] == "6 steps of 1 prompts × 3 completions"
+    assert rows["run"] == "checkpoints/e-2"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
