@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from groupwise.accelerators import accelerator
 from groupwise.config import LoadedConfig, load_config
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.notebook.config import CHECKPOINTS, TrainingConfig
 from groupwise.notebook.rewards import ACCURACY
 from groupwise.settings.schema import KeyPath
@@ -88,6 +90,20 @@ def core_config(
         },
     }
     return load_config(values, _overrides(config), to_train=True)
+
+
+@contextmanager
+def by_own_names(config: TrainingConfig) -> Generator[None]:
+    """What is said of keys of the core is said by the names that they have here, unless the user gave the key."""
+    try:
+        yield
+    except GroupwiseError as error:
+        given = str(config.overrides)
+        for key, name in OWN_NAMES.items():
+            if key not in given:
+                error.message = re.sub(rf"\b{re.escape(key)}\b", name, error.message)
+        error.args = (error.message, *error.args[1:])
+        raise
 
 
 def _save_steps(config: TrainingConfig) -> int:

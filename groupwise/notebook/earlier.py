@@ -10,6 +10,7 @@ from typing import Any
 from groupwise.config import RunConfig, resolved
 from groupwise.errors import StoreError, UsageError
 from groupwise.notebook.collected import without_collected
+from groupwise.notebook.core import OWN_NAMES
 from groupwise.notebook.identity import differences
 from groupwise.notebook.siblings import number_of, siblings
 from groupwise.runs import carried, checkpoints, find, recovery
@@ -47,7 +48,8 @@ def newest_alike(
         if not found:
             return run
         if say is not None and run.state != "finished":
-            say(f"{run.path} was cut off, but differs in {', '.join(found)}: it is left as it is.")
+            named = ", ".join(OWN_NAMES.get(each, each) for each in found)
+            say(f"{run.path} was cut off, but differs in {named}: it is left as it is.")
     return None
 
 

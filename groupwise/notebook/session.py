@@ -21,7 +21,7 @@ from groupwise.errors import UsageError
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.answering import answers
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import core_config, model_of, run_folder
+from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
 from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets
 from groupwise.notebook.earlier import described, free_name, newest_alike
 from groupwise.notebook.identity import facts_of
@@ -239,7 +239,8 @@ def make_session(config: TrainingConfig, server: str | None = None) -> Session:
     """A session with its data, without a word."""
     train, test = prepare_datasets(config)
     session = Session(config, train, test, server)
-    build.check_model(session.core.config)  # and what the config refuses
+    with by_own_names(config):
+        build.check_model(session.core.config)  # and what the config refuses
     return session
 
 

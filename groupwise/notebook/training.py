@@ -14,7 +14,7 @@ from groupwise.notebook import drive
 from groupwise.notebook.collected import Collected
 from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import run_folder
+from groupwise.notebook.core import by_own_names, run_folder
 from groupwise.notebook.earlier import newest_alike
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.rewards import Given, rewards_of
@@ -98,7 +98,8 @@ def run_training(
     task = NotebookTask(
         session.config, session.train_dataset, session.test_dataset, rewards, watching, facts
     )
-    result = rl(core, task, resume=earlier is not None)
+    with by_own_names(session.config):
+        result = rl(core, task, resume=earlier is not None)
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
     return _state(result)

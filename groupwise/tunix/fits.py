@@ -147,7 +147,7 @@ def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
         wrong = [f"{key} is {size}" for key, size in divided.items() if size % parts]
         if wrong:
             raise UsageError(
-                f"model.mesh (devices, in a notebook) is {list(mesh)}: its {axis} of {parts} does not divide this model, whose "
+                f"model.mesh is {list(mesh)}: its {axis} of {parts} does not divide this model, whose "
                 f"{', '.join(wrong)}. Take another number of devices for {axis}."
             )
 

@@ -296,7 +296,7 @@ def _mesh(shape: tuple[int, int]) -> Any:
     wanted, there = shape[0] * shape[1], len(jax.devices())
     if wanted > there:
         raise UsageError(
-            f"model.mesh (devices, in a notebook) is {list(shape)}, which are {wanted} devices, but JAX sees {there}: "
+            f"model.mesh is {list(shape)}, which are {wanted} devices, but JAX sees {there}: "
             f"{jax.devices()[0].device_kind}."
         )
     kinds = (jax.sharding.AxisType.Auto,) * 2

@@ -241,12 +241,21 @@ def test_cells_that_were_cut_off_go_on_exactly(number, tmp_path):
     assert not list((cut / "checkpoints").glob("digits-*"))
 
 
+def test_what_the_core_refuses_is_told_by_the_names_of_the_notebook(here):
+    config = config_of(max_prompt_length=2)
+    with pytest.raises(UsageError, match=r"longer than max_prompt_length = 2 tokens"):
+        train_grpo(config, prepare_session(config), reward_functions=[digits])
+    given = config_of(overrides={"data.max_prompt_length": 2})
+    with pytest.raises(UsageError, match=r"longer than data\.max_prompt_length = 2 tokens"):
+        train_grpo(given, prepare_session(given), reward_functions=[digits])
+
+
 @pytest.mark.slow
 def test_another_config_begins_beside_a_run_that_was_cut_off(tmp_path):
     stopped(tmp_path, signal.SIGINT)
     said = run_cells(tmp_path, seed=7)
     assert re.search(
-        r"checkpoints/digits was cut off, but differs in .*training\.seed.*: it is left as it is",
+        r"checkpoints/digits was cut off, but differs in (.*, )?seed.*: it is left as it is",
         said,
     )
     assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == [

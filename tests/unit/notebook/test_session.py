@@ -85,7 +85,7 @@ def test_the_table_tells_what_the_core_will_do(asked: list[Any], tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"devices": (1, 3)}, r"devices, in a notebook\) is \[1, 3\]: its tp of 3"),
+        ({"devices": (1, 3)}, r"^devices is \[1, 3\]: its tp of 3"),
         ({"devices": (1, 1), "overrides": {"lora.target_modules": ["k_proj"]}}, "take all or none"),
     ],
 )
