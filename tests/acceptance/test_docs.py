@@ -428,8 +428,15 @@ def test_configs_are_valid_as_shipped(config: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
 @pytest.mark.parametrize(
     "page",
-    [p for p in ALONE if blocks(p, "python") and p.name not in RUN_ELSEWHERE],
-    ids=name,
+    [
+        pytest.param(
+            page,
+            id=name(page),
+            marks=[pytest.mark.notebook] if page.name == "notebooks.md" else [],
+        )
+        for page in ALONE
+        if blocks(page, "python") and page.name not in RUN_ELSEWHERE
+    ],
 )
 def test_python_runs(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("groupwise.notebook.core.SMALL", "tiny")
