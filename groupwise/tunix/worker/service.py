@@ -211,9 +211,7 @@ class Service:
         exact = "highest" if order.dtype == "float32" else None
         jax.config.update("jax_default_matmul_precision", exact)
         mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
-        model, family = families.load(
-            Path(order.model), order.text, order.dtype, mesh, remat=order.remat
-        )
+        model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
         factors = adapted.fresh(order.seed)
         if order.start is not None:
@@ -230,6 +228,7 @@ class Service:
             longest=order.key_length,
             max_tokens=order.max_tokens,
             multiple=order.mesh[0],
+            remat=order.remat,
         )
         return Opened(fingerprint=self._sampler.fingerprint, platform=jax.devices()[0].platform)
 
