@@ -20,12 +20,13 @@ PACKAGE = Path(__file__).parents[4] / "groupwise"
 runpy.run_path(str(PACKAGE / "tunix/worker/main.py"))["take_package"]()
 
 from groupwise.algorithms.dapo import Dapo  # noqa: E402
-from groupwise.tunix.messages import Open  # noqa: E402 — there once the package is
-from groupwise.tunix.worker import families, forward, head, sampler  # noqa: E402
+from groupwise.tunix.messages import Open, Order  # noqa: E402 — there once the package is
+from groupwise.tunix.worker import families, forward, head, sampler, service  # noqa: E402
 from groupwise.tunix.worker.adapter import Adapted  # noqa: E402
 from groupwise.tunix.worker.learner import _given  # noqa: E402
 from groupwise.tunix.worker.service import Service, _mesh  # noqa: E402
 from groupwise.types import GroupRequest, Row, SamplingParams  # noqa: E402
+from groupwise.wire.parts import ForwardBackward, Generate  # noqa: E402
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYERS = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -198,9 +199,9 @@ def recomputed(folder: str) -> dict[str, dict[str, float]]:
 
 def _gradient(order: Open) -> tuple[dict[str, Any], int]:
     """Of some rows by factors of which none is zero, and the bytes that computing it takes besides."""
-    service, loss = Service(), Dapo().loss_spec()
-    service.do(order)
-    learner = service.learner
+    opened, loss = Service(), Dapo().loss_spec()
+    opened.do(order)
+    learner = opened.learner
     learner._factors = {name: value + 0.1 for name, value in learner._factors.items()}
     ids, length = tuple(range(2, 40)), 29
     rows = [Row(ids[:9], ids[9:], (1,) * length, (-3.0,) * length, each / 4, 1.0, 1.0, (each, 0)) for each in range(4)]  # fmt: skip
@@ -208,9 +209,26 @@ def _gradient(order: Open) -> tuple[dict[str, Any], int]:
     given = (learner._factors, learner.adapted.base, batch.sequences(learner._vocabulary), _given(batch), {"policy": 0.25})  # fmt: skip
     compiled = learner._gradient_of(loss).lower(*given).compile()
     _, gradient = compiled(*given)
-    service._scope.close()
+    opened._scope.close()
     held = compiled.memory_analysis().temp_size_in_bytes
     return {name: np.asarray(value) for name, value in gradient.items()}, held
+
+
+def memory(folder: str) -> dict[str, Any]:
+    """What is told where JAX has no memory for an order."""
+
+    class Full(Service):
+        def do_all(self, orders: list[Any]) -> list[Any]:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 GiB are too many.\nAnd more.")
+
+    request = GroupRequest(0, (5,), (1,), SamplingParams(1, 1.0, ()))
+    orders = {
+        "opening": _order(folder, "float32"),
+        "generating": Generate(request=request),
+        "learning": ForwardBackward(rows=(), loss=Dapo().loss_spec(), denominators={}),
+    }
+    answers = {doing: service._done(Full(), [Order(do=do)]) for doing, do in orders.items()}
+    return {doing: answer.model_dump()["error"] for doing, (answer,) in answers.items()}
 
 
 def shapes(folder: str) -> dict[str, Any]:
@@ -238,6 +256,7 @@ if __name__ == "__main__":
                 "precision": precision,
                 "shapes": shapes,
                 "recomputed": recomputed,
+                "memory": memory,
             }[check](*arguments)
         )
     )
