@@ -7,14 +7,16 @@ import random
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.registry import make
+from groupwise.algorithms.kl import KlEstimator, KlGradient
+from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.build import Parts
 from groupwise.models.files import read_tensors
 from groupwise.models.lora import WEIGHTS, fingerprint
@@ -63,15 +65,27 @@ LOSSES = {
     "grpo": make("grpo", {"beta": 0.1}),
     "grpo, clipped": make("grpo", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.5}),
     "dr_grpo, entropy": make("dr_grpo", {"entropy_coef": 0.01}),
-    "dapo": make("dapo", {}),
+    "dapo, as published": make("dapo", {"beta": 0.2, "kl_gradient": "estimator"}),
     "gspo": make("gspo", {}),
-    "cispo": make("cispo", {}),
+    "cispo, k2": make("cispo", {"beta": 0.2, "kl_estimator": "k2"}),
+    "reinforce_pp, k2 as published": make(
+        "reinforce_pp", {"beta": 0.2, "kl_estimator": "k2", "kl_gradient": "estimator"}
+    ),
     "k1, corrected": make(
         "rloo",
         {"beta": 0.2, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"},
     ),
     "corrected by rollout": make("grpo", {"importance_sampling_correction": "sequence_mask"}),
 }
+
+
+def test_every_algorithm_and_penalty_is_among_them() -> None:
+    specs = [loss.loss_spec() for loss in LOSSES.values()]
+    assert {spec.name for spec in specs} == set(ALGORITHMS)
+    knobs = [spec.knobs for spec in specs if spec.knobs["beta"]]
+    penalties = {(each["kl_estimator"], each["kl_gradient"]) for each in knobs}
+    every = set(product(get_args(KlEstimator), get_args(KlGradient)))
+    assert penalties == every - {("k1", "estimator")}  # which is refused
 
 
 @pytest.mark.parametrize("name", LOSSES)
