@@ -20,7 +20,7 @@ from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.build import Parts
 from groupwise.models.files import read_tensors
 from groupwise.models.lora import WEIGHTS, fingerprint
-from groupwise.types import GroupRequest, OtherRows, Row, SamplingParams, Withheld
+from groupwise.types import Completion, GroupRequest, OtherRows, Row, SamplingParams, Withheld
 from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
 from tests.tunix_models import model_of
 
@@ -168,6 +168,26 @@ def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> Non
                     same += 1
                     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=3e-4)
         assert same >= total - 2, params  # a number may fall beside a boundary that rounding moves
+
+
+def test_prompts_of_all_widths_draw_the_same_tokens(tmp_path: Path) -> None:
+    """They are computed in shapes of 256 tokens, of about half of the longest, and of the longest."""
+    chance = random.Random(4)
+    params, seeds = SamplingParams(6, 1.0, (1,)), (1, 2)
+    prompts = [tuple(chance.randrange(2, 100) for _ in range(length)) for length in (3, 300, 700)]
+    requests = [GroupRequest(draw, ids, seeds, params) for draw, ids in enumerate(prompts)]
+
+    async def drawn(parts: Parts) -> list[Completion]:
+        groups = await asyncio.gather(*map(parts.sampler.generate, requests))
+        return [completion for group in groups for completion in group]
+
+    given = [config_of("gemma3", backend) for backend in ("tunix", "transformers")]
+    tunix, by_torch = (parts_of(each, tmp_path / each.model.backend, 700) for each in given)
+    with closing(tunix), closing(by_torch):
+        ours, theirs = (asyncio.run(drawn(each)) for each in (tunix, by_torch))
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    logprobs, others = (flat(each.logprobs for each in group) for group in (ours, theirs))
+    np.testing.assert_allclose(logprobs, others, atol=1e-5)
 
 
 def test_files_and_fingerprints(both: tuple[Parts, Parts]) -> None:
