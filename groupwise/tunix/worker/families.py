@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,12 @@ class Family:
     """From the module, the description and the number format to Tunix's own config."""
 
 
-def load(
-    folder: Path, described: Described, dtype: str, mesh: Any, *, remat: bool
-) -> tuple[Any, Family]:
-    """A model with its weights, on the mesh; with `remat` its layers are computed again in the backward pass."""
+def load(folder: Path, described: Described, dtype: str, mesh: Any) -> tuple[Any, Family]:
+    """A model with its weights, on the mesh."""
     family = FAMILIES[described["model_type"]]
     code = import_module(f"{family.module}.model")
     number = jnp.dtype(dtype)
     config = family.config(code, described, number)
-    if remat:
-        config = replace(config, remat_config=code.RematConfig.DECODER)
     loader = import_module(f"{family.module}.{family.loader}")
     return loader.create_model_from_safe_tensors(str(folder), config, mesh, number), family
 

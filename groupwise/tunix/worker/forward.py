@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from groupwise.tunix.worker.head import Numbers, Targets, taken_off
 from groupwise.tunix.worker.head import numbers as numbers_of
@@ -114,3 +117,22 @@ def numbers(model: Any, given: Sequences) -> Numbers:
     head = taken_off(model)
     hidden_BLD, _ = model(given.tokens_BL, positions_BL, None, causal_BLL)
     return numbers_of(head, hidden_BLD, given.targets, given.temperatures_B, given.withheld_V)
+
+
+def recomputed(model: Any) -> Any:
+    """The model, of whose layers the backward pass keeps the inputs alone, and computes them again.
+
+    Tunix's own way (`remat_config`) does not go with an adapter: qwix places factors on no mesh then, and flax refuses Llama's layers
+    (TraceContextError).
+    """
+    model.layers = tuple(map(_recomputed, model.layers))
+    return model
+
+
+def _recomputed(layer: Any) -> Any:
+    graph, weights = nnx.split(layer)
+
+    def compute(weights: Any, *given: Any, **named: Any) -> Any:
+        return nnx.merge(graph, weights)(*given, **named)
+
+    return functools.partial(jax.checkpoint(compute), weights)

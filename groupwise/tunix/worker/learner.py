@@ -25,7 +25,7 @@ from groupwise.errors import CheckpointError
 from groupwise.learner.refusals import too_fast
 from groupwise.runs import publications
 from groupwise.tunix.worker.adapter import Adapted, Factors
-from groupwise.tunix.worker.forward import Batch, Sequences, cut, numbers
+from groupwise.tunix.worker.forward import Batch, Sequences, cut, numbers, recomputed
 from groupwise.tunix.worker.head import Numbers
 from groupwise.tunix.worker.tensors import Tensor
 from groupwise.types import (
@@ -58,9 +58,10 @@ class Learner:
         longest: int,
         max_tokens: int,
         multiple: int,
+        remat: bool,
     ) -> None:
         """`factors` are also the reference. `described`: peft's description of the adapter. `longest`: tokens of a row at most,
-        `max_tokens` of a batch, whose number of rows is a multiple of `multiple`."""
+        `max_tokens` of a batch, whose number of rows is a multiple of `multiple`. `remat`: see `forward.recomputed`."""
         self.adapted = adapted
         self._factors = factors
         self._reference = dict(factors)
@@ -71,6 +72,7 @@ class Learner:
         self._run, self._publish_folder, self._described = run, publish_folder, described
         self._vocabulary = vocabulary
         self._cut = functools.partial(cut, longest=longest, tokens=max_tokens, multiple=multiple)
+        self._remat = remat
         self._gradients: dict[str, Any] = {}
         self._compiled_numbers = jax.jit(self._numbers)
         self._stepped = jax.jit(_stepped, static_argnums=(5, 6, 7), out_shardings=places)
@@ -181,7 +183,8 @@ class Learner:
         ]
 
     def _numbers(self, factors: Factors, base: Any, given: Sequences) -> Numbers:
-        return numbers(self.adapted.merged(factors, base), given)
+        model = self.adapted.merged(factors, base)
+        return numbers(recomputed(model) if self._remat else model, given)
 
     def _gradient_of(self, spec: LossSpec) -> Any:
         """Compiled once for each loss with its knobs."""

@@ -124,19 +124,28 @@ def _done(service: Service, taken: list[Order]) -> list[Answer]:
     except Exception as error:  # noqa: BLE001 — belongs to whoever asked
         if len(taken) > 1:
             return [answer for order in taken for answer in _done(service, [order])]
-        return [Answer(number=taken[0].number or 0, error=_trouble(error))]
+        return [Answer(number=taken[0].number or 0, error=_trouble(error, taken[0].do))]
 
 
-def _trouble(error: Exception) -> Trouble:
+def _trouble(error: Exception, order: Any) -> Trouble:
     if isinstance(error, GroupwiseError):
         return Trouble(kind=type(error).__name__, message=str(error))
     if "RESOURCE_EXHAUSTED" in str(error):
         return Trouble(
             kind=OutOfMemoryError.__name__,
-            message=f"JAX has no memory left: {str(error).splitlines()[0]} Lower training.max_tokens_per_microbatch or sampler.slots.",
+            message=f"JAX has no memory left while {_needs_less(order)} It said: {_first_line(error)}",
         )
     told = "".join(traceback.format_exception(error))
     return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{told}")
+
+
+def _needs_less(order: Any) -> str:
+    """What an order does, and what to change so that it takes less memory."""
+    if isinstance(order, Open):
+        return "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
+    if isinstance(order, Generate):
+        return "generating. Lower sampler.slots or sampler.max_completion_length."
+    return "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
 
 
 @contextmanager
@@ -212,9 +221,7 @@ class Service:
         exact = "highest" if order.dtype == "float32" else None
         jax.config.update("jax_default_matmul_precision", exact)
         mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
-        model, family = families.load(
-            Path(order.model), order.text, order.dtype, mesh, remat=order.remat
-        )
+        model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
         factors = adapted.fresh(order.seed)
         if order.start is not None:
@@ -231,6 +238,7 @@ class Service:
             longest=order.key_length,
             max_tokens=order.max_tokens,
             multiple=order.mesh[0],
+            remat=order.remat,
         )
         return Opened(fingerprint=self._sampler.fingerprint)
 

@@ -40,8 +40,8 @@ def config_of(
     return load_config(given).config
 
 
-def parts_of(config: RunConfig, folder: Path) -> Parts:
-    layout = machine_layout.choose_layout(config, 40)
+def parts_of(config: RunConfig, folder: Path, longest_prompt: int = 40) -> Parts:
+    layout = machine_layout.choose_layout(config, longest_prompt)
     return asyncio.run(build.start_training(config, layout, "run", folder))
 
 

@@ -7,18 +7,20 @@ import random
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from groupwise.algorithms.registry import make
+from groupwise.algorithms.kl import KlEstimator, KlGradient
+from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.build import Parts
 from groupwise.models.files import read_tensors
 from groupwise.models.lora import WEIGHTS, fingerprint
-from groupwise.types import GroupRequest, OtherRows, Row, SamplingParams, Withheld
+from groupwise.types import Completion, GroupRequest, OtherRows, Row, SamplingParams, Withheld
 from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
 from tests.tunix_models import model_of
 
@@ -63,15 +65,27 @@ LOSSES = {
     "grpo": make("grpo", {"beta": 0.1}),
     "grpo, clipped": make("grpo", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.5}),
     "dr_grpo, entropy": make("dr_grpo", {"entropy_coef": 0.01}),
-    "dapo": make("dapo", {}),
+    "dapo, as published": make("dapo", {"beta": 0.2, "kl_gradient": "estimator"}),
     "gspo": make("gspo", {}),
-    "cispo": make("cispo", {}),
+    "cispo, k2": make("cispo", {"beta": 0.2, "kl_estimator": "k2"}),
+    "reinforce_pp, k2 as published": make(
+        "reinforce_pp", {"beta": 0.2, "kl_estimator": "k2", "kl_gradient": "estimator"}
+    ),
     "k1, corrected": make(
         "rloo",
         {"beta": 0.2, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"},
     ),
     "corrected by rollout": make("grpo", {"importance_sampling_correction": "sequence_mask"}),
 }
+
+
+def test_every_algorithm_and_penalty_is_among_them() -> None:
+    specs = [loss.loss_spec() for loss in LOSSES.values()]
+    assert {spec.name for spec in specs} == set(ALGORITHMS)
+    knobs = [spec.knobs for spec in specs if spec.knobs["beta"]]
+    penalties = {(each["kl_estimator"], each["kl_gradient"]) for each in knobs}
+    every = set(product(get_args(KlEstimator), get_args(KlGradient)))
+    assert penalties == every - {("k1", "estimator")}  # which is refused
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -154,6 +168,26 @@ def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> Non
                     same += 1
                     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=3e-4)
         assert same >= total - 2, params  # a number may fall beside a boundary that rounding moves
+
+
+def test_prompts_of_all_widths_draw_the_same_tokens(tmp_path: Path) -> None:
+    """They are computed in shapes of 256 tokens, of about half of the longest, and of the longest."""
+    chance = random.Random(4)
+    params, seeds = SamplingParams(6, 1.0, (1,)), (1, 2)
+    prompts = [tuple(chance.randrange(2, 100) for _ in range(length)) for length in (3, 300, 700)]
+    requests = [GroupRequest(draw, ids, seeds, params) for draw, ids in enumerate(prompts)]
+
+    async def drawn(parts: Parts) -> list[Completion]:
+        groups = await asyncio.gather(*map(parts.sampler.generate, requests))
+        return [completion for group in groups for completion in group]
+
+    given = [config_of("gemma3", backend) for backend in ("tunix", "transformers")]
+    tunix, by_torch = (parts_of(each, tmp_path / each.model.backend, 700) for each in given)
+    with closing(tunix), closing(by_torch):
+        ours, theirs = (asyncio.run(drawn(each)) for each in (tunix, by_torch))
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    logprobs, others = (flat(each.logprobs for each in group) for group in (ours, theirs))
+    np.testing.assert_allclose(logprobs, others, atol=1e-5)
 
 
 def test_files_and_fingerprints(both: tuple[Parts, Parts]) -> None:

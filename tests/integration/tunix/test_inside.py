@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from statistics import mean
@@ -60,3 +61,29 @@ def test_turns_with_ever_less_room_share_what_is_compiled() -> None:
     first = told["drawn"][0]
     assert told["drawn"] == [first[:room] for room in (20, 19, 18, 17)]
     assert told["full"] == 17
+
+
+OTHERS = ("gemma3-all-heads", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", "llama", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)]
+)
+def test_layers_that_are_computed_again_give_the_same_gradient_in_less_memory(family: str) -> None:
+    """On one device and on two that divide what they compute."""
+    for told in found("recomputed", str(model_of(family, layers=3))).values():
+        assert told["difference"] < 1e-6 * max(1, told["norm"])
+        assert told["again"] < 0.6 * told["kept"]
+
+
+def test_want_of_memory_is_told_with_what_lowers_it() -> None:
+    """By what was being done; nothing is told that would change nothing."""
+    told = found("memory", str(model_of("gemma3", layers=1)))
+    assert {error["kind"] for error in told.values()} == {"OutOfMemoryError"}
+    assert all(error["message"].endswith("7 GiB are too many.") for error in told.values())
+    keys = {doing: set(re.findall(r"[a-z]+\.[a-z_]+", error["message"])) for doing, error in told.items()}  # fmt: skip
+    assert keys == {
+        "opening": {"model.dtype", "model.mesh"},
+        "generating": {"sampler.slots", "sampler.max_completion_length"},
+        "learning": {"training.max_tokens_per_microbatch", "training.gradient_checkpointing"},
+    }

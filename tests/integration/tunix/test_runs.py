@@ -79,6 +79,22 @@ def test_two_devices_divide_the_work(tmp_path: Path) -> None:
             np.testing.assert_allclose(ours[name], value, atol=2e-3, err_msg=name)
 
 
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("llama", marks=pytest.mark.soak)])
+def test_layers_may_be_computed_again(family: str, tmp_path: Path) -> None:
+    """Which changes nothing but the memory."""
+    results: list[RlResult] = []
+    for again in (False, True):
+        given = values(tmp_path / str(again), name=str(model_of(family, layers=2)))
+        given["training"] |= {"gradient_checkpointing": again, "max_steps": 2}
+        results.append(rl(given, Digits()))
+    kept, computed = map(rewards, results)
+    assert computed == pytest.approx(kept, abs=0.02)
+    one, other = (load(adapter(each)) for each in results)
+    for name, value in one.items():
+        np.testing.assert_allclose(other[name], value, atol=2e-3, err_msg=name)
+    assert any(value.any() for name, value in other.items() if "lora_B" in name)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

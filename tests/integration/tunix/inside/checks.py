@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
+import divided
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 PACKAGE = Path(__file__).parents[4] / "groupwise"
 runpy.run_path(str(PACKAGE / "tunix/worker/main.py"))["take_package"]()
 
-from groupwise.tunix.messages import Open  # noqa: E402 — there once the package is
-from groupwise.tunix.worker import families, forward, head, sampler  # noqa: E402
+from groupwise.algorithms.dapo import Dapo  # noqa: E402
+from groupwise.tunix.messages import Open, Order  # noqa: E402 — there once the package is
+from groupwise.tunix.worker import families, forward, head, sampler, service  # noqa: E402
 from groupwise.tunix.worker.adapter import Adapted  # noqa: E402
+from groupwise.tunix.worker.learner import _given  # noqa: E402
 from groupwise.tunix.worker.service import Service, _mesh  # noqa: E402
 from groupwise.types import GroupRequest, Row, SamplingParams  # noqa: E402
+from groupwise.wire.parts import ForwardBackward, Generate  # noqa: E402
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYERS = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 RANK, ALPHA = 4, 8
+NOT_MERGED = "--xla_disable_hlo_passes=cse_barrier_expander"
+"""On a CPU XLA merges what is computed again with what was computed first, as it does for no other device."""
 
 
 def slopes(folder: str, *steps: str) -> dict[str, dict[str, float]]:
@@ -45,9 +53,7 @@ def _described(folder: str) -> dict[str, Any]:
 
 def _adapted(folder: str) -> Adapted:
     """In bfloat16, on one device."""
-    model, family = families.load(
-        Path(folder), _described(folder), "bfloat16", _mesh((1, 1)), remat=False
-    )
+    model, family = families.load(Path(folder), _described(folder), "bfloat16", _mesh((1, 1)))
     layers = [f"model.layers.0.{name}" for name in LAYERS]
     return Adapted(model, family, layers, RANK, ALPHA)
 
@@ -157,13 +163,72 @@ def precision(folder: str) -> dict[str, bool]:
     """Whether products of float32 are asked for in full once a model of a format is open."""
     inputs, found = jnp.ones((2, 2)), dict[str, bool]()
     for dtype in ("float32", "bfloat16"):
-        order = Open(
-            model=folder, text=_described(folder), dtype=dtype, mesh=(1, 1), remat=False, layers=("model.layers.0.mlp.up_proj",), rank=2,
-            alpha=4, seed=0, start=None, described={}, run="r", publish_folder=folder, slots=1, key_length=8, max_tokens=8,
-        )  # fmt: skip
-        Service().do(order)
+        Service().do(_order(folder, dtype))
         found[dtype] = "HIGHEST" in jax.jit(jnp.dot).lower(inputs, inputs).as_text()
     return found
+
+
+def _order(folder: str, dtype: str, mesh: tuple[int, int] = (1, 1), *, remat: bool = False) -> Open:
+    """A model with an adapter on all of its layers, rows of 48 tokens, four together."""
+    described = _described(folder)
+    layers = [f"model.layers.{each}.{name}" for each in range(described["num_hidden_layers"]) for name in LAYERS]  # fmt: skip
+    return Open(
+        model=folder, text=described, dtype=dtype, mesh=mesh, remat=remat, layers=tuple(layers), rank=RANK, alpha=ALPHA, seed=0, start=None,
+        described={}, run="r", publish_folder=folder, slots=1, key_length=48, max_tokens=192,
+    )  # fmt: skip
+
+
+def recomputed(folder: str) -> dict[str, dict[str, float]]:
+    """For one device and for two how far gradients differ where layers are computed again, their norm, and the bytes of each way."""
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=2 {NOT_MERGED}"
+    divided.divide()
+    found: dict[str, dict[str, float]] = {}
+    for devices in (1, 2):
+        (kept, held), (again, less) = (
+            _gradient(_order(folder, "float32", (devices, 1), remat=remat))
+            for remat in (False, True)
+        )
+        found[str(devices)] = {
+            "difference": max(float(abs(again[name] - kept[name]).max()) for name in kept),
+            "norm": float(optax.global_norm(kept)),
+            "kept": held,
+            "again": less,
+        }
+    return found
+
+
+def _gradient(order: Open) -> tuple[dict[str, Any], int]:
+    """Of some rows by factors of which none is zero, and the bytes that computing it takes besides."""
+    opened, loss = Service(), Dapo().loss_spec()
+    opened.do(order)
+    learner = opened.learner
+    learner._factors = {name: value + 0.1 for name, value in learner._factors.items()}
+    ids, length = tuple(range(2, 40)), 29
+    rows = [Row(ids[:9], ids[9:], (1,) * length, (-3.0,) * length, each / 4, 1.0, 1.0, (each, 0)) for each in range(4)]  # fmt: skip
+    (batch,) = learner._cut(rows)
+    given = (learner._factors, learner.adapted.base, batch.sequences(learner._vocabulary), _given(batch), {"policy": 0.25})  # fmt: skip
+    compiled = learner._gradient_of(loss).lower(*given).compile()
+    _, gradient = compiled(*given)
+    opened._scope.close()
+    held = compiled.memory_analysis().temp_size_in_bytes
+    return {name: np.asarray(value) for name, value in gradient.items()}, held
+
+
+def memory(folder: str) -> dict[str, Any]:
+    """What is told where JAX has no memory for an order."""
+
+    class Full(Service):
+        def do_all(self, orders: list[Any]) -> list[Any]:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 GiB are too many.\nAnd more.")
+
+    request = GroupRequest(0, (5,), (1,), SamplingParams(1, 1.0, ()))
+    orders = {
+        "opening": _order(folder, "float32"),
+        "generating": Generate(request=request),
+        "learning": ForwardBackward(rows=(), loss=Dapo().loss_spec(), denominators={}),
+    }
+    answers = {doing: service._done(Full(), [Order(do=do)]) for doing, do in orders.items()}
+    return {doing: answer.model_dump()["error"] for doing, (answer,) in answers.items()}
 
 
 def shapes(folder: str) -> dict[str, Any]:
@@ -190,6 +255,8 @@ if __name__ == "__main__":
                 "draws": draws,
                 "precision": precision,
                 "shapes": shapes,
+                "recomputed": recomputed,
+                "memory": memory,
             }[check](*arguments)
         )
     )

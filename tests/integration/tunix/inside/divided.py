@@ -26,9 +26,14 @@ def shard(x: Any, s: Any, eager: bool = False) -> Any:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*s)))
 
 
-if __name__ == "__main__":
+def divide() -> None:
+    """Have all families take `shard` for Tunix's own."""
     for module in (llama3, qwen2, qwen3, sharding_utils):
         assert callable(module.shard)
         module.shard = shard
+
+
+if __name__ == "__main__":
+    divide()
     sys.argv = [word for word in sys.argv[1:] if not word.startswith("-")]
     runpy.run_path(sys.argv[0], run_name="__main__")
