@@ -43,7 +43,7 @@ class Adapted:
     def __init__(
         self, model: nnx.Module, family: Family, layers: Sequence[str], rank: int, alpha: float
     ) -> None:
-        """`layers`: those of transformers' model that get an adapter. Raises `ModelError` for those that Tunix has not by themselves."""
+        """`layers`: those of transformers' model that get an adapter."""
         there = [_named(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
         self.layers = _by_weight(layers, family, there)
         """For each adapted weight (layer, Tunix's name) the layers of transformers that it is, in its order."""
@@ -139,7 +139,7 @@ class Adapted:
 def _by_weight(
     layers: Sequence[str], family: Family, there: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """The adapted weights out of those that are there. Raises `ModelError` for a layer that is none, or not the whole of one."""
+    """The adapted weights out of those that are there. That the layers are whole ones is known (`groupwise.tunix.fits.check_layers`)."""
     by_place = {
         f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
     }
@@ -147,18 +147,9 @@ def _by_weight(
     for weight in there:
         number, _, name = weight.partition(".")
         parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
-        wanted = [by_place[part] for part in parts if part in by_place]
-        if wanted and len(wanted) < len(parts):
-            raise ModelError(
-                f"lora.target_modules has {wanted[0]}, which is one weight with others in Tunix ({', '.join(parts)}): take all or none."
-            )
-        if wanted:
-            made[weight] = tuple(wanted)
-    if left := set(layers) - {layer for found in made.values() for layer in found}:
-        known = sorted({name for names in family.weights.values() for name in names})
-        raise ModelError(
-            f"lora.target_modules has {min(left)}, which the backend tunix does not adapt; it adapts: {', '.join(known)}."
-        )
+        if parts and parts[0] in by_place:
+            made[weight] = tuple(by_place[part] for part in parts)
+    assert {*layers} == {layer for found in made.values() for layer in found}, "they are checked"
     return made
 
 
