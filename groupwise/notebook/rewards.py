@@ -43,7 +43,8 @@ def create_reward_functions(
         "answer_tag": _listed(tags.answer),
     }
     answers = {"name": "math_answer", "tolerant": True, "answer_tag": _listed(tags.answer)}
-    second = answers if kind == "numeric" else {"name": "rubric_overlap"}
+    overlap = {"name": "rubric_overlap", "answer_column": "reference"}
+    second = answers if kind == "numeric" else overlap
     return [function for function, _ in get_reward_funcs([layout, second])]
 
 
