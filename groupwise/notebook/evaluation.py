@@ -27,8 +27,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Answer the test part (its first 128 prompts) with the newest weights, or the model as it is; show what is measured, and return it.
 
-    accuracy, within_10_percent and format_rate are shares of the answers; pass@k that one of k samples is right, for k up to
-    `samples_per_prompt`, which are drawn at temperature 1 (one sample is drawn greedily); for rubrics, rubric_overlap is the mean reward.
+    accuracy, within_10_percent (where answers are numbers) and format_rate are shares of the answers; pass@k that one of k samples is
+    right, for k up to `samples_per_prompt`, which are drawn at temperature 1 (one sample is drawn greedily); for rubrics, rubric_overlap
+    is the mean reward.
     """
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
