@@ -111,6 +111,24 @@ def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(here):
     assert len(names) == sum("lora_B" in name for name, _ in adapted.named_parameters())
 
 
+def test_an_evaluation_with_other_rewards_than_the_training_says_so(here, capsys):
+    def half(completions, **columns):
+        return [0.5] * len(completions)
+
+    config = config_of(num_batches=3, total_generation_steps=8)
+    session = prepare_session(config)
+    train_grpo(config, session, extra_reward_functions=[(half, 0.5)])
+    after = session.run.evaluations()["after"]
+    capsys.readouterr()
+    other = evaluate(config, session)
+    told = capsys.readouterr().out
+    assert "had other rewards (match_format, math_answer, half): give the same reward_" in told
+    same = evaluate(config, session, extra_reward_functions=[(half, 0.5)])
+    assert "other rewards" not in capsys.readouterr().out
+    assert same["reward"] == pytest.approx(after["reward"])
+    assert other["reward"] == pytest.approx(after["reward"] - 0.25)
+
+
 def test_pieces_by_themselves(here, capsys):
     config = config_of()
     session = prepare_session(config)
