@@ -25,6 +25,9 @@ Given: TypeAlias = Sequence[Reward | tuple[Reward, float]]
 
 ACCURACY = "accuracy"
 """The part that says whether an answer is right, recorded beside the others and not counted."""
+NO_CHAT = "string indices must be integers"
+"""What Python says to `completion[0]["content"]`."""
+TEXTS = "Prompts and completions are texts in a notebook, no chats: take `completion`, not `completion[0]['content']`."
 _KINDS: dict[str, Kind] = {"openrubrics": "rubric", "gsm8k": "numeric", "arithmetic": "numeric"}
 
 
@@ -102,7 +105,12 @@ def _on_texts(given: Any) -> Any:
     def reward(**columns: Any) -> Any:
         for name in {"prompts", "completions"} & columns.keys():
             columns[name] = [_text(each) for each in columns[name]]
-        return function(**columns)
+        try:
+            return function(**columns)
+        except TypeError as error:
+            if NO_CHAT in str(error):
+                error.add_note(TEXTS)
+            raise
 
     return standing_for(function, reward, name_of(function))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.errors import NothingScoredError, RunNotFoundError, UsageError
 from groupwise.notebook import (
     Session,
     TrainerState,
@@ -127,6 +127,18 @@ def test_an_evaluation_with_other_rewards_than_the_training_says_so(here, capsys
     assert "other rewards" not in capsys.readouterr().out
     assert same["reward"] == pytest.approx(after["reward"])
     assert other["reward"] == pytest.approx(after["reward"] - 0.25)
+
+
+def test_a_training_in_which_nothing_was_scored_fails_and_teaches(here):
+    def as_chats(completions, **columns):
+        return [float(len(each[0]["content"])) for each in completions]
+
+    config = config_of(num_batches=3, overrides={"eval.before_and_after": False})
+    session = prepare_session(config)
+    with pytest.raises(NothingScoredError, match="in 2 steps in a row") as failed:
+        train_grpo(config, session, reward_functions=[as_chats])
+    assert "are texts in a notebook, no chats: take `completion`" in str(failed.value)
+    assert "Mend the reward functions, then start the run again" in str(failed.value)
 
 
 def test_pieces_by_themselves(here, capsys):
