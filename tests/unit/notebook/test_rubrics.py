@@ -204,6 +204,7 @@ def test_a_score_of_criteria_that_nothing_meets_is_not_asked_for():
 def test_weights_and_the_score_of_the_reference():
     assert STEPS.normalised(6.0).target_score == pytest.approx(2.0)
     assert STEPS.reweighted({"order": 0.1}).target_score is None
+    assert STEPS.with_keywords("order", ["thus"]).target_score is None
     plain = Rubric(name="plain", criteria=STEPS.criteria)
     assert "target_score" not in plain.normalised().model_fields_set
 
