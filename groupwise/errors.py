@@ -105,7 +105,7 @@ class RunError(GroupwiseError):
 
 
 class NothingScoredError(RunError):
-    """Too many steps in a row had no scored group. The message counts the reasons; mend the reward functions."""
+    """Too many steps in a row, or all of a run, had no scored group. The message counts the reasons; mend the reward functions."""
 
     code = "nothing_scored"
 

@@ -70,7 +70,7 @@ def commit(
 
 
 def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
-    """Too many steps in a row without one scored rollout stop the run."""
+    """Too many steps in a row without one scored rollout stop the run, and so do all the steps that a short one has."""
     if any(group.scored for group in groups):
         run.unscored_steps, run.unscored = 0, []
         return
@@ -79,12 +79,13 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
     for reason in run.unscored:
         logger.warning("step %d: no rollout was scored: %s", run.step + 1, reason)
     limit = run.unscored_limit
-    if limit is not None and run.unscored_steps >= limit:
+    if limit is not None and run.unscored_steps >= min(limit, run.max_steps):
         steps = "1 step" if run.unscored_steps == 1 else f"{run.unscored_steps} steps in a row"
+        why = "rewards.max_unscored_steps" if run.unscored_steps >= limit else "the whole run"
         raise NothingScoredError(
-            f"No rollout could be scored in {steps} (rewards.max_unscored_steps). In the last one:\n  "
+            f"No rollout could be scored in {steps} ({why}). In the last one:\n  "
             + "\n  ".join(run.unscored)
-            + f"\nMend {_culprits(run, groups)}, then go on with --resume."
+            + f"\nMend {_culprits(run, groups)}, then start the run again; on the command line, --resume goes on from its last checkpoint."
         )
 
 

@@ -6,8 +6,9 @@
     register_dataset("capitals", load_capitals)
     config = TrainingConfig(dataset="capitals")
 
-A row has a `question` with an `answer`, or with a `rubric` and a `reference` answer; further columns reach the rewards. Rows that cannot
-be used are left out and counted. No question is in both parts.
+A row has a `question` with an `answer`, or with a `rubric` and a `reference` answer; further columns reach the rewards, and one called
+`prompt` is what the model is given. Files and hub sets may call the first by other names. Rows that cannot be used are left out and
+counted. No question is in both parts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from groupwise.errors import TaskError
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.prompts import format_prompt
 from groupwise.plugins import nearest, run_user_code
+from groupwise.rewards.mathematics import MathAnswer
+from groupwise.rewards.overlap import RubricOverlap
 from groupwise.tasks import math, rubric_answers
 from groupwise.tasks.source_rows import question_key, usable
 
@@ -38,6 +41,8 @@ Loader: TypeAlias = Callable[[TrainingConfig], Loaded]
 
 OPENRUBRICS = "OpenRubrics/OpenRubrics"
 GSM8K = "openai/gsm8k"
+RUBRIC = ("rubric", "reference")
+"""What a row has that has no answer."""
 GENERATED = 2000
 """Problems of `arithmetic`, where dataset_max does not say how many."""
 LEVEL = 1
@@ -115,7 +120,7 @@ def _known(name: str) -> str:
 def _openrubrics(config: TrainingConfig) -> Rows:
     """Instructions with rubrics. The reference is the better of two responses, where a row has those."""
     rows = [_with_winner(row) for row in read_source(OPENRUBRICS, limit=config.openrubrics_max)]
-    return _of_rubrics(rows, OPENRUBRICS)
+    return _only(_of_rubrics(rows, OPENRUBRICS), "question", *RUBRIC)
 
 
 def _with_winner(row: Row) -> Row:
@@ -125,7 +130,11 @@ def _with_winner(row: Row) -> Row:
 
 def _gsm8k(config: TrainingConfig) -> Rows:
     rows = read_source(GSM8K, "main", "train", limit=config.dataset_max)
-    return _of_answers(rows, GSM8K)
+    return _only(_of_answers(rows, GSM8K), "question", "answer")
+
+
+def _only(rows: Rows, *columns: str) -> Rows:
+    return Rows([{name: row[name] for name in columns} for row in rows], rows.account)
 
 
 def _arithmetic(config: TrainingConfig) -> Rows:
@@ -161,15 +170,72 @@ def _of_source(rows: Sequence[Row], name: str) -> Rows:
 
 
 def _of_rubrics(rows: Sequence[Row], name: str) -> Rows:
-    found, left_out = rubric_answers.rows_of(rows, rubric_answers.TaskConfig(source=name))
-    kept = ("question", "rubric", "reference")
-    return Rows([{key: row[key] for key in kept} for row in found], Account(dict(left_out)))
+    own = rubric_answers.TaskConfig(source=name)
+    names = _names(rows, name, rubric_answers.COLUMNS, ("question", *RUBRIC))
+
+    def made(row: Row) -> Row:
+        return rubric_answers.row_of(own, {ours: row.get(names[ours]) for ours in names})
+
+    return _renamed(rows, names, made, name)
 
 
 def _of_answers(rows: Sequence[Row], name: str) -> Rows:
-    found, left_out = math.problems_of(rows, math.TaskConfig(source=name), name)
-    given = [{"question": each.question, "answer": each.answer} for each in found]
-    return Rows(given, Account(dict(left_out)))
+    own = math.TaskConfig(source=name)
+    names = _names(rows, name, math.COLUMNS, ("question", "answer"))
+
+    def made(row: Row) -> Row:
+        problem = math.problem_of(own, row.get(names["question"]), row.get(names["answer"]), None)
+        return {"question": problem.question, "answer": problem.answer}
+
+    return _renamed(rows, names, made, name)
+
+
+def _names(
+    rows: Sequence[Row], name: str, known: Mapping[str, Sequence[str]], wanted: Sequence[str]
+) -> dict[str, str]:
+    """What the wanted columns are called there. `prompt` is the question where nothing else is."""
+    there = dict.fromkeys(column for row in rows for column in row)
+    found: dict[str, str] = {}
+    for ours in wanted:
+        names = sorted((each for each in known[ours] if each in there), key="prompt".__eq__)
+        if not names:
+            raise TaskError(
+                f"The dataset {name!r} has no column for the {ours}: looked for {', '.join(known[ours])}. It has: {', '.join(there)}. "
+                "Rename its columns to question and answer, or to question, rubric and reference; or register_dataset(name, loader), "
+                "with a function that returns such rows."
+            )
+        found[ours] = names[0]
+    return found
+
+
+def _renamed(
+    rows: Sequence[Row], names: Mapping[str, str], make: Callable[[Row], Row], name: str
+) -> Rows:
+    """The rows with what `make` makes of the named columns, and with their other columns."""
+
+    def whole(row: Mapping[str, Any]) -> Row:
+        made = make({**row})
+        others = {column: value for column, value in row.items() if column not in names.values()}
+        return {**others, **{ours: made[ours] for ours in names}}
+
+    return _usable(rows, whole, f"The dataset {name!r}")
+
+
+def _usable(
+    rows: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], Row], where: str
+) -> Rows:
+    found, left_out = usable(
+        rows,
+        make,
+        lambda row: question_key(row["question"]),
+        source=where,
+        strict=False,
+        remedy=(
+            "Expected: question (text), and rubric with reference, or answer: text or a number. A long solution marks its answer: "
+            "after ####, or in \\boxed{}."
+        ),
+    )
+    return Rows(found, Account(dict(left_out)))
 
 
 def _of_loader(name: str, loader: Loader, config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
@@ -190,27 +256,45 @@ def _checked(given: Any, where: str, config: TrainingConfig) -> Rows:
             f"{where} gave {kind}. Expected a list of rows such as {{'question': …, 'answer': …}}, or two of them, (train, test)."
         )
     rows = run_user_code(lambda: list(cast("Iterable[Any]", given)), what=f"{where} failed")
-    found, left_out = usable(
-        rows[: config.dataset_max],
-        _row,
-        lambda row: question_key(row["question"]),
-        source=where,
-        strict=False,
-        remedy="Expected: question (text), and answer, or rubric and reference.",
-    )
-    return Rows(found, Account(dict(left_out)))
+    return _usable(rows[: config.dataset_max], lambda row: _row(row, config), where)
 
 
-def _row(given: object) -> Row:
+def _row(given: object, config: TrainingConfig) -> Row:
     if not isinstance(given, Mapping):
         raise Unusable(f"it is {type(given).__name__} and no row with columns")
     row = cast("Mapping[str, Any]", given)
     question = row.get("question")
     if not isinstance(question, str) or not question.strip():
         raise Unusable("it has no text in the column question")
-    if row.get("answer") is None and (row.get("rubric") is None or row.get("reference") is None):
+    gaps = dict.fromkeys(name for name in ("answer", *RUBRIC) if name in row)
+    scored = _scored(row, config)
+    if not scored:
         raise Unusable("it has neither an answer nor a rubric with a reference")
-    return {**row, "question": question.strip()}
+    return {**row, **gaps, **scored, "question": question.strip()}
+
+
+def _scored(row: Mapping[str, Any], config: TrainingConfig) -> Row:
+    """Of answer, rubric and reference those that can be scored by; None, NaN and empty text are nothing."""
+    answers = MathAnswer("answer", answer_tag=config.tags.answer)
+    found = ["answer"] if _reads(answers.check_row, row) else []
+    if _holds(row.get("rubric")) and _reads(RubricOverlap("reference").check_row, row):
+        found += RUBRIC
+    return {name: row[name] for name in found}
+
+
+def _reads(check: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> bool:
+    try:
+        check(row)
+    except ValueError:
+        return False
+    return True
+
+
+def _holds(cell: object) -> bool:
+    """Whether it is a text or a list with something in it, or a chat."""
+    if isinstance(cell, str):
+        return bool(cell.strip())
+    return isinstance(cell, Mapping | list | tuple) and len(cast("Any", cell)) > 0
 
 
 # --- dividing ------------------------------------------------------------------------------------
@@ -244,7 +328,9 @@ def _enough(rows: Sequence[Row], config: TrainingConfig) -> Sequence[Row]:
 
 def _with_prompts(rows: Rows, config: TrainingConfig) -> Rows:
     def asked(row: Row) -> Row:
+        if _holds(row.get("prompt")):
+            return row
         text = format_prompt(row["question"], config)
-        return {"prompt": [{"role": "user", "content": text}], **row}
+        return {**row, "prompt": [{"role": "user", "content": text}]}
 
     return Rows([asked(row) for row in rows], rows.account)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from groupwise.display.notebook import Table, show
+from pathlib import Path
+
+from groupwise.display.notebook import Table, show, tell
 from groupwise.evaluation.evaluate import evaluate as evaluated
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.earlier import FACTS
+from groupwise.notebook.identity import facts_of
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
+from groupwise.rewards.rubric import Rubric
+from groupwise.runs.folder import RECORD
+from groupwise.runs.store import Store
 
 
 def _policy(session: Session) -> str:
@@ -27,11 +34,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Answer the test part (its first 128 prompts) with the newest weights, or the model as it is; show what is measured, and return it.
 
-    accuracy, within_10_percent and format_rate are shares of the answers; pass@k that one of k samples is right, for k up to
-    `samples_per_prompt`, which are drawn at temperature 1 (one sample is drawn greedily); for rubrics, rubric_overlap is the mean reward.
+    accuracy, within_10_percent (where answers are numbers) and format_rate are shares of the answers; pass@k that one of k samples is
+    right, for k up to `samples_per_prompt`, which are drawn at temperature 1 (one sample is drawn greedily); for rubrics, rubric_overlap
+    is the mean reward. `reward` is that of the functions given here, else of those of the config; where the training had others, that is
+    told.
     """
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
+    if session.folder is not None and session.weights is not None:
+        _tell_of_other_rewards(session, session.folder, rewards)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
     result = evaluated(
         session.core.config,
@@ -51,3 +62,17 @@ def evaluate(
     ]
     show(Table(f"{result.policy}: {result.prompts} prompts", rows, ("", "", "95 % interval")))
     return result.metrics
+
+
+def _tell_of_other_rewards(session: Session, run: Path, rewards: Rubric) -> None:
+    """A mean reward says nothing beside that of other functions."""
+    facts = Store.facts(run / RECORD)
+    had = facts.get(FACTS, {}).get("rewards")
+    now = facts_of(session.config, session.train_dataset, session.test_dataset, rewards)["rewards"]
+    if had is None or had == now:
+        return
+    counted = [name for name, weight in facts["rewards"].items() if weight]
+    tell(
+        f"The training had other rewards ({', '.join(counted)}): give the same reward_functions or extra_reward_functions to compare "
+        "`reward`."
+    )

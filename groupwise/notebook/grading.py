@@ -1,35 +1,66 @@
 """What is measured of an answer, beside what is rewarded.
 
-Rewards want the marks of the config; a measure should tell a model that cannot calculate from one that writes no marks. So the answer is
-what stands between the marks (or in a \\boxed{}), and where nothing does the last number of the text.
+Rewards want the marks of the config; a measure should tell a model that does not know from one that writes no marks. So the answer is what
+stands between the marks (or in a \\boxed{}). Where nothing does, it is the last number of the text if the gold answer is a number, and else
+the last line. A gold answer in words is also right where it ends what is said, as in `The capital is Tokyo.`
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.rewards.mathematics import MathAnswer, answer_of
+from groupwise.rewards.canonical import last_number, number
+from groupwise.rewards.gold import gold_answers, gold_of_row
+from groupwise.rewards.mathematics import MathAnswer, answer_of, in_words
+from groupwise.rewards.overlap import words
 from groupwise.rewards.tags import Tags, marks
 from groupwise.rewards.text import CompletionText, completion_text
-
-NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def grades(
     tags: Tags, completions: Sequence[CompletionText], *, tolerant: bool, **columns: Any
 ) -> list[float]:
     """As `math_answer` gives them."""
+    golds = gold_answers(columns, len(completions), tag=tags.answer, boxes=True)
+    said = zip(completions, golds, strict=True)
     grade = MathAnswer(tolerant=tolerant, answer_tag=tags.answer)
-    return grade([with_marks(tags, each) for each in completions], **columns)
+    return grade([with_marks(tags, each, forms) for each, forms in said], **columns)
 
 
-def with_marks(tags: Tags, completion: CompletionText) -> str:
-    """The text; where it has no answer between marks, its last number between them."""
+def is_numeric(tags: Tags, answer: Any) -> bool:
+    """Whether a gold answer is a number."""
+    return _has_number(gold_of_row({"answer": answer}, tag=tags.answer, boxes=True))
+
+
+def with_marks(tags: Tags, completion: CompletionText, forms: Sequence[str]) -> str:
+    """The text with its answer between marks; `forms` are those in which the gold answer is accepted."""
     text = completion_text(completion)
-    numbers = NUMBER.findall(text)
-    if answer_of(text, tags.answer) is not None or not numbers:
+    marked = answer_of(text, tags.answer)
+    if (told := _at_the_end(marked or _last_line(text), forms)) is not None:
+        answer = told
+    elif marked is not None:
         return text
+    else:
+        answer = last_number(text) if _has_number(forms) else _last_line(text)
     opened, closed = marks(tags.answer)
-    return f"{opened}{numbers[-1]}{closed}"
+    return f"{opened}{answer}{closed}" if answer else text
+
+
+def _at_the_end(said: str, forms: Sequence[str]) -> str | None:
+    """The gold answer in words that ends what is said, as whole words."""
+    heard = words(said)
+    for form in forms:
+        end = words(form)
+        if end and number(form) is None and in_words(form) and heard[-len(end) :] == end:
+            return form
+    return None
+
+
+def _has_number(forms: Sequence[str]) -> bool:
+    return any(number(form) is not None for form in forms)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""

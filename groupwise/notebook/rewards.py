@@ -25,6 +25,9 @@ Given: TypeAlias = Sequence[Reward | tuple[Reward, float]]
 
 ACCURACY = "accuracy"
 """The part that says whether an answer is right, recorded beside the others and not counted."""
+NO_CHAT = "string indices must be integers"
+"""What Python says to `completion[0]["content"]`."""
+TEXTS = "Prompts and completions are texts in a notebook, no chats: take `completion`, not `completion[0]['content']`."
 _KINDS: dict[str, Kind] = {"openrubrics": "rubric", "gsm8k": "numeric", "arithmetic": "numeric"}
 
 
@@ -43,7 +46,8 @@ def create_reward_functions(
         "answer_tag": _listed(tags.answer),
     }
     answers = {"name": "math_answer", "tolerant": True, "answer_tag": _listed(tags.answer)}
-    second = answers if kind == "numeric" else {"name": "rubric_overlap"}
+    overlap = {"name": "rubric_overlap", "answer_column": "reference"}
+    second = answers if kind == "numeric" else overlap
     return [function for function, _ in get_reward_funcs([layout, second])]
 
 
@@ -101,7 +105,12 @@ def _on_texts(given: Any) -> Any:
     def reward(**columns: Any) -> Any:
         for name in {"prompts", "completions"} & columns.keys():
             columns[name] = [_text(each) for each in columns[name]]
-        return function(**columns)
+        try:
+            return function(**columns)
+        except TypeError as error:
+            if NO_CHAT in str(error):
+                error.add_note(TEXTS)
+            raise
 
     return standing_for(function, reward, name_of(function))
 

@@ -46,6 +46,8 @@ LogMetric = Callable[[str, float], None]
 
 EXPECTED = "a rubric has a `name:` and `criteria:`, a set of them has `rubrics:`"
 """What a file should hold."""
+ROUNDING = 1e-9
+"""By which a sum of weighted scores may miss what it should be."""
 LONG = 3
 """Letters of a word of a description from which on it says something."""
 
@@ -105,11 +107,13 @@ class Rubric(Worded):
         (), "Values of a row's question_type that it is for; empty: any."
     )
     reference_response: str | None = setting(None, "An answer as it should be.")
-    target_score: float | None = setting(None, "What the reference should score.")
+    target_score: float | None = setting(
+        None, "What the reference scores at least, by its words; it is checked."
+    )
     metadata: dict[str, Any] = setting({}, "Anything else: version, author.")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Two criteria of one name; a score of no reference."""
+        """Two criteria of one name; a score of no reference, or one that it does not reach."""
         names = [criterion.name for criterion in self.criteria]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield Conflict(f"two criteria are called {name!r}.", ("criteria",))
@@ -117,6 +121,29 @@ class Rubric(Worded):
             yield Conflict(
                 "target_score is that of reference_response, which is missing.",
                 ("target_score", "reference_response"),
+            )
+        elif not any(list(criterion.conflicts()) for criterion in self.criteria):
+            yield from self._missed_target()
+
+    def _missed_target(self) -> Iterator[Conflict]:
+        if self.target_score is None or self.reference_response is None:
+            return
+        reached = self.score(self.reference_response)
+        keys = ("target_score", "reference_response", "criteria")
+        if not self.lowest <= self.target_score <= self.highest:
+            yield Conflict(
+                f"target_score is {self.target_score:g}, but answers score from {self.lowest:g} to {self.highest:g}, the sum of weight × "
+                "range of the criteria. Give a number between them, or leave it out.",
+                keys,
+            )
+        elif reached < self.target_score - ROUNDING:
+            parts = ", ".join(
+                f"{name} {value:g}" for name, value in self.scores(self.reference_response).items()
+            )
+            yield Conflict(
+                f"target_score is {self.target_score:g}, but reference_response scores {reached:g} ({parts}, not yet weighted). Mend the "
+                "reference or the keywords, lower target_score, or leave it out.",
+                keys,
             )
 
     def scores(self, text: str) -> dict[str, float]:
@@ -133,6 +160,11 @@ class Rubric(Worded):
         """The score of an answer that meets all of it."""
         return sum(criterion.weight * criterion.range[1] for criterion in self.criteria)
 
+    @property
+    def lowest(self) -> float:
+        """The score of an answer that meets nothing of it."""
+        return sum(criterion.weight * criterion.range[0] for criterion in self.criteria)
+
     def reward(self) -> Callable[..., list[float]]:
         """A reward function that scores by words; the mean of each criterion is recorded as NAME/CRITERION."""
         return _reward(self.name, (self,))
@@ -142,34 +174,39 @@ class Rubric(Worded):
         return Judge(rubric=str(self), **parameters)
 
     def reweighted(self, weights: Mapping[str, float]) -> Self:
-        """The same with other weights of the criteria that are named."""
+        """The same with other weights of the criteria that are named, and without target_score, which was that of the earlier ones."""
         self._refuse_unknown(weights)
-        return self.changed(
-            criteria=[
-                each.changed(weight=weights.get(each.name, each.weight)) for each in self.criteria
-            ]
+        return self._judging_by(
+            [each.changed(weight=weights.get(each.name, each.weight)) for each in self.criteria]
         )
 
     def with_keywords(self, name: str, keywords: Sequence[str]) -> Self:
-        """The same with further keywords of a criterion."""
+        """The same with further keywords of a criterion, likewise."""
         self._refuse_unknown([name])
-        return self.changed(
-            criteria=[
+        return self._judging_by(
+            [
                 each.changed(keywords=[*each.keywords, *keywords]) if each.name == name else each
                 for each in self.criteria
             ]
         )
 
     def normalised(self, highest: float = 1.0) -> Self:
-        """The same, its weights scaled so that an answer that meets all of it scores `highest`."""
+        """The same, its weights scaled so that an answer that meets all of it scores `highest`, and target_score with them."""
         if self.highest <= 0:
             raise TaskError(f"The rubric {self.name!r} has no positive score that could be scaled.")
         factor = highest / self.highest
-        return self.reweighted({each.name: each.weight * factor for each in self.criteria})
+        return self._judging_by(
+            [each.changed(weight=each.weight * factor) for each in self.criteria],
+            None if self.target_score is None else self.target_score * factor,
+        )
 
     def to_yaml(self, path: Path | str) -> None:
         """Write it to a file that `load_rubrics` reads. Raises UsageError where that cannot be."""
         _write(path, self)
+
+    def _judging_by(self, criteria: Sequence[Criterion], target: float | None = None) -> Self:
+        aimed = {} if self.target_score is None else {"target_score": target}
+        return self.changed(criteria=criteria, **aimed)
 
     def _refuse_unknown(self, names: Any) -> None:
         there = [criterion.name for criterion in self.criteria]
@@ -197,6 +234,16 @@ class RubricSet(Worded):
     description: str = setting("", "What it is for.")
     rubrics: Held[Rubric] = setting(..., "At least one.", min_length=1)
     metadata: dict[str, Any] = setting({}, "Anything else.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Two rubrics of one name."""
+        names = [rubric.name for rubric in self.rubrics]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            places = [str(place) for place, each in enumerate(names, 1) if each == name]
+            yield Conflict(
+                f"the rubrics {' and '.join(places)} of {len(names)} are all called {name!r}; rename all but one.",
+                ("rubrics",),
+            )
 
     def __getitem__(self, which: int | str) -> Rubric:
         """By place or by name."""
@@ -231,8 +278,18 @@ def load_rubrics(path: Path | str) -> RubricSet:
     files = sorted(file for file in place.iterdir() if file.suffix in (".yaml", ".yml"))
     if not files:
         raise ConfigError(f"{place} has no files .yaml or .yml.")
-    found = [rubric for file in files for rubric in _loaded(file).rubrics]
-    return RubricSet(name=place.name, rubrics=tuple(found))
+    found = [(file, rubric) for file in files for rubric in _loaded(file).rubrics]
+    _refuse_one_name(found)
+    return RubricSet(name=place.name, rubrics=tuple(rubric for _, rubric in found))
+
+
+def _refuse_one_name(found: Sequence[tuple[Path, Rubric]]) -> None:
+    first: dict[str, Path] = {}
+    for file, rubric in found:
+        if (earlier := first.setdefault(rubric.name, file)) != file:
+            raise ConfigError(
+                f"Two rubrics are called {rubric.name!r}, one in {earlier} and one in {file}. Rename one of them."
+            )
 
 
 def _loaded(file: Path) -> RubricSet:

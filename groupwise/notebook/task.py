@@ -10,7 +10,7 @@ from groupwise.data.chat import Row, Rows
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import dataset_of, kind_of
 from groupwise.notebook.earlier import FACTS
-from groupwise.notebook.grading import grades
+from groupwise.notebook.grading import grades, is_numeric
 from groupwise.rewards.formats import SoftFormat
 from groupwise.rewards.overlap import RubricOverlap
 from groupwise.rewards.rubric import Rubric
@@ -70,7 +70,10 @@ class NotebookTask:
         config: Any,
         tokenizer: Any,
     ) -> dict[str, Any]:
-        """Shares of completions in the layout, of right answers, and of those within 10 %; for rubrics the mean of `rubric_overlap`."""
+        """Shares of completions in the layout, of right answers, and of those within 10 %; for rubrics the mean of `rubric_overlap`.
+
+        Within 10 % is left out where no gold answer is a number.
+        """
         tags = self._config.tags
         layout = SoftFormat(tags.reasoning, tags.answer, right=1.0)
         found = {"format_rate": fmean(layout(completions))}
@@ -80,13 +83,10 @@ class NotebookTask:
             }
         answers = [row["answer"] for row in dataset_rows]
         graded = grades(tags, completions, tolerant=True, answer=answers)
-        return {
-            "metrics": {
-                "accuracy": fmean(grade >= RIGHT for grade in graded),
-                "within_10_percent": fmean(grade >= NEAR for grade in graded),
-                **found,
-            }
-        }
+        right = {"accuracy": fmean(grade >= RIGHT for grade in graded)}
+        near = {"within_10_percent": fmean(grade >= NEAR for grade in graded)}
+        numeric = any(is_numeric(tags, answer) for answer in answers)
+        return {"metrics": {**right, **(near if numeric else {}), **found}}
 
 
 RIGHT, NEAR = 1.5, 0.5

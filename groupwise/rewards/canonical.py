@@ -125,6 +125,13 @@ _SCIENTIFIC = re.compile(
 _QUOTIENT = re.compile(rf"([+-]?{_DECIMAL})/([+-]?{_DECIMAL})")
 _FRACTION = re.compile(rf"([+-]?)(\d*)\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}")
 _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
+_AMOUNT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+"
+_IN_TEXT = re.compile(
+    rf"(?:(?<![\w)}}])[-−–])?(?:\d*\\[dt]?frac\{{-?\d+\}}\{{\d+\}}|\d+ \d+/\d+|(?:{_AMOUNT})(?:/(?:{_AMOUNT})"
+    r"|e[+-]?\d{1,3}(?!\w)|\s?(?:[*×x]|\\times|\\cdot)\s?10\^(?:\{-?\d{1,3}\}|-?\d{1,3}))?)(?:\s?\\?%)?",
+    re.IGNORECASE,
+)
+"""A number among words: `-3`, `1,234.5`, `.5`, `1/2`, `1 1/2`, `1e6`, `2 × 10^3`, `50 %`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,12 @@ def number(text: str) -> Number | None:
     bare = re.sub(r"^([+-]?)\s*[$€£¥]\s*", r"\1", bare.rstrip("%").strip())
     value = _value(bare) if len(bare) <= _DIGITS else None
     return None if value is None else Number(value, percent, "/" in bare or r"\frac" in bare, unit)
+
+
+def last_number(text: str) -> str | None:
+    """The last number that a text holds, as it is written there; None where it holds none."""
+    found = [match.group() for match in _IN_TEXT.finditer(text)]
+    return found[-1] if found else None
 
 
 def canonical(text: str) -> str:

@@ -131,7 +131,7 @@ class RewardsConfig(Strict):
     )
     max_unscored_steps: int = setting(
         3,
-        "Steps in a row without one scored group after which the run stops.",
+        "Steps in a row without one scored group after which the run stops; one with fewer steps stops after its last.",
         on_resume="free",
         ge=1,
     )

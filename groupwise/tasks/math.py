@@ -279,7 +279,7 @@ def problems_of(
     question, answer, solution = (_column(rows, kind, source) for kind in COLUMNS)
     return usable(
         rows,
-        lambda row: _problem(own, *(_text(row.get(name)) for name in (question, answer, solution))),
+        lambda row: problem_of(own, *(row.get(name) for name in (question, answer, solution))),
         lambda problem: problem.key,
         source=source,
         strict=own.strict_rows,
@@ -304,10 +304,13 @@ def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
 
 
 def _text(cell: Any) -> str:
-    return str(cell).strip() if isinstance(cell, str | int | float) else ""
+    held = isinstance(cell, str | int | float) and cell == cell  # NaN, in tables, is a gap
+    return str(cell).strip() if held else ""
 
 
-def _problem(own: TaskConfig, question: str, answer: str, solution: str) -> Problem:
+def problem_of(own: TaskConfig, *cells: Any) -> Problem:
+    """What the cells of a row make: its question, its answer and its solution. Raises Unusable."""
+    question, answer, solution = map(_text, cells)
     if not question:
         raise Unusable("there is no question")
     if not answer:

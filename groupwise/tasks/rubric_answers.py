@@ -223,7 +223,7 @@ def rows_of(
     names = _names(own, dict.fromkeys(name for row in found for name in row))
     return usable(
         found,
-        lambda row: _row(own, {ours: row.get(theirs) for ours, theirs in names.items()}),
+        lambda row: row_of(own, {ours: row.get(theirs) for ours, theirs in names.items()}),
         lambda row: question_key(row["question"]),
         source=_name(own),
         strict=own.strict,
@@ -251,7 +251,8 @@ def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
     return {ours: theirs for ours, theirs in found.items() if theirs is not None}
 
 
-def _row(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the cells of a row make: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
     question = _said(given["question"], "question", "user")
     reference = _said(given["reference"], "reference", "assistant")
     if given["rubric"] is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.errors import NothingScoredError, RunNotFoundError, UsageError
 from groupwise.notebook import (
     Session,
     TrainerState,
@@ -109,6 +109,36 @@ def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(here):
         if "lora_B" in name and value.abs().max() > 0
     }
     assert len(names) == sum("lora_B" in name for name, _ in adapted.named_parameters())
+
+
+def test_an_evaluation_with_other_rewards_than_the_training_says_so(here, capsys):
+    def half(completions, **columns):
+        return [0.5] * len(completions)
+
+    config = config_of(num_batches=3, total_generation_steps=8)
+    session = prepare_session(config)
+    train_grpo(config, session, extra_reward_functions=[(half, 0.5)])
+    after = session.run.evaluations()["after"]
+    capsys.readouterr()
+    other = evaluate(config, session)
+    told = capsys.readouterr().out
+    assert "had other rewards (match_format, math_answer, half): give the same reward_" in told
+    same = evaluate(config, session, extra_reward_functions=[(half, 0.5)])
+    assert "other rewards" not in capsys.readouterr().out
+    assert same["reward"] == pytest.approx(after["reward"])
+    assert other["reward"] == pytest.approx(after["reward"] - 0.25)
+
+
+def test_a_training_in_which_nothing_was_scored_fails_and_teaches(here):
+    def as_chats(completions, **columns):
+        return [float(len(each[0]["content"])) for each in completions]
+
+    config = config_of(num_batches=3, overrides={"eval.before_and_after": False})
+    session = prepare_session(config)
+    with pytest.raises(NothingScoredError, match="in 2 steps in a row") as failed:
+        train_grpo(config, session, reward_functions=[as_chats])
+    assert "are texts in a notebook, no chats: take `completion`" in str(failed.value)
+    assert "Mend the reward functions, then start the run again" in str(failed.value)
 
 
 def test_pieces_by_themselves(here, capsys):

@@ -10,10 +10,15 @@ from groupwise.loops.recording import check_something_scored
 from groupwise.types import Example, Group, Rollout
 
 
-def run_of(kind: str, limit: int = 1) -> Any:
+def run_of(kind: str, limit: int | None = 1, max_steps: int = 9) -> Any:
     config = SimpleNamespace(rollout=SimpleNamespace(type=kind))
     return SimpleNamespace(
-        config=config, step=0, unscored_steps=0, unscored=[], unscored_limit=limit
+        config=config,
+        step=0,
+        max_steps=max_steps,
+        unscored_steps=0,
+        unscored=[],
+        unscored_limit=limit,
     )
 
 
@@ -39,7 +44,9 @@ def test_whoever_failed_is_to_be_mended(kind, endings, culprit):
     with pytest.raises(NothingScoredError) as stopped:
         check_something_scored(run_of(kind), failed(*endings))
     assert "No rollout could be scored in 1 step (rewards" in str(stopped.value)
-    assert f"{len(endings)} × it raised\nMend {culprit}, then go on" in str(stopped.value)
+    assert f"{len(endings)} × it raised\nMend {culprit}, then start the run again; on" in str(
+        stopped.value
+    )
 
 
 def test_steps_in_a_row_are_counted():
@@ -47,3 +54,15 @@ def test_steps_in_a_row_are_counted():
     check_something_scored(run, failed(None))
     with pytest.raises(NothingScoredError, match="in 2 steps in a row"):
         check_something_scored(run, failed(None))
+
+
+def test_a_short_run_in_which_nothing_was_scored_fails_at_its_end():
+    run = run_of("single", limit=3, max_steps=2)
+    check_something_scored(run, failed(None))
+    with pytest.raises(NothingScoredError, match=r"in 2 steps in a row \(the whole run\)"):
+        check_something_scored(run, failed(None))
+    run = run_of("single", limit=3, max_steps=2)
+    run.unscored_steps, run.step = 0, 1  # the first step had a reward
+    check_something_scored(run, failed(None))
+    served = run_of("single", limit=None, max_steps=1)
+    check_something_scored(served, failed(None))

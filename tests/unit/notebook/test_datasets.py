@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import kind_of, prepare_datasets, register_dataset
 from groupwise.notebook.prompts import format_prompt
+from groupwise.notebook.rewards import create_reward_functions
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,27 @@ def test_unusable_rows_are_left_out_and_counted():
     }
 
 
+@pytest.mark.parametrize("nothing", [None, "", "  ", math.nan, [""], "####"])
+def test_cells_of_a_loader_that_hold_nothing(nothing):
+    given = [{**row, "rubric": nothing, "prompt": nothing} for row in rows(4)]
+    given += [{"question": f"Who {n}?", "answer": nothing, "rubric": "r"} for n in range(3)]
+    register_dataset("gaps", lambda config: given)
+    config = TrainingConfig(dataset="gaps")
+    train, test = prepare_datasets(config)
+    assert train.account.left_out == {"it has neither an answer nor a rubric with a reference": 3}
+    assert kind_of([*train, *test]) == "numeric"
+    if nothing not in ([""], "####"):
+        assert train[0]["prompt"][0]["content"] == format_prompt(train[0]["question"], config)
+
+
+def test_rubrics_of_a_loader_need_a_reference():
+    given = [{"question": f"{n}?", "rubric": "r", "reference": "x" * (n % 2)} for n in range(8)]
+    register_dataset("bare", lambda config: given)
+    train, test = prepare_datasets(TrainingConfig(dataset="bare"))
+    assert len(train) + len(test) == 4
+    assert kind_of([*train, *test]) == "rubric"
+
+
 def test_a_loader_may_give_both_parts_and_what_they_share_is_tested():
     def load(config):
         return rows(6), [*rows(2), {"question": "What is 99?", "answer": "99"}]
@@ -181,6 +204,57 @@ def test_files_of_answers_and_of_rubrics(tmp_path):
     }
 
 
+def test_files_keep_their_other_columns(tmp_path):
+    asked = [{"role": "user", "content": "Say it."}]
+    given = [
+        {"problem": f"{n} + 1?", "answer": n + 1, "level": n, "prompt": asked} for n in range(6)
+    ]
+    answers = write(tmp_path / "answers.jsonl", given)
+    train, test = prepare_datasets(TrainingConfig(dataset=str(answers)))
+    found = sorted((*train, *test), key=lambda row: row["level"])
+    assert found[2] == {"question": "2 + 1?", "answer": "3", "level": 2, "prompt": asked}
+    given = [
+        {
+            "question": f"Why {n}?",
+            "prompt": "Say.",
+            "rubric": "brief",
+            "response": "c",
+            "answer": "d",
+        }
+        for n in range(3)
+    ]
+    rubrics = write(tmp_path / "rubrics.jsonl", [{**row, "question_type": "y"} for row in given])
+    config = TrainingConfig(dataset=str(rubrics))
+    train, _ = prepare_datasets(config)
+    kept = {name: train[0][name] for name in train[0] if name != "question"}
+    assert kept == {
+        "prompt": "Say.", "rubric": "brief", "reference": "c", "answer": "d", "question_type": "y"
+    }  # fmt: skip
+    overlap = create_reward_functions(config, train)[1]
+    columns = {name: [value] for name, value in kept.items() if name != "prompt"}
+    assert overlap(prompts=["Say."], completions=["c"], **columns) == [5.0]
+
+
+def test_a_prompt_alone_is_the_question_of_a_file(tmp_path):
+    file = write(tmp_path / "a.jsonl", [{"prompt": f"{n}?", "answer": n} for n in range(4)])
+    config = TrainingConfig(dataset=str(file))
+    row = prepare_datasets(config)[0][0]
+    assert row["prompt"][0]["content"] == format_prompt(row["question"], config)
+
+
+def test_columns_of_a_file_that_cannot_be_told(tmp_path):
+    file = tmp_path / "pairs.csv"
+    file.write_text("prompt,completion\na,b\nc,d\n")
+    with pytest.raises(TaskError, match="no column for the answer: looked for answer, sol") as told:
+        prepare_datasets(TrainingConfig(dataset=str(file)))
+    assert "It has: prompt, completion. Rename its columns to question and" in str(told.value)
+    assert "register_dataset(name, loader)" in str(told.value)
+    file.write_text("question,answer\na,\nc,\n")
+    with pytest.raises(TaskError, match="2 × there is no answer") as told:
+        prepare_datasets(TrainingConfig(dataset=str(file)))
+    assert "task." not in str(told.value)
+
+
 def test_openrubrics_takes_the_better_response_as_reference(monkeypatch):
     found = [
         {"instruction": "Why?", "response_a": "x", "response_b": "y", "winner": "B", "rubric": "r"},
@@ -204,12 +278,13 @@ def test_openrubrics_takes_the_better_response_as_reference(monkeypatch):
     assert asked == [("OpenRubrics/OpenRubrics", 77)]
     references = {row["question"]: row["reference"] for row in (*train, *test)}
     assert references == {"Why?": "y", "How?": "x"}
+    assert all(set(row) == {"prompt", "question", "rubric", "reference"} for row in train)
     left_out = train.account.left_out
     assert left_out == {"the reference is missing": 1}
 
 
 def test_gsm8k_is_read_by_its_configuration(monkeypatch):
-    found = [{"question": f"{n}?", "answer": f"so\n#### {n}"} for n in range(3)]
+    found = [{"question": f"{n}?", "answer": f"so\n#### {n}", "id": n} for n in range(3)]
     asked = []
 
     def read(source, *split, limit):
@@ -220,6 +295,7 @@ def test_gsm8k_is_read_by_its_configuration(monkeypatch):
     train, test = prepare_datasets(TrainingConfig(dataset="gsm8k", dataset_max=3))
     assert asked == [("openai/gsm8k", "main", "train", 3)]
     assert {row["answer"] for row in (*train, *test)} == {"0", "1", "2"}
+    assert all(set(row) == {"prompt", "question", "answer"} for row in train)
 
 
 class DataFrame:

@@ -19,7 +19,7 @@ STEPS = Rubric(
     ],
     question_types=["math"],
     reference_response="First 3 kg, then 4 kg.",
-    target_score=3.0,
+    target_score=1.0,
     metadata={"author": "me"},
 )
 
@@ -82,8 +82,10 @@ def test_yaml_there_and_back(tmp_path):
     )
     both.to_yaml(tmp_path / "two.yml")
     assert load_rubrics(str(tmp_path / "two.yml")) == both
+    (tmp_path / "one.yaml").unlink()
+    STEPS.changed(name="third").to_yaml(tmp_path / "three.yaml")
     found = load_rubrics(tmp_path)
-    assert [each.name for each in found.rubrics] == ["steps", "steps", "other"]
+    assert [each.name for each in found.rubrics] == ["third", "steps", "other"]
 
 
 def test_yaml_as_people_write_it(tmp_path):
@@ -163,6 +165,48 @@ def test_files_that_are_not_there(tmp_path):
         load_rubrics(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="no files"):
         load_rubrics(tmp_path)
+
+
+def test_two_rubrics_of_one_name_are_refused_with_their_places(tmp_path):
+    other = STEPS.changed(name="other")
+    with pytest.raises(ConfigError, match="the rubrics 1 and 3 of 3 are all called 'steps'"):
+        RubricSet(rubrics=[STEPS, other, STEPS])
+    STEPS.to_yaml(tmp_path / "a.yaml")
+    STEPS.to_yaml(tmp_path / "b.yaml")
+    with pytest.raises(ConfigError, match=r"'steps', one in .*a\.yaml and one in .*b\.yaml"):
+        load_rubrics(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (99.0, "target_score is 99, but answers score from -1 to 3"),
+        (-2.0, "target_score is -2, but answers score from -1 to 3"),
+        (2.5, "is 2.5, but reference_response scores 1 .order 1, units -1, not yet weighted"),
+    ],
+)
+def test_a_reference_reaches_its_score(target, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        STEPS.changed(target_score=target)
+    STEPS.to_yaml(tmp_path / "x.yaml")
+    text = (tmp_path / "x.yaml").read_text()
+    (tmp_path / "x.yaml").write_text(text.replace("target_score: 1.0", f"target_score: {target}"))
+    with pytest.raises(ConfigError, match=said):
+        load_rubrics(tmp_path / "x.yaml")
+
+
+def test_a_score_of_criteria_that_nothing_meets_is_not_asked_for():
+    bare = [{"name": "a", "description": "of it"}]
+    with pytest.raises(ConfigError, match="no answer could meet it"):
+        Rubric(name="x", criteria=bare, reference_response="r", target_score=1.0)  # pyright: ignore[reportArgumentType]
+
+
+def test_weights_and_the_score_of_the_reference():
+    assert STEPS.normalised(6.0).target_score == pytest.approx(2.0)
+    assert STEPS.reweighted({"order": 0.1}).target_score is None
+    assert STEPS.with_keywords("order", ["thus"]).target_score is None
+    plain = Rubric(name="plain", criteria=STEPS.criteria)
+    assert "target_score" not in plain.normalised().model_fields_set
 
 
 def test_variants():

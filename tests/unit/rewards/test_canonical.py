@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rewards.canonical import Number, agree, boxed, canonical, number
+from groupwise.rewards.canonical import Number, agree, boxed, canonical, last_number, number
 
 
 @pytest.mark.parametrize(
@@ -253,3 +253,36 @@ def test_grouped_and_with_a_point(whole):
 def test_any_text_is_read(one, other):
     assert agree(one, other) is agree(other, one)
     assert agree(one, one) is (agree(one, f" {one}\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("3 + 4 is 7.", "7"),
+        ("it is 1,234.5, I think", "1,234.5"),
+        ("1,2,3", "3"),
+        ("12,345,6", "6"),
+        ("20 - 27 = -7", "-7"),
+        ("5-3", "3"),
+        ("(5)-3", "3"),
+        ("it is −5 °C", "−5"),
+        ("0.25 or .5", ".5"),
+        ("version 1.2.3", "3"),
+        ("1/2", "1/2"),
+        ("it is 1 1/2", "1 1/2"),
+        (r"so $-\frac{1}{2}$", r"-\frac{1}{2}"),
+        ("about 1e6", "1e6"),
+        ("about 1.5E-3!", "1.5E-3"),
+        ("3em", "3"),
+        ("about 2 × 10^3", "2 × 10^3"),
+        (r"2\times10^{-3}", r"2\times10^{-3}"),
+        ("50 %, roughly", "50 %"),
+        ("$28", "28"),
+        ("28kg", "28"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, last: str | None) -> None:
+    assert last_number(text) == last
+    assert last is None or number(last) is not None
