@@ -3,8 +3,9 @@
     found = search(config, {"learning_rate": Between(1e-6, 1e-4, log=True), "num_generations": [4, 8]}, trials=12)
     found.best            # a config
 
-A trial that does worse than half of the others so far is ended early. What was tried is kept beside the trials' runs, so a search that
-was cut off goes on where it was, in the middle of a trial too, and one that is done can be given more trials.
+A trial that does worse than half of the others so far is ended early; one with the values of an earlier one is not trained, since it would
+come to the same bits. What was tried is kept beside the trials' runs, so a search that was cut off goes on where it was, in the middle of
+a trial too, and one that is done can be given more trials.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from groupwise.callbacks.base import Callback, RunHandle
-from groupwise.display.notebook import Table, kernel_display, show
+from groupwise.display.notebook import Table, kernel_display, show, tell
 from groupwise.display.page import picture
 from groupwise.display.plot import Series, svg_curve
 from groupwise.errors import (
@@ -56,6 +58,8 @@ AFTER = "-search"
 """Stands after the name of the experiment's folder."""
 JOURNAL = "trials.jsonl"
 QUESTION = "question"
+REPEATED = "repeated"
+"""The number of the trial that had the same values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class Search:
                 str(trial.number),
                 *(_shown(trial.params.get(name, "")) for name in names),
                 "" if trial.value is None or trial.state.name == "PRUNED" else f"{trial.value:.4g}",
-                _STATES[trial.state.name],
+                _became(trial),
             )
             for trial in trials
         ]
@@ -162,7 +166,8 @@ def search(
     `metric` is one of the evaluation of the test part after the training, and larger is better. `prune` ends trials early that do worse
     than the median. The runs are in the experiment's folder with `-search` after its name, on the local disk; with save_to_drive what
     was tried is copied to Drive, so that another machine goes on after the last trial that had ended. Values that cannot go together
-    are a trial that failed. Raises ConfigError for a search of this name that asked for something else.
+    are a trial that failed. Where each combination of lists and whole numbers was tried, the search is over. Raises ConfigError for a
+    search of this name that asked for something else.
     """
     refuse_no_config(config)
     _refuse_count(trials)
@@ -180,14 +185,15 @@ def search(
     _refuse_other_question(study, _question(base, rewards, space, metric))
     while (trial := _next(study, distributions, trials, config.seed)) is not None:
         try:
-            own = _with(config, trial.params).changed(
-                checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
-            )
-            session = make_session(own, server)
-            rewards = rewards_of(
-                own, session.train_dataset, reward_functions, extra_reward_functions
-            )
-            _tried(study, trial, session, rewards, metric, prune=prune)
+            if not _repeats(study, trial):
+                own = _with(config, trial.params).changed(
+                    checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
+                )
+                session = make_session(own, server)
+                rewards = rewards_of(
+                    own, session.train_dataset, reward_functions, extra_reward_functions
+                )
+                _tried(study, trial, session, rewards, metric, prune=prune)
         except (RunInUseError, ResumeMismatchError):
             raise
         except (RunError, UsageError) as error:
@@ -195,6 +201,8 @@ def search(
             study.tell(trial, state=_state("FAIL"))
         _copy_to_drive(config, folder)
         _redraw(found)
+    if len(study.trials) < trials:
+        tell(_exhausted(study, trials))
     return found
 
 
@@ -212,6 +220,36 @@ def _tried(
         study.tell(trial, state=_state("PRUNED"))
     else:
         study.tell(trial, session.run.evaluations()["after"][metric])
+
+
+def _repeats(study: Study, trial: Trial) -> bool:
+    """Whether a trial with these values has ended already; the study is told that this one came to the same."""
+    for earlier in study.trials:
+        if earlier.params == trial.params and earlier.state.name in ("COMPLETE", "PRUNED"):
+            break
+    else:
+        return False
+    trial.set_user_attr(REPEATED, earlier.user_attrs.get(REPEATED, earlier.number))
+    if earlier.state.name == "COMPLETE":
+        study.tell(trial, earlier.value)
+    else:
+        _report(study, trial, earlier)
+        study.tell(trial, state=_state("PRUNED"))
+    return True
+
+
+def _report(study: Study, trial: Trial, earlier: FrozenTrial) -> None:
+    """Where an earlier trial was ended, by which the study ranks it; not again where this was cut off after it."""
+    step = earlier.last_step
+    if step is not None and step not in study.trials[trial.number].intermediate_values:
+        trial.report(earlier.intermediate_values[step], step)
+
+
+def _exhausted(study: Study, trials: int) -> str:
+    """Why there are fewer trials than were asked for."""
+    failed = sum(trial.state.name == "FAIL" for trial in study.trials)
+    again = "; those that failed are tried again under another experiment_name" if failed else ""
+    return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{again}."
 
 
 def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> dict[str, Any]:
@@ -378,7 +416,7 @@ def _refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
 
 
 def _next(study: Study, distributions: dict[str, Any], trials: int, seed: int) -> Trial | None:
-    """The trial that was cut off, else a new one; None where there are enough."""
+    """The trial that was cut off, else a new one; None where there are enough, or none is left to be tried."""
     from optuna.samplers import TPESampler
     from optuna.trial import Trial
 
@@ -388,10 +426,36 @@ def _next(study: Study, distributions: dict[str, Any], trials: int, seed: int) -
         elif frozen.state.name == "RUNNING":
             return Trial(study, frozen._trial_id)  # pyright: ignore[reportPrivateUsage]  # no other way to go on with one
     done = len(study.trials)
+    if done >= trials or _all_tried(study, distributions):
+        return None
     study.sampler = TPESampler(
         seed=seed + done
     )  # what it tries does not depend on who tried the others
-    return study.ask(distributions) if done < trials else None
+    return study.ask(distributions)
+
+
+def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
+    """Whether no combination is left; of numbers that are not whole there are always more."""
+    sizes = [_size(each) for each in distributions.values()]
+    if None in sizes:
+        return False
+    tried: list[dict[str, Any]] = []
+    for trial in study.trials:
+        if trial.params.keys() == distributions.keys() and trial.params not in tried:
+            tried.append(trial.params)
+    return len(tried) == prod(size for size in sizes if size is not None)
+
+
+def _size(distribution: Any) -> int | None:
+    """How many values there are; None: any number."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        choices = distribution.choices
+        return sum(each not in choices[:place] for place, each in enumerate(choices))
+    if isinstance(distribution, IntDistribution):
+        return distribution.high - distribution.low + 1
+    return None
 
 
 def _state(name: str) -> Any:
@@ -403,6 +467,13 @@ def _state(name: str) -> Any:
 def _rank(trial: FrozenTrial) -> tuple[bool, float, int]:
     complete = trial.state.name == "COMPLETE" and trial.value is not None
     return not complete, -(trial.value or 0.0) if complete else 0.0, trial.number
+
+
+def _became(trial: FrozenTrial) -> str:
+    """What the table says of a trial beside its value."""
+    repeated = trial.user_attrs.get(REPEATED)
+    told = [_STATES[trial.state.name], "" if repeated is None else f"as trial {repeated}"]
+    return ", ".join(filter(None, told))
 
 
 def _shown(value: Any) -> str:

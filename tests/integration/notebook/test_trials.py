@@ -137,6 +137,65 @@ def test_a_trial_that_is_worse_than_the_others_ends_early(config):
     assert "ended early" in str(found.table())
 
 
+SMALL = {"num_generations": [2, 4], "epsilon": [0.1]}
+
+
+def trainings(folder):
+    return sorted(each.name for each in folder.iterdir() if each.is_dir())
+
+
+def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_end(
+    config, tmp_path, capsys
+):
+    found = search(config, SMALL, trials=30, reward_functions=[digits], prune=False)
+    tried = [trial.params["num_generations"] for trial in found.study.trials]
+    assert {*tried} == {2, 4}
+    assert tried[0] == tried[1]
+    first = {number: tried.index(number) for number in tried}
+    folder = tmp_path / "checkpoints" / "digits-search"
+    assert trainings(folder) == [f"trial-{number}" for number in sorted(first.values())]
+    values = {trial.params["num_generations"]: set() for trial in found.study.trials}
+    for trial in found.study.trials:
+        values[trial.params["num_generations"]].add(trial.value)
+    assert [len(each) for each in values.values()] == [1, 1]
+    became = {row[0]: row[-1] for row in found.table().rows}
+    assert became["0"] == ""
+    assert became["1"] == "as trial 0"
+    said = f"Each combination of the space was tried, so that the search is over after {len(tried)} of 30 trials."
+    assert said in capsys.readouterr().out
+    again = search(config, SMALL, trials=30, reward_functions=[digits], prune=False)
+    assert len(again.study.trials) == len(tried)
+
+
+def test_a_repeated_trial_that_was_cut_off_before_it_was_told_is_not_trained(
+    config, tmp_path, monkeypatch
+):
+    from optuna.trial import Trial
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trial, "set_user_attr", crash)
+        with pytest.raises(KeyboardInterrupt):
+            search(config, SMALL, trials=2, reward_functions=[digits], prune=False)
+    found = search(config, SMALL, trials=2, reward_functions=[digits], prune=False)
+    assert found.study.trials[0].value == found.study.trials[1].value
+    assert trainings(tmp_path / "checkpoints" / "digits-search") == ["trial-0"]
+
+
+def test_a_repeated_trial_that_ended_early_did_so_too(config, tmp_path, monkeypatch):
+    def stopped(trial):
+        return trial.number == 0
+
+    monkeypatch.setattr("optuna.trial.Trial.should_prune", stopped)
+    found = search(config, SMALL, trials=2, reward_functions=[digits])
+    states = [(trial.state.name, trial.value) for trial in found.study.trials]
+    assert states[0] == states[1] == ("PRUNED", states[0][1])
+    assert states[0][1] is not None
+    assert [row[-1] for row in found.table().rows] == ["ended early", "ended early, as trial 0"]
+
+
 @pytest.mark.parametrize(
     ("space", "said"),
     [
@@ -189,16 +248,18 @@ def test_a_search_that_asks_for_something_else_is_refused(config):
         search(config.changed(overrides=overrides), reward_functions=[digits], **again)
 
 
-def test_values_that_do_not_go_together_are_a_failed_trial(config):
+def test_values_that_do_not_go_together_are_a_failed_trial(config, capsys):
     space = {"num_batches": [2, 6], "train_fraction": [0.2, 0.5]}
     base = config.changed(num_batches=6, train_fraction=0.5)
-    found = search(base, space, trials=6, reward_functions=[digits], prune=False)
-    states = {
-        trial.state.name: trial.params["num_batches"] * trial.params["train_fraction"]
+    found = search(base, space, trials=20, reward_functions=[digits], prune=False)
+    steps = [
+        (trial.state.name, trial.params["num_batches"] * trial.params["train_fraction"])
         for trial in found.study.trials
-    }
-    assert len(found.study.trials) == 6
-    assert states["FAIL"] < 1
+    ]
+    assert {count for state, count in steps if state == "FAIL"} == {0.4}
+    assert {count for state, count in steps if state == "COMPLETE"} == {1.0, 6 * 0.2, 3.0}
+    said = f"after {len(steps)} of 20 trials; those that failed are tried again under another"
+    assert said in capsys.readouterr().out
     blind = config.changed(overrides={**config.overrides, "eval.before_and_after": False})
     with pytest.raises(UsageError, match="test part is not evaluated"):
         search(blind, SPACE, trials=1)
