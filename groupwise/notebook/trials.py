@@ -19,9 +19,11 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, cast, get_args, get_origin
 
 from groupwise.callbacks.base import Callback, RunHandle
+from groupwise.config import RunConfig
 from groupwise.display.notebook import Table, kernel_display, show, tell
 from groupwise.display.page import picture
 from groupwise.display.plot import Series, svg_curve
@@ -43,6 +45,7 @@ from groupwise.notebook.task import NUMERIC_METRICS, RUBRIC_METRICS
 from groupwise.notebook.training import run_training
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
+from groupwise.settings.schema import leaves
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -64,7 +67,7 @@ REPEATED = "repeated"
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Numbers from `low` to `high`, whole ones if both are; `log` tries small ones as often as large ones."""
+    """Numbers from `low` to `high`, whole ones where the field is; `log` tries small ones as often as large ones."""
 
     low: float
     high: float
@@ -362,14 +365,33 @@ def _distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
     for name, values in cast("Space", space).items():
         if name in _FIXED:
             raise ConfigError(f"{name} is nothing that a search can vary.")
-        found[name] = _distribution(name, values)
-        ends = [values.low, values.high] if isinstance(values, Between) else list(values)
+        found[name] = tried = _distribution(name, values, _is_whole(config, name))
+        ends = [tried.low, tried.high] if isinstance(values, Between) else tried.choices
         for value in ends:
             core_config(_with(config, {name: value}))
     return found
 
 
-def _distribution(name: str, values: Any) -> Any:
+def _is_whole(config: TrainingConfig, name: str) -> bool:
+    """Whether a field, or a key of the core, takes whole numbers alone."""
+    own = type(config).model_fields.get(name)
+    fields = (
+        [own] if own else [leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name]
+    )
+    taken = {kind for each in fields for kind in _kinds(each.annotation)}
+    return int in taken and float not in taken
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Of values that an annotation admits: int and None of `int | None`."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {kind for member in get_args(annotation) for kind in _kinds(member)}
+    return {annotation}
+
+
+def _distribution(name: str, values: Any, whole: bool) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(values, Between):
@@ -377,14 +399,33 @@ def _distribution(name: str, values: Any) -> Any:
             raise ConfigError(
                 f"{name}: expected Between(low, high) or a list of values, got {values!r}."
             )
-        return CategoricalDistribution(list(cast("Sequence[Any]", values)))
-    if not values.low < values.high:
-        raise ConfigError(f"{name}: {values.low} is not below {values.high}.")
-    if values.log and values.low <= 0:
-        raise ConfigError(f"{name}: {values.low} has no logarithm; begin above 0.")
-    if isinstance(values.low, int) and isinstance(values.high, int):
-        return IntDistribution(values.low, values.high, log=values.log)
-    return FloatDistribution(values.low, values.high, log=values.log)
+        return CategoricalDistribution([_plain(each) for each in cast("Sequence[Any]", values)])
+    low, high = (_number(name, end) for end in (values.low, values.high))
+    if not low < high:
+        raise ConfigError(f"{name}: {low} is not below {high}.")
+    if values.log and low <= 0:
+        raise ConfigError(f"{name}: {low} has no logarithm; begin above 0.")
+    if not whole:
+        return FloatDistribution(low, high, log=values.log)
+    for end in (low, high):
+        if not end.is_integer():
+            raise ConfigError(
+                f"{name}: a range from {low:g} to {high:g}, but {name} takes whole numbers alone. Begin and end with such, or give a list."
+            )
+    return IntDistribution(int(low), int(high), log=values.log)
+
+
+def _number(name: str, end: Any) -> float:
+    """An end of a range."""
+    value = _plain(end)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name}: a range has numbers as its ends, not {end!r}.")
+    return float(value)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as one of Python."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def _study(folder: Path, prune: bool) -> Study:

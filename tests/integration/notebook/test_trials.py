@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
+import numpy as np
 import pytest
 
 from groupwise.display.notebook import Table
@@ -19,6 +21,11 @@ SPACE = {
     "num_generations": [2, 4],
     "training.weight_decay": [0.0],
 }
+
+
+def between(low: Any, high: Any) -> Between:
+    """A range that a type checker would refuse."""
+    return Between(low, high)
 
 
 def digits(completions, **columns):
@@ -203,6 +210,15 @@ def test_a_repeated_trial_that_ended_early_did_so_too(config, tmp_path, monkeypa
         ({"learning_rat": [0.1]}, "learning_rat"),
         ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"),
         ({"learning_rate": Between(0.1, 0.1)}, "not below"),
+        (
+            {"learning_rate": between("a", 0.1)},
+            "learning_rate: a range has numbers as its ends, not 'a'",
+        ),
+        ({"beta": Between(0, True)}, "beta: a range has numbers as its ends, not True"),
+        ({"num_iterations": Between(0.5, 4)}, "from 0.5 to 4, but num_iterations takes whole"),
+        ({"dataset_max": Between(4, 9.5)}, "dataset_max takes whole numbers alone"),
+        ({"training.lag": Between(0.5, 4)}, "training.lag takes whole numbers alone"),
+        ({"topic": Between(0, 1)}, "topic is not a key"),
         ({"num_generations": [2, 1]}, "num_generations is 1"),
         ({"num_generations": "24"}, "num_generations"),
         ({"hf_token": ["a"]}, "nothing that a search can vary"),
@@ -212,6 +228,51 @@ def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_pat
     with pytest.raises(ConfigError, match=said):
         search(config, space, trials=1)
     assert not (tmp_path / "checkpoints").exists()
+
+
+class Mine(TrainingConfig):
+    boldness: float = 0.5
+    words: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("space", "kind"),
+    [
+        ({"beta": Between(0, 1)}, float),
+        ({"training.weight_decay": Between(0, 1)}, float),
+        ({"algorithm.epsilon_high": Between(1, 2)}, float),
+        ({"boldness": between(np.int64(0), np.float32(1))}, float),
+        ({"num_iterations": Between(1, 20)}, int),
+        ({"num_iterations": between(1.0, np.float32(20))}, int),
+        ({"words": Between(0, 20)}, int),
+        ({"lora.r": Between(1, 20)}, int),
+    ],
+)
+def test_what_a_range_holds_is_what_the_field_takes(config, space, kind, monkeypatch):
+    given = Mine(**{name: getattr(config, name) for name in config.model_fields_set})
+    fractions = []
+    for number in range(5):
+        monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+        own = given.changed(experiment_name=f"r{number}", seed=number)
+        [trial] = search(own, space, trials=1).study.trials
+        [value] = trial.params.values()
+        assert type(value) is kind
+        fractions.append(value % 1)
+    assert any(fractions) == (kind is float)
+
+
+def told_a_number(study, trial, *_, **__):
+    study.tell(trial, 1.0)
+
+
+def test_a_journal_of_another_kind_of_numbers_is_refused(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+    space = {"beta": Between(0, 1)}
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.notebook.trials._is_whole", lambda *_: True)
+        search(config, space, trials=1)
+    with pytest.raises(ConfigError, match="another space: beta"):
+        search(config, space, trials=2)
 
 
 def test_an_unknown_metric_is_refused_before_any_training(config, tmp_path):
