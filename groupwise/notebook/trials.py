@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, cast, get_ar
 
 from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.config import RunConfig
-from groupwise.display.notebook import Table, kernel_display, show, tell
+from groupwise.display.notebook import Table, one_output, show, tell
 from groupwise.display.page import picture
 from groupwise.display.plot import Series, svg_curve
 from groupwise.errors import (
@@ -63,6 +63,8 @@ JOURNAL = "trials.jsonl"
 QUESTION = "question"
 REPEATED = "repeated"
 """The number of the trial that had the same values."""
+REASON = "reason"
+"""Why a trial failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ _STATES = {
 }
 
 
+@one_output()
 def search(
     config: TrainingConfig,
     space: Space,
@@ -200,10 +203,9 @@ def search(
         except (RunInUseError, ResumeMismatchError):
             raise
         except (RunError, UsageError) as error:
-            logger.warning("trial %d failed: %s", trial.number, error)
-            study.tell(trial, state=_state("FAIL"))
+            _failed(study, trial, error)
         _copy_to_drive(config, folder)
-        _redraw(found)
+        show(found)
     if len(study.trials) < trials:
         tell(_exhausted(study, trials))
     return found
@@ -253,6 +255,12 @@ def _exhausted(study: Study, trials: int) -> str:
     failed = sum(trial.state.name == "FAIL" for trial in study.trials)
     again = "; those that failed are tried again under another experiment_name" if failed else ""
     return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{again}."
+
+
+def _failed(study: Study, trial: Trial, error: Exception) -> None:
+    logger.warning("trial %d failed: %s", trial.number, error)
+    trial.set_user_attr(REASON, str(error))
+    study.tell(trial, state=_state("FAIL"))
 
 
 def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> dict[str, Any]:
@@ -512,18 +520,13 @@ def _rank(trial: FrozenTrial) -> tuple[bool, float, int]:
 
 def _became(trial: FrozenTrial) -> str:
     """What the table says of a trial beside its value."""
-    repeated = trial.user_attrs.get(REPEATED)
-    told = [_STATES[trial.state.name], "" if repeated is None else f"as trial {repeated}"]
-    return ", ".join(filter(None, told))
+    told = _STATES[trial.state.name]
+    if (earlier := trial.user_attrs.get(REPEATED)) is not None:
+        return f"{told}, as trial {earlier}" if told else f"as trial {earlier}"
+    if reason := trial.user_attrs.get(REASON):
+        return f"{told}: {reason.splitlines()[0]}"
+    return told
 
 
 def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _redraw(found: Search) -> None:
-    """What was tried so far, in place of the last trial's page."""
-    kernel = kernel_display()
-    if kernel is not None:
-        kernel.clear_output(wait=True)
-    show(found)

@@ -15,6 +15,7 @@ from groupwise.notebook import TrainingConfig
 from groupwise.notebook.training import Stopped
 from groupwise.notebook.trials import Between, search
 from groupwise.runs.folder import read_config
+from tests.kernels import Kernel, text
 
 SPACE = {
     "learning_rate": Between(1e-4, 0.1, log=True),
@@ -127,7 +128,10 @@ def test_a_trial_that_fails_is_told_and_the_next_one_begins(config):
     longer = config.changed(num_batches=5)
     found = search(longer, SPACE, trials=2, reward_functions=[fails], prune=False)
     assert [trial.state.name for trial in found.study.trials] == ["FAIL", "FAIL"]
-    assert "failed" in str(found)
+    assert [row[-1] for row in found.table().rows] == [
+        f"failed: {trial.user_attrs['reason'].splitlines()[0]}" for trial in found.study.trials
+    ]
+    assert "failed: No rollout could be scored in 3 steps" in str(found)
     with pytest.raises(UsageError, match="No trial has ended well"):
         _ = found.best
 
@@ -351,6 +355,35 @@ def test_what_was_tried_goes_with_drive_to_another_machine(config, tmp_path, mon
     more = search(own, SPACE, trials=2, reward_functions=[digits], prune=False)
     assert more.study.trials[0].value == found.study.trials[0].value
     assert len(more.study.trials) == 2
+
+
+IN_A_KERNEL = """
+from groupwise.notebook import *
+
+config = TrainingConfig(
+    model="tiny", dataset="arithmetic", dataset_max=12, num_batches=4, train_fraction=0.5, batch_size=1, total_generation_steps=4,
+    beta=0.0, lora_rank=2, lora_alpha=4, experiment_name="k", overrides={"run.processes": 1, "eval.max_prompts": 2},
+)
+print("mine")
+found = search(config, {"num_batches": [2, 4], "train_fraction": [0.25, 0.5]}, trials=20, prune=False)
+"""
+
+
+@pytest.mark.slow
+def test_in_a_kernel_trials_have_one_place_and_what_else_the_cell_said_stays(tmp_path):
+    with Kernel(tmp_path) as kernel:
+        said = kernel.run(IN_A_KERNEL)
+        states = text(kernel.run("print(*[trial.state.name for trial in found.study.trials])"))
+    assert {*states.split()} == {"COMPLETE", "FAIL"}
+    drawn = [each for each in said if each["kind"] == "display_data"]
+    assert len(drawn) == 1
+    page = drawn[0]["data"]["text/html"]
+    assert "Trials" in page
+    assert "failed: TrainingConfig: num_batches 2 × train_fraction 0.25 is less than one" in page
+    assert said[0]["text"].startswith("mine")
+    streams = "".join(each["text"] for each in said if each["kind"] == "stream")
+    failed = states.split().count("FAIL")
+    assert len(streams.splitlines()) == len(["mine", *["trial … failed"] * failed, "over after"])
 
 
 @pytest.mark.parametrize(
