@@ -31,7 +31,7 @@ from groupwise.display.notebook import Table
 from groupwise.errors import ConfigError
 from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
-from groupwise.settings.credentials import holds_secret, is_secret
+from groupwise.settings.credentials import holds_secret, is_secret, names_secret
 from groupwise.settings.schema import EACH_VALUE_ALONE, Conflict, setting
 
 Backend = Literal["auto", "torch", "tunix"]
@@ -198,13 +198,12 @@ class TrainingConfig(Worded):
     @classmethod
     def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """See `Worded`; of credentials only whether they are text."""
-        held = {
-            name: value for name, value in values.items() if name in SECRETS and value is not None
-        }
         hidden = {
-            name: "…" if isinstance(value, str | SecretStr) else 0 for name, value in held.items()
+            name: "…" if isinstance(value, str | SecretStr) else 0
+            for name, value in values.items()
+            if (name in SECRETS or is_secret(name)) and not isinstance(value, bool | None)
         }
-        return super().as_shown({**values, **hidden})
+        return {**without_secrets(super().as_shown(values)), **hidden}
 
     @property
     def tags(self) -> Tags:
@@ -246,7 +245,7 @@ class TrainingConfig(Worded):
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
-            yield name, _without_secrets(value) if name == "overrides" else value
+            yield name, without_secrets(value, name or "")
 
     if not TYPE_CHECKING:  # who reads the types shall see the fields
 
@@ -356,12 +355,17 @@ class _Fixed(dict[str, Any]):
         return _Fixed, (self.__deepcopy__({}),)
 
 
-def _without_secrets(value: Any, key: str = "") -> Any:
+def without_secrets(value: Any, key: str = "") -> Any:
+    """The value with "…" in place of what is a credential by its key or its form, within lists and mappings, too."""
     if isinstance(value, Mapping):
         parts = cast("Mapping[str, Any]", value)
-        return {name: _without_secrets(each, str(name)) for name, each in parts.items()}
-    hidden = is_secret(key.rpartition(".")[2]) or holds_secret(str(value))
-    return "…" if hidden and value is not None else value
+        return {name: without_secrets(each, str(name)) for name, each in parts.items()}
+    if isinstance(value, list):
+        return [without_secrets(each, key) for each in cast("list[Any]", value)]
+    if isinstance(value, bool | SecretStr | None) or not str(value):
+        return value
+    by_form = holds_secret(value) if isinstance(value, str) else names_secret(str(value))
+    return "…" if by_form or is_secret(key.rpartition(".")[2]) else value
 
 
 def _closed(name: str) -> ConfigError:

@@ -36,7 +36,7 @@ from groupwise.errors import (
     UsageError,
 )
 from groupwise.notebook import credentials, drive
-from groupwise.notebook.config import SECRETS, TrainingConfig
+from groupwise.notebook.config import SECRETS, TrainingConfig, without_secrets
 from groupwise.notebook.core import core_config, flat, run_folder
 from groupwise.notebook.identity import ROWS, differences, facts_of
 from groupwise.notebook.rewards import Given, kind_of, rewards_of
@@ -45,6 +45,7 @@ from groupwise.notebook.task import NUMERIC_METRICS, RUBRIC_METRICS
 from groupwise.notebook.training import run_training
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
+from groupwise.settings.credentials import holds_secret, is_secret
 from groupwise.settings.schema import leaves
 
 if TYPE_CHECKING:
@@ -259,7 +260,8 @@ def _exhausted(study: Study, trials: int) -> str:
 
 def _failed(study: Study, trial: Trial, error: Exception) -> None:
     logger.warning("trial %d failed: %s", trial.number, error)
-    trial.set_user_attr(REASON, str(error))
+    lines = ("…" if holds_secret(line) else line for line in str(error).splitlines())
+    trial.set_user_attr(REASON, "\n".join(lines))
     study.tell(trial, state=_state("FAIL"))
 
 
@@ -267,11 +269,21 @@ def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> d
     """What trials must agree in to be compared: the metric, the fields and keys that are not varied, rows and rewards."""
     config = session.config
     fields = config.model_dump(mode="json", exclude={*_FIXED, *space})
-    keys = {key: value for key, value in flat(config.overrides) if key not in space}
+    set_here = {
+        **fields,
+        **{key: value for key, value in flat(config.overrides) if key not in space},
+    }
+    told = {key: value for key, value in set_here.items() if not _is_secret(key)}
     facts = facts_of(config, session.train_dataset, session.test_dataset, rewards)
     if {"seed", "train_fraction"} & {*space}:  # each trial has a split of its own
         facts = {name: value for name, value in facts.items() if name not in ROWS}
-    return json.loads(json.dumps({"metric": metric, **fields, **keys, **facts}, default=str))
+    asked = {"metric": metric, **without_secrets(told), **facts}
+    return json.loads(json.dumps(asked, default=str))
+
+
+def _is_secret(name: str) -> bool:
+    """Whether a field, or a key of the core, is a credential, which no journal may hold."""
+    return is_secret(name.rpartition(".")[2])
 
 
 def _refuse_other_question(study: Study, question: Mapping[str, Any]) -> None:
@@ -371,10 +383,14 @@ def _distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
         )
     found: dict[str, Any] = {}
     for name, values in cast("Space", space).items():
-        if name in _FIXED:
+        if name in _FIXED or _is_secret(name):
             raise ConfigError(f"{name} is nothing that a search can vary.")
         found[name] = tried = _distribution(name, values, _is_whole(config, name))
         ends = [tried.low, tried.high] if isinstance(values, Between) else tried.choices
+        if without_secrets(list(ends)) != list(ends):
+            raise ConfigError(
+                f"{name} holds what looks like a credential, and what is tried is written down. Take it from the environment instead."
+            )
         for value in ends:
             core_config(_with(config, {name: value}))
     return found

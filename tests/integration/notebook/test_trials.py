@@ -15,6 +15,7 @@ from groupwise.notebook import TrainingConfig
 from groupwise.notebook.training import Stopped
 from groupwise.notebook.trials import Between, search
 from groupwise.runs.folder import read_config
+from groupwise.settings.schema import setting
 from tests.kernels import Kernel, text
 
 SPACE = {
@@ -277,6 +278,44 @@ def test_a_journal_of_another_kind_of_numbers_is_refused(config, tmp_path, monke
         search(config, space, trials=1)
     with pytest.raises(ConfigError, match="another space: beta"):
         search(config, space, trials=2)
+
+
+class WithKeys(TrainingConfig):
+    openai_api_key: str | None = None
+    judge_url: str = ""
+    services: dict[str, Any] = setting({}, "With their keys.")
+
+
+PLAIN = "plain-XYZ987"
+
+
+def test_no_credential_stands_in_the_journal(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    kept = WithKeys(
+        **given,
+        openai_api_key=PLAIN,
+        judge_url=f"https://me:{PLAIN}@h/",
+        services={"api_key": PLAIN},
+    )
+    search(kept, SMALL, trials=1)
+    files = [each for each in (tmp_path / "checkpoints").rglob("*") if each.is_file()]
+    assert [each.name for each in files] == ["trials.jsonl"]
+    assert PLAIN not in files[0].read_text()
+    search(kept.changed(openai_api_key=None), SMALL, trials=2)
+    with pytest.raises(ConfigError, match="openai_api_key is nothing that a search can vary"):
+        search(kept, {"openai_api_key": [PLAIN]}, trials=1)
+    with pytest.raises(ConfigError, match="judge_url holds what looks like a credential"):
+        search(kept, {"judge_url": ["", f"https://me:{PLAIN}@h/"]}, trials=1)
+
+
+def test_no_credential_stands_in_the_reason_of_a_failure(config, monkeypatch):
+    def fails(*_, **__):
+        raise UsageError("The judge refused:\nhttps://me:plain@host/v1\nGive another key.")
+
+    monkeypatch.setattr("groupwise.notebook.trials._tried", fails)
+    [trial] = search(config, SMALL, trials=1).study.trials
+    assert trial.user_attrs["reason"] == "The judge refused:\n…\nGive another key."
 
 
 def test_an_unknown_metric_is_refused_before_any_training(config, tmp_path):
