@@ -11,6 +11,7 @@ that are told the config.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from groupwise.display.notebook import Table
 from groupwise.errors import ConfigError
 from groupwise.notebook.worded import Worded, in_words
 from groupwise.rewards.tags import Tag, Tags
+from groupwise.runs.config import RESERVED, RUN_NAME
 from groupwise.settings.credentials import holds_secret, is_secret, names_secret
 from groupwise.settings.schema import EACH_VALUE_ALONE, Conflict, setting
 
@@ -112,9 +114,7 @@ class TrainingConfig(Worded):
         False,
         "Keep checkpoints and exports on Google Drive (Colab), so that they outlive the machine.",
     )
-    experiment_name: str = setting(
-        "gemma3_grpo_reasoning", "Name of the run, and of its folder.", min_length=1
-    )
+    experiment_name: str = setting("gemma3_grpo_reasoning", "Name of the run, and of its folder.")
     checkpoint_dir: Computed = setting(
         None,
         "The run's folder. Not given: that of the experiment on Drive if save_to_drive, else ./checkpoints/<experiment_name>.",
@@ -270,6 +270,18 @@ class TrainingConfig(Worded):
     def _path_as_text(cls, given: Any) -> Any:
         text = str(given) if isinstance(given, Path) else given
         return str(Path(text).expanduser()) if str(text).startswith("~") else text
+
+    @field_validator("experiment_name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str) -> str:
+        if not RUN_NAME.fullmatch(name) or name in RESERVED:
+            shown = json.dumps("…" if holds_secret(name) else name, ensure_ascii=False)
+            raise ValueError(
+                f"{shown} cannot name an experiment, which is a folder as well. Use letters (a to z), digits, `.`, `_` and `-`, "
+                "beginning with a letter or digit, but not `base`, which names the model itself. Where that folder is to be, "
+                "checkpoint_dir says."
+            )
+        return name
 
     @field_validator("report_to", "devices", mode="before")
     @classmethod

@@ -21,7 +21,7 @@ SAVE_STEPS = 100
 KEPT = 3
 
 OWN_NAMES = {
-    "run.name": "experiment_name",
+    "run.name": "checkpoint_dir",
     "run.dir": "checkpoint_dir",
     "run.processes": "devices",
     "run.report_to": "report_to",

@@ -106,6 +106,23 @@ def test_what_cannot_work_is_refused_in_words(values, said):
     assert "pydantic" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "/tmp/x", "a/b", "a\\b", "my exp", "ü1", "-a", "base", "a\n"]
+)
+@pytest.mark.parametrize("beside", [{}, {"checkpoint_dir": "there"}, {"save_to_drive": True}])
+def test_an_experiment_is_named_as_one_folder_can_be(name, beside):
+    with pytest.raises(ConfigError) as refused:
+        made(experiment_name=name, **beside)
+    [line] = str(refused.value).splitlines()
+    given = json.dumps(name, ensure_ascii=False)
+    assert f"experiment_name: {given} cannot name an experiment" in line
+    assert "letters (a to z), digits, `.`, `_` and `-`" in line
+    config = made(**beside)
+    with pytest.raises(ConfigError, match="cannot name an experiment"):
+        config.experiment_name = name
+    assert config == made(**beside)
+
+
 def test_all_that_is_wrong_is_told_at_once():
     with pytest.raises(ConfigError) as refused:
         made(num_batchs=3, beta=-1.0, dataset="")
@@ -287,7 +304,7 @@ def test_steps_are_the_floor_of_the_product(batches, share):
     [
         ({"devices": -1}, "TrainingConfig: devices is -1; it must be a whole number"),
         ({"lora_alpha": 1.5}, "lora_alpha is 1.5; both backends take whole numbers"),
-        ({"experiment_name": "my exp"}, 'experiment_name: "my exp" cannot name a run'),
+        ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs" cannot name a run'),
         ({"overrides": {"training.weigt_decay": 1}}, "did you mean training.weight_decay"),
         ({"overrides": {"run.dir": "x"}}, "run.dir is decided by the notebook's own fields"),
         ({"overrides": {3: 1}}, "overrides"),
