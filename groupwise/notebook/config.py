@@ -15,7 +15,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    Self,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     ConfigDict,
@@ -26,11 +38,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from groupwise.accelerators import accelerator
 from groupwise.display.notebook import Table
 from groupwise.errors import ConfigError
-from groupwise.notebook.worded import Worded, in_words
+from groupwise.notebook.worded import Worded, in_words, plain_number
 from groupwise.rewards.tags import Tag, Tags
 from groupwise.runs.config import RESERVED, RUN_NAME
 from groupwise.settings.credentials import holds_secret, is_secret, names_secret
@@ -94,7 +107,7 @@ class TrainingConfig(Worded):
         gt=0,
     )
     lora_rank: int = setting(64, "Rank of the adapter.", ge=1)
-    lora_alpha: float = setting(64.0, "The adapter's output is scaled by alpha / rank.", gt=0)
+    lora_alpha: int = setting(64, "The adapter's output is scaled by alpha / rank.", ge=1)
     model: str | None = setting(
         None,
         "Hub id, folder or alias. None: Gemma 3 1B IT on a TPU or a GPU, the bundled small model on a CPU.",
@@ -265,6 +278,15 @@ class TrainingConfig(Worded):
                 given = {key: before[0][key] for key in before[1]}
                 raise in_words(type(self), {**given, name: value}, error) from None
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number_as_the_field_has_it(cls, given: Any, info: ValidationInfo) -> Any:
+        """Of numpy as of Python, and 10.0 as 10 where numbers are whole."""
+        value = plain_number(given)
+        whole = isinstance(value, float) and value.is_integer()
+        field = cls.model_fields[str(info.field_name)]
+        return int(value) if whole and takes_whole_alone(field) else value
+
     @field_validator("model", "dataset", "checkpoint_dir", mode="before")
     @classmethod
     def _path_as_text(cls, given: Any) -> Any:
@@ -385,6 +407,21 @@ def _closed(name: str) -> ConfigError:
         f"{name} cannot be changed: a session was prepared with this config. Make another one, "
         f"config.changed({name}=…), and prepare a session with that."
     )
+
+
+def takes_whole_alone(*fields: FieldInfo) -> bool:
+    """Whether of numbers they take whole ones alone."""
+    taken = {kind for each in fields for kind in _kinds(each.annotation)}
+    return int in taken and float not in taken
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Of values that an annotation admits: int and None of `int | None`."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {kind for member in get_args(annotation) for kind in _kinds(member)}
+    return {annotation}
 
 
 def _tag(opens: str, closes: str) -> Tag:

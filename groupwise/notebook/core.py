@@ -78,7 +78,7 @@ def core_config(
     folder = run_folder(config)
     values: dict[str, Any] = {
         "model": {"name": model_of(config), **_backend(config)},
-        "lora": {"r": config.lora_rank, "alpha": _whole("lora_alpha", config.lora_alpha)},
+        "lora": {"r": config.lora_rank, "alpha": config.lora_alpha},
         "sampler": {"max_completion_length": config.total_generation_steps},
         "algorithm": {"type": "grpo", "beta": config.beta, "epsilon": config.epsilon},
         "training": {
@@ -180,9 +180,3 @@ def flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any]
         else:
             found.append((".".join(path), cast("Any", value)))
     return found
-
-
-def _whole(name: str, value: float) -> int:
-    if value != int(value):
-        raise ConfigError(f"{name} is {value}; both backends take whole numbers.")
-    return int(value)

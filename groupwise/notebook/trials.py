@@ -19,8 +19,7 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from statistics import fmean
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.config import RunConfig
@@ -36,13 +35,14 @@ from groupwise.errors import (
     UsageError,
 )
 from groupwise.notebook import credentials, drive
-from groupwise.notebook.config import SECRETS, TrainingConfig, without_secrets
+from groupwise.notebook.config import SECRETS, TrainingConfig, takes_whole_alone, without_secrets
 from groupwise.notebook.core import core_config, flat, run_folder
 from groupwise.notebook.identity import ROWS, differences, facts_of
 from groupwise.notebook.rewards import Given, kind_of, rewards_of
 from groupwise.notebook.session import Session, make_session, refuse_no_config
 from groupwise.notebook.task import NUMERIC_METRICS, RUBRIC_METRICS
 from groupwise.notebook.training import run_training
+from groupwise.notebook.worded import plain_number
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
 from groupwise.settings.credentials import holds_secret, is_secret
@@ -399,20 +399,8 @@ def _distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
 def _is_whole(config: TrainingConfig, name: str) -> bool:
     """Whether a field, or a key of the core, takes whole numbers alone."""
     own = type(config).model_fields.get(name)
-    fields = (
-        [own] if own else [leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name]
-    )
-    taken = {kind for each in fields for kind in _kinds(each.annotation)}
-    return int in taken and float not in taken
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """Of values that an annotation admits: int and None of `int | None`."""
-    if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return {kind for member in get_args(annotation) for kind in _kinds(member)}
-    return {annotation}
+    of_core = (leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name)
+    return takes_whole_alone(*([own] if own else of_core))
 
 
 def _distribution(name: str, values: Any, whole: bool) -> Any:
@@ -423,7 +411,9 @@ def _distribution(name: str, values: Any, whole: bool) -> Any:
             raise ConfigError(
                 f"{name}: expected Between(low, high) or a list of values, got {values!r}."
             )
-        return CategoricalDistribution([_plain(each) for each in cast("Sequence[Any]", values)])
+        return CategoricalDistribution(
+            [plain_number(each) for each in cast("Sequence[Any]", values)]
+        )
     low, high = (_number(name, end) for end in (values.low, values.high))
     if not low < high:
         raise ConfigError(f"{name}: {low} is not below {high}.")
@@ -441,15 +431,10 @@ def _distribution(name: str, values: Any, whole: bool) -> Any:
 
 def _number(name: str, end: Any) -> float:
     """An end of a range."""
-    value = _plain(end)
+    value = plain_number(end)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name}: a range has numbers as its ends, not {end!r}.")
     return float(value)
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy as one of Python."""
-    return value.item() if hasattr(value, "item") else value
 
 
 def _study(folder: Path, prune: bool) -> Study:

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, SecretStr
@@ -41,7 +42,7 @@ _DEFAULTS = {
     "num_batches": 500,
     "learning_rate": 3e-6,
     "lora_rank": 64,
-    "lora_alpha": 64.0,
+    "lora_alpha": 64,
     "dataset": None,
     "use_openrubrics": True,
     "openrubrics_max": 2000,
@@ -303,7 +304,7 @@ def test_steps_are_the_floor_of_the_product(batches, share):
     ("values", "said"),
     [
         ({"devices": -1}, "TrainingConfig: devices is -1; it must be a whole number"),
-        ({"lora_alpha": 1.5}, "lora_alpha is 1.5; both backends take whole numbers"),
+        ({"lora_alpha": 1.5}, "lora_alpha is 1.5; it must be a whole number (at least 1)"),
         ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs" cannot name a run'),
         ({"overrides": {"training.weigt_decay": 1}}, "did you mean training.weight_decay"),
         ({"overrides": {"run.dir": "x"}}, "run.dir is decided by the notebook's own fields"),
@@ -329,6 +330,51 @@ def test_lists_are_taken_where_there_are_tuples():
 def test_numbers_of_numpy_are_numbers():
     core_of = made(overrides={"training.weight_decay": np.float32(0.5)})
     assert core_config(core_of).config.training.weight_decay == 0.5
+
+
+class WithNumbers(TrainingConfig):
+    pages: int | None = None
+    ratio: int | float = 1
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "taken"),
+    [
+        ("num_batches", np.int64(10), 10),
+        ("num_batches", 10.0, 10),
+        ("num_batches", np.float32(10), 10),
+        ("lora_alpha", 32.0, 32),
+        ("learning_rate", np.float32(0.5), 0.5),
+        ("learning_rate", np.array(0.5), 0.5),
+        ("learning_rate", torch.tensor(0.5), 0.5),
+        ("beta", np.int64(1), 1.0),
+        ("dataset_max", 9.0, 9),
+        ("devices", np.int64(2), 2),
+        ("use_openrubrics", np.False_, False),
+        ("pages", 3.0, 3),
+        ("ratio", 2.0, 2.0),
+        ("anything", 2.0, 2.0),
+    ],
+)
+def test_numbers_are_taken_as_the_field_has_them(name, value, taken):
+    config = WithNumbers(**any_values(**{name: value}))
+    found = getattr(config, name)
+    assert found == taken
+    assert type(found) is type(taken)
+    assert type(getattr(config.changed(**{name: value}), name)) is type(taken)
+    with pytest.raises(ConfigError) as refused:
+        WithNumbers(**any_values(**{name: value, "epsilon": -1.0}))
+    assert str(refused.value) == "WithNumbers: epsilon is -1.0; it must be a number (above 0)."
+    config = WithNumbers()
+    setattr(config, name, value)
+    assert type(getattr(config, name)) is type(taken)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 10.5, np.float32(10.5), np.array([1, 2])])
+def test_what_is_no_whole_number_is_refused_where_one_is_expected(value):
+    with pytest.raises(ConfigError, match=r"num_batches is .*; it must be a whole number"):
+        made(num_batches=value)
 
 
 def test_overrides_are_closed_with_the_rest():

@@ -128,11 +128,6 @@ def test_devices_are_processes():
     assert core_config(TrainingConfig()).config.run.processes is None
 
 
-def test_alpha_is_a_whole_number_here():
-    with pytest.raises(ConfigError, match=r"lora_alpha is 1\.5"):
-        core_config(TrainingConfig(lora_alpha=1.5))
-
-
 def test_the_run_of_an_experiment_on_drive_is_recorded_here():
     assert (
         str(run_folder(TrainingConfig(save_to_drive=True, experiment_name="e"))) == "checkpoints/e"
