@@ -230,12 +230,11 @@ def _tried(
 
 def _repeats(study: Study, trial: Trial) -> bool:
     """Whether a trial with these values has ended already; the study is told that this one came to the same."""
-    for earlier in study.trials:
-        if earlier.params == trial.params and earlier.state.name in ("COMPLETE", "PRUNED"):
-            break
-    else:
+    ended = [each for each in study.trials if each.state.name in ("COMPLETE", "PRUNED")]
+    earlier = next((each for each in ended if each.params == trial.params), None)
+    if earlier is None:
         return False
-    trial.set_user_attr(REPEATED, earlier.user_attrs.get(REPEATED, earlier.number))
+    trial.set_user_attr(REPEATED, earlier.number)
     if earlier.state.name == "COMPLETE":
         study.tell(trial, earlier.value)
     else:
