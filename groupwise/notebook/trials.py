@@ -258,9 +258,10 @@ def _exhausted(study: Study, trials: int) -> str:
 
 
 def _failed(study: Study, trial: Trial, error: Exception) -> None:
-    logger.warning("trial %d failed: %s", trial.number, error)
     lines = ("…" if holds_secret(line) else line for line in str(error).splitlines())
-    trial.set_user_attr(REASON, "\n".join(lines))
+    reason = "\n".join(lines)
+    logger.warning("trial %d failed: %s", trial.number, reason)
+    trial.set_user_attr(REASON, reason)
     study.tell(trial, state=_state("FAIL"))
 
 
@@ -523,7 +524,8 @@ def _became(trial: FrozenTrial) -> str:
     told = _STATES[trial.state.name]
     if (earlier := trial.user_attrs.get(REPEATED)) is not None:
         return f"{told}, as trial {earlier}" if told else f"as trial {earlier}"
-    if reason := trial.user_attrs.get(REASON):
+    reason = trial.user_attrs.get(REASON)
+    if trial.state.name == "FAIL" and reason:
         return f"{told}: {reason.splitlines()[0]}"
     return told
 

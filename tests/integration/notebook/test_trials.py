@@ -156,6 +156,22 @@ def trainings(folder):
     return sorted(each.name for each in folder.iterdir() if each.is_dir())
 
 
+def test_a_trial_that_was_cut_off_while_its_failure_was_told_shows_what_it_came_to_later(
+    config, monkeypatch
+):
+    def cut_off(study, trial, *_, **__):
+        trial.set_user_attr("reason", "no memory")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.notebook.trials._tried", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            search(config, SMALL, trials=1)
+    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+    found = search(config, SMALL, trials=1)
+    assert "no memory" not in str(found)
+
+
 def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_end(
     config, tmp_path, capsys
 ):
@@ -309,13 +325,14 @@ def test_no_credential_stands_in_the_journal(config, tmp_path, monkeypatch):
         search(kept, {"judge_url": ["", f"https://me:{PLAIN}@h/"]}, trials=1)
 
 
-def test_no_credential_stands_in_the_reason_of_a_failure(config, monkeypatch):
+def test_no_credential_stands_in_the_reason_of_a_failure(config, monkeypatch, caplog):
     def fails(*_, **__):
         raise UsageError("The judge refused:\nhttps://me:plain@host/v1\nGive another key.")
 
     monkeypatch.setattr("groupwise.notebook.trials._tried", fails)
     [trial] = search(config, SMALL, trials=1).study.trials
     assert trial.user_attrs["reason"] == "The judge refused:\n…\nGive another key."
+    assert "me:plain" not in caplog.text
 
 
 def test_an_unknown_metric_is_refused_before_any_training(config, tmp_path):
