@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
@@ -74,13 +76,46 @@ class Table:
         return self.as_html()
 
 
+class Output:
+    """A place below the cell; what is drawn there stands in place of what was drawn before."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def draw(self, kernel: Any, html: str) -> None:
+        """`kernel` is `IPython.display`."""
+        shown = kernel.HTML(html)
+        if self._handle is None:
+            self._handle = kernel.display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+
+_shared: ContextVar[Output | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def one_output() -> Generator[None]:
+    """All that is shown within, tables and the pages of trainings, has one place below the cell, for which each takes its turn."""
+    before = _shared.set(Output())
+    try:
+        yield
+    finally:
+        _shared.reset(before)
+
+
+def output() -> Output:
+    """Where the next thing is to be drawn: a place of its own, but within `one_output`."""
+    return _shared.get() or Output()
+
+
 def show(shown: Shown) -> None:
     """Show it where the reader is: below the cell, or on standard output."""
     kernel = kernel_display()
     if kernel is None:
         tell(str(shown))
     else:
-        kernel.display(kernel.HTML(shown.as_html()))
+        output().draw(kernel, shown.as_html())
 
 
 def tell(text: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupwise.display.board import Board, Metrics, part_of
-from groupwise.display.notebook import Table, as_html
+from groupwise.display.notebook import Table, as_html, output
 from groupwise.display.plot import Point, Series, svg_curve, with_mean
 from groupwise.display.text import shorten
 from groupwise.types import Group, Rollout
@@ -41,7 +41,7 @@ class Page:
         self._board = board
         self._clock = clock
         self._cell = contextvars.copy_context()
-        self._handle: Any = None
+        self._output = output()
         self._drawn_at = 0.0
         self._curves: dict[str, list[Point]] = {}
         self._notes: list[str] = []
@@ -71,14 +71,7 @@ class Page:
     def draw(self) -> None:
         """Replace what is shown."""
         self._drawn_at = self._clock()
-        self._cell.copy().run(self._publish)
-
-    def _publish(self) -> None:
-        shown = self._kernel.HTML(self.html())
-        if self._handle is None:
-            self._handle = self._kernel.display(shown, display_id=True)
-        else:
-            self._handle.update(shown)
+        self._cell.copy().run(self._output.draw, self._kernel, self.html())
 
     def html(self) -> str:
         """What is shown now."""

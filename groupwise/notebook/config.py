@@ -11,10 +11,23 @@ that are told the config.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    Self,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     ConfigDict,
@@ -25,13 +38,15 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from groupwise.accelerators import accelerator
 from groupwise.display.notebook import Table
 from groupwise.errors import ConfigError
-from groupwise.notebook.worded import Worded, in_words
+from groupwise.notebook.worded import Worded, in_words, plain_number
 from groupwise.rewards.tags import Tag, Tags
-from groupwise.settings.credentials import holds_secret, is_secret
+from groupwise.runs.config import RESERVED, RUN_NAME
+from groupwise.settings.credentials import holds_secret, is_secret, names_secret
 from groupwise.settings.schema import EACH_VALUE_ALONE, Conflict, setting
 
 Backend = Literal["auto", "torch", "tunix"]
@@ -92,7 +107,7 @@ class TrainingConfig(Worded):
         gt=0,
     )
     lora_rank: int = setting(64, "Rank of the adapter.", ge=1)
-    lora_alpha: float = setting(64.0, "The adapter's output is scaled by alpha / rank.", gt=0)
+    lora_alpha: int = setting(64, "The adapter's output is scaled by alpha / rank.", ge=1)
     model: str | None = setting(
         None,
         "Hub id, folder or alias. None: Gemma 3 1B IT on a TPU or a GPU, the bundled small model on a CPU.",
@@ -112,9 +127,7 @@ class TrainingConfig(Worded):
         False,
         "Keep checkpoints and exports on Google Drive (Colab), so that they outlive the machine.",
     )
-    experiment_name: str = setting(
-        "gemma3_grpo_reasoning", "Name of the run, and of its folder.", min_length=1
-    )
+    experiment_name: str = setting("gemma3_grpo_reasoning", "Name of the run, and of its folder.")
     checkpoint_dir: Computed = setting(
         None,
         "The run's folder. Not given: that of the experiment on Drive if save_to_drive, else ./checkpoints/<experiment_name>.",
@@ -198,13 +211,12 @@ class TrainingConfig(Worded):
     @classmethod
     def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """See `Worded`; of credentials only whether they are text."""
-        held = {
-            name: value for name, value in values.items() if name in SECRETS and value is not None
-        }
         hidden = {
-            name: "…" if isinstance(value, str | SecretStr) else 0 for name, value in held.items()
+            name: "…" if isinstance(value, str | SecretStr) else 0
+            for name, value in values.items()
+            if (name in SECRETS or is_secret(name)) and not isinstance(value, bool | None)
         }
-        return super().as_shown({**values, **hidden})
+        return {**without_secrets(super().as_shown(values)), **hidden}
 
     @property
     def tags(self) -> Tags:
@@ -246,7 +258,7 @@ class TrainingConfig(Worded):
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
-            yield name, _without_secrets(value) if name == "overrides" else value
+            yield name, without_secrets(value, name or "")
 
     if not TYPE_CHECKING:  # who reads the types shall see the fields
 
@@ -266,11 +278,32 @@ class TrainingConfig(Worded):
                 given = {key: before[0][key] for key in before[1]}
                 raise in_words(type(self), {**given, name: value}, error) from None
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number_as_the_field_has_it(cls, given: Any, info: ValidationInfo) -> Any:
+        """Of numpy as of Python, and 10.0 as 10 where numbers are whole."""
+        value = plain_number(given)
+        whole = isinstance(value, float) and value.is_integer()
+        field = cls.model_fields[str(info.field_name)]
+        return int(value) if whole and takes_whole_alone(field) else value
+
     @field_validator("model", "dataset", "checkpoint_dir", mode="before")
     @classmethod
     def _path_as_text(cls, given: Any) -> Any:
         text = str(given) if isinstance(given, Path) else given
         return str(Path(text).expanduser()) if str(text).startswith("~") else text
+
+    @field_validator("experiment_name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str) -> str:
+        if not RUN_NAME.fullmatch(name) or name in RESERVED:
+            shown = json.dumps("…" if holds_secret(name) else name, ensure_ascii=False)
+            raise ValueError(
+                f"{shown} cannot name an experiment, which is a folder as well. Use letters (a to z), digits, `.`, `_` and `-`, "
+                "beginning with a letter or digit, but not `base`, which names the model itself. Where that folder is to be, "
+                "checkpoint_dir says."
+            )
+        return name
 
     @field_validator("report_to", "devices", mode="before")
     @classmethod
@@ -356,12 +389,17 @@ class _Fixed(dict[str, Any]):
         return _Fixed, (self.__deepcopy__({}),)
 
 
-def _without_secrets(value: Any, key: str = "") -> Any:
+def without_secrets(value: Any, key: str = "") -> Any:
+    """The value with "…" in place of what is a credential by its key or its form, within lists and mappings, too."""
     if isinstance(value, Mapping):
         parts = cast("Mapping[str, Any]", value)
-        return {name: _without_secrets(each, str(name)) for name, each in parts.items()}
-    hidden = is_secret(key.rpartition(".")[2]) or holds_secret(str(value))
-    return "…" if hidden and value is not None else value
+        return {name: without_secrets(each, str(name)) for name, each in parts.items()}
+    if isinstance(value, list):
+        return [without_secrets(each, key) for each in cast("list[Any]", value)]
+    if isinstance(value, bool | SecretStr | None) or not str(value):
+        return value
+    by_form = holds_secret(value) if isinstance(value, str) else names_secret(str(value))
+    return "…" if by_form or is_secret(key.rpartition(".")[2]) else value
 
 
 def _closed(name: str) -> ConfigError:
@@ -369,6 +407,21 @@ def _closed(name: str) -> ConfigError:
         f"{name} cannot be changed: a session was prepared with this config. Make another one, "
         f"config.changed({name}=…), and prepare a session with that."
     )
+
+
+def takes_whole_alone(*fields: FieldInfo) -> bool:
+    """Whether of numbers they take whole ones alone."""
+    taken = {kind for each in fields for kind in _kinds(each.annotation)}
+    return int in taken and float not in taken
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Of values that an annotation admits: int and None of `int | None`."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return {kind for member in get_args(annotation) for kind in _kinds(member)}
+    return {annotation}
 
 
 def _tag(opens: str, closes: str) -> Tag:

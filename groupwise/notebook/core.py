@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from groupwise.accelerators import accelerator
 from groupwise.config import LoadedConfig, load_config
+from groupwise.data.config import DatasetConfig
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.notebook.config import CHECKPOINTS, TrainingConfig
 from groupwise.notebook.rewards import ACCURACY
@@ -23,7 +24,7 @@ LEAST_SAVE_STEPS = 10
 KEPT = 3
 
 OWN_NAMES = {
-    "run.name": "experiment_name",
+    "run.name": "checkpoint_dir",
     "run.dir": "checkpoint_dir",
     "run.processes": "devices",
     "run.report_to": "report_to",
@@ -41,12 +42,33 @@ OWN_NAMES = {
     "training.seed": "seed",
 }
 """Keys of the core, and what they are called here."""
+_DECIDED = "is decided by the notebook's own fields."
+_ROWS = "has no effect here: the rows are those of the field dataset. "
+_REWARDS = "cannot be given here: the rewards are those of the notebook. "
+_LOADER = "Name a dataset there, or a loader of your own with register_dataset(name, loader)."
+_GIVEN = "Give others to train_grpo(config, session, reward_functions=[…])."
 _NOT_HERE = {
-    "run.dir": "checkpoint_dir",
-    "run.name": "checkpoint_dir",
-    "model.name": "model",
-    "rewards.in_process": "",
+    "run.dir": f"{_DECIDED} Set checkpoint_dir instead.",
+    "run.name": f"{_DECIDED} Set checkpoint_dir instead.",
+    "run.server": "is decided by who prepares the session. Call remote = connect(url), then remote.prepare_session(config).",
+    "model.name": f"{_DECIDED} Set model instead.",
+    **{f"data.{key}": _ROWS + _LOADER for key in DatasetConfig.model_fields if key != "strict"},
+    "data.seed": f"{_ROWS}Set seed, which splits them.",
+    "data.test_split_size": f"{_ROWS}Set train_fraction, which splits them.",
+    "data.system_prompt": f"{_ROWS}Set system_prompt, which stands before each question.",
+    "rewards.in_process": _DECIDED,
+    **{
+        f"rewards.{key}": _REWARDS + _GIVEN
+        for key in ("reward_funcs", "router", "default_task", "answer_column")
+    },
+    "task": "has no effect here, where no task reads it. What loaders and rewards are to know is a field of a subclass of TrainingConfig.",
 }
+"""Keys that cannot be overridden in a notebook, with all below them, and why."""
+_NO_ADAPTER = (
+    "is given as a whole, but a notebook trains an adapter of the rank lora_rank, and exports it. Leave it out, or set keys of it, such as "
+    "lora.dropout. All weights of a model are trained by the command groupwise rl."
+)
+_NO_ENVIRONMENT = "is environment, which a notebook has none of. Leave it out, or use the command groupwise rl with a task."
 
 
 def core_config(
@@ -59,7 +81,7 @@ def core_config(
     folder = run_folder(config)
     values: dict[str, Any] = {
         "model": {"name": model_of(config), **_backend(config, server)},
-        "lora": {"r": config.lora_rank, "alpha": _whole("lora_alpha", config.lora_alpha)},
+        "lora": {"r": config.lora_rank, "alpha": config.lora_alpha},
         "sampler": {"max_completion_length": config.total_generation_steps},
         "algorithm": {"type": "grpo", "beta": config.beta, "epsilon": config.epsilon},
         "training": {
@@ -157,12 +179,22 @@ def _processes(config: TrainingConfig, server: str | None) -> dict[str, Any]:
 
 def _overrides(config: TrainingConfig) -> list[str]:
     found = flat(config.overrides)
-    for key, _ in found:
-        if key in _NOT_HERE:
-            instead = _NOT_HERE[key]
-            use = f" Set {instead} instead." if instead else ""
-            raise ConfigError(f"overrides: {key} is decided by the notebook's own fields.{use}")
+    refused = [
+        f"overrides: {key} {reason}" for key, value in found if (reason := _why_not(key, value))
+    ]
+    if refused:
+        raise ConfigError("\n".join(refused))
     return [f"{key}={_as_json(key, value)}" for key, value in found]
+
+
+def _why_not(key: str, value: Any) -> str | None:
+    """Why it cannot be overridden; None where it can."""
+    if key == "lora":
+        return _NO_ADAPTER
+    if (key, value) == ("rollout.type", "environment"):
+        return _NO_ENVIRONMENT
+    reasons = (why for place, why in _NOT_HERE.items() if f"{key}.".startswith(f"{place}."))
+    return next(reasons, None)
 
 
 def _as_json(key: str, value: Any) -> str:
@@ -186,9 +218,3 @@ def flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any]
         else:
             found.append((".".join(path), cast("Any", value)))
     return found
-
-
-def _whole(name: str, value: float) -> int:
-    if value != int(value):
-        raise ConfigError(f"{name} is {value}; both backends take whole numbers.")
-    return int(value)

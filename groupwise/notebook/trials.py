@@ -3,8 +3,9 @@
     found = search(config, {"learning_rate": Between(1e-6, 1e-4, log=True), "num_generations": [4, 8]}, trials=12)
     found.best            # a config
 
-A trial that does worse than half of the others so far is ended early. What was tried is kept beside the trials' runs, so a search that
-was cut off goes on where it was, in the middle of a trial too, and one that is done can be given more trials.
+A trial that does worse than half of the others so far is ended early; one with the values of an earlier one is not trained, since it would
+come to the same bits. What was tried is kept beside the trials' runs, so a search that was cut off goes on where it was, in the middle of
+a trial too, and one that is done can be given more trials.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from groupwise.callbacks.base import Callback, RunHandle
-from groupwise.display.notebook import Table, kernel_display, show
+from groupwise.config import RunConfig
+from groupwise.display.notebook import Table, one_output, show, tell
 from groupwise.display.page import picture
 from groupwise.display.plot import Series, svg_curve
 from groupwise.errors import (
@@ -32,15 +35,18 @@ from groupwise.errors import (
     UsageError,
 )
 from groupwise.notebook import credentials, drive
-from groupwise.notebook.config import SECRETS, TrainingConfig
+from groupwise.notebook.config import SECRETS, TrainingConfig, takes_whole_alone, without_secrets
 from groupwise.notebook.core import core_config, flat, run_folder
 from groupwise.notebook.identity import ROWS, differences, facts_of
 from groupwise.notebook.rewards import Given, kind_of, rewards_of
 from groupwise.notebook.session import Session, make_session, refuse_no_config
 from groupwise.notebook.task import NUMERIC_METRICS, RUBRIC_METRICS
 from groupwise.notebook.training import run_training
+from groupwise.notebook.worded import plain_number
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
+from groupwise.settings.credentials import holds_secret, is_secret
+from groupwise.settings.schema import leaves
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -56,11 +62,15 @@ AFTER = "-search"
 """Stands after the name of the experiment's folder."""
 JOURNAL = "trials.jsonl"
 QUESTION = "question"
+REPEATED = "repeated"
+"""The number of the trial that had the same values."""
+REASON = "reason"
+"""Why a trial failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Numbers from `low` to `high`, whole ones if both are; `log` tries small ones as often as large ones."""
+    """Numbers from `low` to `high`, whole ones where the field is; `log` tries small ones as often as large ones."""
 
     low: float
     high: float
@@ -107,7 +117,7 @@ class Search:
                 str(trial.number),
                 *(_shown(trial.params.get(name, "")) for name in names),
                 "" if trial.value is None or trial.state.name == "PRUNED" else f"{trial.value:.4g}",
-                _STATES[trial.state.name],
+                _became(trial),
             )
             for trial in trials
         ]
@@ -146,6 +156,7 @@ _STATES = {
 }
 
 
+@one_output()
 def search(
     config: TrainingConfig,
     space: Space,
@@ -162,7 +173,8 @@ def search(
     `metric` is one of the evaluation of the test part after the training, and larger is better. `prune` ends trials early that do worse
     than the median. The runs are in the experiment's folder with `-search` after its name, on the local disk; with save_to_drive what
     was tried is copied to Drive, so that another machine goes on after the last trial that had ended. Values that cannot go together
-    are a trial that failed. Raises ConfigError for a search of this name that asked for something else.
+    are a trial that failed. Where each combination of lists and whole numbers was tried, the search is over. Raises ConfigError for a
+    search of this name that asked for something else.
     """
     refuse_no_config(config)
     _refuse_count(trials)
@@ -180,21 +192,23 @@ def search(
     _refuse_other_question(study, _question(base, rewards, space, metric))
     while (trial := _next(study, distributions, trials, config.seed)) is not None:
         try:
-            own = _with(config, trial.params).changed(
-                checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
-            )
-            session = make_session(own, server)
-            rewards = rewards_of(
-                own, session.train_dataset, reward_functions, extra_reward_functions
-            )
-            _tried(study, trial, session, rewards, metric, prune=prune)
+            if not _repeats(study, trial):
+                own = _with(config, trial.params).changed(
+                    checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
+                )
+                session = make_session(own, server)
+                rewards = rewards_of(
+                    own, session.train_dataset, reward_functions, extra_reward_functions
+                )
+                _tried(study, trial, session, rewards, metric, prune=prune)
         except (RunInUseError, ResumeMismatchError):
             raise
         except (RunError, UsageError) as error:
-            logger.warning("trial %d failed: %s", trial.number, error)
-            study.tell(trial, state=_state("FAIL"))
+            _failed(study, trial, error)
         _copy_to_drive(config, folder)
-        _redraw(found)
+        show(found)
+    if len(study.trials) < trials:
+        tell(_exhausted(study, trials))
     return found
 
 
@@ -214,15 +228,62 @@ def _tried(
         study.tell(trial, session.run.evaluations()["after"][metric])
 
 
+def _repeats(study: Study, trial: Trial) -> bool:
+    """Whether a trial with these values has ended already; the study is told that this one came to the same."""
+    ended = [each for each in study.trials if each.state.name in ("COMPLETE", "PRUNED")]
+    earlier = next((each for each in ended if each.params == trial.params), None)
+    if earlier is None:
+        return False
+    trial.set_user_attr(REPEATED, earlier.number)
+    if earlier.state.name == "COMPLETE":
+        study.tell(trial, earlier.value)
+    else:
+        _report(study, trial, earlier)
+        study.tell(trial, state=_state("PRUNED"))
+    return True
+
+
+def _report(study: Study, trial: Trial, earlier: FrozenTrial) -> None:
+    """Where an earlier trial was ended, by which the study ranks it; not again where this was cut off after it."""
+    step = earlier.last_step
+    if step is not None and step not in study.trials[trial.number].intermediate_values:
+        trial.report(earlier.intermediate_values[step], step)
+
+
+def _exhausted(study: Study, trials: int) -> str:
+    """Why there are fewer trials than were asked for."""
+    failed = sum(trial.state.name == "FAIL" for trial in study.trials)
+    again = "; those that failed are tried again under another experiment_name" if failed else ""
+    return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{again}."
+
+
+def _failed(study: Study, trial: Trial, error: Exception) -> None:
+    lines = ("…" if holds_secret(line) else line for line in str(error).splitlines())
+    reason = "\n".join(lines)
+    logger.warning("trial %d failed: %s", trial.number, reason)
+    trial.set_user_attr(REASON, reason)
+    study.tell(trial, state=_state("FAIL"))
+
+
 def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> dict[str, Any]:
     """What trials must agree in to be compared: the metric, the fields and keys that are not varied, rows and rewards."""
     config = session.config
     fields = config.model_dump(mode="json", exclude={*_FIXED, *space})
-    keys = {key: value for key, value in flat(config.overrides) if key not in space}
+    set_here = {
+        **fields,
+        **{key: value for key, value in flat(config.overrides) if key not in space},
+    }
+    told = {key: value for key, value in set_here.items() if not _is_secret(key)}
     facts = facts_of(config, session.train_dataset, session.test_dataset, rewards)
     if {"seed", "train_fraction"} & {*space}:  # each trial has a split of its own
         facts = {name: value for name, value in facts.items() if name not in ROWS}
-    return json.loads(json.dumps({"metric": metric, **fields, **keys, **facts}, default=str))
+    asked = {"metric": metric, **without_secrets(told), **facts}
+    return json.loads(json.dumps(asked, default=str))
+
+
+def _is_secret(name: str) -> bool:
+    """Whether a field, or a key of the core, is a credential, which no journal may hold."""
+    return is_secret(name.rpartition(".")[2])
 
 
 def _refuse_other_question(study: Study, question: Mapping[str, Any]) -> None:
@@ -322,16 +383,27 @@ def _distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
         )
     found: dict[str, Any] = {}
     for name, values in cast("Space", space).items():
-        if name in _FIXED:
+        if name in _FIXED or _is_secret(name):
             raise ConfigError(f"{name} is nothing that a search can vary.")
-        found[name] = _distribution(name, values)
-        ends = [values.low, values.high] if isinstance(values, Between) else list(values)
+        found[name] = tried = _distribution(name, values, _is_whole(config, name))
+        ends = [tried.low, tried.high] if isinstance(values, Between) else tried.choices
+        if without_secrets(list(ends)) != list(ends):
+            raise ConfigError(
+                f"{name} holds what looks like a credential, and what is tried is written down. Take it from the environment instead."
+            )
         for value in ends:
             core_config(_with(config, {name: value}))
     return found
 
 
-def _distribution(name: str, values: Any) -> Any:
+def _is_whole(config: TrainingConfig, name: str) -> bool:
+    """Whether a field, or a key of the core, takes whole numbers alone."""
+    own = type(config).model_fields.get(name)
+    of_core = (leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name)
+    return takes_whole_alone(*([own] if own else of_core))
+
+
+def _distribution(name: str, values: Any, whole: bool) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(values, Between):
@@ -339,14 +411,30 @@ def _distribution(name: str, values: Any) -> Any:
             raise ConfigError(
                 f"{name}: expected Between(low, high) or a list of values, got {values!r}."
             )
-        return CategoricalDistribution(list(cast("Sequence[Any]", values)))
-    if not values.low < values.high:
-        raise ConfigError(f"{name}: {values.low} is not below {values.high}.")
-    if values.log and values.low <= 0:
-        raise ConfigError(f"{name}: {values.low} has no logarithm; begin above 0.")
-    if isinstance(values.low, int) and isinstance(values.high, int):
-        return IntDistribution(values.low, values.high, log=values.log)
-    return FloatDistribution(values.low, values.high, log=values.log)
+        return CategoricalDistribution(
+            [plain_number(each) for each in cast("Sequence[Any]", values)]
+        )
+    low, high = (_number(name, end) for end in (values.low, values.high))
+    if not low < high:
+        raise ConfigError(f"{name}: {low} is not below {high}.")
+    if values.log and low <= 0:
+        raise ConfigError(f"{name}: {low} has no logarithm; begin above 0.")
+    if not whole:
+        return FloatDistribution(low, high, log=values.log)
+    for end in (low, high):
+        if not end.is_integer():
+            raise ConfigError(
+                f"{name}: a range from {low:g} to {high:g}, but {name} takes whole numbers alone. Begin and end with such, or give a list."
+            )
+    return IntDistribution(int(low), int(high), log=values.log)
+
+
+def _number(name: str, end: Any) -> float:
+    """An end of a range."""
+    value = plain_number(end)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name}: a range has numbers as its ends, not {end!r}.")
+    return float(value)
 
 
 def _study(folder: Path, prune: bool) -> Study:
@@ -378,7 +466,7 @@ def _refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
 
 
 def _next(study: Study, distributions: dict[str, Any], trials: int, seed: int) -> Trial | None:
-    """The trial that was cut off, else a new one; None where there are enough."""
+    """The trial that was cut off, else a new one; None where there are enough, or none is left to be tried."""
     from optuna.samplers import TPESampler
     from optuna.trial import Trial
 
@@ -388,10 +476,36 @@ def _next(study: Study, distributions: dict[str, Any], trials: int, seed: int) -
         elif frozen.state.name == "RUNNING":
             return Trial(study, frozen._trial_id)  # pyright: ignore[reportPrivateUsage]  # no other way to go on with one
     done = len(study.trials)
+    if done >= trials or _all_tried(study, distributions):
+        return None
     study.sampler = TPESampler(
         seed=seed + done
     )  # what it tries does not depend on who tried the others
-    return study.ask(distributions) if done < trials else None
+    return study.ask(distributions)
+
+
+def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
+    """Whether no combination is left; of numbers that are not whole there are always more."""
+    sizes = [_size(each) for each in distributions.values()]
+    if None in sizes:
+        return False
+    tried: list[dict[str, Any]] = []
+    for trial in study.trials:
+        if trial.params.keys() == distributions.keys() and trial.params not in tried:
+            tried.append(trial.params)
+    return len(tried) == prod(size for size in sizes if size is not None)
+
+
+def _size(distribution: Any) -> int | None:
+    """How many values there are; None: any number."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        choices = distribution.choices
+        return sum(each not in choices[:place] for place, each in enumerate(choices))
+    if isinstance(distribution, IntDistribution):
+        return distribution.high - distribution.low + 1
+    return None
 
 
 def _state(name: str) -> Any:
@@ -405,13 +519,16 @@ def _rank(trial: FrozenTrial) -> tuple[bool, float, int]:
     return not complete, -(trial.value or 0.0) if complete else 0.0, trial.number
 
 
+def _became(trial: FrozenTrial) -> str:
+    """What the table says of a trial beside its value."""
+    told = _STATES[trial.state.name]
+    if (earlier := trial.user_attrs.get(REPEATED)) is not None:
+        return f"{told}, as trial {earlier}" if told else f"as trial {earlier}"
+    reason = trial.user_attrs.get(REASON)
+    if trial.state.name == "FAIL" and reason:
+        return f"{told}: {reason.splitlines()[0]}"
+    return told
+
+
 def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _redraw(found: Search) -> None:
-    """What was tried so far, in place of the last trial's page."""
-    kernel = kernel_display()
-    if kernel is not None:
-        kernel.clear_output(wait=True)
-    show(found)

@@ -49,6 +49,11 @@ def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationErr
     return ConfigError("\n".join(f"{kind.__name__}: {each}" for each in told))
 
 
+def plain_number(value: Any) -> Any:
+    """A number of numpy or torch as one of Python; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
 def _told(problem: Any) -> str:
     place = ".".join(map(str, problem["loc"]))
     message = problem["msg"].removeprefix("Value error, ").removeprefix("config: ")
@@ -64,6 +69,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in cast("Sequence[Any]", value)]
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(plain_number(value)))
     except (TypeError, ValueError):
         return repr(value)

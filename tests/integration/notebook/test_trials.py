@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
+import numpy as np
 import pytest
 
 from groupwise.display.notebook import Table
@@ -13,12 +15,19 @@ from groupwise.notebook import TrainingConfig
 from groupwise.notebook.training import Stopped
 from groupwise.notebook.trials import Between, search
 from groupwise.runs.folder import read_config
+from groupwise.settings.schema import setting
+from tests.kernels import Kernel, text
 
 SPACE = {
     "learning_rate": Between(1e-4, 0.1, log=True),
     "num_generations": [2, 4],
     "training.weight_decay": [0.0],
 }
+
+
+def between(low: Any, high: Any) -> Between:
+    """A range that a type checker would refuse."""
+    return Between(low, high)
 
 
 def digits(completions, **columns):
@@ -120,7 +129,10 @@ def test_a_trial_that_fails_is_told_and_the_next_one_begins(config):
     longer = config.changed(num_batches=5)
     found = search(longer, SPACE, trials=2, reward_functions=[fails], prune=False)
     assert [trial.state.name for trial in found.study.trials] == ["FAIL", "FAIL"]
-    assert "failed" in str(found)
+    assert [row[-1] for row in found.table().rows] == [
+        f"failed: {trial.user_attrs['reason'].splitlines()[0]}" for trial in found.study.trials
+    ]
+    assert "failed: No rollout could be scored in 3 steps" in str(found)
     with pytest.raises(UsageError, match="No trial has ended well"):
         _ = found.best
 
@@ -137,6 +149,81 @@ def test_a_trial_that_is_worse_than_the_others_ends_early(config):
     assert "ended early" in str(found.table())
 
 
+SMALL = {"num_generations": [2, 4], "epsilon": [0.1]}
+
+
+def trainings(folder):
+    return sorted(each.name for each in folder.iterdir() if each.is_dir())
+
+
+def test_a_trial_that_was_cut_off_while_its_failure_was_told_shows_what_it_came_to_later(
+    config, monkeypatch
+):
+    def cut_off(study, trial, *_, **__):
+        trial.set_user_attr("reason", "no memory")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.notebook.trials._tried", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            search(config, SMALL, trials=1)
+    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+    found = search(config, SMALL, trials=1)
+    assert "no memory" not in str(found)
+
+
+def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_end(
+    config, tmp_path, capsys
+):
+    found = search(config, SMALL, trials=30, reward_functions=[digits], prune=False)
+    tried = [trial.params["num_generations"] for trial in found.study.trials]
+    assert {*tried} == {2, 4}
+    assert tried[0] == tried[1]
+    first = {number: tried.index(number) for number in tried}
+    folder = tmp_path / "checkpoints" / "digits-search"
+    assert trainings(folder) == [f"trial-{number}" for number in sorted(first.values())]
+    values = {trial.params["num_generations"]: set() for trial in found.study.trials}
+    for trial in found.study.trials:
+        values[trial.params["num_generations"]].add(trial.value)
+    assert [len(each) for each in values.values()] == [1, 1]
+    became = {row[0]: row[-1] for row in found.table().rows}
+    assert became["0"] == ""
+    assert became["1"] == "as trial 0"
+    said = f"Each combination of the space was tried, so that the search is over after {len(tried)} of 30 trials."
+    assert said in capsys.readouterr().out
+    again = search(config, SMALL, trials=30, reward_functions=[digits], prune=False)
+    assert len(again.study.trials) == len(tried)
+
+
+def test_a_repeated_trial_that_was_cut_off_before_it_was_told_is_not_trained(
+    config, tmp_path, monkeypatch
+):
+    from optuna.trial import Trial
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trial, "set_user_attr", crash)
+        with pytest.raises(KeyboardInterrupt):
+            search(config, SMALL, trials=2, reward_functions=[digits], prune=False)
+    found = search(config, SMALL, trials=2, reward_functions=[digits], prune=False)
+    assert found.study.trials[0].value == found.study.trials[1].value
+    assert trainings(tmp_path / "checkpoints" / "digits-search") == ["trial-0"]
+
+
+def test_a_repeated_trial_that_ended_early_did_so_too(config, tmp_path, monkeypatch):
+    def stopped(trial):
+        return trial.number == 0
+
+    monkeypatch.setattr("optuna.trial.Trial.should_prune", stopped)
+    found = search(config, SMALL, trials=2, reward_functions=[digits])
+    states = [(trial.state.name, trial.value) for trial in found.study.trials]
+    assert states[0] == states[1] == ("PRUNED", states[0][1])
+    assert states[0][1] is not None
+    assert [row[-1] for row in found.table().rows] == ["ended early", "ended early, as trial 0"]
+
+
 @pytest.mark.parametrize(
     ("space", "said"),
     [
@@ -144,6 +231,15 @@ def test_a_trial_that_is_worse_than_the_others_ends_early(config):
         ({"learning_rat": [0.1]}, "learning_rat"),
         ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"),
         ({"learning_rate": Between(0.1, 0.1)}, "not below"),
+        (
+            {"learning_rate": between("a", 0.1)},
+            "learning_rate: a range has numbers as its ends, not 'a'",
+        ),
+        ({"beta": Between(0, True)}, "beta: a range has numbers as its ends, not True"),
+        ({"num_iterations": Between(0.5, 4)}, "from 0.5 to 4, but num_iterations takes whole"),
+        ({"dataset_max": Between(4, 9.5)}, "dataset_max takes whole numbers alone"),
+        ({"training.lag": Between(0.5, 4)}, "training.lag takes whole numbers alone"),
+        ({"topic": Between(0, 1)}, "topic is not a key"),
         ({"num_generations": [2, 1]}, "num_generations is 1"),
         ({"num_generations": "24"}, "num_generations"),
         ({"hf_token": ["a"]}, "nothing that a search can vary"),
@@ -153,6 +249,90 @@ def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_pat
     with pytest.raises(ConfigError, match=said):
         search(config, space, trials=1)
     assert not (tmp_path / "checkpoints").exists()
+
+
+class Mine(TrainingConfig):
+    boldness: float = 0.5
+    words: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("space", "kind"),
+    [
+        ({"beta": Between(0, 1)}, float),
+        ({"training.weight_decay": Between(0, 1)}, float),
+        ({"algorithm.epsilon_high": Between(1, 2)}, float),
+        ({"boldness": between(np.int64(0), np.float32(1))}, float),
+        ({"num_iterations": Between(1, 20)}, int),
+        ({"num_iterations": between(1.0, np.float32(20))}, int),
+        ({"words": Between(0, 20)}, int),
+        ({"lora.r": Between(1, 20)}, int),
+    ],
+)
+def test_what_a_range_holds_is_what_the_field_takes(config, space, kind, monkeypatch):
+    given = Mine(**{name: getattr(config, name) for name in config.model_fields_set})
+    fractions = []
+    for number in range(5):
+        monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+        own = given.changed(experiment_name=f"r{number}", seed=number)
+        [trial] = search(own, space, trials=1).study.trials
+        [value] = trial.params.values()
+        assert type(value) is kind
+        fractions.append(value % 1)
+    assert any(fractions) == (kind is float)
+
+
+def told_a_number(study, trial, *_, **__):
+    study.tell(trial, 1.0)
+
+
+def test_a_journal_of_another_kind_of_numbers_is_refused(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+    space = {"beta": Between(0, 1)}
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.notebook.trials._is_whole", lambda *_: True)
+        search(config, space, trials=1)
+    with pytest.raises(ConfigError, match="another space: beta"):
+        search(config, space, trials=2)
+
+
+class WithKeys(TrainingConfig):
+    openai_api_key: str | None = None
+    judge_url: str = ""
+    services: dict[str, Any] = setting({}, "With their keys.")
+
+
+PLAIN = "plain-XYZ987"
+
+
+def test_no_credential_stands_in_the_journal(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    kept = WithKeys(
+        **given,
+        openai_api_key=PLAIN,
+        judge_url=f"https://me:{PLAIN}@h/",
+        services={"api_key": PLAIN},
+    )
+    search(kept, SMALL, trials=1)
+    files = [each for each in (tmp_path / "checkpoints").rglob("*") if each.is_file()]
+    assert [each.name for each in files] == ["trials.jsonl"]
+    assert PLAIN not in files[0].read_text()
+    search(kept.changed(openai_api_key=None), SMALL, trials=2)
+    with pytest.raises(ConfigError, match="openai_api_key is nothing that a search can vary"):
+        search(kept, {"openai_api_key": [PLAIN]}, trials=1)
+    with pytest.raises(ConfigError, match="judge_url holds what looks like a credential"):
+        search(kept, {"judge_url": ["", f"https://me:{PLAIN}@h/"]}, trials=1)
+
+
+def test_no_credential_stands_in_the_reason_of_a_failure(config, monkeypatch, caplog):
+    def fails(*_, **__):
+        raise UsageError("The judge refused:\nhttps://me:plain@host/v1\nGive another key.")
+
+    monkeypatch.setattr("groupwise.notebook.trials._tried", fails)
+    [trial] = search(config, SMALL, trials=1).study.trials
+    assert trial.user_attrs["reason"] == "The judge refused:\n…\nGive another key."
+    assert "me:plain" not in caplog.text
 
 
 def test_an_unknown_metric_is_refused_before_any_training(config, tmp_path):
@@ -189,16 +369,18 @@ def test_a_search_that_asks_for_something_else_is_refused(config):
         search(config.changed(overrides=overrides), reward_functions=[digits], **again)
 
 
-def test_values_that_do_not_go_together_are_a_failed_trial(config):
+def test_values_that_do_not_go_together_are_a_failed_trial(config, capsys):
     space = {"num_batches": [2, 6], "train_fraction": [0.2, 0.5]}
     base = config.changed(num_batches=6, train_fraction=0.5)
-    found = search(base, space, trials=6, reward_functions=[digits], prune=False)
-    states = {
-        trial.state.name: trial.params["num_batches"] * trial.params["train_fraction"]
+    found = search(base, space, trials=20, reward_functions=[digits], prune=False)
+    steps = [
+        (trial.state.name, trial.params["num_batches"] * trial.params["train_fraction"])
         for trial in found.study.trials
-    }
-    assert len(found.study.trials) == 6
-    assert states["FAIL"] < 1
+    ]
+    assert {count for state, count in steps if state == "FAIL"} == {0.4}
+    assert {count for state, count in steps if state == "COMPLETE"} == {1.0, 6 * 0.2, 3.0}
+    said = f"after {len(steps)} of 20 trials; those that failed are tried again under another"
+    assert said in capsys.readouterr().out
     blind = config.changed(overrides={**config.overrides, "eval.before_and_after": False})
     with pytest.raises(UsageError, match="test part is not evaluated"):
         search(blind, SPACE, trials=1)
@@ -229,6 +411,35 @@ def test_what_was_tried_goes_with_drive_to_another_machine(config, tmp_path, mon
     more = search(own, SPACE, trials=2, reward_functions=[digits], prune=False)
     assert more.study.trials[0].value == found.study.trials[0].value
     assert len(more.study.trials) == 2
+
+
+IN_A_KERNEL = """
+from groupwise.notebook import *
+
+config = TrainingConfig(
+    model="tiny", dataset="arithmetic", dataset_max=12, num_batches=4, train_fraction=0.5, batch_size=1, total_generation_steps=4,
+    beta=0.0, lora_rank=2, lora_alpha=4, experiment_name="k", overrides={"run.processes": 1, "eval.max_prompts": 2},
+)
+print("mine")
+found = search(config, {"num_batches": [2, 4], "train_fraction": [0.25, 0.5]}, trials=20, prune=False)
+"""
+
+
+@pytest.mark.slow
+def test_in_a_kernel_trials_have_one_place_and_what_else_the_cell_said_stays(tmp_path):
+    with Kernel(tmp_path) as kernel:
+        said = kernel.run(IN_A_KERNEL)
+        states = text(kernel.run("print(*[trial.state.name for trial in found.study.trials])"))
+    assert {*states.split()} == {"COMPLETE", "FAIL"}
+    drawn = [each for each in said if each["kind"] == "display_data"]
+    assert len(drawn) == 1
+    page = drawn[0]["data"]["text/html"]
+    assert "Trials" in page
+    assert "failed: TrainingConfig: num_batches 2 × train_fraction 0.25 is less than one" in page
+    assert said[0]["text"].startswith("mine")
+    streams = "".join(each["text"] for each in said if each["kind"] == "stream")
+    failed = states.split().count("FAIL")
+    assert len(streams.splitlines()) == len(["mine", *["trial … failed"] * failed, "over after"])
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import copy
 import json
 import pickle
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr
 
 from groupwise.errors import ConfigError
 from groupwise.notebook.config import PRESETS, ColabTrainingConfig, TrainingConfig
@@ -41,7 +42,7 @@ _DEFAULTS = {
     "num_batches": 500,
     "learning_rate": 3e-6,
     "lora_rank": 64,
-    "lora_alpha": 64.0,
+    "lora_alpha": 64,
     "dataset": None,
     "use_openrubrics": True,
     "openrubrics_max": 2000,
@@ -104,6 +105,23 @@ def test_what_cannot_work_is_refused_in_words(values, said):
         made(**values)
     assert said in str(refused.value)
     assert "pydantic" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "/tmp/x", "a/b", "a\\b", "my exp", "ü1", "-a", "base", "a\n"]
+)
+@pytest.mark.parametrize("beside", [{}, {"checkpoint_dir": "there"}, {"save_to_drive": True}])
+def test_an_experiment_is_named_as_one_folder_can_be(name, beside):
+    with pytest.raises(ConfigError) as refused:
+        made(experiment_name=name, **beside)
+    [line] = str(refused.value).splitlines()
+    given = json.dumps(name, ensure_ascii=False)
+    assert f"experiment_name: {given} cannot name an experiment" in line
+    assert "letters (a to z), digits, `.`, `_` and `-`" in line
+    config = made(**beside)
+    with pytest.raises(ConfigError, match="cannot name an experiment"):
+        config.experiment_name = name
+    assert config == made(**beside)
 
 
 def test_all_that_is_wrong_is_told_at_once():
@@ -207,6 +225,56 @@ def test_an_error_shows_no_credential(name):
     assert SECRET not in str(refused.value)
 
 
+class Judge(BaseModel):
+    api_key: str = ""
+
+
+class WithKeys(TrainingConfig):
+    openai_api_key: str = ""
+    use_api_key: bool = True
+    judge_url: str = ""
+    services: dict[str, Any] = setting({}, "With their keys.")
+    listed: list[Any] = setting([], "Likewise.")
+    judge: Judge = Judge()
+    kind: Literal["a", "b"] = "a"
+
+
+PLAIN = "plain-XYZ987"
+KEYS = any_values(
+    openai_api_key=PLAIN,
+    judge_url=f"https://me:{PLAIN}@host/v1",
+    services={"one": {"api_key": PLAIN, "pages": 3}},
+    listed=[{"password": PLAIN}, SECRET],
+    judge=Judge(api_key=PLAIN),
+    reasoning_start=SECRET,
+)
+
+
+def test_credentials_among_the_fields_of_a_subclass_show_nowhere():
+    config = WithKeys(**KEYS)
+    for shown in (repr(config), str(config)):
+        assert PLAIN not in shown
+        assert SECRET not in shown
+    assert "services={'one': {'api_key': '…', 'pages': 3}}" in repr(config)
+    assert "use_api_key=True" in repr(config)
+    assert "openai_api_key=''" in repr(WithKeys())
+    assert config.openai_api_key == PLAIN
+    for wrong in (
+        {"beta": -1.0},
+        {"reasoning_end": SECRET},
+        {"kind": SECRET},
+        {"listed": {"a": SECRET}},
+        {"openai_api_key": [PLAIN]},
+        {"use_api_key": PLAIN},
+    ):
+        with pytest.raises(ConfigError) as refused:
+            WithKeys(**{**KEYS, **any_values(**wrong)})
+        assert PLAIN not in str(refused.value)
+        assert SECRET not in str(refused.value)
+        [line] = str(refused.value).splitlines()
+        assert line.startswith("WithKeys: ")
+
+
 def test_paths_are_taken():
     assert made(dataset=Path("rows.jsonl"), model=Path("folder")).dataset == "rows.jsonl"
 
@@ -236,8 +304,8 @@ def test_steps_are_the_floor_of_the_product(batches, share):
     ("values", "said"),
     [
         ({"devices": -1}, "TrainingConfig: devices is -1; it must be a whole number"),
-        ({"lora_alpha": 1.5}, "lora_alpha is 1.5; both backends take whole numbers"),
-        ({"experiment_name": "my exp"}, 'experiment_name: "my exp" cannot name a run'),
+        ({"lora_alpha": 1.5}, "lora_alpha is 1.5; it must be a whole number (at least 1)"),
+        ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs" cannot name a run'),
         ({"overrides": {"training.weigt_decay": 1}}, "did you mean training.weight_decay"),
         ({"overrides": {"run.dir": "x"}}, "run.dir is decided by the notebook's own fields"),
         ({"overrides": {3: 1}}, "overrides"),
@@ -262,6 +330,51 @@ def test_lists_are_taken_where_there_are_tuples():
 def test_numbers_of_numpy_are_numbers():
     core_of = made(overrides={"training.weight_decay": np.float32(0.5)})
     assert core_config(core_of).config.training.weight_decay == 0.5
+
+
+class WithNumbers(TrainingConfig):
+    pages: int | None = None
+    ratio: int | float = 1
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "taken"),
+    [
+        ("num_batches", np.int64(10), 10),
+        ("num_batches", 10.0, 10),
+        ("num_batches", np.float32(10), 10),
+        ("lora_alpha", 32.0, 32),
+        ("learning_rate", np.float32(0.5), 0.5),
+        ("learning_rate", np.array(0.5), 0.5),
+        ("learning_rate", torch.tensor(0.5), 0.5),
+        ("beta", np.int64(1), 1.0),
+        ("dataset_max", 9.0, 9),
+        ("devices", np.int64(2), 2),
+        ("use_openrubrics", np.False_, False),
+        ("pages", 3.0, 3),
+        ("ratio", 2.0, 2.0),
+        ("anything", 2.0, 2.0),
+    ],
+)
+def test_numbers_are_taken_as_the_field_has_them(name, value, taken):
+    config = WithNumbers(**any_values(**{name: value}))
+    found = getattr(config, name)
+    assert found == taken
+    assert type(found) is type(taken)
+    assert type(getattr(config.changed(**{name: value}), name)) is type(taken)
+    with pytest.raises(ConfigError) as refused:
+        WithNumbers(**any_values(**{name: value, "epsilon": -1.0}))
+    assert str(refused.value) == "WithNumbers: epsilon is -1.0; it must be a number (above 0)."
+    config = WithNumbers()
+    setattr(config, name, value)
+    assert type(getattr(config, name)) is type(taken)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 10.5, np.float32(10.5), np.array([1, 2])])
+def test_what_is_no_whole_number_is_refused_where_one_is_expected(value):
+    with pytest.raises(ConfigError, match=r"num_batches is .*; it must be a whole number"):
+        made(num_batches=value)
 
 
 def test_overrides_are_closed_with_the_rest():

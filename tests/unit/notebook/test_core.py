@@ -95,14 +95,44 @@ def test_an_override_that_cannot_be_is_told():
             core_config(TrainingConfig(overrides={"run": {key.partition(".")[2]: "x"}}))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "instead"),
+    [
+        ({"lora": None}, "overrides: lora is given as a whole"),
+        ({"lora": {}}, "of the rank lora_rank"),
+        ({"task.words": 3}, "overrides: task.words has no effect here"),
+        ({"task": {"words": 3}}, "a field of a subclass of TrainingConfig"),
+        ({"data.dataset_name": "x.jsonl"}, "register_dataset"),
+        ({"data": {"dataset_mixture": [{"source": "x"}]}}, "register_dataset"),
+        ({"data.columns": {"answer": "gold"}}, "overrides: data.columns.answer has no effect"),
+        ({"data.seed": 3}, "Set seed, which"),
+        ({"data.test_split_size": 0.1}, "Set train_fraction"),
+        ({"data.system_prompt": "Be brief."}, "Set system_prompt"),
+        ({"rewards.reward_funcs": ["match_format"]}, "reward_functions="),
+        ({"rewards.answer_column": "gold"}, "reward_functions="),
+        (
+            {"rewards.router": {"sums": ["match_format"]}},
+            "overrides: rewards.router.sums cannot be",
+        ),
+        ({"run.server": "http://gpu:8000"}, "connect(url)"),
+        ({"rollout.type": "environment"}, "has none of"),
+    ],
+)
+def test_an_override_without_effect_is_refused_with_what_to_use_instead(overrides, instead):
+    with pytest.raises(ConfigError) as refused:
+        TrainingConfig(overrides=overrides)
+    assert instead in str(refused.value)
+
+
+def test_every_override_that_cannot_be_is_told_at_once():
+    with pytest.raises(ConfigError) as refused:
+        TrainingConfig(overrides={"lora": None, "task.words": 3})
+    assert len(str(refused.value).splitlines()) == 2
+
+
 def test_devices_are_processes():
     assert core_config(TrainingConfig(devices=2)).config.run.processes == 2
     assert core_config(TrainingConfig()).config.run.processes is None
-
-
-def test_alpha_is_a_whole_number_here():
-    with pytest.raises(ConfigError, match=r"lora_alpha is 1\.5"):
-        core_config(TrainingConfig(lora_alpha=1.5))
 
 
 def test_the_run_of_an_experiment_on_drive_is_recorded_here():
