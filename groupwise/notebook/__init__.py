@@ -32,8 +32,9 @@ if TYPE_CHECKING:
         prepare_colab_session,
         prepare_session,
     )
+    from groupwise.notebook.space import Between
     from groupwise.notebook.training import TrainerState, train_grpo
-    from groupwise.notebook.trials import Between, Search, search
+    from groupwise.notebook.trials import Search, search
 
 __all__ = [
     "Between",
@@ -68,7 +69,7 @@ __all__ = [
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 _ROOMS = {
-    "Between": "trials",
+    "Between": "space",
     "ColabSession": "session",
     "ColabTrainingConfig": "config",
     "Connection": "connection",

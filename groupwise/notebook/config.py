@@ -328,17 +328,15 @@ class TrainingConfig(Worded):
     @model_validator(mode="after")
     def _suits_the_core(self, info: ValidationInfo) -> Self:
         """By the names that stand here, where no key of the core was given."""
-        from groupwise.notebook.core import OWN_NAMES, core_config  # it needs this module
+        from groupwise.notebook.core import by_own_names, core_config  # it needs this module
 
         if info.context is EACH_VALUE_ALONE:
             return self
         try:
-            core_config(self)
+            with by_own_names(self):
+                core_config(self)
         except ConfigError as error:
-            told, given = str(error), str(self.overrides)
-            for key, name in OWN_NAMES.items():
-                told = told if key in given else told.replace(key, name)
-            raise ValueError(told) from None
+            raise ValueError(str(error)) from None
         return self
 
     def _instruction(self) -> str:

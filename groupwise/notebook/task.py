@@ -14,6 +14,7 @@ from groupwise.notebook.grading import grades, is_numeric
 from groupwise.rewards.formats import SoftFormat
 from groupwise.rewards.overlap import RubricOverlap
 from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.tags import Tags
 from groupwise.rewards.text import CompletionText
 
 NUMERIC_METRICS = ("accuracy", "within_10_percent", "format_rate")
@@ -85,8 +86,17 @@ class NotebookTask:
         graded = grades(tags, completions, tolerant=True, answer=answers)
         right = {"accuracy": fmean(grade >= RIGHT for grade in graded)}
         near = {"within_10_percent": fmean(grade >= NEAR for grade in graded)}
-        numeric = any(is_numeric(tags, answer) for answer in answers)
-        return {"metrics": {**right, **(near if numeric else {}), **found}}
+        known = {**right, **near, **found}
+        return {"metrics": {name: known[name] for name in metric_names(tags, dataset_rows)}}
+
+
+def metric_names(tags: Tags, rows: Sequence[Row]) -> tuple[str, ...]:
+    """What is measured of such rows beside the rewards."""
+    if kind_of(rows) == "rubric":
+        return RUBRIC_METRICS
+    if any(is_numeric(tags, row["answer"]) for row in rows):
+        return NUMERIC_METRICS
+    return tuple(name for name in NUMERIC_METRICS if name != "within_10_percent")
 
 
 RIGHT, NEAR = 1.5, 0.5

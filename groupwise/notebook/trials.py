@@ -13,16 +13,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
 from groupwise.callbacks.base import Callback, RunHandle
-from groupwise.config import RunConfig
 from groupwise.display.notebook import Table, one_output, show, tell
 from groupwise.display.page import picture
 from groupwise.display.plot import Series, svg_curve
@@ -35,18 +34,18 @@ from groupwise.errors import (
     UsageError,
 )
 from groupwise.notebook import credentials, drive
-from groupwise.notebook.config import SECRETS, TrainingConfig, takes_whole_alone, without_secrets
-from groupwise.notebook.core import core_config, flat, run_folder
+from groupwise.notebook.collected import without_collected
+from groupwise.notebook.config import TrainingConfig, without_secrets
+from groupwise.notebook.core import flat, run_folder
 from groupwise.notebook.identity import ROWS, differences, facts_of
-from groupwise.notebook.rewards import Given, kind_of, rewards_of
+from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, make_session, refuse_no_config
-from groupwise.notebook.task import NUMERIC_METRICS, RUBRIC_METRICS
+from groupwise.notebook.space import FIXED, Space, distributions, is_credential, size, with_values
+from groupwise.notebook.task import metric_names
 from groupwise.notebook.training import run_training
-from groupwise.notebook.worded import plain_number
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
-from groupwise.settings.credentials import holds_secret, is_secret
-from groupwise.settings.schema import leaves
+from groupwise.settings.credentials import holds_secret
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -56,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 RECENT = 5
 """Steps whose mean reward is compared with that of other trials."""
-_FIXED = (*SECRETS, "experiment_name", "checkpoint_dir", "save_to_drive", "overrides")
-"""Fields that no search can vary."""
 AFTER = "-search"
 """Stands after the name of the experiment's folder."""
 JOURNAL = "trials.jsonl"
@@ -66,19 +63,6 @@ REPEATED = "repeated"
 """The number of the trial that had the same values."""
 REASON = "reason"
 """Why a trial failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """Numbers from `low` to `high`, whole ones where the field is; `log` tries small ones as often as large ones."""
-
-    low: float
-    high: float
-    log: bool = False
-
-
-Space: TypeAlias = Mapping[str, Between | Sequence[Any]]
-"""For each field, or dotted key of the core: a range, or a list of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +77,7 @@ class Search:
     @property
     def best(self) -> TrainingConfig:
         """The config of the best trial, to be trained under a name of its own. Raises UsageError where no trial has ended well."""
-        return _with(self.config, self._best.params)
+        return with_values(self.config, self._best.params)
 
     @property
     def best_value(self) -> float:
@@ -178,7 +162,7 @@ def search(
     """
     refuse_no_config(config)
     _refuse_count(trials)
-    distributions = _distributions(config, space)
+    wanted = distributions(config, space)
     credentials.provide(config)
     drive.ensure(config)
     base = make_session(config, server)
@@ -188,12 +172,12 @@ def search(
     _bring_back(config, folder)
     study = _study(folder, prune)
     found = Search(config, metric, study)
-    _refuse_other_space(study, distributions)
-    _refuse_other_question(study, _question(base, rewards, space, metric))
-    while (trial := _next(study, distributions, trials, config.seed)) is not None:
+    _refuse_other_space(study, wanted)
+    _refuse_other_question(study, _question(base, rewards, space, metric), folder)
+    while (trial := _next(study, wanted, trials, config.seed)) is not None:
         try:
             if not _repeats(study, trial):
-                own = _with(config, trial.params).changed(
+                own = with_values(config, trial.params).changed(
                     checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
                 )
                 session = make_session(own, server)
@@ -268,12 +252,12 @@ def _failed(study: Study, trial: Trial, error: Exception) -> None:
 def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> dict[str, Any]:
     """What trials must agree in to be compared: the metric, the fields and keys that are not varied, rows and rewards."""
     config = session.config
-    fields = config.model_dump(mode="json", exclude={*_FIXED, *space})
+    fields = config.model_dump(mode="json", exclude={*FIXED, *space})
     set_here = {
         **fields,
         **{key: value for key, value in flat(config.overrides) if key not in space},
     }
-    told = {key: value for key, value in set_here.items() if not _is_secret(key)}
+    told = {key: value for key, value in set_here.items() if not is_credential(key)}
     facts = facts_of(config, session.train_dataset, session.test_dataset, rewards)
     if {"seed", "train_fraction"} & {*space}:  # each trial has a split of its own
         facts = {name: value for name, value in facts.items() if name not in ROWS}
@@ -281,16 +265,14 @@ def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> d
     return json.loads(json.dumps(asked, default=str))
 
 
-def _is_secret(name: str) -> bool:
-    """Whether a field, or a key of the core, is a credential, which no journal may hold."""
-    return is_secret(name.rpartition(".")[2])
-
-
-def _refuse_other_question(study: Study, question: Mapping[str, Any]) -> None:
+def _refuse_other_question(study: Study, question: Mapping[str, Any], folder: Path) -> None:
+    """What the trials' rewards collected in lists is no other question."""
     before = study.user_attrs.get(QUESTION)
     if before is None:
         study.set_user_attr(QUESTION, question)
         return
+    for trial in folder.glob("trial-*"):
+        before, question = (without_collected(each, trial) for each in (before, question))
     asked = {**dict.fromkeys(before), **question}  # what is not asked any more is a difference, too
     if changed := differences(before, asked):
         raise ConfigError(
@@ -335,7 +317,7 @@ def _check_metric(metric: str, session: Session, rewards: Rubric) -> None:
         raise UsageError(
             "The test part is not evaluated: overrides has eval.before_and_after false. A search compares trainings by it; leave it out."
         )
-    own = RUBRIC_METRICS if kind_of(session.train_dataset) == "rubric" else NUMERIC_METRICS
+    own = metric_names(session.config.tags, session.test_dataset)
     known = ["reward", *own, *(f"rewards/{name}/mean" for name in rewards.names)]
     if metric not in known:
         raise UsageError(
@@ -366,75 +348,6 @@ class _Pruner(Callback):
     def load_state(self, state: Any) -> None:
         """See `Callback`."""
         self._recent.extend(state["recent"])
-
-
-def _with(config: TrainingConfig, values: Mapping[str, Any]) -> TrainingConfig:
-    """The config with values of a space: its fields, and keys of the core."""
-    own = {name: value for name, value in values.items() if name in type(config).model_fields}
-    core = {name: value for name, value in values.items() if name not in own}
-    return config.changed(**own, overrides={**config.overrides, **core})
-
-
-def _distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
-    """Optuna's form of a space whose every value could be trained. Raises ConfigError."""
-    if not isinstance(space, Mapping) or not space:
-        raise ConfigError(
-            'The space is no mapping, or empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
-        )
-    found: dict[str, Any] = {}
-    for name, values in cast("Space", space).items():
-        if name in _FIXED or _is_secret(name):
-            raise ConfigError(f"{name} is nothing that a search can vary.")
-        found[name] = tried = _distribution(name, values, _is_whole(config, name))
-        ends = [tried.low, tried.high] if isinstance(values, Between) else tried.choices
-        if without_secrets(list(ends)) != list(ends):
-            raise ConfigError(
-                f"{name} holds what looks like a credential, and what is tried is written down. Take it from the environment instead."
-            )
-        for value in ends:
-            core_config(_with(config, {name: value}))
-    return found
-
-
-def _is_whole(config: TrainingConfig, name: str) -> bool:
-    """Whether a field, or a key of the core, takes whole numbers alone."""
-    own = type(config).model_fields.get(name)
-    of_core = (leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name)
-    return takes_whole_alone(*([own] if own else of_core))
-
-
-def _distribution(name: str, values: Any, whole: bool) -> Any:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    if not isinstance(values, Between):
-        if not isinstance(values, list | tuple) or not values:
-            raise ConfigError(
-                f"{name}: expected Between(low, high) or a list of values, got {values!r}."
-            )
-        return CategoricalDistribution(
-            [plain_number(each) for each in cast("Sequence[Any]", values)]
-        )
-    low, high = (_number(name, end) for end in (values.low, values.high))
-    if not low < high:
-        raise ConfigError(f"{name}: {low} is not below {high}.")
-    if values.log and low <= 0:
-        raise ConfigError(f"{name}: {low} has no logarithm; begin above 0.")
-    if not whole:
-        return FloatDistribution(low, high, log=values.log)
-    for end in (low, high):
-        if not end.is_integer():
-            raise ConfigError(
-                f"{name}: a range from {low:g} to {high:g}, but {name} takes whole numbers alone. Begin and end with such, or give a list."
-            )
-    return IntDistribution(int(low), int(high), log=values.log)
-
-
-def _number(name: str, end: Any) -> float:
-    """An end of a range."""
-    value = plain_number(end)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name}: a range has numbers as its ends, not {end!r}.")
-    return float(value)
 
 
 def _study(folder: Path, prune: bool) -> Study:
@@ -486,7 +399,7 @@ def _next(study: Study, distributions: dict[str, Any], trials: int, seed: int) -
 
 def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
     """Whether no combination is left; of numbers that are not whole there are always more."""
-    sizes = [_size(each) for each in distributions.values()]
+    sizes = [size(each) for each in distributions.values()]
     if None in sizes:
         return False
     tried: list[dict[str, Any]] = []
@@ -494,18 +407,6 @@ def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
         if trial.params.keys() == distributions.keys() and trial.params not in tried:
             tried.append(trial.params)
     return len(tried) == prod(size for size in sizes if size is not None)
-
-
-def _size(distribution: Any) -> int | None:
-    """How many values there are; None: any number."""
-    from optuna.distributions import CategoricalDistribution, IntDistribution
-
-    if isinstance(distribution, CategoricalDistribution):
-        choices = distribution.choices
-        return sum(each not in choices[:place] for place, each in enumerate(choices))
-    if isinstance(distribution, IntDistribution):
-        return distribution.high - distribution.low + 1
-    return None
 
 
 def _state(name: str) -> Any:

@@ -12,8 +12,9 @@ import pytest
 from groupwise.display.notebook import Table
 from groupwise.errors import ConfigError, UsageError
 from groupwise.notebook import TrainingConfig
+from groupwise.notebook.space import Between
 from groupwise.notebook.training import Stopped
-from groupwise.notebook.trials import Between, search
+from groupwise.notebook.trials import search
 from groupwise.runs.folder import read_config
 from groupwise.settings.schema import setting
 from tests.kernels import Kernel, text
@@ -107,6 +108,32 @@ def test_a_trial_whose_run_was_over_is_not_trained_again(config, monkeypatch):
         patch.setattr("groupwise.notebook.training.rl", crash)
         found = search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
     assert found.best_value == found.study.trials[0].value
+
+
+def test_what_rewards_collect_is_no_other_question_and_what_they_read_is(config):
+    seen, letters = list[str](), ["0123"]
+
+    def reward(completions, **columns):
+        seen.extend(completions)
+        return [sum(text.count(each) for each in letters[0]) for text in completions]
+
+    search(config, SPACE, trials=1, reward_functions=[reward], prune=False)
+    assert seen
+    found = search(config, SPACE, trials=2, reward_functions=[reward], prune=False)
+    assert len(found.study.trials) == 2
+    letters[0] = "01"
+    with pytest.raises(ConfigError, match="differs in letters of the reward reward"):
+        search(config, SPACE, trials=3, reward_functions=[reward], prune=False)
+
+
+def test_words_are_not_within_a_tenth_of_each_other(config, tmp_path):
+    rows = tmp_path / "towns.jsonl"
+    rows.write_text(
+        "".join(f'{{"question": "q{n}?", "answer": "Town{n % 3}ville"}}\n' for n in range(9))
+    )
+    towns = config.changed(dataset=str(rows))
+    with pytest.raises(UsageError, match=r"'within_10_percent' .* There are: reward, acc"):
+        search(towns, SPACE, trials=1, reward_functions=[digits], metric="within_10_percent")
 
 
 def test_a_run_of_other_values_that_has_a_trials_number_is_not_taken_for_it(config, tmp_path):
@@ -290,7 +317,7 @@ def test_a_journal_of_another_kind_of_numbers_is_refused(config, tmp_path, monke
     monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
     space = {"beta": Between(0, 1)}
     with monkeypatch.context() as patch:
-        patch.setattr("groupwise.notebook.trials._is_whole", lambda *_: True)
+        patch.setattr("groupwise.notebook.space._is_whole", lambda *_: True)
         search(config, space, trials=1)
     with pytest.raises(ConfigError, match="another space: beta"):
         search(config, space, trials=2)
