@@ -162,9 +162,8 @@ class _Teller:
 
     @_of.register(functools.partial)
     def _(self, value: Any) -> Any:
-        given = {**dict(enumerate(value.args)), **value.keywords}
-        named = {str(name): each for name, each in given.items()}
-        return [self.told(value.func), self._named(named, "partial")]
+        given: dict[str, Any] = {str(place): each for place, each in enumerate(value.args)}
+        return [self.told(value.func), self._named({**given, **value.keywords}, "partial")]
 
     @_of.register(staticmethod)
     @_of.register(classmethod)
@@ -226,17 +225,17 @@ class _Teller:
             if name not in hidden and (name in _OWN_METHODS or not name.startswith("__"))
         }
         for name, value in shown.items():
-            if not _is_fixed(value) and not _is_users(type(value)):
+            if not _is_fixed(value) and not _is_users_object(value):
                 self.used[f"{owner}.{name}" if owner else name] = digest(_content(value))
         return {name: self._code_of(value) for name, value in shown.items()}
 
     def _code_of(self, value: Any) -> Any:
-        if _is_fixed(value) or _is_users(type(value)):
+        if _is_fixed(value) or _is_users_object(value):
             return self.told(value)
-        inside = value.values() if isinstance(value, dict) else value
+        inside: Any = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else value
         if not isinstance(value, dict | list | tuple):
             return ""
-        return [self.told(each) for each in cast("Sequence[Any]", inside) if _is_code(each)]
+        return [self.told(each) for each in inside if _is_code(each)]
 
 
 def _around(function: FunctionType) -> dict[str, Any]:
@@ -276,7 +275,8 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
+    kind = cast("type[object]", type(value))
+    slots = {name: getattr(value, name, None) for name in getattr(kind, "__slots__", ())}
     return {**slots, **_attributes(value)}
 
 
@@ -297,8 +297,7 @@ def _content(value: Any, above: frozenset[int] = frozenset()) -> Any:
     if hasattr(value, "tobytes") and hasattr(value, "shape"):
         return [str(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     kind = cast("type[object]", type(value))
-    own = inside(_state(value)) if _is_users(kind) else []
-    return [_place(kind), own]
+    return [_place(kind), inside(_state(value)) if _is_users(kind) else ""]
 
 
 def _is_fixed(value: Any) -> bool:
@@ -328,6 +327,11 @@ def _is_ours(value: FunctionType | type) -> bool:
 
 def _is_users(value: FunctionType | type) -> bool:
     return _is_of_the_user(str(value.__module__))
+
+
+def _is_users_object(value: Any) -> bool:
+    """Whether an object's class is."""
+    return _is_users(cast("type[object]", type(value)))
 
 
 @functools.cache

@@ -76,7 +76,7 @@ def test_the_table_tells_what_the_core_will_do(asked: list[Any], tmp_path: Path)
     config = TrainingConfig(
         model="tiny", dataset="arithmetic", experiment_name="e", overrides=overrides
     )
-    rows = dict(prepare_session(config).table().rows)
+    rows = {row[0]: row[1] for row in prepare_session(config).table().rows}
     assert rows["adapter"].startswith("rank 2, ")
     assert rows["training"] == "6 steps of 1 prompts × 3 completions"
     assert rows["run"] == "checkpoints/e-2"
