@@ -36,8 +36,6 @@ from groupwise.task_parts import longest_completion
 from groupwise.types import Learner, Sampler
 
 if TYPE_CHECKING:
-    from peft import LoraConfig as PeftConfig
-
     from groupwise.learner.slopes import Slope
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.ranks.bench import Bench
@@ -374,8 +372,8 @@ def check_model(config: RunConfig) -> None:
     check_unread(described_text(config.model), mesh_of(config.model.mesh), layers)
 
 
-def _adapted(config: RunConfig) -> tuple[PeftConfig, tuple[str, ...]]:
-    """The adapter that a run begins with, and the layers of the model that have one."""
+def _adapted(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
+    """Peft's config of the adapter that a run begins with, and the layers of the model that have one."""
     from groupwise.models.adapters import (
         check_adapter,
         hollow_adapter,
