@@ -434,9 +434,18 @@ def test_rewards_that_always_fail_stop_the_run_with_a_summary(groupwise):
 
 def test_a_stateful_reward_that_hangs_costs_its_groups_and_says_why(groupwise):
     task(
-        "return [float(len(text)) for text in completions]",
-        "import threading; threading.Event().wait(3)",
+        "answer, **columns):\n    return",
+        "trainer_state, **columns):\n    import threading\n    trainer_state.global_step or threading.Event().wait(3)\n    return",
     )
-    said = groupwise("rl", "rewards.time_limit=0.2", "eval.before_and_after=false")
+    said = groupwise(
+        "rl", "training.max_steps=2", "rewards.time_limit=0.2", "eval.before_and_after=false"
+    )
     assert said.code == 0
     said.has("failed 4 of 4 (4 timed out)", "the call took longer than 0.2 s; `right` was running")
+
+
+def test_a_run_of_one_step_without_a_score_has_failed(groupwise):
+    task("return [float(len(text)) for text in completions]", "raise KeyError('gold')")
+    said = groupwise("rl", "eval.before_and_after=false")
+    assert said.code == 1
+    said.has("No rollout could be scored in 1 step (the whole run)", "then start the run again")
