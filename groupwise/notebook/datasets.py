@@ -84,7 +84,7 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
     Shuffled by the seed; train_fraction of the rows are trained on, at least one and all but one.
     """
     train, test = _divided(_loaded(config), config)
-    return _with_prompts(train, config), _with_prompts(test, config)
+    return with_prompts(train, config), with_prompts(test, config)
 
 
 def kind_of(rows: Sequence[Row]) -> Kind:
@@ -326,11 +326,19 @@ def _enough(rows: Sequence[Row], config: TrainingConfig) -> Sequence[Row]:
     return rows
 
 
-def _with_prompts(rows: Rows, config: TrainingConfig) -> Rows:
-    def asked(row: Row) -> Row:
-        if _holds(row.get("prompt")):
+def with_prompts(rows: Sequence[Row], config: TrainingConfig) -> Rows:
+    """The rows, each with what the model is given: its own prompt, else one made of its question."""
+
+    def asked(given: object) -> Row:
+        if not isinstance(given, dict):
+            raise TaskError(
+                f"A row is {type(given).__name__}. Expected rows such as {{'question': …, 'answer': …}}."
+            )
+        row = cast("Row", given)
+        if _holds(row.get("prompt")) or not _holds(row.get("question")):
             return row
         text = format_prompt(row["question"], config)
         return {**row, "prompt": [{"role": "user", "content": text}]}
 
-    return Rows([asked(row) for row in rows], rows.account)
+    account = rows.account if isinstance(rows, Rows) else Account({})
+    return Rows([asked(row) for row in rows], account)

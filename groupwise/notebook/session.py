@@ -22,7 +22,7 @@ from groupwise.notebook import credentials, drive
 from groupwise.notebook.answering import answers
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
-from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets
+from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets, with_prompts
 from groupwise.notebook.earlier import described, free_name, newest_alike
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.record import Record
@@ -33,7 +33,7 @@ from groupwise.types import Prompt, SamplingParams
 
 @dataclass
 class Session:
-    """What the functions of a notebook share. `train_dataset` and `test_dataset` may be replaced by other rows."""
+    """What the functions of a notebook share. `train_dataset` and `test_dataset` may be replaced by other rows, with or without prompts."""
 
     config: TrainingConfig
     train_dataset: Rows | Sequence[Row] = field(repr=False)
@@ -42,6 +42,10 @@ class Session:
     """The URL of the training server that computes; None for this machine."""
     folder: Path | None = None
     """The run's folder: of the training, or of an earlier one with the same config and rows."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        rows = name in ("train_dataset", "test_dataset")
+        object.__setattr__(self, name, with_prompts(value, self.config) if rows else value)
 
     @property
     def core(self) -> LoadedConfig:

@@ -97,6 +97,20 @@ def test_what_tunix_does_not_have_is_told_at_once(changes: dict[str, Any], said:
         prepare_session(config)
 
 
+def test_rows_that_replace_others_get_their_prompts(asked: list[Any]) -> None:
+    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    prepared = prepare_session(config)
+    own = [{"role": "user", "content": "One and one?"}]
+    prepared.train_dataset = [
+        {"question": "What is 1 + 1?", "answer": "2"},
+        {"question": "And 1 + 1?", "answer": "2", "prompt": own},
+    ]
+    prompts = [row["prompt"] for row in prepared.train_dataset]
+    assert prompts == [[{"role": "user", "content": format_prompt("What is 1 + 1?", config)}], own]
+    with pytest.raises(UsageError, match="A row is str"):
+        prepared.test_dataset = ["What is 1 + 1?"]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.mark.parametrize("value", [None, {"model": "tiny"}])
 def test_what_is_no_config_is_told(value: Any) -> None:
     with pytest.raises(UsageError, match="Expected a TrainingConfig first"):
