@@ -745,6 +745,7 @@ def test_the_order_within_a_project_is_by_time_less_priority(
     draw = random.Random(7)
     monkeypatch.setattr(turns, "TURN_SECONDS", 900.0)
     due: dict[str, float] = {}
+    began = database.run(seconds)
     for n in range(60):
         hours, priority = draw.randrange(5) + n / 1000, draw.randrange(-2, 3)
         insert(database, f"j{n:02}", created_at=created(database, hours), priority=priority)
@@ -758,8 +759,7 @@ def test_the_order_within_a_project_is_by_time_less_priority(
     assert ordered == sorted(due, key=lambda job_id: due[job_id])
     apart = [found[b] - found[a] for a, b in pairwise(ordered)]
     assert min(apart) > 900 - 1e-3
-    now = database.run(seconds)
-    assert all(found[name] - now > due[name] * 3600 - 5 for name in ordered)
+    assert all(found[name] - began > due[name] * 3600 - 1e-3 for name in ordered)
 
 
 def test_priority_within_a_project_takes_no_turns_from_others(database: Database) -> None:
@@ -823,7 +823,7 @@ def test_what_a_project_had_long_ago_does_not_count(database: Database) -> None:
     for job_id in claimed_ids(database):
         finish(database, job_id)
     submit(database, "new", project="p", gpus=1)
-    assert ranks(database)["new"] == pytest.approx(database.run(seconds), abs=5)
+    assert ranks(database)["new"] == pytest.approx(database.run(seconds), abs=20)
 
 
 def test_later_jobs_come_later_so_that_nobody_waits_for_ever(database: Database) -> None:
