@@ -22,9 +22,10 @@ FILE = "collected.json"
 class Collected(Callback):
     """Compares what rewards use with what it was at the start."""
 
-    def __init__(self, rewards: Rubric) -> None:
+    def __init__(self, rewards: Rubric, before: Mapping[str, str]) -> None:
+        """`before`: what they used at the start (`used_by`)."""
         self._rewards = rewards
-        self._before = used_by(rewards)
+        self._before = before
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""

@@ -8,7 +8,7 @@ from groupwise.display.notebook import Table, show, tell
 from groupwise.evaluation.evaluate import evaluate as evaluated
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.earlier import FACTS
-from groupwise.notebook.identity import facts_of
+from groupwise.notebook.identity import known_by
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
@@ -42,7 +42,7 @@ def evaluate(
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     if session.folder is not None and session.weights is not None:
-        _tell_of_other_rewards(session, session.folder, rewards)
+        _tell_of_other_rewards(session.folder, rewards)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
     result = evaluated(
         session.core.config,
@@ -64,12 +64,11 @@ def evaluate(
     return result.metrics
 
 
-def _tell_of_other_rewards(session: Session, run: Path, rewards: Rubric) -> None:
+def _tell_of_other_rewards(run: Path, rewards: Rubric) -> None:
     """A mean reward says nothing beside that of other functions."""
     facts = Store.facts(run / RECORD)
     had = facts.get(FACTS, {}).get("rewards")
-    now = facts_of(session.config, session.train_dataset, session.test_dataset, rewards)["rewards"]
-    if had is None or had == now:
+    if had is None or had == known_by(rewards):
         return
     counted = [name for name, weight in facts["rewards"].items() if weight]
     tell(

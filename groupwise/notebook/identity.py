@@ -51,10 +51,14 @@ def facts_of(
         "marks": digest([config.tags.reasoning, config.tags.answer]),
     }
     if rewards is not None:
-        parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
-        found["rewards"] = {name: digest([weight, told_of(each)]) for name, weight, each in parts}
-        found[USED] = used_by(rewards)
+        found |= {"rewards": known_by(rewards), USED: used_by(rewards)}
     return found
+
+
+def known_by(rewards: Rubric) -> dict[str, str]:
+    """For each part its weight and code, as a fingerprint."""
+    parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
+    return {name: digest([weight, told_of(each)]) for name, weight, each in parts}
 
 
 def used_by(rewards: Rubric) -> dict[str, str]:

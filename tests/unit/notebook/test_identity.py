@@ -145,7 +145,7 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(DATA, names)
     rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
-    watching = Collected(rubric)
+    watching = Collected(rubric, used_by(rubric))
     run: Any = SimpleNamespace(folder=tmp_path)
     watching.on_save(run, tmp_path)
     assert not (tmp_path / FILE).exists()
