@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from groupwise.notebook.quick import quick_test, run_full_pipeline
     from groupwise.notebook.rewards import create_reward_functions
     from groupwise.notebook.rubrics import Criterion, Rubric, RubricSet, load_rubrics
+    from groupwise.notebook.search_result import Search
     from groupwise.notebook.session import (
         ColabSession,
         Session,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     )
     from groupwise.notebook.space import Between
     from groupwise.notebook.training import TrainerState, train_grpo
-    from groupwise.notebook.trials import Search, search
+    from groupwise.notebook.trials import search
 
 __all__ = [
     "Between",
@@ -76,7 +77,7 @@ _ROOMS = {
     "Criterion": "rubrics",
     "Rubric": "rubrics",
     "RubricSet": "rubrics",
-    "Search": "trials",
+    "Search": "search_result",
     "Session": "session",
     "TrainerState": "training",
     "TrainingConfig": "config",

@@ -25,10 +25,11 @@ from groupwise.notebook.export import export_checkpoint
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.quick import quick_test, run_full_pipeline
 from groupwise.notebook.rewards import Given, create_reward_functions
+from groupwise.notebook.search_result import Search
 from groupwise.notebook.session import Session, prepare_session
 from groupwise.notebook.space import Space
 from groupwise.notebook.training import TrainerState, train_grpo
-from groupwise.notebook.trials import Search, search
+from groupwise.notebook.trials import search
 from groupwise.remote.session import FIRST_PATIENCE, Line
 from groupwise.wire.keys import VARIABLE
 

@@ -14,17 +14,12 @@ import json
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
-from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from groupwise.callbacks.base import Callback, RunHandle
-from groupwise.display.notebook import Table, one_output, show, tell
-from groupwise.display.page import picture
-from groupwise.display.plot import Series, svg_curve
+from groupwise.display.notebook import one_output, show, tell
 from groupwise.errors import (
     ConfigError,
     ResumeMismatchError,
@@ -39,17 +34,27 @@ from groupwise.notebook.config import TrainingConfig, without_secrets
 from groupwise.notebook.core import flat, run_folder
 from groupwise.notebook.identity import ROWS, differences, facts_of
 from groupwise.notebook.rewards import Given, rewards_of
+from groupwise.notebook.search_result import Search
 from groupwise.notebook.session import Session, make_session, refuse_no_config
-from groupwise.notebook.space import FIXED, Space, distributions, is_credential, size, with_values
+from groupwise.notebook.space import FIXED, Space, distributions, is_credential, with_values
+from groupwise.notebook.study import (
+    JOURNAL,
+    end_early,
+    fail,
+    next_trial,
+    open_study,
+    refuse_other_space,
+    repeats,
+    why_over,
+)
 from groupwise.notebook.task import metric_names
 from groupwise.notebook.training import run_training
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
-from groupwise.settings.credentials import holds_secret
 
 if TYPE_CHECKING:
     from optuna.study import Study
-    from optuna.trial import FrozenTrial, Trial
+    from optuna.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -57,87 +62,7 @@ RECENT = 5
 """Steps whose mean reward is compared with that of other trials."""
 AFTER = "-search"
 """Stands after the name of the experiment's folder."""
-JOURNAL = "trials.jsonl"
 QUESTION = "question"
-REPEATED = "repeated"
-"""The number of the trial that had the same values."""
-REASON = "reason"
-"""Why a trial failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What was tried, and what came of it."""
-
-    config: TrainingConfig = field(repr=False)
-    metric: str
-    study: Study = field(repr=False)
-    """Optuna's own object, for its plots and importances."""
-
-    @property
-    def best(self) -> TrainingConfig:
-        """The config of the best trial, to be trained under a name of its own. Raises UsageError where no trial has ended well."""
-        return with_values(self.config, self._best.params)
-
-    @property
-    def best_value(self) -> float:
-        """Its metric."""
-        value = self._best.value
-        assert value is not None, "it is complete"
-        return value
-
-    @property
-    def _best(self) -> FrozenTrial:
-        if not any(trial.state.name == "COMPLETE" for trial in self.study.trials):
-            raise UsageError("No trial has ended well yet; the table says what became of each.")
-        return self.study.best_trial
-
-    def table(self) -> Table:
-        """A line for each trial, the best first."""
-        trials = sorted(self.study.trials, key=_rank)
-        names = list(dict.fromkeys(name for trial in trials for name in trial.params))
-        rows = [
-            (
-                str(trial.number),
-                *(_shown(trial.params.get(name, "")) for name in names),
-                "" if trial.value is None or trial.state.name == "PRUNED" else f"{trial.value:.4g}",
-                _became(trial),
-            )
-            for trial in trials
-        ]
-        return Table("Trials", rows, ("trial", *names, self.metric, ""))
-
-    def plot_svg(self) -> str:
-        """The metric of each trial, and the best so far."""
-        done = [
-            (trial.number, trial.value)
-            for trial in self.study.trials
-            if trial.state.name == "COMPLETE"
-        ]
-        points = [(float(number), value) for number, value in done if value is not None]
-        numbers, values = ([each[axis] for each in points] for axis in (0, 1))
-        best = zip(numbers, accumulate(values, max), strict=True)
-        series = [Series("trial", tuple(points), "points"), Series("best so far", tuple(best))]
-        return svg_curve(series, title=f"{self.metric} of each trial", x_label="trial")
-
-    def as_html(self) -> str:
-        """Plot and table."""
-        return picture(self.plot_svg(), self.metric) + self.table().as_html()
-
-    def _repr_html_(self) -> str:
-        return self.as_html()
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-
-_STATES = {
-    "COMPLETE": "",
-    "PRUNED": "ended early",
-    "FAIL": "failed",
-    "RUNNING": "cut off",
-    "WAITING": "waits",
-}
 
 
 @one_output()
@@ -170,13 +95,13 @@ def search(
     _check_metric(metric, base, rewards)
     folder = Path(f"{run_folder(config)}{AFTER}")
     _bring_back(config, folder)
-    study = _study(folder, prune)
+    study = open_study(folder, prune)
     found = Search(config, metric, study)
-    _refuse_other_space(study, wanted)
+    refuse_other_space(study, wanted)
     _refuse_other_question(study, _question(base, rewards, space, metric), folder)
-    while (trial := _next(study, wanted, trials, config.seed)) is not None:
+    while (trial := next_trial(study, wanted, trials, config.seed)) is not None:
         try:
-            if not _repeats(study, trial):
+            if not repeats(study, trial):
                 own = with_values(config, trial.params).changed(
                     checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
                 )
@@ -188,11 +113,11 @@ def search(
         except (RunInUseError, ResumeMismatchError):
             raise
         except (RunError, UsageError) as error:
-            _failed(study, trial, error)
+            fail(study, trial, error)
         _copy_to_drive(config, folder)
         show(found)
     if len(study.trials) < trials:
-        tell(_exhausted(study, trials))
+        tell(why_over(study, trials))
     return found
 
 
@@ -207,46 +132,9 @@ def _tried(
     """Train a trial, unless that was done already, and tell the study what came of it."""
     run_training(session, rewards, [_Pruner(trial)] if prune else [])
     if "stopped" in session.run.summary:
-        study.tell(trial, state=_state("PRUNED"))
+        end_early(study, trial)
     else:
         study.tell(trial, session.run.evaluations()["after"][metric])
-
-
-def _repeats(study: Study, trial: Trial) -> bool:
-    """Whether a trial with these values has ended already; the study is told that this one came to the same."""
-    ended = [each for each in study.trials if each.state.name in ("COMPLETE", "PRUNED")]
-    earlier = next((each for each in ended if each.params == trial.params), None)
-    if earlier is None:
-        return False
-    trial.set_user_attr(REPEATED, earlier.number)
-    if earlier.state.name == "COMPLETE":
-        study.tell(trial, earlier.value)
-    else:
-        _report(study, trial, earlier)
-        study.tell(trial, state=_state("PRUNED"))
-    return True
-
-
-def _report(study: Study, trial: Trial, earlier: FrozenTrial) -> None:
-    """Where an earlier trial was ended, by which the study ranks it; not again where this was cut off after it."""
-    step = earlier.last_step
-    if step is not None and step not in study.trials[trial.number].intermediate_values:
-        trial.report(earlier.intermediate_values[step], step)
-
-
-def _exhausted(study: Study, trials: int) -> str:
-    """Why there are fewer trials than were asked for."""
-    failed = sum(trial.state.name == "FAIL" for trial in study.trials)
-    again = "; those that failed are tried again under another experiment_name" if failed else ""
-    return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{again}."
-
-
-def _failed(study: Study, trial: Trial, error: Exception) -> None:
-    lines = ("…" if holds_secret(line) else line for line in str(error).splitlines())
-    reason = "\n".join(lines)
-    logger.warning("trial %d failed: %s", trial.number, reason)
-    trial.set_user_attr(REASON, reason)
-    study.tell(trial, state=_state("FAIL"))
 
 
 def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> dict[str, Any]:
@@ -348,88 +236,3 @@ class _Pruner(Callback):
     def load_state(self, state: Any) -> None:
         """See `Callback`."""
         self._recent.extend(state["recent"])
-
-
-def _study(folder: Path, prune: bool) -> Study:
-    import optuna
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    folder.mkdir(parents=True, exist_ok=True)
-    return optuna.create_study(
-        study_name="search",
-        direction="maximize",
-        storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL))),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=3)
-        if prune
-        else optuna.pruners.NopPruner(),
-        load_if_exists=True,
-    )
-
-
-def _refuse_other_space(study: Study, distributions: Mapping[str, Any]) -> None:
-    for trial in study.trials:
-        begun = trial.state.name == "RUNNING" and trial.distributions.keys() < distributions.keys()
-        if trial.distributions != dict(distributions) and not begun:
-            raise ConfigError(
-                "There is a search of this experiment already, with another space: "
-                f"{', '.join(trial.distributions)}. Choose another experiment_name, or give the same space to go on."
-            )
-
-
-def _next(study: Study, distributions: dict[str, Any], trials: int, seed: int) -> Trial | None:
-    """The trial that was cut off, else a new one; None where there are enough, or none is left to be tried."""
-    from optuna.samplers import TPESampler
-    from optuna.trial import Trial
-
-    for frozen in study.trials:
-        if frozen.state.name == "RUNNING" and frozen.distributions != distributions:
-            study.tell(frozen.number, state=_state("FAIL"))  # cut off while its values were chosen
-        elif frozen.state.name == "RUNNING":
-            return Trial(study, frozen._trial_id)  # pyright: ignore[reportPrivateUsage]  # no other way to go on with one
-    done = len(study.trials)
-    if done >= trials or _all_tried(study, distributions):
-        return None
-    study.sampler = TPESampler(
-        seed=seed + done
-    )  # what it tries does not depend on who tried the others
-    return study.ask(distributions)
-
-
-def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
-    """Whether no combination is left; of numbers that are not whole there are always more."""
-    sizes = [size(each) for each in distributions.values()]
-    if None in sizes:
-        return False
-    tried: list[dict[str, Any]] = []
-    for trial in study.trials:
-        if trial.params.keys() == distributions.keys() and trial.params not in tried:
-            tried.append(trial.params)
-    return len(tried) == prod(size for size in sizes if size is not None)
-
-
-def _state(name: str) -> Any:
-    from optuna.trial import TrialState
-
-    return TrialState[name]
-
-
-def _rank(trial: FrozenTrial) -> tuple[bool, float, int]:
-    complete = trial.state.name == "COMPLETE" and trial.value is not None
-    return not complete, -(trial.value or 0.0) if complete else 0.0, trial.number
-
-
-def _became(trial: FrozenTrial) -> str:
-    """What the table says of a trial beside its value."""
-    told = _STATES[trial.state.name]
-    if (earlier := trial.user_attrs.get(REPEATED)) is not None:
-        return f"{told}, as trial {earlier}" if told else f"as trial {earlier}"
-    reason = trial.user_attrs.get(REASON)
-    if trial.state.name == "FAIL" and reason:
-        return f"{told}: {reason.splitlines()[0]}"
-    return told
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
