@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from groupwise.notebook.export import export_checkpoint
     from groupwise.notebook.prompts import format_prompt
     from groupwise.notebook.quick import quick_test, run_full_pipeline
-    from groupwise.notebook.rewards import create_reward_functions
+    from groupwise.notebook.rewards import create_reward_functions, register_reward
     from groupwise.notebook.rubrics import Criterion, Rubric, RubricSet, load_rubrics
     from groupwise.notebook.search_result import Search
     from groupwise.notebook.session import (
@@ -61,6 +61,7 @@ __all__ = [
     "prepare_session",
     "quick_test",
     "register_dataset",
+    "register_reward",
     "run_full_pipeline",
     "search",
     "train_grpo",
@@ -93,6 +94,7 @@ _ROOMS = {
     "prepare_session": "session",
     "quick_test": "quick",
     "register_dataset": "datasets",
+    "register_reward": "rewards",
     "run_full_pipeline": "quick",
     "search": "trials",
     "train_grpo": "training",

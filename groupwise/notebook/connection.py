@@ -24,7 +24,7 @@ from groupwise.notebook.evaluation import evaluate
 from groupwise.notebook.export import export_checkpoint
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.quick import quick_test, run_full_pipeline
-from groupwise.notebook.rewards import Given, create_reward_functions
+from groupwise.notebook.rewards import Given, create_reward_functions, register_reward
 from groupwise.notebook.search_result import Search
 from groupwise.notebook.session import Session, prepare_session
 from groupwise.notebook.space import Space
@@ -52,6 +52,7 @@ class Connection:
     prepare_datasets = staticmethod(prepare_datasets)
     create_reward_functions = staticmethod(create_reward_functions)
     register_dataset = staticmethod(register_dataset)
+    register_reward = staticmethod(register_reward)
 
     def prepare_session(self, config: TrainingConfig) -> Session:
         """See `groupwise.notebook.prepare_session`."""
@@ -67,6 +68,7 @@ class Connection:
         *,
         reward_functions: Given | None = None,
         extra_reward_functions: Given = (),
+        resume: bool = True,
     ) -> TrainerState:
         """See `groupwise.notebook.train_grpo`."""
         return train_grpo(
@@ -74,6 +76,7 @@ class Connection:
             self._own(session),
             reward_functions=reward_functions,
             extra_reward_functions=extra_reward_functions,
+            resume=resume,
         )
 
     def quick_test(
@@ -106,6 +109,7 @@ class Connection:
         *,
         reward_functions: Given | None = None,
         extra_reward_functions: Given = (),
+        resume: bool = True,
     ) -> tuple[Session, TrainerState, str]:
         """See `groupwise.notebook.run_full_pipeline`."""
         _use(self.key)
@@ -113,6 +117,7 @@ class Connection:
             config,
             reward_functions=reward_functions,
             extra_reward_functions=extra_reward_functions,
+            resume=resume,
             server=self.url,
         )
 

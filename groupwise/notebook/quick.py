@@ -34,14 +34,19 @@ def run_full_pipeline(
     reward_functions: Given | None = None,
     extra_reward_functions: Given = (),
     server: str | None = None,
+    resume: bool = True,
 ) -> tuple[Session, TrainerState, str]:
-    """Prepare, train, export, test: the session, the trainer's state (with the test's answer) and the checkpoint's folder."""
+    """Prepare, train, export, test: the session, the trainer's state (with the test's answer) and the checkpoint's folder.
+
+    `reward_functions`, `extra_reward_functions` and `resume` as of `train_grpo`; `server` as of `prepare_session`.
+    """
     session = prepare_session(config, server=server)
     state = train_grpo(
         config,
         session,
         reward_functions=reward_functions,
         extra_reward_functions=extra_reward_functions,
+        resume=resume,
     )
     path = export_checkpoint(config, state)
     state.test_answer = quick_test(config, session)

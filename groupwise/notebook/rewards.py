@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from groupwise.data.chat import Row
@@ -10,17 +11,23 @@ from groupwise.errors import TaskError
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import Kind, dataset_of, kind_of, prepare_datasets
 from groupwise.notebook.grading import grades
+from groupwise.notebook.rubrics import Rubric as Criteria
+from groupwise.notebook.rubrics import RubricSet
+from groupwise.parameters import taken_by
 from groupwise.rewards.calling import check_function, name_of
 from groupwise.rewards.nesting import standing_for
-from groupwise.rewards.registry import get_reward_funcs
+from groupwise.rewards.registry import get_reward_funcs, registered
+from groupwise.rewards.registry import reward as entered
 from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.tags import Tag
+from groupwise.rewards.tags import Tag, Tags
 from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.types import Prompt
 
 Reward: TypeAlias = Callable[..., Any]
 """f(prompts, completions, **columns) -> list of numbers, None where it does not apply. Prompts and completions are texts."""
-Given: TypeAlias = Sequence[Reward | tuple[Reward, float]]
+One: TypeAlias = Reward | str | Mapping[str, Any] | Criteria | RubricSet
+"""A function, the name of one (with its parameters, in a mapping), or rubrics."""
+Given: TypeAlias = Sequence[One | tuple[One, float]]
 """Rewards, some of them with a weight."""
 
 ACCURACY = "accuracy"
@@ -29,6 +36,23 @@ NO_CHAT = "string indices must be integers"
 """What Python says to `completion[0]["content"]`."""
 TEXTS = "Prompts and completions are texts in a notebook, no chats: take `completion`, not `completion[0]['content']`."
 _KINDS: dict[str, Kind] = {"openrubrics": "rubric", "gsm8k": "numeric", "arithmetic": "numeric"}
+
+
+def register_reward(name: str, function: Reward) -> None:
+    """Enter a reward under a name, which then stands for it in lists of rewards. Raises TaskError for a name that another one has."""
+    if not isinstance(cast("object", name), str) or not name.isidentifier():
+        raise TaskError(
+            f"A reward cannot be called {name!r}: give a name of letters, digits and underscores."
+        )
+    check_function(function, "register_reward")
+
+    def reward(**columns: Any) -> Any:
+        return function(**columns)
+
+    try:
+        entered(name)(standing_for(function, reward, name))
+    except ValueError as error:
+        raise TaskError(f"{error}. Choose another name.") from error
 
 
 def create_reward_functions(
@@ -61,8 +85,8 @@ def rewards_of(
     if reward_functions is None:
         chosen = create_reward_functions(config, rows)
     else:
-        chosen = _given("reward_functions", reward_functions)
-    counted = [*chosen, *_given("extra_reward_functions", extra_reward_functions)]
+        chosen = _given("reward_functions", reward_functions, config)
+    counted = [*chosen, *_given("extra_reward_functions", extra_reward_functions, config)]
     if not counted:
         raise TaskError(
             "There is no reward function: reward_functions is empty. Give at least one, or leave it out."
@@ -76,16 +100,46 @@ def rewards_of(
     return Rubric([*counted, *measured], where="reward_functions")
 
 
-def _given(name: str, given: object) -> list[Any]:
+def _given(where: str, given: object, config: TrainingConfig) -> list[Any]:
     if given is None:
         return []
-    if callable(given):
-        raise TaskError(
-            f"{name} is one function; give a list, {name}=[{getattr(given, '__name__', 'f')}]."
-        )
+    if callable(given) or isinstance(given, str):
+        shown = repr(given) if isinstance(given, str) else getattr(given, "__name__", "f")
+        raise TaskError(f"{where} is one reward; give a list, {where}=[{shown}].")
     if not isinstance(given, list | tuple):
-        raise TaskError(f"{name} is of the type {type(given).__name__}; give a list of functions.")
-    return [_on_texts(each) for each in cast("Sequence[Any]", given)]
+        raise TaskError(
+            f"{where} is of the type {type(given).__name__}; give a list of functions, or of names of rewards."
+        )
+    return [_made(where, each, config.tags) for each in cast("Sequence[Any]", given)]
+
+
+def _made(where: str, given: Any, tags: Tags) -> Any:
+    """A function on texts, or a pair with its weight."""
+    if isinstance(given, list | tuple):
+        pair = cast("Sequence[Any]", given)
+        if len(pair) != 2:
+            raise TaskError(
+                f"A reward is {pair!r}; give a function or a name, or a pair with its weight."
+            )
+        one = _made(where, pair[0], tags)
+        return _function(one), pair[1]
+    if isinstance(given, str | Mapping):
+        function, weight = _named(where, cast("str | Mapping[str, Any]", given), tags)
+        return _on_texts(function), weight
+    return _on_texts(given.reward() if isinstance(given, Criteria | RubricSet) else given)
+
+
+def _named(where: str, given: str | Mapping[str, Any], tags: Tags) -> tuple[Reward, float]:
+    """A reward of the registry; one that looks for marks looks for those of the config, where nothing else is said."""
+    section: dict[str, Any] = {"name": given} if isinstance(given, str) else {**given}
+    kind = registered().get(str(section.get("name")))
+    marks = {"reasoning_tag": tags.reasoning, "answer_tag": tags.answer}
+    if inspect.isclass(kind):
+        taken = {parameter.name for parameter in taken_by(kind)}
+        own = {name: _listed(tag) for name, tag in marks.items() if name in taken}
+        section = {**own, **section}
+    [found] = get_reward_funcs([section], where=where)
+    return found
 
 
 def _function(given: Any) -> Any:
@@ -94,11 +148,6 @@ def _function(given: Any) -> Any:
 
 def _on_texts(given: Any) -> Any:
     """A reward that is given texts where the core has chats: prompts and completions are text in a notebook."""
-    if isinstance(given, list | tuple):
-        pair = cast("Sequence[Any]", given)
-        if len(pair) != 2:
-            raise TaskError(f"A reward is {pair!r}; give a function, or (function, weight).")
-        return _on_texts(pair[0]), pair[1]
     check_function(given, "reward_functions")
     function = given
 

@@ -16,7 +16,7 @@ from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, run_folder
 from groupwise.notebook.earlier import newest_alike
-from groupwise.notebook.identity import USED, facts_of
+from groupwise.notebook.identity import USED, facts_of, unseen_by
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
@@ -57,35 +57,36 @@ def train_grpo(
     *,
     reward_functions: Given | None = None,
     extra_reward_functions: Given = (),
+    resume: bool = True,
 ) -> TrainerState:
     """Train, with checkpoints on the way and at the end.
 
     Goes on where an earlier training with the same config, rows and rewards was cut off; one that was finished is given back as it is,
-    since another would come to the same bits. `reward_functions` replaces those of the config, `extra_reward_functions` stand beside
-    them; each may be a pair with its weight. An interrupted cell leaves a checkpoint of the last whole step and raises `Stopped`.
-    Where no kernel draws its page, some completions are told as text.
+    since another would come to the same bits; `resume=False` trains anew beside either. `reward_functions` replaces those of the config,
+    `extra_reward_functions` stand beside them; each may be a pair with its weight. An interrupted cell leaves a checkpoint of the last
+    whole step and raises `Stopped`. Where no kernel draws its page, some completions are told as text.
     """
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     page = kernel_display() is not None
-    return run_training(session, rewards, [] if page else [Completions()])
+    return run_training(session, rewards, [] if page else [Completions()], resume=resume)
 
 
 def run_training(
-    session: Session, rewards: Rubric, callbacks: Sequence[Callback] = ()
+    session: Session, rewards: Rubric, callbacks: Sequence[Callback] = (), *, resume: bool = True
 ) -> TrainerState:
     """Train a session's config on its rows; `callbacks` watch."""
     facts = facts_of(session.config, session.train_dataset, session.test_dataset, rewards)
     core = session.core.config
-    earlier = newest_alike(core, facts, say=tell)
+    earlier = newest_alike(core, facts, say=tell) if resume else None
     if earlier is not None and earlier.state == "finished":
         tell(
             f"{earlier.path} was finished with this config, these rows and these rewards; another training would come to the same. "
-            "Change a field (seed=…), or remove the folder."
+            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(rewards)}"
         )
         return _as_it_ended(session, earlier.path)
     if earlier is not None and earlier.state != "running":
-        tell(f"{earlier.path} was cut off: it goes on.")
+        tell(f"{earlier.path} was cut off: it goes on.{_not_compared(rewards)}")
     name = earlier.name if earlier is not None else _new_name(session)
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
@@ -103,6 +104,12 @@ def run_training(
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
     return _state(result)
+
+
+def _not_compared(rewards: Rubric) -> str:
+    """What may have changed without being noticed."""
+    unseen = unseen_by(rewards)
+    return f" Known by type alone, and not compared: {', '.join(unseen)}." if unseen else ""
 
 
 def _new_name(session: Session) -> str:

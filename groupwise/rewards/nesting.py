@@ -40,7 +40,7 @@ def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
 def standing_for(function: RewardCallable, around: RewardCallable, name: str) -> RewardCallable:
     """`around`, which calls the function, with its signature and all that a rubric asks of it; called `name`."""
     functools.update_wrapper(around, function, updated=())
-    around.__name__ = name
+    around.__name__ = around.__qualname__ = name
     setattr(around, STANDS_FOR, function)
     for kept in ("stateful", "check_row"):
         if hasattr(function, kept):

@@ -95,15 +95,18 @@ def registered() -> dict[str, Callable[..., Any]]:
 
 
 def get_reward_funcs(
-    names: Sequence[str | Mapping[str, Any]], config: Mapping[str, Any] | None = None
+    names: Sequence[str | Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
+    where: str = "get_reward_funcs",
 ) -> list[Weighted]:
     """Reward functions with their weights, from names or sections with `name`, `weight` and parameters.
 
     `config` is that of the hooks: its `rewards.answer_column` is given to every reward that has such a parameter. The functions
-    may also be called by hand, with completions flat or nested; see `groupwise.rewards.nesting`. Raises TaskError.
+    may also be called by hand, with completions flat or nested; see `groupwise.rewards.nesting`. Raises TaskError, which begins with
+    `where`.
     """
     section: Mapping[str, Any] = (config or {}).get("rewards") or {}
-    return _made(names, section.get("answer_column"), "get_reward_funcs")
+    return _made(names, section.get("answer_column"), where)
 
 
 def configured_rubric(

@@ -224,6 +224,7 @@ DOORS = {
         "prepare_session",
         "quick_test",
         "register_dataset",
+        "register_reward",
         "run_full_pipeline",
         "search",
         "train_grpo",

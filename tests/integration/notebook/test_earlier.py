@@ -106,6 +106,9 @@ def test_a_finished_run_is_found_again_and_not_trained_twice(machine, capsys):
         assert other_one is not None
         assert (one.metrics, one.judged) == (other_one.metrics, other_one.judged)
     assert [each.name for each in (folder / "checkpoints").iterdir()] == ["digits"]
+    anew = train_grpo(again, session, reward_functions=[Digits()], resume=False)
+    assert anew.checkpoint_dir == str(session.folder) == "checkpoints/digits-2"
+    assert final(folder) == final(folder, "digits-2")
 
 
 def test_other_rewards_and_other_rows_begin_beside(machine, capsys):
@@ -140,7 +143,8 @@ def test_what_a_reward_reads_is_compared_and_what_it_collects_is_not(machine, ca
 
     with pytest.raises(Stopped):
         train_grpo(config, prepare_session(config), reward_functions=[reward])
-    assert collected(Path("checkpoints/digits")) == {"seen of the reward reward"}
+    kept = {"seen of the reward reward", "Digits.interrupt of the reward reward"}
+    assert collected(Path("checkpoints/digits")) == kept
     capsys.readouterr()
     state = train_grpo(config, prepare_session(config), reward_functions=[reward])
     assert state.checkpoint_dir == "checkpoints/digits"

@@ -74,7 +74,9 @@ def test_a_kernel_has_its_page_instead(
     given: list[object] = []
     monkeypatch.setattr(training, "kernel_display", lambda: kernel)
     monkeypatch.setattr(training, "rewards_of", lambda *_: None)
-    monkeypatch.setattr(training, "run_training", lambda *arguments: given.extend(arguments[2]))
+    monkeypatch.setattr(
+        training, "run_training", lambda *arguments, **_: given.extend(arguments[2])
+    )
     config = TrainingConfig(dataset="arithmetic")
     training.train_grpo(config, Session(config, [], []))
     assert [type(each) for each in given] == expected

@@ -15,7 +15,8 @@ import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
 from groupwise.notebook.collected import FILE, Collected, collected, without_collected
-from groupwise.notebook.identity import USED, differences, digest, told_of, used_by
+from groupwise.notebook.fingerprint import digest, told_of
+from groupwise.notebook.identity import USED, differences, unseen_by, used_by
 
 BEGIN = """
 LIMIT = 3
@@ -323,3 +324,112 @@ def test_differences_in_words():
     now = {"marks": "b", "rewards": {"right": "1", "near": "3", "short": "4"}}
     assert differences(before, now) == ["marks", "the reward near", "the reward short"]
     assert differences({}, {"marks": "b"}) == ["marks"]
+
+
+IN_DEPTH = """
+import re
+from decimal import Decimal
+from fractions import Fraction
+from types import MappingProxyType, SimpleNamespace
+
+CHECKS = [("digits", lambda text: 1.0)]
+TABLES = {"a": {"b": [len, lambda text: 2.0]}}
+PATTERNS = [re.compile("[a-z]")]
+LEAST = Decimal("1.5")
+SHARE = Fraction(1, 3)
+RANGE = range(4)
+FROZEN = MappingProxyType({"a": 5})
+NAMES = SimpleNamespace(weight=6)
+
+class Part:
+    def __init__(self, rules):
+        self.rules = rules
+
+PARTS = [Part([("x", lambda text: 7.0)])]
+
+class Counter:
+    def __init__(self, start):
+        self.start = start
+        self.calls = 0
+
+    def value(self):
+        self.calls += 1
+        self.start = self.start * 1
+        return self.start
+
+COUNTER = Counter(8)
+
+def reward(completions, **columns):
+    values = [rule(text) for _, rule in CHECKS for text in completions]
+    values += [TABLES["a"]["b"][1]("x"), len(PATTERNS), LEAST, SHARE, len(RANGE), FROZEN["a"], NAMES.weight, COUNTER.value()]
+    return values + [PARTS[0].rules[0][1]("x")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("text: 1.0", "text: 1.5"),
+        ("text: 2.0", "text: 2.5"),
+        ("[a-z]", "[0-9]"),
+        ('"1.5"', '"2.5"'),
+        ("Fraction(1, 3)", "Fraction(2, 3)"),
+        ("range(4)", "range(5)"),
+        ('"a": 5', '"a": 6'),
+        ("weight=6", "weight=7"),
+        ("text: 7.0", "text: 7.5"),
+        ("self.rules = rules", "self.rules = rules[:1]"),
+        ("Counter(8)", "Counter(9)"),
+    ],
+)
+def test_functions_patterns_and_values_count_however_deep_they_stand(old, new):
+    assert IN_DEPTH.count(old) == 1
+    assert used(IN_DEPTH) == used(IN_DEPTH)
+    assert used(IN_DEPTH) != used(IN_DEPTH.replace(old, new))
+
+
+def test_what_an_object_counts_is_found_by_what_a_run_has_changed():
+    (code, before), (later, after) = used(IN_DEPTH), used(IN_DEPTH, calls=1)
+    assert code == later
+    assert {name for name in before if before[name] != after[name]} == {
+        "Counter.calls of the reward reward"
+    }
+
+
+def test_modules_that_a_reward_imports_when_it_runs_count(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    inside = tmp_path / "package_of_the_user" / "scores"
+    inside.mkdir(parents=True)
+    (inside.parent / "__init__.py").write_text("")
+    (inside / "__init__.py").write_text("")
+    sources = {
+        "imported": "def reward(completions, **columns):\n    from package_of_the_user.scores.words import score\n"
+        "    import json\n    return [score(json.dumps(text)) for text in completions]\n",
+        "dotted": "import package_of_the_user.scores.words\n\ndef reward(completions, **columns):\n"
+        "    return [package_of_the_user.scores.words.score(text) for text in completions]\n",
+    }
+
+    def made(source: str, value: int) -> str:
+        (inside / "words.py").write_text(
+            f"import package_of_the_user\n\ndef score(text):\n    return {value}\n"
+        )
+        for name in [each for each in sys.modules if each.startswith("package_of_the_user")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        shutil.rmtree(inside / "__pycache__", ignore_errors=True)
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(source, names)
+        return digest(told_of(names["reward"]))
+
+    for source in sources.values():
+        assert made(source, 1) == made(source, 1) != made(source, 2)
+
+
+def test_objects_of_libraries_are_named_since_nothing_of_them_is_compared():
+    names: dict[str, Any] = {"__name__": "__main__", "JUDGE": pytest.MonkeyPatch(), "TABLE": np}
+    exec(
+        "LIST = [1]\n\ndef reward(completions, **columns):\n    return [JUDGE, TABLE, LIST]\n",
+        names,
+    )
+    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
+    assert unseen_by(rubric) == ["JUDGE (_pytest.monkeypatch.MonkeyPatch) of the reward reward"]

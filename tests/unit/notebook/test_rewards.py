@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from groupwise.errors import TaskError
+from groupwise.notebook import Criterion, Rubric
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import prepare_datasets
-from groupwise.notebook.rewards import create_reward_functions, rewards_of
+from groupwise.notebook.rewards import create_reward_functions, register_reward, rewards_of
 
 NUMERIC = [{"question": "1 + 1?", "answer": "2"}]
 RUBRIC = [{"question": "Why?", "rubric": "names the cause", "reference": "because of rain"}]
@@ -118,14 +119,14 @@ def test_functions_of_a_notebook_are_given_texts():
 
 def test_something_that_is_no_function_is_told():
     with pytest.raises(TaskError, match="expected a function"):
-        rewards_of(TrainingConfig(dataset="arithmetic"), NUMERIC, reward_functions=["mine"])  # pyright: ignore[reportArgumentType]
+        rewards_of(TrainingConfig(dataset="arithmetic"), NUMERIC, reward_functions=[3])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([(len,)], "give a function, or"),
-        ([(len, 1, 2)], "give a function, or"),
+        ([(len,)], "give a function or a name"),
+        ([(len, 1, 2)], "give a function or a name"),
         ({"a": len}, "of the type dict; give a list of functions"),
     ],
 )
@@ -151,3 +152,57 @@ def test_the_measure_of_success_is_no_reward_of_ones_own():
         rewards_of(config, train, [accuracy])
     with pytest.raises(TaskError, match="called 'accuracy'"):
         rewards_of(config, train, [(accuracy, 0.5)])
+
+
+def test_rewards_by_name_have_the_marks_of_the_config_and_get_texts():
+    config = TrainingConfig(dataset="arithmetic", solution_start="[", solution_end="]")
+    told: list[object] = []
+
+    def seen(prompts, completions, **columns):
+        told.extend([*prompts, *completions])
+        return [1.0] * len(completions)
+
+    register_reward("seen_by_a_test", seen)
+    register_reward("seen_by_a_test", seen)  # its cell was run again
+    steps = Rubric(
+        name="steps", criteria=[Criterion(name="order", description="d", keywords=["first"])]
+    )
+    given = ["seen_by_a_test", ("match_format", 0.5), {"name": "math_answer", "weight": 2.0}, steps]
+    rewards = rewards_of(config, NUMERIC, given)
+    assert rewards.names == ("seen_by_a_test", "match_format", "math_answer", "steps", "accuracy")
+    assert rewards.weights == (1.0, 0.5, 2.0, 1.0, 0.0)
+    own, layout, answer, rubric, _ = rewards.functions
+    assert values(own, [[{"role": "assistant", "content": "4"}]]) == [1.0]
+    assert told == ["?", "4"]
+    marked = ["<reasoning>1 and 1</reasoning>[2]", "<answer>2</answer>"]
+    assert values(layout, marked) == [2.0, -1.0]
+    right, wrong = values(answer, marked, answer="2")
+    assert right > wrong
+    assert values(rubric, ["first", "x"]) == [1.0, 0.0]
+    assert [each.__qualname__ for each in create_reward_functions(config)] == [
+        "match_format",
+        "math_answer",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["matchformat"], "extra_reward_functions: No reward `matchformat` was found"),
+        (
+            [{"name": "length", "most": 3}],
+            "extra_reward_functions: length has no parameter `most`",
+        ),
+        ("length", r"extra_reward_functions is one reward; give a list, .*=\['length'\]"),
+        ([("length", 1.0, 2.0)], "give a function or a name, or a pair with its weight"),
+    ],
+)
+def test_what_is_wrong_with_a_reward_is_told_by_where_it_was_given(given, told):
+    with pytest.raises(TaskError, match=told):
+        rewards_of(TrainingConfig(dataset="arithmetic"), NUMERIC, None, given)
+
+
+@pytest.mark.parametrize("name", ["length", "two words", "", 3])
+def test_a_reward_needs_a_name_of_its_own(name):
+    with pytest.raises(TaskError, match=r"another name|give a name"):
+        register_reward(name, lambda completions, **_: [1.0])
