@@ -74,6 +74,28 @@ def test_what_cannot_be_asked_is_told(
     assert asked == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "steps", "said"),
+    [
+        (
+            ["why " * 300],
+            2000,
+            r"^The question has \d+ tokens, .* room for 48 .* or lower total_gen",
+        ),
+        (["a", "why " * 6000], 8, r"^Prompt 2 has \d+ tokens, .* Shorten the question\.$"),
+        (["a"], 5000, "is 5000, but the model reads and writes at most 2048 tokens"),
+        (["\ud800"], 8, r"'\\ud800', half of a surrogate pair, which is no valid Unicode"),
+    ],
+)
+def test_a_question_that_the_model_cannot_read_is_told(
+    prompts: list[Any], steps: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
+    with pytest.raises(UsageError, match=said):
+        prepared.sampler(prompts, total_generation_steps=steps)
+
+
 def test_numbers_of_numpy_are_numbers(asked: list[Any]) -> None:
     prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
     prepared.sampler(
