@@ -39,7 +39,12 @@ def rendered(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def refusal(error: Exception, messages: Sequence[Message]) -> str:
-    """Why a chat template made no text of messages: it is broken itself, or they are not what it takes."""
+    """Why a chat template made no text or no tokens of messages: no valid Unicode, a broken template, or not what it takes."""
+    if (odd := _no_unicode(messages)) is not None:
+        return (
+            f"a message has the character {odd!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
+            "text anew where it comes from."
+        )
     reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)
     if line is not None:  # only errors of its syntax carry one
         return (
@@ -51,6 +56,12 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
         f"the chat template of the model refuses messages with the roles {roles}: {reason}. Give messages that it takes "
         "(many know no system role, or want user and assistant in turns), or another template as model.chat_template."
     )
+
+
+def _no_unicode(messages: Sequence[Message]) -> str | None:
+    """The first character that no encoding can write; None where there is none."""
+    texts = (str(value) for message in messages for value in message.values())
+    return next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)
 
 
 def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from groupwise import build, machine_layout
 from groupwise.awaiting import run_to_end
 from groupwise.config import RunConfig
-from groupwise.models.tokens import completion_text
+from groupwise.errors import UsageError
+from groupwise.models.tokens import completion_text, prompt_ids
 from groupwise.ranks import ahead
 from groupwise.rollouts.asking import Ask, gather_all
-from groupwise.rollouts.prompts import tokenise
+from groupwise.rollouts.prompts import PromptSet
 from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import Single
 from groupwise.types import Example, Prompt, SamplingParams
@@ -26,9 +27,34 @@ def answers(
     params: SamplingParams,
     seed: int,
 ) -> list[str]:
-    """A completion of each prompt by the adapter in `weights`, or by the model as it is. The model is loaded for this call."""
+    """A completion of each prompt by the adapter in `weights`, or by the model as it is. The model is loaded for this call.
+
+    Raises UsageError for a prompt that the model has no room for.
+    """
     with build.expected_ranks(config):
         return run_to_end(_answers(config, prompts, weights, params, seed))
+
+
+def _refuse_too_long(asked: PromptSet, steps: int, room: int) -> None:
+    """`room`: tokens that the model leaves for a question beside an answer of so many steps."""
+    longest = room + steps
+    if room < 1:
+        raise UsageError(
+            f"total_generation_steps is {steps}, but the model reads and writes at most {longest} tokens, question and answer together. "
+            "Lower it."
+        )
+    for place, ids in enumerate(asked.prompts, 1):
+        if len(ids) > room:
+            which = "The question" if len(asked.prompts) == 1 else f"Prompt {place}"
+            lower = (
+                ", or lower total_generation_steps (of session.sampler)"
+                if len(ids) < longest
+                else ""
+            )
+            raise UsageError(
+                f"{which} has {len(ids)} tokens, but the model has room for {room} beside total_generation_steps = {steps}. "
+                f"Shorten the question{lower}."
+            )
 
 
 async def _answers(
@@ -41,13 +67,11 @@ async def _answers(
     longest = config.eval.model_copy(update={"max_completion_length": params.max_tokens})
     config = config.model_copy(update={"eval": longest})
     tokenizer = ahead.load_tokenizer(config.model)
-    asked = tokenise(
-        tokenizer,
-        [Example(index, prompt) for index, prompt in enumerate(prompts)],
-        max_prompt_length=None,
-        room=ahead.prompt_room(config.model, params.max_tokens),
-        where="the question",
+    asked = PromptSet(
+        tuple(Example(index, prompt) for index, prompt in enumerate(prompts)),
+        tuple(prompt_ids(tokenizer, prompt) for prompt in prompts),
     )
+    _refuse_too_long(asked, params.max_tokens, ahead.prompt_room(config.model, params.max_tokens))
     layout = machine_layout.choose_layout(config, asked.longest)
     parts = await build.start_serving(config, layout, weights)
     stops = tuple(sorted({*params.stop_token_ids, *parts.stop_token_ids}))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from groupwise.client.calls import status
 from groupwise.errors import UsageError
@@ -90,7 +91,7 @@ class Connection:
         config: TrainingConfig,
         session: Session,
         *,
-        samples_per_prompt: int = 1,
+        samples_per_prompt: int | None = None,
         reward_functions: Given | None = None,
         extra_reward_functions: Given = (),
     ) -> dict[str, float]:
@@ -164,6 +165,11 @@ def connect(url: str, api_key: str | None = None) -> Connection:
     Raises UsageError for what is no URL, ClientError for a server that does not answer or refuses the key; the environment is then as
     it was before.
     """
+    given: Any = url
+    if not isinstance(given, str):
+        raise UsageError(
+            f"url is {given!r}; give the address of a training server, as in connect('http://gpu-machine:8000')."
+        )
     before = os.environ.get(VARIABLE)
     if before not in _given:
         _outside[0] = before

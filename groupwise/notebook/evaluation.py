@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from groupwise.display.notebook import Table, show, tell
+from groupwise.errors import UsageError
 from groupwise.evaluation.evaluate import evaluate as evaluated
 from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.core import flat
 from groupwise.notebook.earlier import FACTS
 from groupwise.notebook.identity import known_by
 from groupwise.notebook.rewards import Given, rewards_of
-from groupwise.notebook.session import Session, refuse_other
+from groupwise.notebook.session import Session, is_count, refuse_other
 from groupwise.notebook.task import NotebookTask
+from groupwise.notebook.worded import plain_number
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
@@ -28,28 +31,34 @@ def evaluate(
     config: TrainingConfig,
     session: Session,
     *,
-    samples_per_prompt: int = 1,
+    samples_per_prompt: int | None = None,
     reward_functions: Given | None = None,
     extra_reward_functions: Given = (),
 ) -> dict[str, float]:
     """Answer the test part (its first 128 prompts) with the newest weights, or the model as it is; show what is measured, and return it.
 
     accuracy, within_10_percent (where answers are numbers) and format_rate are shares of the answers; pass@k that one of k samples is
-    right, for k up to `samples_per_prompt`, which are drawn at temperature 1 (one sample is drawn greedily); for rubrics, rubric_overlap
-    is the mean reward. `reward` is that of the functions given here, else of those of the config; where the training had others, that is
-    told.
+    right, for k up to `samples_per_prompt`, else the eval.samples_per_prompt of the overrides, else 1. One sample is drawn greedily,
+    several at temperature 1, unless the overrides have an eval.temperature. For rubrics, rubric_overlap is the mean reward. `reward` is
+    that of the functions given here, else of those of the config; where the training had others, that is told.
     """
     refuse_other(config, session)
+    core = session.core.config
+    samples = core.eval.samples_per_prompt
+    if samples_per_prompt is not None:
+        samples = plain_number(samples_per_prompt)
+        _refuse_no_count(samples)
+    warm = samples > 1 and "eval.temperature" not in dict(flat(config.overrides))
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     if session.folder is not None and session.weights is not None:
         _tell_of_other_rewards(session.folder, rewards)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
     result = evaluated(
-        session.core.config,
+        core,
         task,
-        overrides=[] if samples_per_prompt == 1 else ["eval.temperature=1.0"],
+        overrides=["eval.temperature=1.0"] if warm else [],
         policy=_policy(session),
-        samples_per_prompt=samples_per_prompt,
+        samples_per_prompt=samples,
     )
     judged = {name: result.interval(name) for name in result.judged}
     rows = [
@@ -62,6 +71,13 @@ def evaluate(
     ]
     show(Table(f"{result.policy}: {result.prompts} prompts", rows, ("", "", "95 % interval")))
     return result.metrics
+
+
+def _refuse_no_count(samples: object) -> None:
+    if not is_count(samples):
+        raise UsageError(
+            f"samples_per_prompt is {samples!r}; it must be a whole number, at least 1, or None."
+        )
 
 
 def _tell_of_other_rewards(run: Path, rewards: Rubric) -> None:

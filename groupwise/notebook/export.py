@@ -10,7 +10,9 @@ from groupwise.display.notebook import Table, show
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.session import Session, refuse_no_config, refuse_other
+from groupwise.notebook.core import run_folder
+from groupwise.notebook.session import Session, differing, refuse_no_config, refuse_other
+from groupwise.notebook.siblings import number_of
 from groupwise.notebook.training import TrainerState
 from groupwise.review.export import export
 from groupwise.runs import checkpoints, durable
@@ -24,7 +26,7 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
     """Write the newest checkpoint's adapter, with tokenizer and model card, into its `hf_lora/`. Returns the checkpoint's folder.
 
     peft and vLLM load it as it is. With save_to_drive it is also zipped there. A session will do in place of the state, after an
-    interruption or in a new kernel. Raises RunNotFoundError where there is no checkpoint.
+    interruption or in a new kernel. Raises RunNotFoundError where there is no checkpoint, UsageError for a state of another config.
     """
     run = _run_of(config, trainer_state)
     newest = checkpoints.newest(run / CHECKPOINTS)
@@ -61,7 +63,23 @@ def _run_of(config: TrainingConfig, told: object) -> Path:
         raise UsageError(
             f"Expected a trainer state or a session second, got {type(told).__name__}: export_checkpoint(config, trainer_state)."
         )
+    _refuse_state_of_another(config, told)
     return Path(told.checkpoint_dir)
+
+
+def _refuse_state_of_another(config: TrainingConfig, state: TrainerState) -> None:
+    """By its config; a state that does not know one, by the name of its folder."""
+    run, first = Path(state.checkpoint_dir), run_folder(config).name
+    if state.config is not None and (changed := differing(config, state.config)):
+        raise UsageError(
+            f"The trainer state is of {run}, which was trained with another config: {changed} differ. Give the config that it was trained "
+            "with: export_checkpoint(trainer_state.config, trainer_state)."
+        )
+    if state.config is None and number_of(run.name, first) is None:
+        raise UsageError(
+            f"The trainer state is of {run}, but runs of this config are called {first}, {first}-2 and so on. Give the config that it was "
+            "trained with."
+        )
 
 
 def _base(adapter: Path) -> str:

@@ -11,6 +11,9 @@ from groupwise.display.notebook import Table
 from groupwise.display.page import EACH, number, picture
 from groupwise.display.plot import svg_curve, with_mean
 from groupwise.display.text import shorten
+from groupwise.errors import UsageError
+from groupwise.notebook.worded import plain_number
+from groupwise.plugins import nearest
 from groupwise.runs.folder import RECORD, read_summary
 from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.store import Store
@@ -31,8 +34,13 @@ class Record:
         return read_summary(self.folder) or {}
 
     def metrics(self, *names: str) -> dict[str, list[tuple[int, float]]]:
-        """Curves by name, each (step, value); all of them without names."""
+        """Curves by name, each (step, value); all of them without names.
+
+        Steps count from 0: what is shown as step 1 while it trains is 0 here. Raises UsageError for a metric that the run does not have;
+        before its first step there is none, and nothing is refused.
+        """
         with self._store() as store:
+            _refuse_unknown(names, store.metric_names())
             return store.metrics(names or None)
 
     def metric_names(self) -> list[str]:
@@ -41,8 +49,10 @@ class Record:
             return store.metric_names()
 
     def rollouts(self, step: int | None = None, limit: int = 8) -> list[RolloutView]:
-        """Completions with their rewards: of one step (an index from 0), or the newest ones."""
+        """Completions with their rewards: of one step (counted from 0), or the newest ones. Raises UsageError for a step not done yet."""
+        step = plain_number(step)
         with self._store() as store:
+            _refuse_later(step, store.last_step())
             return store.rollouts(
                 RolloutFilter(
                     step=step, order="draw" if step is not None else "newest", limit=limit
@@ -55,20 +65,43 @@ class Record:
             return {each.name: each.metrics for each in store.evaluations(rows=False)}
 
     def plot(self, metric: str = "reward") -> Plot:
-        """A curve with its moving mean."""
-        points = self.metrics(metric).get(metric, [])
+        """A curve with its moving mean. Raises UsageError for a metric that the run does not have."""
+        return self._plot(metric, self.metrics(metric))
+
+    def _plot(self, metric: str, curves: Mapping[str, list[tuple[int, float]]]) -> Plot:
+        points = curves.get(metric, [])
         title = f"{self.folder.name}: {metric}"
         return Plot(title, svg_curve(with_mean(EACH, points), title=title))
 
     def table(self, step: int | None = None, limit: int = 8, longest: int = SHOWN) -> Table:
-        """Completions with their rewards, for reading; `longest`: characters shown of one."""
+        """Completions with their rewards, for reading, of one step (counted from 0: what is shown as step 1 while it trains is 0 here).
+
+        `longest`: characters shown of one. Raises UsageError for a step not done yet.
+        """
         return completions_table(self.rollouts(step, limit), longest)
 
     def _repr_html_(self) -> str:
-        return self.plot().as_html() + self.table().as_html()
+        return self._plot("reward", self.metrics()).as_html() + self.table().as_html()
 
     def _store(self) -> Store:
         return Store.open(self.folder / RECORD, readonly=True)
+
+
+def _refuse_unknown(names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names if known else ():
+        if name not in known:
+            near = nearest(str(name), known)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise UsageError(f"The run has no metric {name!r}.{hint} It has: {', '.join(known)}.")
+
+
+def _refuse_later(step: object, last: int | None) -> None:
+    if step is None or (type(step) is int and 0 <= step <= (last or 0)):
+        return
+    there = "no step is done yet" if last is None else f"there are 0 to {last}"
+    raise UsageError(
+        f"step is {step!r}, but {there}. Give one of the steps that are done, counted from 0, or None for the newest completions."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,11 @@ class Criterion(Worded):
             )
 
     def score(self, text: str) -> float:
-        """A number in the range, by the share of keywords (else of the description's words) that the text has."""
+        """A number in the range, by the share of keywords (else of the description's words) that the text has.
+
+        Raises UsageError for what is no text.
+        """
+        _refuse_no_text(text)
         share = keyword_share(text, self.keywords)
         if share is None:
             share = overlap(set(words(text)), self._vocabulary)
@@ -95,6 +99,13 @@ class Criterion(Worded):
     def __str__(self) -> str:
         shown = "".join(f"\n  such as: {example}" for example in self.examples)
         return f"{self.name}{f': {self.description}' if self.description else ''}{shown}"
+
+
+def _refuse_no_text(answer: object) -> None:
+    if not isinstance(answer, str):
+        raise UsageError(
+            f"What is to be scored is of the type {type(answer).__name__}. Give the text of one answer; several are scored one by one."
+        )
 
 
 class Rubric(Worded):
@@ -151,7 +162,7 @@ class Rubric(Worded):
         return {criterion.name: criterion.score(text) for criterion in self.criteria}
 
     def score(self, text: str) -> float:
-        """Σ weight × score of the criteria."""
+        """Σ weight × score of the criteria. Raises UsageError for what is no text."""
         scores = self.scores(text)
         return sum(criterion.weight * scores[criterion.name] for criterion in self.criteria)
 

@@ -6,6 +6,7 @@ loaded when something asks for it (`session.ref_model`, `session.sampler`), and 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets, w
 from groupwise.notebook.earlier import described, free_name, newest_alike
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.record import Record
+from groupwise.notebook.worded import plain_number
 from groupwise.runs import find
 from groupwise.tunix.environment import look, mesh_of
 from groupwise.types import Prompt, SamplingParams
@@ -60,8 +62,8 @@ class Session:
 
     @property
     def weights(self) -> Path | None:
-        """The newest weights of the training; None before there are any."""
-        return None if self.folder is None else find.newest_weights(self.folder)
+        """The newest weights of the training; None before there are any. Raises UsageError where the run's folder is gone."""
+        return None if self.folder is None else find.newest_weights(_there(self.folder))
 
     @property
     def next_folder(self) -> Path:
@@ -71,10 +73,10 @@ class Session:
 
     @property
     def run(self) -> Record:
-        """The record of the run: metrics, rollouts, evaluations. Raises UsageError before the training."""
+        """The record of the run: metrics, rollouts, evaluations. Raises UsageError before the training, and where its folder is gone."""
         if self.folder is None:
             raise UsageError("There is no run yet: call train_grpo(config, session).")
-        return Record(self.folder)
+        return Record(_there(self.folder))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -146,6 +148,15 @@ class Session:
 ColabSession = Session
 
 
+def _there(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UsageError(
+            f"The run's folder is gone: {folder.absolute()} is not there. Put it back (after os.chdir, go back to where the session was "
+            "prepared), or prepare another session: session = prepare_session(config). It finds what runs there are, or begins anew."
+        )
+    return folder
+
+
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Completes prompts with the newest weights of a session. The model is loaded for each call."""
@@ -163,15 +174,23 @@ class Sampler:
     ) -> list[str]:
         """A completion of each prompt. A text is what the user says; messages are a chat. Raises UsageError for what cannot be asked."""
         chats = _chats(prompts)
-        _refuse_odd(total_generation_steps, temperature, top_k, top_p)
+        session = self.session
+        steps, warmth, most, share, chosen = map(
+            plain_number,
+            (
+                total_generation_steps,
+                temperature,
+                top_k,
+                top_p,
+                session.config.seed if seed is None else seed,
+            ),
+        )
+        _refuse_odd(steps, warmth, most, share, chosen)
+        weights = session.weights
         if not chats:
             return []
-        params = SamplingParams(
-            max_tokens=total_generation_steps, temperature=temperature, top_k=top_k, top_p=top_p
-        )
-        session = self.session
-        chosen = session.config.seed if seed is None else seed
-        return answers(session.core.config, chats, session.weights, params, chosen)
+        params = SamplingParams(max_tokens=steps, temperature=warmth, top_k=most, top_p=share)
+        return answers(session.core.config, chats, weights, params, chosen)
 
 
 def _chats(prompts: Any) -> list[Prompt]:
@@ -194,22 +213,41 @@ def _chat(prompt: Any) -> Prompt:
     )
 
 
-def _refuse_odd(steps: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def _refuse_odd(steps: Any, temperature: Any, top_k: Any, top_p: Any, seed: Any) -> None:
     wrong = [
         told
         for told, right in (
-            (f"total_generation_steps is {steps}; it must be at least 1", steps >= 1),
-            (f"temperature is {temperature}; it must be at least 0", temperature >= 0),
-            (f"top_k is {top_k}; it must be at least 1, or None", top_k is None or top_k >= 1),
             (
-                f"top_p is {top_p}; it must be above 0 and at most 1, or None",
-                top_p is None or 0 < top_p <= 1,
+                f"total_generation_steps is {steps!r}; it must be a whole number, at least 1",
+                is_count(steps),
             ),
+            (
+                f"temperature is {temperature!r}; it must be a number, at least 0",
+                _is_number(temperature) and temperature >= 0,
+            ),
+            (
+                f"top_k is {top_k!r}; it must be a whole number, at least 1, or None",
+                top_k is None or is_count(top_k),
+            ),
+            (
+                f"top_p is {top_p!r}; it must be a number above 0 and at most 1, or None",
+                top_p is None or (_is_number(top_p) and 0 < top_p <= 1),
+            ),
+            (f"seed is {seed!r}; it must be a whole number, or None", type(seed) is int),
         )
         if not right
     ]
     if wrong:
         raise UsageError("; ".join(wrong) + ".")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 1 on; true is none."""
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
 
 
 def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Session:
@@ -266,13 +304,17 @@ def refuse_other(config: TrainingConfig, session: object) -> None:
         raise UsageError(
             f"Expected a session second, got {type(session).__name__}: session = prepare_session(config)."
         )
-    own, other = session.config.model_dump(), config.model_dump()
-    changed = [name for name in {**own, **other} if own.get(name) != other.get(name)]
-    if changed:
+    if changed := differing(config, session.config):
         raise UsageError(
-            f"The session was prepared with another config: {', '.join(changed)} differ. Prepare one with this config: "
+            f"The session was prepared with another config: {changed} differ. Prepare one with this config: "
             "session = prepare_session(config)."
         )
+
+
+def differing(config: TrainingConfig, other: TrainingConfig) -> str:
+    """The fields in which they are not equal; empty where they are."""
+    own, others = other.model_dump(), config.model_dump()
+    return ", ".join(name for name in {**own, **others} if own.get(name) != others.get(name))
 
 
 def _told(session: Session) -> Iterator[tuple[str, str]]:

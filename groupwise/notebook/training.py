@@ -38,6 +38,8 @@ class TrainerState:
     """The run's folder."""
     test_answer: str | None = None
     """What `run_full_pipeline` was answered in its quick test."""
+    config: TrainingConfig | None = field(default=None, repr=False)
+    """What was trained."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -103,7 +105,7 @@ def run_training(
         result = rl(core, task, resume=earlier is not None)
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
-    return _state(result)
+    return _state(session, result)
 
 
 def _not_compared(rewards: Rubric) -> str:
@@ -137,10 +139,10 @@ def _as_it_ended(session: Session, run: Path) -> TrainerState:
     with Store.open(run / RECORD, readonly=True) as store:
         held_out = {each.name: EvalResult.recorded(each) for each in store.evaluations()}
     before, after = held_out.get(BEFORE), held_out.get(AFTER)
-    return _state(RlResult(read_summary(run) or {}, run, before=before, after=after))
+    return _state(session, RlResult(read_summary(run) or {}, run, before=before, after=after))
 
 
-def _state(result: RlResult) -> TrainerState:
+def _state(session: Session, result: RlResult) -> TrainerState:
     weights = find.newest_weights(result.folder)
     assert weights is not None, "a finished run has weights"
-    return TrainerState(result, weights, str(result.folder))
+    return TrainerState(result, weights, str(result.folder), config=session.config)

@@ -272,6 +272,9 @@ def _explain_value(place: Place, detail: ErrorDetails, tree: Tree, at: KeyPath) 
     allowed = describe(place.key) if place.key is not None else None
     if allowed is None:
         return f"{dotted} is {shown}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."
+    if detail["type"] == "too_short":
+        least = detail.get("ctx", {}).get("min_length", 1)
+        return f"{dotted} is {shown}; it must have at least {least} item{'s' * (least > 1)}."
     return f"{dotted} is {shown}; it must be {allowed}.{_quotes_hint(given)}"
 
 

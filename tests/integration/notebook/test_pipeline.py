@@ -55,6 +55,7 @@ def test_the_pipeline_from_a_config_to_an_adapter(here, capsys):
     assert isinstance(state, TrainerState)
     assert path == "checkpoints/digits/checkpoints/step-6"
     assert state.checkpoint_dir == "checkpoints/digits"
+    assert state.config == config
     assert state.test_answer
     said, told = capsys.readouterr()
     assert re.findall(r"Completions of step (\d)\n  reward  parts ", told) == list("123456")
@@ -190,6 +191,26 @@ def test_there_is_nothing_to_export_before_a_checkpoint(here):
     folder.mkdir(parents=True)
     state = TrainerState(None, folder, str(folder))  # pyright: ignore[reportArgumentType]
     with pytest.raises(RunNotFoundError, match="nothing to export"):
+        export_checkpoint(config_of(), state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_rank": 8, "seed": 7}, "another config: lora_rank, seed differ"),
+        ({"experiment_name": "letters", "save_to_drive": True}, "save_to_drive, experiment_name"),
+    ],
+)
+def test_a_state_of_another_config_is_not_exported(here, changes, said):
+    folder = here / "checkpoints" / "digits"
+    state = TrainerState(None, folder, str(folder), config=config_of())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match=said):
+        export_checkpoint(config_of(**changes), state)
+
+
+def test_a_state_that_knows_no_config_is_told_by_its_folder(here):
+    state = TrainerState(None, here, "checkpoints/letters-2")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="of checkpoints/letters-2, but runs of this config are"):
         export_checkpoint(config_of(), state)
 
 

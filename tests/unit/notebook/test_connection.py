@@ -143,6 +143,13 @@ def test_a_failed_connection_leaves_the_environment_as_it_was(
     assert os.environ.get(VARIABLE) == before
 
 
+@pytest.mark.parametrize("url", [None, 8000])
+def test_what_is_no_url_is_told_at_once(url: Any, asked: list[tuple[str, str | None]]) -> None:
+    with pytest.raises(UsageError, match=f"url is {url}; give the address of a training server"):
+        connect(url)
+    assert asked == []
+
+
 def test_the_key_is_else_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "key-before")
     assert connect("http://a").key == "key-before"

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from groupwise.errors import TaskError
+from groupwise.errors import TaskError, UsageError
 from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import kind_of, prepare_datasets, register_dataset
@@ -72,6 +72,16 @@ def test_the_prompt_has_the_question_and_neither_answer_nor_rubric():
     assert "cause" not in message["content"]
     assert "because" not in message["content"]
     assert "names the cause" in format_prompt("Why?", config, rubric="names the cause")
+
+
+def test_what_no_prompt_can_be_made_of_is_told():
+    config = TrainingConfig(dataset="arithmetic")
+    with pytest.raises(UsageError, match="The question is of the type NoneType; give a text"):
+        format_prompt(None, config)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="The question is of the type TrainingConfig"):
+        format_prompt(config, "Why?")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="Expected a TrainingConfig second, got dict"):
+        format_prompt("Why?", {})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("prompt", ["Just say 1.", [{"role": "user", "content": "Just say 1."}]])

@@ -103,7 +103,7 @@ def test_yaml_as_people_write_it(tmp_path):
     ("text", "said"),
     [
         ("name: x\ncriteria:\n  - name: a\n    wieght: 2\n    keywords: [b]\n", "wieght"),
-        ("name: x\ncriteria: []\n", "criteria"),
+        ("name: x\ncriteria: []\n", r"criteria is \[\]; it must have at least 1 item\."),
         ("criteria:\n  - name: a\n    keywords: [b]\n", "name is required"),
         ("name: x\ncriteria:\n  - name: a\n    description: of it\n", "no answer could meet it"),
         (
@@ -154,10 +154,17 @@ def test_a_file_that_cannot_be_written(tmp_path):
 def test_what_is_wrong_in_python_is_told():
     with pytest.raises(ConfigError, match="did you mean keywords"):
         Criterion(name="a", keyword=["b"])  # pyright: ignore[reportCallIssue]
-    with pytest.raises(ConfigError, match="criteria"):
+    with pytest.raises(ConfigError, match=r"criteria is \[\]; it must have at least 1 item\."):
         Rubric(name="x", criteria=[])
     with pytest.raises(ConfigError, match="weight is -1"):
         Criterion(name="a", keywords=["b"], weight=-1)
+
+
+@pytest.mark.parametrize("answer", [None, 4, ["First, then."]])
+def test_what_is_no_text_is_not_scored(answer):
+    for score in (STEPS.score, STEPS.scores, STEPS.criteria[0].score):
+        with pytest.raises(UsageError, match=f"of the type {type(answer).__name__}. Give the text"):
+            score(answer)
 
 
 def test_files_that_are_not_there(tmp_path):

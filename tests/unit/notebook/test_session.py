@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from groupwise.errors import UsageError
@@ -47,9 +48,20 @@ def test_a_quick_test_asks_as_it_says(asked: list[Any], capsys: pytest.CaptureFi
         ([None], {}, "A prompt is None"),
         ([""], {}, "A prompt is ''"),
         ([[]], {}, r"A prompt is \[\]"),
-        (["a"], {"temperature": -1.0}, "temperature is -1.0; it must be at least 0"),
+        (["a"], {"temperature": -1.0}, "temperature is -1.0; it must be a number, at least 0"),
         (["a"], {"total_generation_steps": 0, "top_p": 2.0}, "at least 1; top_p is 2.0"),
         (["a"], {"top_k": 0}, "top_k is 0"),
+        (
+            ["a"],
+            {"total_generation_steps": 4.5},
+            "total_generation_steps is 4.5; it must be a whole",
+        ),
+        (["a"], {"total_generation_steps": True}, "total_generation_steps is True"),
+        (["a"], {"temperature": "1"}, "temperature is '1'; it must be a number"),
+        (["a"], {"temperature": float("inf")}, "temperature is inf"),
+        (["a"], {"top_k": "5"}, "top_k is '5'; it must be a whole number"),
+        (["a"], {"top_p": float("nan")}, "top_p is nan"),
+        (["a"], {"seed": 1.5}, "seed is 1.5; it must be a whole number, or None"),
     ],
 )
 def test_what_cannot_be_asked_is_told(
@@ -60,6 +72,62 @@ def test_what_cannot_be_asked_is_told(
         prepared.sampler(prompts, **parameters)
     assert prepared.sampler([]) == []
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps", "said"),
+    [
+        (
+            ["why " * 300],
+            2000,
+            r"^The question has \d+ tokens, .* room for 48 .* or lower total_gen",
+        ),
+        (["a", "why " * 6000], 8, r"^Prompt 2 has \d+ tokens, .* Shorten the question\.$"),
+        (["a"], 5000, "is 5000, but the model reads and writes at most 2048 tokens"),
+        (["\ud800"], 8, r"'\\ud800', half of a surrogate pair, which is no valid Unicode"),
+    ],
+)
+def test_a_question_that_the_model_cannot_read_is_told(
+    prompts: list[Any], steps: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
+    with pytest.raises(UsageError, match=said):
+        prepared.sampler(prompts, total_generation_steps=steps)
+
+
+def test_numbers_of_numpy_are_numbers(asked: list[Any]) -> None:
+    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
+    prepared.sampler(
+        ["a"],
+        total_generation_steps=np.int64(4),  # pyright: ignore[reportArgumentType]
+        temperature=np.float32(0.5),  # pyright: ignore[reportArgumentType]
+        seed=np.int32(7),  # pyright: ignore[reportArgumentType]
+    )
+    [(_, _, params, seed)] = asked
+    assert (params.max_tokens, params.temperature, seed) == (4, 0.5, 7)
+    assert {type(params.max_tokens), type(seed)} == {int}
+
+
+def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
+    asked: list[Any], tmp_path: Path
+) -> None:
+    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    prepared = prepare_session(config)
+    prepared.folder = tmp_path / "run"
+    for use in (
+        lambda: quick_test(config, prepared),
+        lambda: prepared.sampler(["a"]),
+        lambda: prepared.policy,
+        lambda: prepared.run,
+    ):
+        with pytest.raises(UsageError, match=r"run is not there.*prepare_session\(config\)"):
+            use()
+    assert asked == []
+    prepared.folder.mkdir()
+    assert prepared.policy == "the model as it was, before any training"
+    prepared.sampler(["a"])
+    assert asked[0][1] is None
 
 
 def test_a_session_shows_itself_in_a_few_lines(asked: list[Any]) -> None:

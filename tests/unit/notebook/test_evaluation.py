@@ -1,0 +1,73 @@
+"""How an evaluation in a notebook asks: whose temperature, how many samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from groupwise.config import EvalConfig, load_config
+from groupwise.errors import UsageError
+from groupwise.notebook import TrainingConfig, evaluate, evaluation, prepare_session
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EvalConfig]:
+    """How the core would answer the test part."""
+    found: list[EvalConfig] = []
+
+    def evaluated(config: Any, *_: Any, overrides: Any, samples_per_prompt: int, **__: Any) -> Any:
+        samples = f"eval.samples_per_prompt={samples_per_prompt}"
+        found.append(load_config(config, [*overrides, samples]).config.eval)
+        return SimpleNamespace(policy="base", metrics={}, judged=[], prompts=1)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation, "evaluated", evaluated)
+    return found
+
+
+WARM = {"eval.temperature": 0.3, "eval.samples_per_prompt": 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "expected"),
+    [
+        ({}, {}, (1, 0.0)),
+        ({}, {"samples_per_prompt": np.int64(4)}, (4, 1.0)),
+        (WARM, {}, (2, 0.3)),
+        (WARM, {"samples_per_prompt": 4}, (4, 0.3)),
+        ({"eval": {"temperature": 0.3}}, {"samples_per_prompt": 4}, (4, 0.3)),
+    ],
+)
+def test_overrides_win(
+    asked: list[EvalConfig],
+    overrides: dict[str, Any],
+    given: dict[str, Any],
+    expected: tuple[int, float],
+) -> None:
+    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8, overrides=overrides)
+    evaluate(config, prepare_session(config), **given)
+    [found] = asked
+    assert (found.samples_per_prompt, found.temperature) == expected
+
+
+@pytest.mark.parametrize("samples", ["4", 0, 2.0, True])
+def test_what_is_no_number_of_samples_is_told(asked: list[EvalConfig], samples: Any) -> None:
+    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    with pytest.raises(UsageError, match=f"samples_per_prompt is {samples!r}; it must be a whole"):
+        evaluate(config, prepare_session(config), samples_per_prompt=samples)
+    assert asked == []
+
+
+def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
+    asked: list[EvalConfig], tmp_path: Path
+) -> None:
+    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    session = prepare_session(config)
+    session.folder = tmp_path / "gone"
+    with pytest.raises(UsageError, match="The run's folder is gone"):
+        evaluate(config, session)
+    assert asked == []
