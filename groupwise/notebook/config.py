@@ -121,9 +121,13 @@ class TrainingConfig(Worded):
         min_length=1,
     )
     use_openrubrics: bool = setting(True, "Take openrubrics where no dataset is named.")
-    openrubrics_max: int = setting(2000, "Most rows of openrubrics.", ge=2)
+    openrubrics_max: int = setting(
+        2000, "Most rows of openrubrics; a sample by the seed, if it has more.", ge=2
+    )
     dataset_max: int | None = setting(
-        None, "Most rows of any other dataset; None: all of them.", ge=2
+        None,
+        "Most rows of any other dataset; a sample by the seed, if it has more. None: all of them.",
+        ge=2,
     )
     save_to_drive: bool = setting(
         False,

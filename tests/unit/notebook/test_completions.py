@@ -76,5 +76,5 @@ def test_a_kernel_has_its_page_instead(
     monkeypatch.setattr(training, "rewards_of", lambda *_: None)
     monkeypatch.setattr(training, "run_training", lambda *arguments: given.extend(arguments[2]))
     config = TrainingConfig(dataset="arithmetic")
-    training.train_grpo(config, Session(config, [], []))
+    training.train_grpo(config, Session(config, [{"question": "a"}], [{"question": "b"}]))
     assert [type(each) for each in given] == expected
