@@ -161,7 +161,9 @@ def test_no_rows_cannot_replace_a_part(asked: list[Any], part: str, given: Any, 
 def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
     asked: list[Any],
 ) -> None:
-    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=20)
+    config = TrainingConfig(
+        model="tiny", dataset="arithmetic", dataset_max=20, num_batches=2, total_generation_steps=4
+    )
     prepared = prepare_session(config)
     rows = [*prepared.train_dataset, *prepared.test_dataset]
     prepared.train_dataset = rows[:10]
