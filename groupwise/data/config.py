@@ -112,7 +112,7 @@ class DatasetConfig(Strict):
 
     dataset_name: str | None = setting(
         None,
-        "The data, where no task brings them: a hub id, a file (.jsonl, .json, .parquet, .csv, .txt) or a folder of these.",
+        "The data, where no task brings them: a hub id, a file (.jsonl, .json, .parquet, .csv, .tsv, .txt) or a folder of these.",
         min_length=1,
     )
     dataset_config: str | None = setting(None, "Configuration of a dataset on the hub.")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise import hub
+from groupwise.data.order import Stream
 from groupwise.errors import TaskError
 from groupwise.plugins import nearest
 
@@ -44,20 +45,28 @@ def read_source(
     limit: int | None = None,
     *,
     revision: str | None = None,
+    seed: int | None = None,
 ) -> list[Row]:
-    """The rows of a source, the first `limit` of those in `split`. Raises TaskError, also where there are none.
+    """The rows of a source, the first `limit` of those in `split`, or with a `seed` a sample. Raises TaskError, also where there are none.
 
     `split` may have a slice: `train[:100]`, `train[10%:]`. A file has the split `train` alone; a folder has a file for each of its
     own, such as `test.jsonl`. `config` and `revision` (a commit, tag or branch) are the hub's.
     """
     if is_local(source):
         _refuse_of_hub(source, {"config": config, "revision": revision})
-        rows = _local(source, split, limit)
+        rows = _local(source, split, limit, seed)
     else:
-        rows = _of_hub(source, config, split, revision, limit)
+        rows = _of_hub(source, config, split, revision, limit, seed)
     if not rows:
         raise TaskError(f"The dataset {source!r} has no rows in its split {split!r}.")
     return renamed(rows, columns or {}, f"The dataset {source!r}")
+
+
+def sample(count: int, limit: int | None, seed: int) -> list[int]:
+    """The places, in their order, of `limit` rows of so many, each equally likely; of all where there are no more."""
+    if limit is None or limit >= count:
+        return list(range(count))
+    return sorted(Stream("sample", seed).sample(range(count), limit))
 
 
 def is_local(source: str) -> bool:
@@ -149,7 +158,7 @@ def _place(bound: str | None, count: int) -> int | None:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _local(source: str, split: str, limit: int | None) -> list[Row]:
+def _local(source: str, split: str, limit: int | None, seed: int | None) -> list[Row]:
     wanted, path = _split(split, source), Path(source).expanduser()
     if not path.exists():
         raise TaskError(_no_file(source, path))
@@ -160,9 +169,10 @@ def _local(source: str, split: str, limit: int | None) -> list[Row]:
             "other file, or take a slice: train[:90%] and train[90%:]."
         )
     rows = (row for file in files for row in _reader_of(file)(file))
-    if wanted.is_whole:
+    if wanted.is_whole and seed is None:
         return list(islice(rows, limit))
-    return wanted.of(list(rows))[:limit]
+    whole = wanted.of(list(rows))
+    return whole[:limit] if seed is None else [whole[at] for at in sample(len(whole), limit, seed)]
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
@@ -222,15 +232,16 @@ def _json(file: Path) -> Iterator[Row]:
         yield _row(entry, f"{file}, entry {index}")
 
 
-def _csv(file: Path) -> Iterator[Row]:
+def _csv(file: Path, between: str = ",") -> Iterator[Row]:
     """Every value is text: nothing in the file says otherwise."""
     text = _decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
     before = csv.field_size_limit(_LONGEST_CELL)
     try:
-        lines = csv.reader(StringIO(text, newline=""), strict=True)
+        lines = csv.reader(StringIO(text, newline=""), delimiter=between, strict=True)
         yield from _rows_of_table(file, lines)
     except csv.Error as error:
-        raise TaskError(f"{file} is no CSV that can be read: {error}.") from error
+        kind = file.suffix[1:].upper()
+        raise TaskError(f"{file} is no {kind} that can be read: {error}.") from error
     finally:
         csv.field_size_limit(before)
 
@@ -245,11 +256,15 @@ def _rows_of_table(file: Path, lines: Any) -> Iterator[Row]:
     for cells in lines:
         if cells and len(cells) != len(header):
             raise TaskError(
-                f"{file}, line {lines.line_num}: {len(cells)} values for {len(header)} columns ({', '.join(header)}). Text with commas "
-                'or line breaks stands in quotes, "like, this".'
+                f"{file}, line {lines.line_num}: {len(cells)} values for {len(header)} columns ({', '.join(header)}). Text with "
+                'separators or line breaks stands in quotes, "like, this".'
             )
         if cells:
             yield dict(zip(header, cells, strict=True))
+
+
+def _tsv(file: Path) -> Iterator[Row]:
+    return _csv(file, "\t")
 
 
 def _parquet(file: Path) -> Iterator[Row]:
@@ -281,8 +296,12 @@ _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
     ".json": _json,
     ".parquet": _parquet,
     ".csv": _csv,
+    ".tsv": _tsv,
     ".txt": _text,
 }
+
+ENDINGS = tuple(_READERS)
+"""What files of data end with."""
 
 
 def _decoded(data: bytes, where: str) -> str:
@@ -327,7 +346,12 @@ def _refuse_of_hub(source: str, given: Mapping[str, str | None]) -> None:
 
 
 def _of_hub(
-    source: str, config: str | None, split: str, revision: str | None, limit: int | None
+    source: str,
+    config: str | None,
+    split: str,
+    revision: str | None,
+    limit: int | None,
+    seed: int | None,
 ) -> list[Row]:
     try:
         import datasets  # pyright: ignore[reportMissingTypeStubs]
@@ -347,7 +371,11 @@ def _of_hub(
     finally:
         if shown:
             library.enable_progress_bars()
-    return list(found if limit is None else found.take(limit))
+    if limit is None:
+        return list(found)
+    return list(
+        found.take(limit) if seed is None else found.select(sample(len(found), limit, seed))
+    )
 
 
 def _not_had(

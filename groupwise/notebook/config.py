@@ -91,6 +91,8 @@ CHECKPOINTS = Path("checkpoints")
 """What holds the folders of experiments elsewhere."""
 SECRETS = ("wandb_api_key", "kaggle_username", "kaggle_key", "hf_token")
 """The fields that are credentials; their environment variables have the same names in capitals."""
+MASK = "*" * 10
+"""What pydantic writes in place of a credential."""
 
 
 class TrainingConfig(Worded):
@@ -119,9 +121,13 @@ class TrainingConfig(Worded):
         min_length=1,
     )
     use_openrubrics: bool = setting(True, "Take openrubrics where no dataset is named.")
-    openrubrics_max: int = setting(2000, "Most rows of openrubrics.", ge=2)
+    openrubrics_max: int = setting(
+        2000, "Most rows of openrubrics; a sample by the seed, if it has more.", ge=2
+    )
     dataset_max: int | None = setting(
-        None, "Most rows of any other dataset; None: all of them.", ge=2
+        None,
+        "Most rows of any other dataset; a sample by the seed, if it has more. None: all of them.",
+        ge=2,
     )
     save_to_drive: bool = setting(
         False,
@@ -212,7 +218,7 @@ class TrainingConfig(Worded):
     def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """See `Worded`; of credentials only whether they are text."""
         hidden = {
-            name: "…" if isinstance(value, str | SecretStr) else 0
+            name: (MASK if _is_mask(value) else "…") if isinstance(value, str | SecretStr) else 0
             for name, value in values.items()
             if (name in SECRETS or is_secret(name)) and not isinstance(value, bool | None)
         }
@@ -260,6 +266,15 @@ class TrainingConfig(Worded):
         for name, value in super().__repr_args__():
             yield name, without_secrets(value, name or "")
 
+    def __getstate__(self) -> dict[Any, Any]:
+        """For pickle, whose files are shared: without credentials, which a session looks for in its other sources. Copies keep them."""
+        state = super().__getstate__()
+        return {
+            **state,
+            "__dict__": {**state["__dict__"], **dict.fromkeys(SECRETS)},
+            "__pydantic_fields_set__": state["__pydantic_fields_set__"] - {*SECRETS},
+        }
+
     if not TYPE_CHECKING:  # who reads the types shall see the fields
 
         def __delattr__(self, name: str) -> None:
@@ -286,6 +301,16 @@ class TrainingConfig(Worded):
         whole = isinstance(value, float) and value.is_integer()
         field = cls.model_fields[str(info.field_name)]
         return int(value) if whole and takes_whole_alone(field) else value
+
+    @field_validator(*SECRETS, mode="before")
+    @classmethod
+    def _is_no_mask(cls, given: Any) -> Any:
+        if _is_mask(given):
+            raise ValueError(
+                "asterisks are no credential: they stand in its place where a config is shown or dumped. Give the credential itself, or "
+                "leave it out; config.changed(…) makes a config that keeps it"
+            )
+        return given
 
     @field_validator("model", "dataset", "checkpoint_dir", mode="before")
     @classmethod
@@ -398,6 +423,11 @@ def without_secrets(value: Any, key: str = "") -> Any:
         return value
     by_form = holds_secret(value) if isinstance(value, str) else names_secret(str(value))
     return "…" if by_form or is_secret(key.rpartition(".")[2]) else value
+
+
+def _is_mask(value: object) -> bool:
+    text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    return isinstance(text, str) and set(text.strip()) == {"*"}
 
 
 def _closed(name: str) -> ConfigError:

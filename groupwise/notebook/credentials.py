@@ -2,6 +2,9 @@
 
 Each is looked for in the config, the environment, the secrets of Colab, those of Kaggle; the first that has it counts. It is then in the
 environment of this process, under the name that huggingface_hub, wandb and kagglehub know, and nowhere else: in no file, no output.
+
+There it stays, since an earlier session may still train with it. So a later session that finds none has that one, and is told of an
+earlier config; but what stood in the environment before, and what is found elsewhere, comes first.
 """
 
 from __future__ import annotations
@@ -10,28 +13,56 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from groupwise.notebook.config import SECRETS, TrainingConfig
 
 Source = Callable[[str], str | None]
 
+CONFIG = "the config"
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """What an environment variable was given here."""
+
+    value: str
+    place: str
+    before: str | None
+    """Its value from outside; None where it had none."""
+
+
+_put: dict[str, _Put] = {}
+"""By variable."""
+
 
 def provide(config: TrainingConfig) -> dict[str, str]:
     """Put what is found into the environment. Returns, for each credential that was found, which source had it."""
     sources: dict[str, Source] = {
-        "the config": lambda name: _secret(config, name),
-        "the environment": os.environ.get,
+        CONFIG: lambda name: _secret(config, name),
+        "the environment": _from_outside,
         "Colab's secrets": _colab(),
         "Kaggle's secrets": _kaggle(),
     }
     found: dict[str, str] = {}
-    for name in SECRETS:
-        for place, value in _looked_up(sources, name.upper()):
-            os.environ[name.upper()] = value
-            found[name] = place
+    for field in SECRETS:
+        name = field.upper()
+        for place, value in _looked_up(sources, name):
+            _put[name] = _Put(value, place, _from_outside(name))
+            os.environ[name] = value
+            found[field] = place
             break
+        else:
+            if os.environ.get(name):
+                found[field] = f"an earlier {'config' if _put[name].place == CONFIG else 'session'}"
     return found
+
+
+def _from_outside(name: str) -> str | None:
+    """What the variable has, or had before a value was put there."""
+    value, put = os.environ.get(name), _put.get(name)
+    return put.before if put is not None and put.value == value else value
 
 
 def _looked_up(sources: dict[str, Source], name: str) -> Iterator[tuple[str, str]]:

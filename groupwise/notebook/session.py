@@ -23,7 +23,7 @@ from groupwise.notebook import credentials, drive
 from groupwise.notebook.answering import answers
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
-from groupwise.notebook.datasets import dataset_of, kind_of, prepare_datasets, with_prompts
+from groupwise.notebook.datasets import dataset_of, in_place_of, kind_of, prepare_datasets
 from groupwise.notebook.earlier import described, free_name, newest_alike
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.record import Record
@@ -47,7 +47,7 @@ class Session:
 
     def __setattr__(self, name: str, value: Any) -> None:
         rows = name in ("train_dataset", "test_dataset")
-        object.__setattr__(self, name, with_prompts(value, self.config) if rows else value)
+        object.__setattr__(self, name, in_place_of(name, value, self.config) if rows else value)
 
     @property
     def core(self) -> LoadedConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.data.chat import Row, Rows
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import dataset_of, kind_of
+from groupwise.notebook.datasets import dataset_of, kind_of, refuse_shared
 from groupwise.notebook.earlier import FACTS
 from groupwise.notebook.grading import grades, is_numeric
 from groupwise.rewards.formats import SoftFormat
@@ -34,7 +34,11 @@ class NotebookTask:
         callbacks: Sequence[object] = (),
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """`facts`: what is kept with a run, so that later trainings know whether they would be the same."""
+        """`facts`: what is kept with a run, so that later trainings know whether they would be the same.
+
+        Raises UsageError where a question is in both parts.
+        """
+        refuse_shared(train, test)
         self.facts_of_the_notebook: dict[str, Any] = {
             "dataset": dataset_of(config),
             "rewards": dict(zip(rewards.names, rewards.weights, strict=True)),

@@ -15,6 +15,8 @@ from groupwise.errors import TaskError
 
 Made = TypeVar("Made")
 
+SAME = "it is the same as an earlier row"
+
 
 def question_key(question: str) -> str:
     """Equal for questions that differ in case and white space alone."""
@@ -29,8 +31,10 @@ def usable(
     source: str,
     strict: bool,
     remedy: str,
+    again: Callable[[Made, Made], str] = lambda earlier, later: SAME,
 ) -> tuple[list[Made], Counter[str]]:
-    """What `make` makes of the rows, and how many it makes nothing of, by reason; rows are the same where `same` is equal.
+    """What `make` makes of the rows, and how many it makes nothing of, by reason; rows are the same where `same` is equal,
+    and `again` says of the later one why it is left out.
 
     Raises TaskError where no row is left, with the `remedy`, or one is not `strict`ly. `source` is who has the rows.
     """
@@ -39,8 +43,8 @@ def usable(
     for index, row in enumerate(rows):
         try:
             one = make(row)
-            if same(one) in made:
-                raise Unusable("it is the same as an earlier row")
+            if (earlier := made.get(same(one))) is not None:
+                raise Unusable(again(earlier, one))
         except Unusable as reason:
             if strict:
                 raise TaskError(f"{source}, row {index}: {reason}.") from reason

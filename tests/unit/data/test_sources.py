@@ -74,6 +74,15 @@ def test_csv_is_all_text_and_may_hold_commas_and_lines() -> None:
     ]
 
 
+def test_tsv_is_csv_with_tabs() -> None:
+    source = written("a.tsv", 'prompt\tanswer\none, two\t007\n"a\tb"\t1e3\n')
+    assert read_source(source) == [
+        {"prompt": "one, two", "answer": "007"},
+        {"prompt": "a\tb", "answer": "1e3"},
+    ]
+    assert "a.tsv, line 2: 1 values for 2 columns" in refused(written("a.tsv", "a\tb\n1\n"))
+
+
 def test_csv_takes_cells_that_are_longer_than_python_wants() -> None:
     long = "x" * 200_000
     assert read_source(written("a.csv", f"prompt\n{long}\n")) == [{"prompt": long}]
@@ -125,6 +134,18 @@ def test_limit_stops_reading() -> None:
     source = written("a.jsonl", Path(jsonl(ROWS[:3])).read_text() + "no JSON at all\n")
     assert read_source(source, limit=2) == ROWS[:2]
     assert read_source(jsonl(ROWS, "b.jsonl"), split="train[5:]", limit=2) == ROWS[5:7]
+
+
+@pytest.mark.parametrize("split", ["train", "train[2:]"])
+def test_limit_with_a_seed_takes_a_sample_in_the_order_of_the_file(split: str) -> None:
+    source, there = jsonl(ROWS), read_source(jsonl(ROWS), split=split)
+    found = [read_source(source, split=split, limit=4, seed=seed) for seed in range(20)]
+    assert all(rows == [row for row in there if row in rows] for rows in found)
+    assert all(len(rows) == 4 for rows in found)
+    assert all(any(row in rows for rows in found) for row in there)
+    assert found[3] == read_source(source, split=split, limit=4, seed=3)
+    assert read_source(source, split=split, limit=99, seed=3) == there
+    assert read_source(source, split=split, seed=3) == there
 
 
 def test_file_has_no_other_split() -> None:
@@ -247,6 +268,9 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
         "openai/gsm8k", "main", "test[:4]", {"prompt": "question"}, 2, revision="e53f048"
     )
     assert found == [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS[:2]]
+    sampled = read_source("openai/gsm8k", "main", "test[:4]", limit=2, seed=0, revision="e53f048")
+    assert sampled == read_source(jsonl(ROWS), limit=2, seed=0)
+    assert asked.pop() == asked[0]
     assert asked == [(("openai/gsm8k", "main"), {"split": "test[:4]", "revision": "e53f048"})]
 
 

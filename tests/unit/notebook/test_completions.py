@@ -78,5 +78,5 @@ def test_a_kernel_has_its_page_instead(
         training, "run_training", lambda *arguments, **_: given.extend(arguments[2])
     )
     config = TrainingConfig(dataset="arithmetic")
-    training.train_grpo(config, Session(config, [], []))
+    training.train_grpo(config, Session(config, [{"question": "a"}], [{"question": "b"}]))
     assert [type(each) for each in given] == expected

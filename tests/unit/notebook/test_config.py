@@ -207,7 +207,7 @@ def test_credentials_show_nowhere():
     assert config.hf_token is not None
     assert cast("SecretStr", config.hf_token).get_secret_value() == SECRET
     assert config.changed(seed=1).hf_token == config.hf_token
-    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
 
 
 @pytest.mark.parametrize("name", ["hf_token", "wandb_api_key", "kaggle_key", "kaggle_username"])
@@ -431,3 +431,31 @@ def test_none_is_computed_and_an_empty_prompt_is_none_at_all():
 def test_a_path_may_begin_at_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert TrainingConfig(checkpoint_dir="~/runs").checkpoint_dir == "/home/me/runs"
+
+
+@pytest.mark.parametrize("mask", ["**********", "*", SecretStr("**********")])
+@pytest.mark.parametrize("also", [{}, {"beta": -1.0}])
+def test_a_mask_is_no_credential(mask, also):
+    with pytest.raises(ConfigError, match="asterisks are no credential") as refused:
+        TrainingConfig(hf_token=mask, **also)
+    assert ("beta" in str(refused.value)) == bool(also)
+    dumped = TrainingConfig(hf_token=SECRET).model_dump(mode="json")
+    with pytest.raises(ConfigError, match="asterisks are no credential"):
+        TrainingConfig(**dumped)
+    config = TrainingConfig()
+    with pytest.raises(ConfigError, match="asterisks are no credential"):
+        config.hf_token = mask
+    assert config.hf_token is None
+
+
+def test_credentials_are_copied_but_not_pickled():
+    config = TrainingConfig(hf_token=SECRET, beta=0.5)
+    config.prepared()
+    written = pickle.dumps(config)
+    assert SECRET.encode() not in written
+    read = pickle.loads(written)
+    assert (read.hf_token, read.beta, read.model_fields_set) == (None, 0.5, {"beta"})
+    with pytest.raises(ConfigError, match="cannot be changed"):
+        read.beta = 0.1
+    for copied in (config, copy.copy(config), copy.deepcopy(config), config.changed(beta=0.1)):
+        assert cast("SecretStr", copied.hf_token).get_secret_value() == SECRET

@@ -21,6 +21,7 @@ def nothing(monkeypatch):
         monkeypatch.delenv(name)
     for module in ("google.colab.userdata", "kaggle_secrets"):
         monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(credentials, "_put", {})
 
 
 def colab(monkeypatch, held):
@@ -81,3 +82,31 @@ def test_a_source_that_fails_is_passed_over(monkeypatch):
     assert credentials.provide(TrainingConfig()) == {}
     kaggle(monkeypatch, {"KAGGLE_KEY": "k"})
     assert credentials.provide(TrainingConfig()) == {"kaggle_key": "Kaggle's secrets"}
+
+
+def test_what_an_earlier_config_put_there_is_told_as_that():
+    given = TrainingConfig(hf_token="given")
+    assert credentials.provide(given) == {"hf_token": "the config"}
+    for _ in range(2):
+        assert credentials.provide(TrainingConfig()) == {"hf_token": "an earlier config"}
+        assert os.environ["HF_TOKEN"] == "given"
+    os.environ["HF_TOKEN"] = "set by hand"
+    assert credentials.provide(TrainingConfig()) == {"hf_token": "the environment"}
+    assert os.environ["HF_TOKEN"] == "set by hand"
+
+
+def test_the_environment_as_it_was_comes_before_an_earlier_config(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "of the environment")
+    for token in ("one", "two"):
+        credentials.provide(TrainingConfig(hf_token=token))
+        assert os.environ["HF_TOKEN"] == token
+    assert credentials.provide(TrainingConfig()) == {"hf_token": "the environment"}
+    assert os.environ["HF_TOKEN"] == "of the environment"
+
+
+def test_colabs_secrets_are_told_as_that_again_and_after_they_are_gone(monkeypatch):
+    colab(monkeypatch, {"HF_TOKEN": "of colab"})
+    for _ in range(2):
+        assert credentials.provide(TrainingConfig()) == {"hf_token": "Colab's secrets"}
+    colab(monkeypatch, {})
+    assert credentials.provide(TrainingConfig()) == {"hf_token": "an earlier session"}

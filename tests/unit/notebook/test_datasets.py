@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from groupwise.errors import TaskError, UsageError
@@ -111,7 +112,7 @@ def test_unusable_rows_are_left_out_and_counted():
     }
 
 
-@pytest.mark.parametrize("nothing", [None, "", "  ", math.nan, [""], "####"])
+@pytest.mark.parametrize("nothing", [None, "", "  ", math.nan, "####"])
 def test_cells_of_a_loader_that_hold_nothing(nothing):
     given = [{**row, "rubric": nothing, "prompt": nothing} for row in rows(4)]
     given += [{"question": f"Who {n}?", "answer": nothing, "rubric": "r"} for n in range(3)]
@@ -120,7 +121,7 @@ def test_cells_of_a_loader_that_hold_nothing(nothing):
     train, test = prepare_datasets(config)
     assert train.account.left_out == {"it has neither an answer nor a rubric with a reference": 3}
     assert kind_of([*train, *test]) == "numeric"
-    if nothing not in ([""], "####"):
+    if nothing != "####":
         assert train[0]["prompt"][0]["content"] == format_prompt(train[0]["question"], config)
 
 
@@ -141,6 +142,18 @@ def test_a_loader_may_give_both_parts_and_what_they_share_is_tested():
     assert sorted(questions(test)) == ["What is 0?", "What is 1?", "What is 99?"]
     assert sorted(questions(train)) == [f"What is {n}?" for n in range(2, 6)]
     assert train.account.left_out == {"the test part has the question": 2}
+
+
+def test_parts_of_a_loader_that_leave_nothing_are_told():
+    register_dataset("parts", lambda config: (rows(3), rows(4)))
+    with pytest.raises(TaskError, match="all questions of the train part stand in the test part"):
+        prepare_datasets(TrainingConfig(dataset="parts"))
+    register_dataset("parts", lambda config: (rows(3), []))
+    with pytest.raises(TaskError, match="The test part of the dataset 'parts' has no usable row"):
+        prepare_datasets(TrainingConfig(dataset="parts"))
+    register_dataset("parts", lambda config: (rows(2), rows(1)))
+    train, test = prepare_datasets(TrainingConfig(dataset="parts"))
+    assert (questions(train), questions(test)) == (["What is 1?"], ["What is 0?"])
 
 
 def test_a_loader_is_given_the_config_and_columns_of_its_own_stay():
@@ -185,6 +198,15 @@ def test_names_that_cannot_be_registered():
         register_dataset("gsm8k", lambda config: [])
     with pytest.raises(TaskError, match="is no function"):
         register_dataset("rows", [{"question": "x"}])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "name", [5, None, "", "  ", "a/b", "a\\b", "rows.jsonl", "x.tsv", ".a", "~a"]
+)
+def test_names_that_look_like_files_or_like_nothing_are_refused(name):
+    with pytest.raises(TaskError, match="cannot name a dataset"):
+        register_dataset(name, lambda config: rows(4))
+    register_dataset("rows v1.5, jsonl", lambda config: rows(4))
 
 
 def test_no_dataset_and_an_unknown_one_list_those_there_are():
@@ -252,6 +274,95 @@ def test_a_prompt_alone_is_the_question_of_a_file(tmp_path):
     assert row["prompt"][0]["content"] == format_prompt(row["question"], config)
 
 
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is 1? "}]
+
+
+def test_a_chat_alone_is_the_prompt_and_what_the_user_says_last_the_question(tmp_path):
+    def chats(columns):
+        return [
+            {"prompt": [*CHAT, {"role": "user", "content": [{"type": "text", "text": f"{n}?"}]}], **columns}
+            for n in range(4)
+        ]  # fmt: skip
+
+    answers, rubrics = chats({"answer": "1"}), chats({"rubric": "brief", "reference": "r"})
+    register_dataset("chats", lambda config: answers)
+    files = [
+        str(write(tmp_path / f"{n}.jsonl", found)) for n, found in enumerate((answers, rubrics))
+    ]
+    for name, given in (("chats", answers), *zip(files, (answers, rubrics), strict=True)):
+        train, test = prepare_datasets(TrainingConfig(dataset=name))
+        found = sorted((*train, *test), key=lambda row: row["question"])
+        assert found == [{**row, "question": f"{n}?"} for n, row in enumerate(given)]
+
+
+def test_chats_without_a_question_are_left_out(tmp_path):
+    given = [{"prompt": each, "answer": 1} for each in (CHAT[:1], CHAT, [], [{"from": "human", "value": "x"}], "a?", "b?")]  # fmt: skip
+    file = write(tmp_path / "a.jsonl", given)
+    train, test = prepare_datasets(TrainingConfig(dataset=str(file)))
+    assert sorted(questions((*train, *test))) == ["What is 1?", "a?", "b?"]
+    assert train.account.left_out == {
+        "no message of its prompt is the user's": 1,
+        "there is no question": 1,
+        "a message has `from` and `value` (ShareGPT), not `role` and `content`": 1,
+    }
+
+
+def test_columns_of_a_file_are_found_in_any_case(tmp_path):
+    given = [{"QUESTION": "?", "Question": f"{n}?", "Answer": n, "Level": n} for n in range(3)]
+    file = write(tmp_path / "a.jsonl", [{"Question": "3?", "Answer": 3, "Level": 3}, *given])
+    train, test = prepare_datasets(TrainingConfig(dataset=str(file)))
+    assert {row["question"]: (row["answer"], row["Level"]) for row in (*train, *test)} == {
+        f"{n}?": (str(n), n) for n in range(4)
+    }
+    rubrics = [{"Prompt": [*CHAT[:1], {"role": "user", "content": f"{n}?"}], "Rubric": "r", "Gold": "x"} for n in range(3)]  # fmt: skip
+    file = write(tmp_path / "b.jsonl", rubrics)
+    train, _ = prepare_datasets(TrainingConfig(dataset=str(file)))
+    assert set(train[0]) == {"prompt", "question", "rubric", "reference"}
+    named = [{"question": f"{n}?", "Question": "other", "answer": n} for n in range(3)]
+    file = write(tmp_path / "c.jsonl", named)
+    train, _ = prepare_datasets(TrainingConfig(dataset=str(file)))
+    assert train[0]["Question"] == "other"
+
+
+@pytest.mark.parametrize("answer", [["1", "2"], {"value": 1}, np.array([1, 2])])
+def test_an_answer_is_a_text_or_a_number_for_loaders_and_files(answer, monkeypatch):
+    given = [*rows(3), {"question": "Which?", "answer": answer}]
+    register_dataset("listed", lambda config: given)
+    monkeypatch.setattr(datasets, "read_source", lambda *_, **__: given)
+    for name in ("listed", "somebody/listed"):
+        train, test = prepare_datasets(TrainingConfig(dataset=name))
+        assert len(train) + len(test) == 3
+        reason = f"its answer is {type(answer).__name__}; an answer is a text or a number"
+        assert train.account.left_out == {reason: 1}
+
+
+def test_a_question_with_another_answer_is_counted_by_itself(tmp_path):
+    given = [*rows(3), {"question": "what is 0?", "answer": "7"}, *rows(1)]
+    left_out = {
+        "it asks an earlier row's question with another answer": 1,
+        "it is the same as an earlier row": 1,
+    }
+    register_dataset("twice", lambda config: given)
+    file = write(tmp_path / "a.jsonl", given)
+    for name in ("twice", str(file)):
+        train, _ = prepare_datasets(TrainingConfig(dataset=name))
+        assert train.account.left_out == left_out
+
+
+@pytest.mark.parametrize("kind", ["loader", "file"])
+def test_the_most_rows_are_a_sample_by_the_seed(kind, tmp_path):
+    register_dataset("numbers", lambda config: rows(200))
+    name = "numbers" if kind == "loader" else str(write(tmp_path / "a.jsonl", rows(200)))
+
+    def sampled(seed):
+        train, test = prepare_datasets(TrainingConfig(dataset=name, dataset_max=20, seed=seed))
+        return sorted(int(row["answer"]) for row in (*train, *test))
+
+    assert sampled(1) == sampled(1) != sampled(2)
+    assert len(sampled(1)) == 20
+    assert max(sampled(1)) > 100
+
+
 def test_columns_of_a_file_that_cannot_be_told(tmp_path):
     file = tmp_path / "pairs.csv"
     file.write_text("prompt,completion\na,b\nc,d\n")
@@ -279,13 +390,13 @@ def test_openrubrics_takes_the_better_response_as_reference(monkeypatch):
     ]
     asked = []
 
-    def read(source, *split, limit):
-        asked.append((source, limit))
+    def read(source, *split, limit, seed):
+        asked.append((source, limit, seed))
         return found
 
     monkeypatch.setattr(datasets, "read_source", read)
     train, test = prepare_datasets(TrainingConfig(openrubrics_max=77))
-    assert asked == [("OpenRubrics/OpenRubrics", 77)]
+    assert asked == [("OpenRubrics/OpenRubrics", 77, 42)]
     references = {row["question"]: row["reference"] for row in (*train, *test)}
     assert references == {"Why?": "y", "How?": "x"}
     assert all(set(row) == {"prompt", "question", "rubric", "reference"} for row in train)
@@ -297,13 +408,13 @@ def test_gsm8k_is_read_by_its_configuration(monkeypatch):
     found = [{"question": f"{n}?", "answer": f"so\n#### {n}", "id": n} for n in range(3)]
     asked = []
 
-    def read(source, *split, limit):
-        asked.append((source, *split, limit))
+    def read(source, *split, limit, seed):
+        asked.append((source, *split, limit, seed))
         return found
 
     monkeypatch.setattr(datasets, "read_source", read)
     train, test = prepare_datasets(TrainingConfig(dataset="gsm8k", dataset_max=3))
-    assert asked == [("openai/gsm8k", "main", "train", 3)]
+    assert asked == [("openai/gsm8k", "main", "train", 3, 42)]
     assert {row["answer"] for row in (*train, *test)} == {"0", "1", "2"}
     assert all(set(row) == {"prompt", "question", "answer"} for row in train)
 

@@ -303,7 +303,7 @@ def test_a_session_that_a_reward_mentions_is_nothing():
         names,
     )
     config = TrainingConfig(dataset="arithmetic")
-    session = Session(config, [], [])
+    session = Session(config, [{"question": "a"}], [{"question": "b"}])
     names["session"] = session
     before = digest(told_of(names["reward"]))
     session.folder = Path("somewhere")

@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas
 import pytest
 
 from groupwise.errors import UsageError
-from groupwise.notebook import TrainingConfig, format_prompt, prepare_session, quick_test, session
+from groupwise.notebook import (
+    TrainingConfig,
+    evaluate,
+    format_prompt,
+    prepare_session,
+    quick_test,
+    session,
+    train_grpo,
+)
 from groupwise.notebook.quick import QUESTION
 from groupwise.types import SamplingParams
 from tests.tunix_models import model_of
@@ -134,8 +144,8 @@ def test_a_session_shows_itself_in_a_few_lines(asked: list[Any]) -> None:
     prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic"))
     assert len(repr(prepared)) < 3000
     assert "1800 rows to train on" in prepared._repr_html_()
-    prepared.train_dataset = []
-    assert "0 rows to train on" in prepared._repr_html_()
+    prepared.train_dataset = list(prepared.train_dataset)[:7]
+    assert "7 rows to train on" in prepared._repr_html_()
 
 
 def test_the_table_tells_what_the_core_will_do(asked: list[Any], tmp_path: Path) -> None:
@@ -177,6 +187,59 @@ def test_rows_that_replace_others_get_their_prompts(asked: list[Any]) -> None:
     assert prompts == [[{"role": "user", "content": format_prompt("What is 1 + 1?", config)}], own]
     with pytest.raises(UsageError, match="A row is str"):
         prepared.test_dataset = ["What is 1 + 1?"]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("table", [pandas.DataFrame, datasets.Dataset.from_dict, iter])
+def test_tables_may_replace_rows_too(asked: list[Any], table: Any) -> None:
+    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    prepared = prepare_session(config)
+    columns = {"question": ["Capital of Peru?", "Of Chad?"], "answer": ["Lima", "N'Djamena"]}
+    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+    prepared.train_dataset = table(rows if table is iter else columns)
+    assert [row.pop("prompt")[0]["content"] for row in prepared.train_dataset] == [
+        format_prompt(question, config) for question in columns["question"]
+    ]
+    assert list(prepared.train_dataset) == rows
+
+
+def test_cells_of_a_table_are_those_of_python(asked: list[Any]) -> None:
+    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
+    chat = [{"role": "user", "content": "Why?"}]
+    table = {"question": ["a", "b"], "answer": [1.5, 2], "prompt": [np.array(chat), None]}
+    prepared.test_dataset = pandas.DataFrame({**table, "rubric": [float("nan"), pandas.NA]})  # pyright: ignore[reportAttributeAccessIssue]
+    first, second = prepared.test_dataset
+    assert first == {"question": "a", "answer": 1.5, "prompt": chat, "rubric": None}
+    assert "b" in second["prompt"][0]["content"]
+
+
+@pytest.mark.parametrize("part", ["train_dataset", "test_dataset"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [([], "was given no rows"), (iter(()), "was given no rows"), (5, "was given int. Expected a")],
+)
+def test_no_rows_cannot_replace_a_part(asked: list[Any], part: str, given: Any, said: str) -> None:
+    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
+    before = getattr(prepared, part)
+    with pytest.raises(UsageError, match=f"{part} {said}"):
+        setattr(prepared, part, given)
+    assert getattr(prepared, part) is before
+
+
+def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
+    asked: list[Any],
+) -> None:
+    config = TrainingConfig(
+        model="tiny", dataset="arithmetic", dataset_max=20, num_batches=2, total_generation_steps=4
+    )
+    prepared = prepare_session(config)
+    rows = [*prepared.train_dataset, *prepared.test_dataset]
+    prepared.train_dataset = rows[:10]
+    prepared.test_dataset = [{"question": rows[3]["question"].upper(), "answer": "1"}, *rows[10:]]
+    for ask in (train_grpo, evaluate):
+        with pytest.raises(UsageError, match="1 of 10 rows to train on ask what the test") as told:
+            ask(config, prepared)
+        assert repr(rows[3]["question"]) in str(told.value)
+    assert not (Path("checkpoints") / config.experiment_name).exists()
 
 
 @pytest.mark.parametrize("value", [None, {"model": "tiny"}])

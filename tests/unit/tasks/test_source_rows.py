@@ -34,6 +34,19 @@ def test_the_first_of_those_that_are_the_same_is_used_and_others_are_counted() -
     assert used(ROWS[:2]) == ([1, 20], {})
 
 
+def test_who_knows_better_says_why_a_later_one_is_left_out() -> None:
+    _, left_out = usable(
+        ROWS,
+        positive,
+        lambda n: len(str(n)),
+        source="Numbers",
+        strict=False,
+        remedy="Count.",
+        again=lambda earlier, later: f"{later} after {earlier}",
+    )
+    assert left_out == {"it is negative": 2, "it is 0": 1, "1 after 1": 1, "21 after 20": 1}
+
+
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
