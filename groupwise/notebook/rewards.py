@@ -9,8 +9,9 @@ from typing import Any, TypeAlias, cast
 from groupwise.data.chat import Row
 from groupwise.errors import TaskError
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import Kind, dataset_of, kind_of, prepare_datasets
+from groupwise.notebook.datasets import dataset_of, prepare_datasets
 from groupwise.notebook.grading import grades
+from groupwise.notebook.rows import Kind, kind_of
 from groupwise.notebook.rubrics import Rubric as Criteria
 from groupwise.notebook.rubrics import RubricSet
 from groupwise.parameters import taken_by

@@ -23,10 +23,12 @@ from groupwise.notebook import credentials, drive
 from groupwise.notebook.answering import answers
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
-from groupwise.notebook.datasets import dataset_of, in_place_of, kind_of, prepare_datasets
+from groupwise.notebook.datasets import dataset_of, prepare_datasets
 from groupwise.notebook.earlier import described, free_name, newest_alike
 from groupwise.notebook.identity import facts_of
+from groupwise.notebook.parts import in_place_of
 from groupwise.notebook.record import Record
+from groupwise.notebook.rows import kind_of
 from groupwise.notebook.worded import plain_number
 from groupwise.runs import find
 from groupwise.tunix.environment import look, mesh_of

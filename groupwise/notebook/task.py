@@ -8,9 +8,11 @@ from typing import Any
 
 from groupwise.data.chat import Row, Rows
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import dataset_of, kind_of, refuse_shared
+from groupwise.notebook.datasets import dataset_of
 from groupwise.notebook.earlier import FACTS
 from groupwise.notebook.grading import grades, is_numeric
+from groupwise.notebook.parts import refuse_shared
+from groupwise.notebook.rows import kind_of
 from groupwise.rewards.formats import SoftFormat
 from groupwise.rewards.overlap import RubricOverlap
 from groupwise.rewards.rubric import Rubric

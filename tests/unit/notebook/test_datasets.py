@@ -12,9 +12,10 @@ import pytest
 from groupwise.errors import TaskError, UsageError
 from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import kind_of, prepare_datasets, register_dataset
+from groupwise.notebook.datasets import prepare_datasets, register_dataset
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.rewards import create_reward_functions
+from groupwise.notebook.rows import kind_of
 
 
 @pytest.fixture(autouse=True)
@@ -293,6 +294,19 @@ def test_a_chat_alone_is_the_prompt_and_what_the_user_says_last_the_question(tmp
         train, test = prepare_datasets(TrainingConfig(dataset=name))
         found = sorted((*train, *test), key=lambda row: row["question"])
         assert found == [{**row, "question": f"{n}?"} for n, row in enumerate(given)]
+
+
+def test_chats_of_several_turns_are_the_same_where_all_turns_are(tmp_path):
+    def row(first: str) -> str:
+        turns = [("user", first), ("assistant", "Yes."), ("user", "Why?")]
+        chat = [{"role": role, "content": text} for role, text in turns]
+        return json.dumps({"prompt": chat, "answer": "1"}) + "\n"
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text(row("Is it 1?") + row("Is it 2?") + row("Is it 2?") + row("Is it 3?"))
+    parts = prepare_datasets(TrainingConfig(dataset=str(file)))
+    assert sorted(len(part) for part in parts) == [1, 2]
+    assert {row["question"] for part in parts for row in part} == {"Why?"}
 
 
 def test_chats_without_a_question_are_left_out(tmp_path):

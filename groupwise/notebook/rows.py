@@ -1,0 +1,166 @@
+"""What a row of a notebook is: which can be used, what they are scored by, and what the model is given for one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Number
+from typing import Any, Literal, cast
+
+from groupwise.data.chat import Account, Row, Rows, Unusable, messages_of
+from groupwise.errors import TaskError
+from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.worded import plain_number
+from groupwise.rewards.mathematics import MathAnswer
+from groupwise.rewards.overlap import RubricOverlap
+from groupwise.tasks.source_rows import SAME, question_key, usable
+
+Kind = Literal["numeric", "rubric"]
+"""What rows are scored by: an answer, or a rubric and a reference."""
+
+RUBRIC = ("rubric", "reference")
+"""What a row has that has no answer."""
+
+
+def kind_of(rows: Sequence[Row]) -> Kind:
+    """What all of the rows are scored by. Raises TaskError where there are none, or no one thing."""
+    if not rows:
+        raise TaskError("There are no rows: a part of the data is empty.")
+    rubrics = sum(row.get("rubric") is not None for row in rows)
+    answers = sum(row.get("answer") is not None for row in rows)
+    if rubrics == len(rows):
+        return "rubric"
+    if answers == len(rows):
+        return "numeric"
+    raise TaskError(
+        f"Of {len(rows)} rows {answers} have an answer and {rubrics} a rubric. All must have an answer, or all a rubric, since they are "
+        "scored alike."
+    )
+
+
+def usable_rows(
+    rows: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], Row], where: str
+) -> Rows:
+    """What `make` makes of rows, without those for which it raises Unusable, and without repeated questions. Raises TaskError for none."""
+    found, left_out = usable(
+        rows,
+        make,
+        key_of,
+        source=where,
+        strict=False,
+        remedy=(
+            "Expected: question (text), and rubric with reference, or answer: text or a number. A long solution marks its answer: "
+            "after ####, or in \\boxed{}."
+        ),
+        again=_again,
+    )
+    return Rows(found, Account(dict(left_out)))
+
+
+def _again(earlier: Row, later: Row) -> str:
+    for name in ("answer", *RUBRIC):
+        if str(earlier.get(name)).strip() != str(later.get(name)).strip():
+            return f"it asks an earlier row's question with another {name}"
+    return SAME
+
+
+def listed(given: Any, told: str, also: str = "") -> list[Any]:
+    """What is given as rows, a table of pandas too; of that the cells as Python has them. `told` and `also` are for the message."""
+    kind = type(given).__name__
+    if kind == "DataFrame":
+        records = cast("list[Row]", given.to_dict("records"))
+        return [{name: _cell(value) for name, value in row.items()} for row in records]
+    if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
+        kind = "a coroutine" if inspect.iscoroutine(cast("object", given)) else kind
+        raise TaskError(
+            f"{told} {kind}. Expected a list of rows such as {{'question': …, 'answer': …}}{also}."
+        )
+    return list(cast("Iterable[Any]", given))
+
+
+def _cell(value: Any) -> Any:
+    """Arrays as lists, and gaps as None."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    gap = type(plain).__name__ in ("NAType", "NaTType") or (
+        isinstance(plain, float) and plain != plain
+    )
+    return None if gap else plain
+
+
+def key_of(row: Row) -> str:
+    """Two rows with the same one ask the same: the question, and of a chat with several turns all of them."""
+    question, turns = row.get("question"), [*_turns(row.get("prompt"))]
+    if isinstance(question, str) and sum(turn.get("role") == "user" for turn in turns) < 2:
+        return question_key(question)
+    return repr(turns or row.get("prompt"))
+
+
+def _turns(prompt: Any) -> Iterator[dict[str, Any]]:
+    turns: list[Any] = [*prompt] if isinstance(prompt, list | tuple) else []
+    yield from (turn for turn in turns if isinstance(turn, dict))
+
+
+def row_of(given: object, config: TrainingConfig) -> Row:
+    """A loader's row, checked. Raises Unusable."""
+    if not isinstance(given, Mapping):
+        raise Unusable(f"it is {type(given).__name__} and no row with columns")
+    row = cast("Mapping[str, Any]", given)
+    question, chat = row.get("question"), row.get("prompt")
+    if question is None and is_chat(chat):
+        question = said_last(chat)
+    if not isinstance(question, str) or not question.strip():
+        raise Unusable("it has no text in the column question")
+    gaps = dict.fromkeys(name for name in ("answer", *RUBRIC) if name in row)
+    scored = _scored(row, config)
+    if not scored:
+        refuse_odd_answer(row.get("answer"))
+        raise Unusable("it has neither an answer nor a rubric with a reference")
+    return {**row, **gaps, **scored, "question": question.strip()}
+
+
+def _scored(row: Mapping[str, Any], config: TrainingConfig) -> Row:
+    """Of answer, rubric and reference those that can be scored by; None, NaN and empty text are nothing."""
+    answers = MathAnswer("answer", answer_tag=config.tags.answer)
+    found = (
+        ["answer"]
+        if _reads(refuse_odd_answer, row.get("answer")) and _reads(answers.check_row, row)
+        else []
+    )
+    if holds(row.get("rubric")) and _reads(RubricOverlap("reference").check_row, row):
+        found += RUBRIC
+    return {name: row[name] for name in found}
+
+
+def _reads(check: Callable[[Any], None], given: object) -> bool:
+    try:
+        check(given)
+    except (ValueError, Unusable):
+        return False
+    return True
+
+
+def refuse_odd_answer(cell: object) -> None:
+    """Raise Unusable for what is neither a text nor a number; None is a gap."""
+    plain = plain_number(cell)
+    if plain is not None and not isinstance(plain, str | Number):
+        raise Unusable(f"its answer is {type(plain).__name__}; an answer is a text or a number")
+
+
+def is_chat(cell: object) -> bool:
+    """Whether a prompt is messages rather than a text."""
+    return not isinstance(cell, str) and holds(cell)
+
+
+def said_last(chat: object) -> str:
+    """What the user says last. Raises Unusable where no message is the user's."""
+    said = [message["content"] for message in messages_of(chat) if message["role"] == "user"]
+    if not said:
+        raise Unusable("no message of its prompt is the user's")
+    return said[-1].strip()
+
+
+def holds(cell: object) -> bool:
+    """Whether it is a text or a list with something in it, or a chat."""
+    if isinstance(cell, str):
+        return bool(cell.strip())
+    return isinstance(cell, Mapping | list | tuple) and len(cast("Any", cell)) > 0
