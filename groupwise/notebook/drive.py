@@ -15,6 +15,7 @@ from typing import Any
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.errors import CheckpointError, UsageError
+from groupwise.notebook.collected import FILE as COLLECTED
 from groupwise.notebook.config import DRIVE, TrainingConfig
 from groupwise.notebook.core import KEPT, run_folder
 from groupwise.notebook.siblings import number_of, sibling
@@ -86,6 +87,7 @@ def bring_back(place: Path, run: Path) -> list[str]:
         if step is not None:
             carried.unpack(own)
             recovery.recover(own)
+            _copy_file(sibling(place, number) / COLLECTED, own / COLLECTED)
             brought.append(f"{own.name}@{step}")
     return brought
 
@@ -127,6 +129,7 @@ class Mirror(Callback):
         """See `Callback`."""
         if end.state == "finished" and self.place_of(run.folder):
             _copy(run.folder / FINAL, self._place / FINAL)
+            _copy_file(run.folder / COLLECTED, self._place / COLLECTED)
 
     def keep_finished(self, run: Path) -> None:
         """Copy what is left of a run that was finished before."""
@@ -142,6 +145,7 @@ class Mirror(Callback):
         copy = self._place / CHECKPOINTS / checkpoint.name
         if not copy.exists():
             _copy(checkpoint, copy)
+        _copy_file(run / COLLECTED, self._place / COLLECTED)
         checkpoints.prune(self._place / CHECKPOINTS, KEPT)
 
     def place_of(self, run: Path) -> Path | None:
@@ -172,6 +176,12 @@ def _mount() -> None:
         raise UsageError(
             f"Google Drive could not be mounted: {error}. Allow it when Colab asks, or set save_to_drive=False."
         ) from error
+
+
+def _copy_file(file: Path, to: Path) -> None:
+    """Where there is one."""
+    if file.is_file():
+        durable.write_file(to, file.read_bytes())
 
 
 def _copy(folder: Path, to: Path) -> None:
