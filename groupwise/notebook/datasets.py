@@ -23,6 +23,7 @@ from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.parts import divided, with_prompts
 from groupwise.notebook.rows import (
     RUBRIC,
+    accepted_forms,
     is_chat,
     listed,
     refuse_odd_answer,
@@ -196,9 +197,17 @@ def _of_answers(rows: Sequence[Row], name: str) -> Rows:
     names = _names(rows, name, math.COLUMNS, ("question", "answer"))
 
     def made(row: Row) -> Row:
-        refuse_odd_answer(row.get(names["answer"]))
-        problem = math.problem_of(own, row.get(names["question"]), row.get(names["answer"]), None)
-        return {"question": problem.question, "answer": problem.answer}
+        given = row.get(names["answer"])
+        refuse_odd_answer(given)
+        read = [
+            math.problem_of(own, row.get(names["question"]), form, None)
+            for form in accepted_forms(given) or [None]
+        ]
+        answers = [each.answer for each in read]
+        return {
+            "question": read[0].question,
+            "answer": answers if isinstance(given, list | tuple) else answers[0],
+        }
 
     return _renamed(rows, names, made, name)
 

@@ -140,10 +140,17 @@ def _reads(check: Callable[[Any], None], given: object) -> bool:
 
 
 def refuse_odd_answer(cell: object) -> None:
-    """Raise Unusable for what is neither a text nor a number; None is a gap."""
-    plain = plain_number(cell)
-    if plain is not None and not isinstance(plain, str | Number):
-        raise Unusable(f"its answer is {type(plain).__name__}; an answer is a text or a number")
+    """Raise Unusable for what is neither a text or a number, nor a list of such; None is a gap."""
+    for each in accepted_forms(cell):
+        if each is not None and not isinstance(plain_number(each), str | Number):
+            raise Unusable(
+                f"its answer is {type(each).__name__}; an answer is a text, a number, or a list of forms in which it is accepted"
+            )
+
+
+def accepted_forms(cell: object) -> list[Any]:
+    """Those of an answer: several, or it alone."""
+    return [*cast("Sequence[Any]", cell)] if isinstance(cell, list | tuple) else [cell]
 
 
 def is_chat(cell: object) -> bool:

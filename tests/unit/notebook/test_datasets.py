@@ -13,6 +13,7 @@ from groupwise.errors import TaskError, UsageError
 from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import prepare_datasets, register_dataset
+from groupwise.notebook.grading import grades
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.rewards import create_reward_functions
 from groupwise.notebook.rows import kind_of
@@ -338,7 +339,7 @@ def test_columns_of_a_file_are_found_in_any_case(tmp_path):
     assert train[0]["Question"] == "other"
 
 
-@pytest.mark.parametrize("answer", [["1", "2"], {"value": 1}, np.array([1, 2])])
+@pytest.mark.parametrize("answer", [{"value": 1}, np.array([1, 2]), ["1", {"value": 1}]])
 def test_an_answer_is_a_text_or_a_number_for_loaders_and_files(answer, monkeypatch):
     given = [*rows(3), {"question": "Which?", "answer": answer}]
     register_dataset("listed", lambda config: given)
@@ -346,8 +347,26 @@ def test_an_answer_is_a_text_or_a_number_for_loaders_and_files(answer, monkeypat
     for name in ("listed", "somebody/listed"):
         train, test = prepare_datasets(TrainingConfig(dataset=name))
         assert len(train) + len(test) == 3
-        reason = f"its answer is {type(answer).__name__}; an answer is a text or a number"
-        assert train.account.left_out == {reason: 1}
+        kind = "ndarray" if isinstance(answer, np.ndarray) else "dict"
+        [reason] = train.account.left_out
+        assert reason.startswith(f"its answer is {kind}; an answer is a text, a number, or a list")
+
+
+def test_an_answer_may_have_several_forms(tmp_path):
+    given = [{"question": f"{n}?", "answer": [str(n), f"the number {n}"]} for n in range(3)]
+    register_dataset("forms", lambda config: given)
+    file = write(tmp_path / "a.jsonl", given)
+    for name in ("forms", str(file)):
+        config = TrainingConfig(dataset=name)
+        train, _ = prepare_datasets(config)
+        assert train[0]["answer"] in [row["answer"] for row in given]
+        right = train[0]["answer"]
+        said = [f"<answer>{form}</answer>" for form in (*right, "9")]
+        columns = {"answer": [right] * len(said)}
+        assert grades(config.tags, said, tolerant=False, **columns) == [1.0, 1.0, 0.0]
+    register_dataset("none", lambda config: [*given, {"question": "Which?", "answer": []}])
+    train, test = prepare_datasets(TrainingConfig(dataset="none"))
+    assert len(train) + len(test) == 3
 
 
 def test_a_question_with_another_answer_is_counted_by_itself(tmp_path):
