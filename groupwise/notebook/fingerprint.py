@@ -6,6 +6,7 @@ What may change while a function is used is told apart: lists, dictionaries, arr
 
 from __future__ import annotations
 
+import copy
 import dis
 import enum
 import functools
@@ -94,6 +95,8 @@ class Teller:
         """`changed`: names around functions, and attributes, that the code itself changes."""
         self._changed, self._changed_attributes = changed, changed_attributes
         self._seen: set[int] = set()
+        self._open: frozenset[int] = frozenset()
+        """What is being told of that has this within it."""
         self.stored: set[str] = set()
         self.set_on_objects: set[str] = set()
         self.used: dict[str, str] = {}
@@ -205,10 +208,18 @@ class Teller:
         for name, value in shown.items():
             path = f"{owner}.{name}" if owner else name
             if name in stored or not (_is_fixed(value) or is_users_object(value)):
-                self.used[path] = digest(self._content(value))
+                self.used[path] = self._content_of(value)
             if _is_unseen(value):
                 self.unseen[path] = place_of(cast("type[object]", type(value)))
         return code
+
+    def _content_of(self, value: Any) -> str:
+        """A fingerprint of what is in it. What is met there counts as not seen elsewhere, since it may be gone the next time."""
+        if id(value) in self._open:
+            return "…"
+        within = copy.copy(self)
+        within._seen, within._open = set(), self._open | {id(value)}
+        return digest(within._content(value))
 
     def _content(self, value: Any, above: frozenset[int] = frozenset()) -> Any:
         """Plain values for what is in it; objects of libraries are known by their type alone."""

@@ -433,3 +433,49 @@ def test_objects_of_libraries_are_named_since_nothing_of_them_is_compared():
     )
     rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
     assert unseen_by(rubric) == ["JUDGE (_pytest.monkeypatch.MonkeyPatch) of the reward reward"]
+
+
+KEEPING = """
+class Note:
+    def __init__(self, text):
+        self.text = text
+
+    def value(self):
+        return len(self.text)
+
+kept = []
+
+def keep(note):
+    kept.append(note)
+    return note.value()
+
+def made(text):
+    return Note(text)
+
+def reward(completions, **columns):
+    return [keep(made(text)) for text in completions]
+
+RULES = []
+
+def first(text):
+    return len(RULES)
+
+RULES.append(first)
+
+def recursive(completions, **columns):
+    return [first(text) for text in completions]
+"""
+
+
+def test_objects_that_are_collected_leave_the_code_as_it_was():
+    (code, before), (later, after) = used(KEEPING), used(KEEPING, calls=1)
+    assert code == later
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"kept of the reward reward"}
+
+
+def test_a_function_in_a_list_that_it_reads_itself_has_a_fingerprint():
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(KEEPING, names)
+    rubric: Any = SimpleNamespace(names=["recursive"], functions=[names["recursive"]])
+    assert used_by(rubric) == used_by(rubric)
