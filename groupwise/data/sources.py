@@ -168,10 +168,17 @@ def _local(source: str, split: str, limit: int | None, seed: int | None) -> list
             f"{source} is one file, which has no splits: its rows are the split 'train', and {wanted.name!r} was asked for. Name the "
             "other file, or take a slice: train[:90%] and train[90%:]."
         )
-    rows = (row for file in files for row in _reader_of(file)(file))
+
+    def rows() -> Iterator[Row]:
+        return (row for file in files for row in _reader_of(file)(file))
+
     if wanted.is_whole and seed is None:
-        return list(islice(rows, limit))
-    whole = wanted.of(list(rows))
+        return list(islice(rows(), limit))
+    if wanted.is_whole and seed is not None and limit is not None:
+        # Counted first, since all of them may not fit into memory.
+        chosen = {*sample(sum(1 for _ in rows()), limit, seed)}
+        return [row for place, row in enumerate(rows()) if place in chosen]
+    whole = wanted.of(list(rows()))
     return whole[:limit] if seed is None else [whole[at] for at in sample(len(whole), limit, seed)]
 
 

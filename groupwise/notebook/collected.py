@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
-from groupwise.notebook.identity import USED, used_by
+from groupwise.notebook.fingerprint import digest
+from groupwise.notebook.identity import USED, known_by, used_by
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
 
 FILE = "collected.json"
+_HERE: dict[str, set[str]] = {}
+"""What trainings of this process changed, by the fingerprint of their rewards: a model that the first one loaded is there for the next."""
 
 
 class Collected(Callback):
@@ -26,6 +29,7 @@ class Collected(Callback):
         """`before`: what they used at the start (`used_by`)."""
         self._rewards = rewards
         self._before = before
+        self._here = _HERE.setdefault(digest(known_by(rewards)), set())
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
@@ -38,7 +42,9 @@ class Collected(Callback):
     def _note(self, run: Path) -> None:
         now = used_by(self._rewards)
         known = collected(run)
-        found = known | {name for name, content in now.items() if content != self._before.get(name)}
+        names = {*now, *self._before}
+        self._here |= {name for name in names if now.get(name) != self._before.get(name)}
+        found = known | self._here
         if found != known:
             durable.write_json(run / FILE, sorted(found))
 

@@ -269,10 +269,12 @@ class TrainingConfig(Worded):
     def __getstate__(self) -> dict[Any, Any]:
         """For pickle, whose files are shared: without credentials, which a session looks for in its other sources. Copies keep them."""
         state = super().__getstate__()
+        held = state["__dict__"].items()
+        hidden = {name for name, value in held if isinstance(value, SecretStr) or name in SECRETS}
         return {
             **state,
-            "__dict__": {**state["__dict__"], **dict.fromkeys(SECRETS)},
-            "__pydantic_fields_set__": state["__pydantic_fields_set__"] - {*SECRETS},
+            "__dict__": {**state["__dict__"], **dict.fromkeys(hidden)},
+            "__pydantic_fields_set__": state["__pydantic_fields_set__"] - hidden,
         }
 
     if not TYPE_CHECKING:  # who reads the types shall see the fields

@@ -1,7 +1,7 @@
 """What makes a function this one, in plain values: a notebook's functions stand in no file.
 
 It is their compiled code with all of the user's own code that it reaches: so a comment may change; a number, a helper or a default may not.
-What may change while a function is used is told apart: lists, dictionaries, arrays, and what the code itself stores to.
+What may change while a function is used is told apart: lists, dictionaries, arrays, attributes of objects, and what the code stores to.
 """
 
 from __future__ import annotations
@@ -13,28 +13,23 @@ import functools
 import hashlib
 import json
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
-from datetime import date, time, timedelta
-from decimal import Decimal
-from fractions import Fraction
-from pathlib import PurePath
 from types import (
+    BuiltinFunctionType,
     CodeType,
     FunctionType,
     MappingProxyType,
+    MethodDescriptorType,
     MethodType,
-    SimpleNamespace,
+    ModuleType,
+    WrapperDescriptorType,
 )
 from typing import Any, cast
-from uuid import UUID
 
 from pydantic import BaseModel
 
 from groupwise.notebook.reached import (
-    OURS,
     around,
     codes,
     is_ours,
@@ -42,17 +37,27 @@ from groupwise.notebook.reached import (
     is_users_object,
     place_of,
 )
+from groupwise.notebook.values import (
+    BY_ATTRIBUTES,
+    CACHED,
+    COLLECTIONS,
+    CONSTANTS,
+    PLAIN,
+    attributes,
+    bound_to,
+    is_array,
+    is_code,
+    is_fixed,
+    is_unseen,
+    parts_of,
+    state_of,
+)
 from groupwise.rewards.nesting import stood_for
 
+_CONTAINERS = (list, tuple, deque, dict, MappingProxyType)
 _STORES = ("STORE_GLOBAL", "STORE_DEREF")
 _MAKING = ("__init__", "__post_init__", "__new__")
 """What these store belongs to an object as it was made."""
-_OWN_METHODS = (*_MAKING, "__call__")
-_CACHED: Any = type(functools.lru_cache(len))
-"""What `functools.cache` makes of a function."""
-_CONTAINERS = (list, tuple, deque, dict, MappingProxyType)
-_PLAIN = (complex, range, bytearray, Decimal, Fraction, PurePath, date, time, timedelta, UUID)
-"""Values of Python that say all of themselves."""
 
 
 def digest(value: Any) -> str:
@@ -68,6 +73,8 @@ def _plain(value: Any) -> Any:
         return sorted(([repr(key), _plain(each)] for key, each in parts.items()), key=str)
     if isinstance(value, list | tuple):
         return [_plain(each) for each in cast("Sequence[Any]", value)]
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, cast("set[Any]", value)), key=str)
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     told = repr(value)
@@ -99,13 +106,18 @@ class Teller:
         """What is being told of that has this within it."""
         self.stored: set[str] = set()
         self.set_on_objects: set[str] = set()
-        self.used: dict[str, str] = {}
-        """Fingerprints of what may change while it is used, by name."""
+        self._contents: dict[str, set[str]] = {}
+        """Fingerprints of what may change while it is used, by name; several things may have one."""
         self.unseen: dict[str, str] = {}
         """The types of what nothing else is known of, by name."""
 
+    @property
+    def used(self) -> dict[str, str]:
+        """A fingerprint of what may change while it is used, by name."""
+        return {path: digest(sorted(contents)) for path, contents in sorted(self._contents.items())}
+
     def told(self, value: Any) -> Any:
-        if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum):
+        if value is None or isinstance(value, CONSTANTS):
             return repr(value)
         if id(value) in self._seen:
             return "…"
@@ -115,15 +127,24 @@ class Teller:
     @functools.singledispatchmethod
     def _of(self, value: Any) -> Any:
         kind = cast("type[object]", type(value))
-        return [self.told(kind), self._named(_state(value), kind.__name__)]
+        if is_fixed(value):
+            return [self.told(kind), self._content(state_of(value))]
+        if not is_users(kind):
+            return place_of(kind)
+        self._keep_state(value)
+        return self.told(kind)
+
+    @_of.register(enum.Enum)
+    def _(self, value: Any) -> Any:
+        return [repr(value), self.told(type(value))]
 
     @_of.register(tuple)
     def _(self, value: Any) -> Any:
-        return [self.told(each) for each in value]
+        return [self.told(type(value)), *(self.told(each) for each in value)]
 
     @_of.register(frozenset)
     def _(self, value: Any) -> Any:
-        return sorted(map(repr, value))
+        return sorted(map(self.told, value), key=str)
 
     @_of.register(re.Pattern)
     def _(self, value: Any) -> Any:
@@ -137,7 +158,12 @@ class Teller:
 
     @_of.register(BaseModel)
     def _(self, value: Any) -> Any:
-        return repr(value)
+        if not is_users_object(value):
+            return repr(value)
+        if is_fixed(value):
+            return [self.told(type(value)), self._content(state_of(value))]
+        self._keep_state(value)
+        return self.told(type(value))
 
     @_of.register(functools.partial)
     def _(self, value: Any) -> Any:
@@ -153,13 +179,26 @@ class Teller:
     def _(self, value: Any) -> Any:
         return self.told(value.fget)
 
-    @_of.register(_CACHED)
+    @_of.register(functools.cached_property)
+    @_of.register(functools.partialmethod)
+    def _(self, value: Any) -> Any:
+        return [self.told(value.func), self._content(state_of(value).get("keywords"))]
+
+    @_of.register(CACHED)
     def _(self, value: Any) -> Any:
         return self.told(value.__wrapped__)
 
     @_of.register(MethodType)
     def _(self, value: Any) -> Any:
         return [self.told(value.__func__), self.told(value.__self__)]
+
+    @_of.register(BuiltinFunctionType)
+    @_of.register(MethodDescriptorType)
+    @_of.register(WrapperDescriptorType)
+    def _(self, value: Any) -> Any:
+        owner = getattr(value, "__self__", None)
+        inside = "" if owner is None or isinstance(owner, ModuleType) else self._content(owner)
+        return [str(getattr(value, "__module__", "")), value.__qualname__, inside]
 
     @_of.register(FunctionType)
     def _(self, value: Any) -> Any:
@@ -170,7 +209,7 @@ class Teller:
         if not is_users(value):
             return place_of(value)
         above = [self.told(each) for each in value.__bases__ if each is not object]
-        return [place_of(value), above, self._named(_attributes(value), value.__name__)]
+        return [place_of(value), above, self._named(attributes(value), value.__name__)]
 
     def _of_function(self, function: FunctionType) -> list[Any]:
         if not is_users(function) and not is_ours(function):
@@ -198,20 +237,42 @@ class Teller:
         shown = {
             name: value
             for name, value in sorted(values.items())
-            if name in _OWN_METHODS or not name.startswith("__")
+            if isinstance(value, FunctionType) or not name.startswith("__")
+        }
+        changes = {
+            name: name in stored or ("." in name and _last(name) in self._changed_attributes)
+            for name in shown
         }
         code = {
             name: [self.told(each) for each in _kept(value)]
             for name, value in shown.items()
-            if name not in stored
+            if not changes[name]
         }
         for name, value in shown.items():
-            path = f"{owner}.{name}" if owner else name
-            if name in stored or not (_is_fixed(value) or is_users_object(value)):
-                self.used[path] = self._content_of(value)
-            if _is_unseen(value):
-                self.unseen[path] = place_of(cast("type[object]", type(value)))
+            if changes[name] or not (is_fixed(value) or is_users_object(value)):
+                self._keep(f"{owner}.{name}" if owner else name, value)
+            elif is_unseen(value):
+                self._keep_unseen(f"{owner}.{name}" if owner else name, value)
         return code
+
+    def _keep(self, path: str, value: Any) -> None:
+        self._contents.setdefault(path, set()).add(self._content_of(value))
+        if is_unseen(value):
+            self._keep_unseen(path, value)
+
+    def _keep_unseen(self, path: str, value: Any) -> None:
+        self.unseen[path] = place_of(cast("type[object]", type(bound_to(value))))
+
+    def _keep_state(self, value: Any) -> None:
+        """What is in an object of the user's: each attribute by itself, and those of objects in them."""
+        name = type(value).__name__
+        if isinstance(value, COLLECTIONS):
+            self._keep(name, [*parts_of(value)])
+        for attribute, held in state_of(value).items():
+            if is_users_object(held) and not is_fixed(held):
+                self.told(held)
+            else:
+                self._keep(f"{name}.{attribute}", held)
 
     def _content_of(self, value: Any) -> str:
         """A fingerprint of what is in it. What is met there counts as not seen elsewhere, since it may be gone the next time."""
@@ -223,81 +284,51 @@ class Teller:
 
     def _content(self, value: Any, above: frozenset[int] = frozenset()) -> Any:
         """Plain values for what is in it; objects of libraries are known by their type alone."""
-        if value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum):
+        if value is None or isinstance(value, CONSTANTS):
             return repr(value)
         if id(value) in above:
             return "…"
         inside = functools.partial(self._content, above=above | {id(value)})
-        if _is_code(value) or isinstance(value, re.Pattern):
+        if is_code(value) or isinstance(value, re.Pattern | enum.Enum):
             return self.told(value)
+        kind = cast("type[object]", type(value))
+        own = [self.told(kind), inside(state_of(value))] if is_users(kind) else [place_of(kind)]
         if isinstance(value, dict | MappingProxyType):
             parts = cast("Mapping[Any, Any]", value)
-            return sorted(([inside(key), inside(each)] for key, each in parts.items()), key=str)
+            pairs = ([inside(key), inside(each)] for key, each in parts.items())
+            return [*own, sorted(pairs, key=str)]
         if isinstance(value, set | frozenset):
-            return sorted(map(inside, cast("set[Any]", value)), key=str)
+            return [*own, sorted(map(inside, cast("set[Any]", value)), key=str)]
         if isinstance(value, list | tuple | deque):
-            return [inside(each) for each in cast("Sequence[Any]", value)]
-        if isinstance(value, SimpleNamespace):
-            return inside(vars(value))
-        if _is_array(value):
-            return [str(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
-        kind = cast("type[object]", type(value))
-        if is_users(kind):
-            return [self.told(kind), inside(_state(value))]
-        return [place_of(kind), repr(value) if isinstance(value, _PLAIN) else ""]
+            return [*own, [inside(each) for each in cast("Sequence[Any]", value)]]
+        if isinstance(value, BY_ATTRIBUTES):
+            return [*own, inside(vars(value))]
+        if is_array(value):
+            objects = getattr(value.dtype, "hasobject", False)  # their bytes would be addresses
+            held = (
+                inside(value.tolist()) if objects else hashlib.sha256(value.tobytes()).hexdigest()
+            )
+            return [*own, str(value.shape), str(value.dtype), held]
+        return [*own, repr(value) if isinstance(value, PLAIN) else ""]
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", getattr(value, "__dict__", {}))
-
-
-def _state(value: Any) -> dict[str, Any]:
-    kind = cast("type[object]", type(value))
-    slots = {name: getattr(value, name, None) for name in getattr(kind, "__slots__", ())}
-    return {**slots, **_attributes(value)}
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _kept(value: Any) -> Iterator[Any]:
     """A value that does not change, or an object of the user's; of a container the code that is in it."""
-    if _is_fixed(value) or is_users_object(value):
+    if is_fixed(value) or is_users_object(value):
         yield value
     else:
         yield from _code_in(value)
 
 
 def _code_in(value: Any, above: frozenset[int] = frozenset()) -> Iterator[Any]:
-    if _is_code(value):
+    if is_code(value):
         yield value
     elif id(value) not in above and isinstance(value, _CONTAINERS):
         above = above | {id(cast("object", value))}
         held = cast("Any", value)
         for each in held.values() if isinstance(value, dict | MappingProxyType) else held:
             yield from _code_in(each, above)
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether it says what a function does, and does not change while it is used."""
-    if isinstance(value, BaseModel):
-        return bool(value.model_config.get("frozen"))
-    if is_dataclass(value) and not isinstance(value, type):
-        return bool(cast("Any", type(value)).__dataclass_params__.frozen)
-    if isinstance(value, tuple):
-        return all(_is_fixed(each) for each in cast("tuple[Any, ...]", value))
-    plain = (bool, int, float, str, bytes, frozenset, re.Pattern, enum.Enum)
-    return value is None or isinstance(value, plain) or _is_code(value)
-
-
-def _is_unseen(value: Any) -> bool:
-    """Whether it is an object of a library, of which nothing is compared but its type."""
-    if _is_fixed(value) or is_users_object(value) or _is_array(value):
-        return False
-    return str(type(value).__module__).partition(".")[0] not in (OURS, *sys.stdlib_module_names)
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "tobytes") and hasattr(value, "shape")
-
-
-def _is_code(value: Any) -> bool:
-    code = (FunctionType, MethodType, type, functools.partial, _CACHED)
-    return isinstance(value, (*code, staticmethod, classmethod, property))

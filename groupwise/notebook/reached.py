@@ -84,12 +84,15 @@ def place_of(value: FunctionType | type) -> str:
 
 def is_ours(value: FunctionType | type) -> bool:
     """Whether it is of this package."""
-    return str(value.__module__).partition(".")[0] == OURS
+    return str(value.__module__).partition(".")[0] == OURS and not is_users(value)
 
 
 def is_users(value: FunctionType | type) -> bool:
-    """Whether the user wrote it."""
-    return _is_of_the_user(str(value.__module__))
+    """Whether the user wrote it, or what it wraps; `functools.wraps` says of a wrapper that it is of the other's module."""
+    modules = [value.__module__]
+    if isinstance(value, FunctionType):
+        modules.append(value.__globals__.get("__name__", "__main__"))
+    return any(_is_of_the_user(str(module)) for module in modules)
 
 
 def is_users_object(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, Literal, cast
 
@@ -88,16 +88,12 @@ def _cell(value: Any) -> Any:
 
 
 def key_of(row: Row) -> str:
-    """Two rows with the same one ask the same: the question, and of a chat with several turns all of them."""
-    question, turns = row.get("question"), [*_turns(row.get("prompt"))]
-    if isinstance(question, str) and sum(turn.get("role") == "user" for turn in turns) < 2:
-        return question_key(question)
-    return repr(turns or row.get("prompt"))
-
-
-def _turns(prompt: Any) -> Iterator[dict[str, Any]]:
-    turns: list[Any] = [*prompt] if isinstance(prompt, list | tuple) else []
-    yield from (turn for turn in turns if isinstance(turn, dict))
+    """Two rows with the same one ask the same: the same question, by the same prompt where they have one of their own."""
+    prompt: Any = row.get("prompt")
+    if is_chat(prompt) and not isinstance(prompt, Mapping):
+        prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages_of(prompt))
+    asked: list[Any] = [row.get("question"), prompt]
+    return question_key("\n".join(str(each) for each in asked if holds(each)))
 
 
 def row_of(given: object, config: TrainingConfig) -> Row:

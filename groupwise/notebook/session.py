@@ -21,7 +21,7 @@ from groupwise.display.notebook import Table, show
 from groupwise.errors import UsageError
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.answering import answers
-from groupwise.notebook.config import TrainingConfig
+from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
 from groupwise.notebook.datasets import dataset_of, prepare_datasets
 from groupwise.notebook.earlier import described, free_name, newest_alike
@@ -314,8 +314,8 @@ def refuse_other(config: TrainingConfig, session: object) -> None:
 
 
 def differing(config: TrainingConfig, other: TrainingConfig) -> str:
-    """The fields in which they are not equal; empty where they are."""
-    own, others = other.model_dump(), config.model_dump()
+    """The fields in which they are not equal, but for credentials; empty where they are."""
+    own, others = (each.model_dump(exclude={*SECRETS}) for each in (other, config))
     return ", ".join(name for name in {**own, **others} if own.get(name) != others.get(name))
 
 

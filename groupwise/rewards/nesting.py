@@ -51,7 +51,10 @@ def standing_for(function: RewardCallable, around: RewardCallable, name: str) ->
 def stood_for(function: Any) -> Any:
     """What somebody gave, behind all that was put around it by `standing_for`."""
     while hasattr(function, STANDS_FOR):
-        function = getattr(function, STANDS_FOR)
+        within = getattr(function, STANDS_FOR)
+        if getattr(function, "__wrapped__", None) is not within:
+            break  # somebody's own wrapper around such a function, which `functools.wraps` gave its attributes
+        function = within
     return function
 
 

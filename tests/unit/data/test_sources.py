@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,16 @@ def test_limit_with_a_seed_takes_a_sample_in_the_order_of_the_file(split: str) -
     assert found[3] == read_source(source, split=split, limit=4, seed=3)
     assert read_source(source, split=split, limit=99, seed=3) == there
     assert read_source(source, split=split, seed=3) == there
+
+
+def test_a_sample_of_a_large_file_holds_no_more_than_itself() -> None:
+    source = jsonl([{"question": "x" * 1000, "n": n} for n in range(20_000)])
+    tracemalloc.start()
+    found = read_source(source, limit=10, seed=1)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found) == 10
+    assert most < 2_000_000
 
 
 def test_file_has_no_other_split() -> None:

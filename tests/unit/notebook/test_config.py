@@ -448,6 +448,16 @@ def test_a_mask_is_no_credential(mask, also):
     assert config.hf_token is None
 
 
+class WithKey(TrainingConfig):
+    service_key: SecretStr | None = None
+
+
+def test_credentials_of_subclasses_are_not_pickled():
+    written = pickle.dumps(WithKey(service_key=SecretStr(SECRET)))
+    assert SECRET.encode() not in written
+    assert pickle.loads(written).service_key is None
+
+
 def test_credentials_are_copied_but_not_pickled():
     config = TrainingConfig(hf_token=SECRET, beta=0.5)
     config.prepared()

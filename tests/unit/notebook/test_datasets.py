@@ -14,6 +14,7 @@ from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import prepare_datasets, register_dataset
 from groupwise.notebook.grading import grades
+from groupwise.notebook.parts import with_prompts
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.rewards import create_reward_functions
 from groupwise.notebook.rows import kind_of
@@ -483,3 +484,21 @@ def test_all_rows_decide_what_they_are_scored_by():
         kind_of([answer, rubric])
     with pytest.raises(TaskError, match="There are no rows"):
         kind_of([])
+
+
+def test_chats_about_different_documents_are_different_rows(tmp_path):
+    def chat(document: str) -> list[dict[str, str]]:
+        return [
+            {"role": "system", "content": document},
+            {"role": "user", "content": "Summarise."},
+        ]
+
+    given = [{"prompt": chat(f"document {n}"), "answer": str(n)} for n in (1, 2, 2, 3)]
+    parts = prepare_datasets(TrainingConfig(dataset=str(write(tmp_path / "a.jsonl", given))))
+    assert sum(len(part) for part in parts) == 3
+
+
+def test_rows_that_ask_nothing_are_refused_with_their_columns():
+    config = TrainingConfig(dataset="arithmetic")
+    with pytest.raises(TaskError, match=r"neither a question nor a prompt, but problem, answer"):
+        with_prompts([{"problem": "1 + 1?", "answer": "2"}], config)

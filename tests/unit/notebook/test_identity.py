@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
+import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
 from groupwise.notebook.collected import FILE, Collected, collected, without_collected
 from groupwise.notebook.fingerprint import digest, told_of
 from groupwise.notebook.identity import USED, differences, unseen_by, used_by
+from groupwise.notebook.rewards import create_reward_functions
 
 BEGIN = """
 LIMIT = 3
@@ -145,7 +148,7 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     assert without_collected({USED: before}, tmp_path) == {USED: before}
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(DATA, names)
-    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
+    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]], weights=[1.0])
     watching = Collected(rubric, used_by(rubric))
     run: Any = SimpleNamespace(folder=tmp_path)
     watching.on_save(run, tmp_path)
@@ -230,16 +233,17 @@ rewards = {"object": made, "method": made.__call__, "kept": Kept(), "plain": pla
     ],
 )
 def test_objects_and_decorated_functions_are_known_by_all_of_their_code(kind, old, new):
-    def made(source: str, calls: int = 0) -> str:
+    def made(source: str, calls: int = 0) -> tuple[str, dict[str, str]]:
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(source, names)
         reward = names["rewards"][kind]
         for _ in range(calls):
             reward(completions=["a b"], answer=["a"], reference=["a"])
-        return digest(told_of(reward))
+        rubric: Any = SimpleNamespace(names=[kind], functions=[reward])
+        return digest(told_of(reward)), used_by(rubric)
 
     assert OBJECT.count(old)
-    assert made(OBJECT) == made(OBJECT, calls=2)
+    assert made(OBJECT)[0] == made(OBJECT, calls=2)[0]
     assert made(OBJECT) != made(OBJECT.replace(old, new))
 
 
@@ -479,3 +483,182 @@ def test_a_function_in_a_list_that_it_reads_itself_has_a_fingerprint():
     exec(KEEPING, names)
     rubric: Any = SimpleNamespace(names=["recursive"], functions=[names["recursive"]])
     assert used_by(rubric) == used_by(rubric)
+
+
+KINDS = """
+import math
+import re
+from enum import Enum
+from functools import cached_property
+from html.parser import HTMLParser
+from operator import itemgetter
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import BaseModel
+
+def contains(words):
+    def check(text):
+        return any(word in text for word in words)
+    return check
+
+good = contains(["yes"])
+bad = contains(["no"])
+find = re.compile("[0-9]").search
+price = {"a": 1.5}.get
+pick = itemgetter("a")
+root = math.sqrt
+
+class Judge(BaseModel):
+    words: tuple[str, ...] = ("so",)
+    calls: int = 0
+
+    def score(self, text):
+        self.calls += 1
+        return len(text) + 10
+
+class Pair(NamedTuple):
+    least: int
+
+    def value(self):
+        return self.least + 20
+
+class Kind(Enum):
+    ONE = "one"
+
+    def value_of(self):
+        return 30
+
+class Table(dict):
+    def value(self):
+        return 40
+
+class Parser(HTMLParser):
+    def handle_data(self, data):
+        self.found = len(data) + 50
+
+class Late:
+    model = None
+
+    @cached_property
+    def words(self):
+        return ["sixty"]
+
+    def __getitem__(self, name):
+        if self.model is None:
+            self.model = Judge()
+        return len(self.words) + 70
+
+judge, pair, table, parser, late = Judge(), Pair(1), Table(a=2), Parser(), Late()
+objects = np.array(["eighty", None], dtype=object)
+allowed = frozenset({frozenset({"ninety", "other"}), frozenset({"third"})})
+
+def reward(completions, **columns):
+    parser.feed(completions[0])
+    used = [judge.score("x"), pair.value(), Kind.ONE.value_of(), table.value(), late["a"], 1j * 1.0, objects[0], allowed]
+    return [good(text) - bad(text) + root(2) for text in completions] + used + [find("1"), price("a"), pick({"a": 1})]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('["yes"]', '["yes", "ok"]'),
+        ('["no"]', '["no", "never"]'),
+        ('compile("[0-9]")', 'compile("[a-z]")'),
+        ('"a": 1.5', '"a": 2.5'),
+        ('itemgetter("a")', 'itemgetter("b")'),
+        ("math.sqrt", "math.exp"),
+        ("len(text) + 10", "len(text) + 11"),
+        ('words: tuple[str, ...] = ("so",)', 'words: tuple[str, ...] = ("hence",)'),
+        ("self.least + 20", "self.least + 21"),
+        ("Pair(1)", "Pair(2)"),
+        ("return 30", "return 31"),
+        ("return 40", "return 41"),
+        ("Table(a=2)", "Table(a=3)"),
+        ("len(data) + 50", "len(data) + 51"),
+        ('["sixty"]', '["sixty", "more"]'),
+        ("len(self.words) + 70", "len(self.words) + 71"),
+        ('"eighty"', '"eighty-one"'),
+        ('"ninety"', '"ninety-one"'),
+        ("1j * 1.0", "2j * 1.0"),
+    ],
+)
+def test_all_kinds_of_values_and_their_code_count(old, new):
+    assert KINDS.count(old) == 1
+    assert used(KINDS) == used(KINDS)
+    assert used(KINDS) != used(KINDS.replace(old, new))
+
+
+def test_what_objects_hold_after_they_were_used_is_no_other_code():
+    (code, before), (later, after) = used(KINDS), used(KINDS, calls=1)
+    assert code == later
+    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    assert {each.partition(" ")[0] for each in changed} >= {"Judge.calls", "Late.words"}
+
+
+def test_a_fingerprint_is_the_same_with_other_hashes():
+    code = (
+        "from tests.unit.notebook.test_identity import KINDS, IN_DEPTH, used;"
+        "from groupwise.notebook.fingerprint import digest;"
+        "print(used(KINDS), used(IN_DEPTH), digest([{'keywords': {'a', 'b', 'c', 'd'}}]))"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] != ""
+
+
+def test_a_wrapper_around_a_reward_of_the_config_counts():
+    given = create_reward_functions(TrainingConfig(dataset="arithmetic"))[1]
+
+    def made(factor: str) -> str:
+        names: dict[str, Any] = {"__name__": "__main__", "given": given}
+        exec(
+            "import functools\n\n@functools.wraps(given)\ndef reward(**columns):\n"
+            f"    return [value * {factor} for value in given(**columns)]\n",
+            names,
+        )
+        return digest(told_of(names["reward"]))
+
+    assert made("2.0") == made("2.0") != made("3.0")
+    assert digest(told_of(given)) != made("2.0")
+
+
+def test_methods_of_objects_of_libraries_are_known_by_their_types():
+    names: dict[str, Any] = {"__name__": "__main__", "patch": pytest.MonkeyPatch().setattr}
+    exec("def reward(completions, **columns):\n    return [patch]\n", names)
+    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
+    before = digest(told_of(names["reward"]))
+    names["patch"].__self__.extra = 3
+    assert digest(told_of(names["reward"])) == before
+    assert unseen_by(rubric) == ["patch (_pytest.monkeypatch.MonkeyPatch) of the reward reward"]
+
+
+def test_what_one_training_loaded_is_no_difference_for_the_next_of_this_process(tmp_path: Path):
+    names: dict[str, Any] = {"__name__": "__main__"}
+    source = """
+model = None
+
+def reward(completions, **columns):
+    global model
+    if model is None:
+        model = ["loaded"]
+    return [1.0 for _ in completions]
+"""
+    exec(source, names)
+    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]], weights=[1.0])
+    for run in ("first", "second"):
+        (tmp_path / run).mkdir()
+        watching = Collected(rubric, used_by(rubric))
+        names["reward"](["a"])
+        watching.on_save(cast("Any", SimpleNamespace(folder=tmp_path / run)), tmp_path)
+    assert collected(tmp_path / "second") == {"model of the reward reward"}
