@@ -7,7 +7,7 @@ what was collected may come back from a file of the user's in another kernel.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,11 @@ def collected(run: Path) -> set[str]:
 
 def without_collected(facts: Mapping[str, Any], run: Path) -> dict[str, Any]:
     """Facts but for what that run has changed."""
+    return without(facts, collected(run))
+
+
+def without(facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Facts but for what has these names of what rewards use."""
     if USED not in facts:
         return dict(facts)
-    gone = collected(run)
-    return {**facts, USED: {name: each for name, each in facts[USED].items() if name not in gone}}
+    return {**facts, USED: {name: each for name, each in facts[USED].items() if name not in names}}

@@ -29,13 +29,13 @@ from groupwise.errors import (
     UsageError,
 )
 from groupwise.notebook import credentials, drive
-from groupwise.notebook.collected import without_collected
+from groupwise.notebook.collected import collected, without
 from groupwise.notebook.config import TrainingConfig, without_secrets
 from groupwise.notebook.core import flat, run_folder
 from groupwise.notebook.identity import ROWS, differences, facts_of
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.search_result import Search
-from groupwise.notebook.session import Session, make_session, refuse_no_config
+from groupwise.notebook.session import Session, is_count, make_session, refuse_no_config
 from groupwise.notebook.space import FIXED, Space, distributions, is_credential, with_values
 from groupwise.notebook.study import (
     JOURNAL,
@@ -49,6 +49,7 @@ from groupwise.notebook.study import (
 )
 from groupwise.notebook.task import metric_names
 from groupwise.notebook.training import run_training
+from groupwise.notebook.worded import plain_number
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
 
@@ -63,6 +64,7 @@ RECENT = 5
 AFTER = "-search"
 """Stands after the name of the experiment's folder."""
 QUESTION = "question"
+COLLECTED = "collected"
 
 
 @one_output()
@@ -86,6 +88,7 @@ def search(
     search of this name that asked for something else.
     """
     refuse_no_config(config)
+    trials = plain_number(trials)
     _refuse_count(trials)
     wanted = distributions(config, space)
     credentials.provide(config)
@@ -114,6 +117,7 @@ def search(
             raise
         except (RunError, UsageError) as error:
             fail(study, trial, error)
+        _collected(study, folder)
         _copy_to_drive(config, folder)
         show(found)
     if len(study.trials) < trials:
@@ -122,7 +126,7 @@ def search(
 
 
 def _refuse_count(trials: object) -> None:
-    if not isinstance(trials, int) or trials < 1:
+    if not is_count(trials):
         raise ConfigError(f"trials is {trials!r}; it must be a whole number, at least 1.")
 
 
@@ -159,14 +163,22 @@ def _refuse_other_question(study: Study, question: Mapping[str, Any], folder: Pa
     if before is None:
         study.set_user_attr(QUESTION, question)
         return
-    for trial in folder.glob("trial-*"):
-        before, question = (without_collected(each, trial) for each in (before, question))
+    gone = _collected(study, folder)
+    before, question = (without(each, gone) for each in (before, question))
     asked = {**dict.fromkeys(before), **question}  # what is not asked any more is a difference, too
     if changed := differences(before, asked):
         raise ConfigError(
             f"There is a search of this experiment already, which differs in {', '.join(changed)}, so that its trials say nothing about "
             "this one. Choose another experiment_name, or ask as before to go on."
         )
+
+
+def _collected(study: Study, folder: Path) -> set[str]:
+    """What the trials' rewards changed; the study keeps it, since the trials' folders stay on this machine."""
+    found = {*study.user_attrs.get(COLLECTED, ())}.union(*map(collected, folder.glob("trial-*")))
+    if found != {*study.user_attrs.get(COLLECTED, ())}:
+        study.set_user_attr(COLLECTED, sorted(found))
+    return found
 
 
 def _bring_back(config: TrainingConfig, folder: Path) -> None:

@@ -429,13 +429,19 @@ def test_what_was_tried_goes_with_drive_to_another_machine(config, tmp_path, mon
             "hf_token": "hf_key",
         }
     )
-    found = search(own, SPACE, trials=1, reward_functions=[digits], prune=False)
+    seen = list[str]()
+
+    def collecting(completions, **columns):
+        seen.extend(completions)
+        return digits(completions)
+
+    found = search(own, SPACE, trials=1, reward_functions=[collecting], prune=False)
     assert os.environ["HF_TOKEN"] == "hf_key"
     assert [str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()] == [
         "digits-search/trials.jsonl"
     ]
     monkeypatch.chdir(tmp_path / "two")
-    more = search(own, SPACE, trials=2, reward_functions=[digits], prune=False)
+    more = search(own, SPACE, trials=2, reward_functions=[collecting], prune=False)
     assert more.study.trials[0].value == found.study.trials[0].value
     assert len(more.study.trials) == 2
 
