@@ -104,6 +104,8 @@ class Teller:
         self._seen: set[int] = set()
         self._open: frozenset[int] = frozenset()
         """What is being told of that has this within it."""
+        self._known: dict[int, tuple[Any, str]] = {}
+        """Fingerprints of contents, each beside what it is of, which so keeps its id."""
         self.stored: set[str] = set()
         self.set_on_objects: set[str] = set()
         self._contents: dict[str, set[str]] = {}
@@ -278,9 +280,11 @@ class Teller:
         """A fingerprint of what is in it. What is met there counts as not seen elsewhere, since it may be gone the next time."""
         if id(value) in self._open:
             return "…"
-        within = copy.copy(self)
-        within._seen, within._open = set(), self._open | {id(value)}
-        return digest(within._content(value))
+        if id(value) not in self._known:
+            within = copy.copy(self)
+            within._seen, within._open = set(), self._open | {id(value)}
+            self._known[id(value)] = (value, digest(within._content(value)))
+        return self._known[id(value)][1]
 
     def _content(self, value: Any, above: frozenset[int] = frozenset()) -> Any:
         """Plain values for what is in it; objects of libraries are known by their type alone."""

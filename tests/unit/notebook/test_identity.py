@@ -662,3 +662,17 @@ def reward(completions, **columns):
         names["reward"](["a"])
         watching.on_save(cast("Any", SimpleNamespace(folder=tmp_path / run)), tmp_path)
     assert collected(tmp_path / "second") == {"model of the reward reward"}
+
+
+def test_tables_of_functions_that_use_each_other_are_each_told_once():
+    tables = [f"table_{n}" for n in range(9)]
+    source = "\n".join(
+        f"def use_{n}(text):\n    return [{', '.join(tables)}]\n\ntable_{n} = {{'use': use_{n}}}\n"
+        for n in range(9)
+    )
+    source += (
+        "\ndef reward(completions, **columns):\n    return [use_0(each) for each in completions]\n"
+    )
+    code, contents = used(source)
+    assert (code, contents) == used(source)
+    assert len(contents) == 9
