@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.notebook.fingerprint import digest
-from groupwise.notebook.identity import USED, known_by, used_by
+from groupwise.notebook.identity import REWARDS, USED, used_by
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
 
@@ -25,11 +25,11 @@ _HERE: dict[str, set[str]] = {}
 class Collected(Callback):
     """Compares what rewards use with what it was at the start."""
 
-    def __init__(self, rewards: Rubric, before: Mapping[str, str]) -> None:
-        """`before`: what they used at the start (`used_by`)."""
+    def __init__(self, rewards: Rubric, facts: Mapping[str, Any]) -> None:
+        """`facts`: those of the start (`facts_of`)."""
         self._rewards = rewards
-        self._before = before
-        self._here = _HERE.setdefault(digest(known_by(rewards)), set())
+        self._before = facts[USED]
+        self._here = _HERE.setdefault(digest(facts[REWARDS]), set())
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""

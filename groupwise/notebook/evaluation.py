@@ -10,7 +10,7 @@ from groupwise.evaluation.evaluate import evaluate as evaluated
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import flat
 from groupwise.notebook.earlier import FACTS
-from groupwise.notebook.identity import known_by
+from groupwise.notebook.identity import REWARDS, known_by
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, is_count, refuse_other
 from groupwise.notebook.task import NotebookTask
@@ -83,7 +83,7 @@ def _refuse_no_count(samples: object) -> None:
 def _tell_of_other_rewards(run: Path, rewards: Rubric) -> None:
     """A mean reward says nothing beside that of other functions."""
     facts = Store.facts(run / RECORD)
-    had = facts.get(FACTS, {}).get("rewards")
+    had = facts.get(FACTS, {}).get(REWARDS)
     if had is None or had == known_by(rewards):
         return
     counted = [name for name, weight in facts["rewards"].items() if weight]

@@ -81,11 +81,6 @@ def _plain(value: Any) -> Any:
     return type(value).__qualname__ if " at 0x" in told else told
 
 
-def told_of(function: Callable[..., Any]) -> Any:
-    """What makes a function this one, in plain values."""
-    return second_look(function)[0]
-
-
 def second_look(function: Callable[..., Any]) -> tuple[Any, Teller]:
     """What is told of a function where it is known what its code stores to; and who told it."""
     given = stood_for(function)
@@ -128,6 +123,9 @@ class Teller:
 
     @functools.singledispatchmethod
     def _of(self, value: Any) -> Any:
+        return self._of_object(value)
+
+    def _of_object(self, value: Any) -> Any:
         kind = cast("type[object]", type(value))
         if is_fixed(value):
             return [self.told(kind), self._content(state_of(value))]
@@ -160,12 +158,7 @@ class Teller:
 
     @_of.register(BaseModel)
     def _(self, value: Any) -> Any:
-        if not is_users_object(value):
-            return repr(value)
-        if is_fixed(value):
-            return [self.told(type(value)), self._content(state_of(value))]
-        self._keep_state(value)
-        return self.told(type(value))
+        return self._of_object(value) if is_users_object(value) else repr(value)
 
     @_of.register(functools.partial)
     def _(self, value: Any) -> Any:
@@ -251,10 +244,11 @@ class Teller:
             if not changes[name]
         }
         for name, value in shown.items():
+            path = f"{owner}.{name}" if owner else name
             if changes[name] or not (is_fixed(value) or is_users_object(value)):
-                self._keep(f"{owner}.{name}" if owner else name, value)
+                self._keep(path, value)
             elif is_unseen(value):
-                self._keep_unseen(f"{owner}.{name}" if owner else name, value)
+                self._keep_unseen(path, value)
         return code
 
     def _keep(self, path: str, value: Any) -> None:

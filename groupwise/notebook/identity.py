@@ -11,9 +11,11 @@ from typing import Any, cast
 
 from groupwise.data.chat import Row
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.fingerprint import digest, second_look, told_of
+from groupwise.notebook.fingerprint import Teller, digest, second_look
 from groupwise.rewards.rubric import Rubric
 
+REWARDS = "rewards"
+"""The fact that says by what each part is known."""
 USED = "used by rewards"
 """The fact that says what is in their lists, dictionaries and arrays, and in variables that they store to."""
 ROWS = ("rows to train on", "rows to test")
@@ -29,32 +31,47 @@ def facts_of(
         "marks": digest([config.tags.reasoning, config.tags.answer]),
     }
     if rewards is not None:
-        found |= {"rewards": known_by(rewards), USED: used_by(rewards)}
+        looks = _looks(rewards)
+        found |= {REWARDS: _known(rewards, looks), USED: _used(looks)}
     return found
 
 
 def known_by(rewards: Rubric) -> dict[str, str]:
     """For each part its weight and code, as a fingerprint."""
-    parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
-    return {name: digest([weight, told_of(each)]) for name, weight, each in parts}
+    return _known(rewards, _looks(rewards))
 
 
 def used_by(rewards: Rubric) -> dict[str, str]:
     """What rewards use and may change: a fingerprint of what is in each now."""
-    return {
-        f"{path} of the reward {name}": content
-        for name, each in zip(rewards.names, rewards.functions, strict=True)
-        for path, content in second_look(each)[1].used.items()
-    }
+    return _used(_looks(rewards))
 
 
 def unseen_by(rewards: Rubric) -> list[str]:
     """Objects of libraries that rewards use, each with its type: all that is known of them."""
     return [
         f"{path} ({kind}) of the reward {name}"
-        for name, each in zip(rewards.names, rewards.functions, strict=True)
-        for path, kind in second_look(each)[1].unseen.items()
+        for name, (_, teller) in _looks(rewards).items()
+        for path, kind in teller.unseen.items()
     ]
+
+
+def _looks(rewards: Rubric) -> dict[str, tuple[Any, Teller]]:
+    """For each part what is told of it, and who told it: all of what it reaches is walked for that."""
+    parts = zip(rewards.names, rewards.functions, strict=True)
+    return {name: second_look(each) for name, each in parts}
+
+
+def _known(rewards: Rubric, looks: Mapping[str, tuple[Any, Teller]]) -> dict[str, str]:
+    weights = dict(zip(rewards.names, rewards.weights, strict=True))
+    return {name: digest([weights[name], told]) for name, (told, _) in looks.items()}
+
+
+def _used(looks: Mapping[str, tuple[Any, Teller]]) -> dict[str, str]:
+    return {
+        f"{path} of the reward {name}": content
+        for name, (_, teller) in looks.items()
+        for path, content in teller.used.items()
+    }
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -76,13 +76,13 @@ def with_prompts(rows: Sequence[Row], config: TrainingConfig) -> Rows:
                 f"A row is {type(given).__name__}. Expected rows such as {{'question': …, 'answer': …}}."
             )
         row = cast("Row", given)
-        if not holds(row.get("prompt")) and not holds(row.get("question")):
+        if holds(row.get("prompt")):
+            return row
+        if not holds(row.get("question")):
             raise TaskError(
                 f"A row has neither a question nor a prompt, but {', '.join(map(str, row)) or 'nothing'}. Rename the column that asks to "
                 "question."
             )
-        if holds(row.get("prompt")) or not holds(row.get("question")):
-            return row
         text = format_prompt(row["question"], config)
         return {**row, "prompt": [{"role": "user", "content": text}]}
 

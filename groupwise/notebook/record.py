@@ -40,7 +40,8 @@ class Record:
         before its first step there is none, and nothing is refused.
         """
         with self._store() as store:
-            _refuse_unknown(names, store.metric_names())
+            if names:
+                _refuse_unknown(names, store.metric_names())
             return store.metrics(names or None)
 
     def metric_names(self) -> list[str]:

@@ -16,7 +16,7 @@ from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, run_folder
 from groupwise.notebook.earlier import newest_alike
-from groupwise.notebook.identity import USED, facts_of, unseen_by
+from groupwise.notebook.identity import facts_of, unseen_by
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
@@ -94,7 +94,7 @@ def run_training(
     mirror = drive.mirror_of(session.config, name)
     watching = [
         _Found(session),
-        Collected(rewards, facts[USED]),
+        Collected(rewards, facts),
         *([] if mirror is None else [mirror]),
         *callbacks,
     ]

@@ -175,8 +175,9 @@ def _refuse_other_question(study: Study, question: Mapping[str, Any], folder: Pa
 
 def _collected(study: Study, folder: Path) -> set[str]:
     """What the trials' rewards changed; the study keeps it, since the trials' folders stay on this machine."""
-    found = {*study.user_attrs.get(COLLECTED, ())}.union(*map(collected, folder.glob("trial-*")))
-    if found != {*study.user_attrs.get(COLLECTED, ())}:
+    kept = {*study.user_attrs.get(COLLECTED, ())}
+    found = kept.union(*map(collected, folder.glob("trial-*")))
+    if found != kept:
         study.set_user_attr(COLLECTED, sorted(found))
     return found
 

@@ -33,10 +33,7 @@ from uuid import UUID
 
 from pydantic import BaseModel
 
-from groupwise.notebook.reached import (
-    OURS,
-    is_users_object,
-)
+from groupwise.notebook.reached import OURS, is_users_object
 
 CACHED: Any = type(functools.lru_cache(len))
 """What `functools.cache` makes of a function."""

@@ -17,8 +17,8 @@ import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
 from groupwise.notebook.collected import FILE, Collected, collected, without_collected
-from groupwise.notebook.fingerprint import digest, told_of
-from groupwise.notebook.identity import USED, differences, unseen_by, used_by
+from groupwise.notebook.fingerprint import digest, second_look
+from groupwise.notebook.identity import REWARDS, USED, differences, known_by, unseen_by, used_by
 from groupwise.notebook.rewards import create_reward_functions
 
 BEGIN = """
@@ -35,6 +35,14 @@ def reward(completions, scale=2.0, **columns):
     seen.append(completions)
     return [helper(text) * scale for text in completions]
 """
+
+
+def told_of(function: Any) -> Any:
+    return second_look(function)[0]
+
+
+def facts_now(rewards: Any) -> dict[str, Any]:
+    return {REWARDS: known_by(rewards), USED: used_by(rewards)}
 
 
 def made(source: str = BEGIN, call: bool = False) -> str:
@@ -116,6 +124,13 @@ def used(source: str = DATA, calls: int = 0) -> tuple[str, dict[str, str]]:
     return digest(told_of(names["reward"])), used_by(rubric)
 
 
+def assert_noticed(source: str, old: str, new: str) -> None:
+    """An edit of a cell makes another reward of it, and no edit does not."""
+    assert source.count(old) == 1
+    assert used(source) == used(source)
+    assert used(source) != used(source.replace(old, new))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
@@ -149,7 +164,7 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(DATA, names)
     rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]], weights=[1.0])
-    watching = Collected(rubric, used_by(rubric))
+    watching = Collected(rubric, facts_now(rubric))
     run: Any = SimpleNamespace(folder=tmp_path)
     watching.on_save(run, tmp_path)
     assert not (tmp_path / FILE).exists()
@@ -387,9 +402,7 @@ def reward(completions, **columns):
     ],
 )
 def test_functions_patterns_and_values_count_however_deep_they_stand(old, new):
-    assert IN_DEPTH.count(old) == 1
-    assert used(IN_DEPTH) == used(IN_DEPTH)
-    assert used(IN_DEPTH) != used(IN_DEPTH.replace(old, new))
+    assert_noticed(IN_DEPTH, old, new)
 
 
 def test_what_an_object_counts_is_found_by_what_a_run_has_changed():
@@ -586,9 +599,7 @@ def reward(completions, **columns):
     ],
 )
 def test_all_kinds_of_values_and_their_code_count(old, new):
-    assert KINDS.count(old) == 1
-    assert used(KINDS) == used(KINDS)
-    assert used(KINDS) != used(KINDS.replace(old, new))
+    assert_noticed(KINDS, old, new)
 
 
 def test_what_objects_hold_after_they_were_used_is_no_other_code():
@@ -658,7 +669,7 @@ def reward(completions, **columns):
     rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]], weights=[1.0])
     for run in ("first", "second"):
         (tmp_path / run).mkdir()
-        watching = Collected(rubric, used_by(rubric))
+        watching = Collected(rubric, facts_now(rubric))
         names["reward"](["a"])
         watching.on_save(cast("Any", SimpleNamespace(folder=tmp_path / run)), tmp_path)
     assert collected(tmp_path / "second") == {"model of the reward reward"}
