@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from groupwise.display.text import clean, one_line
 
-STYLE = "font: 13px ui-sans-serif, system-ui, sans-serif; border-collapse: collapse; margin: .3em 0"
+FONT = "13px ui-sans-serif, system-ui, sans-serif"
+STYLE = f"font: {FONT}; border-collapse: collapse; margin: .3em 0"
 CELL = "text-align: left; vertical-align: top; padding: .2em .9em .2em 0; white-space: pre-wrap"
 
 
@@ -74,6 +75,23 @@ class Table:
 
     def _repr_html_(self) -> str:
         return self.as_html()
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines to copy, under a title."""
+
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        """Lines under the title."""
+        return "\n".join([self.title, *(f"  {line}".rstrip() for line in self.text.splitlines())])
+
+    def as_html(self) -> str:
+        """A block of HTML whose lines stay as they are."""
+        title = f'<div style="font: {FONT}; font-weight: 600">{as_html(self.title)}</div>'
+        return f'{title}<pre style="margin: .3em 0 .6em">{as_html(self.text)}</pre>'
 
 
 class Output:

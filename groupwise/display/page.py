@@ -14,15 +14,17 @@ from typing import Any
 from groupwise.display.board import Board, Metrics, part_of
 from groupwise.display.notebook import Table, as_html, output
 from groupwise.display.plot import Point, Series, svg_curve, with_mean
-from groupwise.display.text import shorten
-from groupwise.types import Group, Rollout
+from groupwise.display.text import ending, shorten
+from groupwise.types import Group, Prompt, Rollout
 
 REDRAW = 1.0
 """Seconds between two drawings. The last step is drawn at once, and the end in any case."""
-COMPLETIONS = 6
-"""Shown of a step."""
+GROUPS, OF_EACH = 3, 2
+"""Groups of a step that are shown, and completions of each."""
 LONGEST = 240
-"""Characters shown of one."""
+"""Characters shown of a completion."""
+ASKED = 120
+"""Characters shown of a prompt, the last ones."""
 WIDTH, HEIGHT = 375, 215
 EACH = "each step"
 """What the points of a curve are."""
@@ -124,11 +126,23 @@ class Page:
         return found
 
     def _completions(self) -> str:
-        chosen = [rollout for group in self._groups for rollout in group.rollouts][:COMPLETIONS]
-        if not chosen:
+        groups = [group for group in self._groups if group.rollouts][:GROUPS]
+        rows = [
+            (asked(group.example.prompt, ASKED) if place == 0 else "", *_row(rollout))
+            for group in groups
+            for place, rollout in enumerate(group.rollouts[:OF_EACH])
+        ]
+        if not rows:
             return ""
-        header = ("reward", "parts", "completion")
-        return Table("", [_row(each) for each in chosen], header).as_html()
+        return Table("", rows, ("asked", "reward", "parts", "completion")).as_html()
+
+
+def asked(prompt: Prompt, longest: int) -> str:
+    """The end of a prompt, or of its last message, where the question stands."""
+    if isinstance(prompt, str):
+        return ending(prompt, longest)
+    said = prompt[-1].get("content") if prompt else ""
+    return ending(said if isinstance(said, str) else str(said or ""), longest)
 
 
 def picture(svg: str, title: str) -> str:

@@ -299,6 +299,7 @@ _STYLE = """
     .c0 { stroke: #0969da; fill: #0969da } .c1 { stroke: #bc4c00; fill: #bc4c00 }
     .c2 { stroke: #8250df; fill: #8250df } .c3 { stroke: #1a7f37; fill: #1a7f37 }
     .line.c0, .line.c1, .line.c2, .line.c3 { fill: none }
+    .line.dashed { stroke-dasharray: 6 6; stroke-linecap: butt }
     .dots { stroke: none; opacity: .35 } .band { stroke: none; opacity: .15 }
     text { font: 13px ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif }
     .title { font-size: 16px; font-weight: 600 }
@@ -308,6 +309,7 @@ _STYLE = """
       .c2 { stroke: #ab7df8; fill: #ab7df8 } .c3 { stroke: #3fb950; fill: #3fb950 }
     }
 """
+COLOURS = 4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 48
 
 
@@ -370,7 +372,7 @@ def _svg_series(
         return f'<g class="dots {colour}">{dots}</g>'
     if series.style == "band":
         return f'<path class="band {colour}" d="{_path(_outline(places))}Z"/>'
-    return f'<path class="line {colour}" d="{_path(places)}"/>'
+    return f'<path class="{_line(index, drawn)}" d="{_path(places)}"/>'
 
 
 def _path(places: Sequence[Point]) -> str:
@@ -389,7 +391,19 @@ def _outline(places: Sequence[Point]) -> list[Point]:
 
 def _colour(index: int, drawn: Sequence[Series]) -> int:
     """Points or a band and the line after them belong together and share a colour."""
-    return sum(1 for each in drawn[:index] if each.style == "line") % 4
+    return len(_lines(drawn[:index])) % COLOURS
+
+
+def _line(index: int, drawn: Sequence[Series]) -> str:
+    """The classes of a line: dashed where it lies on an earlier one, which shows between the dashes, and where colours begin again."""
+    before = _lines(drawn[:index])
+    lies_on = any(each.points == drawn[index].points for each in before)
+    dashed = " dashed" if lies_on or len(before) >= COLOURS else ""
+    return f"line c{_colour(index, drawn)}{dashed}"
+
+
+def _lines(drawn: Sequence[Series]) -> list[Series]:
+    return [each for each in drawn if each.style == "line"]
 
 
 _SIGN, _TITLE_SIGN, _SWATCH = 7.5, 9.5, 44
@@ -415,7 +429,8 @@ def _legend(drawn: Sequence[Series], width: int, title: str) -> list[str]:
         if drawn[index].style == "points":
             shapes.append(f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>')
         else:
-            shapes.append(f'<path class="line {colour}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
+            line = _line(index, drawn)
+            shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
         x -= _SWATCH - 8
     return shapes
 

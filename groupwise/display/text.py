@@ -28,6 +28,11 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 1, 0)] + "…"
 
 
+def ending(text: str, limit: int) -> str:
+    """At most `limit` characters, the first of them `…` where something was cut off: a question stands at the end of a prompt."""
+    return text if len(text) <= limit else "…" + text[len(text) - max(limit - 1, 0) :]
+
+
 def _visible(letter: str) -> str:
     if letter.isprintable() or letter in _KEPT_INVISIBLE:
         return letter

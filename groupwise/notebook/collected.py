@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.notebook.fingerprint import digest
-from groupwise.notebook.identity import REWARDS, USED, used_by
+from groupwise.notebook.identity import REWARDS, USED, reward_facts
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import durable
 
@@ -40,7 +40,7 @@ class Collected(Callback):
         self._note(run.folder)
 
     def _note(self, run: Path) -> None:
-        now = used_by(self._rewards)
+        now = reward_facts(self._rewards)[USED]
         known = collected(run)
         names = {*now, *self._before}
         self._here |= {name for name in names if now.get(name) != self._before.get(name)}

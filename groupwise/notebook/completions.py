@@ -12,8 +12,8 @@ TABLES = 8
 """Into so many stretches a training is cut; each ends with a table."""
 SHOWN = 4
 """Completions of a table."""
-LONGEST = 100
-"""Characters shown of one, so that a line of the table stays one on a screen."""
+LONGEST = 70
+"""Characters shown of one, and half as many of what was asked, so that a line of the table stays one on a screen."""
 
 
 class Completions(Callback):

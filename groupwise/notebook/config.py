@@ -171,7 +171,7 @@ class TrainingConfig(Worded):
     )
     devices: Devices = setting(
         "auto",
-        "auto, how many of the accelerators (of the cores, on a CPU) work on it, or of the backend tunix a mesh, (fsdp, tp).",
+        "auto; of the backend torch how many processes work on it, on a CPU; of the backend tunix how many devices, or a mesh, (fsdp, tp).",
     )
     overrides: dict[str, Any] = setting(
         {},

@@ -9,6 +9,7 @@ from typing import Any
 
 from groupwise.config import RunConfig, resolved
 from groupwise.errors import StoreError, UsageError
+from groupwise.models.identity import identity
 from groupwise.notebook.collected import without_collected
 from groupwise.notebook.core import OWN_NAMES
 from groupwise.notebook.identity import differences
@@ -45,16 +46,19 @@ def newest_alike(
     """The newest run that agrees with config and facts. `say` is told of unfinished ones that are passed over."""
     for run in runs_of(core):
         found = changes(run, core, facts)
-        if not found:
+        gone = run.state == "finished" and find.newest_weights(run.path) is None
+        if not found and not gone:
             return run
-        if say is not None and run.state != "finished":
+        if say is not None and not found:
+            say(f"{run.path} was finished, but its weights are gone: it is left as it is.")
+        elif say is not None and run.state != "finished":
             named = ", ".join(OWN_NAMES.get(each, each) for each in found)
             say(f"{run.path} was cut off, but differs in {named}: it is left as it is.")
     return None
 
 
 def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence[str]:
-    """In what a run differs: keys of the config, and facts.
+    """In what a run differs: keys of the config, and facts; where nothing else does, the weights that it began from.
 
     One that goes on may have other evaluations and callbacks, or another number of processes; one that was finished would have to be
     trained again for them.
@@ -64,9 +68,12 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
         loose = [key for key in {**found.free, **found.warned} if key not in PLACES]
     else:
         loose = [key for key in found.free if key == LENGTH]
-    before = Store.facts(run.path / RECORD).get(FACTS, {})
-    facts = without_collected(facts, run.path)
-    return [*found.fixed, *loose, *differences(without_collected(before, run.path), facts)]
+    noted = Store.facts(run.path / RECORD)
+    before, now = (without_collected(each, run.path) for each in (noted.get(FACTS, {}), facts))
+    differing = [*found.fixed, *loose, *differences(before, now)]
+    if not differing and noted.get("base") not in (None, identity(core.model)):
+        return ["the weights of the model"]
+    return differing
 
 
 def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:

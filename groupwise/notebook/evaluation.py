@@ -7,10 +7,11 @@ from pathlib import Path
 from groupwise.display.notebook import Table, show, tell
 from groupwise.errors import UsageError
 from groupwise.evaluation.evaluate import evaluate as evaluated
+from groupwise.notebook.collected import without_collected
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import flat
+from groupwise.notebook.core import by_own_names, flat
 from groupwise.notebook.earlier import FACTS
-from groupwise.notebook.identity import REWARDS, known_by
+from groupwise.notebook.identity import REWARDS, differences, reward_facts
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, is_count, refuse_other
 from groupwise.notebook.task import NotebookTask
@@ -53,13 +54,14 @@ def evaluate(
     if session.folder is not None and session.weights is not None:
         _tell_of_other_rewards(session.folder, rewards)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
-    result = evaluated(
-        core,
-        task,
-        overrides=["eval.temperature=1.0"] if warm else [],
-        policy=_policy(session),
-        samples_per_prompt=samples,
-    )
+    with by_own_names(config):
+        result = evaluated(
+            core,
+            task,
+            overrides=["eval.temperature=1.0"] if warm else [],
+            policy=_policy(session),
+            samples_per_prompt=samples,
+        )
     judged = {name: result.interval(name) for name in result.judged}
     rows = [
         (
@@ -83,8 +85,8 @@ def _refuse_no_count(samples: object) -> None:
 def _tell_of_other_rewards(run: Path, rewards: Rubric) -> None:
     """A mean reward says nothing beside that of other functions."""
     facts = Store.facts(run / RECORD)
-    had = facts.get(FACTS, {}).get(REWARDS)
-    if had is None or had == known_by(rewards):
+    had = without_collected(facts.get(FACTS, {}), run)
+    if REWARDS not in had or not differences(had, without_collected(reward_facts(rewards), run)):
         return
     counted = [name for name, weight in facts["rewards"].items() if weight]
     tell(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
+from shlex import quote
 
-from groupwise.display.notebook import Table, show
+from groupwise.display.notebook import Code, Table, show
 from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.models.bundled import ALIASES
+from groupwise.models.config import ModelConfig
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import run_folder
+from groupwise.notebook.core import core_config, run_folder
 from groupwise.notebook.session import Session, differing, refuse_no_config, refuse_other
 from groupwise.notebook.siblings import number_of
 from groupwise.notebook.training import TrainerState
@@ -20,6 +22,8 @@ from groupwise.runs.folder import CHECKPOINTS
 
 HF_LORA = "hf_lora"
 """The folder within a checkpoint that holds the exported adapter."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as the largest rank of an adapter; it refuses larger ones than it was told."""
 
 
 def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Session) -> str:
@@ -42,15 +46,10 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
         ("adapter", str(adapter)),
         *_zipped(config, run, adapter),
     ]
-    base = f'AutoModelForCausalLM.from_pretrained("{_base(adapter)}")'
-    rows.append(("load it", f'PeftModel.from_pretrained({base}, "{adapter}")'))
-    rows.append(
-        (
-            "serve it",
-            f"vllm serve {_base(adapter)} --enable-lora --lora-modules {run.name}={adapter}",
-        )
-    )
     show(Table("Export", rows))
+    model = core_config(config).config.model
+    show(Code("To load it", _loading(model, adapter)))
+    show(Code("To serve it", _serving(model, config.lora_rank, run.name, adapter)))
     return str(newest.path)
 
 
@@ -82,8 +81,34 @@ def _refuse_state_of_another(config: TrainingConfig, state: TrainerState) -> Non
         )
 
 
-def _base(adapter: Path) -> str:
-    return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+def _loading(model: ModelConfig, adapter: Path) -> str:
+    """Over a base in float32: over a rounded one, what was learned is rounded too."""
+    lines = [
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+    ]
+    base, revision = f'"{model.name}"', f', revision="{model.revision}"' if model.revision else ""
+    if model.name in ALIASES:
+        lines.append("from groupwise.models.bundled import fetch_model")
+        base = f"fetch_model({base})"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f'base = AutoModelForCausalLM.from_pretrained({base}{revision}, dtype="float32")',
+            f'model = PeftModel.from_pretrained(base, "{adapter}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{adapter}")',
+        ]
+    )
+
+
+def _serving(model: ModelConfig, rank: int, name: str, adapter: Path) -> str:
+    bundled = model.name in ALIASES
+    base = f'"$(groupwise fetch-model {model.name})"' if bundled else quote(model.name)
+    revision = f" --revision {quote(model.revision)}" if model.revision else ""
+    most = next((each for each in VLLM_RANKS if each >= rank), rank)
+    lora = f"--enable-lora --max-lora-rank {most} --lora-modules {quote(f'{name}={adapter}')}"
+    return f"vllm serve {base}{revision} {lora}"
 
 
 def _zipped(config: TrainingConfig, run: Path, adapter: Path) -> list[tuple[str, str]]:

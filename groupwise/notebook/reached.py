@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import dis
-import functools
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 OURS = "groupwise"
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 _INSTALLED = ("site-packages", "dist-packages")
+_COMPILED = 1 << 8
+"""Of the flags of a class: it is of C, and cannot be changed (Py_TPFLAGS_IMMUTABLETYPE)."""
 
 
 def around(function: FunctionType) -> dict[str, Any]:
-    """What a function takes of the names around it; of the user's modules what it takes of them."""
-    own = {} if is_ours(function) else function.__globals__
+    """What a function of the user's takes of the names around it, and of the user's modules, each under its whole name."""
+    own = function.__globals__
     loaded: dict[str, Any] = {}
-    for code in codes(function.__code__):
+    every = [*codes(function.__code__)]
+    names = sorted({name for code in every for name in code.co_names})
+    for code in every:
         found = {
             each.argval: own[each.argval]
             for each in dis.get_instructions(code)
             if each.opname in _LOADS and each.argval in own
         }
-        if is_users(function):
-            found |= _imported(code, str(own.get("__package__") or ""))
-        loaded |= found
-        for name, value in found.items():
-            loaded |= dict(_parts(name, value, code.co_names))
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        loaded[name] = _held(cell)
+        modules = _imported(code, str(own.get("__package__") or ""))
+        for name, value in {**found, **modules}.items():
+            if isinstance(value, ModuleType):
+                loaded |= dict(_parts(value, names))
+            else:
+                loaded[whole_name(str(own.get("__name__")), name)] = value
     return loaded
+
+
+def captured(function: FunctionType) -> dict[str, Any]:
+    """What a function holds: its closure, its defaults by the names of the parameters, and its attributes."""
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    defaults = function.__defaults__ or ()
+    named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {
+        **(vars(function) if not of_this_package(function) else {}),
+        **{name: _held(cell) for name, cell in cells},
+        **dict(zip(named, defaults, strict=True)),
+        **(function.__kwdefaults__ or {}),
+    }
 
 
 def _imported(code: CodeType, package: str) -> dict[str, ModuleType]:
@@ -43,23 +59,34 @@ def _imported(code: CodeType, package: str) -> dict[str, ModuleType]:
     for place, each in enumerate(instructions):
         if each.opname == "IMPORT_NAME":
             level = instructions[place - 2].argval
-            with suppress(Exception):  # the function will say so itself
+            wanted = instructions[place - 1].argval or ()
+            with suppress(Exception, SystemExit):  # the function will say so itself
                 name = importlib.util.resolve_name("." * level + each.argval, package)
                 if _is_of_the_user(name.partition(".")[0]):
                     found[name] = importlib.import_module(name)
+                    _import_below(name, wanted)
     return found
 
 
+def _import_below(package: str, names: Sequence[str]) -> None:
+    """Modules of a package that `from package import …` would import."""
+    for name in names:
+        if not hasattr(sys.modules[package], name):
+            importlib.import_module(f"{package}.{name}")
+
+
 def _parts(
-    name: str, value: Any, names: Sequence[str], above: tuple[Any, ...] = ()
+    module: ModuleType, names: Sequence[str], above: tuple[ModuleType, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """What code takes of a module of the user's, and of the modules in it."""
-    if not isinstance(value, ModuleType) or not _is_of_the_user(value.__name__) or value in above:
+    if not _is_of_the_user(module.__name__) or module in above:
         return
-    for part in names:
-        inside = getattr(value, part, None)
-        yield f"{name}.{part}", inside
-        yield from _parts(f"{name}.{part}", inside, names, (*above, value))
+    for name in names:
+        inside = vars(module).get(name)
+        if isinstance(inside, ModuleType):
+            yield from _parts(inside, names, (*above, module))
+        elif name in vars(module):
+            yield whole_name(module.__name__, name), inside
 
 
 def _held(cell: Any) -> Any:
@@ -77,35 +104,43 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(each)
 
 
+def whole_name(module: str, name: str) -> str:
+    """A name with its module; of the notebook itself the name alone."""
+    return name if module == "__main__" else f"{module}.{name}"
+
+
 def place_of(value: FunctionType | type) -> str:
-    """Its module, and its name there."""
-    return f"{value.__module__}.{value.__qualname__}"
+    """Its name, with its module."""
+    return whole_name(str(value.__module__), value.__qualname__)
 
 
-def is_ours(value: FunctionType | type) -> bool:
-    """Whether it is of this package."""
-    return str(value.__module__).partition(".")[0] == OURS and not is_users(value)
+def of_this_package(value: FunctionType | type) -> bool:
+    """Whether it is Groupwise's own."""
+    return not is_users_code(value) and str(value.__module__).partition(".")[0] == OURS
 
 
-def is_users(value: FunctionType | type) -> bool:
+def is_users_code(value: FunctionType | type) -> bool:
+    """See `is_users_function` and `is_users_class`."""
+    return is_users_class(value) if isinstance(value, type) else is_users_function(value)
+
+
+def is_users_function(value: FunctionType) -> bool:
     """Whether the user wrote it, or what it wraps; `functools.wraps` says of a wrapper that it is of the other's module."""
-    modules = [value.__module__]
-    if isinstance(value, FunctionType):
-        modules.append(value.__globals__.get("__name__", "__main__"))
+    modules = (value.__module__, value.__globals__.get("__name__", "__main__"))
     return any(_is_of_the_user(str(module)) for module in modules)
 
 
-def is_users_object(value: Any) -> bool:
-    """Whether the user wrote an object's class."""
-    return is_users(cast("type[object]", type(value)))
+def is_users_class(value: type) -> bool:
+    """Whether the user wrote it, and in Python."""
+    return not value.__flags__ & _COMPILED and _is_of_the_user(str(value.__module__))
 
 
-@functools.cache
 def _is_of_the_user(module: str) -> bool:
     """Neither of this package, nor of Python, nor installed."""
     if module == "__main__":
         return True
-    if module.partition(".")[0] in (OURS, *sys.stdlib_module_names):
+    package = module.partition(".")[0]
+    if package == OURS or package in sys.stdlib_module_names:
         return False
     return not any(part in _file_of(module) for part in _INSTALLED)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.display.notebook import Table
-from groupwise.display.page import EACH, number, picture
+from groupwise.display.page import EACH, asked, number, picture
 from groupwise.display.plot import svg_curve, with_mean
 from groupwise.display.text import shorten
 from groupwise.errors import UsageError
@@ -17,6 +17,7 @@ from groupwise.plugins import nearest
 from groupwise.runs.folder import RECORD, read_summary
 from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.store import Store
+from groupwise.types import Prompt
 
 SHOWN = 300
 """Characters of a completion in a table."""
@@ -79,7 +80,10 @@ class Record:
 
         `longest`: characters shown of one. Raises UsageError for a step not done yet.
         """
-        return completions_table(self.rollouts(step, limit), longest)
+        shown = self.rollouts(step, limit)
+        with self._store() as store:
+            prompts = store.prompts({each.draw for each in shown})
+        return completions_table(shown, prompts, longest)
 
     def _repr_html_(self) -> str:
         return self._plot("reward", self.metrics()).as_html() + self.table().as_html()
@@ -120,14 +124,18 @@ class Plot:
         return self.as_html()
 
 
-def completions_table(rollouts: Sequence[RolloutView], longest: int = SHOWN) -> Table:
-    """Reward, its parts, and what was said."""
+def completions_table(
+    rollouts: Sequence[RolloutView], prompts: Mapping[int, Prompt], longest: int = SHOWN
+) -> Table:
+    """What was asked, once for each group of completions; reward, its parts, and what was said. `prompts`: by the draw."""
+    draws = [None, *(each.draw for each in rollouts)]
     rows = [
         (
+            asked(prompts[each.draw], longest // 2) if each.draw != before else "",
             number(each.reward),
             "  ".join(f"{part.name} {number(part.value)}" for part in each.parts),
             shorten(each.completion, longest),
         )
-        for each in rollouts
+        for before, each in zip(draws, rollouts, strict=False)
     ]
-    return Table("Completions", rows, ("reward", "parts", "completion"))
+    return Table("Completions", rows, ("asked", "reward", "parts", "completion"))

@@ -192,7 +192,8 @@ class Sampler:
         if not chats:
             return []
         params = SamplingParams(max_tokens=steps, temperature=warmth, top_k=most, top_p=share)
-        return answers(session.core.config, chats, weights, params, chosen)
+        with by_own_names(session.config):
+            return answers(session.core.config, chats, weights, params, chosen)
 
 
 def _chats(prompts: Any) -> list[Prompt]:
@@ -263,9 +264,12 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
     found = credentials.provide(config)
     mounted = drive.mount(config)
     session = make_session(config, server)
-    run = newest_alike(session.core.config, session.facts)
+    with by_own_names(config):
+        run = newest_alike(session.core.config, session.facts)
+        session.folder = run.path if run is not None else None
+        told = list(_told(session))
     rows = [
-        *_told(session),
+        *told,
         *([("earlier run", described(run))] if run is not None else []),
         *mounted,
         (
@@ -273,7 +277,6 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
             "; ".join(f"{name} from {place}" for name, place in found.items()) or "none found",
         ),
     ]
-    session.folder = run.path if run is not None else None
     show(Table("Session", rows))
     config.prepared()
     return session

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, UsageError
 from groupwise.notebook.space import size
 from groupwise.settings.credentials import holds_secret
 
@@ -23,6 +24,14 @@ REPEATED = "repeated"
 """The number of the trial that had the same values."""
 REASON = "reason"
 """Why a trial failed."""
+
+
+def refuse_without_optuna() -> None:
+    """Raise UsageError where Optuna is not installed."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UsageError(
+            "search() needs the package optuna, which is not installed: %pip install optuna, then run the cell again."
+        )
 
 
 def open_study(folder: Path, prune: bool) -> Study:

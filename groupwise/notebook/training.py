@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.display.notebook import kernel_display, tell
@@ -16,7 +17,7 @@ from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, run_folder
 from groupwise.notebook.earlier import newest_alike
-from groupwise.notebook.identity import facts_of, unseen_by
+from groupwise.notebook.identity import UNSEEN, facts_of
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
@@ -80,15 +81,16 @@ def run_training(
     """Train a session's config on its rows; `callbacks` watch."""
     facts = facts_of(session.config, session.train_dataset, session.test_dataset, rewards)
     core = session.core.config
-    earlier = newest_alike(core, facts, say=tell) if resume else None
+    with by_own_names(session.config):
+        earlier = newest_alike(core, facts, say=tell) if resume else None
     if earlier is not None and earlier.state == "finished":
         tell(
             f"{earlier.path} was finished with this config, these rows and these rewards; another training would come to the same. "
-            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(rewards)}"
+            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts)}"
         )
         return _as_it_ended(session, earlier.path)
     if earlier is not None and earlier.state != "running":
-        tell(f"{earlier.path} was cut off: it goes on.{_not_compared(rewards)}")
+        tell(f"{earlier.path} was cut off: it goes on.{_not_compared(facts)}")
     name = earlier.name if earlier is not None else _new_name(session)
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
@@ -108,9 +110,9 @@ def run_training(
     return _state(session, result)
 
 
-def _not_compared(rewards: Rubric) -> str:
+def _not_compared(facts: Mapping[str, Any]) -> str:
     """What may have changed without being noticed."""
-    unseen = unseen_by(rewards)
+    unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
     return f" Known by type alone, and not compared: {', '.join(unseen)}." if unseen else ""
 
 

@@ -44,6 +44,7 @@ from groupwise.notebook.study import (
     next_trial,
     open_study,
     refuse_other_space,
+    refuse_without_optuna,
     repeats,
     why_over,
 )
@@ -90,6 +91,7 @@ def search(
     refuse_no_config(config)
     trials = plain_number(trials)
     _refuse_count(trials)
+    refuse_without_optuna()
     wanted = distributions(config, space)
     credentials.provide(config)
     drive.ensure(config)

@@ -1,118 +1,175 @@
-"""Kinds of values that a reward may use: which are code, which do not change, what is in an object, and of what nothing is known."""
+"""Kinds of values that a reward may use: what they are made of, and of which nothing is known."""
 
 from __future__ import annotations
 
-import enum
+import dataclasses
 import functools
-import re
 from argparse import Namespace
 from array import array
-from collections import UserDict, UserList, UserString, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from collections import UserDict, UserList, UserString
+from collections.abc import Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from logging import Logger
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, itemgetter
 from pathlib import PurePath
 from string import Template
-from types import (
-    BuiltinFunctionType,
-    EllipsisType,
-    FunctionType,
-    MappingProxyType,
-    MethodDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-    WrapperDescriptorType,
-)
+from types import EllipsisType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
 from pydantic import BaseModel
 
-from groupwise.notebook.reached import OURS, is_users_object
+from groupwise.notebook.reached import (
+    captured,
+    is_users_class,
+    is_users_function,
+    of_this_package,
+)
 
+CONSTANTS: tuple[type, ...] = (
+    *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType),
+)
+"""Those that never change, where a value is of one of them and of no class below it."""
+SAID: tuple[type, ...] = (
+    *(bytearray, array, Decimal, Fraction, PurePath, date, time, timedelta, UUID),
+    *(itemgetter, attrgetter),
+)
+"""Values of Python that say all of themselves in words."""
 CACHED: Any = type(functools.lru_cache(len))
 """What `functools.cache` makes of a function."""
-COLLECTIONS = (list, tuple, deque, dict, set, frozenset)
-CONSTANTS: tuple[type, ...] = (bool, int, float, complex, str, bytes, range, slice, EllipsisType)
-PLAIN: tuple[type, ...] = (
-    *(*CONSTANTS, bytearray, array, Decimal, Fraction, PurePath, date, time, timedelta, UUID),
-    *(itemgetter, attrgetter, methodcaller),
-)
-"""Values of Python that say all of themselves."""
-BY_ATTRIBUTES: tuple[type, ...] = (
-    SimpleNamespace,
-    Namespace,
-    Template,
-    UserDict,
-    UserList,
-    UserString,
-)
+_BY_ATTRIBUTES = (SimpleNamespace, Namespace, Template, UserDict, UserList, UserString)
 """Objects of Python whose attributes say all."""
 _SILENT = (ModuleType, Logger)
-"""Of which nothing needs to be known."""
-_BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+_SILENT_MODULES = (
+    *("_abc", "abc", "dataclasses", "typing", "inspect", "weakref", "_weakref", "contextvars"),
+    *("threading", "_thread", "_contextvars"),
+)
+"""Whose objects hold nothing that a reward could come to another value by."""
 
 
-def attributes(value: Any) -> Mapping[str, Any]:
-    """Those of an object, or a class, by name."""
-    return cast("Mapping[str, Any]", getattr(value, "__dict__", {}))
+def parts_of(value: Any) -> Mapping[str, Any] | None:
+    """What code, an object of the user's, or plain data is made of, by name; None for anything else, as collections and numbers."""
+    for kinds, parts in _MADE_OF:
+        if isinstance(value, kinds):
+            return parts(value)
+    if is_collection(value) or isinstance(value, CONSTANTS):
+        return None
+    if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
+        return _fields(value)
+    return state_of(value) if is_users_class(type(cast("object", value))) else None
+
+
+def _of_function(value: FunctionType) -> dict[str, Any]:
+    parts = captured(value)
+    if is_users_function(value) or of_this_package(value):
+        return parts
+    return {name: part for name, part in parts.items() if _is_users_code(part)}
+
+
+def _is_users_code(value: Any) -> bool:
+    return isinstance(value, FunctionType) and is_users_function(value)
+
+
+def _of_class(value: type) -> dict[str, Any]:
+    if not is_users_class(value):
+        return {}
+    fields = getattr(value, "model_fields", {}) if issubclass(value, BaseModel) else {}
+    return {
+        **{
+            name: each.default_factory or each.default
+            for name, each in fields.items()
+            if not each.is_required()
+        },
+        **{
+            name: each
+            for name, each in vars(value).items()
+            if isinstance(each, FunctionType) or not name.startswith("__")
+        },
+    }
+
+
+def _of_partial(value: functools.partial[Any] | functools.partialmethod[Any]) -> dict[str, Any]:
+    given = {str(place): each for place, each in enumerate(value.args)}
+    return {"function": value.func, **given, **value.keywords}
+
+
+_MADE_OF: tuple[tuple[Any, Any], ...] = (
+    (FunctionType, _of_function),
+    (type, _of_class),
+    (MethodType, lambda value: {"function": value.__func__, "self": value.__self__}),
+    ((functools.partial, functools.partialmethod), _of_partial),
+    ((staticmethod, classmethod), lambda value: {"function": value.__func__}),
+    (property, lambda value: {"get": value.fget, "set": value.fset, "delete": value.fdel}),
+    (functools.cached_property, lambda value: {"function": value.func}),
+    (CACHED, lambda value: {"function": value.__wrapped__}),
+    (_BY_ATTRIBUTES, vars),
+)
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """Of data, or of the user's object all that it holds; None for data of this package that may change while it is used."""
+    if is_users_class(type(value)):
+        return state_of(value)
+    model = isinstance(value, BaseModel)
+    frozen = value.model_config.get("frozen") if model else value.__dataclass_params__.frozen
+    if of_this_package(type(value)) and not frozen:
+        return None
+    return (
+        vars(value)
+        if model
+        else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    )
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """What an object holds: its attributes, and its slots."""
+    """What an object holds: its slots, and its attributes."""
     found: dict[str, Any] = {}
     for kind in reversed(type(value).__mro__):
         named = kind.__dict__.get("__slots__", ())
         for name in (named,) if isinstance(named, str) else named:
-            if not name.startswith("__"):
-                found[name] = getattr(value, name, None)
-    return {**found, **attributes(value)}
+            hidden = name.startswith("__") and not name.endswith("__")
+            place = f"_{kind.__name__.lstrip('_')}{name}" if hidden else name
+            if not place.startswith("__"):
+                found[place] = getattr(value, place, None)
+    held = getattr(value, "__dict__", None)
+    return {**found, **(cast("dict[str, Any]", held) if isinstance(held, dict) else {})}
 
 
-def parts_of(value: Any) -> Iterator[Any]:
-    """The elements of a collection; of a dictionary its pairs."""
-    yield from value.items() if isinstance(value, dict) else value
+def users_code_in(value: Any) -> dict[str, Any]:
+    """Functions of the user's that an object of a library holds, as one of `numpy.vectorize`."""
+    held = getattr(value, "__dict__", {})
+    return {name: each for name, each in held.items() if _is_users_code(each)}
 
 
-def is_fixed(value: Any) -> bool:
-    """Whether it says what a function does, and does not change while it is used."""
-    if isinstance(value, BaseModel):
-        return bool(value.model_config.get("frozen"))
-    if is_dataclass(value) and not isinstance(value, type):
-        return bool(cast("Any", type(value)).__dataclass_params__.frozen)
-    if isinstance(value, tuple):
-        return all(is_fixed(each) for each in cast("tuple[Any, ...]", value))
-    fixed = (*CONSTANTS, frozenset, re.Pattern, enum.Enum)
-    return value is None or isinstance(value, fixed) or is_code(value)
-
-
-def is_unseen(value: Any) -> bool:
-    """Whether nothing is compared of an object but its type, or of a method's: most of those of libraries."""
-    owner = bound_to(value)
-    told = (*COLLECTIONS, MappingProxyType, *PLAIN, *BY_ATTRIBUTES, *_SILENT)
-    if is_fixed(owner) or is_users_object(owner) or is_array(owner) or isinstance(owner, told):
-        return False
-    return str(type(owner).__module__).partition(".")[0] != OURS
-
-
-def bound_to(value: Any) -> Any:
-    """Of a bound method what it is bound to."""
-    bound = isinstance(value, MethodType | BuiltinFunctionType)
-    return value if not bound or value.__self__ is None else value.__self__
+def is_collection(value: Any) -> bool:
+    """Whether it holds others one after the other."""
+    return isinstance(value, list | tuple | set | frozenset | dict)
 
 
 def is_array(value: Any) -> bool:
     """Of numpy, or alike."""
-    return all(hasattr(value, name) for name in ("tobytes", "tolist", "shape", "dtype"))
+    return _has(value, "tobytes", "tolist", "shape", "dtype")
 
 
-def is_code(value: Any) -> bool:
-    """Whether it is a function in any of its forms, or a class."""
-    functions = (FunctionType, MethodType, *_BUILT_IN, functools.partial, CACHED)
-    described = (staticmethod, classmethod, property, functools.cached_property)
-    return isinstance(value, (*functions, type, *described, functools.partialmethod))
+def is_pattern(value: Any) -> bool:
+    """Of `re`, or of `regex`."""
+    return _has(value, "pattern", "flags", "fullmatch")
+
+
+def is_silent(value: Any) -> bool:
+    """Whether nothing needs to be known of it: it is no data, or its class is told elsewhere."""
+    kind = cast("type[object]", type(value))
+    return (
+        isinstance(value, _SILENT)
+        or kind is object
+        or kind.__module__ in _SILENT_MODULES
+        or of_this_package(kind)
+        or hasattr(kind, "__get__")
+    )
+
+
+def _has(value: Any, *names: str) -> bool:
+    """By its class: an object may answer to any name."""
+    return all(hasattr(cast("type[object]", type(value)), name) for name in names)

@@ -29,7 +29,8 @@ class Worded(Strict):
 
     if not TYPE_CHECKING:  # who reads the types shall see the fields
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, *unnamed: Any, **values: Any) -> None:
+            _refuse_unnamed(type(self), unnamed)
             try:
                 super().__init__(**values)
             except ValidationError as error:
@@ -37,6 +38,17 @@ class Worded(Strict):
 
         # As that of pydantic's own base: what is read from JSON does not go through it, so that `validate` finds pydantic's errors.
         __init__.__pydantic_base_init__ = True
+
+
+def _refuse_unnamed(kind: type[Worded], values: Sequence[Any]) -> None:
+    if values:
+        some = ", ".join(list(kind.model_fields)[:3])
+        preset = (
+            f", or start from {kind.__name__}.preset('quick')" if hasattr(kind, "preset") else ""
+        )
+        raise ConfigError(
+            f"{kind.__name__} takes each value by its name ({some}, …), but {len(values)} came without one. Write name=value{preset}."
+        )
 
 
 def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationError) -> ConfigError:

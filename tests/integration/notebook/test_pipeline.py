@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_the_pipeline_from_a_config_to_an_adapter(here, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
-def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(here):
+def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(here, capsys):
     import torch
     from peft import PeftModel
 
@@ -92,6 +93,7 @@ def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(here):
     from groupwise.models.load import load_model
 
     session, _, path = run_full_pipeline(config_of(num_batches=4), reward_functions=[digits])
+    said = capsys.readouterr().out
     base = load_model(ModelConfig(name="tiny"), "float32")
     ids = torch.tensor([session.tokenizer("What is 1 + 1?").input_ids])
     with torch.no_grad():
@@ -110,6 +112,17 @@ def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(here):
         if "lora_B" in name and value.abs().max() > 0
     }
     assert len(names) == sum("lora_B" in name for name, _ in adapted.named_parameters())
+
+    shown = textwrap.dedent(said.partition("To load it\n")[2].partition("To serve it\n")[0])
+    loaded: dict[str, Any] = {}
+    exec(shown, loaded)
+    with torch.no_grad():
+        assert torch.equal(loaded["model"](ids).logits, expected)
+    assert loaded["tokenizer"]("What is 1 + 1?").input_ids == ids.tolist()[0]
+    assert re.findall(r"To serve it\n  (.*)", said) == [
+        'vllm serve "$(groupwise fetch-model tiny)" --enable-lora --max-lora-rank 8 '
+        f"--lora-modules digits={path}/hf_lora"
+    ]
 
 
 def test_an_evaluation_with_other_rewards_than_the_training_says_so(here, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from typing import Any
@@ -368,6 +369,15 @@ def test_an_unknown_metric_is_refused_before_any_training(config, tmp_path):
     ):
         search(config, SPACE, trials=1, metric="acuracy")
     assert not list((tmp_path / "checkpoints").rglob("run.db"))
+
+
+def test_a_search_without_optuna_says_what_to_install(config, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "optuna" else found(name)
+    )
+    with pytest.raises(UsageError, match=r"needs the package optuna.*%pip install optuna"):
+        search(config, SPACE, trials=1)
 
 
 def test_another_space_is_another_search(config):

@@ -104,10 +104,19 @@ def test_a_loss_is_drawn_where_nothing_is_rewarded():
 
 def test_completions_stand_below_with_their_rewards_and_no_markup_of_theirs():
     at = page()
+    texts = ("<script>x</script>" * 40, "y", "never shown")
+    prompts = [
+        "<b>first</b>?",
+        [{"role": "user", "content": "x" * 500 + "second?"}],
+        "third?",
+        "4?",
+    ]
     groups = [
         SimpleNamespace(
-            rollouts=[rollout("<script>x</script>" * 40, 0.25, a=1.0, b=None), rollout("y", None)]
+            example=SimpleNamespace(prompt=prompt),
+            rollouts=[rollout(text, 0.25, a=1.0, b=None) for text in texts],
         )
+        for prompt in prompts
     ]
     step(at, 0, METRICS, groups)
     at.clock.now += REDRAW
@@ -117,7 +126,11 @@ def test_completions_stand_below_with_their_rewards_and_no_markup_of_theirs():
     assert "<script>" not in html
     assert "a 1.00\nb –" in html
     assert ">0.25<" in html
-    assert len(html.split("&lt;script&gt;")) < 20
+    assert len(html.split("&lt;script&gt;")) < 60
+    assert "&lt;b&gt;first" in html
+    assert re.search(r">…x{112}second\?<", html)
+    assert ("third?" in html, "4?" in html, "never shown" in html) == (True, False, False)
+    assert html.count(">y<") == 3
 
 
 def test_notes_stay_above_and_phases_are_drawn_now_and_then():

@@ -124,6 +124,18 @@ class TestSvg:
         heights = [float(y) for y in re.findall(r"[-\d.]+ ([-\d.]+)", line)[20:]]
         assert max(heights) - min(heights) < 20, "eleven values in a row have one mean"
 
+    def test_a_line_that_lies_on_another_is_dashed_and_so_are_those_whose_colour_is_there(
+        self,
+    ) -> None:
+        points = tuple(RISING)
+        others = [Series(str(n), tuple((x, y + n) for x, y in points)) for n in range(1, 5)]
+        drawn = svg_curve([Series("a", points), others[0], Series("b", points), *others[1:]])
+        kinds = re.findall(r'class="(line c\d[^"]*)" d="M[\d.]+ [\d.]+ L', drawn)
+        assert kinds == [
+            *("line c0", "line c1", "line c2 dashed", "line c3"),
+            *("line c0 dashed", "line c1 dashed"),
+        ]
+
     def test_stands_alone(self) -> None:
         drawn = svg_curve(with_mean("reward", RISING))
         assert "<script" not in drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,12 @@ def told(steps: range, max_steps: int, monkeypatch: pytest.MonkeyPatch) -> list[
         def table(self, step: int, limit: int, longest: int):
             part = SimpleNamespace(name="right", value=0.5)
             text = f"answer of {step}\n" + "x" * 500
-            each = SimpleNamespace(reward=0.25, parts=[part], completion=text)
-            return completions_table([each] * limit, longest)  # pyright: ignore[reportArgumentType]
+            shown: Any = [
+                SimpleNamespace(reward=0.25, parts=[part], completion=text, draw=place // 2)
+                for place in range(limit)
+            ]
+            prompts = {draw: f"{'y' * 500} question {draw}?" for draw in range(limit)}
+            return completions_table(shown, prompts, longest)
 
     monkeypatch.setattr(completions, "Record", Record)
     said: list[str] = []
@@ -47,9 +52,14 @@ def test_a_table_has_rewards_parts_and_the_beginning_of_each_completion(
 ) -> None:
     [text] = told(range(1), 20, monkeypatch)
     title, header, *rows = text.splitlines()
-    assert (title, header.split()) == ("Completions of step 1", ["reward", "parts", "completion"])
+    assert (title, header.split()) == (
+        "Completions of step 1",
+        ["asked", "reward", "parts", "completion"],
+    )
     assert len(rows) == completions.SHOWN
-    assert re.fullmatch(r"  0\.25    right 0\.50  answer of 0⏎x+…", rows[0])
+    assert re.fullmatch(r"  …y+ question 0\?  0\.25    right 0\.50  answer of 0⏎x+…", rows[0])
+    assert re.fullmatch(r" +0\.25    right 0\.50  answer of 0⏎x+…", rows[1])
+    assert "question 1?" in rows[2]
     assert max(map(len, rows)) <= 140
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, SecretStr
 
 from groupwise.errors import ConfigError
+from groupwise.notebook import Rubric
 from groupwise.notebook.config import PRESETS, ColabTrainingConfig, TrainingConfig
 from groupwise.notebook.core import core_config
 from groupwise.notebook.prompts import format_prompt
@@ -183,6 +184,16 @@ def test_presets_are_configs_and_can_be_changed(name):
     config = TrainingConfig.preset(name, seed=7)
     assert config.model_dump(include=set(PRESETS[name])) == dict(PRESETS[name])
     assert config.seed == 7
+
+
+def test_values_without_names_are_told_and_not_shown():
+    config: Any = TrainingConfig
+    with pytest.raises(ConfigError, match="takes each value by its name") as caught:
+        config("hf_secret")
+    assert "TrainingConfig.preset('quick')" in str(caught.value)
+    assert "hf_secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="Rubric takes each value by its name"):
+        cast("Any", Rubric)("steps")
 
 
 def test_an_unknown_preset_names_those_there_are():

@@ -17,8 +17,8 @@ import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
 from groupwise.notebook.collected import FILE, Collected, collected, without_collected
-from groupwise.notebook.fingerprint import digest, second_look
-from groupwise.notebook.identity import REWARDS, USED, differences, known_by, unseen_by, used_by
+from groupwise.notebook.fingerprint import Look, digest
+from groupwise.notebook.identity import UNSEEN, USED, differences, reward_facts
 from groupwise.notebook.rewards import create_reward_functions
 
 BEGIN = """
@@ -37,40 +37,48 @@ def reward(completions, scale=2.0, **columns):
 """
 
 
-def told_of(function: Any) -> Any:
-    return second_look(function)[0]
+def rubric_of(reward: Any) -> Any:
+    return SimpleNamespace(names=["reward"], weights=[1.0], functions=[reward])
 
 
-def facts_now(rewards: Any) -> dict[str, Any]:
-    return {REWARDS: known_by(rewards), USED: used_by(rewards)}
+def look_at(reward: Any) -> dict[str, str]:
+    return Look(reward).found
 
 
-def made(source: str = BEGIN, call: bool = False) -> str:
-    """The fingerprint of the reward of a cell."""
+def made(source: str = BEGIN, calls: int = 0) -> dict[str, str]:
+    """The fingerprints of what the reward of a cell uses, by name; its own under an empty one."""
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(source, names)
-    if call:
+    for _ in range(calls):
         names["reward"](["a text"])
-    return digest(told_of(names["reward"]))
+    return look_at(names["reward"])
 
 
-def test_the_same_code_is_the_same_whatever_it_collected():
-    assert made() == made() == made(call=True)
+def changed(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {name for name in {*one, *other} if one.get(name) != other.get(name)}
+
+
+def test_the_same_code_is_the_same_but_for_what_it_collected():
+    assert made() == made()
+    assert changed(made(), made(calls=1)) == {"seen", "calls"}
     assert made(BEGIN.replace("global calls", "global calls  # a remark")) == made()
+    assert made(BEGIN.replace("    global", '    "What it is for."\n    global')) == made(
+        BEGIN.replace("    global", '    "In other words."\n    global')
+    )
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "name"),
     [
-        ("LIMIT = 3", "LIMIT = 4"),
-        ("len(text) >", "len(text) >="),
-        ("scale=2.0", "scale=3.0"),
-        ("* scale for", "+ scale for"),
-        ("helper(text) *", 'helper("a" + text) *'),
+        ("LIMIT = 3", "LIMIT = 4", "LIMIT"),
+        ("len(text) >", "len(text) >=", "helper"),
+        ("scale=2.0", "scale=3.0", "scale"),
+        ("* scale for", "+ scale for", ""),
+        ("helper(text) *", 'helper("a" + text) *', ""),
     ],
 )
-def test_a_change_of_code_number_helper_or_default_is_another(old, new):
-    assert made(BEGIN.replace(old, new)) != made()
+def test_a_change_of_code_number_helper_or_default_is_another_and_known_by_its_name(old, new, name):
+    assert changed(made(), made(BEGIN.replace(old, new))) == {name}
 
 
 DATA = """
@@ -112,67 +120,52 @@ def reward(completions, kept=[], **columns):
         for text in completions
     ]
 """
-COLLECTED = {"reward().0 of the reward reward", "Scorer.seen of the reward reward"}
-
-
-def used(source: str = DATA, calls: int = 0) -> tuple[str, dict[str, str]]:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(source, names)
-    for _ in range(calls):
-        names["reward"](["a text"])
-    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
-    return digest(told_of(names["reward"])), used_by(rubric)
+COLLECTED = {"kept of the reward reward", "SCORER.seen of the reward reward"}
 
 
 def assert_noticed(source: str, old: str, new: str) -> None:
     """An edit of a cell makes another reward of it, and no edit does not."""
     assert source.count(old) == 1
-    assert used(source) == used(source)
-    assert used(source) != used(source.replace(old, new))
+    assert made(source) == made(source)
+    assert made(source) != made(source.replace(old, new))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "name"),
     [
-        ('"so"]', '"so", "hence"]', "WORDS of the reward reward"),
-        ('"a": 1.0', '"a": 2.0', "WEIGHTS of the reward reward"),
-        ('["x"], 2', '["y"], 2', "PAIRS of the reward reward"),
-        ("[1.0, 2.0]", "[1.0, 3.0]", "TABLE of the reward reward"),
-        ('made(["x"])', 'made(["y"])', "words of the reward reward"),
-        ('Scorer(["p"])', 'Scorer(["q"])', "Scorer.terms of the reward reward"),
-        ("return 1.0", "return 2.0", None),
-        ("sum(term in text", "2 * sum(term in text", None),
+        ('"so"]', '"so", "hence"]', "WORDS"),
+        ('"a": 1.0', '"a": 2.0', "WEIGHTS"),
+        ('["x"], 2', '["y"], 2', "PAIRS"),
+        ("[1.0, 2.0]", "[1.0, 3.0]", "TABLE"),
+        ('made(["x"])', 'made(["y"])', "inside.words"),
+        ('Scorer(["p"])', 'Scorer(["q"])', "SCORER.terms"),
+        ("return 1.0", "return 2.0", "RULES"),
+        ("sum(term in text", "2 * sum(term in text", "Scorer.score"),
     ],
 )
-def test_what_rewards_read_is_known_by_what_is_in_it(old, new, told):
+def test_what_rewards_read_is_known_by_what_is_in_it(old, new, name):
     assert DATA.count(old) == 1
-    before, other = used(), used(DATA.replace(old, new))
-    if told is None:
-        assert before[0] != other[0]
-    else:
-        assert differences({USED: before[1]}, {USED: other[1]}) == [told]
-        assert before[0] == other[0]
+    assert changed(made(DATA), made(DATA.replace(old, new))) == {name}
 
 
 def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path):
-    assert used() == used()
-    code, before = used()
-    later, after = used(calls=2)
-    assert code == later
-    assert {name for name in before if before[name] != after[name]} == COLLECTED
-    assert without_collected({USED: before}, tmp_path) == {USED: before}
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(DATA, names)
-    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]], weights=[1.0])
-    watching = Collected(rubric, facts_now(rubric))
+    rubric = rubric_of(names["reward"])
+    before = reward_facts(rubric)
+    assert without_collected(before, tmp_path) == before
+    watching = Collected(rubric, before)
     run: Any = SimpleNamespace(folder=tmp_path)
     watching.on_save(run, tmp_path)
     assert not (tmp_path / FILE).exists()
     names["reward"](["a text"])
     watching.on_save(run, tmp_path)
     assert collected(tmp_path) == COLLECTED
-    kept = [without_collected({USED: each}, tmp_path) for each in (before, after)]
-    assert kept[0] == kept[1] != {USED: {}}
+    after = reward_facts(rubric)
+    assert sorted(differences(before, after)) == sorted(COLLECTED)
+    kept = [without_collected(each, tmp_path) for each in (before, after)]
+    assert differences(kept[0], kept[1]) == []
+    assert kept[0][USED]
 
 
 OBJECT = """
@@ -248,17 +241,17 @@ rewards = {"object": made, "method": made.__call__, "kept": Kept(), "plain": pla
     ],
 )
 def test_objects_and_decorated_functions_are_known_by_all_of_their_code(kind, old, new):
-    def made(source: str, calls: int = 0) -> tuple[str, dict[str, str]]:
+    def made(source: str, calls: int = 0) -> dict[str, str]:
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(source, names)
         reward = names["rewards"][kind]
         for _ in range(calls):
             reward(completions=["a b"], answer=["a"], reference=["a"])
-        rubric: Any = SimpleNamespace(names=[kind], functions=[reward])
-        return digest(told_of(reward)), used_by(rubric)
+        return look_at(reward)
 
     assert OBJECT.count(old)
-    assert made(OBJECT)[0] == made(OBJECT, calls=2)[0]
+    collected = {"object": {"calls"}, "method": {"self.calls"}}.get(kind, set())
+    assert changed(made(OBJECT), made(OBJECT, calls=2)) == collected
     assert made(OBJECT) != made(OBJECT.replace(old, new))
 
 
@@ -276,10 +269,10 @@ def reward(completions, **columns):
 """
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(source, names)
-    before = digest(told_of(names["reward"]))
+    before = look_at(names["reward"])
     names["count"]()
     names["path"] = "a name of another cell"
-    assert digest(told_of(names["reward"])) == before
+    assert changed(before, look_at(names["reward"])) == {"steps"}
 
 
 def test_helpers_of_modules_of_the_users_count_and_installed_ones_do_not(tmp_path, monkeypatch):
@@ -293,7 +286,7 @@ def reward(completions, **columns):
     return [helpers_of_the_user.first(text) + other(text) for text in map(json.dumps, completions)]
 """
 
-    def made(first: int, second: int) -> str:
+    def made(first: int, second: int) -> dict[str, str]:
         code = f"def first(text):\n    return {first}\n\ndef other(text):\n    return {second}\n"
         (tmp_path / "helpers_of_the_user.py").write_text(code)
         sys.modules.pop("helpers_of_the_user", None)
@@ -301,11 +294,11 @@ def reward(completions, **columns):
         shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(source, names)
-        return digest(told_of(names["reward"]))
+        return look_at(names["reward"])
 
     assert made(1, 2) == made(1, 2)
-    assert made(1, 2) != made(3, 2)
-    assert made(1, 2) != made(1, 3)
+    assert changed(made(1, 2), made(3, 2)) == {"helpers_of_the_user.first"}
+    assert changed(made(1, 2), made(1, 3)) == {"helpers_of_the_user.other"}
 
 
 def test_any_rows_have_a_fingerprint():
@@ -324,15 +317,16 @@ def test_a_session_that_a_reward_mentions_is_nothing():
     config = TrainingConfig(dataset="arithmetic")
     session = Session(config, [{"question": "a"}], [{"question": "b"}])
     names["session"] = session
-    before = digest(told_of(names["reward"]))
+    before = reward_facts(rubric_of(names["reward"]))
     session.folder = Path("somewhere")
-    assert digest(told_of(names["reward"])) == before
+    assert reward_facts(rubric_of(names["reward"])) == before
+    assert not before[UNSEEN]
 
 
 def test_rubrics_by_their_content():
-    def reward(word: str) -> str:
+    def reward(word: str) -> dict[str, str]:
         criteria = [Criterion(name="order", description="d", keywords=[word])]
-        return digest(told_of(Rubric(name="steps", criteria=criteria).reward()))
+        return look_at(Rubric(name="steps", criteria=criteria).reward())
 
     assert reward("first") == reward("first") != reward("second")
 
@@ -406,11 +400,7 @@ def test_functions_patterns_and_values_count_however_deep_they_stand(old, new):
 
 
 def test_what_an_object_counts_is_found_by_what_a_run_has_changed():
-    (code, before), (later, after) = used(IN_DEPTH), used(IN_DEPTH, calls=1)
-    assert code == later
-    assert {name for name in before if before[name] != after[name]} == {
-        "Counter.calls of the reward reward"
-    }
+    assert changed(made(IN_DEPTH), made(IN_DEPTH, calls=1)) == {"COUNTER.calls"}
 
 
 def test_modules_that_a_reward_imports_when_it_runs_count(tmp_path, monkeypatch):
@@ -426,7 +416,7 @@ def test_modules_that_a_reward_imports_when_it_runs_count(tmp_path, monkeypatch)
         "    return [package_of_the_user.scores.words.score(text) for text in completions]\n",
     }
 
-    def made(source: str, value: int) -> str:
+    def made(source: str, value: int) -> dict[str, str]:
         (inside / "words.py").write_text(
             f"import package_of_the_user\n\ndef score(text):\n    return {value}\n"
         )
@@ -436,7 +426,7 @@ def test_modules_that_a_reward_imports_when_it_runs_count(tmp_path, monkeypatch)
         shutil.rmtree(inside / "__pycache__", ignore_errors=True)
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(source, names)
-        return digest(told_of(names["reward"]))
+        return look_at(names["reward"])
 
     for source in sources.values():
         assert made(source, 1) == made(source, 1) != made(source, 2)
@@ -448,8 +438,8 @@ def test_objects_of_libraries_are_named_since_nothing_of_them_is_compared():
         "LIST = [1]\n\ndef reward(completions, **columns):\n    return [JUDGE, TABLE, LIST]\n",
         names,
     )
-    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
-    assert unseen_by(rubric) == ["JUDGE (_pytest.monkeypatch.MonkeyPatch) of the reward reward"]
+    unseen = reward_facts(rubric_of(names["reward"]))[UNSEEN]
+    assert unseen == {"JUDGE of the reward reward": "_pytest.monkeypatch.MonkeyPatch"}
 
 
 KEEPING = """
@@ -485,17 +475,13 @@ def recursive(completions, **columns):
 
 
 def test_objects_that_are_collected_leave_the_code_as_it_was():
-    (code, before), (later, after) = used(KEEPING), used(KEEPING, calls=1)
-    assert code == later
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == {"kept of the reward reward"}
+    assert changed(made(KEEPING), made(KEEPING, calls=1)) == {"kept"}
 
 
 def test_a_function_in_a_list_that_it_reads_itself_has_a_fingerprint():
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(KEEPING, names)
-    rubric: Any = SimpleNamespace(names=["recursive"], functions=[names["recursive"]])
-    assert used_by(rubric) == used_by(rubric)
+    assert look_at(names["recursive"]) == look_at(names["recursive"])
 
 
 KINDS = """
@@ -603,17 +589,16 @@ def test_all_kinds_of_values_and_their_code_count(old, new):
 
 
 def test_what_objects_hold_after_they_were_used_is_no_other_code():
-    (code, before), (later, after) = used(KINDS), used(KINDS, calls=1)
-    assert code == later
-    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
-    assert {each.partition(" ")[0] for each in changed} >= {"Judge.calls", "Late.words"}
+    found = changed(made(KINDS), made(KINDS, calls=1))
+    assert {"late.words", "late.model"} < found
+    assert "" not in found
 
 
 def test_a_fingerprint_is_the_same_with_other_hashes():
     code = (
-        "from tests.unit.notebook.test_identity import KINDS, IN_DEPTH, used;"
+        "from tests.unit.notebook.test_identity import KINDS, IN_DEPTH, made;"
         "from groupwise.notebook.fingerprint import digest;"
-        "print(used(KINDS), used(IN_DEPTH), digest([{'keywords': {'a', 'b', 'c', 'd'}}]))"
+        "print(made(KINDS), made(IN_DEPTH), digest([{'keywords': {'a', 'b', 'c', 'd'}}]))"
     )
     told = [
         subprocess.run(
@@ -631,27 +616,27 @@ def test_a_fingerprint_is_the_same_with_other_hashes():
 def test_a_wrapper_around_a_reward_of_the_config_counts():
     given = create_reward_functions(TrainingConfig(dataset="arithmetic"))[1]
 
-    def made(factor: str) -> str:
+    def made(factor: str) -> dict[str, str]:
         names: dict[str, Any] = {"__name__": "__main__", "given": given}
         exec(
             "import functools\n\n@functools.wraps(given)\ndef reward(**columns):\n"
             f"    return [value * {factor} for value in given(**columns)]\n",
             names,
         )
-        return digest(told_of(names["reward"]))
+        return look_at(names["reward"])
 
-    assert made("2.0") == made("2.0") != made("3.0")
-    assert digest(told_of(given)) != made("2.0")
+    assert changed(made("2.0"), made("3.0")) == {""}
+    assert made("2.0") == made("2.0")
+    assert look_at(given)[""] != made("2.0")[""]
 
 
 def test_methods_of_objects_of_libraries_are_known_by_their_types():
     names: dict[str, Any] = {"__name__": "__main__", "patch": pytest.MonkeyPatch().setattr}
     exec("def reward(completions, **columns):\n    return [patch]\n", names)
-    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]])
-    before = digest(told_of(names["reward"]))
+    before = reward_facts(rubric_of(names["reward"]))
     names["patch"].__self__.extra = 3
-    assert digest(told_of(names["reward"])) == before
-    assert unseen_by(rubric) == ["patch (_pytest.monkeypatch.MonkeyPatch) of the reward reward"]
+    assert reward_facts(rubric_of(names["reward"])) == before
+    assert before[UNSEEN] == {"patch.self of the reward reward": "_pytest.monkeypatch.MonkeyPatch"}
 
 
 def test_what_one_training_loaded_is_no_difference_for_the_next_of_this_process(tmp_path: Path):
@@ -666,10 +651,10 @@ def reward(completions, **columns):
     return [1.0 for _ in completions]
 """
     exec(source, names)
-    rubric: Any = SimpleNamespace(names=["reward"], functions=[names["reward"]], weights=[1.0])
+    rubric = rubric_of(names["reward"])
     for run in ("first", "second"):
         (tmp_path / run).mkdir()
-        watching = Collected(rubric, facts_now(rubric))
+        watching = Collected(rubric, reward_facts(rubric))
         names["reward"](["a"])
         watching.on_save(cast("Any", SimpleNamespace(folder=tmp_path / run)), tmp_path)
     assert collected(tmp_path / "second") == {"model of the reward reward"}
@@ -684,6 +669,247 @@ def test_tables_of_functions_that_use_each_other_are_each_told_once():
     source += (
         "\ndef reward(completions, **columns):\n    return [use_0(each) for each in completions]\n"
     )
-    code, contents = used(source)
-    assert (code, contents) == used(source)
-    assert len(contents) == 9
+    found = made(source)
+    assert found == made(source)
+    assert {name for name in found if name.startswith("table")} == set(tables)
+
+
+OBJECTS = """
+import functools
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+import numpy as np
+
+class Short:
+    def score(self, text):
+        return 100.0
+
+class Long:
+    def score(self, text):
+        return 200.0
+
+class Words:
+    def __init__(self, words, weight):
+        self.words = words
+        self.weight = weight
+
+    def score(self, text):
+        return self.weight * sum(word in text for word in self.words)
+
+class Sum:
+    def __init__(self, *parts):
+        self.first, self.second, self.third, self.fourth = parts
+        self.last = None
+
+    def __call__(self, text):
+        self.last = Words([text], 0.0)
+        return self.first.score(text) + self.second.score(text) + self.third.score(text) + self.fourth.score(text)
+
+def has(words):
+    def check(text):
+        return sum(word in text for word in words)
+    return check
+
+good = has(["yes"])
+bad = has(["no"])
+
+class Between:
+    def __init__(self, above, below):
+        self.above, self.below = above.__call__, below.__call__
+
+def one(text):
+    return 1.0
+
+def two(text):
+    return 2.0
+
+class Kept(NamedTuple):
+    words: list
+
+@functools.singledispatch
+def worth(value):
+    return 300.0
+
+@worth.register
+def _(value: str):
+    return 400.0
+
+class Guarded:
+    @property
+    def limit(self):
+        return 500.0
+
+    @limit.setter
+    def limit(self, value):
+        self.kept = value + 600.0
+
+@np.vectorize
+def each(value):
+    return value + 700.0
+
+one.least = 800.0
+total = Sum(Short(), Words(["so"], 1.0), Words(["hence"], 0.5), Words(["thus"], 0.25))
+between = Between(good, bad)
+chosen = {"score": one}
+missing = defaultdict(lambda: 900.0)
+window = deque([1.0], maxlen=10)
+grades = {"great": 1.0, "good": 0.5}
+kept = Kept(["kept"])
+upper = str.upper
+curve = {"of": np.tanh}
+
+def reward(completions, **columns):
+    used = [one, two, good, bad, between, chosen, missing, window, grades, kept, worth, Guarded(), each, upper, curve]
+    return [total(text) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return 100.0", "return 101.0"),
+        ("Sum(Short()", "Sum(Long()"),
+        ('["thus"], 0.25', '["thus"], 0.5'),
+        ('["hence"], 0.5', '["hence"], 1.0'),
+        ("Between(good, bad)", "Between(bad, good)"),
+        ('{"score": one}', '{"score": two}'),
+        ("lambda: 900.0", "lambda: 901.0"),
+        ("maxlen=10", "maxlen=20"),
+        ('{"great": 1.0, "good": 0.5}', '{"good": 0.5, "great": 1.0}'),
+        ('Kept(["kept"])', 'Kept(["kept", "more"])'),
+        ("return 300.0", "return 301.0"),
+        ("return 400.0", "return 401.0"),
+        ("value + 600.0", "value + 601.0"),
+        ("value + 700.0", "value + 701.0"),
+        ("one.least = 800.0", "one.least = 801.0"),
+        ("str.upper", "str.lower"),
+        ("np.tanh", "np.exp"),
+    ],
+)
+def test_objects_closures_and_functions_are_told_apart_by_where_they_stand(old, new):
+    assert_noticed(OBJECTS, old, new)
+
+
+def test_an_object_that_is_replaced_while_it_is_used_is_known_by_its_name():
+    found = changed(made(OBJECTS), made(OBJECTS, calls=1))
+    assert {name.partition(".")[2].partition(".")[0] for name in found} == {"last"}
+
+
+def test_code_that_a_training_itself_puts_somewhere_is_no_other_reward():
+    source = """
+class Model:
+    def forward(self, text):
+        return 1.0
+
+state = {}
+parts = []
+
+def reward(completions, **columns):
+    if "forward" not in state:
+        state["forward"] = Model().forward
+        parts.append(lambda text: text)
+    return [state["forward"](text) for text in completions]
+"""
+    assert changed(made(source), made(source, calls=1)) == {"state", "parts"}
+    assert_noticed(source, "return 1.0", "return 2.0")
+
+
+def test_a_module_of_a_package_that_a_reward_imports_when_it_runs_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "rewards_of_the_user"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    source = (
+        "def reward(completions, **columns):\n    from rewards_of_the_user import scoring\n"
+        "    return [scoring.score(text) for text in completions]\n"
+    )
+
+    def fresh(value: int, calls: int = 0) -> dict[str, str]:
+        (package / "scoring.py").write_text(f"def score(text):\n    return {value}\n")
+        for name in [each for each in sys.modules if each.startswith("rewards_of_the_user")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        shutil.rmtree(package / "__pycache__", ignore_errors=True)
+        return made(source, calls)
+
+    assert fresh(1) == fresh(1, calls=1)
+    assert changed(fresh(1), fresh(2)) == {"rewards_of_the_user.scoring.score"}
+
+
+STRANGE = """
+from enum import Enum
+from functools import partial
+from unittest.mock import MagicMock
+
+class Cell:
+    def __init__(self):
+        self.near = []
+
+grid = [[Cell() for _ in range(5)] for _ in range(5)]
+for row in range(5):
+    for column in range(5):
+        cell = grid[row][column]
+        cell.near += [grid[r][c] for r, c in ((row - 1, column), (row, column - 1)) if r >= 0 and c >= 0]
+        for other in cell.near:
+            other.near.append(cell)
+
+class Link:
+    def __init__(self, next):
+        self.next = next
+
+chain = None
+for _ in range(2000):
+    chain = Link(chain)
+
+class Any:
+    def __getattr__(self, name):
+        return None if name.startswith("__") else self
+
+    def __repr__(self):
+        raise ValueError
+
+    def __eq__(self, other):
+        raise ValueError
+
+def half(value):
+    return value / 2
+
+class Way(Enum):
+    HALF = partial(half)
+
+judge, anything, loop = MagicMock(), {"a": [Any()]}, []
+loop.append(loop)
+
+def reward(completions, **columns):
+    return [judge(grid, chain, anything, loop, Way.HALF, text) for text in completions]
+"""
+
+
+def test_strange_objects_keep_nobody_from_training():
+    assert made(STRANGE) == made(STRANGE)
+    assert_noticed(STRANGE, "value / 2", "value / 3")
+    assert_noticed(STRANGE, "range(2000)", "range(3)")
+
+
+def test_what_lies_in_a_list_or_an_attribute_is_named_where_only_its_type_is_known():
+    names: dict[str, Any] = {"__name__": "__main__", "patch": pytest.MonkeyPatch()}
+    exec(
+        "class Judge:\n    def __init__(self, part):\n        self.parts = [part]\n\nMODELS = {'a': patch}\njudge = Judge(patch)\n\n"
+        "def reward(completions, **columns):\n    return [MODELS, judge]\n",
+        names,
+    )
+    assert reward_facts(rubric_of(names["reward"]))[UNSEEN] == {
+        "MODELS of the reward reward": "_pytest.monkeypatch.MonkeyPatch",
+        "judge.parts of the reward reward": "_pytest.monkeypatch.MonkeyPatch",
+    }
+
+
+def test_classes_of_python_itself_are_no_unseen_objects():
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(KINDS + OBJECTS.replace("def reward", "def other"), names)
+    assert reward_facts(rubric_of(names["reward"]))[UNSEEN] == {}
+    assert reward_facts(rubric_of(names["other"]))[UNSEEN] == {
+        "each of the reward reward": "numpy.vectorize",
+        "curve of the reward reward": "numpy.ufunc",
+    }

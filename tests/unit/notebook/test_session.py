@@ -10,7 +10,7 @@ import numpy as np
 import pandas
 import pytest
 
-from groupwise.errors import UsageError
+from groupwise.errors import GroupwiseError, UsageError
 from groupwise.notebook import (
     TrainingConfig,
     evaluate,
@@ -257,3 +257,11 @@ def test_a_session_that_failed_leaves_the_config_open(tmp_path: Path, monkeypatc
     prepare_session(config)
     with pytest.raises(UsageError, match="cannot be changed"):
         config.model = "other"
+
+
+def test_a_model_that_is_not_there_is_told_by_the_name_of_the_field(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(GroupwiseError) as caught:
+        prepare_session(TrainingConfig(model="./gone", dataset="arithmetic"))
+    assert "model: there is no folder './gone'" in str(caught.value)
+    assert "model.name" not in str(caught.value)
