@@ -149,7 +149,7 @@ def test_what_a_reward_reads_is_compared_and_what_it_collects_is_not(machine, ca
 
     with pytest.raises(Stopped):
         train_grpo(config, prepare_session(config), reward_functions=[reward])
-    kept = {"seen of the reward reward", "Digits.interrupt of the reward reward"}
+    kept = {"seen of the reward reward", "digits.interrupt of the reward reward"}
     assert collected(Path("checkpoints/digits")) == kept
     capsys.readouterr()
     state = train_grpo(config, prepare_session(config), reward_functions=[reward])

@@ -41,8 +41,9 @@ def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
     [page] = kernel.run(TRAIN)
     assert "step 6/6" in page["data"]["text/html"]
     assert page["data"]["text/html"].count("<img") == 3
-    [exported] = kernel.run("path = export_checkpoint(config, state)")
-    assert "PeftModel" in exported["data"]["text/html"]
+    exported = kernel.run("path = export_checkpoint(config, state)")
+    for part, output in zip(("hf_lora", "PeftModel", "vllm serve"), exported, strict=True):
+        assert part in output["data"]["text/html"]
     [record] = kernel.run("session.run")
     assert "<img" in record["data"]["text/html"]
     [mistake] = kernel.run("TrainingConfig(num_batchs=3)")
@@ -52,16 +53,18 @@ def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
 
 
 def test_an_interrupted_training_goes_on_in_the_same_kernel_and_in_another(tmp_path: Path) -> None:
+    """Jupyter interrupts the whole process group, the two processes that sample and learn among it."""
+    begin = (BEGIN + WAITING).replace('"run.processes": 1', '"run.processes": 2')
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
     with Kernel(whole) as kernel:
-        kernel.run(BEGIN + WAITING)
+        kernel.run(begin)
         kernel.run(SESSION)
         kernel.run(TRAIN_WAITING)
     (cut / "wait").touch()
     with Kernel(cut) as kernel:
-        kernel.run(BEGIN + WAITING)
+        kernel.run(begin)
         kernel.run(SESSION)
         said = interrupted(kernel, cut)
         assert "Stopped after 3 steps. Run the cell again to go on from there." in said
@@ -70,7 +73,7 @@ def test_an_interrupted_training_goes_on_in_the_same_kernel_and_in_another(tmp_p
         assert "it goes on" in said
     (cut / "wait").unlink()
     with Kernel(cut) as kernel:
-        kernel.run(BEGIN + WAITING)
+        kernel.run(begin)
         kernel.run(SESSION)
         assert "it goes on" in text(kernel.run(TRAIN_WAITING))
     final = Path("checkpoints/digits/final/adapter_model.safetensors")

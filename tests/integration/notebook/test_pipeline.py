@@ -59,7 +59,7 @@ def test_the_pipeline_from_a_config_to_an_adapter(here, capsys):
     assert state.config == config
     assert state.test_answer
     said, told = capsys.readouterr()
-    assert re.findall(r"Completions of step (\d)\n  reward  parts ", told) == list("123456")
+    assert re.findall(r"Completions of step (\d)\n  asked  +reward  parts ", told) == list("123456")
     for part in (
         "6 steps of 2 prompts × 4 completions",
         "arithmetic: 30 rows to train on, 10 to test",
