@@ -2,16 +2,20 @@
 
 The page stands in docs/notebooks; it is made anew when a notebook or what it shows changes. It needs nothing from elsewhere: what is shown
 is HTML and pictures, so the scripts that nbconvert would load (widgets, formulas, diagrams) have nothing to do.
+
+Of the quickstart, what stands below its cells is drawn by Chromium for the docs as well (docs/images/notebook-….png).
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import nbformat
+from bs4 import BeautifulSoup
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
@@ -22,6 +26,12 @@ TEMPLATE = """\
 {%- block html_head_js_mathjax -%}{%- endblock -%}
 """
 """nbconvert's own, without the blocks that load scripts."""
+PICTURES = {
+    "session = prepare_session(config)": ("notebook-session", (720, 190)),
+    "trainer_state = train_grpo(": ("notebook-training", (1180, 700)),
+    "path = export_checkpoint(": ("notebook-export", (1180, 330)),
+}
+"""The cells of the quickstart whose output is drawn, with the picture's name and its size in pixels."""
 
 
 def main() -> None:
@@ -37,6 +47,9 @@ def main() -> None:
     target.parent.mkdir(exist_ok=True)
     target.write_text(made)
     print(f"{target.relative_to(ROOT)}: {len(made) / 1000:.0f} kB")
+    if name == "quickstart":
+        for cell, (picture, size) in PICTURES.items():
+            draw(output_of(made, cell), ROOT / "docs" / "images" / f"{picture}.png", size)
 
 
 def page(notebook: Any, name: str) -> str:
@@ -44,6 +57,25 @@ def page(notebook: Any, name: str) -> str:
     exporter = HTMLExporter(template_name="classic", raw_template=TEMPLATE)
     text, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": name}})
     return text
+
+
+def output_of(page: str, code: str) -> str:
+    """The HTML of a page that stands below the cell with this code."""
+    cells = BeautifulSoup(page, "html.parser").select(".code_cell")
+    [cell] = [each for each in cells if code in each.select(".input_area")[0].get_text()]
+    return "".join(each.decode_contents() for each in cell.select(".output_html"))
+
+
+def draw(html: str, target: Path, size: tuple[int, int]) -> None:
+    """A picture of it, as a browser shows it."""
+    with tempfile.TemporaryDirectory() as folder:
+        shown = Path(folder, "shown.html")
+        shown.write_text(f'<meta charset="utf-8"><body style="margin: 16px">{html}</body>')
+        options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={folder}"]
+        window = f"--window-size={size[0]},{size[1]}"
+        command = ["chromium", *options, window, f"--screenshot={target}", shown.as_uri()]
+        subprocess.run(command, check=True, capture_output=True)
+    print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ class Table:
     title: str
     rows: Sequence[Sequence[str]]
     header: Sequence[str] = ()
+    unbroken: tuple[int, ...] = ()
+    """Columns whose lines stay whole, however narrow the page."""
 
     def __str__(self) -> str:
         """Columns beside each other, as wide as their longest cell."""
@@ -60,7 +62,7 @@ class Table:
         body = "".join(
             "<tr>"
             + "".join(
-                f'<td style="{CELL}{_first(i, self.header)}">{as_html(cell)}</td>'
+                f'<td style="{CELL}{self._of(i)}">{as_html(cell)}</td>'
                 for i, cell in enumerate(row)
             )
             + "</tr>"
@@ -72,6 +74,11 @@ class Table:
             else ""
         )
         return f'<table style="{STYLE}">{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+    def _of(self, column: int) -> str:
+        """The names of facts, where no header says what a column is, stand back."""
+        faint = "; opacity: .6" if column == 0 and not self.header else ""
+        return faint + ("; white-space: pre" if column in self.unbroken else "")
 
     def _repr_html_(self) -> str:
         return self.as_html()
@@ -91,7 +98,7 @@ class Code:
     def as_html(self) -> str:
         """A block of HTML whose lines stay as they are."""
         title = f'<div style="font: {FONT}; font-weight: 600">{as_html(self.title)}</div>'
-        return f'{title}<pre style="margin: .3em 0 .6em">{as_html(self.text)}</pre>'
+        return f'{title}<pre style="margin: .3em 0 .6em; white-space: pre-wrap">{as_html(self.text)}</pre>'
 
 
 class Output:
@@ -151,8 +158,3 @@ def kernel_display() -> Any | None:
 def as_html(text: str) -> str:
     """Text of a stranger as harmless HTML."""
     return escape(clean(text))
-
-
-def _first(column: int, header: Sequence[str]) -> str:
-    """The names of facts, where no header says what a column is, stand back."""
-    return "; opacity: .6" if column == 0 and not header else ""

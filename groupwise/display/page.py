@@ -134,7 +134,8 @@ class Page:
         ]
         if not rows:
             return ""
-        return Table("", rows, ("asked", "reward", "parts", "completion")).as_html()
+        header = ("asked", "reward", "parts", "completion")
+        return Table("", rows, header, unbroken=(2,)).as_html()
 
 
 def asked(prompt: Prompt, longest: int) -> str:

@@ -323,20 +323,25 @@ def svg_curve(
 ) -> str:
     """A picture that stands alone: no scripts, no fonts to load, light and dark. Many points are thinned."""
     drawn = [_drawn_as_svg(each) for each in series]
-    body = [
-        f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
-        _label(_LEFT, 28, title, "ink title"),
-    ]
+    body: list[str] = []
+    legend, below = _legend(drawn, width, title)
     if any(each.points for each in drawn):
         frame = _Frame.around(drawn, y_ticks=5, x_ticks=8)
         body += _svg_axes(frame, width, height)
         body += [_svg_series(each, i, drawn, frame, width, height) for i, each in enumerate(drawn)]
-        body += _legend(drawn, width, title)
     else:
+        legend, below = [], 0
         body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
     body.append(_label(width - _RIGHT, height - 12, x_label, "faint", "end"))
-    body.append(_label(_LEFT, 46, y_label, "faint"))
-    inner = "\n  ".join(body)
+    if below:
+        body = [f'<g transform="translate(0 {below})">', *body, "</g>"]
+        height += below
+    head = [
+        f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
+        _label(_LEFT, 28, title, "ink title"),
+        _label(_LEFT, 46, y_label, "faint"),
+    ]
+    inner = "\n  ".join([*head, *body, *legend])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img" aria-label="{_xml(title)}">\n'
@@ -406,20 +411,37 @@ def _lines(drawn: Sequence[Series]) -> list[Series]:
     return [each for each in drawn if each.style == "line"]
 
 
-_SIGN, _TITLE_SIGN, _SWATCH = 7.5, 9.5, 44
-"""Pixels of a letter, of one of the title, and of the colour beside a name."""
+_SIGN, _TITLE_SIGN, _SWATCH, _LINE = 7.5, 9.5, 44, 18
+"""Pixels of a letter, of one of the title, of the colour beside a name, and from one row of names to the next."""
 
 
-def _legend(drawn: Sequence[Series], width: int, title: str) -> list[str]:
-    """Beside the title, or below it where they would meet."""
-    named = [
-        (index, shorten(one_line(each.name), 24))
-        for index, each in enumerate(drawn)
-        if each.style != "band"  # the line after it names both
+def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
+    """Beside the title, or below it where they would meet, in as many rows as it takes; and by how much the curves go down for these."""
+    rows: list[list[tuple[int, str]]] = [[]]
+    for index, each in enumerate(drawn):
+        if each.style == "band":  # the line after it names both
+            continue
+        named = (index, shorten(one_line(each.name), 24))
+        if rows[-1] and _across([*rows[-1], named]) > width - _RIGHT:
+            rows.append([])
+        rows[-1].append(named)
+    meets = width - _RIGHT - _across(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
+    first = 46 if meets or len(rows) > 1 else 28
+    shapes = [
+        shape
+        for number, row in enumerate(rows)
+        for shape in _legend_row(drawn, row, width, first + number * _LINE)
     ]
-    across = sum(_SIGN * len(name) + _SWATCH for _, name in named)
-    meets = width - _RIGHT - across < _LEFT + _TITLE_SIGN * len(title)
-    y = 46 if meets else 28
+    return shapes, (len(rows) - 1) * _LINE
+
+
+def _across(named: Sequence[tuple[int, str]]) -> float:
+    return sum(_SIGN * len(name) + _SWATCH for _, name in named)
+
+
+def _legend_row(
+    drawn: Sequence[Series], named: Sequence[tuple[int, str]], width: int, y: int
+) -> list[str]:
     shapes: list[str] = []
     x = float(width - _RIGHT)
     for index, name in reversed(named):

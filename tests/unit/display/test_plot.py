@@ -136,6 +136,16 @@ class TestSvg:
             *("line c0 dashed", "line c1 dashed"),
         ]
 
+    def test_many_names_stand_in_rows_above_the_curves_and_within_the_picture(self) -> None:
+        names = ["match_format", "math_answer", "brevity", "accuracy", "a name of more letters"]
+        drawn = svg_curve([Series(name, tuple(RISING)) for name in names], "parts", width=375)
+        for name in names:
+            [(x, y)] = re.findall(rf'x="([\d.]+)" y="([\d.]+)" text-anchor="end">{name}<', drawn)
+            assert float(x) - 7 * len(name) > 0
+            assert y in ("46.0", "64.0", "82.0")
+        assert "translate(0 36)" in drawn
+        assert 'height="396"' in drawn
+
     def test_stands_alone(self) -> None:
         drawn = svg_curve(with_mean("reward", RISING))
         assert "<script" not in drawn
