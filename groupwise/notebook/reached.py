@@ -116,12 +116,8 @@ def place_of(value: FunctionType | type) -> str:
 
 def of_this_package(value: FunctionType | type) -> bool:
     """Whether it is Groupwise's own."""
-    return not is_users_code(value) and str(value.__module__).partition(".")[0] == OURS
-
-
-def is_users_code(value: FunctionType | type) -> bool:
-    """See `is_users_function` and `is_users_class`."""
-    return is_users_class(value) if isinstance(value, type) else is_users_function(value)
+    users = is_users_class(value) if isinstance(value, type) else is_users_function(value)
+    return not users and str(value.__module__).partition(".")[0] == OURS
 
 
 def is_users_function(value: FunctionType) -> bool:

@@ -110,9 +110,9 @@ _MADE_OF: tuple[tuple[Any, Any], ...] = (
 
 def _fields(value: Any) -> dict[str, Any] | None:
     """Of data, or of the user's object all that it holds; None for data of this package that may change while it is used."""
-    if is_users_class(type(value)):
-        return state_of(value)
     model = isinstance(value, BaseModel)
+    if is_users_class(type(value)):
+        return {**state_of(value), **((model and value.__pydantic_private__) or {})}
     frozen = value.model_config.get("frozen") if model else value.__dataclass_params__.frozen
     if of_this_package(type(value)) and not frozen:
         return None

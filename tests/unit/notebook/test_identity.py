@@ -680,6 +680,7 @@ from collections import defaultdict, deque
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, Field, PrivateAttr
 
 class Short:
     def score(self, text):
@@ -727,6 +728,10 @@ def two(text):
 class Kept(NamedTuple):
     words: list
 
+class Hidden(BaseModel):
+    _words: list = PrivateAttr(default_factory=lambda: ["hidden"])
+    listed: tuple = Field(default_factory=lambda: ("listed",))
+
 @functools.singledispatch
 def worth(value):
     return 300.0
@@ -756,11 +761,12 @@ missing = defaultdict(lambda: 900.0)
 window = deque([1.0], maxlen=10)
 grades = {"great": 1.0, "good": 0.5}
 kept = Kept(["kept"])
+hidden = Hidden()
 upper = str.upper
 curve = {"of": np.tanh}
 
 def reward(completions, **columns):
-    used = [one, two, good, bad, between, chosen, missing, window, grades, kept, worth, Guarded(), each, upper, curve]
+    used = [one, two, good, bad, between, chosen, missing, window, grades, kept, hidden, worth, Guarded(), each, upper, curve]
     return [total(text) for text in completions]
 """
 
@@ -778,6 +784,8 @@ def reward(completions, **columns):
         ("maxlen=10", "maxlen=20"),
         ('{"great": 1.0, "good": 0.5}', '{"good": 0.5, "great": 1.0}'),
         ('Kept(["kept"])', 'Kept(["kept", "more"])'),
+        ('["hidden"]', '["seen"]'),
+        ('("listed",)', '("listed", "more")'),
         ("return 300.0", "return 301.0"),
         ("return 400.0", "return 401.0"),
         ("value + 600.0", "value + 601.0"),
