@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.nn.functional import embedding
 
 from groupwise.learner.engine import Compute
 from groupwise.learner.forward import Forward, Wanted, asked_of
@@ -48,6 +49,9 @@ class NativeEngine:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
             asked = asked_of(batch.rows, wanted, model.device)
             before_N = torch.tensor(batch.before, device=model.device)[asked.among_A]
-            return asked.spread(token_numbers(model, residual_NH[before_N], asked.targets))
+            # Rows behind one prompt share its last place, and the gradient of an index adds theirs up in the order in which threads come;
+            # that of an embedding in theirs.
+            before_NH = embedding(before_N, residual_NH)
+            return asked.spread(token_numbers(model, before_NH, asked.targets))
 
         yield compute

@@ -277,6 +277,20 @@ async def test_a_rounded_model_is_nearer_to_the_exact_one_than_by_its_modules(tm
     assert gaps[1] < gaps[0]
 
 
+@pytest.mark.parametrize("native", [True, False])
+async def test_a_gradient_by_two_threads_is_the_same_to_the_bit_each_time(native, tmp_path):
+    """Many rows behind one prompt: all of them give a gradient to its last place."""
+    made = learner(adapter(model_of("llama")), tmp_path, native=native)
+    rows = rows_of((80, 100))
+    torch.set_num_threads(2)
+    try:
+        first, *others = [(await learned(made, rows))[1] for _ in range(8)]
+    finally:
+        torch.set_num_threads(1)
+    for name, gradient in first.items():
+        assert all(torch.equal(gradient, other[name]) for other in others), name
+
+
 def test_what_is_not_computed_natively(tmp_path, caplog):
     """And the log says why, where it is not what was asked for."""
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, head_dim=8)).eval()
