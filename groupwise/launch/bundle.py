@@ -1,0 +1,220 @@
+"""What travels of a project to another machine: what git would take of its folder, and nothing that is secret or came of a run.
+
+Of a folder that git does not know, everything but what tools make (environments, caches). What stays behind is told with its reason, since
+the program may miss it elsewhere. The files travel by their hashes (`groupwise.hosts.files`): a machine that has one gets it no more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from groupwise.errors import UsageError
+from groupwise.hosts.files import MOST_FILES
+from groupwise.runs.folder import RECORD
+from groupwise.settings.credentials import holds_secret
+
+LARGEST = 2 << 30
+"""Bytes of a bundle: what is larger is data, which is fetched where it is used."""
+SHOWN = 10
+"""Files that a message lists."""
+MADE = {RECORD: "the folder of a run", "pyvenv.cfg": "an environment of Python"}
+"""Folders by a file that lies in them: names such as `env` say nothing."""
+MADE_BY_TOOLS = (
+    *(".git", ".hg", ".svn", "node_modules", "__pycache__", "*.egg-info"),
+    *(".ipynb_checkpoints", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox"),
+)
+"""Folders of a project that git does not know, which are made anew elsewhere."""
+SECRET_FILES = (
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pypirc", ".git-credentials"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx", "*.keystore", "*.jks"),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "credentials", "credentials.json"),
+    *("kaggle.json", ".modal.toml", "service-account*.json", "service_account*.json"),
+)
+SECRET_FOLDERS = (".aws", ".ssh", ".gnupg", ".kube", ".azure", ".gcloud")
+SHOW_HOW = ("*.example", "*.sample", "*.template", "*.pub")
+"""Files whose names look secret, and that only show how the secret ones are written."""
+PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+SEARCHED = 16 << 20
+"""Bytes of a file in which credentials are looked for: what people write is shorter."""
+LOOKED_AT = 256 << 10
+"""The same for what only looks like one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Files of a project."""
+
+    root: Path
+    files: dict[str, Path]
+    """What travels, by its path there."""
+    left_out: dict[str, str]
+    """What stays here, with the reason; a folder ends with a slash."""
+    suspects: tuple[str, ...]
+    """What travels, and has a line that looks like a credential."""
+    size: int
+    """Bytes."""
+
+
+def bundle(root: Path, secrets: Mapping[str, str] | None = None) -> Bundle:
+    """What travels of the project in `root`.
+
+    `secrets`: values of environment variables that travel apart. Raises UsageError where one of them stands in a file, for a folder that is
+    none, and for what is too large or too much.
+    """
+    if not root.is_dir():
+        raise UsageError(f"{root} is no folder, so there is no project to take along.")
+    files: dict[str, Path] = {}
+    left_out: dict[str, str] = {}
+    for path in _of_project(root):
+        if (around := _around(root, path)) is not None:
+            left_out[around[0]] = around[1]
+        elif reason := _why_not(root, path):
+            left_out[path] = reason
+        else:
+            files[path] = root / path
+    sizes = {path: file.stat().st_size for path, file in files.items()}
+    _refuse_too_much(root, sizes)
+    _refuse_secrets(files, secrets or {})
+    suspects = tuple(
+        path for path, file in files.items() if sizes[path] <= LOOKED_AT and _looks_secret(file)
+    )
+    return Bundle(root, files, left_out, suspects, sum(sizes.values()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# What there is
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _of_project(root: Path) -> Iterator[str]:
+    """Paths of files and links, those of submodules among them."""
+    known = _of_git(root)
+    if known is None:
+        yield from _all_below(root)
+        return
+    for path in known:
+        place = root / path
+        if place.is_dir() and not place.is_symlink():  # a repository within this one
+            yield from (f"{path.rstrip('/')}/{each}" for each in _of_project(place))
+        elif os.path.lexists(place):  # else it was deleted, and git was not told
+            yield path
+
+
+def _of_git(root: Path) -> list[str] | None:
+    """Tracked files, and others that are not ignored; None for a folder that is not git's."""
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--deduplicate",
+    ]
+    try:
+        found = subprocess.run(command, capture_output=True, check=False)
+    except OSError:  # no git here
+        return None
+    if found.returncode != 0:
+        return None
+    return [os.fsdecode(each) for each in found.stdout.split(b"\0") if each]
+
+
+def _all_below(root: Path) -> Iterator[str]:
+    for folder, inside, names in os.walk(root):
+        inside[:] = sorted(each for each in inside if not _is_one_of(each, MADE_BY_TOOLS))
+        links = [each for each in inside if Path(folder, each).is_symlink()]
+        yield from (
+            Path(folder, each).relative_to(root).as_posix() for each in sorted([*names, *links])
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# What does not travel
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _around(root: Path, path: str) -> tuple[str, str] | None:
+    """The folder in which it lies with all around it that does not travel, and why."""
+    above = reversed(Path(path).parents[:-1])  # from the top; the last is the project
+    marks = ((folder, mark) for folder in above for mark in MADE)
+    found = next(((each, mark) for each, mark in marks if (root / each / mark).is_file()), None)
+    return None if found is None else (f"{found[0].as_posix()}/", MADE[found[1]])
+
+
+def _why_not(root: Path, path: str) -> str:
+    """Empty for what travels."""
+    *folders, name = path.split("/")
+    if any(each in SECRET_FOLDERS for each in folders):
+        return "in a folder of credentials"
+    if _is_one_of(name, SECRET_FILES) and not _is_one_of(name, SHOW_HOW):
+        return "credentials, by its name"
+    place = root / path
+    if place.is_symlink() and not place.resolve().is_relative_to(root.resolve()):
+        return "a link to what is outside of the project"
+    if not place.is_file():
+        return "a link to a folder" if place.is_dir() else "no file"
+    if PRIVATE_KEY.match(_beginning(place, LOOKED_AT).lstrip()):
+        return "a private key"
+    return ""
+
+
+def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name.lower(), each) for each in patterns)
+
+
+def _beginning(file: Path, length: int) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(length)
+
+
+def _refuse_too_much(root: Path, sizes: Mapping[str, int]) -> None:
+    total = sum(sizes.values())
+    if total > LARGEST:
+        largest = sorted(sizes, key=lambda path: -sizes[path])[:SHOWN]
+        shown = _listed((path, f"{sizes[path] / 1e6:.0f} MB") for path in largest)
+        raise UsageError(
+            f"{root} holds {total / 1e9:.1f} GB in {len(sizes)} files, and at most {LARGEST / 1e9:.1f} GB travel. Name what is not "
+            f"needed in .gitignore, and let the task fetch its data where it runs. The largest:{shown}"
+        )
+    if len(sizes) > MOST_FILES:
+        raise UsageError(
+            f"{root} holds {len(sizes)} files, and at most {MOST_FILES} travel: name what is not needed in .gitignore, or pack "
+            "them into one."
+        )
+
+
+def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> None:
+    """A value that travels apart shall stand in no file that does not."""
+    wanted = {name: value.encode() for name, value in secrets.items() if len(value) >= 8}
+    found = [
+        (path, name)
+        for path, file in (files.items() if wanted else ())
+        for data in (_beginning(file, SEARCHED),)
+        for name, value in wanted.items()
+        if value in data
+    ]
+    if found:
+        raise UsageError(
+            "files of the project hold the values of secrets, and would take them to a place where others may read them. Take them out, or "
+            f"name the files in .gitignore:{_listed((path, f'the value of {name}') for path, name in found[:SHOWN])}"
+        )
+
+
+def _looks_secret(file: Path) -> bool:
+    text = _beginning(file, LOOKED_AT)
+    if b"\0" in text:
+        return False
+    return PRIVATE_KEY.search(text) is not None or holds_secret(text.decode(errors="replace"))
+
+
+def _listed(lines: Iterable[Sequence[str]]) -> str:
+    return "".join(f"\n  {path}: {told}" for path, told in lines)
