@@ -96,7 +96,7 @@ class Code:
         return "\n".join([self.title, *(f"  {line}".rstrip() for line in self.text.splitlines())])
 
     def as_html(self) -> str:
-        """A block of HTML whose lines stay as they are."""
+        """A block of HTML, whose lines are broken where the page is narrower."""
         title = f'<div style="font: {FONT}; font-weight: 600">{as_html(self.title)}</div>'
         return f'{title}<pre style="margin: .3em 0 .6em; white-space: pre-wrap">{as_html(self.text)}</pre>'
 

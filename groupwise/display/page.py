@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupwise.display.board import Board, Metrics, part_of
-from groupwise.display.notebook import Table, as_html, output
+from groupwise.display.notebook import FONT, Table, as_html, output
 from groupwise.display.plot import Point, Series, svg_curve, with_mean
 from groupwise.display.text import ending, shorten
 from groupwise.types import Group, Prompt, Rollout
@@ -78,9 +78,7 @@ class Page:
     def html(self) -> str:
         """What is shown now."""
         parts = [self._head(), self._told(), self._numbers(), self._pictures(), self._completions()]
-        return (
-            f'<div style="font: 13px ui-sans-serif, system-ui, sans-serif">{"".join(parts)}</div>'
-        )
+        return f'<div style="font: {FONT}">{"".join(parts)}</div>'
 
     def _head(self) -> str:
         board = self._board

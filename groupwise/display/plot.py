@@ -322,15 +322,14 @@ def svg_curve(
     height: int = 360,
 ) -> str:
     """A picture that stands alone: no scripts, no fonts to load, light and dark. Many points are thinned."""
-    drawn = [_drawn_as_svg(each) for each in series]
+    drawn = [each for each in map(_drawn_as_svg, series) if each.points]
     body: list[str] = []
     legend, below = _legend(drawn, width, title)
-    if any(each.points for each in drawn):
+    if drawn:
         frame = _Frame.around(drawn, y_ticks=5, x_ticks=8)
         body += _svg_axes(frame, width, height)
         body += [_svg_series(each, i, drawn, frame, width, height) for i, each in enumerate(drawn)]
     else:
-        legend, below = [], 0
         body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
     body.append(_label(width - _RIGHT, height - 12, x_label, "faint", "end"))
     if below:

@@ -85,7 +85,7 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
         raise NothingScoredError(
             f"No rollout could be scored in {steps} ({why}). In the last one:\n  "
             + "\n  ".join(run.unscored)
-            + f"\nMend {_culprits(run, groups)}, then start the run again; it goes on from its last checkpoint, on the command line by --resume."
+            + f"\nMend {_culprits(run, groups)}, then start the run again; it goes on from its last checkpoint (in a terminal by --resume)."
         )
 
 

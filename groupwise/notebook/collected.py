@@ -7,7 +7,8 @@ what was collected may come back from a file of the user's in another kernel.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,8 @@ class Collected(Callback):
         self._note(run.folder)
 
     def _note(self, run: Path) -> None:
-        now = reward_facts(self._rewards)[USED]
         known = collected(run)
-        names = {*now, *self._before}
-        self._here |= {name for name in names if now.get(name) != self._before.get(name)}
+        self._here |= _changes(self._before, reward_facts(self._rewards)[USED])
         found = known | self._here
         if found != known:
             durable.write_json(run / FILE, sorted(found))
@@ -57,13 +56,39 @@ def collected(run: Path) -> set[str]:
         return set()
 
 
-def without_collected(facts: Mapping[str, Any], run: Path) -> dict[str, Any]:
-    """Facts but for what that run has changed."""
-    return without(facts, collected(run))
+@contextmanager
+def noticed(rewards: Rubric) -> Generator[None]:
+    """What rewards change within, as an evaluation before any training, is no difference for trainings of this process."""
+    before = reward_facts(rewards)
+    try:
+        yield
+    finally:
+        here = _HERE.setdefault(digest(before[REWARDS]), set())
+        here |= _changes(before[USED], reward_facts(rewards)[USED])
 
 
-def without(facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Facts but for what has these names of what rewards use."""
-    if USED not in facts:
-        return dict(facts)
-    return {**facts, USED: {name: each for name, each in facts[USED].items() if name not in names}}
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    """Names of what has changed; of what came or went, marked: where both have it later, it is to be the same."""
+    both = {*before} & {*now}
+    passing = {*before} ^ {*now}
+    changed = {name for name in both if before[name] != now[name]}
+    return changed | {_passing(name) for name in passing}
+
+
+def _passing(name: str) -> str:
+    return f"({name})"
+
+
+def comparable(
+    before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The facts of two trainings but for what the first one changed of what its rewards use: `names`, as `collected` tells them."""
+    used = [each.get(USED, {}) for each in (before, now)]
+    passing = {name for name in {*used[0]} ^ {*used[1]} if _passing(name) in names}
+    left_out = passing.union(names)
+    kept = ({name: each[name] for name in each if name not in left_out} for each in used)
+    one, other = (
+        {**facts, USED: each} if USED in facts else dict(facts)
+        for facts, each in zip((before, now), kept, strict=True)
+    )
+    return one, other

@@ -10,7 +10,7 @@ from typing import Any
 from groupwise.config import RunConfig, resolved
 from groupwise.errors import StoreError, UsageError
 from groupwise.models.identity import identity
-from groupwise.notebook.collected import without_collected
+from groupwise.notebook.collected import collected, comparable
 from groupwise.notebook.core import OWN_NAMES
 from groupwise.notebook.identity import differences
 from groupwise.notebook.siblings import number_of, siblings
@@ -69,7 +69,7 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
     else:
         loose = [key for key in found.free if key == LENGTH]
     noted = Store.facts(run.path / RECORD)
-    before, now = (without_collected(each, run.path) for each in (noted.get(FACTS, {}), facts))
+    before, now = comparable(noted.get(FACTS, {}), facts, collected(run.path))
     differing = [*found.fixed, *loose, *differences(before, now)]
     if not differing and noted.get("base") not in (None, identity(core.model)):
         return ["the weights of the model"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from groupwise.display.notebook import Table, show, tell
 from groupwise.errors import UsageError
 from groupwise.evaluation.evaluate import evaluate as evaluated
-from groupwise.notebook.collected import without_collected
+from groupwise.notebook.collected import collected, comparable, noticed
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, flat
 from groupwise.notebook.earlier import FACTS
@@ -54,7 +54,7 @@ def evaluate(
     if session.folder is not None and session.weights is not None:
         _tell_of_other_rewards(session.folder, rewards)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
-    with by_own_names(config):
+    with by_own_names(config), noticed(rewards):
         result = evaluated(
             core,
             task,
@@ -85,8 +85,8 @@ def _refuse_no_count(samples: object) -> None:
 def _tell_of_other_rewards(run: Path, rewards: Rubric) -> None:
     """A mean reward says nothing beside that of other functions."""
     facts = Store.facts(run / RECORD)
-    had = without_collected(facts.get(FACTS, {}), run)
-    if REWARDS not in had or not differences(had, without_collected(reward_facts(rewards), run)):
+    had, now = comparable(facts.get(FACTS, {}), reward_facts(rewards), collected(run))
+    if REWARDS not in had or not differences(had, now):
         return
     counted = [name for name, weight in facts["rewards"].items() if weight]
     tell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from shlex import quote
@@ -87,7 +88,8 @@ def _loading(model: ModelConfig, adapter: Path) -> str:
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
     ]
-    base, revision = f'"{model.name}"', f', revision="{model.revision}"' if model.revision else ""
+    base = json.dumps(model.name)
+    revision = f", revision={json.dumps(model.revision)}" if model.revision else ""
     if model.name in ALIASES:
         lines.append("from groupwise.models.bundled import fetch_model")
         base = f"fetch_model({base})"

@@ -30,6 +30,7 @@ from typing import Any, cast
 
 from groupwise.notebook.reached import (
     around,
+    is_global,
     is_users_class,
     is_users_function,
     place_of,
@@ -47,8 +48,12 @@ from groupwise.notebook.values import (
 )
 
 DEEPEST = 4
-"""Names below each other, `a.b.c.d`; what is further down belongs to the last of them."""
+"""Parts below each other, `a.b.c.d`; what is further down belongs to the last of them."""
+MOST_NAMES = 2000
+"""Of a reward; where objects know each other in many ways, what comes later belongs to the names that there are."""
 
+Within = dict[int, tuple[int, Any]]
+"""What was told of a value so far, by identity: its number, and itself, so that no other gets its identity."""
 _BUILT_IN = (
     *(BuiltinFunctionType, ClassMethodDescriptorType),
     *(MethodDescriptorType, MethodWrapperType, WrapperDescriptorType),
@@ -81,89 +86,109 @@ def _plain(value: Any) -> Any:
 
 
 class Look:
-    """All that a function uses, followed as far as it is the user's; of other code the name is taken."""
+    """All that a function uses, followed as far as it is the user's; of other code the name is taken.
+
+    Functions and classes that their module knows by their own names are told under these, whatever other names they have: so a name that is
+    given to another one while the function is used takes nothing with it.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.found: dict[str, str] = {}
         """Fingerprints by name; that of the function itself under an empty one."""
         self.unseen: dict[str, str] = {}
         """The types of what nothing else is known of, by the name that it stands under."""
-        self._names: dict[int, tuple[str, Any]] = {}
-        """By identity the name under which something is told; held, so that no other gets its identity."""
         self._taken: set[str] = set()
-        self._around: set[str] = set()
-        self._next: deque[tuple[str, Any]] = deque()
+        self._classes: dict[str, type] = {}
+        """By the names under which they are told."""
+        self._met: dict[int, type] = {}
+        self._next: deque[tuple[str, Any, int]] = deque()
         self._name("", function)
         while self._next:
             self._tell(*self._next.popleft())
 
-    def _name(self, name: str, value: Any) -> None:
-        """It is told under this name; what has one already, as being that."""
-        if (known := self._names.get(id(value))) is not None:
-            if known[0] != name:
-                self.found[self._free(name)] = _short(["as", known[0]])
-            return
-        free = self._free(name)
-        if _is_one(value):
-            self._names[id(value)] = (free, value)
-        self._next.append((free, value))
-
-    def _free(self, name: str) -> str:
-        """Several things may have a name, as closures of one function."""
+    def _name(self, name: str, value: Any, depth: int = 0) -> str:
+        """It is to be told under this name, with a number where that is taken."""
         free, number = name, 1
         while free in self._taken:
             number += 1
             free = f"{name} ({number})"
         self._taken.add(free)
+        self._next.append((free, value, depth))
         return free
 
-    def _tell(self, name: str, value: Any) -> None:
+    def _name_around(self, name: str, value: Any) -> None:
+        """A name of a module, which stands for one thing however often it is met."""
+        if isinstance(value, type) and name == place_of(value):
+            self._class(value)
+        elif name not in self._taken:
+            self._name(name, value)
+
+    def _tell(self, name: str, value: Any, depth: int) -> None:
         try:
-            self.found[name] = _short(self._named(name, value))
+            self.found[name] = _short(self._named(name, value, depth))
         except Exception:  # noqa: BLE001  a strange object, or one that goes too deep, shall not keep anybody from training
             self.found[name] = ""
             self.unseen[name] = place_of(cast("type[object]", type(value)))
 
-    def _named(self, name: str, value: Any) -> Any:
+    def _named(self, name: str, value: Any, depth: int) -> Any:
+        if isinstance(value, type) and self._classes.get(name) is not value:
+            return ["as", self._class(value)]
+        if (
+            isinstance(value, FunctionType)
+            and name not in ("", place_of(value))
+            and is_global(value)
+        ):
+            return self._content(name, value, {})
         parts = parts_of(value)
-        if parts is None or name.count(".") >= DEEPEST:
-            return (
-                f"json:{json.dumps(value)}" if _is_json(value) else self._content(name, value, {})
-            )
+        if parts is None or depth >= DEEPEST or len(self._taken) > MOST_NAMES:
+            return repr(value) if _is_plain(value) else self._content(name, value, {})
         for part, each in sorted(parts.items()):
-            self._name(f"{name}.{part}" if name else part, each)
+            self._name(f"{name}.{part}" if name else part, each, depth + 1)
         return self._itself(value)
 
     def _itself(self, value: Any) -> Any:
         """What it is, without its parts."""
         if isinstance(value, type):
-            return [place_of(value), [self._class(each) for each in value.__bases__]]
+            above = [self._class(each) for each in (*value.__bases__, type(value))]
+            return [place_of(value), above]
         if not isinstance(value, FunctionType):
             return self._class(cast("type[object]", type(value)))
         if not is_users_function(value):
             return place_of(value)
-        for around_it, each in sorted(around(value).items()):
-            if around_it not in self._around:
-                self._around.add(around_it)
-                self._name(around_it, each)
+        for name, each in sorted(around(value).items()):
+            self._name_around(name, each)
         return [place_of(value), _code(value.__code__, value.__doc__)]
 
     def _class(self, value: type) -> str:
         """Its name, under which it is told if it is the user's."""
-        if is_users_class(value) and id(value) not in self._names:
-            self._name(place_of(value), value)
-        return place_of(value)
+        place = place_of(value)
+        if is_users_class(value) and id(value) not in self._met:
+            self._met[id(value)] = value
+            alike = [each for each in self._classes.values() if place_of(each) == place]
+            # Where a cell was run again, an object may be of the earlier class.
+            if self._of_class(value) not in map(self._of_class, alike):
+                self._classes[self._name(place, value)] = value
+        return place
 
-    def _content(self, name: str, value: Any, within: dict[int, Any]) -> Any:
+    def _of_class(self, value: type) -> str:
+        """What classes of one name are told apart by."""
+        within = {id(value): (0, value)}
+        parts = parts_of(value) or {}
+        return _short([[name, self._content("", parts[name], within)] for name in sorted(parts)])
+
+    def _content(self, name: str, value: Any, within: Within) -> Any:
         """Plain values for all that is in it. `within`: what was told there already, as happens where things know each other."""
         kind = cast("type[object]", type(value))
         if kind in CONSTANTS:
             return repr(value)
         if isinstance(value, type):
             return ["class", self._class(value)]
+        if isinstance(value, FunctionType) and is_users_function(value) and is_global(value):
+            self._name_around(place_of(value), value)
+            return ["as", place_of(value)]
         if id(value) in within:
-            return ["again", place_of(value if isinstance(value, FunctionType) else kind)]
-        within[id(value)] = value
+            return ["again", within[id(value)][0]]
+        within[id(value)] = (len(within), value)
         tell = functools.partial(self._content, name, within=within)
         if (parts := parts_of(value)) is not None:
             return [self._itself(value), [[part, tell(parts[part])] for part in sorted(parts)]]
@@ -173,10 +198,11 @@ class Look:
         told = self._single(value, tell)
         return [self._class(kind), self._unseen(name, value, tell) if told is None else told]
 
-    def _elements(self, name: str, value: Any, within: dict[int, Any]) -> Any:
+    def _elements(self, name: str, value: Any, within: Within) -> Any:
         if isinstance(value, set | frozenset):
-            plain = {repr(each) for each in value if type(each) in CONSTANTS}
-            others = (each for each in value if type(each) not in CONSTANTS)
+            several = [*cast("set[Any]", value)]
+            plain = {repr(each) for each in several if _is_plain(each)}
+            others = (each for each in several if not _is_plain(each))
             # They come in no order, so that each is told as if it were the first.
             told = (json.dumps(self._content(name, each, {**within})) for each in others)
             return [*sorted(plain), *sorted(told)]
@@ -184,12 +210,13 @@ class Look:
         if not isinstance(value, dict):
             return [tell(each) for each in value]
         missing = value.default_factory if isinstance(value, defaultdict) else None
-        return [tell(missing), [[tell(key), tell(each)] for key, each in value.items()]]
+        pairs = cast("dict[Any, Any]", value).items()
+        return [tell(missing), [[tell(key), tell(each)] for key, each in pairs]]
 
     def _single(self, value: Any, tell: Callable[[Any], Any]) -> Any:
         """What a value that is no collection says of itself; None where that is nothing."""
         if isinstance(value, CONSTANTS):  # of a class below one of them
-            plain = next(each for each in type(value).__mro__ if each in CONSTANTS)
+            plain: Any = next(each for each in type(value).__mro__ if each in CONSTANTS)
             return [plain.__repr__(value), tell(state_of(value))]
         if isinstance(value, Enum):  # of a library
             return [value.name, tell(value.value)]
@@ -211,15 +238,8 @@ class Look:
     def _unseen(self, name: str, value: Any, tell: Callable[[Any], Any]) -> Any:
         if not is_silent(value):
             self.unseen.setdefault(name, place_of(cast("type[object]", type(value))))
-        return [str(getattr(value, "__name__", "")), tell(users_code_in(value))]
-
-
-def _is_one(value: Any) -> bool:
-    """Whether it is one thing, however many names it has: equal numbers and texts may be one for Python."""
-    kind = cast("type[object]", type(value))
-    return isinstance(value, FunctionType | type) or (
-        kind not in CONSTANTS and is_users_class(kind)
-    )
+        called = getattr(value, "__name__", "")
+        return [called if isinstance(called, str) else "", tell(users_code_in(value))]
 
 
 def _code(code: CodeType, doc: str | None = None) -> Any:
@@ -227,7 +247,9 @@ def _code(code: CodeType, doc: str | None = None) -> Any:
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     first, *others = code.co_consts or (None,)
     constants = [None if doc is not None and first == doc else first, *others]
-    return [code.co_code.hex(), code.co_names, arguments, [_constant(each) for each in constants]]
+    jumps = code.co_exceptiontable.hex()
+    told = [_constant(each) for each in constants]
+    return [code.co_code.hex(), jumps, code.co_names, arguments, told]
 
 
 def _constant(value: Any) -> Any:
@@ -246,21 +268,21 @@ def _array(value: Any, tell: Callable[[Any], Any]) -> Any:
     return [str(value.shape), str(value.dtype), held]
 
 
-def _is_json(value: Any) -> bool:
-    """Whether it is made of lists, dictionaries by texts, and constants alone, each once: such as word lists are, and large."""
-    seen: set[int] = set()
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of constants, lists, tuples and dictionaries alone: these say all of themselves, and word lists are large."""
+    met: set[int] = set()
     left: list[Any] = [value]
     while left:
         each = left.pop()
-        if each is None or type(each) in (str, int, float, bool):
+        kind = cast("type[object]", type(each))
+        if kind in CONSTANTS:
             continue
-        if id(each) in seen:
+        if kind not in (list, tuple, dict):
             return False
-        seen.add(id(each))
-        if type(each) is list:
-            left += each
-        elif type(each) is dict and all(type(key) is str for key in each):
-            left += each.values()
-        else:
-            return False
+        if id(each) in met:
+            if kind is not tuple:  # which could hold itself
+                return False
+            continue
+        met.add(id(each))
+        left += [*each.keys(), *each.values()] if isinstance(each, dict) else each
     return True

@@ -62,8 +62,8 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
 
 def _of_one_alone(*facts: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names of things end that are used by rewards which only one of both has."""
-    names = [set(each.get(REWARDS, ())) for each in facts]
-    return tuple(f" of the reward {each}" for each in set.symmetric_difference(*names))
+    one, other = (set[str](each.get(REWARDS, ())) for each in facts)
+    return tuple(f" of the reward {each}" for each in one ^ other)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

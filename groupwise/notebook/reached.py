@@ -114,6 +114,11 @@ def place_of(value: FunctionType | type) -> str:
     return whole_name(str(value.__module__), value.__qualname__)
 
 
+def is_global(value: FunctionType) -> bool:
+    """Whether its module knows it by its own name."""
+    return value.__globals__.get(value.__qualname__) is value
+
+
 def of_this_package(value: FunctionType | type) -> bool:
     """Whether it is Groupwise's own."""
     users = is_users_class(value) if isinstance(value, type) else is_users_function(value)

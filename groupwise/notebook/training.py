@@ -12,17 +12,18 @@ from groupwise.display.notebook import kernel_display, tell
 from groupwise.evaluation.evaluate import EvalResult
 from groupwise.loops.rl_start import AFTER, BEFORE, RlResult, rl
 from groupwise.notebook import drive
-from groupwise.notebook.collected import Collected
+from groupwise.notebook.collected import Collected, collected
 from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, run_folder
 from groupwise.notebook.earlier import newest_alike
-from groupwise.notebook.identity import UNSEEN, facts_of
+from groupwise.notebook.identity import UNSEEN, USED, facts_of
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 from groupwise.rewards.rubric import Rubric
 from groupwise.runs import find
+from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import RECORD, read_summary
 from groupwise.runs.store import Store
 
@@ -86,11 +87,11 @@ def run_training(
     if earlier is not None and earlier.state == "finished":
         tell(
             f"{earlier.path} was finished with this config, these rows and these rewards; another training would come to the same. "
-            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts)}"
+            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts, earlier)}"
         )
         return _as_it_ended(session, earlier.path)
     if earlier is not None and earlier.state != "running":
-        tell(f"{earlier.path} was cut off: it goes on.{_not_compared(facts)}")
+        tell(f"{earlier.path} was cut off: it goes on.{_not_compared(facts, earlier)}")
     name = earlier.name if earlier is not None else _new_name(session)
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
@@ -110,10 +111,18 @@ def run_training(
     return _state(session, result)
 
 
-def _not_compared(facts: Mapping[str, Any]) -> str:
+def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
     """What may have changed without being noticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
-    return f" Known by type alone, and not compared: {', '.join(unseen)}." if unseen else ""
+    changed = sorted(collected(earlier.path).intersection(facts[USED]))
+    return "".join(
+        f" {why}, and not compared: {', '.join(names)}."
+        for why, names in (
+            ("Known by type alone", unseen),
+            ("Changed by the training itself", changed),
+        )
+        if names
+    )
 
 
 def _new_name(session: Session) -> str:

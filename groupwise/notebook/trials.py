@@ -29,7 +29,7 @@ from groupwise.errors import (
     UsageError,
 )
 from groupwise.notebook import credentials, drive
-from groupwise.notebook.collected import collected, without
+from groupwise.notebook.collected import collected, comparable
 from groupwise.notebook.config import TrainingConfig, without_secrets
 from groupwise.notebook.core import flat, run_folder
 from groupwise.notebook.identity import ROWS, differences, facts_of
@@ -166,7 +166,7 @@ def _refuse_other_question(study: Study, question: Mapping[str, Any], folder: Pa
         study.set_user_attr(QUESTION, question)
         return
     gone = _collected(study, folder)
-    before, question = (without(each, gone) for each in (before, question))
+    before, question = comparable(before, question, gone)
     asked = {**dict.fromkeys(before), **question}  # what is not asked any more is a difference, too
     if changed := differences(before, asked):
         raise ConfigError(

@@ -10,7 +10,9 @@ from collections import UserDict, UserList, UserString
 from collections.abc import Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
+from itertools import chain
 from logging import Logger
 from operator import attrgetter, itemgetter
 from pathlib import PurePath
@@ -39,21 +41,42 @@ SAID: tuple[type, ...] = (
 """Values of Python that say all of themselves in words."""
 CACHED: Any = type(functools.lru_cache(len))
 """What `functools.cache` makes of a function."""
+_MADE_OF: tuple[tuple[Any, dict[str, str]], ...] = (
+    (MethodType, {"function": "__func__", "self": "__self__"}),
+    ((staticmethod, classmethod), {"function": "__func__"}),
+    (property, {"get": "fget", "set": "fset", "delete": "fdel"}),
+    (functools.cached_property, {"function": "func"}),
+    (functools.singledispatchmethod, {"function": "func", "dispatcher": "dispatcher"}),
+    (CACHED, {"function": "__wrapped__"}),
+)
+"""Code around code, with the attributes that say which."""
 _BY_ATTRIBUTES = (SimpleNamespace, Namespace, Template, UserDict, UserList, UserString)
 """Objects of Python whose attributes say all."""
+_METHODS = (
+    *(staticmethod, classmethod, property, functools.partialmethod),
+    *(functools.singledispatchmethod, CACHED),
+)
 _SILENT = (ModuleType, Logger)
 _SILENT_MODULES = (
     *("_abc", "abc", "dataclasses", "typing", "inspect", "weakref", "_weakref", "contextvars"),
-    *("threading", "_thread", "_contextvars"),
+    *("threading", "_thread", "_contextvars", "asyncio.locks", "types", "torch.autograd.grad_mode"),
 )
 """Whose objects hold nothing that a reward could come to another value by."""
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
     """What code, an object of the user's, or plain data is made of, by name; None for anything else, as collections and numbers."""
-    for kinds, parts in _MADE_OF:
+    if isinstance(value, FunctionType):
+        return _of_function(value)
+    if isinstance(value, type):
+        return _of_class(cast("type[object]", value))
+    if isinstance(value, functools.partial | functools.partialmethod):
+        return _of_partial(cast("functools.partial[Any]", value))
+    for kinds, attributes in _MADE_OF:
         if isinstance(value, kinds):
-            return parts(value)
+            return {name: getattr(value, each) for name, each in attributes.items()}
+    if isinstance(value, _BY_ATTRIBUTES):
+        return vars(value)
     if is_collection(value) or isinstance(value, CONSTANTS):
         return None
     if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
@@ -62,17 +85,23 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
 
 
 def _of_function(value: FunctionType) -> dict[str, Any]:
+    """What it holds; of a library's what the user may have given it: code, numbers, texts, collections."""
     parts = captured(value)
     if is_users_function(value) or of_this_package(value):
         return parts
-    return {name: part for name, part in parts.items() if _is_users_code(part)}
+    given = (*CONSTANTS, list, tuple, set, frozenset, dict)
+    return {
+        name: part
+        for name, part in parts.items()
+        if isinstance(part, given) or _is_users_code(part)
+    }
 
 
 def _is_users_code(value: Any) -> bool:
     return isinstance(value, FunctionType) and is_users_function(value)
 
 
-def _of_class(value: type) -> dict[str, Any]:
+def _of_class(value: type[object]) -> dict[str, Any]:
     if not is_users_class(value):
         return {}
     fields = getattr(value, "model_fields", {}) if issubclass(value, BaseModel) else {}
@@ -82,39 +111,35 @@ def _of_class(value: type) -> dict[str, Any]:
             for name, each in fields.items()
             if not each.is_required()
         },
-        **{
-            name: each
-            for name, each in vars(value).items()
-            if isinstance(each, FunctionType) or not name.startswith("__")
-        },
+        **{name: each for name, each in vars(value).items() if _is_written(value, name, each)},
     }
 
 
-def _of_partial(value: functools.partial[Any] | functools.partialmethod[Any]) -> dict[str, Any]:
-    given = {str(place): each for place, each in enumerate(value.args)}
+def _is_written(owner: type, name: str, value: Any) -> bool:
+    """Whether the user wrote it, and not Python for the class."""
+    if name.startswith("__"):
+        return isinstance(value, (FunctionType, *_METHODS))
+    made_by_enum = name.startswith("_") and name.endswith("_") and issubclass(owner, Enum)
+    return not made_by_enum
+
+
+def _of_partial(value: functools.partial[Any]) -> dict[str, Any]:
+    given = {f"argument {place}": each for place, each in enumerate(value.args, 1)}
     return {"function": value.func, **given, **value.keywords}
-
-
-_MADE_OF: tuple[tuple[Any, Any], ...] = (
-    (FunctionType, _of_function),
-    (type, _of_class),
-    (MethodType, lambda value: {"function": value.__func__, "self": value.__self__}),
-    ((functools.partial, functools.partialmethod), _of_partial),
-    ((staticmethod, classmethod), lambda value: {"function": value.__func__}),
-    (property, lambda value: {"get": value.fget, "set": value.fset, "delete": value.fdel}),
-    (functools.cached_property, lambda value: {"function": value.func}),
-    (CACHED, lambda value: {"function": value.__wrapped__}),
-    (_BY_ATTRIBUTES, vars),
-)
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
     """Of data, or of the user's object all that it holds; None for data of this package that may change while it is used."""
     model = isinstance(value, BaseModel)
-    if is_users_class(type(value)):
-        return {**state_of(value), **((model and value.__pydantic_private__) or {})}
+    kind = cast("type[object]", type(value))
+    if is_users_class(kind):
+        hidden = (value.__pydantic_private__, value.__pydantic_extra__) if model else ()
+        return {
+            **state_of(value),
+            **dict(chain.from_iterable((each or {}).items() for each in hidden)),
+        }
     frozen = value.model_config.get("frozen") if model else value.__dataclass_params__.frozen
-    if of_this_package(type(value)) and not frozen:
+    if of_this_package(kind) and not frozen:
         return None
     return (
         vars(value)

@@ -95,7 +95,7 @@ def test_a_finished_run_is_found_again_and_not_trained_twice(machine, capsys):
     session = prepare_session(again)
     assert "checkpoints/digits: finished after 6 steps" in capsys.readouterr().out
     assert session.run.summary["state"] == "finished"
-    assert dict(session.table().rows)["run"] == "checkpoints/digits"
+    assert ("run", "checkpoints/digits") in session.table().rows
     quick_test(again, session)
     assert "digits@6" in capsys.readouterr().out
     other = train_grpo(again, session, reward_functions=[Digits()])

@@ -80,7 +80,7 @@ def test_the_first_cell_installs_the_checkout_wherever_the_notebook_runs(
     shutil.copy(ROOT / "pyproject.toml", root)
     monkeypatch.chdir(root / at)
     monkeypatch.setitem(sys.modules, "groupwise", None)  # as where it is not installed
-    shell = InteractiveShell()
+    shell: Any = InteractiveShell()
     asked: list[str] = []
     shell.register_magic_function(asked.append, magic_name="pip")
     first = next(cell.source for cell in read(file).cells if cell.cell_type == "code")

@@ -44,8 +44,9 @@ def test_whoever_failed_is_to_be_mended(kind, endings, culprit):
     with pytest.raises(NothingScoredError) as stopped:
         check_something_scored(run_of(kind), failed(*endings))
     assert "No rollout could be scored in 1 step (rewards" in str(stopped.value)
-    assert f"{len(endings)} × it raised\nMend {culprit}, then start the run again; it goes on" in str(
-        stopped.value
+    assert (
+        f"{len(endings)} × it raised\nMend {culprit}, then start the run again; it goes on"
+        in str(stopped.value)
     )
 
 

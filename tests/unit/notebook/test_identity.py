@@ -9,14 +9,14 @@ import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
-from groupwise.notebook.collected import FILE, Collected, collected, without_collected
+from groupwise.notebook.collected import FILE, Collected, collected, comparable, noticed
 from groupwise.notebook.fingerprint import Look, digest
 from groupwise.notebook.identity import UNSEEN, USED, differences, reward_facts
 from groupwise.notebook.rewards import create_reward_functions
@@ -139,7 +139,7 @@ def assert_noticed(source: str, old: str, new: str) -> None:
         ("[1.0, 2.0]", "[1.0, 3.0]", "TABLE"),
         ('made(["x"])', 'made(["y"])', "inside.words"),
         ('Scorer(["p"])', 'Scorer(["q"])', "SCORER.terms"),
-        ("return 1.0", "return 2.0", "RULES"),
+        ("return 1.0", "return 2.0", "first"),
         ("sum(term in text", "2 * sum(term in text", "Scorer.score"),
     ],
 )
@@ -153,7 +153,7 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     exec(DATA, names)
     rubric = rubric_of(names["reward"])
     before = reward_facts(rubric)
-    assert without_collected(before, tmp_path) == before
+    assert comparable(before, before, collected(tmp_path)) == (before, before)
     watching = Collected(rubric, before)
     run: Any = SimpleNamespace(folder=tmp_path)
     watching.on_save(run, tmp_path)
@@ -163,8 +163,8 @@ def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path)
     assert collected(tmp_path) == COLLECTED
     after = reward_facts(rubric)
     assert sorted(differences(before, after)) == sorted(COLLECTED)
-    kept = [without_collected(each, tmp_path) for each in (before, after)]
-    assert differences(kept[0], kept[1]) == []
+    kept = comparable(before, after, collected(tmp_path))
+    assert differences(*kept) == []
     assert kept[0][USED]
 
 
@@ -921,3 +921,223 @@ def test_classes_of_python_itself_are_no_unseen_objects():
         "each of the reward reward": "numpy.vectorize",
         "curve of the reward reward": "numpy.ufunc",
     }
+
+
+POINTING = """
+_scorer = None
+
+def score(text):
+    return 100.0
+
+def easy(text):
+    return 200.0
+
+def hard(text):
+    return 300.0
+
+current = easy
+
+class Words:
+    def __init__(self, words):
+        self.words = words
+
+class Scorer:
+    def __init__(self):
+        self.strict_words = Words(["strict"])
+        self.active = None
+        self.how = None
+
+    def strict(self, text):
+        return 400.0
+
+    def __call__(self, text):
+        self.active = self.active or self.strict_words
+        self.how = self.how or self.strict
+        return self.how(text)
+
+scorer = Scorer()
+
+def reward(completions, **columns):
+    global _scorer, current
+    _scorer = _scorer or score
+    found = [_scorer(text) + current(text) + scorer(text) for text in completions]
+    current = hard
+    return found
+"""
+
+
+def compared(source: str, edited: str) -> list[str]:
+    """The differences that are found after a training with the one, where the cell was edited."""
+
+    def rubric(text: str) -> Any:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(text, names)
+        return rubric_of(names["reward"])
+
+    trained = rubric(source)
+    before = reward_facts(trained)
+    trained.functions[0](["a text"])
+    after = reward_facts(trained)
+    noted = changed(before[USED], after[USED])
+    marked = {
+        name if name in before[USED] and name in after[USED] else f"({name})" for name in noted
+    }
+    assert differences(*comparable(before, after, marked)) == []
+    return differences(*comparable(before, reward_facts(rubric(edited)), marked))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("100.0", "101.0", "score"),
+        ("200.0", "201.0", "easy"),
+        ("300.0", "301.0", "hard"),
+        ("400.0", "401.0", "Scorer.strict"),
+        ('["strict"]', '["stricter"]', "scorer.strict_words.words"),
+    ],
+)
+def test_what_a_name_pointed_to_counts_though_a_training_pointed_it_elsewhere(old, new, name):
+    assert POINTING.count(old) == 1
+    assert compared(POINTING, POINTING) == []
+    assert f"{name} of the reward reward" in compared(POINTING, POINTING.replace(old, new))
+
+
+MORE = """
+import functools
+from pydantic import BaseModel
+
+def number(text):
+    try:
+        value = float(text)
+        value = check(value)
+    except ValueError:
+        value = 0.0
+    return value
+
+def check(value):
+    return value
+
+first, second = {"a": 1.0}, {"a": 2.0}
+stages = [first, second, first]
+
+class Loose(BaseModel, extra="allow"):
+    known: int = 1
+
+loose = Loose(limit=3)
+
+class Dispatched:
+    @functools.singledispatchmethod
+    def __call__(self, value):
+        return 100.0
+
+    @__call__.register
+    def _(self, value: str):
+        return 200.0
+
+dispatched = Dispatched()
+
+class Made:
+    def __new__(cls):
+        found = super().__new__(cls)
+        found.limit = 300.0
+        return found
+
+def outer():
+    class Inner:
+        class Innermost:
+            def score(self, text):
+                return 400.0
+    return Inner.Innermost()
+
+inner = outer()
+part = functools.partial(pow, 500.0)
+
+def reward(completions, **columns):
+    used = [len(stages), loose.limit, Made().limit, part(2)]
+    return [number(text) + dispatched(text) + inner.score(text) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "        value = check(value)\n    except ValueError:\n        value = 0.0\n",
+            "    except ValueError:\n        value = 0.0\n    else:\n        value = check(value)\n",
+        ),
+        ("[first, second, first]", "[first, second, second]"),
+        ("limit=3", "limit=4"),
+        ("return 100.0", "return 101.0"),
+        ("return 200.0", "return 201.0"),
+        ("found.limit = 300.0", "found.limit = 301.0"),
+        ("return 400.0", "return 401.0"),
+        ("500.0", "501.0"),
+    ],
+)
+def test_what_stands_in_other_places_of_code_and_objects_counts(old, new):
+    assert_noticed(MORE, old, new)
+    assert "part.argument 1" in made(MORE)
+
+
+def test_a_class_whose_cell_was_run_again_is_no_other_class():
+    source = "class Scorer:\n    def score(self, text):\n        return 1.0\n"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(source + "\nscorer = Scorer()\n", names)
+    exec("def reward(completions, **columns):\n    return [scorer, Scorer()]\n", names)
+    before = look_at(names["reward"])
+    exec(source, names)
+    assert look_at(names["reward"]) == before
+    exec(source.replace("1.0", "2.0"), names)
+    assert changed(before, look_at(names["reward"])) != set()
+
+
+def test_what_was_set_up_within_a_function_of_a_library_counts():
+    library = ModuleType("json")
+    exec(
+        "def capped(most):\n    def score(text):\n        return most\n    return score\n",
+        vars(library),
+    )
+
+    def made_with(most: int) -> dict[str, str]:
+        names: dict[str, Any] = {"__name__": "__main__", "score": library.capped(most)}
+        exec(
+            "def reward(completions, **columns):\n    return [score(text) for text in completions]\n",
+            names,
+        )
+        return look_at(names["reward"])
+
+    assert changed(made_with(100), made_with(200)) == {"score.most"}
+
+
+def test_what_an_evaluation_loaded_is_no_difference_for_the_training_after_it(tmp_path: Path):
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        "model = None\n\ndef reward(completions, **columns):\n    global model\n    model = model or ['loaded']\n    return [2.5]\n",
+        names,
+    )
+    rubric = rubric_of(names["reward"])
+    cold = reward_facts(rubric)
+    with noticed(rubric):
+        names["reward"](["a"])
+    watching = Collected(rubric, reward_facts(rubric))
+    watching.on_save(cast("Any", SimpleNamespace(folder=tmp_path)), tmp_path)
+    assert collected(tmp_path) == {"model of the reward reward"}
+    assert differences(*comparable(reward_facts(rubric), cold, collected(tmp_path))) == []
+
+
+def test_many_objects_that_know_each_other_have_few_names():
+    source = """
+class Node:
+    pass
+
+nodes = [Node() for _ in range(12)]
+for node in nodes:
+    for number, other in enumerate(nodes):
+        setattr(node, f"other_{number}", other)
+node = nodes[0]
+
+def reward(completions, **columns):
+    return [node for _ in completions]
+"""
+    assert 100 < len(made(source)) < 5000
+    assert made(source) == made(source)
