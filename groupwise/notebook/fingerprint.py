@@ -98,6 +98,7 @@ class Look:
         self.unseen: dict[str, str] = {}
         """The types of what nothing else is known of, by the name that it stands under."""
         self._taken: set[str] = set()
+        self._around: set[str] = set()
         self._classes: dict[str, type] = {}
         """By the names under which they are told."""
         self._met: dict[int, type] = {}
@@ -120,7 +121,8 @@ class Look:
         """A name of a module, which stands for one thing however often it is met."""
         if isinstance(value, type) and name == place_of(value):
             self._class(value)
-        elif name not in self._taken:
+        elif name not in self._around:
+            self._around.add(name)
             self._name(name, value)
 
     def _tell(self, name: str, value: Any, depth: int) -> None:
@@ -166,15 +168,17 @@ class Look:
             self._met[id(value)] = value
             alike = [each for each in self._classes.values() if place_of(each) == place]
             # Where a cell was run again, an object may be of the earlier class.
-            if self._of_class(value) not in map(self._of_class, alike):
+            if not alike or self._of_class(value) not in map(self._of_class, alike):
                 self._classes[self._name(place, value)] = value
         return place
 
     def _of_class(self, value: type) -> str:
         """What classes of one name are told apart by."""
         within = {id(value): (0, value)}
-        parts = parts_of(value) or {}
-        return _short([[name, self._content("", parts[name], within)] for name in sorted(parts)])
+        parts, unseen = parts_of(value) or {}, dict(self.unseen)
+        told = [[name, self._content("", parts[name], within)] for name in sorted(parts)]
+        self.unseen = unseen
+        return _short(told)
 
     def _content(self, name: str, value: Any, within: Within) -> Any:
         """Plain values for all that is in it. `within`: what was told there already, as happens where things know each other."""

@@ -1141,3 +1141,21 @@ def reward(completions, **columns):
 """
     assert 100 < len(made(source)) < 5000
     assert made(source) == made(source)
+
+
+def test_a_closure_and_a_global_of_one_name_are_two():
+    source = """
+words = ["global"]
+
+def made(words):
+    def inner(text):
+        return len(words) + outer(text)
+    return inner
+
+def outer(text):
+    return len(words)
+
+reward = made(["closure"])
+"""
+    for old in ("global", "closure"):
+        assert_noticed(source, old, f"{old} or other")
