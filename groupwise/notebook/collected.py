@@ -30,7 +30,7 @@ class Collected(Callback):
         """`facts`: those of the start (`facts_of`)."""
         self._rewards = rewards
         self._before = facts[USED]
-        self._here = _HERE.setdefault(digest(facts[REWARDS]), set())
+        self._here = _changed_here(facts)
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
@@ -57,14 +57,20 @@ def collected(run: Path) -> set[str]:
 
 
 @contextmanager
-def noticed(rewards: Rubric) -> Generator[None]:
-    """What rewards change within, as an evaluation before any training, is no difference for trainings of this process."""
-    before = reward_facts(rewards)
+def noticed(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
+    """What rewards change within, as an evaluation before any training, is no difference for trainings of this process.
+
+    `facts`: those of the start, as for `Collected`.
+    """
     try:
         yield
     finally:
-        here = _HERE.setdefault(digest(before[REWARDS]), set())
-        here |= _changes(before[USED], reward_facts(rewards)[USED])
+        here = _changed_here(facts)
+        here |= _changes(facts[USED], reward_facts(rewards)[USED])
+
+
+def _changed_here(facts: Mapping[str, Any]) -> set[str]:
+    return _HERE.setdefault(digest(facts[REWARDS]), set())
 
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from groupwise.display.notebook import Table, show, tell
 from groupwise.errors import UsageError
@@ -16,7 +18,6 @@ from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, is_count, refuse_other
 from groupwise.notebook.task import NotebookTask
 from groupwise.notebook.worded import plain_number
-from groupwise.rewards.rubric import Rubric
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 
@@ -51,10 +52,11 @@ def evaluate(
         _refuse_no_count(samples)
     warm = samples > 1 and "eval.temperature" not in dict(flat(config.overrides))
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
+    facts = reward_facts(rewards)
     if session.folder is not None and session.weights is not None:
-        _tell_of_other_rewards(session.folder, rewards)
+        _tell_of_other_rewards(session.folder, facts)
     task = NotebookTask(config, session.train_dataset, session.test_dataset, rewards)
-    with by_own_names(config), noticed(rewards):
+    with by_own_names(config), noticed(rewards, facts):
         result = evaluated(
             core,
             task,
@@ -82,13 +84,13 @@ def _refuse_no_count(samples: object) -> None:
         )
 
 
-def _tell_of_other_rewards(run: Path, rewards: Rubric) -> None:
-    """A mean reward says nothing beside that of other functions."""
-    facts = Store.facts(run / RECORD)
-    had, now = comparable(facts.get(FACTS, {}), reward_facts(rewards), collected(run))
+def _tell_of_other_rewards(run: Path, facts: Mapping[str, Any]) -> None:
+    """A mean reward says nothing beside that of other functions. `facts`: those of the functions that are given now."""
+    noted = Store.facts(run / RECORD)
+    had, now = comparable(noted.get(FACTS, {}), facts, collected(run))
     if REWARDS not in had or not differences(had, now):
         return
-    counted = [name for name, weight in facts["rewards"].items() if weight]
+    counted = [name for name, weight in noted["rewards"].items() if weight]
     tell(
         f"The training had other rewards ({', '.join(counted)}): give the same reward_functions or extra_reward_functions to compare "
         "`reward`."

@@ -204,11 +204,12 @@ class Look:
 
     def _elements(self, name: str, value: Any, within: Within) -> Any:
         if isinstance(value, set | frozenset):
-            several = [*cast("set[Any]", value)]
-            plain = {repr(each) for each in several if _is_plain(each)}
-            others = (each for each in several if not _is_plain(each))
-            # They come in no order, so that each is told as if it were the first.
-            told = (json.dumps(self._content(name, each, {**within})) for each in others)
+            plain, told = list[str](), list[str]()
+            for each in cast("set[Any]", value):
+                if _is_plain(each):
+                    plain.append(repr(each))
+                else:  # they come in no order, so that each is told as if it were the first
+                    told.append(json.dumps(self._content(name, each, {**within})))
             return [*sorted(plain), *sorted(told)]
         tell = functools.partial(self._content, name, within=within)
         if not isinstance(value, dict):

@@ -1117,7 +1117,7 @@ def test_what_an_evaluation_loaded_is_no_difference_for_the_training_after_it(tm
     )
     rubric = rubric_of(names["reward"])
     cold = reward_facts(rubric)
-    with noticed(rubric):
+    with noticed(rubric, cold):
         names["reward"](["a"])
     watching = Collected(rubric, reward_facts(rubric))
     watching.on_save(cast("Any", SimpleNamespace(folder=tmp_path)), tmp_path)
