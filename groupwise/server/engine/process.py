@@ -100,14 +100,16 @@ class _Serving:
             case Call():
                 self._progress += 1
                 task = self._tasks[message.id] = asyncio.create_task(self._answer(message))
-                task.add_done_callback(lambda _: self._over(message.id))
+                task.add_done_callback(lambda ended: self._over(message.id, ended))
             case Cancel(number):
                 if number in self._tasks:
                     self._tasks[number].cancel()
 
-    def _over(self, number: int) -> None:
+    def _over(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]
         self._progress += 1
+        if task.cancelled():  # before it began, so that nobody was answered
+            self._send(Failed(number, packed_error(asyncio.CancelledError())))
 
     async def _answer(self, call: Call) -> None:
         try:

@@ -105,6 +105,7 @@ async def test_a_call_that_nobody_waits_for_is_given_up():
     async with served() as engine:
         waiting = [asyncio.create_task(engine.call("sample")) for _ in range(3)]
         kept = asyncio.create_task(engine.call("wait"))
+        await asyncio.sleep(0)  # they are sent before what follows, and so begun before it is answered
         await engine.call("echo", 0)
         for task in (*waiting[:2], kept):
             task.cancel()
@@ -117,6 +118,24 @@ async def test_a_call_that_nobody_waits_for_is_given_up():
         assert not waiting[2].done()
         waiting[2].cancel()
         await engine.call("let_go")
+
+
+async def test_a_call_that_is_given_up_before_it_began_is_over_as_well():
+    async with served(limits={"sample": 0.01}, grace=0.05, silence_limit=1.0) as engine:
+        pausing = asyncio.create_task(engine.call("pause", 0.2))
+        call = asyncio.create_task(engine.call("sample"))
+        await asyncio.sleep(0)
+        call.cancel()  # so that both arrive while the engine's loop is busy, and are taken together
+        await asyncio.gather(call, return_exceptions=True)
+        await pausing
+        assert await engine.call("times_given_up") == 0
+        first = engine.beat
+
+        async def its_time_was_over():  # nobody is to think that it hangs
+            await engine.call("echo", 0)
+            return engine.beat.progress > first.progress + 200
+
+        await until(its_time_was_over)
 
 
 async def test_a_call_that_changes_nothing_ends_at_its_deadline():

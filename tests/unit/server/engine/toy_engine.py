@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from groupwise.errors import ConfigError, RunError
@@ -54,6 +55,10 @@ class ToyEngine:
 
     async def times_given_up(self):
         return self.given_up
+
+    async def pause(self, seconds):
+        """The loop does nothing else meanwhile."""
+        time.sleep(seconds)
 
     async def block(self):
         threading.Event().wait()
