@@ -10,6 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import memory
+
 # Before torch, tokenizers or huggingface_hub read them; subprocesses of tests inherit them.
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -20,14 +22,10 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-MEMORY = Path("/dev/shm")
-ENOUGH = 4 << 30
-if MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
-    # Files of tests are kept in memory where there is room: each run of the loop waits dozens of times until a disk has what it wrote,
-    # which nothing here can tell from memory.
-    room = os.statvfs(MEMORY)
-    if room.f_bavail * room.f_frsize >= ENOUGH and not room.f_flag & os.ST_NOEXEC:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+# Workers inherit the controller's.
+IN_MEMORY = None if "PYTEST_DEBUG_TEMPROOT" in os.environ else memory.session_folder()
+if IN_MEMORY is not None:
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(IN_MEMORY.path)
 
 if "torch" in sys.modules:  # a plugin brought it before the variables above stood
     sys.modules["torch"].set_num_threads(1)
@@ -77,6 +75,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Files are handed out in the order given below; xdist would begin with those of the most tests, and end with the longest."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Of failed tests, what they left stays until the next session begins."""
+    if IN_MEMORY is not None:
+        IN_MEMORY.wanted = exitstatus != 0
+
+
+def pytest_unconfigure() -> None:
+    """The last that happens."""
+    if IN_MEMORY is not None:
+        IN_MEMORY.end()
 
 
 def pytest_collection_finish() -> None:

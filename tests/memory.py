@@ -1,0 +1,83 @@
+"""Files of tests lie in memory where there is room: each run of the loop waits dozens of times until a disk has what it wrote, which
+nothing here can tell from memory.
+
+A session has a folder of its own there, which it holds by a lock for as long as it lives. What sessions leave behind that were killed
+(databases, models, runs: gigabytes of the machine's memory) is removed by the next one.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+MEMORY = Path("/dev/shm")
+PREFIX = "gw-tests-"
+ENOUGH = 6 << 30
+"""Bytes that have to be free, in the folder and of the memory: whatever is written there is gone for all else."""
+
+
+class SessionFolder:
+    """The folder of one session."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.wanted = False
+        """Somebody may want to look at what is in it."""
+        self._lock = lock
+
+    def end(self) -> None:
+        """Nothing is left of it, unless it is wanted; then until the next session."""
+        if not self.wanted:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def session_folder(memory: Path = MEMORY, enough: int = ENOUGH) -> SessionFolder | None:
+    """A new one, after those of dead sessions are gone. None: there is no room."""
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        return None
+    sweep(memory)
+    room = os.statvfs(memory)
+    free = min(room.f_bavail * room.f_frsize, available())
+    if free < enough or room.f_flag & os.ST_NOEXEC:
+        return None
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory))
+        path.chmod(0o755)  # machines and databases of tests are other users'
+        lock = _locked(path, wait=True)
+        if lock is not None and path.exists():  # nobody swept it between the two lines
+            return SessionFolder(path, lock)
+
+
+def sweep(memory: Path = MEMORY) -> list[Path]:
+    """Remove the folders of sessions that live no more, and return them."""
+    gone: list[Path] = []
+    for path in memory.glob(PREFIX + "*"):
+        lock = _locked(path, wait=False)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+            gone.append(path)
+    return gone
+
+
+def _locked(path: Path, *, wait: bool) -> int | None:
+    """A descriptor that holds the folder; None: somebody else has it, or it is gone."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return folder
+        except BlockingIOError:
+            os.close(folder)
+    return None
+
+
+def available(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of memory that can be had without anything being pushed out of it."""
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
