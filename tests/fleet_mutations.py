@@ -853,8 +853,8 @@ QUICK = (
     Mutation(
         "budgets",
         "what a job without a GPU writes is a GPU fault",
-        (("fleet/queue/failures.py", "had_gpu = record.gpus != 0", "had_gpu = True"),),
-        (f"{FAILURES}::test_a_job_without_a_gpu_has_no_gpu_fault",),
+        (("hosts/failures.py", "had_gpu = record.gpus != 0", "had_gpu = True"),),
+        (f"{HOSTS}/test_failures.py::test_a_job_without_a_gpu_has_no_gpu_fault",),
     ),
     Mutation(
         "release",
@@ -1703,7 +1703,7 @@ QUICK = (
         "what comes is what was announced",
         (
             (
-                "fleet/files/artefacts.py",
+                "hosts/fetching.py",
                 "    if hash_of(place) != entry.sha256:\n",
                 "    if False:\n",
             ),
@@ -1728,7 +1728,7 @@ QUICK = (
     Mutation(
         "artefacts by hash",
         "who is cancelled leaves a folder to others to which a thread still writes",
-        (("fleet/files/artefacts.py", "            await asyncio.wait([writing])\n", ""),),
+        (("hosts/fetching.py", "        await asyncio.wait([working])\n", ""),),
         (f"{ARTEFACTS}::test_a_folder_is_given_up_when_nobody_writes_there_any_more",),
     ),
     Mutation(

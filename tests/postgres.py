@@ -38,6 +38,7 @@ shared_buffers = 32MB
 max_connections = 100
 max_wal_size = 256MB
 unix_socket_directories = ''
+dynamic_shared_memory_type = mmap
 """
 
 

@@ -34,12 +34,13 @@ from groupwise.errors import RunError
 from groupwise.fleet.attempts.decide import DEADMAN_MARGIN, Move
 from groupwise.fleet.attempts.ending import verdict_on
 from groupwise.fleet.queue import admission, unknown, waking
-from groupwise.fleet.queue.failures import BACKOFF_CAP, FailureClass, JobFacts, Verdict, after_end
+from groupwise.fleet.queue.failures import BACKOFF_CAP, JobFacts, Verdict, after_end
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database, clock, seconds
 from groupwise.fleet.store.tables import Attempt, Event, Job, Member, Reservation
+from groupwise.hosts.failures import FailureClass
 
 INTERVAL = 60.0
 """Seconds between two sweeps."""

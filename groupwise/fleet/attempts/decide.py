@@ -26,9 +26,9 @@ from enum import StrEnum
 from typing import Any
 
 from groupwise.fleet.attempts import refusals
-from groupwise.fleet.queue.failures import FailureClass, classify, succeeded
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.hosts.answers import ExitReason, ExitRecord
+from groupwise.hosts.failures import FailureClass, classify, succeeded
 
 DEADMAN_MARGIN = 60.0
 """Seconds after which a runner's deadman has ended a job for certain: its clock began before ours."""

@@ -21,7 +21,7 @@ from groupwise.fleet.attempts import refusals
 from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.attempts.records import guarded, job_of, members_of
 from groupwise.fleet.queue import waking
-from groupwise.fleet.queue.failures import FailureClass, JobFacts, RetryPolicy, Verdict, after_end
+from groupwise.fleet.queue.failures import JobFacts, RetryPolicy, Verdict, after_end
 from groupwise.fleet.queue.request import Beyond
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.states import (
@@ -39,6 +39,7 @@ from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.gpus import note_observed
 from groupwise.fleet.store.steps import Step, Steps, in_steps
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.hosts.failures import FailureClass
 
 ACCUSATION_SECONDS = 86_400.0
 """For so long it counts what a job said of a GPU."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from groupwise.display.text import shorten
-from groupwise.fleet.queue.failures import LONGEST_LINE
 from groupwise.fleet.states import Observed
+from groupwise.hosts.failures import LONGEST_LINE
 
 SECRET, BLOB, CHECKPOINT, DISK = "secret", "blob", "checkpoint", "disk"
 OURS = frozenset({SECRET, BLOB, CHECKPOINT, DISK})

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -35,10 +35,9 @@ from groupwise.fleet.files.folders import folder_name
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.tables import Job
 from groupwise.hosts.answers import WorkTree
-from groupwise.hosts.driver import GATHERED, PIECE
-from groupwise.hosts.files import BlobError, BlobStore, hash_of, sync_folder
-from groupwise.hosts.port import RunnerRefused
-from groupwise.hosts.spec import FileEntry, Limits, Manifest, from_json
+from groupwise.hosts.fetching import Changed, Fetching, to_its_end
+from groupwise.hosts.files import BlobError, BlobStore, sync_folder
+from groupwise.hosts.spec import Limits, Manifest, from_json
 
 T = TypeVar("T")
 
@@ -59,18 +58,10 @@ NAMED = {
     "socket": "a socket stands there, and only files and folders are fetched",
 }
 """Why the machine does not offer what the job names as an artefact. Below one, these are left out and nothing more."""
-CHANGED = frozenset({"not_found", "changed", "refused_path"})
-"""How a machine refuses to read a file that it offered before: something has changed it since."""
 TRIES = 2
 """Of the whole list, where a file was another one by the time that it was read."""
-AT_ONCE = 4
-"""Calls to the machine for files, at once: each is for a piece of one, or for many small ones."""
 SHOWN = 5
 """Paths in a message."""
-
-
-class _Changed(Exception):
-    """A file is not what the machine's list said."""
 
 
 def artefact_folder(artefacts: Path, job: str, epoch: int, rank: int = 0) -> Path:
@@ -100,12 +91,13 @@ class Collector:
             if problem is not None:
                 return Collected(problem)
         if part.rank == 0:
-            await self._write("artefacts.current", lambda: _link_current(target))
+            await self._write("current", lambda: _link_current(target))
         return await asyncio.to_thread(_collected, target, from_json(part.spec).artefacts)
 
     async def _fetch(self, part: Part, target: Path) -> str | None:
         limits = from_json(part.spec).limits
         folder, lock = await asyncio.to_thread(_partial, target)
+        fetching = Fetching(part.runner, part.job_id, part.epoch, folder, self._written)
         try:
             why = ""
             for _ in range(TRIES):
@@ -115,11 +107,11 @@ class Collector:
                     return problem
                 await self._copy_known(part, folder, tree.files)
                 try:
-                    await self._files(part, folder, tree.files)
-                except _Changed as change:
+                    await fetching.files(tree.files)
+                except Changed as change:
                     why = str(change)
                     continue
-                await self._write("artefacts.publish", partial(_publish, folder, target, tree))
+                await self._write("publish", partial(_publish, folder, target, tree))
                 return None
             return f"{why} has been changed since the command ended"
         finally:
@@ -133,82 +125,13 @@ class Collector:
         hashes = {entry.sha256 for entry in stored.values()}
         lacking = await self._gateway.look(lambda session: _lacking_rights(session, part, hashes))
         known = {path: each for path, each in stored.items() if each.sha256 not in lacking}
-        await self._write("artefacts.known", partial(_copy, folder, known, self._store))
-
-    async def _files(self, part: Part, folder: Path, files: Manifest) -> None:
-        waiting = _parcels(files)
-
-        async def work() -> None:
-            for parcel in waiting:
-                await self._parcel(part, folder, parcel)
-
-        tasks = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-    async def _parcel(self, part: Part, folder: Path, parcel: Manifest) -> None:
-        """Several come together. What does not come so is another file by now or cannot be read: by itself it says why."""
-        if len(parcel) > 1:
-            parcel = await self._gather(part, folder, parcel)
-        for path, entry in parcel.items():
-            await self._file(part, folder / path, path, entry)
-
-    async def _gather(self, part: Part, folder: Path, parcel: Manifest) -> Manifest:
-        """With one call; those that have not come."""
-        lacking = await self._write("artefacts.parcel", partial(_absent, folder, parcel))
-        if not lacking:
-            return lacking
-        came = await part.runner.gather(part.job_id, part.epoch, lacking)
-        return await self._write("artefacts.gathered", partial(_keep, folder, lacking, came))
-
-    async def _file(self, part: Part, place: Path, path: str, entry: FileEntry) -> None:
-        """Whole and verified. What an earlier try left may be torn: then once more, from the beginning."""
-        here = await self._write("artefacts.file", partial(_begin, place, entry))
-        if here and await self._rest(part, place, path, entry, here):
-            return
-        if not await self._rest(part, place, path, entry, 0):
-            raise _Changed(path)
-
-    async def _rest(self, part: Part, place: Path, path: str, entry: FileEntry, here: int) -> bool:
-        """Fetch what follows `here`. False: the file that came out is not the one of the list, and is gone."""
-        while here < entry.size:
-            try:
-                data = await part.runner.read(part.job_id, part.epoch, path, offset=here)
-            except RunnerRefused as error:
-                if error.code in CHANGED:
-                    raise _Changed(path) from error
-                raise
-            if not data:
-                raise _Changed(path)
-            here = await self._write("artefacts.piece", partial(_append, place, here, data))
-        return await self._write("artefacts.verify", partial(_finish, place, entry))
+        await self._write("known", partial(_copy, folder, known, self._store))
 
     async def _write(self, name: str, fn: Callable[[], T]) -> T:
-        """Whoever is cancelled meanwhile waits for its end: a thread cannot be stopped, and the folder is somebody else's soon."""
-        writing = asyncio.ensure_future(self._gateway.write(name, fn))
-        try:
-            return await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            raise
+        return await to_its_end(self._written(name, fn))
 
-
-def _parcels(files: Manifest) -> Iterator[Manifest]:
-    """Files that one call can bring, in order of their names; what is too large for one stands alone."""
-    parcel: dict[str, FileEntry] = {}
-    size = 0
-    for path, entry in sorted(files.items()):
-        if parcel and (len(parcel) == GATHERED or size + entry.size > PIECE):
-            yield parcel
-            parcel, size = {}, 0
-        parcel[path] = entry
-        size += entry.size
-    if parcel:
-        yield parcel
+    def _written(self, name: str, fn: Callable[[], T]) -> Awaitable[T]:
+        return self._gateway.write(f"artefacts.{name}", fn)
 
 
 def _beyond(files: Manifest, limits: Limits) -> str | None:
@@ -257,54 +180,6 @@ def _copy(folder: Path, files: Manifest, store: BlobStore) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(BlobError):
                 store.copy(entry, place)
-
-
-def _begin(place: Path, entry: FileEntry) -> int:
-    """How many bytes of a file are here already."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("ab") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > entry.size:
-            file.truncate(0)
-            return 0
-    return size
-
-
-def _absent(folder: Path, parcel: Manifest) -> Manifest:
-    """Those that an earlier try has not left whole and right."""
-
-    def is_here(path: str, entry: FileEntry) -> bool:
-        place = folder / path
-        return _begin(place, entry) == entry.size and _finish(place, entry)
-
-    return {path: entry for path, entry in parcel.items() if not is_here(path, entry)}
-
-
-def _keep(folder: Path, lacking: Manifest, came: Mapping[str, bytes]) -> Manifest:
-    """Write what came; those that are lacking still."""
-    for path, data in came.items():
-        _append(folder / path, 0, data)
-    kept = {path for path in came if _finish(folder / path, lacking[path])}
-    return {path: entry for path, entry in lacking.items() if path not in kept}
-
-
-def _append(place: Path, offset: int, data: bytes) -> int:
-    with place.open("r+b" if offset else "wb") as file:
-        file.seek(offset)
-        file.write(data)
-    return offset + len(data)
-
-
-def _finish(place: Path, entry: FileEntry) -> bool:
-    """Whether it is the right file; then it is on the disk for good, else gone."""
-    place.touch()  # one without content has not been written yet
-    if hash_of(place) != entry.sha256:
-        place.unlink()
-        return False
-    with place.open("rb") as file:
-        os.fchmod(file.fileno(), entry.mode & 0o755 | 0o600)
-        os.fsync(file.fileno())
-    return True
 
 
 def _publish(folder: Path, target: Path, tree: WorkTree) -> None:

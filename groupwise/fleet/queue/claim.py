@@ -40,7 +40,6 @@ from sqlalchemy.orm import Session
 from groupwise.errors import UsageError
 from groupwise.fleet.queue import capacity, kinds, waits, waking
 from groupwise.fleet.queue.capacity import Quota, View
-from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.queue.placement import PATIENCE_SECONDS, Avoid, Blocked, Placement, Seat
 from groupwise.fleet.queue.request import Columns
 from groupwise.fleet.queue.resources import Resources
@@ -60,6 +59,7 @@ from groupwise.fleet.store.tables import (
     Reservation,
     this_moment,
 )
+from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import as_json
 from groupwise.http.addresses import is_loopback
 

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from groupwise.errors import UsageError
-from groupwise.fleet.queue.failures import CHARGED_RETRIES, FailureClass, RetryPolicy
+from groupwise.fleet.queue.failures import CHARGED_RETRIES, RetryPolicy
 from groupwise.fleet.queue.resources import MOST_MB, Resources
 from groupwise.fleet.queue.resources import problems as resource_problems
+from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import JOB_ID, MOST_ARTEFACTS, SHA256, FileEntry, path_problems
 from groupwise.wire.problems import field_errors
 

@@ -17,13 +17,13 @@ from groupwise.fleet.attempts import ending, records
 from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import claim
-from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.states import AttemptState, Outcome
 from groupwise.fleet.store.database import Database, connect, seconds
 from groupwise.fleet.store.tables import GPU, VM, Job, Project
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.machines import NewMachine
+from groupwise.hosts.failures import FailureClass
 from groupwise.wire.problems import Refusal
 from tests.fleet_databases import new_fleet
 from tests.postgres import Postgres

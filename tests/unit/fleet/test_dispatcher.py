@@ -21,12 +21,13 @@ from groupwise.fleet.attempts import drive, records
 from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.machines import observation
-from groupwise.fleet.queue.failures import BUDGETS, FREE_RETRIES, FailureClass
+from groupwise.fleet.queue.failures import BUDGETS, FREE_RETRIES
 from groupwise.fleet.store.database import CommitUnknown, Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Event, Member
 from groupwise.fleet.verbs import jobs, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.driver import Launch, Runner
+from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.framing import BadAnswer
 from groupwise.hosts.port import Answer, Host, HostUnreachable, OutcomeUnknown, Request

@@ -35,9 +35,9 @@ from groupwise.fleet.attempts.decide import (
     over,
     stray,
 )
-from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.hosts.answers import ExitReason, ExitRecord
+from groupwise.hosts.failures import FailureClass
 
 RESERVED, LAUNCHING = AttemptState.RESERVED, AttemptState.LAUNCHING
 RUNNING, COLLECTING, ENDED = AttemptState.RUNNING, AttemptState.COLLECTING, AttemptState.ENDED

@@ -17,13 +17,14 @@ from groupwise.fleet.attempts.decide import Known, Move
 from groupwise.fleet.attempts.records import Stale
 from groupwise.fleet.attempts.together import Writes
 from groupwise.fleet.queue import claim
-from groupwise.fleet.queue.failures import FREE_RETRIES, FailureClass
+from groupwise.fleet.queue.failures import FREE_RETRIES
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.fleet.verbs import machines, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import MemberState, RunnerState
+from groupwise.hosts.failures import FailureClass
 from tests.fleet_rig import NoChance, Rig
 
 ADA = Actor("user:ada")

@@ -14,11 +14,11 @@ from groupwise.fleet.attempts import ending, records
 from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.attempts.together import Gathered, Reads, Writes
 from groupwise.fleet.queue import claim
-from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import CommitUnknown, Database
 from groupwise.fleet.store.tables import VM, Attempt, Event, Job, Member
+from groupwise.hosts.failures import FailureClass
 from tests.fleet_rig import NoChance, Rig
 
 SUCCESS = Move(AttemptState.ENDED, Outcome.SUCCEEDED, because="exit code 0")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from groupwise.fleet.files import artefacts
 from groupwise.fleet.files.artefacts import Collector, artefact_folder, record_of
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import Database
-from groupwise.hosts import driver
+from groupwise.hosts import driver, fetching
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Answer, HostUnreachable
 from groupwise.hosts.spec import Limits
@@ -54,7 +55,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return await plain(self, job, epoch, path, offset=offset, limit=5)
 
     monkeypatch.setattr(driver.Runner, "read", read)
-    monkeypatch.setattr(artefacts, "PIECE", 5)
+    monkeypatch.setattr(fetching, "PIECE", 5)
 
 
 def collector(place: Path, database: Database) -> Collector:
@@ -97,8 +98,8 @@ async def test_nothing_in_the_store_costs_no_look_at_the_database(
 async def test_small_files_come_together_and_a_large_one_by_itself(
     database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artefacts, "GATHERED", 100)
-    monkeypatch.setattr(artefacts, "PIECE", 1000)
+    monkeypatch.setattr(fetching, "GATHERED", 100)
+    monkeypatch.setattr(fetching, "PIECE", 1000)
     host.files = {f"outputs/{n // 100}/{n:03}": b"%d" % n for n in range(250)}
     large, half = bytes(1001), bytes(600)
     host.files |= {
@@ -368,8 +369,11 @@ async def test_while_somebody_else_fetches_it_comes_all_the_same(
         os.close(lock)
 
 
-@pytest.mark.parametrize("write", ["_absent", "_keep", "_publish"])
+@pytest.mark.parametrize(
+    ("home", "write"), [(fetching, "_absent"), (fetching, "_keep"), (artefacts, "_publish")]
+)
 async def test_a_folder_is_given_up_when_nobody_writes_there_any_more(
+    home: ModuleType,
     write: str,
     database: Database,
     place: Path,
@@ -378,14 +382,14 @@ async def test_a_folder_is_given_up_when_nobody_writes_there_any_more(
 ) -> None:
     """A thread goes on when its task is cancelled; what it wrote then would be in the way of who fetches next."""
     part = begin(database, host)
-    plain, begun, go_on = getattr(artefacts, write), threading.Event(), threading.Event()
+    plain, begun, go_on = getattr(home, write), threading.Event(), threading.Event()
 
     def held(*asked: Any) -> Any:
         begun.set()
         assert go_on.wait(30)
         return plain(*asked)
 
-    monkeypatch.setattr(artefacts, write, held)
+    monkeypatch.setattr(home, write, held)
     task = asyncio.create_task(collector(place, database).collect(part))
     assert await asyncio.to_thread(begun.wait, 30)
     task.cancel()
@@ -395,7 +399,7 @@ async def test_a_folder_is_given_up_when_nobody_writes_there_any_more(
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    monkeypatch.setattr(artefacts, write, plain)
+    monkeypatch.setattr(home, write, plain)
     assert await collector(place, database).collect(part) == Collected()
     assert tree(place / JOB / "current") == FILES
 

@@ -12,13 +12,13 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts import ending
 from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.queue import admission, capacity, claim, kinds
-from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.states import AttemptState, Outcome
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import Attempt, Checkpoint, Event, Job, Member, Reservation
 from groupwise.fleet.verbs import jobs
 from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import JobSpec
 from groupwise.wire.fleet import UNPREPARED
 from tests.unit.fleet.small_fleet import (

@@ -2,7 +2,6 @@
 
 import pytest
 
-from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.queue.request import (
     Beyond,
     InvalidRequest,
@@ -11,6 +10,7 @@ from groupwise.fleet.queue.request import (
     from_document,
     problems,
 )
+from groupwise.hosts.failures import FailureClass
 
 
 def test_the_two_halves_of_a_request() -> None:

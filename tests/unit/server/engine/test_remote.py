@@ -105,7 +105,9 @@ async def test_a_call_that_nobody_waits_for_is_given_up():
     async with served() as engine:
         waiting = [asyncio.create_task(engine.call("sample")) for _ in range(3)]
         kept = asyncio.create_task(engine.call("wait"))
-        await asyncio.sleep(0)  # they are sent before what follows, and so begun before it is answered
+        await asyncio.sleep(
+            0
+        )  # they are sent before what follows, and so begun before it is answered
         await engine.call("echo", 0)
         for task in (*waiting[:2], kept):
             task.cancel()

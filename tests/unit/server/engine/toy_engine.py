@@ -58,7 +58,7 @@ class ToyEngine:
 
     async def pause(self, seconds):
         """The loop does nothing else meanwhile."""
-        time.sleep(seconds)
+        time.sleep(seconds)  # noqa: ASYNC251 — on purpose
 
     async def block(self):
         threading.Event().wait()

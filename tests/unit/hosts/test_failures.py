@@ -1,0 +1,107 @@
+"""From exit records to failure classes."""
+
+import pytest
+
+from groupwise.hosts.answers import ExitReason, ExitRecord
+from groupwise.hosts.failures import LONGEST_LINE, FailureClass, classify
+
+
+def record(
+    code: int | None = 1,
+    *,
+    signal: int | None = None,
+    reason: ExitReason = ExitReason.EXITED,
+    tail: str = "",
+    oom_kill: int = 0,
+    gpus: int | None = 1,
+) -> ExitRecord:
+    return ExitRecord(
+        code, signal, reason, "", oom_kill, seconds=1.0,
+        finished_at=None, tail=tail, gpus=gpus,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "failure"),
+    [
+        (record(1), FailureClass.CRASHED),
+        (record(None, signal=11), FailureClass.CRASHED),
+        (record(2), FailureClass.USER_ERROR),
+        (record(64), FailureClass.USER_ERROR),
+        (record(78), FailureClass.USER_ERROR),
+        (record(75), FailureClass.NETWORK),
+        (record(75, reason=ExitReason.TIME_LIMIT), FailureClass.TIME_LIMIT),
+        (record(79), FailureClass.CRASHED),
+        (record(None, signal=9), FailureClass.KILLED),
+        (record(137), FailureClass.KILLED),
+        (record(None, signal=9, oom_kill=1), FailureClass.HOST_OOM),
+        (record(None, signal=15), FailureClass.PREEMPTION),
+        (record(143), FailureClass.PREEMPTION),
+        (record(None, signal=15, reason=ExitReason.TIME_LIMIT), FailureClass.TIME_LIMIT),
+        (record(0, reason=ExitReason.TIME_LIMIT), FailureClass.TIME_LIMIT),
+        (record(None, signal=15, reason=ExitReason.DEADMAN), FailureClass.HOST_LOST),
+        (record(None, reason=ExitReason.SPAWN_FAILED), FailureClass.LAUNCH_FAILURE),
+        (record(None, signal=9, reason=ExitReason.CANCELLED), FailureClass.KILLED),
+        (record(tail="torch.OutOfMemoryError: CUDA out of memory. Tried"), FailureClass.GPU_OOM),
+        (record(tail="MemoryError\n"), FailureClass.HOST_OOM),
+        (record(tail="RuntimeError: uncorrectable ECC error encountered"), FailureClass.GPU_FAULT),
+        (record(tail="NVRM: Xid (PCI:0000:01:00): 79"), FailureClass.GPU_FAULT),
+        (record(tail="slurmstepd: CANCELLED AT x DUE TO PREEMPTION"), FailureClass.PREEMPTION),
+        (record(tail="urllib3: Max retries exceeded with url: /x"), FailureClass.NETWORK),
+        (record(64, tail="ConnectionError: hub"), FailureClass.USER_ERROR),
+    ],
+)
+def test_classes(given: ExitRecord, failure: FailureClass) -> None:
+    assert classify(given).failure is failure
+
+
+def test_what_the_machine_says_of_its_gpus_goes_before_what_the_log_says() -> None:
+    found = classify(record(tail="CUDA out of memory"), gpu_problems=["GPU 3 has vanished"])
+    assert found.failure is FailureClass.GPU_FAULT
+    assert found.because == "GPU 3 has vanished"
+
+
+def test_a_connection_that_was_lost_long_before_the_end_did_not_end_it() -> None:
+    tail = "ConnectionResetError: tried again\n" + "step\n" * 30 + "AssertionError: no"
+    assert classify(record(tail=tail)).failure is FailureClass.CRASHED
+
+
+@pytest.mark.parametrize(
+    ("gpus", "failure"),
+    [
+        (0, FailureClass.CRASHED),
+        (1, FailureClass.GPU_FAULT),
+        (None, FailureClass.GPU_FAULT),  # a runner of before does not say
+    ],
+)
+def test_a_job_without_a_gpu_has_no_gpu_fault(gpus: int | None, failure: FailureClass) -> None:
+    assert classify(record(tail="GPU is lost", gpus=gpus)).failure is failure
+
+
+def test_the_evidence_is_the_line_that_was_believed() -> None:
+    found = classify(record(tail="a\n  CUDA out of memory. Tried to allocate 2 GiB\nb"))
+    assert found.because == "CUDA out of memory. Tried to allocate 2 GiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "because"),
+    [
+        (record(2, tail="usage: train\ntrain: error: no --lr\n\n  \n"), "exit code 2: train: error: no --lr"),
+        (record(64, tail="refused"), "exit code 64: refused"),
+        (record(75, tail="the hub did not answer\n"), "exit code 75, it may succeed later: the hub did not answer"),
+        (record(1, tail="Traceback\n  File x\nKeyError: 'lr'\n"), "exit code 1: KeyError: 'lr'"),
+        (record(3, tail=" \n\n"), "exit code 3"),
+        (record(2), "exit code 2"),
+        (record(2, tail="a\rno\x1b[31m \u202ered\tb"), "exit code 2: no␛[31m <U+202E>red    b"),
+        (record(2, tail="x" * 4000), f"exit code 2: {'x' * (LONGEST_LINE - 1)}…"),
+        (record(tail="\x1b[1mCUDA out of memory\x1b[0m\n"), "␛[1mCUDA out of memory␛[0m"),
+        (record(None, signal=11, tail="step 3"), "signal 11"),
+    ],
+)  # fmt: skip
+def test_where_a_code_alone_says_little_the_last_line_says_more(
+    given: ExitRecord, because: str
+) -> None:
+    assert classify(given).because == because
+
+
+# what follows
