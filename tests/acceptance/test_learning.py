@@ -23,6 +23,11 @@ from groupwise.types import Weight
 
 WORDS = {"x": "ab", "y": "cd", "z": "ef"}
 SEEN, UNSEEN = range(6), range(6, 10)
+ALWAYS = ("dapo", "dr_grpo", "gspo")
+EACH = [
+    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.soak)
+    for name in sorted(ALGORITHMS)
+]
 
 
 class TwoLetters:
@@ -105,7 +110,7 @@ def trained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", EACH)
 def test_it_learns_and_what_it_learns_holds_for_prompts_it_never_saw(model, algorithm):
     found = trained(model, algorithm, steps=36, rate=0.003)
     assert found.first < 0.25
@@ -125,7 +130,7 @@ def test_a_lora_adapter_learns_too(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algorithm", EACH)
 def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, algorithm):
     kind = ALGORITHMS[algorithm]
     weights = kind.weights
