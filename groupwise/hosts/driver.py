@@ -290,6 +290,12 @@ class Runner:
             raise BadAnswer("the answer to gather is not as long as the files that it names")
         return _cut_up(answer.payload, came)
 
+    async def keep(self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW) -> None:
+        """Have the machine keep files of its work folder as blobs. RunnerRefused `changed` where one is another by now."""
+        listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
+        body = {**_named(job, epoch), "files": listed}
+        await self._ask("keep", body, timeout=timeout, longest=LONGEST)
+
     async def release(
         self,
         job: str,

@@ -61,6 +61,8 @@ Requests and answers
     gather    job, epoch, files [[path, sha256, size], ...], MOST_GATHERED of them at most, LARGEST_GATHERED bytes together → whole
                 [true or false, ...], payload; the bytes of those that are whole, in order. The others are other files by now, or cannot be
                 read: `read` says why
+    keep      job, epoch, files [[path, sha256, size], ...] → kept. These files of the working folder become blobs: a checkpoint with
+                which an attempt on this machine is to begin goes nowhere. `changed` if one is another by now
     release   job, epoch, gpus, share_mb?, idle_memory_mb?, probe?, probe_timeout? → clean, holders [{what, detail, pid?}]; `what` ∈
                 lock, process, cgroup, memory. A whole GPU with more than idle_memory_mb in use, or that cannot be read, is not clean
     forget    job, epoch → forgotten. The folder goes, and no launch of this or a lower epoch is ever taken again
@@ -2530,6 +2532,30 @@ def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     return {"whole": [data is not None for data in found]}, b"".join(filter(None, found))
 
 
+def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Blobs of files of the working folder; those before one that has changed are kept."""
+    attempt, files = attempt_of(root, body), body["files"]
+    paths = [text_of({"path": entry[0]}, "path") for entry in files]
+    shas = shas_of({"files": [entry[1] for entry in files]}, "files")
+    sizes = [count_of({"size": entry[2]}, "size") for entry in files]
+    with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+        for n, sha in enumerate(shas):
+            if not has_blob(root, sha):
+                keep_file(root, attempt.work, paths[n], sha, sizes[n])
+    return {"kept": shas}, b""
+
+
+def keep_file(root: Root, work: str, path: str, sha: str, size: int) -> None:
+    """A copy: the command may write on in the file that it has."""
+    with open(open_regular(work, path), "rb") as file:
+        try:
+            store_blob(root, sha, size, file)
+        except Refusal as refusal:
+            if refusal.body["code"] not in ("truncated", "bad_blob"):
+                raise
+            raise Refusal("changed", f"{path} is not what it was: its hash is another") from None
+
+
 def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """What there is to fetch."""
     attempt, what = attempt_of(root, body), text_of(body, "what")
@@ -3861,11 +3887,12 @@ VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
     "manifest": verb_manifest,
     "read": verb_read,
     "gather": verb_gather,
+    "keep": verb_keep,
     "release": verb_release,
     "forget": verb_forget,
     "sweep": verb_sweep,
 }
-LONG = frozenset({"join", "manifest"})
+LONG = frozenset({"join", "keep", "manifest"})
 """Verbs that read as much as a job has made."""
 
 

@@ -207,7 +207,7 @@ async def test_a_runner_may_take_as_long_as_it_says_that_it_goes_on(tmp_path: Pa
     large = {"b": FileEntry(store.put(bytes(driver.BATCH + 1)), 0o644, driver.BATCH + 1)}
     host = Scripted(
         missing=lambda request: Answer({"missing": request.body["sha256"]}), put={}, join={},
-        manifest={}, gather={"whole": []}, forget={}, sweep={}, status=state(), void=state(),
+        manifest={}, gather={"whole": []}, keep={}, forget={}, sweep={}, status=state(), void=state(),
         kill=state(), log={"size": 0}, read={}, release={"clean": True}, touch={},
         wait={"attempts": []}, launch=state(),
     )  # fmt: skip
@@ -216,6 +216,7 @@ async def test_a_runner_may_take_as_long_as_it_says_that_it_goes_on(tmp_path: Pa
     for call in (asked.manifest, asked.forget, asked.status, asked.void, asked.release):
         await call("j", 3)
     await asked.gather("j", 3, {})
+    await asked.keep("j", 3, wanted)
     await asked.sweep()
     await asked.kill("j", 3, grace=1)
     await asked.log("j", 3, 0)

@@ -360,6 +360,42 @@ def test_only_what_is_as_it_was_listed_comes_with_others(either: Machine, tmp_pa
     assert either.payload == b"oneone"
 
 
+def keep(here: Machine, *files: tuple[str, bytes]) -> None:
+    listed = [[path, sha(data), len(data)] for path, data in files]
+    told = here.ask("keep", job="job", epoch=1, files=listed)
+    assert told["kept"] == [sha(data) for _, data in files]
+
+
+def test_what_an_attempt_has_made_is_kept_without_being_sent(either: Machine) -> None:
+    work = done(either, "mkdir outputs; printf one > outputs/x; printf '' > outputs/y")
+    files = [("outputs/x", b"one"), ("outputs/y", b"")]
+    keep(either, *files)
+    assert either.ask("missing", sha256=[sha(b"one"), sha(b"")])["missing"] == []
+    (work / "outputs" / "x").write_text("two")
+    assert (either.root / "blobs" / sha(b"one")[:2] / sha(b"one")).read_bytes() == b"one"
+    keep(either, *files)  # it is there, whatever became of the file
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        *[(f"outputs/{name}", "changed") for name in ("other", "short", "grown")],
+        *[(f"outputs/{name}", "refused_path") for name in ("link", "folder/x", "real", "pipe")],
+        *[("outputs/gone", "not_found"), ("../state.json", "refused_path")],
+    ],
+)
+def test_nothing_else_is_kept(here: Machine, tmp_path: Path, path: str, code: str) -> None:
+    (tmp_path / "key").write_text("one")
+    script = "mkdir -p outputs/real; cd outputs; printf one > real/x; printf two > other; printf on > short"
+    outputs = done(here, script + "; printf onetwo > grown; mkfifo pipe") / "outputs"
+    (outputs / "link").symlink_to(tmp_path / "key")
+    (outputs / "folder").symlink_to("real")
+    wanted = b"onetwothree" if path.endswith("grown") else b"one"
+    with pytest.raises(Refused, match=code):
+        keep(here, (path, wanted))
+    assert here.ask("missing", sha256=[sha(wanted)])["missing"] == [sha(wanted)]
+
+
 def test_as_many_files_as_one_answer_holds(here: Machine) -> None:
     done(here, "mkdir outputs; printf one > outputs/x; truncate -s 4M outputs/most")
     most, large = bytes(runner.LARGEST_GATHERED), [("outputs/x", b"one")]

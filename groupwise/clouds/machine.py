@@ -1,0 +1,470 @@
+"""One machine as a backend: this one, or one over SSH. Jobs are attempts of its runner (`groupwise.hosts`), which needs nobody to go on.
+
+What was asked for lies in the working folder of each attempt, so that whoever reaches the machine finds all of it by the job's name. An
+attempt is one epoch of the runner: it begins at most once, whoever asks for it how often. They are counted on after a job was removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from groupwise.clouds.port import (
+    Capabilities,
+    CloudError,
+    Ending,
+    Fetched,
+    Handle,
+    NameTaken,
+    NotHere,
+    Order,
+    Outcome,
+    Phase,
+    Plan,
+    Status,
+)
+from groupwise.errors import UsageError
+from groupwise.hosts.answers import (
+    ExitReason,
+    ExitRecord,
+    LogPart,
+    MemberState,
+    Refusal,
+    RunnerState,
+    WorkTree,
+)
+from groupwise.hosts.driver import USUAL, Known, Launch, Resume, Runner
+from groupwise.hosts.failures import FailureClass, classify, succeeded
+from groupwise.hosts.fetching import Changed, Fetching, to_its_end
+from groupwise.hosts.files import BlobStore, hash_of, sync_folder
+from groupwise.hosts.port import (
+    HostError,
+    HostKeyError,
+    HostUnreachable,
+    OutcomeUnknown,
+    RunnerRefused,
+)
+from groupwise.hosts.spec import FileEntry, JobSpec, Manifest
+
+ROOT = "groupwise-launch"
+"""Where the runner keeps its files, below the home folder there."""
+ORDER = ".groupwise-order.json"
+"""The file of the working folder that says what was asked for."""
+MOST_ORDER = 64 << 20
+"""Bytes of it: a job may have a hundred thousand files."""
+NO_PROBE = ("true",)
+"""Nothing is asked of GPUs."""
+TRIES = 3
+"""Of what others may spoil meanwhile: a GPU that was free, a checkpoint that is removed while it is fetched."""
+INCOMING = ".incoming"
+"""The folder of files that are not whole yet, in the one that they are fetched to."""
+GONE = {
+    RunnerState.LOST: (FailureClass.SUPERVISOR_LOST, "what watched over it on {where} was killed"),
+    RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was started anew while it ran"),
+}
+
+ENDED_BY_RUNNER = {
+    ExitReason.TIME_LIMIT: Outcome.TIME_LIMIT,
+    ExitReason.DEADMAN: Outcome.LOST,
+    ExitReason.SPAWN_FAILED: Outcome.REFUSED,
+}
+
+
+class MachineBackend:
+    """See `groupwise.clouds.port.Backend`."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, name: str, runner: Runner, where: str) -> None:
+        """`where`: the machine, for people."""
+        self.name = name
+        self._runner = runner
+        self._where = where
+
+    # --- placing ------------------------------------------------------------------------------
+
+    async def plan(self, order: Order) -> Plan:
+        """See `Backend.plan`."""
+        _refuse(order)
+        sizes = {each.sha256: each.size for each in order.spec.files.values()}
+        with self._told():
+            hello = await self._runner.hello()
+            lacking = await self._runner.missing(sizes)
+        sent = sum(sizes[each] for each in lacking)
+        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
+        steps = (
+            f"send {len(lacking)} of {len(sizes)} files ({sent} bytes); the others are there",
+            f"begin {order.name} below {hello.root}, with {gpus}",
+        )
+        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
+
+    async def submit(self, order: Order, store: BlobStore) -> Handle:
+        """See `Backend.submit`."""
+        _refuse(order)
+        last = await self._newest(order.name)
+        if last is None or last.state is RunnerState.REFUSED:
+            handle = await self._begin(order, store, 1 if last is None else last.epoch + 1, 1)
+        else:
+            handle = self._handle(last)
+        if (await self.order(handle)).document() != order.document():
+            raise NameTaken(
+                f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
+            )
+        return handle
+
+    async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
+        """See `Backend.resume`."""
+        attempts = await self._begun(name)
+        last = attempts[-1]
+        status = self._status(last)
+        if status.ending is None:
+            raise CloudError(f"{name} is {status.phase} on {self._where}: it goes on by itself.")
+        if status.ending.outcome is Outcome.SUCCEEDED:
+            raise CloudError(
+                f"{name} has succeeded on {self._where}: there is nothing to go on with."
+            )
+        order = (await self.order(self._handle(last))).with_secrets(secrets)
+        _refuse(order)
+        newest = await self._newest_checkpoint(attempts)
+        return await self._begin(order, store, last.epoch + 1, len(attempts) + 1, newest)
+
+    async def _newest_checkpoint(self, attempts: Sequence[MemberState]) -> Resume | None:
+        """Of any attempt, the last one first: it may have ended before its own first one."""
+        for each in reversed(attempts):
+            if each.checkpoints:
+                with self._told():
+                    tree = await self._runner.manifest(each.job, each.epoch, "checkpoints")
+                if tree.checkpoints:
+                    newest = max(tree.checkpoints, key=lambda found: found.step)
+                    with self._told():
+                        await self._runner.keep(each.job, each.epoch, newest.files)
+                    return Resume(newest.files, newest.step, newest.path)
+        return None
+
+    async def _begin(
+        self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
+    ) -> Handle:
+        """Begin it under this epoch or, where others were removed, a later one."""
+        spec = await asyncio.to_thread(_with_order, order, store)
+        for _ in range(TRIES):
+            gpus = await self._free_gpus(order.gpus)
+            with self._told():
+                await self._runner.provide(store, spec.files)
+                state = await self._launched(
+                    Launch(
+                        order.name,
+                        epoch,
+                        spec,
+                        gpus=gpus,
+                        environment={"ATTEMPT": str(attempt)},
+                        secrets=order.secrets,
+                        resume=resume,
+                    )
+                )
+            refused = state.refused
+            if refused is None:
+                return self._handle(state)
+            epoch = max(epoch, refused.highest or 0) + 1
+            if refused.code not in ("lower_epoch", "gpu_busy", "foreign_busy"):
+                break
+        raise CloudError(f"{self._where} does not begin {order.name}: {_words(refused)}")
+
+    async def _launched(self, launch: Launch) -> MemberState:
+        """Of one epoch there is never more than one attempt: where no answer came, asking again says what became of it."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self._runner.launch(launch)
+            except OutcomeUnknown:
+                continue
+        return await self._runner.launch(launch)
+
+    async def _free_gpus(self, count: int) -> list[str]:
+        """Those that nothing runs on."""
+        if count == 0:
+            return []
+        with self._told():
+            seen = await self._runner.observe()
+        held = {uuid for each in seen.attempts if each.lives for uuid in each.gpus}
+        busy = held | {each.uuid for each in seen.apps}
+        free = [each.uuid for each in seen.gpus if each.uuid not in busy and not each.problems]
+        if len(free) < count:
+            why = f" nvidia-smi: {seen.probe.status}." if not seen.gpus else ""
+            raise CloudError(
+                f"{self._where} has {len(seen.gpus)} GPUs, {len(free)} of them free, and {count} are asked for.{why} A fleet "
+                "(`groupwise fleet`) keeps jobs until there are some."
+            )
+        return free[:count]
+
+    # --- finding ------------------------------------------------------------------------------
+
+    async def find(self, name: str) -> Handle | None:
+        """See `Backend.find`."""
+        last = await self._newest(name)
+        return None if last is None else self._handle(last)
+
+    async def list(self) -> list[Handle]:
+        """See `Backend.list`."""
+        newest = {each.job: each for each in await self._attempts()}
+        return [self._handle(each) for _, each in sorted(newest.items())]
+
+    async def order(self, handle: Handle) -> Order:
+        """See `Backend.order`."""
+        with self._told():
+            await self._begun_with_its_files(handle)
+            data = await self._read(handle, ORDER)
+        return Order.from_document(json.loads(data))
+
+    async def _begun_with_its_files(self, handle: Handle) -> None:
+        """Somebody else may be placing it at this moment."""
+        key = (handle.name, handle.attempt)
+        state = await self._runner.status(*key)
+        for _ in range(TRIES):
+            if state.state is not RunnerState.CLAIMED:
+                return
+            [state] = await self._runner.wait({key: Known(state.state)}, seconds=USUAL)
+
+    async def _read(self, handle: Handle, path: str) -> bytes:
+        data = b""
+        while len(data) <= MOST_ORDER:
+            part = await self._runner.read(handle.name, handle.attempt, path, offset=len(data))
+            if not part:
+                return data
+            data += part
+        raise CloudError(
+            f"{path} of {handle.name} on {self._where} is larger than {MOST_ORDER} bytes"
+        )
+
+    async def _attempts(self, name: str | None = None) -> list[MemberState]:
+        """Oldest first."""
+        with self._told():
+            seen = await self._runner.observe(probe=NO_PROBE)
+        found = [each for each in seen.attempts if name is None or each.job == name]
+        return sorted(found, key=lambda each: each.epoch)
+
+    async def _newest(self, name: str) -> MemberState | None:
+        return next(reversed(await self._attempts(name)), None)
+
+    async def _begun(self, name: str) -> list[MemberState]:
+        """Its attempts but those that the machine would not begin. Raises NotHere where there are none."""
+        found = [
+            each for each in await self._attempts(name) if each.state is not RunnerState.REFUSED
+        ]
+        if not found:
+            raise NotHere(f"{self._where} has no job called {name}.")
+        return found
+
+    def _handle(self, state: MemberState) -> Handle:
+        return Handle(self.name, state.job, state.epoch, {"where": self._where})
+
+    # --- watching -----------------------------------------------------------------------------
+
+    async def status(self, handle: Handle) -> Status:
+        """See `Backend.status`."""
+        with self._told():
+            state = await self._runner.status(handle.name, handle.attempt)
+        return self._status(state)
+
+    async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
+        """See `Backend.wait`."""
+        if seen.ending is not None:
+            return seen
+        state = RunnerState.RUNNING if seen.phase is Phase.RUNNING else RunnerState.CLAIMED
+        known = Known(state, seen.log_size, seen.checkpoints, seen.step)
+        with self._told():
+            states = await self._runner.wait(
+                {(handle.name, handle.attempt): known}, seconds=seconds
+            )
+        return self._status(states[0]) if states else seen
+
+    async def log(self, handle: Handle, offset: int, limit: int) -> LogPart:
+        """See `Backend.log`."""
+        with self._told():
+            return await self._runner.log(handle.name, handle.attempt, offset, limit=limit)
+
+    def _status(self, state: MemberState) -> Status:
+        if state.state is RunnerState.ABSENT:
+            raise NotHere(f"{self._where} knows nothing of {state.job}, attempt {state.epoch}.")
+        ending = self._ending(state)
+        phase = (
+            Phase.ENDED
+            if ending
+            else Phase.RUNNING
+            if state.state is RunnerState.RUNNING
+            else Phase.WAITING
+        )
+        return Status(phase, state.log_size, state.checkpoints, state.step, ending)
+
+    def _ending(self, state: MemberState) -> Ending | None:
+        """None: it has not ended."""
+        if state.exit is not None:
+            return _ended(state.exit)
+        if state.refused is not None:
+            return Ending(Outcome.REFUSED, _words(state.refused), FailureClass.LAUNCH_FAILURE)
+        if state.state is RunnerState.VOIDED:
+            return Ending(Outcome.CANCELLED, "cancelled before it began")
+        if state.state in GONE and not state.survivors:
+            failure, words = GONE[state.state]
+            return Ending(Outcome.LOST, words.format(where=self._where), failure)
+        return None
+
+    # --- ending -------------------------------------------------------------------------------
+
+    async def cancel(self, handle: Handle, grace: float) -> None:
+        """See `Backend.cancel`."""
+        with self._told():
+            state = await self._runner.void(handle.name, handle.attempt)
+            if state.lives:
+                await self._runner.kill(handle.name, handle.attempt, grace=grace)
+
+    async def fetch(self, handle: Handle, folder: Path) -> Fetched:
+        """See `Backend.fetch`."""
+        ended = (await self.status(handle)).ending is not None
+        lock = await asyncio.to_thread(_alone_in, folder)
+        try:
+            with self._told():
+                return await self._fetched(handle, folder, "artefacts" if ended else "checkpoints")
+        finally:
+            os.close(lock)
+
+    async def _fetched(self, handle: Handle, folder: Path, what: str) -> Fetched:
+        name, attempt = handle.name, handle.attempt
+        fetching = Fetching(self._runner, name, attempt, folder / INCOMING)
+        changed = ""
+        for _ in range(TRIES):
+            tree = await self._runner.manifest(name, attempt, what)
+            files = {path: each for path, each in _offered(tree).items() if path != ORDER}
+            lacking = await asyncio.to_thread(_lacking, folder, files)
+            try:
+                await fetching.files(lacking)
+            except Changed as change:
+                changed = str(change)
+                continue
+            await to_its_end(asyncio.to_thread(_put_in_place, folder, lacking))
+            left_out = {
+                **dict(tree.refused),
+                **{why: f"{n} more" for why, n in tree.refused_more.items()},
+            }
+            received = sum(each.size for each in lacking.values())
+            return Fetched(folder, tuple(sorted(files)), received, left_out)
+        raise CloudError(
+            f"{changed} of {name} on {self._where} changed again and again while it was fetched; try again."
+        )
+
+    async def cleanup(self, handle: Handle) -> None:
+        """See `Backend.cleanup`."""
+        attempts = await self._attempts(handle.name)
+        if any(self._ending(each) is None for each in attempts):
+            raise CloudError(f"{handle.name} has not ended on {self._where}: cancel it first.")
+        with self._told():
+            for each in attempts:
+                await self._runner.forget(each.job, each.epoch)
+            await self._runner.sweep()
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._runner.host.close()
+
+    @contextmanager
+    def _told(self) -> Generator[None]:
+        """What goes wrong with the machine, in words for people."""
+        try:
+            yield
+        except HostKeyError as error:
+            raise CloudError(
+                f"{self._where}: {error}. Nothing was said to it. Compare the key with the machine's own before you trust it."
+            ) from None
+        except HostUnreachable as error:
+            raise CloudError(
+                f"{self._where} cannot be reached: {error}. Its jobs go on without that."
+            ) from None
+        except RunnerRefused as refusal:
+            raise CloudError(f"{self._where} will not: {refusal.message}") from None
+        except HostError as error:
+            raise CloudError(
+                f"{self._where} gave no answer, so nobody knows what became of it: {error}. The same command again finds out."
+            ) from None
+
+
+def _refuse(order: Order) -> None:
+    if found := order.problems():
+        raise UsageError("this job cannot be placed:" + "".join(f"\n  {each}" for each in found))
+
+
+def _words(refused: Refusal) -> str:
+    holder = f" (held by {refused.holder})" if refused.holder else ""
+    return f"{refused.message}{holder}"
+
+
+def _offered(tree: WorkTree) -> Manifest:
+    """What is asked for is one of the two."""
+    of_checkpoints = {
+        path: each for found in tree.checkpoints for path, each in found.files.items()
+    }
+    return {**tree.files, **of_checkpoints}
+
+
+def _with_order(order: Order, store: BlobStore) -> JobSpec:
+    """Its spec, with the file beside it that says what was asked for."""
+    data = json.dumps(order.document(), sort_keys=True).encode()
+    entry = FileEntry(store.put(data), 0o600, len(data))
+    return replace(order.spec, files={**order.spec.files, ORDER: entry})
+
+
+def _ended(record: ExitRecord) -> Ending:
+    if succeeded(record):
+        ending = Ending(Outcome.SUCCEEDED, "it ended with exit code 0")
+    elif record.reason is ExitReason.CANCELLED:
+        ending = Ending(Outcome.CANCELLED, record.message or "cancelled")
+    else:
+        found = classify(record)
+        outcome = ENDED_BY_RUNNER.get(record.reason, Outcome.FAILED)
+        ending = Ending(outcome, found.because, found.failure)
+    return replace(ending, code=record.code, seconds=record.seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# The folder that is fetched to
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _alone_in(folder: Path) -> int:
+    """The lock of whoever fetches there."""
+    incoming = folder / INCOMING
+    incoming.mkdir(parents=True, exist_ok=True)
+    lock = os.open(incoming, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise CloudError(f"another process is fetching into {folder} at the moment.") from None
+    return lock
+
+
+def _lacking(folder: Path, files: Manifest) -> Manifest:
+    """Those that are not in the folder, or are others there."""
+
+    def is_here(path: str, entry: FileEntry) -> bool:
+        place = folder / path
+        return (
+            place.is_file()
+            and place.stat().st_size == entry.size
+            and hash_of(place) == entry.sha256
+        )
+
+    return {path: entry for path, entry in files.items() if not is_here(path, entry)}
+
+
+def _put_in_place(folder: Path, files: Manifest) -> None:
+    """Each appears whole, under its name."""
+    for path in files:
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (folder / INCOMING / path).replace(place)
+    for parent in {(folder / path).parent for path in files}:
+        sync_folder(parent)

@@ -1,0 +1,55 @@
+"""Places for jobs, each as its backend reaches it: what the contract of backends is tested with."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.clouds.machine import ROOT, MachineBackend
+from groupwise.clouds.port import Backend
+from groupwise.hosts.driver import Runner
+from groupwise.hosts.local import LocalHost
+from groupwise.hosts.ssh import Address, SshHost
+from tests import ssh_hosts
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of them. Plain data, so that another process can reach it as well."""
+
+    kind: str
+    home: str
+    """Below it lies all that the place keeps."""
+    login: dict[str, Any] | None = None
+
+    def reach(self) -> Backend:
+        """A new way to it, as from another machine."""
+        if self.login is not None:
+            host = SshHost(Address(**self.login))
+        else:
+            path = f"{Path(self.home, 'bin')}:{Path(sys.executable).parent}:/usr/bin:/bin"
+            host = LocalHost(environment={"HOME": self.home, "PATH": path})
+        return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
+
+
+@contextmanager
+def local(home: Path) -> Iterator[Place]:
+    """This machine, with another home folder."""
+    yield Place("local", str(home))
+
+
+@contextmanager
+def ssh() -> Iterator[Place]:
+    """A real sshd."""
+    with ssh_hosts.loopback_hosts() as [host]:
+        row = host.vm_row()
+        login = {
+            "host": row["ip_address"],
+            "user": row["user"],
+            "port": row["port"],
+            "key_path": row["ssh_key_path"],
+            "host_key": row["host_key"],
+        }
+        yield Place("ssh", str(host.home), login)
