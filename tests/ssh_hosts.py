@@ -95,30 +95,7 @@ class Host:
 
     def gpus(self, count: int = 2, *, mode: str = "normal", **state: Any) -> list[str]:
         """Give it GPUs, or change what its nvidia-smi says of them (`fake_nvidia_smi.py` tells what there is). Their UUIDs."""
-        uuids = [f"GPU-{self.name}-{n}" for n in range(count)]
-        cards = [
-            {
-                "uuid": name,
-                "model": "NVIDIA H100 80GB HBM3",
-                "memory_mb": 81559,
-                "used_mb": 4,
-                "utilisation": 0,
-                "temperature": 31,
-                "mig": None,
-                "cells": {},
-            }
-            for name in uuids
-        ]
-        said = {"mode": mode, "gpus": cards, "apps": [], "marker_apps": {}, **state}
-        program = self.folder / "bin" / "nvidia-smi"
-        answers = program.with_suffix(".json")
-        temporary = answers.with_suffix(".new")
-        temporary.write_text(json.dumps(said))
-        temporary.replace(answers)
-        if not program.exists():
-            shutil.copy(FAKE_NVIDIA_SMI, program)
-            program.chmod(0o755)
-        return uuids
+        return fake_gpus(self.folder / "bin", self.name, count, mode=mode, **state)
 
     def new_host_key(self) -> None:
         """As after a reinstallation. Its sshd reads keys when it starts: `restart` it."""
@@ -146,6 +123,36 @@ class Host:
         if owner is not None:
             for place in (self.home, self.home / ".ssh", self.home / ".ssh" / "authorized_keys"):
                 os.chown(place, owner, owner)
+
+
+def fake_gpus(
+    folder: Path, name: str, count: int = 2, *, mode: str = "normal", **state: Any
+) -> list[str]:
+    """An nvidia-smi in a folder that is on PATH, with what it says; the UUIDs of its GPUs."""
+    uuids = [f"GPU-{name}-{n}" for n in range(count)]
+    cards = [
+        {
+            "uuid": uuid,
+            "model": "NVIDIA H100 80GB HBM3",
+            "memory_mb": 81559,
+            "used_mb": 4,
+            "utilisation": 0,
+            "temperature": 31,
+            "mig": None,
+            "cells": {},
+        }
+        for uuid in uuids
+    ]
+    said = {"mode": mode, "gpus": cards, "apps": [], "marker_apps": {}, **state}
+    program = folder / "nvidia-smi"
+    answers = program.with_suffix(".json")
+    temporary = answers.with_suffix(".new")
+    temporary.write_text(json.dumps(said))
+    temporary.replace(answers)
+    if not program.exists():
+        shutil.copy(FAKE_NVIDIA_SMI, program)
+        program.chmod(0o755)
+    return uuids
 
 
 def _keygen(path: Path, kind: str = "ed25519") -> None:

@@ -69,6 +69,8 @@ GONE = {
     RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was started anew while it ran"),
 }
 
+OTHERS = frozenset({"lower_epoch", "gpu_busy", "foreign_busy"})
+"""Refusals of a launch that somebody else came before."""
 ENDED_BY_RUNNER = {
     ExitReason.TIME_LIMIT: Outcome.TIME_LIMIT,
     ExitReason.DEADMAN: Outcome.LOST,
@@ -152,7 +154,7 @@ class MachineBackend:
     ) -> Handle:
         """Begin it under this epoch or, where others were removed, a later one."""
         spec = await asyncio.to_thread(_with_order, order, store)
-        for _ in range(TRIES):
+        for left in reversed(range(TRIES)):
             gpus = await self._free_gpus(order.gpus)
             with self._told():
                 await self._runner.provide(store, spec.files)
@@ -167,13 +169,14 @@ class MachineBackend:
                         resume=resume,
                     )
                 )
-            refused = state.refused
-            if refused is None:
+            if state.refused is None:
                 return self._handle(state)
-            epoch = max(epoch, refused.highest or 0) + 1
-            if refused.code not in ("lower_epoch", "gpu_busy", "foreign_busy"):
-                break
-        raise CloudError(f"{self._where} does not begin {order.name}: {_words(refused)}")
+            if not left or state.refused.code not in OTHERS:
+                raise CloudError(
+                    f"{self._where} does not begin {order.name}: {_words(state.refused)}"
+                )
+            epoch = max(epoch, state.refused.highest or 0) + 1
+        raise AssertionError("the last try returns or raises")
 
     async def _launched(self, launch: Launch) -> MemberState:
         """Of one epoch there is never more than one attempt: where no answer came, asking again says what became of it."""

@@ -1,0 +1,124 @@
+"""One machine as a backend, beside what all backends keep: its GPUs, and what it refuses."""
+
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.clouds.machine import MachineBackend
+from groupwise.clouds.port import Backend, CloudError, Handle, Order, Outcome, Phase
+from groupwise.hosts.driver import Runner
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.spec import JobSpec, Limits
+from groupwise.hosts.ssh import Address, SshHost
+from tests import places
+from tests.ssh_hosts import fake_gpus
+
+SOON = 20.0
+SAYS_GPUS = (
+    "import os, time; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); time.sleep(1000)"
+)
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ5bQ2Z1Jm1yq9JcWn0zjVQk2S4o0vV1oYb0Xb8bKx8s"
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[Backend]:
+    (tmp_path / "home" / "bin").mkdir(parents=True)
+    with places.local(tmp_path / "home") as place:
+        reached = place.reach()
+        yield reached
+        for each in await reached.list():
+            await reached.cancel(each, grace=0.1)
+            await ended(reached, each)
+        await reached.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+def order(name: str, gpus: int = 0, script: str = SAYS_GPUS, **fields: Any) -> Order:
+    return Order(name, JobSpec(("python3", "-c", script), **fields), gpus)
+
+
+async def ended(backend: Backend, handle: Handle) -> None:
+    status = await backend.status(handle)
+    while status.ending is None:
+        status = await backend.wait(handle, status, SOON)
+
+
+async def said(backend: Backend, handle: Handle) -> str:
+    """Its first line."""
+    status = await backend.status(handle)
+    while not status.log_size:
+        status = await backend.wait(handle, status, SOON)
+    return (await backend.log(handle, 0, 1000)).data.decode().strip()
+
+
+async def test_gpus_are_a_jobs_alone_and_free_after_it(
+    backend: Backend, store: BlobStore, tmp_path: Path
+) -> None:
+    fake_gpus(tmp_path / "home" / "bin", "here", 3)
+    first = await backend.submit(order("first", 2), store)
+    second = await backend.submit(order("second", 1), store)
+    assert [await said(backend, each) for each in (first, second)] == ["0,1", "2"]
+    with pytest.raises(CloudError, match="has 3 GPUs, 0 of them free, and 1 are asked for"):
+        await backend.submit(order("third", 1), store)
+    assert await backend.find("third") is None
+    assert await said(backend, await backend.submit(order("none"), store)) == ""
+    await backend.cancel(first, grace=0.1)
+    await ended(backend, first)
+    assert await said(backend, await backend.submit(order("third", 1), store)) == "0"
+
+
+async def test_a_gpu_that_somebody_else_computes_on_is_not_free(
+    backend: Backend, store: BlobStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "home" / "bin"
+    [busy, _] = fake_gpus(folder, "here", 2)
+    fake_gpus(folder, "here", 2, apps=[{"uuid": busy, "pid": 4711, "used_mb": 900}])
+    assert await said(backend, await backend.submit(order("job", 1), store)) == "1"
+
+
+async def test_a_machine_without_gpus_says_so(backend: Backend, store: BlobStore) -> None:
+    with pytest.raises(CloudError, match=r"has 0 GPUs.*nvidia-smi: absent"):
+        await backend.submit(order("job", 1), store)
+
+
+async def test_what_it_refuses_may_be_asked_for_in_another_way(
+    backend: Backend, store: BlobStore
+) -> None:
+    with pytest.raises(CloudError, match=r"does not begin job: .*are asked for"):
+        await backend.submit(order("job", limits=Limits(disk_mb=10**9)), store)
+    refused = await backend.find("job")
+    assert refused is not None
+    status = await backend.status(refused)
+    assert status.phase is Phase.ENDED
+    assert status.ending is not None
+    assert status.ending.outcome is Outcome.REFUSED
+    with pytest.raises(CloudError, match="no job called job"):
+        await backend.resume("job", {}, store)
+    again = await backend.submit(order("job", script="print('on')"), store)
+    assert await said(backend, again) == "on"
+    assert again.attempt == refused.attempt + 1
+
+
+async def test_an_order_is_read_as_it_was_written(backend: Backend) -> None:
+    asked = order("job", 2, environment={"A": "b"}, secrets=("KEY",), artefacts=("runs",))
+    assert Order.from_document(json.loads(json.dumps(asked.document()))) == asked
+
+
+async def test_who_cannot_be_reached_is_told_so(store: BlobStore) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        host = SshHost(Address("127.0.0.1", "nobody", taken.getsockname()[1], host_key=KEY))
+        backend = MachineBackend("ssh", Runner(host), "nobody@127.0.0.1")
+        with pytest.raises(
+            CloudError, match=r"nobody@127.0.0.1 cannot be reached: .*Its jobs go on"
+        ):
+            await backend.find("job")
+        await backend.close()
