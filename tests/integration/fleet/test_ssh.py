@@ -1,7 +1,10 @@
 """What SSH adds to `tests/contract/test_host_contract.py`: whom one speaks to, and what is known when it breaks."""
 
 import asyncio
+import contextlib
 import dataclasses
+import os
+import signal
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -333,8 +336,28 @@ async def test_cut_off_while_it_was_sent_leaves_it_open_and_did_nothing(
     with pytest.raises(OutcomeUnknown):
         await call
     full.heal()
+    await until_nobody_reads(full)
     await ask(way, "echo")
     assert not mark.read_text()
+
+
+async def until_nobody_reads(full: FullHost) -> None:
+    """The machine notices that the connection is gone, and what read from it comes to its end."""
+    for pid in running(full, b"sshd: "):
+        os.kill(pid, signal.SIGKILL)
+    while running(full, b"python3"):  # noqa: ASYNC110  # processes of another namespace
+        await asyncio.sleep(0.01)
+
+
+def running(full: FullHost, command: bytes) -> list[int]:
+    """Processes of the machine whose command lines begin so; of sshd, those that serve a connection."""
+    found: list[int] = []
+    for pid in full.processes():
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if line.startswith(command) and b"[listener]" not in line:
+                found.append(pid)
+    return found
 
 
 def sent_by(full: FullHost) -> int:
