@@ -7,17 +7,14 @@ log is whole before it ends.
 
 from __future__ import annotations
 
-import codecs
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import typer
-
 from groupwise.cli.fleet_printing import FINAL
+from groupwise.cli.log_text import LogWriter
 from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
@@ -83,29 +80,6 @@ class _Patiently:
         return self._ask(lambda: self._access.log(job_id, **wanted))
 
 
-class _Writer:
-    """Bytes as they are where a program reads them; in a terminal text, without what could command it.
-
-    A piece may end within a letter, whose rest comes with the next one.
-    """
-
-    def __init__(self) -> None:
-        self._letters = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write(self, data: bytes, *, last: bool = False) -> None:
-        if _is_terminal():
-            _show(self._letters.decode(data, last))
-        else:
-            sys.stdout.flush()
-            typer.get_binary_stream("stdout").write(data)
-        sys.stdout.flush()
-
-    def end(self) -> None:
-        """Nothing more comes of this log: a letter without its rest is shown as such. What is written next is another log."""
-        self.write(b"", last=True)
-        self._letters.reset()
-
-
 @dataclass(slots=True)
 class _Reading:
     """A log that somebody reads, and how far."""
@@ -120,7 +94,7 @@ class _Reading:
     epoch: int | None = None
     """Where the next piece begins; None: there is no log yet."""
     offset: int = 0
-    to: _Writer = field(default_factory=_Writer)
+    to: LogWriter = field(default_factory=LogWriter)
 
     def copy(self, access: _Asked, wait: float) -> bool:
         """Write all that is new; False where it would go on with another attempt than the one that is wanted."""
@@ -156,7 +130,7 @@ def print_log(
     of = part.epoch if epoch is None else epoch
     if part.epoch != of or (not part.data and part.offset == 0):
         _say_why_empty(access, found)
-    to = _Writer()
+    to = LogWriter()
     while part.data and part.epoch == of:
         to.write(part.data)
         part = access.log(job_id, epoch=of, offset=part.offset, rank=rank)
@@ -218,18 +192,6 @@ def _say_why_empty(access: _Asked, found: dict[str, Any]) -> None:
         _say_what_it_waits_for(access, found, "")
     else:
         say(f"{found['job_id']} has written nothing yet")
-
-
-def _is_terminal() -> bool:
-    return sys.stdout.isatty()
-
-
-def _show(text: str) -> None:
-    from groupwise.display.text import clean
-
-    encoding = sys.stdout.encoding or "utf-8"
-    shown = clean(text.replace("\r", "\n"))
-    typer.echo(shown.encode(encoding, "replace").decode(encoding), nl=False)
 
 
 # Ends

@@ -25,7 +25,7 @@ from groupwise.cli.rl import rl
 from groupwise.cli.serve import serve
 from groupwise.cli.sft import sft
 
-LATER = frozenset({"launch", "web"})
+LATER = frozenset({"web"})
 """Commands of parts that are not in this version."""
 
 
@@ -78,6 +78,12 @@ class FleetGroup(LazyGroup):
     """`groupwise fleet`."""
 
     module = "groupwise.cli.fleet"
+
+
+class LaunchGroup(LazyGroup):
+    """`groupwise launch`."""
+
+    module = "groupwise.cli.launch"
 
 
 app = typer.Typer(
@@ -136,6 +142,11 @@ app.add_typer(
     typer.Typer(cls=FleetGroup, no_args_is_help=True, rich_markup_mode=None),
     name="fleet",
     help="Jobs on many machines: up, submit, jobs, logs, vm.",
+)
+app.add_typer(
+    typer.Typer(cls=LaunchGroup, no_args_is_help=True, rich_markup_mode=None),
+    name="launch",
+    help="Run a command elsewhere: local, ssh, list, logs, fetch, stop, resume.",
 )
 
 

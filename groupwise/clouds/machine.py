@@ -28,6 +28,7 @@ from groupwise.clouds.port import (
     Phase,
     Plan,
     Status,
+    Unreachable,
 )
 from groupwise.errors import UsageError
 from groupwise.hosts.answers import (
@@ -383,13 +384,13 @@ class MachineBackend:
                 f"{self._where}: {error}. Nothing was said to it. Compare the key with the machine's own before you trust it."
             ) from None
         except HostUnreachable as error:
-            raise CloudError(
+            raise Unreachable(
                 f"{self._where} cannot be reached: {error}. Its jobs go on without that."
             ) from None
         except RunnerRefused as refusal:
             raise CloudError(f"{self._where} will not: {refusal.message}") from None
         except HostError as error:
-            raise CloudError(
+            raise Unreachable(
                 f"{self._where} gave no answer, so nobody knows what became of it: {error}. The same command again finds out."
             ) from None
 

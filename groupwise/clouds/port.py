@@ -26,6 +26,12 @@ class CloudError(RunError):
     code = "cloud"
 
 
+class Unreachable(CloudError):
+    """The place did not answer. What it was asked may have been done; asking again finds out."""
+
+    code = "unreachable"
+
+
 class NameTaken(CloudError):
     """There is another job of this name."""
 

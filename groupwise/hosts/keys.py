@@ -150,6 +150,25 @@ async def scan(
     raise AssertionError("a connection was made although no key is trusted")
 
 
+KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
+"""Where OpenSSH writes down whom somebody trusts."""
+
+
+def known(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey | None:
+    """The best key of a type that is taken here which the user's OpenSSH trusts this host with; None: it knows none, or has it revoked."""
+    paths = [str(path) for each in files if (path := Path(each).expanduser()).is_file()]
+    if not paths:
+        return None
+    try:
+        found = asyncssh.match_known_hosts(asyncssh.read_known_hosts(paths), host, "", port)
+    except (OSError, ValueError):  # unreadable, or with lines that are none
+        return None
+    trusted, revoked = found[0], found[2]
+    keys = [key_of(each) for each in trusted if each not in revoked]
+    usable = [each for each in keys if each.type in ALGORITHMS]
+    return min(usable, key=lambda each: [*ALGORITHMS].index(each.type), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Alias:
     """What a name in an ssh config stands for."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from groupwise.errors import UsageError
 from groupwise.hosts.files import MOST_FILES
+from groupwise.launch.results import RESULT
 from groupwise.runs.folder import RECORD
 from groupwise.settings.credentials import holds_secret
 
@@ -23,7 +24,11 @@ LARGEST = 2 << 30
 """Bytes of a bundle: what is larger is data, which is fetched where it is used."""
 SHOWN = 10
 """Files that a message lists."""
-MADE = {RECORD: "the folder of a run", "pyvenv.cfg": "an environment of Python"}
+MADE = {
+    RECORD: "the folder of a run",
+    RESULT: "what came back of a launched job",
+    "pyvenv.cfg": "an environment of Python",
+}
 """Folders by a file that lies in them: names such as `env` say nothing."""
 MADE_BY_TOOLS = (
     *(".git", ".hg", ".svn", "node_modules", "__pycache__", "*.egg-info"),

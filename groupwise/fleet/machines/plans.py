@@ -23,8 +23,8 @@ from groupwise.fleet.machines.locks import Lock, lock_of_this_installation, name
 from groupwise.fleet.machines.packing import NAME, Packed, installation, pack
 from groupwise.fleet.passable import text_problems
 from groupwise.fleet.secrets import AllowedSecrets, SecretMissing
-from groupwise.hosts.files import hash_of
-from groupwise.hosts.spec import JobSpec, problems
+from groupwise.hosts.files import BlobStore, hash_of
+from groupwise.hosts.spec import FileEntry, JobSpec, problems
 
 DIGITS = 20
 """Of the hash, in a name: enough to tell environments of one machine apart, and short, since scripts begin with their path."""
@@ -108,6 +108,41 @@ class Plan:
             "extra_index_urls": list(self.extra_index_urls),
             "secrets": sorted(self.secrets),
         }
+
+
+def sent_files(plan: Plan, folder: str, store: BlobStore) -> dict[str, FileEntry]:
+    """What travels to a machine whose environments are in `folder`, kept in the store: the builder, and all that it reads."""
+    found = with_builder(
+        store,
+        {
+            "order.json": as_bytes(plan.order(folder)),
+            "lock.txt": plan.lock.text.encode(),
+            f"wheels/{plan.packed.file_name}": plan.packed.data,
+        },
+    )
+    for inside, paths in (("wheels", plan.wheels), ("wheelhouse", plan.wheelhouse or ())):
+        for path in paths:
+            found[f"{inside}/{path.name}"] = _kept(path, plan.hashes[path], store)
+    return found
+
+
+def with_builder(store: BlobStore, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
+    """Small files, and the program that all of them are for."""
+    builder = Path(__file__).with_name("builder.py").read_bytes()
+    every = {"builder.py": builder, **files}
+    return {name: FileEntry(store.put(data), 0o644, len(data)) for name, data in every.items()}
+
+
+def as_bytes(document: Mapping[str, Any]) -> bytes:
+    """A document as it travels: the same for what is the same."""
+    return json.dumps(document, sort_keys=True).encode()
+
+
+def _kept(path: Path, sha256: str, store: BlobStore) -> FileEntry:
+    """A wheel in the store; one that is there is not copied again."""
+    if not store.missing([sha256]):
+        return FileEntry(sha256, 0o644, path.stat().st_size)
+    return store.put_file(path)
 
 
 def least_python() -> tuple[int, ...]:

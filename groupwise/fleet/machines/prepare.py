@@ -26,7 +26,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
@@ -35,7 +34,7 @@ from sqlalchemy.orm import Session
 from groupwise.errors import RunError, UsageError
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.machines.builder import SPARED
-from groupwise.fleet.machines.plans import DIGITS, Plan
+from groupwise.fleet.machines.plans import DIGITS, Plan, as_bytes, sent_files, with_builder
 from groupwise.fleet.machines.reaching import LOCAL, host_of
 from groupwise.fleet.states import AttemptState
 from groupwise.fleet.store.tables import VM, Attempt, Member
@@ -50,7 +49,7 @@ from groupwise.hosts.port import (
     OutcomeUnknown,
     RunnerRefused,
 )
-from groupwise.hosts.spec import FileEntry, JobSpec, Limits, Manifest
+from groupwise.hosts.spec import JobSpec, Limits, Manifest
 
 ENVIRONMENTS = "environments"
 BUILDS = "builds"
@@ -166,7 +165,7 @@ async def prune(
             "asked_at": _now_of(hello),
             "keep": list(await keep()),
         }
-        files = await asyncio.to_thread(_small_files, store, {"order.json": _as_bytes(order)})
+        files = await asyncio.to_thread(with_builder, store, {"order.json": as_bytes(order)})
         spec = _spec(files, JobSpec(("true",)))
         task = _Task(runner, store, f"prune-{machine.vm_id}"[:60].replace(".", "-"), lambda _: None)
         said = await task.run(spec, files, {}, hello)
@@ -241,7 +240,7 @@ class _Build:
     async def _said(self, hello: Hello) -> dict[str, Any]:
         """What the builder says of it; PrepareError where it could not be made."""
         plan = self.plan
-        files = await asyncio.to_thread(self._files, _environments(hello))
+        files = await asyncio.to_thread(sent_files, plan, _environments(hello), self.store)
         limits = Limits(time_seconds=plan.time_seconds, grace_seconds=5.0)
         about = JobSpec(
             ("true",), environment=plan.environment, secrets=tuple(plan.secrets), limits=limits
@@ -251,40 +250,6 @@ class _Build:
         if "problem" in said:
             raise PrepareError(f"{self.machine.vm_id} is not prepared: {said['problem']}")
         return said
-
-    def _files(self, folder: str) -> dict[str, FileEntry]:
-        """What goes there, kept in the store."""
-        plan = self.plan
-        found = _small_files(
-            self.store,
-            {
-                "order.json": _as_bytes(plan.order(folder)),
-                "lock.txt": plan.lock.text.encode(),
-                f"wheels/{plan.packed.file_name}": plan.packed.data,
-            },
-        )
-        for inside, paths in (("wheels", plan.wheels), ("wheelhouse", plan.wheelhouse or ())):
-            for path in paths:
-                found[f"{inside}/{path.name}"] = self._kept(path)
-        return found
-
-    def _kept(self, path: Path) -> FileEntry:
-        """A wheel in the store; one that is there is not copied again."""
-        sha256 = self.plan.hashes[path]
-        if not self.store.missing([sha256]):
-            return FileEntry(sha256, 0o644, path.stat().st_size)
-        return self.store.put_file(path)
-
-
-def _as_bytes(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True).encode()
-
-
-def _small_files(store: BlobStore, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
-    """With the builder, which all of this is for."""
-    builder = Path(__file__).with_name("builder.py").read_bytes()
-    every = {"builder.py": builder, **files}
-    return {name: FileEntry(store.put(data), 0o644, len(data)) for name, data in every.items()}
 
 
 def _spec(files: Manifest, about: JobSpec) -> JobSpec:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from groupwise.cli import fleet_follow
+from groupwise.cli import fleet_follow, log_text
 from groupwise.cli.fleet_follow import follow_log, print_log, until_ended
 from groupwise.errors import UsageError
 from groupwise.fleet.patience import AwayError, Patience
@@ -102,7 +102,7 @@ def test_all_attempts_to_the_end(said: Said) -> None:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_follow, "_is_terminal", lambda: True)
+    monkeypatch.setattr(log_text, "is_terminal", lambda _: True)
 
 
 @pytest.mark.usefixtures("terminal")

@@ -1,0 +1,183 @@
+"""Jobs that were launched: `list`, `logs`, `fetch`, `stop`, `resume`, `remove`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.launch_options import AsJson, At, Detach, EnvFile, JobName, To
+from groupwise.cli.launch_places import note_of
+from groupwise.cli.launch_watch import ask, find, folder_of, stop_job, watch
+from groupwise.cli.launch_words import environment_of
+from groupwise.cli.log_text import LogWriter
+from groupwise.cli.output import say, write_json
+from groupwise.cli.printing import print_table
+
+if TYPE_CHECKING:
+    from groupwise.clouds.port import Backend, Status
+    from groupwise.launch.notes import Note
+
+
+def list_jobs(as_json: AsJson = False) -> None:
+    """Jobs that were launched from this machine, and how far they are."""
+    from groupwise.launch import notes
+
+    lines = asyncio.run(_looked_at(notes.every()))
+    if as_json:
+        write_json({"jobs": lines})
+        return
+    if not lines:
+        say("nothing was launched from this machine yet")
+        return
+    print_table(
+        [
+            ("job", "place", "state", "step", "seconds", "project"),
+            *(
+                (
+                    each["name"],
+                    each["place"],
+                    each["state"],
+                    "" if each["step"] is None else str(each["step"]),
+                    "" if each["seconds"] is None else f"{each['seconds']:.0f}",
+                    each["project"],
+                )
+                for each in lines
+            ),
+        ]
+    )
+
+
+async def _looked_at(found: list[Note]) -> list[dict[str, Any]]:
+    return list(await asyncio.gather(*(_line(each) for each in found)))
+
+
+async def _line(note: Note) -> dict[str, Any]:
+    """What does not answer is told as such, beside the others."""
+    from groupwise.clouds.port import CloudError, NotHere
+    from groupwise.launch.places import reach
+
+    backend = reach(note.place)
+    line: dict[str, Any] = {
+        "name": note.name,
+        "place": str(note.place),
+        "project": str(note.project),
+        "step": None,
+        "seconds": None,
+    }
+    try:
+        status = await backend.status(await find(backend, note.name))
+    except NotHere:
+        return {**line, "state": "gone"}
+    except CloudError as error:
+        return {**line, "state": "unknown", "problem": error.message}
+    finally:
+        await backend.close()
+    return {**line, **_of_status(status)}
+
+
+def _of_status(status: Status) -> dict[str, Any]:
+    ending = status.ending
+    state = status.phase if ending is None else ending.outcome
+    seconds = None if ending is None else ending.seconds
+    return {"state": str(state), "step": status.step, "seconds": seconds}
+
+
+def logs(
+    name: JobName,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until it has ended, then fetch.")
+    ] = False,
+    at: At = None,
+    to: To = None,
+) -> None:
+    """What it has written; with -f as it grows, and its exit code is that of this command."""
+    note = note_of(name, at)
+    if follow:
+        watch(note, to, as_json=False, stop=False)
+    log = LogWriter()
+    ask(note.place, lambda backend: _written(backend, name, log))
+    log.end()
+
+
+async def _written(backend: Backend, name: str, log: LogWriter) -> None:
+    from groupwise.launch.watching import PIECE
+
+    handle, offset = await find(backend, name), 0
+    while part := (await backend.log(handle, offset, PIECE)).data:
+        log.write(part)
+        offset += len(part)
+
+
+def fetch(name: JobName, at: At = None, to: To = None, as_json: AsJson = False) -> None:
+    """Bring its results here; while it runs, its checkpoints. Prints the folder."""
+    from groupwise.launch import results
+
+    note = note_of(name, at)
+    folder = folder_of(note, to)
+    results.prepare(folder)
+
+    async def fetched(backend: Backend) -> dict[str, Any]:
+        handle = await find(backend, name)
+        status = await backend.status(handle)
+        came = await backend.fetch(handle, folder)
+        return results.result(handle, str(note.place), status, came)
+
+    document = ask(note.place, fetched)
+    results.write(folder, document)
+    if as_json:
+        write_json(document)
+    else:
+        typer.echo(str(folder))
+
+
+def stop(name: JobName, at: At = None) -> None:
+    """Ask it to end: it saves what it can, and is ended a minute later at the latest."""
+    note = note_of(name, at)
+    ask(note.place, lambda backend: stop_job(backend, name))
+    say(f"{name} was asked to end; `groupwise launch fetch {name}` brings its results")
+
+
+def resume(
+    name: JobName,
+    env_file: EnvFile = None,
+    at: At = None,
+    to: To = None,
+    detach: Detach = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on from its newest checkpoint, after a failure, a stop or a lost machine.
+
+    The job is what it was. Values of its secrets are kept nowhere, so that --env-file is needed again where it had some.
+    """
+    from groupwise.hosts.files import BlobStore
+    from groupwise.launch import notes
+
+    note = note_of(name, at)
+    secrets = environment_of(tuple(env_file or ()))
+    store = BlobStore(cache_folder("launch") / "blobs")
+    handle = ask(note.place, lambda backend: backend.resume(name, secrets, store))
+    notes.write(note)
+    say(f"{name} goes on: attempt {handle.attempt}")
+    if detach:
+        return
+    say("Ctrl-C stops it and fetches what there is")
+    watch(note, to, as_json=as_json, stop=True)
+
+
+def remove(name: JobName, at: At = None) -> None:
+    """Remove a job that has ended from its place, with all that is still there of it."""
+    from groupwise.clouds.port import NotHere
+    from groupwise.launch import notes
+
+    note = note_of(name, at)
+
+    async def removed(backend: Backend) -> None:
+        await backend.cleanup(await find(backend, name))
+
+    try:
+        ask(note.place, removed)
+    except NotHere:
+        say(f"{name} was gone already")
+    notes.remove(name)

@@ -1,0 +1,67 @@
+"""Options that all places of `groupwise launch` have, and those of its jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Name = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Of the job: submitted again under the same name, it is the same job. Without it: one that says what and when.",
+    ),
+]
+Gpus = Annotated[
+    int,
+    typer.Option("--gpus", metavar="N", min=0, help="So many GPUs of the machine, for it alone."),
+]
+MaxHours = Annotated[
+    float, typer.Option("--max-hours", metavar="H", min=0.001, help="After which it is ended.")
+]
+MaxPrice = Annotated[
+    float | None,
+    typer.Option(
+        "--max-price", metavar="USD", min=0, help="An hour: a place that costs more is refused."
+    ),
+]
+EnvFile = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--env-file",
+        metavar="FILE",
+        help="Variables for the job, NAME=VALUE, that nobody else is to read.",
+    ),
+]
+Result = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--result",
+        metavar="PATH",
+        help="Fetch this file or folder of the project too; runs, outputs, generated are.",
+    ),
+]
+To = Annotated[
+    Path | None,
+    typer.Option("--to", metavar="DIR", help="For what comes back; without it: launches/NAME."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; do nothing.")]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Leave once it is placed; `launch logs -f` watches it.")
+]
+NoPreflight = Annotated[
+    bool, typer.Option("--no-preflight", help="Launch it without having tried it here.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Write the result as one JSON object; the log to stderr.")
+]
+JobName = Annotated[str, typer.Argument(metavar="NAME", help="Of the job.")]
+At = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLACE",
+        help="Where it is, local or ssh:USER@HOST:PORT, if it was launched from another machine.",
+    ),
+]

@@ -1,0 +1,107 @@
+"""Places of jobs, as words of the command line say them. A machine is trusted by its host key before anything else is said to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.cli.fleet_reach import Trust, Where
+    from groupwise.launch.notes import Note
+    from groupwise.launch.places import Place
+
+
+def note_of(name: str, at: str | None) -> Note:
+    """Where the job is."""
+    from groupwise.launch import notes
+    from groupwise.launch.places import LOCAL, Place
+
+    if at is None:
+        return notes.find(name)
+    kind, _, rest = at.partition(":")
+    if kind == LOCAL and not rest:
+        return notes.Note(name, Place(LOCAL), Path.cwd())
+    if kind == "ssh" and rest:
+        user, _, named = rest.rpartition("@")
+        host, colon, port = named.rpartition(":")
+        number = int(port) if colon and port.isdecimal() else None
+        address = host if number is not None else named
+        where = machine(address, user or None, number, None, trust_of(None, None), None)
+        return notes.Note(name, where, Path.cwd())
+    raise UsageError(f"--at {at}: a place is wanted, local or ssh:USER@HOST:PORT.")
+
+
+def trust_of(fingerprint: str | None, of_jump: str | None) -> Trust:
+    """By what host keys are trusted that no known_hosts has: these fingerprints, or the answer of who types."""
+    from groupwise.cli.fleet_reach import Trust
+
+    asks = sys.stdin.isatty() and sys.stderr.isatty()
+    return Trust(
+        fingerprint,
+        of_jump,
+        ask=(lambda question: typer.confirm(question, default=False, err=True)) if asks else None,
+    )
+
+
+def machine(
+    host: str,
+    user: str | None,
+    port: int | None,
+    key: str | None,
+    trust: Trust,
+    python: str | None,
+) -> Place:
+    """The machine that `ssh HOST` leads to, by its pinned key."""
+    from groupwise.cli.fleet_reach import Way
+    from groupwise.launch.places import SSH, Place
+
+    before, _, name = host.rpartition("@")
+    where = Way(None, port, user or before or None, key, name).of_new(trust)
+    agent = None if where.key is not None else _agent()
+    jump = where.jump
+    detail: dict[str, Any] = {
+        "host": where.host,
+        "user": where.user,
+        "port": where.port,
+        "key": where.key,
+        "host_key": _host_key(name, where, trust),
+        "agent": agent,
+        "python": python,
+    }
+    if jump is not None:
+        detail["jump"] = {
+            "host": jump["host"],
+            "user": jump["user"],
+            "port": jump["port"],
+            "key": jump["ssh_key_path"],
+            "host_key": jump["host_key"],
+        }
+    return Place(SSH, detail)
+
+
+def _agent() -> str | None:
+    return os.environ.get("SSH_AUTH_SOCK")
+
+
+def _host_key(name: str, where: Where, trust: Trust) -> str:
+    """The one that is known already, else the one that is trusted now. Raises UsageError."""
+    from groupwise.cli.fleet_reach import host_key_of
+    from groupwise.hosts.keys import known
+
+    if trust.fingerprint is None:
+        found = known(where.host, where.port) or known(name, where.port)
+        if found is not None:
+            return str(found)
+    seen = host_key_of(where, trust)
+    if seen.pinned is None:
+        raise UsageError(
+            f"{where.host} is not in your known_hosts, so that nothing more is said to it. Compare the fingerprint above with what the "
+            "machine says of itself (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and say it: --trust SHA256:…"
+        )
+    return seen.pinned

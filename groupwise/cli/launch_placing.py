@@ -1,0 +1,184 @@
+"""Placing a job: trying it here, packing the project, saying what will be done, doing it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from groupwise.cli.launch_watch import ask, watch
+from groupwise.cli.launch_words import Behind, environment_of, new_name
+from groupwise.cli.output import say, write_json
+from groupwise.cli.printing import print_pairs
+from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.clouds.port import Plan
+    from groupwise.fleet.machines.plans import Plan as EnvironmentPlan
+    from groupwise.launch.orders import Packed
+    from groupwise.launch.places import Place
+
+SHOWN = 5
+"""Files that stay here, of which each is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What all places are asked alike."""
+
+    behind: Behind
+    name: str | None
+    gpus: int
+    max_hours: float
+    max_price: float | None
+    env_files: tuple[Path, ...]
+    results: tuple[str, ...]
+    to: Path | None
+    dry_run: bool
+    detach: bool
+    preflight: bool
+    as_json: bool
+    environment: EnvironmentPlan | None = field(default=None)
+    """To be made there; None: it has one."""
+
+
+def launch(place: Place, asked: Asked) -> None:
+    """From the words to the result."""
+    from groupwise.cache import cache_folder
+    from groupwise.hosts.files import BlobStore
+    from groupwise.launch import notes, orders
+    from groupwise.launch.preflight import check_verb
+
+    if asked.behind.script is None:
+        check_verb(asked.behind.words)
+    project = Path.cwd()
+    secrets = environment_of(asked.env_files)
+    results = _tried(asked, project, secrets)
+    name = asked.name or new_name(asked.behind)
+    store = BlobStore(cache_folder("launch") / "blobs")
+    store.collect(())
+    packed = orders.pack(
+        orders.Wanted(
+            name,
+            project,
+            asked.behind.command,
+            asked.gpus,
+            asked.max_hours,
+            secrets,
+            asked.environment,
+            (*asked.results, *results),
+        ),
+        store,
+    )
+    _expect_script(asked.behind, packed)
+    _tell_of_project(packed)
+    plan = ask(place, lambda backend: backend.plan(packed.order))
+    _refuse_price(plan, asked.max_price)
+    if asked.dry_run:
+        _show_plan(plan, packed, asked)
+        return
+    handle = ask(place, lambda backend: backend.submit(packed.order, store))
+    note = notes.Note(name, place, project)
+    notes.write(note)
+    say(f"{name} is placed on {plan.where}")
+    if asked.detach:
+        say(
+            f"`groupwise launch logs -f {name}` watches it, `groupwise launch fetch {name}` brings its results"
+        )
+        if asked.as_json:
+            write_json({"name": name, "place": str(place), "attempt": handle.attempt})
+        else:
+            typer.echo(name)
+        return
+    say("Ctrl-C stops it and fetches what there is")
+    watch(note, asked.to, as_json=asked.as_json, stop=True)
+
+
+def _tried(asked: Asked, project: Path, secrets: Mapping[str, str]) -> tuple[str, ...]:
+    """Where the command writes; UsageError where it would fail."""
+    from groupwise.launch.preflight import results_of, try_verb
+
+    if asked.behind.script is not None:
+        return ()
+    if not asked.preflight:
+        return results_of(asked.behind.words)
+    tried = try_verb(asked.behind.words, project, secrets)
+    if tried.summary:
+        say(f"tried here: {tried.summary}")
+    return tried.results
+
+
+def _expect_script(behind: Behind, packed: Packed) -> None:
+    """A script that does not travel would be missed only there."""
+    script = behind.script
+    if script is None or Path(script).as_posix() in packed.bundle.files:
+        return
+    path = Path(script)
+    if path.is_absolute():
+        why = "it is named by its absolute path, and the job has a copy of the project: name it relative to the folder"
+    elif not path.is_file():
+        why = "there is no such file"
+    else:
+        why = packed.bundle.left_out.get(path.as_posix(), "git ignores it")
+    raise UsageError(f"--script {script} does not travel with the project: {why}.")
+
+
+def _tell_of_project(packed: Packed) -> None:
+    from groupwise.display.quantities import byte_size
+
+    bundle = packed.bundle
+    say(f"{len(bundle.files)} files of {bundle.root} travel, {byte_size(bundle.size)}")
+    for path, why in [*bundle.left_out.items()][:SHOWN]:
+        say(f"  {path} stays here: {why}")
+    if len(bundle.left_out) > SHOWN:
+        say(f"  and {len(bundle.left_out) - SHOWN} more")
+    for path in bundle.suspects[:SHOWN]:
+        say(f"  warning: {path} has a line that looks like a credential, and travels")
+
+
+def _refuse_price(plan: Plan, most: float | None) -> None:
+    price = plan.price_per_hour
+    if most is not None and price is not None and price > most:
+        raise UsageError(
+            f"{plan.where} costs ${price:.2f} an hour, and --max-price is ${most:.2f}."
+        )
+
+
+def _show_plan(plan: Plan, packed: Packed, asked: Asked) -> None:
+    """What would be done, for people or programs."""
+    price = "nothing" if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
+    hours = asked.max_hours
+    most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * hours:.2f}"
+    if asked.as_json:
+        write_json(
+            {
+                "name": packed.order.name,
+                "where": plan.where,
+                "steps": list(plan.steps),
+                "command": list(plan.command),
+                "launcher": None if asked.behind.script is None else asked.behind.script,
+                "arguments": list(asked.behind.words),
+                "secrets": sorted(packed.order.secrets),
+                "results": list(packed.order.spec.artefacts),
+                "max_hours": hours,
+                "price_per_hour": plan.price_per_hour,
+            }
+        )
+        return
+    lines = [
+        ("job", packed.order.name),
+        ("where", plan.where),
+        *(("then" if n else "first", step) for n, step in enumerate(plan.steps)),
+        ("command", shlex.join(plan.command)),
+        *([("script", str(asked.behind.script))] if asked.behind.script else []),
+        ("arguments", shlex.join(asked.behind.words) or "none"),
+        ("secrets", ", ".join(sorted(packed.order.secrets)) or "none"),
+        ("results", ", ".join(packed.order.spec.artefacts)),
+        ("ends", f"after {hours:g} h at the latest"),
+        ("costs", f"{price}{most}"),
+    ]
+    print_pairs(lines)

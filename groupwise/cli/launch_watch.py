@@ -1,0 +1,128 @@
+"""Asking places of jobs, and watching a job until its results are here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from groupwise.cli.log_text import LogWriter
+from groupwise.cli.output import say, write_json
+
+if TYPE_CHECKING:
+    from groupwise.clouds.port import Backend, Handle
+    from groupwise.launch.notes import Note
+    from groupwise.launch.places import Place
+    from groupwise.launch.watching import Watch
+
+CANCELLED_CODE = 130
+"""What shells say of a program that was interrupted."""
+STOP_GRACE = 60.0
+Answer = TypeVar("Answer")
+
+
+def ask(place: Place, question: Callable[[Backend], Awaitable[Answer]]) -> Answer:
+    """One question to a place."""
+    from groupwise.launch.places import reach
+
+    async def asked() -> Answer:
+        backend = reach(place)
+        try:
+            return await question(backend)
+        finally:
+            await backend.close()
+
+    return asyncio.run(asked())
+
+
+async def find(backend: Backend, name: str) -> Handle:
+    """Its newest attempt. Raises NotHere."""
+    handle = await backend.find(name)
+    if handle is None:
+        from groupwise.clouds.port import NotHere
+
+        raise NotHere(
+            f"there is no job called {name} any more where it was; `groupwise launch list` shows those that there are."
+        )
+    return handle
+
+
+def watch(note: Note, to: Path | None, *, as_json: bool, stop: bool) -> None:
+    """Until it has ended; then its exit code is that of this command. `stop`: Ctrl-C ends it."""
+    from groupwise.launch.watching import Watch
+
+    folder, log = folder_of(note, to), LogWriter(err=as_json)
+    watching = Watch(folder, log.write, say)
+    try:
+        document = asyncio.run(_watched(watching, note, folder))
+    except KeyboardInterrupt:
+        if not stop:
+            say(f"{note.name} goes on without being watched")
+            raise
+        say(f"stopping {note.name}; Ctrl-C once more leaves it to itself")
+        ask(note.place, lambda backend: stop_job(backend, note.name))
+        document = asyncio.run(_watched(watching, note, folder))
+    finally:
+        log.end()
+    _end(note, folder, document, as_json=as_json)
+
+
+async def stop_job(backend: Backend, name: str) -> None:
+    """Ask it to end, and end it after a while."""
+    await backend.cancel(await find(backend, name), STOP_GRACE)
+
+
+async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
+    """Its result, written beside what it left."""
+    from groupwise.launch import results
+    from groupwise.launch.places import reach
+
+    results.prepare(folder)
+    backend = reach(note.place)
+    try:
+        handle = await find(backend, note.name)
+        status, fetched = await watching.until_ended(backend, handle)
+    finally:
+        await backend.close()
+    document = results.result(handle, str(note.place), status, fetched)
+    results.write(folder, document)
+    return document
+
+
+def folder_of(note: Note, to: Path | None) -> Path:
+    """Where its results go: `to`, else a folder of the project that it was launched from."""
+    from groupwise.launch.results import FOLDER
+
+    return note.project / FOLDER / note.name if to is None else to.expanduser()
+
+
+def _end(note: Note, folder: Path, document: Mapping[str, Any], *, as_json: bool) -> None:
+    """Tell it, and leave with its exit code."""
+    if as_json:
+        write_json(document)
+    seconds = document["seconds"]
+    after = "" if seconds is None else f" after {seconds:.0f} s"
+    say(f"{note.name} {document['state']}{after}: {document['reason']}")
+    say(f"{len(document['files'])} files came back to {folder}")
+    for run in document["runs"]:
+        say(f"  the run {run['run']}: {folder / run['folder']}")
+    for path, why in document["left_out"].items():
+        say(f"  {path} did not: {why}")
+    raise typer.Exit(_exit_code(document))
+
+
+def _exit_code(document: Mapping[str, Any]) -> int:
+    """That of the command, as a shell has it."""
+    from groupwise.clouds.port import Outcome
+
+    if document["state"] == Outcome.SUCCEEDED:
+        return 0
+    if document["state"] == Outcome.CANCELLED:
+        return CANCELLED_CODE
+    code = document["exit_code"]
+    if not code:
+        return 1
+    return 128 - code if code < 0 else min(code, 255)

@@ -1,0 +1,47 @@
+"""Writing the log of a job, whose bytes a stranger chose."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from typing import BinaryIO, TextIO, cast
+
+from groupwise.display.text import clean
+
+
+class LogWriter:
+    """Bytes as they are where a program reads them; in a terminal text, without what could command it.
+
+    A piece may end within a letter, whose rest comes with the next one.
+    """
+
+    def __init__(self, *, err: bool = False) -> None:
+        """`err`: to standard error, where standard output is for a document."""
+        self._err = err
+        self._letters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes, *, last: bool = False) -> None:
+        """`last`: nothing more comes of the letter that is under way."""
+        stream = sys.stderr if self._err else sys.stdout
+        if is_terminal(stream):
+            _show(self._letters.decode(data, last), stream)
+        else:
+            stream.flush()
+            cast("BinaryIO", stream.buffer).write(data)
+        stream.flush()
+
+    def end(self) -> None:
+        """Nothing more comes of this log: a letter without its rest is shown as such. What is written next is another log."""
+        self.write(b"", last=True)
+        self._letters.reset()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person reads it."""
+    return stream.isatty()
+
+
+def _show(text: str, stream: TextIO) -> None:
+    encoding = stream.encoding or "utf-8"
+    shown = clean(text.replace("\r", "\n"))
+    stream.write(shown.encode(encoding, "replace").decode(encoding))

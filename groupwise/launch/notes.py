@@ -1,0 +1,80 @@
+"""What this machine knows of the jobs that were launched from it: where each is, and where its results go.
+
+A note is no more than a shorthand: whoever says where a job is (`--at`) finds it without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import UsageError
+from groupwise.launch.places import Place
+from groupwise.runs import durable
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Of one job."""
+
+    name: str
+    place: Place
+    project: Path
+    """The folder that it was launched from."""
+
+
+def folder() -> Path:
+    """`$XDG_STATE_HOME/groupwise/launches`, by default below `~/.local/state` (XDG Base Directory Specification)."""
+    root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(root) / "groupwise" / "launches"
+
+
+def write(note: Note) -> None:
+    """Durable; a note of the same name is replaced."""
+    document = {
+        "format": 1,
+        "name": note.name,
+        "place": note.place.document(),
+        "project": str(note.project),
+    }
+    folder().mkdir(parents=True, exist_ok=True)
+    durable.write_json(_file(note.name), document)
+
+
+def every() -> list[Note]:
+    """All that can be read, by name."""
+    found = [_read(path) for path in sorted(folder().glob("*.json"))]
+    return [each for each in found if each is not None]
+
+
+def find(name: str) -> Note:
+    """The note of this job. Raises UsageError that says what there is."""
+    found = _read(_file(name))
+    if found is None:
+        there = ", ".join(each.name for each in every()) or "none"
+        raise UsageError(
+            f"{name}: no job of this name was launched from this machine; there are: {there}. Of one that was launched elsewhere say where "
+            "it is: --at ssh:USER@HOST."
+        )
+    return found
+
+
+def remove(name: str) -> None:
+    """It is not there afterwards."""
+    _file(name).unlink(missing_ok=True)
+
+
+def _file(name: str) -> Path:
+    return folder() / f"{Path(name).name}.json"
+
+
+def _read(path: Path) -> Note | None:
+    try:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        place = Place.from_document(document["place"])
+        return Note(document["name"], place, Path(document["project"]))
+    except (OSError, ValueError, KeyError, TypeError, UsageError):
+        return None

@@ -1,0 +1,97 @@
+"""From a project and a command to an order: files by their hashes, the environment, what is fetched, and what nobody is to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from groupwise.clouds.machine import ROOT
+from groupwise.clouds.port import Order
+from groupwise.errors import UsageError
+from groupwise.fleet.machines.plans import Plan, sent_files
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.spec import FileEntry, JobSpec, Limits
+from groupwise.launch.bundle import Bundle, bundle
+
+OWN = ".groupwise"
+"""The folder of the working folder that holds what makes the environment."""
+ENVIRONMENTS = f"~/{ROOT}/environments"
+"""Where these are on a machine."""
+BEGIN = ("python3", "-I", f"{OWN}/begin.py")
+RESULTS = ("runs", "outputs", "generated")
+"""What is fetched whatever a command says: where runs lie, where scripts of jobs write, and where `generate` does."""
+GRACE_SECONDS = 60.0
+"""Between TERM and KILL: long enough for the checkpoint of the step that is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A job as somebody asks for it."""
+
+    name: str
+    project: Path
+    command: tuple[str, ...]
+    """A program of the environment with its arguments; the working folder is the project's copy."""
+    gpus: int = 0
+    hours: float = 24.0
+    """After which it is ended."""
+    secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    """Environment variables whose values nobody else is to read."""
+    environment: Plan | None = None
+    """What is to be installed there; None: the place has an environment already."""
+    results: tuple[str, ...] = ()
+    """Paths of the working folder that are fetched too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An order whose files are in a store."""
+
+    order: Order
+    bundle: Bundle
+    """What travels of the project."""
+
+
+def pack(wanted: Wanted, store: BlobStore) -> Packed:
+    """The order. Raises UsageError for a project that cannot travel, and for what cannot be fetched."""
+    project = bundle(wanted.project, wanted.secrets)
+    _refuse_own(project)
+    results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
+    files = dict(store.put_files(project.files))
+    if wanted.environment is not None:
+        files |= _of_environment(wanted.environment, store)
+    spec = JobSpec(
+        arguments=wanted.command if wanted.environment is None else (*BEGIN, *wanted.command),
+        files=files,
+        secrets=tuple(sorted(wanted.secrets)),
+        artefacts=results,
+        checkpoints=results,
+        limits=Limits(time_seconds=wanted.hours * 3600, grace_seconds=GRACE_SECONDS),
+    )
+    return Packed(Order(wanted.name, spec, wanted.gpus, wanted.secrets), project)
+
+
+def _of_environment(plan: Plan, store: BlobStore) -> dict[str, FileEntry]:
+    begin = Path(__file__).with_name("begin.py")
+    found = {"begin.py": store.put_file(begin), **sent_files(plan, ENVIRONMENTS, store)}
+    return {f"{OWN}/{name}": entry for name, entry in found.items()}
+
+
+def _refuse_own(project: Bundle) -> None:
+    if any(PurePosixPath(path).parts[0] == OWN for path in project.files):
+        raise UsageError(
+            f"{project.root / OWN} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
+            "or name it in .gitignore."
+        )
+
+
+def _inside(path: str) -> str:
+    """Of the working folder, since nothing else is fetched."""
+    place = PurePosixPath(path)
+    if place.is_absolute() or ".." in place.parts or not place.parts:
+        raise UsageError(
+            f"{path} is outside of the project: what a job leaves there does not come back. Give a path relative to the project's folder; "
+            "for a run that is the key run.dir, which may be set behind the verb: run.dir=runs."
+        )
+    return place.as_posix()

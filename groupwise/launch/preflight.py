@@ -1,0 +1,98 @@
+"""Trying a command here before a machine is taken: its own `--dry-run`, in a process of its own, so that a wrong key, a task that cannot be
+imported or an unknown model is told at once and costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import UsageError
+
+VERBS = ("rl", "sft", "eval", "generate")
+"""Commands of groupwise that may be launched."""
+OUTPUT = "--output"
+"""The option of `eval` and `generate` that says where they write."""
+TRIED = 600.0
+"""Seconds: a data set may have to be downloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a command said of itself."""
+
+    results: tuple[str, ...]
+    """Where it writes, relative to the project or absolute."""
+    summary: str
+    """For people; empty: it was not tried."""
+
+
+def check_verb(words: Sequence[str]) -> None:
+    """Raises UsageError where the words are no command of groupwise that may be launched."""
+    if not words or words[0] not in VERBS:
+        given = f"`{words[0]}` is none" if words else "there is nothing"
+        raise UsageError(
+            f"behind `--` a command of groupwise is wanted, {', '.join(VERBS)}: {given}. Any other program is launched as a script of the "
+            "project: --script PATH."
+        )
+
+
+def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
+    """Have the command say what it would do. Raises UsageError with its own words where it would fail."""
+    verb, *rest = words
+    if verb == "eval" and "--suite" not in rest:
+        return Tried(_output_of(rest), "")
+    command = [sys.executable, "-m", "groupwise", verb, "--dry-run", *rest]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=project,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TRIED,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"`groupwise {shlex.join(words)}` did not say what it would do within {TRIED:.0f} s. --no-preflight launches it untried."
+        ) from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+        raise UsageError(
+            f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. --no-preflight launches it untried, as for "
+            f"data or packages that only the other machine has. It said:\n{said}"
+        )
+    return _told(verb, rest, done.stdout)
+
+
+def results_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Where an untried command writes, as far as its words say."""
+    folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
+    return (*folders, *_output_of(words))
+
+
+def _told(verb: str, rest: Sequence[str], said: bytes) -> Tried:
+    if verb not in ("rl", "sft"):
+        return Tried(_output_of(rest), f"`groupwise {verb}` was tried with --dry-run")
+    document: dict[str, Any] = json.loads(said)
+    plan = document["plan"]
+    steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
+    return Tried((document["config"]["run"]["dir"],), f"{plan['task']}{steps}")
+
+
+def _output_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Where that option says; a dataset of the hub is no path."""
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    found = [
+        each.removeprefix(f"{OUTPUT}=") if each != OUTPUT else following
+        for each, following in pairs
+        if each == OUTPUT or each.startswith(f"{OUTPUT}=")
+    ]
+    return tuple(each for each in found if each and not each.startswith("hub:"))

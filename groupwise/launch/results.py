@@ -1,0 +1,62 @@
+"""What became of a job, as one document for people and programs: `launch.json`, beside the files that came back."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from groupwise.clouds.port import Fetched, Handle, Status
+from groupwise.runs import durable
+from groupwise.runs.folder import RECORD, read_summary
+
+RESULT = "launch.json"
+FOLDER = "launches"
+"""In the project: a folder for each job."""
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder of a job's results, where git does not look for files of the project."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ignore = folder.parent / ".gitignore"
+    if folder.parent.name == FOLDER and not ignore.exists():
+        ignore.write_text("*\n", "utf-8")
+
+
+def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict[str, Any]:
+    """The document. Costs are there where machines are paid for."""
+    ending = status.ending
+    runs = [_run(fetched.folder, path) for path in fetched.files if _is_record(path)]
+    return {
+        "format": 1,
+        "name": handle.name,
+        "place": place,
+        "attempt": handle.attempt,
+        "state": status.phase if ending is None else ending.outcome,
+        "reason": None if ending is None else ending.reason,
+        "failure": None if ending is None else ending.failure,
+        "exit_code": None if ending is None else ending.code,
+        "seconds": None if ending is None else ending.seconds,
+        "cost": None,
+        "runs": runs,
+        "files": list(fetched.files),
+        "left_out": dict(fetched.left_out),
+    }
+
+
+def write(folder: Path, document: dict[str, Any]) -> Path:
+    """Durable, in place of that of before."""
+    path = folder / RESULT
+    durable.write_json(path, document)
+    return path
+
+
+def _is_record(path: str) -> bool:
+    """Of a run, not the copy in one of its checkpoints."""
+    return PurePosixPath(path).name == RECORD and "checkpoints" not in PurePosixPath(path).parts
+
+
+def _run(folder: Path, record: str) -> dict[str, Any]:
+    """Its name and, once it has ended by itself, what its summary says: state, steps, metrics, where it is on the hub."""
+    run = PurePosixPath(record).parent
+    summary = read_summary(folder / run)
+    return {"run": run.name, "folder": run.as_posix(), "summary": summary}
