@@ -151,12 +151,12 @@ def resume(
 
     The job is what it was. Values of its secrets are kept nowhere, so that --env-file is needed again where it had some.
     """
-    from groupwise.hosts.files import BlobStore
     from groupwise.launch import notes
+    from groupwise.launch.orders import files_here
 
     note = note_of(name, at)
     secrets = environment_of(tuple(env_file or ()))
-    store = BlobStore(cache_folder("launch") / "blobs")
+    store = files_here()
     handle = ask(note.place, lambda backend: backend.resume(name, secrets, store))
     notes.write(note)
     say(f"{name} goes on: attempt {handle.attempt}")

@@ -48,8 +48,6 @@ class Asked:
 
 def launch(place: Place, asked: Asked) -> None:
     """From the words to the result."""
-    from groupwise.cache import cache_folder
-    from groupwise.hosts.files import BlobStore
     from groupwise.launch import notes, orders
     from groupwise.launch.preflight import check_verb
 
@@ -59,8 +57,7 @@ def launch(place: Place, asked: Asked) -> None:
     secrets = environment_of(asked.env_files)
     results = _tried(asked, project, secrets)
     name = asked.name or new_name(asked.behind)
-    store = BlobStore(cache_folder("launch") / "blobs")
-    store.collect(())
+    store = orders.files_here()
     packed = orders.pack(
         orders.Wanted(
             name,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from groupwise.cache import cache_folder
 from groupwise.clouds.machine import ROOT
 from groupwise.clouds.port import Order
 from groupwise.errors import UsageError
@@ -23,6 +24,13 @@ RESULTS = ("runs", "outputs", "generated")
 """What is fetched whatever a command says: where runs lie, where scripts of jobs write, and where `generate` does."""
 GRACE_SECONDS = 60.0
 """Between TERM and KILL: long enough for the checkpoint of the step that is under way."""
+
+
+def files_here() -> BlobStore:
+    """The files on their way, by their hashes; those that nobody asked for since yesterday are removed."""
+    store = BlobStore(cache_folder("launch") / "blobs")
+    store.collect(())
+    return store
 
 
 @dataclass(frozen=True, slots=True)
