@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class LaunchCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own, ctx.meta[BEHIND] = split(args)
+        if ctx.meta[BEHIND] is None:
+            _expect_no_verb(ctx.command_path, own)
         return super().parse_args(ctx, own)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -61,6 +64,18 @@ def split(args: Sequence[str]) -> tuple[list[str], Behind | None]:
                 raise UsageError(f"{SCRIPT} wants the path of a Python file of the project.")
             return [*args[:n]], Behind(path, tuple(rest[1:] if rest[:1] == ["--"] else rest))
     return [*args], None
+
+
+def _expect_no_verb(command: str, words: Sequence[str]) -> None:
+    """Its options would be taken for the launcher's. Raises UsageError."""
+    from groupwise.launch.preflight import VERBS
+
+    verb = next((n for n, word in enumerate(words) if word in VERBS), None)
+    if verb is not None:
+        shown = f"{command} " + shlex.join([*words[:verb], "--", *words[verb:]])
+        raise UsageError(
+            f"what is to be run stands behind `--`, and the launcher's own options before it: {shown}"
+        )
 
 
 def behind(ctx: typer.Context) -> Behind:
