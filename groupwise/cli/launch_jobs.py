@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.launch_options import AsJson, At, Detach, EnvFile, JobName, To
+from groupwise.cli.launch_options import AsJson, At, Detach, EnvFile, JobName, KeyOfPlace, To
 from groupwise.cli.launch_places import note_of
 from groupwise.cli.launch_watch import ask, find, folder_of, stop_job, watch
 from groupwise.cli.launch_words import environment_of
 from groupwise.cli.log_text import LogWriter
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_table
+from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.clouds.port import Backend, Status
@@ -90,10 +91,13 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until it has ended, then fetch.")
     ] = False,
     at: At = None,
+    key: KeyOfPlace = None,
     to: To = None,
 ) -> None:
     """What it has written; with -f as it grows, and its exit code is that of this command."""
-    note = note_of(name, at)
+    if to is not None and not follow:
+        raise UsageError("--to is for -f, which brings the results; `launch fetch` does so too.")
+    note = note_of(name, at, key)
     if follow:
         watch(note, to, as_json=False, stop=False)
     log = LogWriter()
@@ -110,11 +114,13 @@ async def _written(backend: Backend, name: str, log: LogWriter) -> None:
         offset += len(part)
 
 
-def fetch(name: JobName, at: At = None, to: To = None, as_json: AsJson = False) -> None:
+def fetch(
+    name: JobName, at: At = None, key: KeyOfPlace = None, to: To = None, as_json: AsJson = False
+) -> None:
     """Bring its results here; while it runs, its checkpoints. Prints the folder."""
     from groupwise.launch import results
 
-    note = note_of(name, at)
+    note = note_of(name, at, key)
     folder = folder_of(note, to)
     results.prepare(folder)
 
@@ -132,9 +138,9 @@ def fetch(name: JobName, at: At = None, to: To = None, as_json: AsJson = False) 
         typer.echo(str(folder))
 
 
-def stop(name: JobName, at: At = None) -> None:
+def stop(name: JobName, at: At = None, key: KeyOfPlace = None) -> None:
     """Ask it to end: it saves what it can, and is ended a minute later at the latest."""
-    note = note_of(name, at)
+    note = note_of(name, at, key)
     ask(note.place, lambda backend: stop_job(backend, name))
     say(f"{name} was asked to end; `groupwise launch fetch {name}` brings its results")
 
@@ -143,6 +149,7 @@ def resume(
     name: JobName,
     env_file: EnvFile = None,
     at: At = None,
+    key: KeyOfPlace = None,
     to: To = None,
     detach: Detach = False,
     as_json: AsJson = False,
@@ -154,7 +161,7 @@ def resume(
     from groupwise.launch import notes
     from groupwise.launch.orders import files_here
 
-    note = note_of(name, at)
+    note = note_of(name, at, key)
     secrets = environment_of(tuple(env_file or ()))
     store = files_here()
     handle = ask(note.place, lambda backend: backend.resume(name, secrets, store))
@@ -166,12 +173,12 @@ def resume(
     watch(note, to, as_json=as_json, stop=True)
 
 
-def remove(name: JobName, at: At = None) -> None:
+def remove(name: JobName, at: At = None, key: KeyOfPlace = None) -> None:
     """Remove a job that has ended from its place, with all that is still there of it."""
     from groupwise.clouds.port import NotHere
     from groupwise.launch import notes
 
-    note = note_of(name, at)
+    note = note_of(name, at, key)
 
     async def removed(backend: Backend) -> None:
         await backend.cleanup(await find(backend, name))

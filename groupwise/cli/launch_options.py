@@ -58,6 +58,10 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Write the result as one JSON object; the log to stderr.")
 ]
 JobName = Annotated[str, typer.Argument(metavar="NAME", help="Of the job.")]
+KeyOfPlace = Annotated[
+    str | None,
+    typer.Option("--key", metavar="FILE", help="With --at: the private key, on this machine."),
+]
 At = Annotated[
     str | None,
     typer.Option(

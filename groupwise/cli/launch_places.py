@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
     from groupwise.launch.places import Place
 
 
-def note_of(name: str, at: str | None) -> Note:
+def note_of(name: str, at: str | None, key: str | None = None) -> Note:
     """Where the job is."""
     from groupwise.launch import notes
     from groupwise.launch.places import LOCAL, Place
 
     if at is None:
+        if key is not None:
+            raise UsageError("--key is for --at: of a job that was launched here it is known.")
         return notes.find(name)
     kind, _, rest = at.partition(":")
     if kind == LOCAL and not rest:
@@ -32,7 +35,7 @@ def note_of(name: str, at: str | None) -> Note:
         host, colon, port = named.rpartition(":")
         number = int(port) if colon and port.isdecimal() else None
         address = host if number is not None else named
-        where = machine(address, user or None, number, None, trust_of(None, None), None)
+        where = machine(address, user or None, number, key, trust_of(None, None), None)
         return notes.Note(name, where, Path.cwd())
     raise UsageError(f"--at {at}: a place is wanted, local or ssh:USER@HOST:PORT.")
 
@@ -58,6 +61,8 @@ def machine(
     python: str | None,
 ) -> Place:
     """The machine that `ssh HOST` leads to, by its pinned key."""
+    if find_spec("asyncssh") is None:
+        raise UsageError("Other machines are reached by asyncssh: pip install 'groupwise[launch]'.")
     from groupwise.cli.fleet_reach import Way
     from groupwise.launch.places import SSH, Place
 

@@ -100,8 +100,14 @@ def new_name(behind: Behind, now: float | None = None) -> str:
 
 def environment_of(files: Sequence[Path]) -> dict[str, str]:
     """Variables of `.env` files, a later one over an earlier one. Nothing in them is looked up in this process's environment."""
-    from dotenv import dotenv_values
-
+    if not files:
+        return {}
+    try:
+        from dotenv import dotenv_values
+    except ImportError:
+        raise UsageError(
+            "--env-file is read by python-dotenv: pip install 'groupwise[launch]'."
+        ) from None
     found: dict[str, str] = {}
     for path in files:
         found |= _read(path, dotenv_values)
