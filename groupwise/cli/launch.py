@@ -19,6 +19,7 @@ from groupwise.cli.launch_options import (
     Name,
     NoPreflight,
     Result,
+    Script,
     To,
 )
 from groupwise.cli.launch_places import machine, trust_of
@@ -32,6 +33,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 @app.command("local", cls=LaunchCommand)
 def local(
     ctx: typer.Context,
+    script: Script = None,
     name: Name = None,
     gpus: Gpus = 0,
     max_hours: MaxHours = 24.0,
@@ -53,7 +55,7 @@ def local(
     from groupwise.launch.places import LOCAL, Place
 
     asked = Asked(
-        behind(ctx),
+        behind(ctx, script),
         name,
         gpus,
         max_hours,
@@ -121,6 +123,7 @@ def ssh(
         str | None,
         typer.Option("--index-url", metavar="URL", help="Where pip looks there, in place of PyPI."),
     ] = None,
+    script: Script = None,
     name: Name = None,
     gpus: Gpus = 0,
     max_hours: MaxHours = 24.0,
@@ -140,7 +143,7 @@ def ssh(
     from groupwise.fleet.machines.plans import Asked as Environment
     from groupwise.fleet.machines.plans import plan_of
 
-    what = behind(ctx)
+    what = behind(ctx, script)
     made = extra or also or lock or wheelhouse or index_url
     if python is not None and made:
         raise UsageError(

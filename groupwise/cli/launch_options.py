@@ -7,6 +7,14 @@ from typing import Annotated
 
 import typer
 
+Script = Annotated[
+    str | None,
+    typer.Option(
+        "--script",
+        metavar="PATH",
+        help="In place of a command: this Python file of the project; all that stands behind the path is its own.",
+    ),
+]
 Name = Annotated[
     str | None,
     typer.Option(

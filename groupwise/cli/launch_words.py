@@ -41,13 +41,16 @@ class LaunchCommand(TyperCommand):
     """A command whose line ends with `-- VERB ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own, ctx.meta[BEHIND] = split(args)
-        if ctx.meta[BEHIND] is None:
+        own, found = split(args)
+        if found is None:
             _expect_no_verb(ctx.command_path, own)
+        elif found.script is not None:
+            own = [*own, SCRIPT, found.script]
+        ctx.meta[BEHIND] = found
         return super().parse_args(ctx, own)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "(-- VERB ... | --script PATH ...)"]
+        return [*super().collect_usage_pieces(ctx), f"(-- VERB ... | {SCRIPT} PATH ...)"]
 
 
 def split(args: Sequence[str]) -> tuple[list[str], Behind | None]:
@@ -78,9 +81,10 @@ def _expect_no_verb(command: str, words: Sequence[str]) -> None:
         )
 
 
-def behind(ctx: typer.Context) -> Behind:
-    """What is to be run. Raises UsageError where nothing is."""
+def behind(ctx: typer.Context, script: str | None) -> Behind:
+    """What is to be run; `script` as its option has it. Raises UsageError where nothing is."""
     found: Behind | None = ctx.meta.get(BEHIND)
+    assert found is None or found.script == script, "the line was split there"
     if found is None:
         raise UsageError(
             f"there is nothing to run. Put a command of groupwise behind `--`, as `{ctx.command_path} -- rl --config C.yaml --task-module "

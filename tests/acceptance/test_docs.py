@@ -49,6 +49,7 @@ from groupwise.fleet.settings import FleetSettings
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store import events as fleet_events
 from groupwise.fleet.verbs import status as fleet_status
+from groupwise.hosts.keys import parse
 from groupwise.http.declared import Route
 from groupwise.http.prometheus import Requests
 from groupwise.loops.metrics import TOKEN_MEANS
@@ -66,7 +67,7 @@ from groupwise.suites.lighteval import PROGRAM_VARIABLE
 from groupwise.wire.parts import AnyVerb
 from groupwise.wire.problems import KINDS
 from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
-from tests import fleet_pages
+from tests import fleet_pages, ssh_hosts
 from tests.fleet_pages import Follower
 from tests.integration.server.running import Server
 from tests.serving import Service, serve, tiny
@@ -87,6 +88,8 @@ SERVED = ("serve.md", "deploy-server.md", "openai-clients.md", "train-elsewhere.
 """Pages that are followed from top to bottom, beside the server that they begin."""
 FLEET = ("fleet.md", "fleet-machines.md", "fleet-operations.md")
 """Pages that are followed from top to bottom, beside the fleet that they begin."""
+OVER_SSH = ("launch.md",)
+"""Pages with commands that need an SSH server."""
 RUN_ELSEWHERE = ("tinker.md",)
 """Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"
@@ -239,7 +242,12 @@ Run = Callable[[list[str]], None]
 
 
 @pytest.fixture
-def run(place: Path, beside: Beside, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(
+    place: Path,
+    beside: Beside,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Run:
     def run_one(words: list[str]) -> None:
         if serves(words):
             beside.begin(words[2:])
@@ -250,6 +258,10 @@ def run(place: Path, beside: Beside, capfd: pytest.CaptureFixture[str]) -> Run:
         if words[0] == "groupwise-train-grpo":
             adapted = with_the_tiny_model([*words[1:], f"--max_steps={STEPS}"])
             assert train_grpo(adapted) == 0, shlex.join(words)
+            return
+        if words[:2] == ["groupwise", "launch"]:
+            monkeypatch.setenv("HOME", str(place / "home"))
+            assert launched(words[1:]) == 0, f"{shlex.join(words)}\n{capfd.readouterr().err}"
             return
         here = os.environ.get("GROUPWISE_URL", SERVER)
         words = [word.replace(SERVER, here) for word in words]
@@ -287,6 +299,24 @@ def within_seconds(words: list[str]) -> list[str]:
         if not word.startswith("training.max_steps=")
     ]
     return [*replaced, f"training.max_steps={steps}"] if words[0] in ("rl", "sft") else replaced
+
+
+def launched(words: list[str]) -> int:
+    """The exit code of `groupwise launch`, its command within seconds too; a machine is one of the tests, with a GPU that stands in."""
+    there = words.index("--") + 1 if "--" in words else len(words)
+    own, behind = words[:there], words[there:]
+    adapted = within_seconds(behind) if behind else []
+    if words[1] != "ssh":
+        return main([*own, *adapted])
+    with ssh_hosts.loopback_hosts() as [machine]:
+        machine.gpus(1)
+        row = machine.vm_row()
+        place = own.index("--host") + 1
+        fingerprint = parse(row["host_key"]).fingerprint
+        way = {"--port": row["port"], "--user": row["user"], "--key": row["ssh_key_path"]}
+        more = {**way, "--trust": fingerprint, "--python": sys.executable}
+        found = [str(word) for option in more.items() for word in option]
+        return main([*own[:place], row["ip_address"], *found, *own[place + 1 :], *adapted])
 
 
 def with_the_tiny_model(words: list[str]) -> list[str]:
@@ -372,7 +402,12 @@ def begins_a_server(page: Path) -> bool:
     "page",
     [
         pytest.param(
-            page, id=name(page), marks=[pytest.mark.server] if begins_a_server(page) else []
+            page,
+            id=name(page),
+            marks=[
+                *([pytest.mark.server] if begins_a_server(page) else []),
+                *([pytest.mark.fleet] if page.name in OVER_SSH else []),
+            ],
         )
         for page in ALONE
         if commands(page)
