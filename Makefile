@@ -8,7 +8,7 @@ READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart test test-server test-fleet test-notebook test-tunix check fix bench soak gpu clean
+.PHONY: help setup quickstart test test-server test-fleet test-launch test-notebook test-tunix check fix bench soak gpu clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -16,12 +16,14 @@ setup: ## make .venv with all that training, tests and checks need
 	$(READY)
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
-test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-notebook and test-tunix
-	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "not server and not fleet and not notebook and not tunix and not soak and not gpu" $(ARGS)
+test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook and test-tunix
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "not server and not fleet and not launch and not notebook and not tunix and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
-	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(FLEET_WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/contract/test_cloud_contract.py tests/unit/fleet tests/unit/hosts tests/unit/cli/test_fleet.py tests/acceptance/test_docs.py
+	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(FLEET_WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/unit/fleet tests/unit/hosts tests/unit/cli/test_fleet.py tests/acceptance/test_docs.py
+test-launch: ## run the tests of places for jobs: this machine, and real sshd (installs it where it may)
+	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "launch and not soak and not gpu" $(ARGS) tests/integration/launch tests/contract/test_cloud_contract.py tests/acceptance/test_docs.py
 test-notebook: ## run the tests of notebooks, in real kernels
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "notebook and not soak and not gpu" $(ARGS) tests/integration/notebook tests/acceptance/test_docs.py
 test-tunix: ## run the tests of the backend tunix, in an environment of its own (made first: 1.5 GB, two minutes)

@@ -96,7 +96,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, all others in their order; those of the training server, of the fleet, of notebooks and of Tunix are marked."""
+    """Long files first, all others in their order; those that are stages of their own are marked."""
     places = {name: place for place, name in enumerate(LONGEST)}
     root = Path(__file__).parent
 
@@ -111,6 +111,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("notebook")
         if root / "integration" / "tunix" in item.path.parents:
             item.add_marker("tunix")
+        if root / "integration" / "launch" in item.path.parents:
+            item.add_marker("launch")
         if any(root / folder in item.path.parents for folder in OF_THE_FLEET):
             item.add_marker("fleet")
             if item.get_closest_marker("timeout") is None:

@@ -101,6 +101,14 @@ def ssh(
             help="Interpreter there that has groupwise; without it: an environment is made of what is installed here.",
         ),
     ] = None,
+    base_python: Annotated[
+        str | None,
+        typer.Option(
+            "--base-python",
+            metavar="P",
+            help="Interpreter there that makes it; without it: the version of here.",
+        ),
+    ] = None,
     extra: Annotated[
         list[str] | None,
         typer.Option(metavar="E", help="Extra of groupwise for that; without it: train."),
@@ -144,10 +152,11 @@ def ssh(
     from groupwise.fleet.machines.plans import plan_of
 
     what = behind(ctx, script)
-    made = extra or also or lock or wheelhouse or index_url
+    made = base_python or extra or also or lock or wheelhouse or index_url
     if python is not None and made:
         raise UsageError(
-            "--python names an environment that is there; --extra, --with, --lock, --wheelhouse and --index-url are for one that is made."
+            "--python names an environment that is there; --base-python, --extra, --with, --lock, --wheelhouse and --index-url are for one "
+            "that is made."
         )
     environment = (
         None
@@ -158,6 +167,7 @@ def ssh(
                 also=also or (),
                 lock=lock,
                 wheelhouse=wheelhouse,
+                python=base_python,
                 index_url=index_url,
             )
         )

@@ -429,7 +429,8 @@ def _ended(record: ExitRecord) -> Ending:
         found = classify(record)
         outcome = ENDED_BY_RUNNER.get(record.reason, Outcome.FAILED)
         ending = Ending(outcome, found.because, found.failure)
-    return replace(ending, code=record.code, seconds=record.seconds)
+    code = -record.signal if record.code is None and record.signal is not None else record.code
+    return replace(ending, code=code, seconds=record.seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Ending:
     failure: FailureClass | None = None
     """What kind of failure it was; None: none."""
     code: int | None = None
-    """Exit status of the command, where it came to one."""
+    """Exit status of the command, where it came to one; below 0 the signal that killed it, as in `subprocess`."""
     seconds: float | None = None
     """That the command took."""
 

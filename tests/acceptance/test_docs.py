@@ -88,8 +88,8 @@ SERVED = ("serve.md", "deploy-server.md", "openai-clients.md", "train-elsewhere.
 """Pages that are followed from top to bottom, beside the server that they begin."""
 FLEET = ("fleet.md", "fleet-machines.md", "fleet-operations.md")
 """Pages that are followed from top to bottom, beside the fleet that they begin."""
-OVER_SSH = ("launch.md",)
-"""Pages with commands that need an SSH server."""
+LAUNCHED = ("launch.md",)
+"""Pages whose commands place jobs, some of them over SSH."""
 RUN_ELSEWHERE = ("tinker.md",)
 """Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"
@@ -406,7 +406,7 @@ def begins_a_server(page: Path) -> bool:
             id=name(page),
             marks=[
                 *([pytest.mark.server] if begins_a_server(page) else []),
-                *([pytest.mark.fleet] if page.name in OVER_SSH else []),
+                *([pytest.mark.launch] if page.name in LAUNCHED else []),
             ],
         )
         for page in ALONE

@@ -43,6 +43,7 @@ from groupwise.hosts.spec import JobSpec, Limits
 from tests import places
 from tests.places import Place
 
+pytestmark = pytest.mark.launch
 ROOT = Path(__file__).parents[2]
 SOON = 20.0
 ODD = (
@@ -76,7 +77,7 @@ def save(step, data):
 WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ssh", marks=pytest.mark.fleet)])
+@pytest.fixture(scope="module", params=["local", "ssh"])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:

@@ -5,16 +5,12 @@ here, of a line of code each, and no index.
 """
 
 import asyncio
-import base64
 import functools
-import hashlib
 import json
 import os
 import signal
 import sys
-import zipfile
 from collections.abc import AsyncIterator, Iterator
-from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
@@ -25,13 +21,14 @@ from groupwise.cli.main import main
 from groupwise.fleet import doctor
 from groupwise.fleet.machines import packing
 from groupwise.fleet.machines.builder import MARKER
-from groupwise.fleet.machines.locks import Lock, normal
+from groupwise.fleet.machines.locks import Lock
 from groupwise.fleet.machines.prepare import PrepareError, Pruned, builds_of, prune
 from groupwise.fleet.store.database import connect, migrate
 from groupwise.fleet.store.tables import VM, Event
 from groupwise.hosts.ssh import Address, SshHost
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.unit.fleet.machines.prepared_place import Place
+from tests.wheels import fill_wheelhouse, lock_of
 
 pytestmark = pytest.mark.fleet
 
@@ -134,53 +131,9 @@ async def test_whoever_asked_may_die_and_ask_again(place: Place) -> None:
 # With a real pip
 
 
-def make_wheel(folder: Path, name: str, release: str, *needs: str) -> Path:
-    """A wheel with one module of one line."""
-    module, stem = name.replace("-", "_"), f"{name.replace('-', '_')}-{release}"
-    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}"]
-    metadata += [f"Requires-Dist: {need}" for need in needs]
-    info = f"{stem}.dist-info"
-    files = {
-        f"{module}_of_a_test.py": f"RELEASE = {release!r}\n",
-        f"{info}/METADATA": "\n".join(metadata) + "\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = "".join(f"{path},{_digest(text)},{len(text)}\n" for path, text in files.items())
-    wheel = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for path, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
-            archive.writestr(path, text)
-    return wheel
-
-
-def _digest(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-
-
 @pytest.fixture
 def wheelhouse(tmp_path: Path) -> Path:
-    """What groupwise itself needs, as far as anybody looks."""
-    folder = tmp_path / "wheelhouse"
-    folder.mkdir()
-    for need in distribution("groupwise").requires or ():
-        if "extra ==" not in need:
-            name = need.split("<")[0].split(">")[0]
-            make_wheel(folder, name, version(name))
-    make_wheel(folder, "needed-below", "2.0")
-    make_wheel(folder, "own-thing", "1.0", "needed-below>=2")
-    return folder
-
-
-def lock_of(wheelhouse: Path, *, hashes: bool) -> Path:
-    lines: list[str] = []
-    for wheel in sorted(wheelhouse.glob("*.whl")):
-        name, release = wheel.name.split("-")[:2]
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        lines.append(f"{normal(name)}=={release}" + (f" --hash=sha256:{digest}" if hashes else ""))
-    lock = wheelhouse.parent / "lock.txt"
-    lock.write_text("\n".join(lines) + "\n")
-    return lock
+    return fill_wheelhouse(tmp_path / "wheelhouse")
 
 
 @pytest.fixture

@@ -1,0 +1,98 @@
+"""Whoever types `groupwise launch`: a project, a home of their own, and a terminal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 60.0
+
+
+@dataclass
+class Person:
+    """One of them, on a machine that is known by its home folder."""
+
+    project: Path
+    home: Path
+    state: str = "state"
+    """What this machine knows of launched jobs: another word is another machine."""
+    begun: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            **{name: value for name, value in os.environ.items() if "GROUPWISE" not in name},
+            "HOME": str(self.home),
+            "XDG_STATE_HOME": str(self.home / self.state),
+            "XDG_CACHE_HOME": str(self.home / "cache"),
+        }
+
+    def types(self, *words: str, code: int | None = 0) -> "Typed":
+        """`groupwise launch …`, until it has ended."""
+        done = subprocess.run(
+            [sys.executable, "-m", "groupwise", "launch", *words],
+            cwd=self.project,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        typed = Typed(done.stdout.decode(), done.stderr.decode(), done.returncode)
+        assert code is None or typed.code == code, typed
+        return typed
+
+    def begins(self, *words: str) -> subprocess.Popen[bytes]:
+        """The same, in a terminal that stays open; what it says is in the project's `said`."""
+        with (self.project.parent / "said").open("wb") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "groupwise", "launch", *words],
+                cwd=self.project,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+        self.begun.append(process)
+        return process
+
+    def sees(self, text: str) -> None:
+        """Waits until that stands in the terminal."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.said():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def said(self) -> str:
+        return (self.project.parent / "said").read_text()
+
+    def result(self, name: str) -> dict[str, Any]:
+        """What stands in `launch.json`."""
+        return json.loads((self.project / "launches" / name / "launch.json").read_text())
+
+    def holding(self, canary: str) -> list[Path]:
+        """Files of the home and of what came back that hold it."""
+        places = (self.home, self.project / "launches")
+        files = (path for place in places for path in place.rglob("*") if path.is_file())
+        return [path for path in files if canary.encode() in path.read_bytes()]
+
+    def leaves(self) -> None:
+        """Nothing of the terminals goes on."""
+        for process in self.begun:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command that has ended."""
+
+    out: str
+    err: str
+    code: int

@@ -1,0 +1,188 @@
+"""`groupwise launch local`, typed: a job from the words to its results, and what may happen to whoever watches and to the job itself."""
+
+import hashlib
+import json
+import os
+import shlex
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.integration.launch.person import Person
+from tests.integration.running import what_must_be_equal
+
+CANARY = "canary-of-a-secret-4711"
+TRAINS = (
+    *("rl", "--task-module", "task.py", "model.name=tiny", "lora.r=4", "lora.alpha=8"),
+    *("sampler.max_completion_length=6", "sampler.slots=8", "training.prompts_per_step=2"),
+    *("training.num_generations=4", "training.learning_rate=0.01", "training.seed=3"),
+    *("rewards.in_process=true", "run.name=toy", "run.save_steps=2", "run.threads=1"),
+)
+WAITS = """\
+import pathlib, signal, sys, time
+def end(number, frame):
+    pathlib.Path("outputs/ended").write_text("in order")
+    sys.exit(3)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path("outputs").mkdir()
+print("it waits", flush=True)
+while True:
+    signal.pause()
+"""
+TELLS = """\
+import hashlib, json, os, sys
+secret = hashlib.sha256(os.environ["TOKEN"].encode()).hexdigest()
+os.makedirs("outputs")
+with open("outputs/told.json", "w") as file:
+    json.dump({"words": sys.argv[1:], "secret": secret, "here": sorted(os.listdir("."))}, file)
+"""
+
+
+def script(person: Person, text: str) -> None:
+    (person.project / "job.py").write_text(text)
+
+
+def test_a_training_comes_back_with_its_record(person: Person) -> None:
+    typed = person.types("local", "--name", "toy", "--", *TRAINS, "training.max_steps=3")
+    assert "tried here: Task task" in typed.err
+    assert "step 3/3" in typed.out
+    assert "toy succeeded" in typed.err
+    found = person.result("toy")
+    assert (found["state"], found["exit_code"], found["attempt"]) == ("succeeded", 0, 1)
+    [run] = found["runs"]
+    assert run["run"] == "toy"
+    assert run["summary"]["steps"] == 3
+    here = person.project / "launches" / "toy"
+    assert what_must_be_equal(here / run["folder"])["files"]
+    assert (person.project / "launches" / ".gitignore").read_text() == "*\n"
+    listed = person.types("list")
+    assert [line.split()[:3] for line in listed.out.splitlines()[1:]] == [
+        ["toy", "local", "succeeded"]
+    ]
+
+
+def test_words_arrive_as_they_are_and_secrets_nowhere_else(person: Person) -> None:
+    script(person, TELLS)
+    (person.project / ".env").write_text(f"TOKEN='{CANARY}'\n")
+    odd = ["--flag", "", "a b", "it's", "$(touch x)", "two\nlines", "--", "-v", "é→"]
+    words = ("local", "--name", "odd", "--env-file", ".env", "--script", "job.py")
+    typed = person.types(*words, *odd)
+    told = (person.project / "launches/odd/outputs/told.json").read_text()
+
+    said = json.loads(told)
+    assert said["words"] == odd
+    assert said["secret"] == hashlib.sha256(CANARY.encode()).hexdigest()
+    assert ".env" not in said["here"]
+    assert ".env stays here: credentials" in typed.err
+    assert person.holding(CANARY) == []
+    assert CANARY not in typed.out + typed.err
+
+
+def test_ctrl_c_ends_it_in_order_and_fetches(person: Person) -> None:
+    script(person, WAITS)
+    watching = person.begins("local", "--name", "waits", "--script", "job.py")
+    person.sees("it waits")
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(60) == 130
+    assert "stopping waits" in person.said()
+    assert person.said().count("it waits") == 1
+    assert (person.project / "launches/waits/outputs/ended").read_text() == "in order"
+    assert person.result("waits")["state"] == "cancelled"
+
+
+def test_whoever_watches_may_be_killed_and_another_machine_goes_on(person: Person) -> None:
+    script(person, WAITS)
+    watching = person.begins("local", "--name", "waits", "--script", "job.py")
+    person.sees("it waits")
+    watching.send_signal(signal.SIGKILL)
+    watching.wait(60)
+    other = Person(person.project, person.home, state="another")
+    assert other.types("logs", "waits", code=2).err.startswith("groupwise: waits: no job")
+    assert other.types("logs", "waits", "--at", "local").out == "it waits\n"
+    other.types("stop", "waits", "--at", "local")
+    typed = other.types("logs", "-f", "waits", "--at", "local", "--to", "there", code=130)
+    assert "waits cancelled" in typed.err
+    assert (person.project / "there/outputs/ended").is_file()
+
+
+def test_a_training_that_was_killed_is_resumed_to_the_same_bits(person: Person) -> None:
+    steps = "training.max_steps=40"
+    person.types("local", "--detach", "--name", "whole", "--", *TRAINS, steps)
+    person.types("logs", "-f", "whole")
+    watching = person.begins("local", "--name", "killed", "--", *TRAINS, steps)
+    person.sees("step 10/40")
+    [pid] = pids_of("attempts/killed.1/work")
+    os.kill(pid, signal.SIGKILL)
+    assert watching.wait(60) == 128 + signal.SIGKILL
+    assert person.result("killed")["state"] == "failed"
+    typed = person.types("resume", "killed")
+    assert "going on from" in typed.out
+    assert "step 11/40" in typed.out
+    found = person.result("killed")
+    assert (found["state"], found["attempt"]) == ("succeeded", 2)
+    folders = [person.project / "launches" / each / "runs/toy" for each in ("whole", "killed")]
+    whole, again = (what_must_be_equal(folder) for folder in folders)
+    assert whole == again
+
+
+def pids_of(folder: str) -> list[int]:
+    """Trainings that run in a folder of that name."""
+    found: list[int] = []
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            try:
+                inside = str((each / "cwd").readlink()).endswith(folder)
+                words = (each / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if inside and b"rl" in words:
+                found.append(int(each.name))
+    return found
+
+
+def test_what_would_fail_is_told_here_and_nothing_is_placed(person: Person) -> None:
+    words = ["rl", "--task-module", "task.py", "model.name=tiny", "training.max_stepz=3"]
+    typed = person.types("local", "--name", "wrong", "--", *words, code=2)
+    assert f"tried here, `groupwise {shlex.join(words)}` would fail" in typed.err
+    assert "training.max_steps" in typed.err
+    assert not (person.home / "groupwise-launch").exists()
+    assert person.types("list").out == ""
+
+
+def test_a_plan_changes_nothing(person: Person) -> None:
+    script(person, TELLS)
+    typed = person.types("local", "--dry-run", "--name", "planned", "--script", "job.py", "a b")
+    assert "python job.py 'a b'" in typed.out
+    assert not (person.project / "launches").exists()
+    assert not list((person.home / "groupwise-launch").glob("attempts/*"))
+
+
+def test_one_name_is_one_job_however_often_it_is_submitted(person: Person) -> None:
+    script(person, "print('once', flush=True)")
+    words = ("local", "--name", "one", "--detach", "--script", "job.py")
+    with ThreadPoolExecutor(3) as typists:
+        for typed in [typists.submit(person.types, *words) for _ in range(3)]:
+            assert typed.result().out == "one\n"
+    assert person.types("logs", "-f", "one").out == "once\n"
+    script(person, "print('other')")
+    assert "has another job called one" in person.types(*words, code=1).err
+    person.types("remove", "one")
+    assert person.types(*words).out == "one\n"
+
+
+def test_the_time_limit_ends_it_and_what_it_left_comes_back(person: Person) -> None:
+    script(person, WAITS)
+    words = ("local", "--name", "long", "--max-hours", "0.001", "--script", "job.py")
+    typed = person.types(*words, code=None)
+    assert typed.code != 0
+    assert person.result("long")["state"] == "time_limit"
+    assert (person.project / "launches/long/outputs/ended").is_file()
+
+
+def test_results_are_json_for_programs(person: Person) -> None:
+
+    script(person, "print('the log'); raise SystemExit(7)")
+    typed = person.types("local", "--name", "seven", "--json", "--script", "job.py", code=7)
+    found = json.loads(typed.out)
+    assert (found["state"], found["failure"], found["exit_code"]) == ("failed", "crashed", 7)
+    assert "the log" in typed.err
