@@ -7,7 +7,6 @@ attempt is one epoch of the runner: it begins at most once, whoever asks for it 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -15,6 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from groupwise.clouds.folder import (
+    INCOMING,
+    alone_in,
+    lacking,
+    mirror_checkpoints,
+    put_in_place,
+)
 from groupwise.clouds.port import (
     Capabilities,
     CloudError,
@@ -43,7 +49,7 @@ from groupwise.hosts.answers import (
 from groupwise.hosts.driver import USUAL, Known, Launch, Resume, Runner
 from groupwise.hosts.failures import FailureClass, classify, succeeded
 from groupwise.hosts.fetching import Changed, Fetching, to_its_end
-from groupwise.hosts.files import BlobStore, hash_of, sync_folder
+from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import (
     HostError,
     HostKeyError,
@@ -63,8 +69,6 @@ NO_PROBE = ("true",)
 """Nothing is asked of GPUs."""
 TRIES = 3
 """Of what others may spoil meanwhile: a GPU that was free, a checkpoint that is removed while it is fetched."""
-INCOMING = ".incoming"
-"""The folder of files that are not whole yet, in the one that they are fetched to."""
 GONE = {
     RunnerState.LOST: (FailureClass.SUPERVISOR_LOST, "what watched over it on {where} was killed"),
     RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was started anew while it ran"),
@@ -329,7 +333,7 @@ class MachineBackend:
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
         """See `Backend.fetch`."""
         ended = (await self.status(handle)).ending is not None
-        lock = await asyncio.to_thread(_alone_in, folder)
+        lock = await asyncio.to_thread(alone_in, folder)
         try:
             with self._told():
                 return await self._fetched(handle, folder, "artefacts" if ended else "checkpoints")
@@ -343,18 +347,19 @@ class MachineBackend:
         for _ in range(TRIES):
             tree = await self._runner.manifest(name, attempt, what)
             files = {path: each for path, each in _offered(tree).items() if path != ORDER}
-            lacking = await asyncio.to_thread(_lacking, folder, files)
+            wanted = await asyncio.to_thread(lacking, folder, files)
             try:
-                await fetching.files(lacking)
+                await fetching.files(wanted)
             except Changed as change:
                 changed = str(change)
                 continue
-            await to_its_end(asyncio.to_thread(_put_in_place, folder, lacking))
+            await to_its_end(asyncio.to_thread(put_in_place, folder, wanted))
+            await to_its_end(asyncio.to_thread(mirror_checkpoints, folder, files))
             left_out = {
                 **dict(tree.refused),
                 **{why: f"{n} more" for why, n in tree.refused_more.items()},
             }
-            received = sum(each.size for each in lacking.values())
+            received = sum(each.size for each in wanted.values())
             return Fetched(folder, tuple(sorted(files)), received, left_out)
         raise CloudError(
             f"{changed} of {name} on {self._where} changed again and again while it was fetched; try again."
@@ -431,45 +436,3 @@ def _ended(record: ExitRecord) -> Ending:
         ending = Ending(outcome, found.because, found.failure)
     code = -record.signal if record.code is None and record.signal is not None else record.code
     return replace(ending, code=code, seconds=record.seconds)
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# The folder that is fetched to
-# ---------------------------------------------------------------------------------------------------------------------------------------
-
-
-def _alone_in(folder: Path) -> int:
-    """The lock of whoever fetches there."""
-    incoming = folder / INCOMING
-    incoming.mkdir(parents=True, exist_ok=True)
-    lock = os.open(incoming, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise CloudError(f"another process is fetching into {folder} at the moment.") from None
-    return lock
-
-
-def _lacking(folder: Path, files: Manifest) -> Manifest:
-    """Those that are not in the folder, or are others there."""
-
-    def is_here(path: str, entry: FileEntry) -> bool:
-        place = folder / path
-        return (
-            place.is_file()
-            and place.stat().st_size == entry.size
-            and hash_of(place) == entry.sha256
-        )
-
-    return {path: entry for path, entry in files.items() if not is_here(path, entry)}
-
-
-def _put_in_place(folder: Path, files: Manifest) -> None:
-    """Each appears whole, under its name."""
-    for path in files:
-        place = folder / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        (folder / INCOMING / path).replace(place)
-    for parent in {(folder / path).parent for path in files}:
-        sync_folder(parent)

@@ -232,7 +232,10 @@ class Backend(Protocol):
         ...
 
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
-        """Bring what it has made: after its end all artefacts, before it every complete checkpoint. Files that are here already stay."""
+        """Bring what it has made: after its end all artefacts, before it every complete checkpoint.
+
+        What is here already comes no more. Of checkpoints the folder becomes a mirror (`groupwise.clouds.folder`); all else stays.
+        """
         ...
 
     async def list(self) -> list[Handle]:

@@ -283,7 +283,7 @@ async def test_whoever_submitted_may_be_gone(
             "import os; os.kill(os.getpid(), 9)",
             Outcome.FAILED,
             FailureClass.KILLED,
-            None,
+            -9,
             "signal 9",
         ),
         ("raise MemoryError", Outcome.FAILED, FailureClass.HOST_OOM, 1, "MemoryError"),
