@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from groupwise.clouds.folder import (
-    INCOMING,
-    alone_in,
-    lacking,
-    mirror_checkpoints,
-    put_in_place,
-)
+from groupwise.clouds.folder import ResultsFolder, results_folder
 from groupwise.clouds.port import (
     Capabilities,
     CloudError,
@@ -333,34 +326,29 @@ class MachineBackend:
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
         """See `Backend.fetch`."""
         ended = (await self.status(handle)).ending is not None
-        lock = await asyncio.to_thread(alone_in, folder)
-        try:
-            with self._told():
-                return await self._fetched(handle, folder, "artefacts" if ended else "checkpoints")
-        finally:
-            os.close(lock)
+        with results_folder(folder) as results, self._told():
+            return await self._fetched(handle, results, ended=ended)
 
-    async def _fetched(self, handle: Handle, folder: Path, what: str) -> Fetched:
+    async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
         name, attempt = handle.name, handle.attempt
-        fetching = Fetching(self._runner, name, attempt, folder / INCOMING)
-        changed = ""
+        fetching = Fetching(self._runner, name, attempt, results.incoming)
+        what, changed = "artefacts" if ended else "checkpoints", ""
         for _ in range(TRIES):
             tree = await self._runner.manifest(name, attempt, what)
             files = {path: each for path, each in _offered(tree).items() if path != ORDER}
-            wanted = await asyncio.to_thread(lacking, folder, files)
+            wanted = await asyncio.to_thread(results.lacking, files)
             try:
                 await fetching.files(wanted)
             except Changed as change:
                 changed = str(change)
                 continue
-            await to_its_end(asyncio.to_thread(put_in_place, folder, wanted))
-            await to_its_end(asyncio.to_thread(mirror_checkpoints, folder, files))
+            await to_its_end(asyncio.to_thread(results.take, wanted, files, attempt, ended=ended))
             left_out = {
                 **dict(tree.refused),
                 **{why: f"{n} more" for why, n in tree.refused_more.items()},
             }
             received = sum(each.size for each in wanted.values())
-            return Fetched(folder, tuple(sorted(files)), received, left_out)
+            return Fetched(results.folder, tuple(sorted(files)), received, left_out)
         raise CloudError(
             f"{changed} of {name} on {self._where} changed again and again while it was fetched; try again."
         )

@@ -234,7 +234,7 @@ class Backend(Protocol):
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
         """Bring what it has made: after its end all artefacts, before it every complete checkpoint.
 
-        What is here already comes no more. Of checkpoints the folder becomes a mirror (`groupwise.clouds.folder`); all else stays.
+        What is here already comes no more, and what other attempts left here is set aside (`groupwise.clouds.folder`).
         """
         ...
 

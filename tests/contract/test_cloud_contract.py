@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.clouds.folder import INCOMING
 from groupwise.clouds.port import (
     Backend,
     CloudError,
@@ -136,7 +137,7 @@ async def running(backend: Backend, handle: Handle) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    files = (each for each in folder.rglob("*") if each.is_file())
+    files = (each for each in folder.rglob("*") if each.is_file() and each.parent.name != INCOMING)
     return {each.relative_to(folder).as_posix(): each.read_bytes() for each in files}
 
 

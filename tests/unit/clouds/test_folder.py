@@ -1,114 +1,167 @@
-"""The folder that results are fetched to: what appears in it, and which checkpoints are removed from it."""
+"""The folder that results are fetched to: what appears in it, what is set aside, and which checkpoints are removed from it."""
 
 import hashlib
 import json
-import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from groupwise.clouds import folder as folders
-from groupwise.clouds.folder import INCOMING, alone_in, lacking, mirror_checkpoints, put_in_place
+from groupwise.clouds.folder import EARLIER, INCOMING, ResultsFolder, results_folder
 from groupwise.clouds.port import CloudError
 from groupwise.hosts.spec import FileEntry
+
+RUN = "runs/run"
 
 
 def entry(data: bytes) -> FileEntry:
     return FileEntry(hashlib.sha256(data).hexdigest(), 0o644, len(data))
 
 
-def checkpoint(folder: Path, step: int, name: str | None = None) -> list[str]:
-    """The files of one, by their paths there."""
-    path = f"runs/run/checkpoints/{name or f'step-{step}'}"
-    (folder / path).mkdir(parents=True, exist_ok=True)
-    (folder / path / "weights").write_bytes(b"w" * step)
-    (folder / path / "manifest.json").write_text(json.dumps({"step": step, "files": {}}))
-    return [f"{path}/weights", f"{path}/manifest.json"]
+@pytest.fixture
+def results(tmp_path: Path) -> Iterator[ResultsFolder]:
+    with results_folder(tmp_path) as found:
+        yield found
 
 
-def steps(folder: Path) -> list[int]:
-    found = folder.glob("runs/run/checkpoints/*/weights")
+def come(
+    results: ResultsFolder, files: dict[str, bytes], attempt: int = 1, *, ended: bool = False
+) -> set[str]:
+    """An attempt offers these, and they are fetched; what came."""
+    offered = {path: entry(data) for path, data in files.items()}
+    wanted = results.lacking(offered)
+    for path in wanted:
+        (results.incoming / path).parent.mkdir(parents=True, exist_ok=True)
+        (results.incoming / path).write_bytes(files[path])
+    results.take(wanted, offered, attempt, ended=ended)
+    return set(wanted)
+
+
+def checkpoints(*steps: int) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for step in steps:
+        folder = f"{RUN}/checkpoints/step-{step}"
+        manifest = json.dumps({"step": step, "files": {}}).encode()
+        found |= {f"{folder}/weights": b"w" * step, f"{folder}/manifest.json": manifest}
+    return found
+
+
+def steps(results: ResultsFolder) -> list[int]:
+    found = results.folder.glob(f"{RUN}/checkpoints/*/weights")
     return sorted(path.stat().st_size for path in found)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    os.close(alone_in(tmp_path))
-    return tmp_path
+def content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    named = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    return {name: data for name, data in named.items() if not name.startswith(INCOMING)}
 
 
 def test_only_one_fetches_into_a_folder(tmp_path: Path) -> None:
-    lock = alone_in(tmp_path)
-    with pytest.raises(CloudError, match="another process is fetching"):
-        alone_in(tmp_path)
-    os.close(lock)
-    os.close(alone_in(tmp_path))
+    with (
+        results_folder(tmp_path),
+        pytest.raises(CloudError, match="another process is fetching"),
+        results_folder(tmp_path),
+    ):
+        pass
+    with results_folder(tmp_path):
+        pass
 
 
-def test_what_is_here_is_not_lacking_and_what_differs_is(folder: Path) -> None:
-    (folder / "same").write_bytes(b"one")
-    (folder / "other").write_bytes(b"two")
-    (folder / "longer").write_bytes(b"three!")
-    files = {"same": entry(b"one"), "other": entry(b"owt"), "longer": entry(b"three")}
-    assert set(lacking(folder, {**files, "none": entry(b"")})) == {"other", "longer", "none"}
+def test_what_is_here_comes_no_more_and_what_differs_does(results: ResultsFolder) -> None:
+    files = {"a": b"one", "b": b"two", "c/d": b"three"}
+    assert come(results, files) == set(files)
+    (results.folder / "a").write_bytes(b"eno")
+    (results.folder / "b").write_bytes(b"two!")
+    assert come(results, files) == {"a", "b"}
+    assert content(results.folder) == files
 
 
-def test_a_checkpoint_is_listed_after_its_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_later_attempt_sets_aside_what_it_has_otherwise_or_has_not(
+    results: ResultsFolder,
 ) -> None:
-    names = ["c/manifest.json", "c/a", "c/z"]
-    for name in names:
-        (folder / INCOMING / name).parent.mkdir(exist_ok=True)
-        (folder / INCOMING / name).write_bytes(b"")
-    placed: list[str] = []
-    replace = Path.replace
-
-    def noted(path: Path, target: Path) -> Path:
-        placed.append(target.name)
-        return replace(path, target)
-
-    monkeypatch.setattr(folders.Path, "replace", noted)
-    put_in_place(folder, {name: entry(b"") for name in names})
-    assert placed[-1] == "manifest.json"
-    assert sorted(placed) == ["a", "manifest.json", "z"]
+    first = {"run.db": b"old", "run.db-wal": b"of the old one", "same": b"same", "notes": b"1"}
+    come(results, first, ended=True)
+    second = {"run.db": b"new", "same": b"same", "more": b"more"}
+    assert come(results, second, attempt=2, ended=True) == {"run.db", "more"}
+    aside = {
+        f"{EARLIER}/attempt-1/{name}": first[name] for name in ("run.db", "run.db-wal", "notes")
+    }
+    assert content(results.folder) == {**second, **aside}
 
 
-def test_of_checkpoints_the_folder_is_a_mirror(folder: Path) -> None:
-    two = checkpoint(folder, 2)
-    mirror_checkpoints(folder, two)
-    four = checkpoint(folder, 4)
-    mirror_checkpoints(folder, [*two, *four])
-    assert steps(folder) == [2, 4]
-    six = checkpoint(folder, 6)
-    mirror_checkpoints(folder, [*four, *six])
-    assert steps(folder) == [4, 6]
-    assert not (folder / "runs/run/checkpoints/step-2").exists()
+def test_as_long_as_it_runs_only_what_it_replaces_is_set_aside(results: ResultsFolder) -> None:
+    come(results, {"run.db": b"old", "run.db-wal": b"of the old one"}, ended=True)
+    come(results, checkpoints(4), attempt=2)
+    assert content(results.folder).keys() >= {"run.db", "run.db-wal"}
+    assert not (results.folder / EARLIER).exists()
 
 
-def test_the_last_one_stays_where_the_place_has_none_or_older_ones(folder: Path) -> None:
-    mirror_checkpoints(folder, checkpoint(folder, 8))
-    mirror_checkpoints(folder, [])
-    mirror_checkpoints(folder, checkpoint(folder, 2))
-    assert steps(folder) == [2, 8]
+def test_files_of_somebody_else_are_set_aside_too(results: ResultsFolder) -> None:
+    (results.folder / "a").write_bytes(b"mine")
+    (results.folder / "b").write_bytes(b"mine too")
+    come(results, {"a": b"the job's"}, ended=True)
+    here = {"a": b"the job's", "b": b"mine too", f"{EARLIER}/others/a": b"mine"}
+    assert content(results.folder) == here
 
 
-def test_checkpoints_of_somebody_else_stay(folder: Path) -> None:
-    checkpoint(folder, 2)
-    mirror_checkpoints(folder, checkpoint(folder, 4))
-    mirror_checkpoints(folder, checkpoint(folder, 6))
-    assert steps(folder) == [2, 6]
+def test_nothing_that_is_set_aside_is_overwritten(tmp_path: Path) -> None:
+    for attempt in (1, 2, 1, 2):
+        with results_folder(tmp_path) as results:
+            come(results, {"a": f"{attempt}".encode()}, attempt, ended=True)
+    assert content(tmp_path) == {
+        "a": b"2",
+        f"{EARLIER}/attempt-1/a": b"1",
+        f"{EARLIER}/attempt-1/a.2": b"1",
+        f"{EARLIER}/attempt-2/a": b"2",
+    }
 
 
-def test_one_that_was_half_removed_is_removed_the_next_time(folder: Path) -> None:
-    mirror_checkpoints(folder, checkpoint(folder, 2))
-    (folder / "runs/run/checkpoints/step-2/manifest.json").unlink()
-    mirror_checkpoints(folder, checkpoint(folder, 4))
-    assert steps(folder) == [4]
+def test_of_checkpoints_the_folder_is_a_mirror(results: ResultsFolder) -> None:
+    come(results, checkpoints(2))
+    come(results, checkpoints(2, 4))
+    assert steps(results) == [2, 4]
+    come(results, checkpoints(4, 6))
+    assert steps(results) == [4, 6]
+    assert not (results.folder / RUN / "checkpoints/step-2").exists()
+    come(results, {**checkpoints(6, 8), "log": b""}, attempt=2, ended=True)
+    assert steps(results) == [6, 8]
+    assert not (results.folder / EARLIER).exists()
 
 
-def test_a_manifest_that_is_no_checkpoints_is_left_alone(folder: Path) -> None:
-    (folder / "export").mkdir()
-    (folder / "export/manifest.json").write_text('{"files": {}}')
-    mirror_checkpoints(folder, ["export/manifest.json"])
-    mirror_checkpoints(folder, checkpoint(folder, 4))
-    assert (folder / "export/manifest.json").exists()
+def test_the_last_one_stays_where_the_place_has_none_or_older_ones(results: ResultsFolder) -> None:
+    come(results, checkpoints(8))
+    come(results, {})
+    come(results, checkpoints(2), attempt=2, ended=True)
+    assert steps(results) == [2, 8]
+
+
+def test_checkpoints_of_somebody_else_stay(results: ResultsFolder) -> None:
+    for path, data in checkpoints(2).items():
+        (results.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (results.folder / path).write_bytes(data)
+    come(results, checkpoints(4))
+    come(results, checkpoints(6))
+    assert steps(results) == [2, 6]
+
+
+def test_one_that_was_half_removed_is_removed_the_next_time(results: ResultsFolder) -> None:
+    come(results, checkpoints(2))
+    (results.folder / RUN / "checkpoints/step-2/manifest.json").unlink()
+    come(results, checkpoints(4))
+    assert steps(results) == [4]
+
+
+def test_a_manifest_that_is_no_checkpoints_is_kept(results: ResultsFolder) -> None:
+    come(results, {"export/manifest.json": b'{"files": {}}'})
+    come(results, checkpoints(4))
+    assert (results.folder / "export/manifest.json").exists()
+
+
+def test_a_note_that_cannot_be_read_loses_nothing(tmp_path: Path) -> None:
+    with results_folder(tmp_path) as results:
+        come(results, {"a": b"1"}, ended=True)
+        (results.incoming / "brought.json").write_text("[")
+    with results_folder(tmp_path) as results:
+        come(results, {"a": b"2"}, attempt=2, ended=True)
+    assert content(tmp_path) == {"a": b"2", f"{EARLIER}/others/a": b"1"}
