@@ -119,7 +119,8 @@ def evaluate(
         typer.Option("--dir", help="With a suite: the folder that holds the runs."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what a suite would run; run nothing.")
+        bool,
+        typer.Option("--dry-run", help="Show what would be asked; load no model, ask nothing."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -146,7 +147,7 @@ def evaluate(
         given |= {name: value for name, value in common.items() if value is not None}
         _evaluate_suites(tuple(suite), policy, given, dry_run=dry_run, as_json=as_json)
         return
-    _refuse({**given, "dry_run": dry_run or None}, "without")
+    _refuse(given, "without")
     if config is None and not overrides:
         raise typer.BadParameter(
             "say what is evaluated: --config C.yaml, its keys as key=value, or --suite NAME with an --endpoint."
@@ -158,7 +159,8 @@ def evaluate(
         policy,
         samples_per_prompt,
         output,
-        as_json,
+        dry_run=dry_run,
+        as_json=as_json,
     )
 
 
@@ -169,19 +171,22 @@ def _evaluate_task(
     policy: list[str] | None,
     samples_per_prompt: int | None,
     output: Path | None,
+    *,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
-    from groupwise.cli.output import write_result
-    from groupwise.evaluation.evaluate import evaluate_each
+    from groupwise.cli.output import write_json, write_result
+    from groupwise.evaluation import evaluate
 
-    results = evaluate_each(
-        config,
-        task_module,
-        policy or ["base"],
-        overrides=tuple(overrides or ()),
-        samples_per_prompt=samples_per_prompt,
-        output=output,
-    )
+    given: dict[str, Any] = {
+        "overrides": tuple(overrides or ()),
+        "samples_per_prompt": samples_per_prompt,
+        "output": output,
+    }
+    if dry_run:
+        write_json(evaluate.plan_each(config, task_module, policy or ["base"], **given))
+        return
+    results = evaluate.evaluate_each(config, task_module, policy or ["base"], **given)
     if len(results) == 1:
         write_result(results[0].summary, as_json=as_json)
     else:

@@ -48,7 +48,15 @@ Result = Annotated[
     typer.Option(
         "--result",
         metavar="PATH",
-        help="Fetch this file or folder of the project too; runs, outputs, generated are.",
+        help="Fetch this file or folder of the project too; runs, results, generated and outputs are.",
+    ),
+]
+Take = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--take",
+        metavar="PATH",
+        help="Take this file or folder along too, although git ignores it or a run made it.",
     ),
 ]
 To = Annotated[

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from groupwise.fleet.machines.plans import Plan as EnvironmentPlan
     from groupwise.launch.orders import Packed
     from groupwise.launch.places import Place
+    from groupwise.launch.preflight import Tried
 
 SHOWN = 5
 """Files that stay here, of which each is told."""
@@ -36,6 +37,7 @@ class Asked:
     max_hours: float
     max_price: float | None
     env_files: tuple[Path, ...]
+    take: tuple[str, ...]
     results: tuple[str, ...]
     to: Path | None
     dry_run: bool
@@ -55,7 +57,7 @@ def launch(place: Place, asked: Asked) -> None:
         check_verb(asked.behind.words)
     project = Path.cwd()
     secrets = environment_of(asked.env_files)
-    results = _tried(asked, project, secrets)
+    tried = _tried(asked, project, secrets)
     name = asked.name or new_name(asked.behind)
     store = orders.files_here()
     packed = orders.pack(
@@ -67,7 +69,9 @@ def launch(place: Place, asked: Asked) -> None:
             asked.max_hours,
             secrets,
             asked.environment,
-            (*asked.results, *results),
+            (*asked.results, *tried.results),
+            asked.take,
+            tried.needs,
         ),
         store,
     )
@@ -95,18 +99,17 @@ def launch(place: Place, asked: Asked) -> None:
     watch(note, asked.to, as_json=asked.as_json, stop=True)
 
 
-def _tried(asked: Asked, project: Path, secrets: Mapping[str, str]) -> tuple[str, ...]:
-    """Where the command writes; UsageError where it would fail."""
-    from groupwise.launch.preflight import results_of, try_verb
+def _tried(asked: Asked, project: Path, secrets: Mapping[str, str]) -> Tried:
+    """What the command says of itself; UsageError where it would fail."""
+    from groupwise.launch.preflight import Tried, results_of, try_verb
 
     if asked.behind.script is not None:
-        return ()
+        return Tried((), "")
     if not asked.preflight:
-        return results_of(asked.behind.words)
+        return Tried(results_of(asked.behind.words), "")
     tried = try_verb(asked.behind.words, project, secrets)
-    if tried.summary:
-        say(f"tried here: {tried.summary}")
-    return tried.results
+    say(f"tried here: {tried.summary}")
+    return tried
 
 
 def _expect_script(behind: Behind, packed: Packed) -> None:

@@ -43,6 +43,7 @@ from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.score import score_group, transcript
 from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import Single
+from groupwise.runs.folder import result_file
 from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.types import Group, Sampler, SamplingParams
@@ -298,20 +299,59 @@ def evaluate_each(
     output: Path | None = None,
 ) -> list[EvalResult]:
     """Evaluate several policies in the same way, one after the other; all of them are found before the first is loaded."""
+    loaded = _loaded(config, overrides, samples_per_prompt, policies, output)
+    with build.expected_ranks(loaded.config):
+        return _evaluate_each(loaded, task, policies, output)
+
+
+def plan_each(
+    config: Path | str | Mapping[str, Any] | RunConfig,
+    task: object,
+    policies: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    samples_per_prompt: int | None = None,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """What `evaluate_each` would do, as far as that is known before a model is loaded. Raises what it would raise until then."""
+    loaded = _loaded(config, overrides, samples_per_prompt, policies, output)
+    found, settings, every = _meant(loaded, task, policies, output)
+    asked = _asked(settings, found)
+    places = [_place(found, weights, settings) for weights in every]
+    return {
+        "config": resolved(settings),
+        "plan": {
+            "task": found.described,
+            "policies": [weights.label for weights in every],
+            "prompts": len(asked.prompts.examples),
+            "longest_prompt": asked.prompts.longest,
+            "samples_per_prompt": settings.eval.samples_per_prompt,
+            "folders": [str(each.run or each.folder) for each in every if each.folder],
+            "results": [str(output or result_file(folder, name)) for folder, name in places],
+        },
+    }
+
+
+def _loaded(
+    config: Path | str | Mapping[str, Any] | RunConfig,
+    overrides: Sequence[str],
+    samples_per_prompt: int | None,
+    policies: Sequence[str],
+    output: Path | None,
+) -> LoadedConfig:
     if output is not None and len(policies) > 1:
         raise UsageError(
             f"--output names one file, but {len(policies)} policies are evaluated. Leave it out: each gets a file of its own."
         )
     if samples_per_prompt is not None:
         overrides = [*overrides, f"eval.samples_per_prompt={samples_per_prompt}"]
-    loaded = load_config(config, overrides)
-    with build.expected_ranks(loaded.config):
-        return _evaluate_each(loaded, task, policies, output)
+    return load_config(config, overrides)
 
 
-def _evaluate_each(
+def _meant(
     loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
-) -> list[EvalResult]:
+) -> tuple[Task, RunConfig, list[FoundPolicy]]:
+    """The task, the config with the task's own keys, and the policies. Raises UsageError also where results could not be written."""
     found = task_parts.task_of(loaded.config, task)
     require(found, "eval")
     schema = found.config_schema()
@@ -319,6 +359,13 @@ def _evaluate_each(
     every = [_found(policy, settings) for policy in policies]
     for weights in every:
         check_writable(*_place(found, weights, settings), output)
+    return found, settings, every
+
+
+def _evaluate_each(
+    loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
+) -> list[EvalResult]:
+    found, settings, every = _meant(loaded, task, policies, output)
     results: list[EvalResult] = []
     for weights in every:
         build.expect_ranks(settings)
@@ -337,9 +384,16 @@ def _found(policy: str, config: RunConfig) -> FoundPolicy:
     return weights
 
 
-async def _evaluate(
-    config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
-) -> EvalResult:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked, and by what it is scored; no model is loaded yet."""
+
+    tokenizer: Any
+    prompts: PromptSet
+    rubric: Rubric | None
+
+
+def _asked(config: RunConfig, task: Task) -> _Asked:
     tokenizer = ahead.load_tokenizer(config.model)
     build.check_stop_tokens(config, tokenizer)
     prompts = held_out_prompts(
@@ -353,6 +407,14 @@ async def _evaluate(
     if rubric is not None:
         in_workers = task_parts.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
+    return _Asked(tokenizer, prompts, rubric)
+
+
+async def _evaluate(
+    config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
+) -> EvalResult:
+    asked_for = _asked(config, task)
+    tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
     layout = machine_layout.choose_layout(config, prompts.longest)
     scorer = task_parts.build_scorer(config, task, tokenizer, rubric)
     rollouts = task_parts.build_rollouts(config, task, tokenizer, layout.key_length)

@@ -66,18 +66,21 @@ class Bundle:
     """Bytes."""
 
 
-def bundle(root: Path, secrets: Mapping[str, str] | None = None) -> Bundle:
+def bundle(
+    root: Path, secrets: Mapping[str, str] | None = None, take: Sequence[str] = ()
+) -> Bundle:
     """What travels of the project in `root`.
 
-    `secrets`: values of environment variables that travel apart. Raises UsageError where one of them stands in a file, for a folder that is
-    none, and for what is too large or too much.
+    `secrets`: values of environment variables that travel apart. `take`: files and folders of it that travel although git ignores them or
+    a run made them. Raises UsageError where a secret stands in a file, for a folder that is none, and for what is too large or too much.
     """
     if not root.is_dir():
         raise UsageError(f"{root} is no folder, so there is no project to take along.")
     files: dict[str, Path] = {}
     left_out: dict[str, str] = {}
-    for path in _of_project(root):
-        if (around := _around(root, path)) is not None:
+    wanted = {path for each in take for path in _taken(root, each)}
+    for path in dict.fromkeys([*_of_project(root), *sorted(wanted)]):
+        if path not in wanted and (around := _around(root, path)) is not None:
             left_out[around[0]] = around[1]
         elif reason := _why_not(root, path):
             left_out[path] = reason
@@ -109,6 +112,22 @@ def _of_project(root: Path) -> Iterator[str]:
             yield from (f"{path.rstrip('/')}/{each}" for each in _of_project(place))
         elif os.path.lexists(place):  # else it was deleted, and git was not told
             yield path
+
+
+def _taken(root: Path, given: str) -> list[str]:
+    """The files that somebody named, by their paths in the project."""
+    place = root / given
+    inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))
+    if inside == ".." or inside.startswith("../"):
+        raise UsageError(
+            f"--take {given}: this is outside of the project in {root}, of which a job has a copy. Copy it into the project."
+        )
+    if not place.exists():
+        raise UsageError(f"--take {given}: there is no such file or folder in {root}.")
+    if place.is_file():
+        return [Path(inside).as_posix()]
+    found = [Path(folder, name) for folder, _, names in os.walk(place) for name in names]
+    return sorted(path.relative_to(root).as_posix() for path in found)
 
 
 def _of_git(root: Path) -> list[str] | None:

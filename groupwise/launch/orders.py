@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -14,14 +14,15 @@ from groupwise.fleet.machines.plans import Plan, sent_files
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import FileEntry, JobSpec, Limits
 from groupwise.launch.bundle import Bundle, bundle
+from groupwise.runs.folder import RECORD
 
 OWN = ".groupwise"
 """The folder of the working folder that holds what makes the environment."""
 ENVIRONMENTS = f"~/{ROOT}/environments"
 """Where these are on a machine."""
 BEGIN = ("python3", "-I", f"{OWN}/begin.py")
-RESULTS = ("runs", "outputs", "generated")
-"""What is fetched whatever a command says: where runs lie, where scripts of jobs write, and where `generate` does."""
+RESULTS = ("runs", "results", "generated", "outputs")
+"""What is fetched whatever a command says: where trainings, evaluations and `generate` write, and scripts of jobs."""
 GRACE_SECONDS = 60.0
 """Between TERM and KILL: long enough for the checkpoint of the step that is under way."""
 
@@ -50,6 +51,10 @@ class Wanted:
     """What is to be installed there; None: the place has an environment already."""
     results: tuple[str, ...] = ()
     """Paths of the working folder that are fetched too."""
+    take: tuple[str, ...] = ()
+    """Paths of the project that travel although git ignores them or a run made them."""
+    needs: tuple[str, ...] = ()
+    """Files and folders here that the command reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,9 @@ class Packed:
 
 def pack(wanted: Wanted, store: BlobStore) -> Packed:
     """The order. Raises UsageError for a project that cannot travel, and for what cannot be fetched."""
-    project = bundle(wanted.project, wanted.secrets)
+    project = bundle(wanted.project, wanted.secrets, wanted.take)
     _refuse_own(project)
+    _refuse_lacking(project, wanted.needs)
     results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
     files = dict(store.put_files(project.files))
     if wanted.environment is not None:
@@ -92,6 +98,29 @@ def _refuse_own(project: Bundle) -> None:
             f"{project.root / OWN} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
             "or name it in .gitignore."
         )
+
+
+def _refuse_lacking(project: Bundle, needs: Iterable[str]) -> None:
+    """What the command reads here it would miss there."""
+    root = project.root.resolve()
+    for need in needs:
+        place = (root / need).resolve()
+        if not place.is_relative_to(root):
+            raise UsageError(
+                f"the command reads {need}, which is outside of the project, so that the job would not find it. Copy it into the project, "
+                "upload it to the hub, or name one that the other machine has and say --no-preflight."
+            )
+        inside = _whole_run(root, place).relative_to(root).as_posix()
+        if not any(path == inside or path.startswith(f"{inside}/") for path in project.files):
+            raise UsageError(
+                f"the command reads {need}, which does not travel with the project. Take it along: --take {inside}"
+            )
+
+
+def _whole_run(root: Path, place: Path) -> Path:
+    """The run that it lies in, by which commands name it; else itself."""
+    above = (each for each in (place, *place.parents) if each.is_relative_to(root))
+    return next((each for each in above if (each / RECORD).is_file()), place)
 
 
 def _inside(path: str) -> str:

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ class Tried:
     results: tuple[str, ...]
     """Where it writes, relative to the project or absolute."""
     summary: str
-    """For people; empty: it was not tried."""
+    """For people."""
+    needs: tuple[str, ...] = ()
+    """Files and folders of this machine that it reads beside the task: weights, configs of data."""
 
 
 def check_verb(words: Sequence[str]) -> None:
@@ -46,8 +48,6 @@ def check_verb(words: Sequence[str]) -> None:
 def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
     """Have the command say what it would do. Raises UsageError with its own words where it would fail."""
     verb, *rest = words
-    if verb == "eval" and "--suite" not in rest:
-        return Tried(_output_of(rest), "")
     command = [sys.executable, "-m", "groupwise", verb, "--dry-run", *rest]
     try:
         done = subprocess.run(
@@ -69,7 +69,7 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
             f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. --no-preflight launches it untried, as for "
             f"data or packages that only the other machine has. It said:\n{said}"
         )
-    return _told(verb, rest, done.stdout)
+    return _told(verb, rest, done.stdout, project)
 
 
 def results_of(words: Sequence[str]) -> tuple[str, ...]:
@@ -78,13 +78,42 @@ def results_of(words: Sequence[str]) -> tuple[str, ...]:
     return (*folders, *_output_of(words))
 
 
-def _told(verb: str, rest: Sequence[str], said: bytes) -> Tried:
-    if verb not in ("rl", "sft"):
-        return Tried(_output_of(rest), f"`groupwise {verb}` was tried with --dry-run")
+def _told(verb: str, rest: Sequence[str], said: bytes, project: Path) -> Tried:
     document: dict[str, Any] = json.loads(said)
-    plan = document["plan"]
-    steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
-    return Tried((document["config"]["run"]["dir"],), f"{plan['task']}{steps}")
+    plan: dict[str, Any] = document.get("plan") or {}
+    if verb in ("rl", "sft"):
+        steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
+        config = document["config"]
+        return Tried(
+            (config["run"]["dir"],), f"{plan['task']}{steps}", _needs(project, rest, config)
+        )
+    if verb == "eval" and plan:
+        asked = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
+        needs = (*plan["folders"], *_needs(project, rest, document["config"]))
+        results = tuple(_inside(project, each) for each in plan["results"])
+        return Tried(results, f"{plan['task']}, {asked}", needs)
+    return Tried(_output_of(rest), f"`groupwise {verb}` says what it would ask")
+
+
+def _inside(project: Path, path: str) -> str:
+    """Relative to the project, where it is in it."""
+    place, root = (project / path).resolve(), project.resolve()
+    return place.relative_to(root).as_posix() if place.is_relative_to(root) else path
+
+
+def _needs(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Paths among the words, and the model and its adapter where they are folders here."""
+    model = config["model"]
+    named = (model["name"], model["adapter"], *_values(words))
+    return tuple(each for each in named if each and (project / each).exists())
+
+
+def _values(words: Sequence[str]) -> Iterator[str]:
+    """Of `--option VALUE`, `--option=VALUE` and `key=value`; of a run at a step, and of a function in a file, the path."""
+    for word in words:
+        _, _, value = word.rpartition("=")
+        path, _, _ = value.partition(":")
+        yield path.partition("@")[0]
 
 
 def _output_of(words: Sequence[str]) -> tuple[str, ...]:
