@@ -27,7 +27,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_it_says_what_is_asked_and_where_results_go(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = planned(capsys, "--samples-per-prompt", "2")
+    plan = planned(capsys, "--samples-per-prompt", "2", "eval.temperature=1.0")
     assert plan["policies"] == ["base"]
     assert (plan["prompts"], plan["samples_per_prompt"]) == (3, 2)
     assert plan["folders"] == []
