@@ -1,0 +1,93 @@
+"""Words of `groupwise launch`: what is the launcher's, what is the job's; names; variables from files."""
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.cli.launch_words import Behind, environment_of, new_name, split
+from groupwise.cli.main import main
+from groupwise.errors import UsageError
+from groupwise.hosts.spec import JOB_ID
+
+ODD = ("--config", "a b", "it's", "", "two\nlines", "-v", "--script", "$(x)", "--")
+
+
+def test_what_stands_behind_the_dashes_is_untouched() -> None:
+    own, behind = split(["--gpus", "1", "--", "rl", *ODD])
+    assert own == ["--gpus", "1"]
+    assert behind == Behind(None, ("rl", *ODD))
+    assert behind.command == ("groupwise", "rl", *ODD)
+
+
+@pytest.mark.parametrize("given", [["--script", "s.py"], ["--script=s.py"]])
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+def test_what_stands_behind_a_script_is_its_own(given: list[str], dashes: list[str]) -> None:
+    own, behind = split(["--gpus", "1", *given, *dashes, *ODD])
+    assert own == ["--gpus", "1"]
+    assert behind == Behind("s.py", ODD)
+    assert behind.command == ("python", "s.py", *ODD)
+
+
+def test_the_first_of_the_two_divides() -> None:
+    assert split(["--", "--script", "s.py"])[1] == Behind(None, ("--script", "s.py"))
+    assert split(["--script", "s.py", "x", "--", "y"])[1] == Behind("s.py", ("x", "--", "y"))
+
+
+@pytest.mark.parametrize("words", [["--script"], ["--script="], ["--script", "--", "x"]])
+def test_a_script_has_a_path(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="wants the path of a Python file"):
+        split(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["local"], "there is nothing to run"),
+        (["local", "rl", "--config", "c"], "groupwise launch local -- rl --config c"),
+        (["local", "--", "doctor"], "rl, sft, eval, generate: `doctor` is none"),
+        (["local", "--"], "there is nothing"),
+        (["local", "--", "--config", "c"], "`--config` is none"),
+        (["local", "--bogus", "--", "rl"], "No such option: --bogus"),
+    ],
+)
+def test_refusals_teach(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *words]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("script", ["train.py", "-x.py", "é ü.py", "a/b/c" * 40 + ".py", ".py"])
+def test_names_can_be_names_of_jobs(script: str) -> None:
+    assert JOB_ID.fullmatch(new_name(Behind(script, ()), now=1e9))
+
+
+def test_two_moments_have_two_names() -> None:
+    rl = Behind(None, ("rl",))
+    assert new_name(rl, now=1e9).startswith("rl-")
+    assert new_name(rl, now=1e9) != new_name(rl, now=1e9 + 0.001)
+
+
+def test_variables_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME_OF_MINE", "never looked up")
+    first, second = tmp_path / ".env", tmp_path / "more.env"
+    first.write_text("# a comment\nA=1\nexport B='two words'\nC=\"${HOME_OF_MINE}\"\nEMPTY=\n")
+    second.write_text("A=later\n")
+    assert environment_of([first, second]) == {
+        "A": "later",
+        "B": "two words",
+        "C": "${HOME_OF_MINE}",
+        "EMPTY": "",
+    }
+    assert environment_of([]) == {}
+
+
+def test_a_name_without_a_value_is_refused_and_no_value_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / ".env"
+    path.write_text("GOOD=canary-value\nLONELY\n")
+    with pytest.raises(UsageError, match="LONELY stands there without a value") as refused:
+        environment_of([path])
+    assert "canary" not in str(refused.value)
+
+
+def test_a_file_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it cannot be read"):
+        environment_of([tmp_path / "none"])

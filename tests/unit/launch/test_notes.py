@@ -1,0 +1,53 @@
+"""What a machine knows of the jobs that were launched from it."""
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.launch import notes
+from groupwise.launch.notes import Note
+from groupwise.launch.places import LOCAL, SSH, Place
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "groupwise" / "launches"
+
+
+AFAR = Place(SSH, {"host": "h", "user": "u", "port": 2, "key": None, "host_key": "k"})
+
+
+def test_a_note_comes_back_as_it_was() -> None:
+    found = [Note("a", AFAR, Path("/p")), Note("b", Place(LOCAL), Path("/q"))]
+    for each in reversed(found):
+        notes.write(each)
+    assert notes.every() == found
+    assert notes.find("a") == found[0]
+    assert str(notes.find("a").place) == "ssh:u@h:2"
+    notes.remove("a")
+    notes.remove("a")
+    assert notes.every() == found[1:]
+
+
+def test_an_unknown_name_is_told_with_those_that_there_are() -> None:
+    notes.write(Note("one", AFAR, Path("/p")))
+    with pytest.raises(UsageError, match=r"there are: one\. .*--at ssh:USER@HOST"):
+        notes.find("other")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"place": {"kind": "moon", "detail": {}}}'])
+def test_what_cannot_be_read_is_passed_over(state: Path, text: str) -> None:
+    notes.write(Note("one", AFAR, Path("/p")))
+    (state / "broken.json").write_text(text)
+    assert [each.name for each in notes.every()] == ["one"]
+    with pytest.raises(UsageError, match="no job of this name"):
+        notes.find("broken")
+
+
+def test_a_name_does_not_leave_the_folder(state: Path) -> None:
+    with pytest.raises(UsageError):
+        notes.find("../../../etc/passwd")
+    notes.write(Note("../outside", AFAR, Path("/p")))
+    assert [path.name for path in state.iterdir()] == ["outside.json"]
