@@ -51,6 +51,7 @@ class Asked:
 def launch(place: Place, asked: Asked) -> None:
     """From the words to the result."""
     from groupwise.launch import notes, orders
+    from groupwise.launch.places import LOCAL
     from groupwise.launch.preflight import check_verb
 
     if asked.behind.script is None:
@@ -72,6 +73,7 @@ def launch(place: Place, asked: Asked) -> None:
             (*asked.results, *tried.results),
             asked.take,
             tried.needs,
+            elsewhere=place.kind != LOCAL,
         ),
         store,
     )

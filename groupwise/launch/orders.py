@@ -55,6 +55,8 @@ class Wanted:
     """Paths of the project that travel although git ignores them or a run made them."""
     needs: tuple[str, ...] = ()
     """Files and folders here that the command reads."""
+    elsewhere: bool = True
+    """The job has other disks than this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
     """The order. Raises UsageError for a project that cannot travel, and for what cannot be fetched."""
     project = bundle(wanted.project, wanted.secrets, wanted.take)
     _refuse_own(project)
-    _refuse_lacking(project, wanted.needs)
+    _refuse_lacking(project, wanted.needs, elsewhere=wanted.elsewhere)
     results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
     files = dict(store.put_files(project.files))
     if wanted.environment is not None:
@@ -100,12 +102,14 @@ def _refuse_own(project: Bundle) -> None:
         )
 
 
-def _refuse_lacking(project: Bundle, needs: Iterable[str]) -> None:
+def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -> None:
     """What the command reads here it would miss there."""
     root = project.root.resolve()
     for need in needs:
         place = (root / need).resolve()
         if not place.is_relative_to(root):
+            if not elsewhere and Path(need).is_absolute():
+                continue
             raise UsageError(
                 f"the command reads {need}, which is outside of the project, so that the job would not find it. Copy it into the project, "
                 "upload it to the hub, or name one that the other machine has and say --no-preflight."

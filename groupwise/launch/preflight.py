@@ -48,6 +48,7 @@ def check_verb(words: Sequence[str]) -> None:
 def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
     """Have the command say what it would do. Raises UsageError with its own words where it would fail."""
     verb, *rest = words
+    _refuse_absolute(project, rest)
     command = [sys.executable, "-m", "groupwise", verb, "--dry-run", *rest]
     try:
         done = subprocess.run(
@@ -76,6 +77,16 @@ def results_of(words: Sequence[str]) -> tuple[str, ...]:
     """Where an untried command writes, as far as its words say."""
     folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
     return (*folders, *_output_of(words))
+
+
+def _refuse_absolute(project: Path, words: Sequence[str]) -> None:
+    """The job has a copy of the project, which lies elsewhere."""
+    for path in map(Path, _values(words)):
+        if path.is_absolute() and path.is_relative_to(project) and path.exists():
+            raise UsageError(
+                f"{path} is named by its absolute path, and the job runs in a copy of the project: name it relative to {project}, "
+                f"{path.relative_to(project)}."
+            )
 
 
 def _told(verb: str, rest: Sequence[str], said: bytes, project: Path) -> Tried:

@@ -124,5 +124,7 @@ def test_what_the_command_reads_has_to_travel(project: Path, store: BlobStore) -
 
 
 def test_what_it_reads_elsewhere_cannot_travel(project: Path, store: BlobStore) -> None:
+    outside = (str(project.parent),)
     with pytest.raises(UsageError, match="outside of the project"):
-        pack(Wanted("job", project, COMMAND, needs=(str(project.parent),)), store)
+        pack(Wanted("job", project, COMMAND, needs=outside), store)
+    pack(Wanted("job", project, COMMAND, needs=outside, elsewhere=False), store)

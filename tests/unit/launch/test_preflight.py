@@ -70,6 +70,12 @@ def test_a_task_that_cannot_be_imported_is_told(project: Path) -> None:
         try_verb(RL, project, {})
 
 
+@pytest.mark.parametrize("word", ["--task-module={}/task.py", "data.datasets={}/c.yaml:x"])
+def test_a_path_of_the_project_is_relative(project: Path, word: str) -> None:
+    with pytest.raises(UsageError, match="runs in a copy of the project: name it relative"):
+        try_verb([*RL[:3], word.format(project)], project, {})
+
+
 def test_variables_of_the_job_are_there(project: Path) -> None:
     text = (project / "task.py").read_text()
     (project / "task.py").write_text("import os\nos.environ['NEEDED_BY_IT']\n" + text)
