@@ -148,7 +148,9 @@ def ssh(
     no_preflight: NoPreflight = False,
     as_json: AsJson = False,
 ) -> None:
-    """On a machine that is reached by SSH; it needs Python 3.11, and nothing else installed.
+    """On a machine that is reached by SSH.
+
+    It needs Python 3.11, and nothing else installed.
 
     groupwise launch ssh --host gpu1 --gpus 1 -- rl --config C.yaml --task-module task.py
     """

@@ -94,7 +94,10 @@ def logs(
     key: KeyOfPlace = None,
     to: To = None,
 ) -> None:
-    """What it has written; with -f as it grows, and its exit code is that of this command."""
+    """What it has written, and with -f what it writes.
+
+    Followed to its end, its exit code is that of this command.
+    """
     if to is not None and not follow:
         raise UsageError("--to is for -f, which brings the results; `launch fetch` does so too.")
     note = note_of(name, at, key)
@@ -139,7 +142,10 @@ def fetch(
 
 
 def stop(name: JobName, at: At = None, key: KeyOfPlace = None) -> None:
-    """Ask it to end: it saves what it can, and is ended a minute later at the latest."""
+    """Ask it to end.
+
+    It saves what it can, and is ended a minute later at the latest.
+    """
     note = note_of(name, at, key)
     ask(note.place, lambda backend: stop_job(backend, name))
     say(f"{name} was asked to end; `groupwise launch fetch {name}` brings its results")
@@ -154,9 +160,10 @@ def resume(
     detach: Detach = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on from its newest checkpoint, after a failure, a stop or a lost machine.
+    """Go on from its newest checkpoint.
 
-    The job is what it was. Values of its secrets are kept nowhere, so that --env-file is needed again where it had some.
+    After a failure, a stop or a lost machine. The job is what it was. Values of its secrets are kept nowhere, so that --env-file is needed
+    again where it had some.
     """
     from groupwise.launch import notes
     from groupwise.launch.orders import files_here
@@ -174,7 +181,10 @@ def resume(
 
 
 def remove(name: JobName, at: At = None, key: KeyOfPlace = None) -> None:
-    """Remove a job that has ended from its place, with all that is still there of it."""
+    """Remove a job that has ended from its place.
+
+    Nothing of it is there afterwards; what was fetched stays here.
+    """
     from groupwise.clouds.port import NotHere
     from groupwise.launch import notes
 

@@ -146,7 +146,7 @@ app.add_typer(
 app.add_typer(
     typer.Typer(cls=LaunchGroup, no_args_is_help=True, rich_markup_mode=None),
     name="launch",
-    help="Run a command elsewhere: local, ssh, list, logs, fetch, stop, resume.",
+    help="A command elsewhere: local, ssh, logs, fetch, stop, resume.",
 )
 
 

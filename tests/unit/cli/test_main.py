@@ -329,11 +329,12 @@ def test_python_m_groupwise_answers_without_colours() -> None:
     assert run("-m", "groupwise", "nothing").returncode == 2
 
 
+@pytest.mark.parametrize("group", [[], ["launch"]])
 def test_the_list_of_commands_tells_whole_sentences(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    group: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["--help"]) == 0
+    assert main([*group, "--help"]) == 0
     commands = capsys.readouterr().out.partition("Commands:")[2].strip().splitlines()
     assert len(commands) >= 7
     assert [line for line in commands if line.rstrip().endswith("...")] == []
