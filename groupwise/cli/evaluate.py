@@ -176,7 +176,6 @@ def _evaluate_task(
     as_json: bool,
 ) -> None:
     from groupwise.cli.output import write_json, write_result
-    from groupwise.evaluation import evaluate
 
     given: dict[str, Any] = {
         "overrides": tuple(overrides or ()),
@@ -184,9 +183,13 @@ def _evaluate_task(
         "output": output,
     }
     if dry_run:
-        write_json(evaluate.plan_each(config, task_module, policy or ["base"], **given))
+        from groupwise.evaluation.evaluate import plan_each
+
+        write_json(plan_each(config, task_module, policy or ["base"], **given))
         return
-    results = evaluate.evaluate_each(config, task_module, policy or ["base"], **given)
+    from groupwise.evaluation.evaluate import evaluate_each
+
+    results = evaluate_each(config, task_module, policy or ["base"], **given)
     if len(results) == 1:
         write_result(results[0].summary, as_json=as_json)
     else:

@@ -52,7 +52,7 @@ def local(
 
         groupwise launch local --detach -- rl --config C.yaml --task-module task.py
 
-    It runs in a copy of the project, in the environment that this command runs in.
+    It runs in a copy of the project, with the packages that this command runs with, and the variables of --env-file.
     """
     from groupwise.launch.places import LOCAL, Place
 

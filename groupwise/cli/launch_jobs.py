@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.launch_options import AsJson, At, Detach, EnvFile, JobName, KeyOfPlace, To
+from groupwise.cli.launch_options import (
+    AsJson,
+    At,
+    Detach,
+    EnvFile,
+    JobName,
+    KeyOfPlace,
+    To,
+    TrustOfPlace,
+)
 from groupwise.cli.launch_places import note_of
 from groupwise.cli.launch_watch import ask, find, folder_of, stop_job, watch
 from groupwise.cli.launch_words import environment_of
@@ -59,14 +69,18 @@ async def _line(note: Note) -> dict[str, Any]:
     from groupwise.clouds.port import CloudError, NotHere
     from groupwise.launch.places import reach
 
-    backend = reach(note.place)
     line: dict[str, Any] = {
         "name": note.name,
-        "place": str(note.place),
+        "place": note.place.kind,
         "project": str(note.project),
         "step": None,
         "seconds": None,
     }
+    try:
+        backend = reach(note.place)
+        line["place"] = str(note.place)
+    except (KeyError, TypeError) as error:
+        return {**line, "state": "unknown", "problem": f"its note lacks {error}"}
     try:
         status = await backend.status(await find(backend, note.name))
     except NotHere:
@@ -92,6 +106,7 @@ def logs(
     ] = False,
     at: At = None,
     key: KeyOfPlace = None,
+    trust: TrustOfPlace = None,
     to: To = None,
 ) -> None:
     """What it has written, and with -f what it writes.
@@ -100,7 +115,7 @@ def logs(
     """
     if to is not None and not follow:
         raise UsageError("--to is for -f, which brings the results; `launch fetch` does so too.")
-    note = note_of(name, at, key)
+    note = note_of(name, at, key, trust)
     if follow:
         watch(note, to, as_json=False, stop=False)
     log = LogWriter()
@@ -118,18 +133,23 @@ async def _written(backend: Backend, name: str, log: LogWriter) -> None:
 
 
 def fetch(
-    name: JobName, at: At = None, key: KeyOfPlace = None, to: To = None, as_json: AsJson = False
+    name: JobName,
+    at: At = None,
+    key: KeyOfPlace = None,
+    trust: TrustOfPlace = None,
+    to: To = None,
+    as_json: AsJson = False,
 ) -> None:
     """Bring its results here; while it runs, its checkpoints. Prints the folder."""
     from groupwise.launch import results
 
-    note = note_of(name, at, key)
+    note = note_of(name, at, key, trust)
     folder = folder_of(note, to)
-    results.prepare(folder)
 
     async def fetched(backend: Backend) -> dict[str, Any]:
         handle = await find(backend, name)
         status = await backend.status(handle)
+        results.prepare(folder)
         came = await backend.fetch(handle, folder)
         return results.result(handle, str(note.place), status, came)
 
@@ -141,14 +161,15 @@ def fetch(
         typer.echo(str(folder))
 
 
-def stop(name: JobName, at: At = None, key: KeyOfPlace = None) -> None:
+def stop(name: JobName, at: At = None, key: KeyOfPlace = None, trust: TrustOfPlace = None) -> None:
     """Ask it to end.
 
     It saves what it can, and is ended a minute later at the latest.
     """
-    note = note_of(name, at, key)
-    ask(note.place, lambda backend: stop_job(backend, name))
-    say(f"{name} was asked to end; `groupwise launch fetch {name}` brings its results")
+    note = note_of(name, at, key, trust)
+    ended = ask(note.place, lambda backend: stop_job(backend, name))
+    what = "had ended already" if ended else "was asked to end"
+    say(f"{name} {what}; `groupwise launch fetch {name}` brings its results")
 
 
 def resume(
@@ -156,6 +177,7 @@ def resume(
     env_file: EnvFile = None,
     at: At = None,
     key: KeyOfPlace = None,
+    trust: TrustOfPlace = None,
     to: To = None,
     detach: Detach = False,
     as_json: AsJson = False,
@@ -168,11 +190,11 @@ def resume(
     from groupwise.launch import notes
     from groupwise.launch.orders import files_here
 
-    note = note_of(name, at, key)
+    note = note_of(name, at, key, trust)
     secrets = environment_of(tuple(env_file or ()))
     store = files_here()
     handle = ask(note.place, lambda backend: backend.resume(name, secrets, store))
-    notes.write(note)
+    notes.write(note if to is None else replace(note, results=to.expanduser().absolute()))
     say(f"{name} goes on: attempt {handle.attempt}")
     if detach:
         return
@@ -180,18 +202,32 @@ def resume(
     watch(note, to, as_json=as_json, stop=True)
 
 
-def remove(name: JobName, at: At = None, key: KeyOfPlace = None) -> None:
+def remove(
+    name: JobName,
+    at: At = None,
+    key: KeyOfPlace = None,
+    trust: TrustOfPlace = None,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Also where its results were not fetched.")
+    ] = False,
+) -> None:
     """Remove a job that has ended from its place.
 
     Nothing of it is there afterwards; what was fetched stays here.
     """
     from groupwise.clouds.port import NotHere
-    from groupwise.launch import notes
+    from groupwise.launch import notes, results
 
-    note = note_of(name, at, key)
+    note = note_of(name, at, key, trust)
 
     async def removed(backend: Backend) -> None:
-        await backend.cleanup(await find(backend, name))
+        handle = await find(backend, name)
+        if not discard and not results.is_all_of(folder_of(note, None), handle):
+            raise UsageError(
+                f"what {name} has made is not all here, and would be lost. `groupwise launch fetch {name}` brings it; "
+                "--discard does without."
+            )
+        await backend.cleanup(handle)
 
     try:
         ask(note.place, removed)

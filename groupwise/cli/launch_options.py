@@ -27,7 +27,8 @@ Gpus = Annotated[
     typer.Option("--gpus", metavar="N", min=0, help="So many GPUs of the machine, for it alone."),
 ]
 MaxHours = Annotated[
-    float, typer.Option("--max-hours", metavar="H", min=0.001, help="After which it is ended.")
+    float,
+    typer.Option("--max-hours", metavar="H", min=0.001, max=8760, help="After which it is ended."),
 ]
 MaxPrice = Annotated[
     float | None,
@@ -77,6 +78,10 @@ JobName = Annotated[str, typer.Argument(metavar="NAME", help="Of the job.")]
 KeyOfPlace = Annotated[
     str | None,
     typer.Option("--key", metavar="FILE", help="With --at: the private key, on this machine."),
+]
+TrustOfPlace = Annotated[
+    str | None,
+    typer.Option("--trust", metavar="FINGERPRINT", help="With --at: its host key, as SHA256:…."),
 ]
 At = Annotated[
     str | None,

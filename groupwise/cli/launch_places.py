@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from groupwise.launch.places import Place
 
 
-def note_of(name: str, at: str | None, key: str | None = None) -> Note:
-    """Where the job is."""
+def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> Note:
+    """Where the job is. Raises UsageError."""
+    check_name(name)
     from groupwise.launch import notes
     from groupwise.launch.places import LOCAL, Place
 
     if at is None:
-        if key is not None:
-            raise UsageError("--key is for --at: of a job that was launched here it is known.")
+        if key is not None or trust is not None:
+            raise UsageError(
+                "--key and --trust are for --at: of a job that was launched here they are known."
+            )
         return notes.find(name)
     kind, _, rest = at.partition(":")
     if kind == LOCAL and not rest:
@@ -35,9 +38,19 @@ def note_of(name: str, at: str | None, key: str | None = None) -> Note:
         host, colon, port = named.rpartition(":")
         number = int(port) if colon and port.isdecimal() else None
         address = host if number is not None else named
-        where = machine(address, user or None, number, key, trust_of(None, None), None)
+        where = machine(address, user or None, number, key, trust_of(trust, None), None)
         return notes.Note(name, where, Path.cwd())
     raise UsageError(f"--at {at}: a place is wanted, local or ssh:USER@HOST:PORT.")
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError for what can be no job's."""
+    from groupwise.hosts.spec import JOB_ID
+
+    if not JOB_ID.fullmatch(name):
+        raise UsageError(
+            f"{name[:80]!r} is no name of a job: letters, digits, - and _ are expected, 80 at most, a letter or a digit first."
+        )
 
 
 def trust_of(fingerprint: str | None, of_jump: str | None) -> Trust:

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from groupwise.cli.launch_places import check_name
 from groupwise.cli.launch_watch import ask, watch
 from groupwise.cli.launch_words import Behind, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
-from groupwise.errors import UsageError
+from groupwise.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
-    from groupwise.clouds.port import Plan
+    from groupwise.clouds.port import Handle, Plan
     from groupwise.fleet.machines.plans import Plan as EnvironmentPlan
+    from groupwise.hosts.files import BlobStore
+    from groupwise.launch.notes import Note
     from groupwise.launch.orders import Packed
     from groupwise.launch.places import Place
     from groupwise.launch.preflight import Tried
@@ -54,6 +57,8 @@ def launch(place: Place, asked: Asked) -> None:
     from groupwise.launch.places import LOCAL
     from groupwise.launch.preflight import check_verb
 
+    if asked.name is not None:
+        check_name(asked.name)
     if asked.behind.script is None:
         check_verb(asked.behind.words)
     project = Path.cwd()
@@ -84,10 +89,11 @@ def launch(place: Place, asked: Asked) -> None:
     if asked.dry_run:
         _show_plan(plan, packed, asked)
         return
-    handle = ask(place, lambda backend: backend.submit(packed.order, store))
-    note = notes.Note(name, place, project)
-    notes.write(note)
-    say(f"{name} is placed on {plan.where}")
+    say(f"{name}: {'; '.join(plan.steps)}")
+    note = notes.Note(
+        name, place, project, None if asked.to is None else asked.to.expanduser().absolute()
+    )
+    handle = _submit(note, packed, store)
     if asked.detach:
         say(
             f"`groupwise launch logs -f {name}` watches it, `groupwise launch fetch {name}` brings its results"
@@ -99,6 +105,45 @@ def launch(place: Place, asked: Asked) -> None:
         return
     say("Ctrl-C stops it and fetches what there is")
     watch(note, asked.to, as_json=asked.as_json, stop=True)
+
+
+def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
+    """Placed, or found to be there. It is noted first: interrupted in between, nobody would know of it."""
+    from groupwise.launch import notes
+
+    name, before = note.name, ask(note.place, lambda backend: backend.find(note.name))
+    _expect_no_other(note)
+    notes.write(note)
+    try:
+        handle = ask(note.place, lambda backend: backend.submit(packed.order, store))
+    except KeyboardInterrupt:
+        say(
+            f"{name} may have been placed: `groupwise launch list` tells, `groupwise launch stop {name}` ends it"
+        )
+        raise
+    except GroupwiseError:
+        if before is None and ask(note.place, lambda backend: backend.find(name)) is None:
+            notes.remove(name)
+        raise
+    if before is None:
+        say(f"{name} is placed on {note.place}")
+    else:
+        say(
+            f"{name} was there already, so that nothing new begins: this is its attempt {handle.attempt}. After a failure `groupwise "
+            f"launch resume {name}` begins another one; `groupwise launch remove {name}` makes its name free"
+        )
+    return handle
+
+
+def _expect_no_other(note: Note) -> None:
+    """Notes and results of two jobs of one name would be mixed up. Raises UsageError."""
+    from groupwise.launch import notes
+
+    other = next((each for each in notes.every() if each.name == note.name), None)
+    if other is not None and other.place != note.place:
+        raise UsageError(
+            f"{note.name} is a job on {other.place} already: give this one another name, or `groupwise launch remove {note.name}`."
+        )
 
 
 def _tried(asked: Asked, project: Path, secrets: Mapping[str, str]) -> Tried:
@@ -122,6 +167,8 @@ def _expect_script(behind: Behind, packed: Packed) -> None:
     path = Path(script)
     if path.is_absolute():
         why = "it is named by its absolute path, and the job has a copy of the project: name it relative to the folder"
+    elif ".." in path.parts:
+        why = "it is outside of the folder that you are in, which is the project"
     elif not path.is_file():
         why = "there is no such file"
     else:

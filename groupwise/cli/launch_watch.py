@@ -62,17 +62,34 @@ def watch(note: Note, to: Path | None, *, as_json: bool, stop: bool) -> None:
         if not stop:
             say(f"{note.name} goes on without being watched")
             raise
-        say(f"stopping {note.name}; Ctrl-C once more leaves it to itself")
-        ask(note.place, lambda backend: stop_job(backend, note.name))
-        document = asyncio.run(_watched(watching, note, folder))
+        document = _stopped(watching, note, folder)
     finally:
         log.end()
     _end(note, folder, document, as_json=as_json)
 
 
-async def stop_job(backend: Backend, name: str) -> None:
-    """Ask it to end, and end it after a while."""
-    await backend.cancel(await find(backend, name), STOP_GRACE)
+def _stopped(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
+    """Ended, however long its place does not answer, and what it left; Ctrl-C once more and nobody waits for that."""
+    from groupwise.launch.watching import patiently
+
+    say(f"stopping {note.name}; Ctrl-C once more, and nobody waits for its end")
+    told = False
+    try:
+        ask(note.place, lambda backend: patiently(lambda: stop_job(backend, note.name), say))
+        told = True
+        return asyncio.run(_watched(watching, note, folder))
+    except KeyboardInterrupt:
+        state = "was asked to end" if told else "STILL RUNS"
+        say(f"{note.name} {state}; `groupwise launch stop {note.name}` ends it")
+        raise
+
+
+async def stop_job(backend: Backend, name: str) -> bool:
+    """Ask it to end, and end it after a while; whether it had ended already."""
+    handle = await find(backend, name)
+    ended = (await backend.status(handle)).ending is not None
+    await backend.cancel(handle, STOP_GRACE)
+    return ended
 
 
 async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
@@ -80,10 +97,10 @@ async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     from groupwise.launch import results
     from groupwise.launch.places import reach
 
-    results.prepare(folder)
     backend = reach(note.place)
     try:
         handle = await find(backend, note.name)
+        results.prepare(folder)
         status, fetched = await watching.until_ended(backend, handle)
     finally:
         await backend.close()
@@ -93,10 +110,12 @@ async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
 
 
 def folder_of(note: Note, to: Path | None) -> Path:
-    """Where its results go: `to`, else a folder of the project that it was launched from."""
+    """Where its results go: `to`, else where it was said before, else a folder of the project that it was launched from."""
     from groupwise.launch.results import FOLDER
 
-    return note.project / FOLDER / note.name if to is None else to.expanduser()
+    if to is not None:
+        return to.expanduser()
+    return note.results or note.project / FOLDER / note.name
 
 
 def _end(note: Note, folder: Path, document: Mapping[str, Any], *, as_json: bool) -> None:

@@ -1,8 +1,8 @@
 """The folder that a job's results are fetched to. Files appear whole under their names, and nothing that is here is lost.
 
-What a later attempt has otherwise, or has not, is set aside in `earlier/`: the record of a run is several files, and those of two attempts
-beside each other would be no record. Of checkpoints the folder is a mirror, since a run keeps its last few: one that was brought here and
-is gone there is removed here too, once a later one is here.
+What somebody changed here, or a later attempt has otherwise, or has not, is set aside in `earlier/`: the record of a run is several
+files, and those of two attempts beside each other would be no record. Of checkpoints the folder is a mirror, since a run keeps its last
+few: one that was brought here and is gone there is removed here too, once a later one is here.
 """
 
 from __future__ import annotations
@@ -10,22 +10,29 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from groupwise.clouds.port import CloudError
+from groupwise.clouds.port import Busy, CloudError
 from groupwise.hosts.files import hash_of, sync_folder
 from groupwise.hosts.spec import FileEntry, Manifest
 
 INCOMING = ".incoming"
 """The folder of files that are not whole yet, in the one that they are fetched to."""
 NOTE = "brought.json"
-"""The file in it that says which attempt brought each file."""
+"""The file in it that says whose results these are, and what each file was as it came."""
 EARLIER = "earlier"
 MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A file, as it came."""
+
+    attempt: int
+    sha256: str
 
 
 @dataclass(slots=True)
@@ -33,8 +40,10 @@ class ResultsFolder:
     """Held by this process; `results_folder` makes one."""
 
     folder: Path
-    brought: dict[str, int] = field(default_factory=dict[str, int])
-    """Path → the attempt that it came of."""
+    of: str
+    """The job, and where it is: results of two jobs do not belong into one folder."""
+    brought: dict[str, Brought] = field(default_factory=dict[str, "Brought"])
+    """By its path."""
 
     @property
     def incoming(self) -> Path:
@@ -45,12 +54,14 @@ class ResultsFolder:
         """Those that are not here, or are others here."""
         return {path: entry for path, entry in files.items() if not self._is_here(path, entry)}
 
-    def take(self, came: Manifest, there: Iterable[str], attempt: int, *, ended: bool) -> None:
+    def take(self, came: Manifest, there: Manifest, attempt: int, *, ended: bool) -> None:
         """Put in place what came of an attempt; `there` are all files that it offers, and has at all if it has `ended`."""
         offered = set(there)
         self._set_aside(came, offered, attempt, ended=ended)
         _put_in_place(self.folder, came)
-        self.brought |= dict.fromkeys((path for path in offered if self._has(path)), attempt)
+        for path, entry in there.items():
+            if self._has(path):
+                self.brought[path] = Brought(attempt, entry.sha256)
         self._remove_old_checkpoints(offered)
         self._write_note()
 
@@ -65,20 +76,30 @@ class ResultsFolder:
 
     def _set_aside(self, came: Manifest, offered: set[str], attempt: int, *, ended: bool) -> None:
         """What others than this attempt have left where it has something else."""
-        replaced = [path for path in came if self._has(path) and self.brought.get(path) != attempt]
+        replaced = [path for path in came if self._has(path) and not self._came(path, attempt)]
         checkpoints = self._checkpoints()
         gone = [
             path
-            for path, of in self.brought.items()
-            if ended and of != attempt and path not in offered and self._has(path)
+            for path, found in self.brought.items()
+            if ended and found.attempt != attempt and path not in offered and self._has(path)
             if str(PurePosixPath(path).parent) not in checkpoints
         ]
         for path in (*replaced, *gone):
-            of = self.brought.pop(path, None)
-            name = "others" if of is None else f"attempt-{of}"
+            changed = not self._is_as_it_came(path)
+            found = self.brought.pop(path, None)
+            name = "changed" if found is None or changed else f"attempt-{found.attempt}"
             target = _free(self.folder / EARLIER / name / path)
             target.parent.mkdir(parents=True, exist_ok=True)
             (self.folder / path).replace(target)
+
+    def _came(self, path: str, attempt: int) -> bool:
+        """Of this attempt, and nobody has changed it since."""
+        found = self.brought.get(path)
+        return found is not None and found.attempt == attempt and self._is_as_it_came(path)
+
+    def _is_as_it_came(self, path: str) -> bool:
+        found = self.brought.get(path)
+        return found is not None and hash_of(self.folder / path) == found.sha256
 
     def _checkpoints(self) -> set[str]:
         """Folders of them that were brought here."""
@@ -89,9 +110,7 @@ class ResultsFolder:
         there = {str(path.parent) for path in map(PurePosixPath, offered) if path.name == MANIFEST}
         for path in sorted(self._checkpoints() - there):
             if self._is_half_removed(path) or self._has_successor(path, there):
-                (self.folder / path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(self.folder / path, ignore_errors=True)
-                self._forget(path)
+                self._remove(path)
 
     def _is_half_removed(self, checkpoint: str) -> bool:
         return not self._has(f"{checkpoint}/{MANIFEST}")
@@ -103,39 +122,63 @@ class ResultsFolder:
         steps = [_step(self.folder / each) for each in others]
         return step is not None and any(each is not None and each > step for each in steps)
 
-    def _forget(self, checkpoint: str) -> None:
-        inside = f"{checkpoint}/"
-        for path in [each for each in self.brought if each.startswith(inside)]:
+    def _remove(self, checkpoint: str) -> None:
+        """Its list of files first; what somebody else put beside them stays."""
+        inside = [each for each in self.brought if each.startswith(f"{checkpoint}/")]
+        for path in sorted(inside, key=lambda path: PurePosixPath(path).name != MANIFEST):
+            (self.folder / path).unlink(missing_ok=True)
             del self.brought[path]
+        for folder in sorted({(self.folder / path).parent for path in inside}, reverse=True):
+            with suppress(OSError):
+                folder.rmdir()
 
     def _write_note(self) -> None:
         note = self.incoming / NOTE
         new = note.with_suffix(".new")
-        new.write_text(json.dumps(self.brought, sort_keys=True), "utf-8")
+        files = {path: [each.attempt, each.sha256] for path, each in self.brought.items()}
+        new.write_text(json.dumps({"of": self.of, "files": files}, sort_keys=True), "utf-8")
         new.replace(note)
 
 
 @contextmanager
-def results_folder(folder: Path) -> Generator[ResultsFolder]:
-    """The folder, for whoever fetches there alone. Raises CloudError where somebody does."""
+def results_folder(folder: Path, of: str) -> Generator[ResultsFolder]:
+    """The folder, for whoever fetches there alone. Raises Busy where somebody does, CloudError where it is another job's."""
     incoming = folder / INCOMING
-    incoming.mkdir(parents=True, exist_ok=True)
-    lock = os.open(incoming, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield ResultsFolder(folder, _read_note(incoming / NOTE))
-    except BlockingIOError:
-        raise CloudError(f"another process is fetching into {folder} at the moment.") from None
+        incoming.mkdir(parents=True, exist_ok=True)
+        lock = os.open(incoming, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CloudError(f"nothing can be brought to {folder}: {error.strerror}.") from None
+    try:
+        _take(lock, folder)
+        owner, brought = _read_note(incoming / NOTE)
+        if owner not in (None, of):
+            raise CloudError(
+                f"{folder} holds the results of {owner}; those of {of} need a folder of their own: --to DIR."
+            )
+        yield ResultsFolder(folder, of, brought)
+    except OSError as error:
+        raise CloudError(
+            f"the results cannot be written to {folder}: {error.strerror}. They are at their place; make room here, and fetch again."
+        ) from None
     finally:
         os.close(lock)
 
 
-def _read_note(note: Path) -> dict[str, int]:
+def _take(lock: int, folder: Path) -> None:
     try:
-        said: Mapping[str, int] = json.loads(note.read_bytes())
-        return {str(path): int(attempt) for path, attempt in said.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Busy(f"another process is fetching into {folder} at the moment.") from None
+
+
+def _read_note(note: Path) -> tuple[str | None, dict[str, Brought]]:
+    try:
+        said = json.loads(note.read_bytes())
+        files = {path: Brought(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
+        return str(said["of"]), files
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return None, {}
 
 
 def _put_in_place(folder: Path, files: Iterable[str]) -> None:

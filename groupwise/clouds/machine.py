@@ -97,6 +97,7 @@ class MachineBackend:
             hello = await self._runner.hello()
             lacking = await self._runner.missing(sizes)
         sent = sum(sizes[each] for each in lacking)
+        await self._free_gpus(order.gpus)
         gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
         steps = (
             f"send {len(lacking)} of {len(sizes)} files ({sent} bytes); the others are there",
@@ -326,7 +327,7 @@ class MachineBackend:
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
         """See `Backend.fetch`."""
         ended = (await self.status(handle)).ending is not None
-        with results_folder(folder) as results, self._told():
+        with results_folder(folder, f"{handle.name} on {self._where}") as results, self._told():
             return await self._fetched(handle, results, ended=ended)
 
     async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
@@ -357,7 +358,7 @@ class MachineBackend:
         """See `Backend.cleanup`."""
         attempts = await self._attempts(handle.name)
         if any(self._ending(each) is None for each in attempts):
-            raise CloudError(f"{handle.name} has not ended on {self._where}: cancel it first.")
+            raise CloudError(f"{handle.name} has not ended on {self._where}: stop it first.")
         with self._told():
             for each in attempts:
                 await self._runner.forget(each.job, each.epoch)

@@ -32,6 +32,12 @@ class Unreachable(CloudError):
     code = "unreachable"
 
 
+class Busy(CloudError):
+    """Somebody else is at it at the moment; asking again helps."""
+
+    code = "busy"
+
+
 class NameTaken(CloudError):
     """There is another job of this name."""
 

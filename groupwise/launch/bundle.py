@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from groupwise.clouds.folder import INCOMING, NOTE
 from groupwise.errors import UsageError
 from groupwise.hosts.files import MOST_FILES
-from groupwise.launch.results import RESULT
+from groupwise.launch.results import MARKER, RESULT
 from groupwise.runs.folder import RECORD
 from groupwise.settings.credentials import holds_secret
 
@@ -25,28 +26,43 @@ LARGEST = 2 << 30
 SHOWN = 10
 """Files that a message lists."""
 MADE = {
-    RECORD: "the folder of a run",
-    RESULT: "what came back of a launched job",
-    "pyvenv.cfg": "an environment of Python",
+    (RECORD, "config.json"): "the folder of a run",
+    (MARKER,): "what came back of launched jobs",
+    (RESULT,): "what came back of a launched job",
+    (f"{INCOMING}/{NOTE}",): "what came back of a launched job",
+    ("pyvenv.cfg",): "an environment of Python",
 }
-"""Folders by a file that lies in them: names such as `env` say nothing."""
+"""Folders by files that lie in them: names such as `env` say nothing."""
 MADE_BY_TOOLS = (
     *(".git", ".hg", ".svn", "node_modules", "__pycache__", "*.egg-info"),
     *(".ipynb_checkpoints", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox"),
 )
 """Folders of a project that git does not know, which are made anew elsewhere."""
 SECRET_FILES = (
-    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pypirc", ".git-credentials"),
+    *(
+        ".env",
+        ".env.*",
+        "*.env",
+        ".envrc",
+        ".netrc",
+        "_netrc",
+        ".pypirc",
+        ".npmrc",
+        ".git-credentials",
+    ),
+    *("secrets.yaml", "secrets.yml", "secrets.toml", "secrets.json"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx", "*.keystore", "*.jks"),
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "credentials", "credentials.json"),
     *("kaggle.json", ".modal.toml", "service-account*.json", "service_account*.json"),
 )
-SECRET_FOLDERS = (".aws", ".ssh", ".gnupg", ".kube", ".azure", ".gcloud")
+SECRET_FOLDERS = (".aws", ".docker", ".ssh", ".gnupg", ".kube", ".azure", ".gcloud")
 SHOW_HOW = ("*.example", "*.sample", "*.template", "*.pub")
 """Files whose names look secret, and that only show how the secret ones are written."""
 PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 SEARCHED = 16 << 20
 """Bytes of a file in which credentials are looked for: what people write is shorter."""
+SHORTEST_SECRET = 8
+"""Letters of a value that is looked for: shorter ones stand in files by chance."""
 LOOKED_AT = 256 << 10
 """The same for what only looks like one."""
 
@@ -143,11 +159,19 @@ def _of_git(root: Path) -> list[str] | None:
         "--exclude-standard",
         "--deduplicate",
     ]
+    is_gits = any((each / ".git").exists() for each in (root, *root.resolve().parents))
     try:
         found = subprocess.run(command, capture_output=True, check=False)
-    except OSError:  # no git here
+    except OSError:
+        if is_gits:
+            raise UsageError(
+                f"{root} is a project of git, and there is no git here to say which of its files are ignored. Install git."
+            ) from None
         return None
     if found.returncode != 0:
+        if is_gits:
+            said = found.stderr.decode(errors="replace").strip()
+            raise UsageError(f"git does not say which files of {root} are its own: {said}")
         return None
     return [os.fsdecode(each) for each in found.stdout.split(b"\0") if each]
 
@@ -170,7 +194,14 @@ def _around(root: Path, path: str) -> tuple[str, str] | None:
     """The folder in which it lies with all around it that does not travel, and why."""
     above = reversed(Path(path).parents[:-1])  # from the top; the last is the project
     marks = ((folder, mark) for folder in above for mark in MADE)
-    found = next(((each, mark) for each, mark in marks if (root / each / mark).is_file()), None)
+    found = next(
+        (
+            (each, mark)
+            for each, mark in marks
+            if all((root / each / name).is_file() for name in mark)
+        ),
+        None,
+    )
     return None if found is None else (f"{found[0].as_posix()}/", MADE[found[1]])
 
 
@@ -218,7 +249,9 @@ def _refuse_too_much(root: Path, sizes: Mapping[str, int]) -> None:
 
 def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> None:
     """A value that travels apart shall stand in no file that does not."""
-    wanted = {name: value.encode() for name, value in secrets.items() if len(value) >= 8}
+    wanted = {
+        name: value.encode() for name, value in secrets.items() if len(value) >= SHORTEST_SECRET
+    }
     found = [
         (path, name)
         for path, file in (files.items() if wanted else ())

@@ -24,6 +24,8 @@ class Note:
     place: Place
     project: Path
     """The folder that it was launched from."""
+    results: Path | None = None
+    """Where what it makes goes, if that was said."""
 
 
 def folder() -> Path:
@@ -39,6 +41,7 @@ def write(note: Note) -> None:
         "name": note.name,
         "place": note.place.document(),
         "project": str(note.project),
+        "results": None if note.results is None else str(note.results),
     }
     folder().mkdir(parents=True, exist_ok=True)
     durable.write_json(_file(note.name), document)
@@ -75,6 +78,12 @@ def _read(path: Path) -> Note | None:
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
         place = Place.from_document(document["place"])
-        return Note(document["name"], place, Path(document["project"]))
+        results = document.get("results")
+        return Note(
+            document["name"],
+            place,
+            Path(document["project"]),
+            None if results is None else Path(results),
+        )
     except (OSError, ValueError, KeyError, TypeError, UsageError):
         return None

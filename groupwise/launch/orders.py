@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from groupwise.cache import cache_folder
+from groupwise.clouds.folder import EARLIER, INCOMING
 from groupwise.clouds.machine import ROOT
 from groupwise.clouds.port import Order
 from groupwise.errors import UsageError
 from groupwise.fleet.machines.plans import Plan, sent_files
 from groupwise.hosts.files import BlobStore
-from groupwise.hosts.spec import FileEntry, JobSpec, Limits
-from groupwise.launch.bundle import Bundle, bundle
+from groupwise.hosts.spec import MOST_ARTEFACTS, FileEntry, JobSpec, Limits
+from groupwise.launch.bundle import SHORTEST_SECRET, Bundle, bundle
+from groupwise.launch.results import RESULT
 from groupwise.runs.folder import RECORD
 
 OWN = ".groupwise"
@@ -23,13 +25,22 @@ ENVIRONMENTS = f"~/{ROOT}/environments"
 BEGIN = ("python3", "-I", f"{OWN}/begin.py")
 RESULTS = ("runs", "results", "generated", "outputs")
 """What is fetched whatever a command says: where trainings, evaluations and `generate` write, and scripts of jobs."""
+MOST_RESULTS_MB = 10_000_000
+"""Disks are full before: all that a job leaves comes back."""
+OURS = (RESULT, EARLIER, INCOMING)
+"""Names in the folder of results that are not the job's."""
 GRACE_SECONDS = 60.0
 """Between TERM and KILL: long enough for the checkpoint of the step that is under way."""
 
 
 def files_here() -> BlobStore:
     """The files on their way, by their hashes; those that nobody asked for since yesterday are removed."""
-    store = BlobStore(cache_folder("launch") / "blobs")
+    folder = cache_folder("launch")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(
+        0o700
+    )  # what others of this machine may not read in the project they may not read here
+    store = BlobStore(folder / "blobs")
     store.collect(())
     return store
 
@@ -73,6 +84,7 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
     project = bundle(wanted.project, wanted.secrets, wanted.take)
     _refuse_own(project)
     _refuse_lacking(project, wanted.needs, elsewhere=wanted.elsewhere)
+    _refuse_shown_secrets(wanted)
     results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
     files = dict(store.put_files(project.files))
     if wanted.environment is not None:
@@ -83,7 +95,12 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
         secrets=tuple(sorted(wanted.secrets)),
         artefacts=results,
         checkpoints=results,
-        limits=Limits(time_seconds=wanted.hours * 3600, grace_seconds=GRACE_SECONDS),
+        limits=Limits(
+            time_seconds=wanted.hours * 3600,
+            grace_seconds=GRACE_SECONDS,
+            artefact_mb=MOST_RESULTS_MB,
+            artefact_files=MOST_ARTEFACTS,
+        ),
     )
     return Packed(Order(wanted.name, spec, wanted.gpus, wanted.secrets), project)
 
@@ -99,6 +116,20 @@ def _refuse_own(project: Bundle) -> None:
         raise UsageError(
             f"{project.root / OWN} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
             "or name it in .gitignore."
+        )
+
+
+def _refuse_shown_secrets(wanted: Wanted) -> None:
+    """A value that travels apart shall not stand in the command, which everybody there may read."""
+    shown = [
+        name
+        for name, value in wanted.secrets.items()
+        if len(value) >= SHORTEST_SECRET and any(value in word for word in wanted.command)
+    ]
+    if shown:
+        raise UsageError(
+            f"the value of {', '.join(shown)} stands in the command, and would be seen by everybody on the machine and kept in its files. "
+            "Let the program read the variable."
         )
 
 
@@ -130,6 +161,14 @@ def _whole_run(root: Path, place: Path) -> Path:
 def _inside(path: str) -> str:
     """Of the working folder, since nothing else is fetched."""
     place = PurePosixPath(path)
+    if place.parts and place.parts[0] in OURS:
+        raise UsageError(
+            f"{path}: this name is taken in the folder that results come to; call it otherwise."
+        )
+    if path and not place.parts:
+        raise UsageError(
+            "--result .: the whole project does not come back; name what the job makes."
+        )
     if place.is_absolute() or ".." in place.parts or not place.parts:
         raise UsageError(
             f"{path} is outside of the project: what a job leaves there does not come back. Give a path relative to the project's folder; "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import UsageError
+from groupwise.hosts.local import PASSED_ON
 
 VERBS = ("rl", "sft", "eval", "generate")
 """Commands of groupwise that may be launched."""
@@ -43,6 +44,14 @@ def check_verb(words: Sequence[str]) -> None:
             f"behind `--` a command of groupwise is wanted, {', '.join(VERBS)}: {given}. Any other program is launched as a script of the "
             "project: --script PATH."
         )
+    for word in NOT_FOR_JOBS:
+        if word in words:
+            raise UsageError(
+                f"behind `--` stands {word}, with which the job would do nothing; before it, it is the launcher's own."
+            )
+
+
+NOT_FOR_JOBS = ("--help", "--dry-run")
 
 
 def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
@@ -54,7 +63,7 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
         done = subprocess.run(
             command,
             cwd=project,
-            env={**os.environ, **environment},
+            env={**_of_a_login(), **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=TRIED,
@@ -67,8 +76,9 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
         raise UsageError(
-            f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. --no-preflight launches it untried, as for "
-            f"data or packages that only the other machine has. It said:\n{said}"
+            f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. It gets the variables of --env-file, "
+            "none that are only set here. --no-preflight launches it untried, for data or packages that only the machine has. It said:"
+            f"\n{said}"
         )
     return _told(verb, rest, done.stdout, project)
 
@@ -77,6 +87,11 @@ def results_of(words: Sequence[str]) -> tuple[str, ...]:
     """Where an untried command writes, as far as its words say."""
     folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
     return (*folders, *_output_of(words))
+
+
+def _of_a_login() -> dict[str, str]:
+    """What a job has too: not the variables that happen to be set in this terminal."""
+    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
 def _refuse_absolute(project: Path, words: Sequence[str]) -> None:

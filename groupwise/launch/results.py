@@ -1,7 +1,8 @@
-"""What became of a job, as one document for people and programs: `launch.json`, beside the files that came back."""
+"""What became of a job, as one document for people and programs, beside the files that came back."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -9,17 +10,21 @@ from groupwise.clouds.port import Fetched, Handle, Status
 from groupwise.runs import durable
 from groupwise.runs.folder import RECORD, read_summary
 
-RESULT = "launch.json"
+RESULT = "launch-result.json"
 FOLDER = "launches"
 """In the project: a folder for each job."""
+MARKER = ".groupwise-launches"
+"""The file that says that it is this folder."""
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder of a job's results, where git does not look for files of the project."""
+    """Make the folder of a job's results; neither git nor the next job takes it for files of the project."""
     folder.mkdir(parents=True, exist_ok=True)
-    ignore = folder.parent / ".gitignore"
-    if folder.parent.name == FOLDER and not ignore.exists():
-        ignore.write_text("*\n", "utf-8")
+    if folder.parent.name == FOLDER:
+        (folder.parent / MARKER).touch()
+        ignore = folder.parent / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n", "utf-8")
 
 
 def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict[str, Any]:
@@ -33,6 +38,7 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
         "attempt": handle.attempt,
         "state": status.phase if ending is None else ending.outcome,
         "reason": None if ending is None else ending.reason,
+        "exit_known": ending is not None,
         "failure": None if ending is None else ending.failure,
         "exit_code": None if ending is None else ending.code,
         "seconds": None if ending is None else ending.seconds,
@@ -41,6 +47,16 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
         "files": list(fetched.files),
         "left_out": dict(fetched.left_out),
     }
+
+
+def is_all_of(folder: Path, handle: Handle) -> bool:
+    """Whether all that this attempt has made is there: it had ended, and nothing was left out."""
+    try:
+        found: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
+        same = (found["name"], found["attempt"]) == (handle.name, handle.attempt)
+        return same and found["exit_known"] and not found["left_out"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def write(folder: Path, document: dict[str, Any]) -> Path:

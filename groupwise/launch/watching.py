@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from groupwise.clouds.port import Backend, Fetched, Handle, Status, Unreachable
+from groupwise.clouds.port import Backend, Busy, Fetched, Handle, Status, Unreachable
 
 PIECE = 1 << 20
 """Bytes of a log at a time."""
@@ -64,19 +64,23 @@ class Watch:
             self._offset += len(part.data)
 
     async def _asked(self, ask: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Until there is an answer."""
-        waited = 0.0
-        while True:
-            try:
-                answer = await ask()
-            except Unreachable as error:
-                if waited >= PATIENCE_SECONDS:
-                    raise
-                if not waited:
-                    self._say(f"{error.message} Asking again.")
-                await asyncio.sleep(AGAIN_SECONDS)
-                waited += AGAIN_SECONDS
-                continue
-            if waited:
-                self._say("it answers again")
-            return answer
+        return await patiently(ask, self._say)
+
+
+async def patiently(ask: Callable[[], Awaitable[Answer]], say: Callable[[str], None]) -> Answer:
+    """Ask until there is an answer. Raises Unreachable or Busy after PATIENCE_SECONDS without one."""
+    waited = 0.0
+    while True:
+        try:
+            answer = await ask()
+        except (Unreachable, Busy) as error:
+            if waited >= PATIENCE_SECONDS:
+                raise
+            if not waited:
+                say(f"{error.message} Asking again.")
+            await asyncio.sleep(AGAIN_SECONDS)
+            waited += AGAIN_SECONDS
+            continue
+        if waited:
+            say("it answers again")
+        return answer

@@ -72,8 +72,8 @@ class Person:
         return (self.project.parent / "said").read_text()
 
     def result(self, name: str) -> dict[str, Any]:
-        """What stands in `launch.json`."""
-        return json.loads((self.project / "launches" / name / "launch.json").read_text())
+        """What stands in `launch-result.json`."""
+        return json.loads((self.project / "launches" / name / "launch-result.json").read_text())
 
     def holding(self, canary: str) -> list[Path]:
         """Files of the home and of what came back that hold it."""

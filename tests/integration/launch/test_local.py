@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -117,7 +118,9 @@ def test_a_training_that_was_killed_is_resumed_to_the_same_bits(person: Person) 
     assert person.result("killed")["state"] == "failed"
     typed = person.types("resume", "killed")
     assert "going on from" in typed.out
-    assert "step 11/40" in typed.out
+    resumed = re.search(r"resumed after (\d+) steps", typed.out)
+    assert resumed is not None
+    assert 10 <= int(resumed[1]) < 40
     found = person.result("killed")
     assert (found["state"], found["attempt"]) == ("succeeded", 2)
     folders = [person.project / "launches" / each / "runs/toy" for each in ("whole", "killed")]
@@ -167,7 +170,51 @@ def test_one_name_is_one_job_however_often_it_is_submitted(person: Person) -> No
     script(person, "print('other')")
     assert "has another job called one" in person.types(*words, code=1).err
     person.types("remove", "one")
-    assert person.types(*words).out == "one\n"
+    typed = person.types(*words)
+    assert typed.out == "one\n"
+    assert "was there already" not in typed.err
+
+
+def test_what_is_there_already_is_told_as_such(person: Person) -> None:
+    script(person, "raise SystemExit(3)")
+    words = ("local", "--name", "fails", "--script", "job.py")
+    assert "was there already" not in person.types(*words, code=3).err
+    typed = person.types(*words, code=3)
+    assert "fails was there already" in typed.err
+    assert "launch resume fails" in typed.err
+
+
+def test_what_was_not_fetched_is_not_removed(person: Person) -> None:
+    script(person, "import os; os.makedirs('outputs'); open('outputs/made', 'w').write('it')")
+    person.types("local", "--name", "kept", "--detach", "--to", "there", "--script", "job.py")
+    assert "is not all here" in person.types("remove", "kept", code=2).err
+    assert person.types("logs", "-f", "kept").code == 0
+    assert (person.project / "there/outputs/made").read_text() == "it"
+    person.types("remove", "kept")
+    assert person.types("list").out == ""
+
+
+def test_names_are_looked_at_first_and_make_no_folders(person: Person) -> None:
+    script(person, "")
+    assert (
+        "no name of a job"
+        in person.types("local", "--name", "a b", "--script", "job.py", code=2).err
+    )
+    assert "no name of a job" in person.types("fetch", "../evil", "--at", "local", code=2).err
+    person.types("fetch", "nobody", "--at", "local", code=1)
+    assert not (person.project / "launches").exists()
+
+
+def test_a_note_that_lacks_something_spoils_no_list(person: Person) -> None:
+    script(person, "")
+    person.types("local", "--name", "good", "--script", "job.py")
+    notes = person.home / person.state / "groupwise/launches"
+    broken = json.loads((notes / "good.json").read_text())
+    broken |= {"name": "broken", "place": {"kind": "ssh", "detail": {}}}
+    (notes / "broken.json").write_text(json.dumps(broken))
+    found = json.loads(person.types("list", "--json").out)["jobs"]
+    states = {each["name"]: each["state"] for each in found}
+    assert states == {"good": "succeeded", "broken": "unknown"}
 
 
 def test_the_time_limit_ends_it_and_what_it_left_comes_back(person: Person) -> None:

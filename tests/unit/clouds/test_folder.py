@@ -12,6 +12,7 @@ from groupwise.clouds.port import CloudError
 from groupwise.hosts.spec import FileEntry
 
 RUN = "runs/run"
+JOB = "job on this machine"
 
 
 def entry(data: bytes) -> FileEntry:
@@ -20,7 +21,7 @@ def entry(data: bytes) -> FileEntry:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Iterator[ResultsFolder]:
-    with results_folder(tmp_path) as found:
+    with results_folder(tmp_path, JOB) as found:
         yield found
 
 
@@ -59,12 +60,12 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_only_one_fetches_into_a_folder(tmp_path: Path) -> None:
     with (
-        results_folder(tmp_path),
+        results_folder(tmp_path, JOB),
         pytest.raises(CloudError, match="another process is fetching"),
-        results_folder(tmp_path),
+        results_folder(tmp_path, JOB),
     ):
         pass
-    with results_folder(tmp_path):
+    with results_folder(tmp_path, JOB):
         pass
 
 
@@ -74,7 +75,41 @@ def test_what_is_here_comes_no_more_and_what_differs_does(results: ResultsFolder
     (results.folder / "a").write_bytes(b"eno")
     (results.folder / "b").write_bytes(b"two!")
     assert come(results, files) == {"a", "b"}
-    assert content(results.folder) == files
+    aside = {f"{EARLIER}/changed/a": b"eno", f"{EARLIER}/changed/b": b"two!"}
+    assert content(results.folder) == {**files, **aside}
+
+
+def test_results_of_two_jobs_do_not_meet(tmp_path: Path) -> None:
+    with results_folder(tmp_path, JOB) as results:
+        come(results, checkpoints(2), ended=True)
+    with (
+        pytest.raises(CloudError, match=r"holds the results of job on this machine; .* --to DIR"),
+        results_folder(tmp_path, "another on this machine"),
+    ):
+        pass
+
+
+def test_what_is_put_beside_a_checkpoint_stays(results: ResultsFolder) -> None:
+    come(results, checkpoints(2))
+    beside = results.folder / RUN / "checkpoints/step-2/my-evaluation.json"
+    beside.write_text("{}")
+    come(results, checkpoints(4))
+    assert steps(results) == [4]
+    assert beside.read_text() == "{}"
+
+
+def test_a_disk_that_takes_nothing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(CloudError, match="nothing can be brought to"),
+        results_folder(tmp_path / "file", JOB),
+    ):
+        pass
+    with (
+        pytest.raises(CloudError, match=r"No space left on device.* fetch again"),
+        results_folder(tmp_path, JOB),
+    ):
+        raise OSError(28, "No space left on device")
 
 
 def test_a_later_attempt_sets_aside_what_it_has_otherwise_or_has_not(
@@ -101,13 +136,13 @@ def test_files_of_somebody_else_are_set_aside_too(results: ResultsFolder) -> Non
     (results.folder / "a").write_bytes(b"mine")
     (results.folder / "b").write_bytes(b"mine too")
     come(results, {"a": b"the job's"}, ended=True)
-    here = {"a": b"the job's", "b": b"mine too", f"{EARLIER}/others/a": b"mine"}
+    here = {"a": b"the job's", "b": b"mine too", f"{EARLIER}/changed/a": b"mine"}
     assert content(results.folder) == here
 
 
 def test_nothing_that_is_set_aside_is_overwritten(tmp_path: Path) -> None:
     for attempt in (1, 2, 1, 2):
-        with results_folder(tmp_path) as results:
+        with results_folder(tmp_path, JOB) as results:
             come(results, {"a": f"{attempt}".encode()}, attempt, ended=True)
     assert content(tmp_path) == {
         "a": b"2",
@@ -159,9 +194,9 @@ def test_a_manifest_that_is_no_checkpoints_is_kept(results: ResultsFolder) -> No
 
 
 def test_a_note_that_cannot_be_read_loses_nothing(tmp_path: Path) -> None:
-    with results_folder(tmp_path) as results:
+    with results_folder(tmp_path, JOB) as results:
         come(results, {"a": b"1"}, ended=True)
         (results.incoming / "brought.json").write_text("[")
-    with results_folder(tmp_path) as results:
+    with results_folder(tmp_path, JOB) as results:
         come(results, {"a": b"2"}, attempt=2, ended=True)
-    assert content(tmp_path) == {"a": b"2", f"{EARLIER}/others/a": b"1"}
+    assert content(tmp_path) == {"a": b"2", f"{EARLIER}/changed/a": b"1"}

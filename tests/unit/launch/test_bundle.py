@@ -113,7 +113,12 @@ def test_a_file_with_the_value_of_a_secret_is_refused_without_showing_it(project
 def test_runs_stay_here_with_all_that_is_in_them(project: Path) -> None:
     write(
         project,
-        {"runs/one/run.db": "x", "runs/one/checkpoints/step-1/a": "y", "runs/notes.md": "z"},
+        {
+            "runs/one/run.db": "x",
+            "runs/one/config.json": "{}",
+            "runs/one/checkpoints/step-1/a": "y",
+            "runs/notes.md": "z",
+        },
     )
     found = bundle(project)
     assert set(found.files) == {*USUAL, "runs/notes.md"}
@@ -168,18 +173,46 @@ def test_a_project_without_git_travels_but_for_what_tools_make(tmp_path: Path) -
             "pack/z.py": "d",
         },
     )
-    write(tmp_path, {"my.egg-info/PKG-INFO": "e", ".env": "f", "runs/one/run.db": "g"})
+    write(
+        tmp_path,
+        {
+            "my.egg-info/PKG-INFO": "e",
+            ".env": "f",
+            "runs/one/run.db": "g",
+            "runs/one/config.json": "h",
+        },
+    )
     write(tmp_path, {"env/game.py": "an environment to learn in"})
     found = bundle(tmp_path)
     assert set(found.files) == {"task.py", "pack/z.py", "env/game.py"}
     assert set(found.left_out) == {".env", "runs/one/", "my-env/"}
 
 
-def test_without_the_program_git_it_is_a_project_without_git(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(UsageError, match="dubious ownership"):
+        bundle(project)
     monkeypatch.setenv("PATH", "")
-    assert {"task.py", "data/large.bin"} < set(bundle(project).files)
+    with pytest.raises(UsageError, match="there is no git here to say"):
+        bundle(project)
+
+
+def test_without_the_program_git_a_plain_folder_travels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, {"task.py": "t"})
+    monkeypatch.setenv("PATH", "")
+    assert set(bundle(tmp_path).files) == {"task.py"}
+
+
+def test_files_of_editors_are_no_results_of_jobs(tmp_path: Path) -> None:
+    write(tmp_path, {".vscode/launch.json": "{}", "db/run.db": "x", "db/code.py": "y"})
+    assert set(bundle(tmp_path).files) == {".vscode/launch.json", "db/run.db", "db/code.py"}
+
+
+def test_what_is_being_fetched_does_not_travel(tmp_path: Path) -> None:
+    write(tmp_path, {"task.py": "t", "there/.incoming/brought.json": "{}", "there/runs/x": "y"})
+    assert set(bundle(tmp_path).files) == {"task.py"}
 
 
 def test_too_much_is_refused_with_what_is_largest(

@@ -27,6 +27,7 @@ def project(tmp_path: Path) -> Path:
     run = folder / "runs/warm"
     (run / "final").mkdir(parents=True)
     (run / "run.db").write_text("record")
+    (run / "config.json").write_text("{}")
     (run / "final/weights").write_text("w")
     return folder
 
@@ -55,6 +56,20 @@ def test_secrets_are_named_and_nothing_more(project: Path, store: BlobStore) -> 
     assert CANARY not in json.dumps(order.document()) + repr(order)
     blobs = [path.read_bytes() for path in store.root.rglob("*") if path.is_file()]
     assert not any(CANARY.encode() in data for data in blobs)
+
+
+def test_a_secret_in_the_command_is_refused(project: Path, store: BlobStore) -> None:
+    words = (*COMMAND, f"--token={CANARY}")
+    with pytest.raises(UsageError, match="the value of TOKEN stands in the command") as refused:
+        pack(Wanted("job", project, words, secrets={"TOKEN": CANARY}), store)
+    assert CANARY not in str(refused.value)
+
+
+def test_files_on_their_way_are_for_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert orders.files_here().root.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_an_environment_is_made_by_the_jobs_first_step(project: Path, store: BlobStore) -> None:
@@ -92,6 +107,12 @@ def test_results_are_fetched_from_inside_the_project(project: Path, store: BlobS
 @pytest.mark.parametrize("path", ["/tmp/runs", "../runs", "a/../../b", ""])
 def test_what_is_left_outside_would_be_lost(project: Path, store: BlobStore, path: str) -> None:
     with pytest.raises(UsageError, match="does not come back"):
+        pack(Wanted("job", project, COMMAND, results=(path,)), store)
+
+
+@pytest.mark.parametrize("path", ["launch-result.json", "earlier/x", ".incoming", "."])
+def test_names_that_are_taken_are_told(project: Path, store: BlobStore, path: str) -> None:
+    with pytest.raises(UsageError, match=r"this name is taken|name what the job makes"):
         pack(Wanted("job", project, COMMAND, results=(path,)), store)
 
 

@@ -26,7 +26,7 @@ def write(project: Path, content: dict[str, Any]) -> None:
 RL = ("rl", "--config", "c.yaml", "--task-module", "task.py")
 
 
-@pytest.mark.parametrize("words", [["rl"], ["sft", "x"], ["eval"], ["generate", "--help"]])
+@pytest.mark.parametrize("words", [["rl"], ["sft", "x"], ["eval"], ["generate", "--dataset"]])
 def test_verbs_that_may_be_launched(words: list[str]) -> None:
     check_verb(words)
 
@@ -35,6 +35,12 @@ def test_verbs_that_may_be_launched(words: list[str]) -> None:
 def test_others_are_refused_with_what_there_is(words: list[str]) -> None:
     with pytest.raises(UsageError, match=r"rl, sft, eval, generate: .*--script PATH"):
         check_verb(words)
+
+
+@pytest.mark.parametrize("word", ["--help", "--dry-run"])
+def test_words_with_which_a_job_does_nothing_are_refused(word: str) -> None:
+    with pytest.raises(UsageError, match=f"stands {word}, with which the job would do nothing"):
+        check_verb(["rl", "--config", "c", word])
 
 
 def test_a_training_says_where_it_writes_and_leaves_nothing(project: Path) -> None:
@@ -76,12 +82,15 @@ def test_a_path_of_the_project_is_relative(project: Path, word: str) -> None:
         try_verb([*RL[:3], word.format(project)], project, {})
 
 
-def test_variables_of_the_job_are_there(project: Path) -> None:
+def test_variables_of_the_job_are_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (project / "task.py").read_text()
     (project / "task.py").write_text("import os\nos.environ['NEEDED_BY_IT']\n" + text)
     with pytest.raises(UsageError, match="NEEDED_BY_IT"):
         try_verb(RL, project, {})
     assert try_verb(RL, project, {"NEEDED_BY_IT": "x"}).results == ("runs",)
+    monkeypatch.setenv("NEEDED_BY_IT", "only in this terminal")
+    with pytest.raises(UsageError, match="none that are only set here"):
+        try_verb(RL, project, {})
 
 
 def test_where_an_untried_command_writes() -> None:

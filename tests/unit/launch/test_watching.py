@@ -9,6 +9,7 @@ import pytest
 
 from groupwise.clouds.port import (
     Backend,
+    Busy,
     CloudError,
     Ending,
     Fetched,
@@ -126,6 +127,24 @@ async def test_a_place_that_is_away_is_asked_again_and_told_of_once(
     await ends(watch, place)
     assert said == ["it is away. Asking again.", "it answers again", b"ok"]
     assert slept == [watching.AGAIN_SECONDS] * 3
+
+
+async def test_who_else_fetches_there_is_waited_for(
+    watch: Watch, said: list[Any], slept: list[float]
+) -> None:
+    class Held(Place):
+        held = 2
+
+        async def fetch(self, handle: Handle, folder: Path) -> Fetched:
+            self.held -= 1
+            if self.held >= 0:
+                raise Busy("another process is fetching.")
+            return await super().fetch(handle, folder)
+
+    place = Held([Status(Phase.ENDED, ending=ENDED)])
+    await ends(watch, place)
+    assert said == ["another process is fetching. Asking again.", "it answers again"]
+    assert (len(place.fetched), len(slept)) == (1, 2)
 
 
 async def test_patience_has_an_end(watch: Watch, slept: list[float]) -> None:
