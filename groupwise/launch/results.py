@@ -16,6 +16,9 @@ FOLDER = "launches"
 MARKER = ".groupwise-launches"
 """The file that says that it is this folder."""
 
+NOTHING_IN_IT = ("link", "pipe", "socket", "device")
+"""Kinds of what is left out that hold nothing of their own."""
+
 
 def prepare(folder: Path) -> None:
     """Make the folder of a job's results; neither git nor the next job takes it for files of the project."""
@@ -50,11 +53,12 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
 
 
 def is_all_of(folder: Path, handle: Handle) -> bool:
-    """Whether all that this attempt has made is there: it had ended, and nothing was left out."""
+    """Whether all that this attempt has made is there: it had ended, and no file was left out."""
     try:
         found: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
         same = (found["name"], found["attempt"]) == (handle.name, handle.attempt)
-        return same and found["exit_known"] and not found["left_out"]
+        lost = set(found["left_out"].values()) - set(NOTHING_IN_IT)
+        return same and found["exit_known"] and not lost
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

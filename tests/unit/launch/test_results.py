@@ -1,0 +1,66 @@
+"""What became of a job, as one document."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.clouds.port import Ending, Fetched, Handle, Outcome, Phase, Status
+from groupwise.hosts.failures import FailureClass
+from groupwise.launch import results
+from groupwise.launch.results import is_all_of, prepare, result, write
+
+HANDLE = Handle("local", "job", 2)
+FAILED = Status(
+    Phase.ENDED,
+    ending=Ending(Outcome.FAILED, "exit code 3: no", FailureClass.CRASHED, 3, 1.5),
+)
+
+
+def test_an_ending_and_the_summaries_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/summary.json").write_text('{"steps": 3, "hub": {"url": "u"}}')
+    files = ("runs/a/run.db", "runs/a/summary.json", "runs/a/checkpoints/step-2/run.db")
+    found = result(HANDLE, "local", FAILED, Fetched(tmp_path, files, 10, {"x": "link"}))
+    assert (found["name"], found["attempt"], found["place"]) == ("job", 2, "local")
+    assert (found["state"], found["failure"], found["exit_code"]) == ("failed", "crashed", 3)
+    assert (found["reason"], found["seconds"]) == ("exit code 3: no", 1.5)
+    assert found["runs"] == [
+        {"run": "a", "folder": "runs/a", "summary": {"steps": 3, "hub": {"url": "u"}}}
+    ]
+    assert (found["files"], found["left_out"]) == (list(files), {"x": "link"})
+
+
+def test_a_job_that_runs_has_no_ending(tmp_path: Path) -> None:
+    found = result(HANDLE, "local", Status(Phase.RUNNING), Fetched(tmp_path, (), 0, {}))
+    assert (found["state"], found["exit_code"], found["runs"]) == ("running", None, [])
+
+
+@pytest.mark.parametrize(
+    ("handle", "status", "left_out", "all_here"),
+    [
+        (HANDLE, FAILED, {}, True),
+        (HANDLE, FAILED, {"latest": "link"}, True),
+        (HANDLE, FAILED, {"model": "too_large"}, False),
+        (HANDLE, FAILED, {"too_many": "12 more"}, False),
+        (HANDLE, Status(Phase.RUNNING), {}, False),
+        (Handle("local", "job", 3), FAILED, {}, False),
+        (Handle("local", "other", 2), FAILED, {}, False),
+    ],
+)
+def test_whether_all_is_here(
+    tmp_path: Path, handle: Handle, status: Status, left_out: dict[str, str], all_here: bool
+) -> None:
+    assert not is_all_of(tmp_path, handle)
+    document: dict[str, Any] = result(HANDLE, "local", status, Fetched(tmp_path, (), 0, left_out))
+    write(tmp_path, document)
+    assert is_all_of(tmp_path, handle) is all_here
+
+
+def test_git_and_the_next_job_leave_the_folder_alone(tmp_path: Path) -> None:
+    prepare(tmp_path / results.FOLDER / "job")
+    prepare(tmp_path / results.FOLDER / "job")
+    assert (tmp_path / results.FOLDER / ".gitignore").read_text() == "*\n"
+    assert (tmp_path / results.FOLDER / results.MARKER).exists()
+    prepare(tmp_path / "elsewhere")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
