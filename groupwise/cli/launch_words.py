@@ -124,9 +124,9 @@ def _read(path: Path, parse: Any) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--env-file {path}: it cannot be read: {error}.") from None
     values: Mapping[str, str | None] = parse(stream=io.StringIO(text), interpolate=False)
-    without = [name for name, value in values.items() if value is None]
-    if without:
+    if any(value is None for value in values.values()):
+        # Not which: it may be a value that has lost its name.
         raise UsageError(
-            f"--env-file {path}: {', '.join(without)} stands there without a value; lines are written NAME=VALUE."
+            f"--env-file {path}: a line there has no `=`; lines are written NAME=VALUE, and values of several lines in quotes."
         )
     return {name: value for name, value in values.items() if value is not None}

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,8 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
     """Have the command say what it would do. Raises UsageError with its own words where it would fail."""
     verb, *rest = words
     _refuse_absolute(project, rest)
-    command = [sys.executable, "-m", "groupwise", verb, "--dry-run", *rest]
+    # As the program `groupwise` does, without the project on the path of imports (-P).
+    command = [sys.executable, "-P", "-m", "groupwise", verb, "--dry-run", *rest]
     try:
         done = subprocess.run(
             command,
@@ -105,7 +108,7 @@ def _refuse_absolute(project: Path, words: Sequence[str]) -> None:
 
 
 def _told(verb: str, rest: Sequence[str], said: bytes, project: Path) -> Tried:
-    document: dict[str, Any] = json.loads(said)
+    document = _document(said)
     plan: dict[str, Any] = document.get("plan") or {}
     if verb in ("rl", "sft"):
         steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
@@ -119,6 +122,18 @@ def _told(verb: str, rest: Sequence[str], said: bytes, project: Path) -> Tried:
         results = tuple(_inside(project, each) for each in plan["results"])
         return Tried(results, f"{plan['task']}, {asked}", needs)
     return Tried(_output_of(rest), f"`groupwise {verb}` says what it would ask")
+
+
+def _document(said: bytes) -> dict[str, Any]:
+    """What the command wrote; a task may have written something before it."""
+    text = said.decode(errors="replace")
+    beginnings = (found.start() for found in re.finditer(r"^\{", text, re.MULTILINE))
+    for begins in beginnings:
+        with suppress(ValueError):
+            return json.loads(text[begins:])
+    raise UsageError(
+        f"what the command says of itself with --dry-run cannot be read; does the task write to standard output? It said:\n{text[-500:]}"
+    )
 
 
 def _inside(project: Path, path: str) -> str:

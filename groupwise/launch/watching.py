@@ -41,14 +41,15 @@ class Watch:
         Called again, also with another way to the place, it goes on where it was.
         """
         status = await self._asked(lambda: backend.status(handle))
-        checkpoints = 0
+        fetched_of: tuple[int, int | None] = (0, None)
         while True:
             await self._write_on(backend, handle, status.log_size)
-            if status.ending is not None or status.checkpoints > checkpoints:
+            now = (status.checkpoints, status.step)
+            if status.ending is not None or (status.checkpoints and now != fetched_of):
                 fetched = await self._asked(lambda: backend.fetch(handle, self._results))
                 if status.ending is not None:
                     return status, fetched
-            checkpoints = status.checkpoints
+            fetched_of = now
             status = await self._changed(backend, handle, status)
 
     async def _changed(self, backend: Backend, handle: Handle, seen: Status) -> Status:

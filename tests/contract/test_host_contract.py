@@ -222,3 +222,20 @@ async def test_secrets_arrive_and_are_not_shown(host: Host) -> None:
     assert "canary-7f31" not in repr(hidden)
     answer = await host.call(hidden, timeout=PLENTY)
     assert answer.body["secrets"] == {"TOKEN": hashlib.sha256(b"canary-7f31").hexdigest()}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("turns", range(10))
+def test_whoever_leaves_as_a_call_begins_is_not_held(machine: Machine, turns: int) -> None:
+    """Whatever was reached of it: `asyncio.run` cancels all that is under way, and waits for its end."""
+
+    async def leaves() -> None:
+        host = machine.reach()
+        call = asyncio.create_task(ask(host, "sleep", seconds=20))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert not call.done()
+        raise KeyError(turns)
+
+    with pytest.raises(KeyError):
+        asyncio.run(leaves())

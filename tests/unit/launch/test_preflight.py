@@ -82,6 +82,17 @@ def test_a_path_of_the_project_is_relative(project: Path, word: str) -> None:
         try_verb([*RL[:3], word.format(project)], project, {})
 
 
+def test_a_task_may_write_as_it_is_imported(project: Path) -> None:
+    text = (project / "task.py").read_text()
+    (project / "task.py").write_text("print('{hello')\n" + text)
+    assert try_verb(RL, project, {}).results == ("runs",)
+
+
+def test_names_of_the_project_hide_none_of_pythons(project: Path) -> None:
+    (project / "queue.py").write_text("raise RuntimeError('not this one')\n")
+    assert try_verb(RL, project, {}).results == ("runs",)
+
+
 def test_variables_of_the_job_are_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (project / "task.py").read_text()
     (project / "task.py").write_text("import os\nos.environ['NEEDED_BY_IT']\n" + text)
