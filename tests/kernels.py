@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.manager import KernelManager
 
 ROOT = Path(__file__).parents[1]
 
 
 class Kernel:
-    """A kernel with its front end."""
+    """A kernel with its front end.
+
+    They meet in sockets that are files: of a TCP port that was free, another process may take hold before the kernel does.
+    """
 
     def __init__(self, folder: Path, name: str = "python3") -> None:
         """`name`: of the kernel's specification."""
-        self._manager, self._client = start_new_kernel(kernel_name=name, cwd=str(folder))
+        self._sockets = tempfile.mkdtemp()
+        self._manager = KernelManager(
+            kernel_name=name, transport="ipc", ip=f"{self._sockets}/kernel"
+        )
+        self._manager.start_kernel(cwd=str(folder))
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=60)
         self.run(f"import sys; sys.path.insert(0, {str(ROOT)!r})")
 
     def __enter__(self) -> Self:
@@ -32,6 +44,7 @@ class Kernel:
     ) -> None:
         self._client.stop_channels()
         self._manager.shutdown_kernel(now=True)
+        shutil.rmtree(self._sockets)
 
     @property
     def pid(self) -> int:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 TOKEN = "canary-of-nats-6e5b"
 SECONDS = 20.0
 """For a start, on a machine with other work."""
@@ -45,7 +47,7 @@ class Nats:
         self.program = program
         self.folder = folder
         self.token = token
-        self.port = _free_port()
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         authorization = f'authorization {{ token: "{token}" }}' if token else ""
         (folder / "nats.conf").write_text(
@@ -187,9 +189,3 @@ def server(
         yield running
     finally:
         running.end()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -12,7 +12,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,6 +20,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
+
+from tests.ports import free_port
 
 PLACES = (
     *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True),
@@ -72,7 +73,7 @@ class Postgres:
     def __init__(self, place: Path, folder: Path) -> None:
         self.place = place
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self._user = _unprivileged() if os.geteuid() == 0 else None
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count()
@@ -198,12 +199,6 @@ def _unprivileged() -> pwd.struct_passwd:
         return pwd.getpwnam("postgres")
     except KeyError:
         return pwd.getpwnam("nobody")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _children(pid: int) -> list[int]:

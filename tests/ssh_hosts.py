@@ -29,6 +29,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
+
 SECONDS = 20.0
 """For a start, on a machine with other work."""
 SUBNET = "10.77.0"
@@ -301,7 +303,7 @@ def _loopback(folder: Path, number: int, key: Path, settings: str) -> LoopbackHo
     name = f"host{number + 1}"
     place = folder / name
     address = f"127.0.0.{11 + number}" if sys.platform == "linux" else "127.0.0.1"
-    host = LoopbackHost(name, address, _free_port(address), _user(), place, key, place / "home")
+    host = LoopbackHost(name, address, free_port(address), _user(), place, key, place / "home")
     host._prepare()
     enter = place / "enter"
     enter.write_text(
@@ -335,12 +337,6 @@ def _user() -> str:
     import pwd
 
     return pwd.getpwuid(os.geteuid()).pw_name
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

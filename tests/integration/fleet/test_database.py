@@ -31,6 +31,7 @@ from groupwise.fleet.store.database import (
 )
 from groupwise.fleet.store.engine import parse
 from groupwise.fleet.store.tables import Cursor, Job
+from tests.ports import free_port
 from tests.postgres import Postgres
 from tests.unit.fleet.store.test_database import *  # noqa: F403
 from tests.unit.fleet.store.test_database import names, put
@@ -280,9 +281,8 @@ def test_one_that_slept_in_a_transaction_for_too_long_hears_it_in_words(
 @pytest.mark.parametrize("ask", [check_schema, migrate, lambda database: database.read(names)])
 def test_a_server_that_never_was_is_told_at_once(ask: Callable[[Database], object]) -> None:
     naps: list[float] = []
-    with socket.create_server(("127.0.0.1", 0)) as once:
-        port = once.getsockname()[1]
-    database = Database(parse(f"postgresql://ada:s3cr3t@127.0.0.1:{port}/fleet"), naps.append)
+    address = f"127.0.0.1:{free_port()}"
+    database = Database(parse(f"postgresql://ada:s3cr3t@{address}/fleet"), naps.append)
     try:
         with pytest.raises(
             DatabaseFailure, match=r"postgresql://ada@127.*See that the server runs"

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import pytest
 
 from groupwise.fleet.client import FleetClient
+from tests.ports import free_port
 
 pytestmark = pytest.mark.fleet
 
@@ -295,8 +295,7 @@ def test_who_follows_over_an_api_that_is_killed_is_not_thrown_off(
     running: Fleet, tmp_path: Path
 ) -> None:
     """A log is whole, and the exit code the job's, though the API was away for longer than the few tries of a question."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     flag = tmp_path / "flag"
     text = (
         "import os, time; print('before', flush=True)\n"

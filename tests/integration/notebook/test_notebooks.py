@@ -6,12 +6,14 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 pytestmark = pytest.mark.slow
@@ -37,8 +39,10 @@ def executed(file: Path, folder: Path, changes: dict[str, str]) -> Any:
     for cell in notebook.cells:
         for old, new in changes.items():
             cell.source = cell.source.replace(old, new)
-    client = NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(folder)}})
-    client.execute()
+    resources = {"metadata": {"path": str(folder)}}
+    with tempfile.TemporaryDirectory() as sockets:
+        kernel = AsyncKernelManager(transport="ipc", ip=f"{sockets}/kernel")
+        NotebookClient(notebook, kernel, timeout=1200, resources=resources).execute()
     return notebook
 
 
