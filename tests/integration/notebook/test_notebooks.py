@@ -13,8 +13,8 @@ from typing import Any
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +41,8 @@ def executed(file: Path, folder: Path, changes: dict[str, str]) -> Any:
             cell.source = cell.source.replace(old, new)
     resources = {"metadata": {"path": str(folder)}}
     with tempfile.TemporaryDirectory() as sockets:
-        kernel = AsyncKernelManager(transport="ipc", ip=f"{sockets}/kernel")
-        NotebookClient(notebook, kernel, timeout=1200, resources=resources).execute()
+        met = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+        NotebookClient(notebook, config=met, timeout=1200, resources=resources).execute()
     return notebook
 
 
