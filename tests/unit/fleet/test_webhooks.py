@@ -148,7 +148,7 @@ async def test_one_that_never_answers_holds_up_nobody_for_long(
 async def test_a_place_that_never_answers_holds_up_no_other(
     world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(webhooks, "LISTENED", 0.01)
+    monkeypatch.setattr(webhooks, "LISTENED", 0.5)
     world.names["dead.example.org"] = ["93.184.215.15"]
     world.hanging = {"dead.example.org"}
     dead = [ended("https://dead.example.org/", number) for number in range(200)]
