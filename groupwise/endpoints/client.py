@@ -95,8 +95,12 @@ class Client:
         concurrency: int = 16,
         timing: Timing | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
+        keep_connections: bool = True,
     ) -> None:
-        """At most `concurrency` requests are under way at once. `transport` answers in the network's place."""
+        """At most `concurrency` requests are under way at once. `transport` answers in the network's place.
+
+        Without `keep_connections` each request has one of its own, so that none is met that the service has closed meanwhile.
+        """
         self.endpoint = endpoint
         self._key = endpoint.key()
         self._timing = timing or Timing()
@@ -107,7 +111,8 @@ class Client:
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx2.Timeout(endpoint.timeout, connect=min(CONNECT_LIMIT, endpoint.timeout)),
             limits=httpx2.Limits(
-                max_connections=concurrency, max_keepalive_connections=concurrency
+                max_connections=concurrency,
+                max_keepalive_connections=concurrency if keep_connections else 0,
             ),
             transport=transport,
         )
@@ -173,12 +178,12 @@ class Client:
 
     async def models(self, *, retries: int | None = None) -> tuple[str, ...]:
         """The names of the models that are served; `retries` in place of the endpoint's."""
-        return await self._ask("GET", "/models", None, read_models, retries)
+        return await self.ask("GET", "/models", None, read_models, retries)
 
     async def reach(self) -> None:
         """Raises EndpointError where nobody answers, or the key is refused. A service need not list its models."""
         try:
-            await self._ask("GET", "/models", None, len, 0)
+            await self.ask("GET", "/models", None, len, 0)
         except EndpointError as error:
             if error.status in (None, 401, 403):
                 raise
@@ -214,7 +219,7 @@ class Client:
         wanted = {**body, **several, **seeded, **extra}
         wanted = {name: value for name, value in wanted.items() if value is not None}
         try:
-            return await self._ask("POST", path, wanted, self._read_answer)
+            return await self.ask("POST", path, wanted, self._read_answer)
         except EndpointError as refused:
             if n == 1 or refused.status not in REFUSALS_OF_N:
                 raise
@@ -225,7 +230,7 @@ class Client:
     def _read_answer(self, body: bytes) -> Answer:
         return read_answer(body, self.endpoint.model)
 
-    async def _ask(
+    async def ask(
         self,
         method: str,
         path: str,
@@ -233,7 +238,10 @@ class Client:
         read: Callable[[bytes], T],
         retries: int | None = None,
     ) -> T:
-        """What `read` makes of the answer, asked for again as long as its lack may pass."""
+        """What `read` makes of the answer, asked for again as long as its lack may pass; `retries` in place of the endpoint's.
+
+        For routes that have no method of their own. `read` raises EndpointError for what is no answer.
+        """
         limit = self.endpoint.retries if retries is None else retries
         for attempt in range(limit + 1):
             try:
@@ -299,7 +307,9 @@ class Client:
 
     def _given_up(self, method: str, path: str, failure: _Passing, tries: int) -> EndpointError:
         times = "" if tries == 1 else f" ({tries} times)"
-        return self._error(method, path, f"{failure}{times}", failure.status)
+        error = self._error(method, path, f"{failure}{times}", failure.status)
+        error.may_pass = True
+        return error
 
     def _error(self, method: str, path: str, what: str, status: int | None) -> EndpointError:
         message = f"{method} {self.endpoint.base_url}{path}: {what}"

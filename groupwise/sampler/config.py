@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
@@ -40,16 +41,28 @@ class TemperatureSchedule(Strict):
             )
 
 
+SERVER_KEYS = (
+    "url",
+    "served_model",
+    "adapter_folder",
+    "adapter_folder_there",
+    "logprob_tolerance",
+    "concurrency",
+    "timeout",
+    "patience",
+    "api_key_env",
+)
+"""Keys of the engine vllm, which say where and how it is asked, not what for."""
+
+
 class SamplerConfig(Strict):
     """Engine and sampling parameters."""
 
     not_yet: ClassVar[frozenset[str]] = frozenset(
         {
-            "engine=vllm",
             "engine=openai",
             "engine=sglang",
             "repetition_penalty",
-            "url",
             "vllm_python",
             "gpu_memory_utilization",
             "tensor_parallel_size",
@@ -63,8 +76,60 @@ class SamplerConfig(Strict):
         for key in ("top_p", "top_k", "min_p")
     }
 
-    engine: Literal["torch"] = setting(
-        "torch", "What samples; torch does so on this machine, in the processes of the run."
+    engine: Literal["torch", "vllm"] = setting(
+        "torch",
+        "What samples: torch on this machine, in the processes of the run; vllm at servers that are reached over HTTP (url).",
+    )
+    url: str | tuple[str, ...] | None = setting(
+        None,
+        "Where vLLM answers, as http://127.0.0.1:8000; several addresses share the work.",
+        on_resume="free",
+    )
+    served_model: str | None = setting(
+        None,
+        "What the servers call the base (vLLM's --served-model-name); null: model.name.",
+        on_resume="free",
+    )
+    adapter_folder: str | None = setting(
+        None,
+        "A folder that this machine and the servers have in common, where adapters are handed over; null: the servers are on this "
+        "machine, run by the same user, and read the publications themselves.",
+        on_resume="free",
+    )
+    adapter_folder_there: str | None = setting(
+        None,
+        "What the servers call adapter_folder, where it is mounted elsewhere for them; null: the same.",
+        on_resume="free",
+    )
+    logprob_tolerance: float = setting(
+        0.1,
+        "Mean difference (nats) that the log-probabilities of a server may have from those of the same weights here, on fixed prompts "
+        "after each publication; more stops the run. bfloat16 differs by about 0.01 to 0.03.",
+        on_resume="free",
+        gt=0,
+    )
+    concurrency: int = setting(
+        256,
+        "Completions that each server is asked for at the same time; further ones wait.",
+        on_resume="free",
+        ge=1,
+    )
+    timeout: float = setting(
+        600.0,
+        "Seconds in which a server must have drawn a completion; then another one is asked.",
+        on_resume="free",
+        gt=0,
+    )
+    patience: float = setting(
+        600.0,
+        "Seconds for which the run waits when no server answers; enough for one that is started anew.",
+        on_resume="free",
+        gt=0,
+    )
+    api_key_env: str = setting(
+        "VLLM_API_KEY",
+        "The environment variable that holds the servers' key (vLLM's --api-key); without it they are asked without.",
+        on_resume="free",
     )
     max_completion_length: int = setting(
         256, "Longest completion in tokens, the stop token included; longer ones are cut off.", ge=1
@@ -106,18 +171,57 @@ class SamplerConfig(Strict):
         on_resume="warn",
     )
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses of the servers."""
+        return (self.url,) if isinstance(self.url, str) else self.url or ()
+
     def temperature_at(self, step: int) -> float:
         """The temperature of a training step (from 0)."""
         return self.temperature_schedule.at(step) if self.temperature_schedule else self.temperature
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Two ways of setting the temperature."""
+        """Two ways of setting the temperature, and keys of another engine."""
+        yield from self._of_servers() if self.engine == "vllm" else self._of_no_servers()
         if self.temperature_schedule is not None and self.temperature != 1.0:
             yield Conflict(
                 f"temperature is {self.temperature:g}, which has no effect beside temperature_schedule, whose start and end say what "
                 "it is. Leave one of them out.",
                 ("temperature", "temperature_schedule"),
             )
+
+    def _of_no_servers(self) -> Iterator[Conflict]:
+        for key in SERVER_KEYS:
+            if getattr(self, key) != SamplerConfig.model_fields[key].default:
+                yield Conflict(
+                    f"{key} has no effect with the engine {self.engine}, which asks no server. Set engine to vllm, or leave {key} out.",
+                    (key, "engine"),
+                )
+
+    def _of_servers(self) -> Iterator[Conflict]:
+        if not self.urls:
+            yield Conflict(
+                "engine is vllm, but url does not say where it answers. Start vLLM and set url, as in "
+                "sampler.url=http://127.0.0.1:8000, or leave engine out.",
+                ("engine", "url"),
+            )
+        if len(set(self.urls)) < len(self.urls):
+            yield Conflict(
+                "url has an address twice; each server is asked for as many completions as concurrency says. Leave one out.",
+                ("url",),
+            )
+        if self.adapter_folder_there is not None and self.adapter_folder is None:
+            yield Conflict(
+                "adapter_folder_there has no effect without adapter_folder, which is the same folder on this machine. Set it, too.",
+                ("adapter_folder", "adapter_folder_there"),
+            )
+        for key in ("slots", "enforce_eager"):
+            if value := getattr(self, key):
+                yield Conflict(
+                    f"{key} is {json.dumps(value)}, which has no effect with the engine vllm, whose servers have settings of their own. "
+                    "Leave it out.",
+                    (key, "engine"),
+                )
 
     @model_validator(mode="after")
     def _stops_mean_something(self) -> SamplerConfig:

@@ -1,0 +1,408 @@
+"""A sampler by HTTP, against a server that answers as vLLM does.
+
+1. Adapters come under a name of their own for each version, once; the one before goes; what a killed run left is loaded anew.
+2. A server that serves another base, another vocabulary, no adapter, other log-probabilities or a shorter context is refused, with what
+   to do; so is one that cannot load.
+3. A server that is started anew gets its adapter again, in the middle of a step too. A lost answer is asked for again.
+4. Of several servers the least loaded is asked; a dead one is left alone, and comes back by itself; without any the run ends.
+5. What is no answer ends the run, and is not asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from starlette.responses import JSONResponse
+
+from groupwise.errors import EndpointError, PolicyMismatchError, RunError, UsageError
+from groupwise.models.tiny import tiny_tokenizer
+from groupwise.sampler.vllm.adapters import Shared, adapter_name
+from groupwise.types import GroupRequest, SamplingParams
+from tests.vllm_pair import KEY, Clock, learner_of_tiny, trained, vllm_sampler
+from tests.vllm_server import VllmServer, refusal
+
+PROCESSED = "processed_logprobs"
+PROBES = 4
+
+
+@pytest.fixture
+def learner(tmp_path):
+    torch.set_num_threads(1)
+    found = learner_of_tiny(tmp_path / "published" / "run")
+    disturb(found)
+    return found
+
+
+@pytest.fixture
+def server():
+    with VllmServer(logprobs_mode=PROCESSED) as running:
+        yield running
+
+
+def disturb(learner, size=0.3):
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in trained(learner).parameters().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+
+
+def request(members=4, **params) -> GroupRequest:
+    tokenizer = tiny_tokenizer()
+    ids = tuple(tokenizer("sort these")["input_ids"])
+    asked = {"max_tokens": 8, "stop_token_ids": (tokenizer.eos_token_id,), **params}
+    return GroupRequest(0, ids, tuple(range(members)), SamplingParams(**asked))
+
+
+def completions(server) -> int:
+    """Requests of groups."""
+    return len([body for body in server.bodies("/completions") if body["prompt"] == [*request().prompt_ids]])  # fmt: skip
+
+
+# --- adapters
+
+
+async def test_each_version_has_a_name_of_its_own_and_the_one_before_goes(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    for version in range(3):
+        policy = await learner.publish(version)
+        await sampler.load(policy)
+        assert server.adapters == [f"groupwise-contract-v{version}-{policy.fingerprint}"]
+        for each in await sampler.generate(request()):
+            assert (each.policy_version, each.fingerprint) == (version, policy.fingerprint)
+        disturb(learner)
+    loaded = [body["lora_name"] for body in server.bodies("/load_lora_adapter")]
+    assert len(loaded) == len(set(loaded)) == 3
+    sampler.close()
+    assert server.adapters == []
+
+
+async def test_loading_again_changes_nothing(learner, server):
+    sampler, policy = vllm_sampler([server.url], learner), await learner.publish(0)
+    await sampler.load(policy)
+    before = await sampler.generate(request())
+    await sampler.load(policy)
+    assert await sampler.generate(request()) == before
+    assert len(server.bodies("/load_lora_adapter")) == 1
+
+
+async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loaded_anew(
+    learner, server, tmp_path
+):
+    policy = await learner.publish(0)
+    await vllm_sampler([server.url], learner).load(policy)
+    await vllm_sampler([server.url], learner).load(policy)
+    assert len(server.bodies("/load_lora_adapter")) == 1
+    moved = tmp_path / "elsewhere" / "v000000000"
+    shutil.copytree(policy.path, moved)
+    await vllm_sampler([server.url], learner).load(replace(policy, path=str(moved)))
+    assert len(server.bodies("/load_lora_adapter")) == 2
+    assert server.models[adapter_name(policy)].root == str(moved)
+
+
+async def test_adapters_of_others_are_left_alone(learner, server, tmp_path):
+    policy = await learner.publish(0)
+    other = tmp_path / "other" / "v000000000"
+    shutil.copytree(policy.path, other)
+    await vllm_sampler([server.url], learner).load(replace(policy, path=str(other), run="other"))
+    disturb(learner)
+    await vllm_sampler([server.url], learner).load(await learner.publish(1))
+    assert len(server.adapters) == 2
+
+
+async def test_a_load_that_failed_for_a_moment_is_tried_again(learner, server):
+    async def fails_once(path, body):
+        if path != "/load_lora_adapter":
+            return None
+        server.interfere = None
+        return refusal(502, "bad gateway")
+
+    server.interfere = fails_once
+    sampler = vllm_sampler([server.url], learner)
+    await sampler.load(await learner.publish(0))
+    assert len(server.bodies("/load_lora_adapter")) == 2
+    assert len(await sampler.generate(request())) == 4
+
+
+async def test_what_is_loaded_while_it_is_asked_for_is_loaded(learner, server):
+    """Between the list and the request, by an attempt that was given up."""
+
+    async def already(path, body):
+        if path == "/load_lora_adapter":
+            return refusal(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
+        if path == "/models":
+            server.interfere = loaded
+            return JSONResponse({"data": [{"id": "tiny"}]})
+        return None
+
+    async def loaded(path, body):
+        return await already(path, body) if path == "/load_lora_adapter" else None
+
+    policy = await learner.publish(0)
+    await vllm_sampler([server.url], learner).load(policy)
+    server.interfere = already
+    sampler = vllm_sampler([server.url], learner)
+    await sampler.load(policy)
+    assert len(await sampler.generate(request())) == 4
+
+
+async def test_a_shared_folder_holds_the_adapter_that_serves_and_no_other(learner, server, tmp_path):  # fmt: skip
+    (tmp_path / "there").symlink_to(tmp_path / "here")
+    shared = Shared(tmp_path / "here", str(tmp_path / "there"))
+    sampler = vllm_sampler([server.url], learner, shared=shared)
+    for version in range(2):
+        policy = await learner.publish(version)
+        await sampler.load(policy)
+        assert [each.name for each in (tmp_path / "here/run").iterdir()] == [adapter_name(policy)]
+        assert server.models[adapter_name(policy)].root.startswith(f"{tmp_path}/there/run/")
+        disturb(learner)
+    assert len(server.adapters) == 1
+    sampler.close()
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    with pytest.raises(RunError, match="no weights yet"):
+        await sampler.generate(request())
+    policy = await learner.publish(0)
+    await sampler.load(policy)
+    under_way = asyncio.ensure_future(sampler.generate(request()))
+    await asyncio.sleep(0)
+    with pytest.raises(RunError, match="while completions of the old ones"):
+        await sampler.load(policy)
+    await under_way
+    with pytest.raises(UsageError, match="take adapters alone"):
+        await sampler.load(replace(policy, kind="full"))
+
+
+async def test_the_base_can_be_served_as_it_is(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    await sampler.serve_base()
+    assert {each.policy_version for each in await sampler.generate(request())} == {0}
+    assert server.bodies("/load_lora_adapter") == []
+    sampler.close()
+
+
+# --- servers that are not as they must be
+
+
+@pytest.mark.parametrize(
+    ("made", "sampler", "told"),
+    [
+        ({"name": "other"}, {}, "serves no model 'tiny'; it serves: other. Set sampler.served_model"),
+        ({"max_model_len": 100}, {}, "takes 100 tokens .* up to 128. Start vLLM with --max-model-len 128"),
+        ({"updates": False}, {}, "takes no adapters while it runs: .*\nStart vLLM with --enable-lora .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        ({"max_lora_rank": 2}, {}, "LoRA rank 4 is greater than max_lora_rank 2"),
+        ({"seed": 1}, {}, r"serves other weights .* sampler\.logprob_tolerance is 0\.01"),
+        ({"ignores_adapters": True}, {}, "as the base does without any adapter"),
+        ({"ignores_adapters": True}, {"tolerance": 10.0}, "as the base does without any adapter"),
+        ({"logprobs_mode": "raw_logprobs"}, {"tolerance": 10.0}, "--logprobs-mode processed_logprobs"),
+        ({"key": "secret"}, {}, f"environment variable {KEY} is not set"),
+    ],
+)  # fmt: skip
+async def test_a_server_that_does_not_fit_is_refused(learner, made, sampler, told):
+    with VllmServer(**{"logprobs_mode": PROCESSED, **made}) as server:
+        tried = vllm_sampler([server.url], learner, **sampler)
+        with pytest.raises((UsageError, PolicyMismatchError, EndpointError), match=told):
+            await tried.load(await learner.publish(0))
+
+
+async def test_a_key_is_sent_and_not_told(learner, monkeypatch):
+    monkeypatch.setenv(KEY, "secret")
+    with VllmServer(logprobs_mode=PROCESSED, key="secret") as server:
+        sampler = vllm_sampler([server.url], learner)
+        await sampler.load(await learner.publish(0))
+        await sampler.generate(request())
+        sampler.close()
+        assert server.adapters == []
+
+
+async def test_a_folder_that_the_server_does_not_see_is_told(learner, server, tmp_path):
+    shared = Shared(tmp_path / "here", "/nowhere")
+    with pytest.raises(UsageError, match=r"No adapter found for /nowhere/run/.*\nIt must see that"):
+        await vllm_sampler([server.url], learner, shared=shared).load(await learner.publish(0))
+
+
+# --- servers that end and come back
+
+
+async def test_a_server_that_was_started_anew_gets_the_adapter_again(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    await sampler.load(await learner.publish(0))
+    before = await sampler.generate(request())
+    server.end()
+    server.begin()
+    assert server.adapters == []
+    assert await sampler.generate(request()) == before
+    assert len(server.adapters) == 1
+
+
+async def test_a_server_that_ends_in_the_middle_is_waited_for(learner, server):
+    clock = Clock()
+    sampler = vllm_sampler([server.url], learner, clock=clock)
+    await sampler.load(await learner.publish(0))
+    before = await sampler.generate(request(8))
+
+    async def dies(path, body):
+        if path == "/completions":
+            server.stop_soon()
+            return refusal(503, "going down")
+        return None
+
+    def again():
+        server.end()
+        server.interfere = None
+        server.begin()
+
+    server.interfere, clock.meanwhile[2] = dies, again
+    assert await sampler.generate(request(8)) == before
+    assert len(server.adapters) == 1
+    assert clock.slept
+
+
+async def test_another_model_at_the_address_of_a_lost_server_is_noticed(learner, server):
+    clock = Clock()
+    sampler = vllm_sampler([server.url], learner, clock=clock)
+    await sampler.load(await learner.publish(0))
+
+    def other():
+        server._seed = 1
+        server.begin()
+
+    server.end()
+    clock.meanwhile[1] = other
+    with pytest.raises(PolicyMismatchError, match="serves other weights"):
+        await sampler.generate(request())
+
+
+async def test_without_any_server_the_run_ends_after_its_patience(learner, server):
+    clock = Clock()
+    sampler = vllm_sampler([server.url], learner, clock=clock, patience=50.0)
+    await sampler.load(await learner.publish(0))
+    server.end()
+    with pytest.raises(EndpointError, match=r"has answered for 50 s \(sampler.patience\). .*--resume.*Connect"):  # fmt: skip
+        await sampler.generate(request(1))
+    assert sum(clock.slept) == pytest.approx(50.0)
+    assert clock.slept[:4] == [1.0, 2.0, 4.0, 8.0]
+
+
+async def test_a_server_that_is_not_up_yet_is_waited_for(learner, server):
+    clock = Clock()
+    sampler = vllm_sampler([server.url], learner, clock=clock)
+    server.end()
+    clock.meanwhile[2] = server.begin
+    await sampler.load(await learner.publish(0))
+    assert len(await sampler.generate(request())) == 4
+
+
+async def test_what_takes_too_long_is_asked_for_again(learner, server):
+    sampler = vllm_sampler([server.url], learner, timeout=0.3)
+    await sampler.load(await learner.publish(0))
+    hung = []
+
+    async def hangs(path, body):
+        if path == "/completions" and not hung:
+            hung.append(body)
+            await asyncio.sleep(3)
+        return
+
+    server.interfere = hangs
+    assert len(await sampler.generate(request(1))) == 1
+    assert completions(server) == 2, "asked for once more"
+    first, last = (body for body in server.bodies("/completions") if body["prompt"] == hung[0]["prompt"])  # fmt: skip
+    assert first == last == hung[0], "the same seed"
+
+
+# --- several
+
+
+async def test_several_servers_share_the_work(learner):
+    with VllmServer(logprobs_mode=PROCESSED) as one, VllmServer(logprobs_mode=PROCESSED) as two:
+        sampler = vllm_sampler([one.url, two.url], learner)
+        await sampler.load(await learner.publish(0))
+        together = await sampler.generate(request(10))
+        assert (completions(one), completions(two)) == (5, 5)
+        alone = vllm_sampler([one.url], learner)
+        await alone.load(await learner.publish(0))
+        assert await alone.generate(request(10)) == together
+
+
+async def test_a_dead_one_is_left_alone_and_comes_back_with_the_newest_weights(learner):
+    clock = Clock()
+    with VllmServer(logprobs_mode=PROCESSED) as one, VllmServer(logprobs_mode=PROCESSED) as two:
+        sampler = vllm_sampler([one.url, two.url], learner, clock=clock)
+        await sampler.load(await learner.publish(0))
+        two.end()
+        assert len(await sampler.generate(request(6))) == 6
+        assert completions(one) == 6
+        disturb(learner)
+        policy = await learner.publish(1)
+        await sampler.load(policy)
+        two.begin()
+        await sampler.generate(request(6))
+        assert completions(two) == 0, "left alone for a while"
+        clock.now += 100
+        await sampler.generate(request(6))
+        assert completions(two) == 3
+        assert two.adapters == [adapter_name(policy)]
+        assert clock.slept == []
+
+
+# --- what is no answer
+
+
+async def test_a_strange_answer_ends_the_run_and_is_not_asked_for_again(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    await sampler.load(await learner.publish(0))
+
+    def short(answer):
+        answer["choices"][0]["logprobs"]["token_logprobs"].pop()
+        return answer
+
+    server.spoil = short
+    with pytest.raises(EndpointError, match=rf"POST {server.url}/v1/completions: answered \d+ log-probabilities for"):  # fmt: skip
+        await sampler.generate(request(1))
+    assert completions(server) == 1
+
+
+async def test_a_refusal_ends_the_run_with_what_the_server_says(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    await sampler.load(await learner.publish(0))
+
+    async def refuses(path, body):
+        return refusal(400, "this model takes no logprobs")
+
+    server.interfere = refuses
+    with pytest.raises(EndpointError, match="status 400: this model takes no logprobs"):
+        await sampler.generate(request())
+
+
+async def test_files_that_are_not_what_was_published_never_reach_a_server(learner, server):
+    policy = await learner.publish(0)
+    with pytest.raises(PolicyMismatchError, match="fingerprint"):
+        await vllm_sampler([server.url], learner).load(replace(policy, fingerprint="0" * 16))
+    assert server.asked == []
+
+
+async def test_no_more_than_the_limit_is_asked_at_once(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    for each in sampler._servers.all:
+        each.concurrency = 3
+    await sampler.load(await learner.publish(0))
+    there, most = 0, 0
+
+    async def counted(path, body):
+        nonlocal there, most
+        there += 1
+        most = max(most, there)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        there -= 1
+
+    server.interfere = counted
+    await sampler.generate(request(12))
+    assert 1 < most <= 3

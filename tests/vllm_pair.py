@@ -1,0 +1,97 @@
+"""A sampler by HTTP beside a learner of the tests, and a clock that it need not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from groupwise.endpoints.client import Endpoint
+from groupwise.endpoints.waiting import Timing
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.learner.weights import TrainedAdapter
+from groupwise.models.config import LoraConfig
+from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.sampler.vllm.adapters import Shared
+from groupwise.sampler.vllm.sampler import VllmSampler
+from groupwise.sampler.vllm.servers import Server, Servers
+from groupwise.sampler.vllm.witness import Witness
+from groupwise.sampler.weights import ServedAdapter
+
+KEY = "TEST_VLLM_KEY"
+"""The environment variable of the servers' key."""
+
+
+class Clock:
+    """Time that passes only while somebody sleeps; `meanwhile` is done when one does."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+        self.meanwhile: dict[int, Any] = {}
+        """By the number of the sleep."""
+
+    def timing(self) -> Timing:
+        return Timing(clock=lambda: self.now, sleep=self.sleep, chance=lambda: 1.0)
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        do = self.meanwhile.pop(len(self.slept), None)
+        until = self.now + seconds
+        if do is not None:
+            do()  # nobody else's time passes meanwhile
+        for _ in range(20):  # whoever does not wait goes first
+            await asyncio.sleep(0)
+        self.now = max(self.now, until)
+
+
+_names = count()
+
+
+def trained(learner: TorchLearner) -> TrainedAdapter:
+    """The weights of a learner of these tests."""
+    weights = learner._weights
+    assert isinstance(weights, TrainedAdapter)
+    return weights
+
+
+def learner_of_tiny(folder: Path, r: int = 4) -> TorchLearner:
+    """An adapter over the tiny model."""
+    adapted = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=r, alpha=8)))
+    return TorchLearner(
+        TrainedAdapter(adapted, seed=1),
+        run="contract",
+        publish_folder=folder,
+        max_tokens_per_microbatch=4096,
+        seed=1,
+    )
+
+
+def vllm_sampler(
+    urls: Sequence[str],
+    learner: TorchLearner,
+    *,
+    clock: Clock | None = None,
+    base: str = "tiny",
+    key_length: int = 128,
+    tolerance: float = 0.01,
+    timeout: float = 60.0,
+    patience: float = 100.0,
+    shared: Shared | None = None,
+) -> VllmSampler:
+    """Over the base of the learner, as `groupwise.build` makes one."""
+    timing = (clock or Clock()).timing()
+    servers = [Server(Endpoint(url, base, KEY, timeout), 64, timing) for url in urls]
+    served = ServedAdapter(trained(learner).adapted, f"served-{next(_names)}")
+    return VllmSampler(
+        Servers(servers, patience, timing),
+        Witness(served),
+        tiny_tokenizer(),
+        base=base,
+        key_length=key_length,
+        tolerance=tolerance,
+        shared=shared,
+    )

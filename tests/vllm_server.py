@@ -1,0 +1,336 @@
+"""A server that answers as vLLM does, with the tiny model: real HTTP, adapters that really act, tokens that are really drawn.
+
+    with VllmServer() as server:
+        Endpoint(server.url, "tiny")
+
+Routes, fields, statuses and messages are those of `vllm serve` (0.10.2 to 0.33): /v1/models, /v1/completions, /v1/load_lora_adapter,
+/v1/unload_lora_adapter. As there, a stop text counts from the token after `min_tokens` on, `logprobs` are raw unless the server is told
+otherwise, and an adapter that is loaded is loaded once. `end` and `begin` start it anew at its address: without adapters. `asked` keeps
+what came; `interfere` may answer in its place.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from transformers import AutoModelForCausalLM
+
+from groupwise.models.lora import CONFIG, AdaptedModel, read_lora_config
+from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.vllm.witness import Witness
+from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
+from groupwise.types import GroupRequest, SamplingParams
+from tests.ports import free_port
+
+Body = dict[str, Any]
+Interference = Callable[[str, Body], Awaitable[Response | None]]
+Spoil = Callable[[Body], Body]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A model of the list: the base, or an adapter over it."""
+
+    root: str
+    parent: str | None
+    weights: ServedWeights
+    sampler: TorchSampler
+
+
+class VllmServer:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        name: str = "tiny",
+        seed: int = 0,
+        folder: Path | None = None,
+        logprobs_mode: str = "raw_logprobs",
+        max_model_len: int = 256,
+        max_lora_rank: int = 16,
+        updates: bool = True,
+        ignores_adapters: bool = False,
+        key: str | None = None,
+    ) -> None:
+        """`seed`: of the base's weights; `folder`: a base in the format of transformers, in the tiny model's place. `updates`:
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING. `ignores_adapters`: it lists them only."""
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.name = name
+        self.asked: list[tuple[str, Body]] = []
+        self.interfere: Interference | None = None
+        self.spoil: Spoil | None = None
+        """Changes the answer to a request for completions."""
+        self.models: dict[str, Serving] = {}
+        self._seed = seed
+        self._folder = folder
+        self._mode = logprobs_mode
+        self._longest = max_model_len
+        self._rank = max_lora_rank
+        self._updates = updates
+        self._ignores_adapters = ignores_adapters
+        self._key = key
+        self._draws = count()
+        self._tokenizer: Any = tiny_tokenizer()
+        self._running: tuple[uvicorn.Server, threading.Thread, socket.socket] | None = None
+
+    def __enter__(self) -> VllmServer:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self) -> None:
+        """Start it, with the base alone."""
+        base: Any = (
+            tiny_model(seed=self._seed)
+            if self._folder is None
+            else AutoModelForCausalLM.from_pretrained(self._folder)
+        )
+        self._base = base.eval()
+        self._adapted: AdaptedModel | None = None
+        self.models = {self.name: self._serving(self.name, None, ServedModel(self._base))}
+        listener = socket.create_server(("127.0.0.1", self.port))
+        config = uvicorn.Config(
+            self._app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        self._running = (server, thread, listener)
+
+    def end(self) -> None:
+        """End it; nobody answers then. May be repeated."""
+        if self._running is not None:
+            server, thread, listener = self._running
+            self._running = None
+            server.should_exit = True
+            thread.join()
+            listener.close()
+
+    def stop_soon(self) -> None:
+        """Let it end by itself, after what it is answering."""
+        assert self._running is not None
+        self._running[0].should_exit = True
+
+    def forget(self) -> None:
+        """Be as one that has just been started anew, without the time that it takes."""
+        for name in self.adapters:
+            weights = self.models.pop(name).weights
+            assert isinstance(weights, ServedAdapter)
+            weights.remove()
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of those that are loaded."""
+        return [name for name in self.models if name != self.name]
+
+    def bodies(self, path: str) -> list[Body]:
+        """Of the requests to a route."""
+        return [body for asked, body in self.asked if asked == path]
+
+    def _app(self) -> Starlette:
+        routes = [
+            Route("/v1/models", self._list, methods=["GET"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
+        ]
+        if self._updates:
+            routes += [
+                Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
+            ]
+        return Starlette(routes=routes)
+
+    def _serving(self, root: str, parent: str | None, weights: ServedWeights) -> Serving:
+        layout = DecodeLayout(slots=16, key_length=self._longest)
+        return Serving(
+            root, parent, weights, TorchSampler(weights, self._tokenizer, layout, native=False)
+        )
+
+    async def _begun(self, request: Request) -> tuple[Body, Response | None]:
+        """The body, and what is answered in the server's place."""
+        body = await request.json() if request.method == "POST" else {}
+        path = request.url.path.removeprefix("/v1")
+        self.asked.append((path, body))
+        if self._key and request.headers.get("Authorization") != f"Bearer {self._key}":
+            return body, JSONResponse({"error": "Unauthorized"}, 401)
+        return body, await self.interfere(path, body) if self.interfere else None
+
+    # --- models -----------------------------------------------------------------------------------
+
+    async def _list(self, request: Request) -> Response:
+        _, instead = await self._begun(request)
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "owned_by": "vllm",
+                "root": each.root,
+                "parent": each.parent,
+                "max_model_len": self._longest if each.parent is None else None,
+            }
+            for name, each in self.models.items()
+        ]
+        return instead or JSONResponse({"object": "list", "data": cards})
+
+    async def _load(self, request: Request) -> Response:
+        body, instead = await self._begun(request)
+        if instead is not None:
+            return instead
+        name, path = body["lora_name"], body["lora_path"]
+        if name in self.models:
+            return refusal(
+                400,
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True.",
+                "InvalidUserInput",
+            )
+        if not (Path(path) / CONFIG).is_file():
+            return refusal(
+                404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError"
+            )
+        config = read_lora_config(Path(path))
+        if config.r > self._rank:
+            return refusal(
+                500,
+                f"Call to add_lora method failed: LoRA rank {config.r} is greater than max_lora_rank {self._rank}.",
+                "InternalServerError",
+            )
+        if self._adapted is None:
+            self._adapted = AdaptedModel(self._base, config)
+        weights = ServedAdapter(self._adapted, name.replace(".", "_"), config)
+        if not self._ignores_adapters:
+            weights.read(Path(path))
+        self.models[name] = self._serving(path, self.name, weights)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload(self, request: Request) -> Response:
+        body, instead = await self._begun(request)
+        if instead is not None:
+            return instead
+        name = body["lora_name"]
+        if name not in self.adapters:
+            return refusal(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
+        weights = self.models.pop(name).weights
+        assert isinstance(weights, ServedAdapter)
+        weights.remove()
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    # --- completions ------------------------------------------------------------------------------
+
+    async def _complete(self, request: Request) -> Response:
+        body, instead = await self._begun(request)
+        if instead is not None:
+            return instead
+        serving = self.models.get(body["model"])
+        if serving is None:
+            return refusal(404, f"The model `{body['model']}` does not exist.", "NotFoundError")
+        prompt, most = body["prompt"], body.get("max_tokens", 16)
+        if len(prompt) + most > self._longest:
+            return refusal(
+                400,
+                f"This model's maximum context length is {self._longest} tokens. However, you requested {len(prompt) + most} tokens.",
+                "BadRequestError",
+            )
+        if max(prompt) >= len(self._tokenizer):
+            return refusal(400, f"Token id {max(prompt)} is out of vocabulary", "BadRequestError")
+        answer = await self._answered(serving, body)
+        return JSONResponse(answer if self.spoil is None else self.spoil(answer))
+
+    async def _answered(self, serving: Serving, body: Body) -> Body:
+        ids, logprobs = await self._drawn(serving, body)
+        ids, reason, stop_reason, text = self._stopped(ids, body)
+        logprobs = logprobs[: len(ids)]
+        if self._mode == "raw_logprobs":
+            logprobs = Witness(serving.weights).logprobs(body["prompt"], ids, 1.0)
+        as_ids = body.get("return_tokens_as_token_ids")
+        tokens = [f"token_id:{id}" if as_ids else self._tokenizer.decode([id]) for id in ids]
+        told = None
+        if body.get("logprobs") is not None:
+            told = {
+                "text_offset": [0] * len(ids),
+                "token_logprobs": [max(value, -9999.0) for value in logprobs],
+                "tokens": tokens,
+                "top_logprobs": [
+                    {token: value} for token, value in zip(tokens, logprobs, strict=True)
+                ],
+            }
+        with_ids = body.get("return_token_ids")
+        choice = {
+            "index": 0,
+            "text": text,
+            "logprobs": told,
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
+            "prompt_logprobs": None,
+            "prompt_token_ids": body["prompt"] if with_ids else None,
+            "token_ids": ids if with_ids else None,
+        }
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
+        return {
+            "id": "cmpl-0",
+            "object": "text_completion",
+            "model": body["model"],
+            "choices": [choice],
+            "usage": usage,
+        }
+
+    async def _drawn(self, serving: Serving, body: Body) -> tuple[list[int], list[float]]:
+        temperature = body.get("temperature", 1.0)
+        params = SamplingParams(
+            max_tokens=body.get("max_tokens", 16),
+            temperature=max(temperature, 0.01) if temperature else 0.0,
+            stop_token_ids=tuple(self._stops(body)),
+            min_tokens=body.get("min_tokens", 0),
+            top_k=body.get("top_k") or None,
+            top_p=None if body.get("top_p", 1.0) == 1.0 else body["top_p"],
+            min_p=body.get("min_p") or None,
+        )
+        seed = body["seed"]
+        assert -(1 << 63) <= seed < 1 << 63
+        asked = GroupRequest(next(self._draws), tuple(body["prompt"]), (seed,), params)
+        torch.set_num_threads(1)
+        (found,) = await serving.sampler.generate(asked)
+        return list(found.token_ids), list(found.logprobs)
+
+    def _stops(self, body: Body) -> list[int]:
+        own = [] if body.get("ignore_eos") else [self._tokenizer.eos_token_id]
+        return [*body.get("stop_token_ids", []), *own]
+
+    def _stopped(self, ids: list[int], body: Body) -> tuple[list[int], str, int | str | None, str]:
+        """Tokens, finish and stop reason, and the text, which lacks the stop text that ended it."""
+        skip, offset = body.get("skip_special_tokens", True), 0
+        text = ""
+        for number in range(1, len(ids) + 1):
+            before = len(text)
+            text = self._tokenizer.decode(ids[:number], skip_special_tokens=skip)
+            if body.get("min_tokens") and number <= body["min_tokens"]:
+                offset = len(text)
+                continue
+            for stop in body.get("stop", []):
+                start = max(0, before - len(stop) + 1)
+                place = text.find(stop, start)
+                if place >= 0 and place + len(stop) > max(before, offset):
+                    return ids[:number], "stop", stop, text[:place]
+        stopped = ids[-1] in self._stops(body)
+        return ids, "stop" if stopped else "length", ids[-1] if stopped else None, text
+
+
+def refusal(status: int, message: str, kind: str = "BadRequestError") -> Response:
+    """As vLLM words it."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status)
