@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the servers present that the fleet's tests talk to: PostgreSQL, NATS, sshd, and what makes hosts of namespaces.
+"""Make the servers present that the fleet's tests talk to: PostgreSQL, NATS, sshd, Slurm, and what makes hosts of namespaces.
 
 Nothing is started here, and nothing of the machine is configured: the tests start each server as a child of their own, in a folder
 of their own. On Debian and Ubuntu, as root, what is missing is installed; elsewhere this says what to install. A package that wants to
@@ -28,6 +28,9 @@ NEEDED = {
     "tc": "iproute2",
     "nft": "nftables",
     "unshare": "util-linux",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "squeue": "slurm-client",
 }
 """Program → Debian package."""
 

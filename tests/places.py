@@ -9,10 +9,13 @@ from typing import Any
 
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.port import Backend
+from groupwise.clouds.slurm import SlurmBackend
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.local import LocalHost
+from groupwise.hosts.slurm import SlurmRunner
 from groupwise.hosts.ssh import Address, SshHost
 from tests import ssh_hosts
+from tests.slurm import cluster
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Place:
     home: str
     """Below it lies all that the place keeps."""
     login: dict[str, Any] | None = None
+    slurm: str | None = None
+    """Its configuration, where it is a cluster's."""
 
     def reach(self) -> Backend:
         """A new way to it, as from another machine."""
@@ -30,7 +35,10 @@ class Place:
             host = SshHost(Address(**self.login))
         else:
             path = f"{Path(self.home, 'bin')}:{Path(sys.executable).parent}:/usr/bin:/bin"
-            host = LocalHost(environment={"HOME": self.home, "PATH": path})
+            of_slurm = {"SLURM_CONF": self.slurm} if self.slurm else {}
+            host = LocalHost(environment={"HOME": self.home, "PATH": path, **of_slurm})
+        if self.slurm is not None:
+            return SlurmBackend(self.kind, SlurmRunner(host, root=ROOT), f"the place {self.kind}")
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
 
 
@@ -38,6 +46,13 @@ class Place:
 def local(home: Path) -> Iterator[Place]:
     """This machine, with another home folder."""
     yield Place("local", str(home))
+
+
+@contextmanager
+def slurm(home: Path) -> Iterator[Place]:
+    """A real Slurm with two nodes, which share the home folder."""
+    with cluster() as found:
+        yield Place("slurm", str(home), slurm=str(found.configuration))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,21 +9,34 @@ import typer
 from groupwise.cli import launch_jobs
 from groupwise.cli.launch_options import (
     AsJson,
+    BasePython,
     Detach,
     DryRun,
     EnvFile,
+    Extra,
     Gpus,
+    Host,
+    IndexUrl,
+    Key,
+    Lock,
     MaxHours,
     MaxPrice,
     Name,
     NoPreflight,
+    Port,
+    Python,
     Result,
     Script,
     Take,
     To,
+    TrustHost,
+    TrustJump,
+    User,
+    Wheelhouse,
+    With,
 )
-from groupwise.cli.launch_places import machine, trust_of
-from groupwise.cli.launch_placing import Asked, launch
+from groupwise.cli.launch_places import cluster, machine, trust_of
+from groupwise.cli.launch_placing import Asked, environment_plan, launch
 from groupwise.cli.launch_words import LaunchCommand, behind
 from groupwise.errors import UsageError
 
@@ -81,59 +93,18 @@ def ssh(
         str,
         typer.Option(metavar="H", help="As `ssh H` has it: a name of the ssh config, or address."),
     ],
-    user: Annotated[str | None, typer.Option(metavar="U", help="As whom to log in.")] = None,
-    port: Annotated[int | None, typer.Option(metavar="N", min=1, max=65535)] = None,
-    key: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")
-    ] = None,
-    trust: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FINGERPRINT",
-            help="Its host key, as SHA256:…; without it: that of known_hosts, or your answer here.",
-        ),
-    ] = None,
-    trust_jump: Annotated[
-        str | None,
-        typer.Option("--trust-jump", metavar="FINGERPRINT", help="The same of a jump host."),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="P",
-            help="Interpreter there that has groupwise; without it: an environment is made of what is installed here.",
-        ),
-    ] = None,
-    base_python: Annotated[
-        str | None,
-        typer.Option(
-            "--base-python",
-            metavar="P",
-            help="Interpreter there that makes it; without it: the version of here.",
-        ),
-    ] = None,
-    extra: Annotated[
-        list[str] | None,
-        typer.Option(metavar="E", help="Extra of groupwise for that; without it: train."),
-    ] = None,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with", metavar="NAME", help="Also this package, in the release installed here."
-        ),
-    ] = None,
-    lock: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Releases, as pip freeze writes them; with hashes, too."),
-    ] = None,
-    wheelhouse: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Install from its wheels alone; they are sent there."),
-    ] = None,
-    index_url: Annotated[
-        str | None,
-        typer.Option("--index-url", metavar="URL", help="Where pip looks there, in place of PyPI."),
-    ] = None,
+    user: User = None,
+    port: Port = None,
+    key: Key = None,
+    trust: TrustHost = None,
+    trust_jump: TrustJump = None,
+    python: Python = None,
+    base_python: BasePython = None,
+    extra: Extra = None,
+    also: With = None,
+    lock: Lock = None,
+    wheelhouse: Wheelhouse = None,
+    index_url: IndexUrl = None,
     script: Script = None,
     name: Name = None,
     gpus: Gpus = 0,
@@ -154,30 +125,8 @@ def ssh(
 
     groupwise launch ssh --host gpu1 --gpus 1 -- rl --config C.yaml --task-module task.py
     """
-    from groupwise.fleet.machines.plans import Asked as Environment
-    from groupwise.fleet.machines.plans import plan_of
-
     what = behind(ctx, script)
-    made = base_python or extra or also or lock or wheelhouse or index_url
-    if python is not None and made:
-        raise UsageError(
-            "--python names an environment that is there; --base-python, --extra, --with, --lock, --wheelhouse and --index-url are for one "
-            "that is made."
-        )
-    environment = (
-        None
-        if python is not None
-        else plan_of(
-            Environment(
-                extras=extra or (),
-                also=also or (),
-                lock=lock,
-                wheelhouse=wheelhouse,
-                python=base_python,
-                index_url=index_url,
-            )
-        )
-    )
+    environment = environment_plan(python, base_python, extra, also, lock, wheelhouse, index_url)
     place = machine(host, user, port, key, trust_of(trust, trust_jump), python)
     asked = Asked(
         what,
@@ -196,6 +145,109 @@ def ssh(
         environment,
     )
     launch(place, asked)
+
+
+@app.command("slurm", cls=LaunchCommand)
+def slurm(
+    ctx: typer.Context,
+    host: Host = None,
+    user: User = None,
+    port: Port = None,
+    key: Key = None,
+    trust: TrustHost = None,
+    trust_jump: TrustJump = None,
+    python: Python = None,
+    base_python: BasePython = None,
+    extra: Extra = None,
+    also: With = None,
+    lock: Lock = None,
+    wheelhouse: Wheelhouse = None,
+    index_url: IndexUrl = None,
+    partition: Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="A", help="That pays for it.")] = None,
+    qos: Annotated[str | None, typer.Option(metavar="Q", help="Quality of service.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="TYPE", help="Of --gpus, as Slurm calls it.")
+    ] = None,
+    cpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="Cores.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="M", help="Of the node, as 32G: sbatch's --mem.")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Another option of sbatch: --sbatch=--constraint=a100"),
+    ] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder that the login node and all nodes have; without it: the home folder.",
+        ),
+    ] = None,
+    script: Script = None,
+    name: Name = None,
+    gpus: Gpus = 0,
+    max_hours: MaxHours = 24.0,
+    max_price: MaxPrice = None,
+    env_file: EnvFile = None,
+    take: Take = None,
+    result: Result = None,
+    to: To = None,
+    dry_run: DryRun = False,
+    detach: Detach = False,
+    no_preflight: NoPreflight = False,
+    as_json: AsJson = False,
+) -> None:
+    """On a node of a cluster, given to Slurm.
+
+    By this machine, or by a login node that is reached by SSH.
+
+    groupwise launch slurm --host login --gpus 1 -- rl --config C.yaml --task-module task.py
+    """
+    from groupwise.launch.places import LOCAL, Place
+
+    what = behind(ctx, script)
+    made = base_python or extra or also or lock or wheelhouse or index_url
+    environment = (
+        environment_plan(python, base_python, extra, also, lock, wheelhouse, index_url)
+        if host is not None or made
+        else None
+    )
+    if host is not None:
+        login = machine(host, user, port, key, trust_of(trust, trust_jump), python)
+    elif user or port or key or trust or trust_jump:
+        raise UsageError(
+            "--user, --port, --key, --trust and --trust-jump are of a login node: --host names it. Without it Slurm is asked here."
+        )
+    else:
+        login = Place(LOCAL, {"python": python} if python else {})
+    asks = {
+        "partition": partition,
+        "account": account,
+        "qos": qos,
+        "gpu": gpu,
+        "cpus": cpus,
+        "memory": memory,
+        "options": list(sbatch or ()),
+    }
+    asked = Asked(
+        what,
+        name,
+        gpus,
+        max_hours,
+        max_price,
+        tuple(env_file or ()),
+        tuple(take or ()),
+        tuple(result or ()),
+        to,
+        dry_run,
+        detach,
+        not no_preflight,
+        as_json,
+        environment,
+        {key: value for key, value in asks.items() if value},
+    )
+    launch(cluster(login, shared), asked)
 
 
 app.command("list")(launch_jobs.list_jobs)

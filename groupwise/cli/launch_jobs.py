@@ -49,7 +49,7 @@ def list_jobs(as_json: AsJson = False) -> None:
                 (
                     each["name"],
                     each["place"],
-                    each["state"],
+                    each["state"] + (f": {each['waits_for']}" if "waits_for" in each else ""),
                     "" if each["step"] is None else str(each["step"]),
                     "" if each["seconds"] is None else f"{each['seconds']:.0f}",
                     each["project"],
@@ -96,7 +96,8 @@ def _of_status(status: Status) -> dict[str, Any]:
     ending = status.ending
     state = status.phase if ending is None else ending.outcome
     seconds = None if ending is None else ending.seconds
-    return {"state": str(state), "step": status.step, "seconds": seconds}
+    found = {"state": str(state), "step": status.step, "seconds": seconds}
+    return {**found, "waits_for": status.waits_for} if status.waits_for else found
 
 
 def logs(

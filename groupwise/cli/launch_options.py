@@ -87,6 +87,66 @@ At = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
-        help="Where it is, local or ssh:USER@HOST:PORT, if it was launched from another machine.",
+        help="Where it is, local, ssh:USER@HOST:PORT or slurm:USER@HOST:PORT, if it was launched from another machine.",
     ),
+]
+
+Host = Annotated[
+    str | None,
+    typer.Option(
+        metavar="H",
+        help="As `ssh H` has it: a name of the ssh config, or address. Without it: this machine.",
+    ),
+]
+User = Annotated[str | None, typer.Option(metavar="U", help="As whom to log in.")]
+Port = Annotated[int | None, typer.Option(metavar="N", min=1, max=65535)]
+Key = Annotated[str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")]
+TrustHost = Annotated[
+    str | None,
+    typer.Option(
+        "--trust",
+        metavar="FINGERPRINT",
+        help="Its host key, as SHA256:…; without it: that of known_hosts, or your answer here.",
+    ),
+]
+TrustJump = Annotated[
+    str | None,
+    typer.Option("--trust-jump", metavar="FINGERPRINT", help="The same of a jump host."),
+]
+Python = Annotated[
+    str | None,
+    typer.Option(
+        metavar="P",
+        help="Interpreter there that has groupwise; without it: an environment is made of what is installed here.",
+    ),
+]
+BasePython = Annotated[
+    str | None,
+    typer.Option(
+        "--base-python",
+        metavar="P",
+        help="Interpreter there that makes it; without it: the version of here.",
+    ),
+]
+Extra = Annotated[
+    list[str] | None,
+    typer.Option(metavar="E", help="Extra of groupwise for that; without it: train."),
+]
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with", metavar="NAME", help="Also this package, in the release installed here."
+    ),
+]
+Lock = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Releases, as pip freeze writes them; with hashes, too."),
+]
+Wheelhouse = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Install from its wheels alone; they are sent there."),
+]
+IndexUrl = Annotated[
+    str | None,
+    typer.Option("--index-url", metavar="URL", help="Where pip looks there, in place of PyPI."),
 ]

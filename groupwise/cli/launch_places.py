@@ -22,7 +22,7 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
     """Where the job is. Raises UsageError."""
     check_name(name)
     from groupwise.launch import notes
-    from groupwise.launch.places import LOCAL, Place
+    from groupwise.launch.places import LOCAL, SLURM, SSH, Place
 
     if at is None:
         if key is not None or trust is not None:
@@ -33,14 +33,41 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
     kind, _, rest = at.partition(":")
     if kind == LOCAL and not rest:
         return notes.Note(name, Place(LOCAL), Path.cwd())
-    if kind == "ssh" and rest:
-        user, _, named = rest.rpartition("@")
-        host, colon, port = named.rpartition(":")
-        number = int(port) if colon and port.isdecimal() else None
-        address = host if number is not None else named
-        where = machine(address, user or None, number, key, trust_of(trust, None), None)
+    if kind == SSH and rest:
+        where = _named(rest, key, trust)
         return notes.Note(name, where, Path.cwd())
-    raise UsageError(f"--at {at}: a place is wanted, local or ssh:USER@HOST:PORT.")
+    if kind == SLURM:
+        address, slash, folder = rest.partition("/")
+        shared = f"{slash}{folder}" or None
+        return notes.Note(name, cluster(_named(address, key, trust), shared), Path.cwd())
+    raise UsageError(
+        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, or slurm:USER@HOST:PORT/SHARED of which all but slurm may be left out."
+    )
+
+
+def _named(word: str, key: str | None, trust: str | None) -> Place:
+    """The machine of USER@HOST:PORT; of nothing, this one."""
+    from groupwise.launch.places import LOCAL, Place
+
+    if not word:
+        return Place(LOCAL)
+    user, _, named = word.rpartition("@")
+    host, colon, port = named.rpartition(":")
+    number = int(port) if colon and port.isdecimal() else None
+    address = host if number is not None else named
+    return machine(address, user or None, number, key, trust_of(trust, None), None)
+
+
+def cluster(login: Place, shared: str | None) -> Place:
+    """The Slurm that jobs are given to on this machine. Raises UsageError."""
+    from groupwise.launch.places import SLURM, Place
+
+    if shared is not None and not shared.startswith("/"):
+        raise UsageError(
+            f"--shared {shared}: an absolute path is expected, of a folder that the login node and all nodes have."
+        )
+    detail = {**login.detail, "shared": shared.rstrip("/")} if shared else login.detail
+    return Place(SLURM, detail)
 
 
 def check_name(name: str) -> None:

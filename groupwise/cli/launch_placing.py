@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -49,12 +49,45 @@ class Asked:
     as_json: bool
     environment: EnvironmentPlan | None = field(default=None)
     """To be made there; None: it has one."""
+    asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What only this kind of place understands."""
+
+
+def environment_plan(
+    python: str | None,
+    base_python: str | None,
+    extra: list[str] | None,
+    also: list[str] | None,
+    lock: Path | None,
+    wheelhouse: Path | None,
+    index_url: str | None,
+) -> EnvironmentPlan | None:
+    """What is to be made there; None: `python` has it. Raises UsageError."""
+    from groupwise.fleet.machines.plans import Asked as Environment
+    from groupwise.fleet.machines.plans import plan_of
+
+    if python is None:
+        return plan_of(
+            Environment(
+                extras=extra or (),
+                also=also or (),
+                lock=lock,
+                wheelhouse=wheelhouse,
+                python=base_python,
+                index_url=index_url,
+            )
+        )
+    if base_python or extra or also or lock or wheelhouse or index_url:
+        raise UsageError(
+            "--python names an environment that is there; --base-python, --extra, --with, --lock, --wheelhouse and --index-url are for one "
+            "that is made."
+        )
+    return None
 
 
 def launch(place: Place, asked: Asked) -> None:
     """From the words to the result."""
     from groupwise.launch import notes, orders
-    from groupwise.launch.places import LOCAL
     from groupwise.launch.preflight import check_verb
 
     if asked.name is not None:
@@ -78,7 +111,9 @@ def launch(place: Place, asked: Asked) -> None:
             (*asked.results, *tried.results),
             asked.take,
             tried.needs,
-            elsewhere=place.kind != LOCAL,
+            elsewhere=not place.is_here,
+            root=place.root if place.root.startswith("/") else f"~/{place.root}",
+            asks=asked.asks,
         ),
         store,
     )

@@ -33,6 +33,7 @@ from groupwise.errors import UsageError
 from groupwise.hosts.answers import (
     ExitReason,
     ExitRecord,
+    Hello,
     LogPart,
     MemberState,
     Refusal,
@@ -91,23 +92,26 @@ class MachineBackend:
 
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`."""
-        _refuse(order)
+        refuse(order)
+        hello, sends = await self._sending(order)
+        await self._free_gpus(order.gpus)
+        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
+        steps = (sends, f"begin {order.name} below {hello.root}, with {gpus}")
+        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
+
+    async def _sending(self, order: Order) -> tuple[Hello, str]:
+        """What the machine is, and the step of sending it what it lacks."""
         sizes = {each.sha256: each.size for each in order.spec.files.values()}
         with self._told():
             hello = await self._runner.hello()
             lacking = await self._runner.missing(sizes)
         sent = sum(sizes[each] for each in lacking)
-        await self._free_gpus(order.gpus)
-        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
-        steps = (
-            f"send {len(lacking)} of {len(sizes)} files ({sent} bytes); the others are there",
-            f"begin {order.name} below {hello.root}, with {gpus}",
-        )
-        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
+        files = f"{len(lacking)} of {len(sizes)} files ({sent} bytes)"
+        return hello, f"send {files}; the others are there"
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
-        _refuse(order)
+        refuse(order)
         last = await self._newest(order.name)
         if last is None or last.state is RunnerState.REFUSED:
             handle = await self._begin(order, store, 1 if last is None else last.epoch + 1, 1)
@@ -117,6 +121,10 @@ class MachineBackend:
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
+        if last is not None and last.state is RunnerState.QUEUED:
+            return await self._begin(
+                order, store, last.epoch, 1
+            )  # whoever did may have been cut off
         return handle
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
@@ -131,7 +139,7 @@ class MachineBackend:
                 f"{name} has succeeded on {self._where}: there is nothing to go on with."
             )
         order = (await self.order(self._handle(last))).with_secrets(secrets)
-        _refuse(order)
+        refuse(order)
         newest = await self._newest_checkpoint(attempts)
         return await self._begin(order, store, last.epoch + 1, len(attempts) + 1, newest)
 
@@ -154,21 +162,11 @@ class MachineBackend:
         """Begin it under this epoch or, where others were removed, a later one."""
         spec = await asyncio.to_thread(_with_order, order, store)
         for left in reversed(range(TRIES)):
-            gpus = await self._free_gpus(order.gpus)
+            launch = await self._launch(order, spec, epoch, attempt, resume)
             with self._told():
                 await self._runner.provide(store, spec.files)
-                state = await self._launched(
-                    Launch(
-                        order.name,
-                        epoch,
-                        spec,
-                        gpus=gpus,
-                        environment={"ATTEMPT": str(attempt)},
-                        secrets=order.secrets,
-                        resume=resume,
-                    )
-                )
-            if state.refused is None:
+                state = await self._launched(launch)
+            if state.refused is None or state.state is RunnerState.VOIDED:
                 return self._handle(state)
             if not left or state.refused.code not in OTHERS:
                 raise CloudError(
@@ -176,6 +174,19 @@ class MachineBackend:
                 )
             epoch = max(epoch, state.refused.highest or 0) + 1
         raise AssertionError("the last try returns or raises")
+
+    async def _launch(
+        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
+    ) -> Launch:
+        return Launch(
+            order.name,
+            epoch,
+            spec,
+            gpus=await self._free_gpus(order.gpus),
+            environment={"ATTEMPT": str(attempt)},
+            secrets=order.secrets,
+            resume=resume,
+        )
 
     async def _launched(self, launch: Launch) -> MemberState:
         """Of one epoch there is never more than one attempt: where no answer came, asking again says what became of it."""
@@ -300,7 +311,8 @@ class MachineBackend:
             if state.state is RunnerState.RUNNING
             else Phase.WAITING
         )
-        return Status(phase, state.log_size, state.checkpoints, state.step, ending)
+        waits_for = state.engine_says if state.state is RunnerState.QUEUED else ""
+        return Status(phase, state.log_size, state.checkpoints, state.step, ending, waits_for)
 
     def _ending(self, state: MemberState) -> Ending | None:
         """None: it has not ended."""
@@ -389,7 +401,8 @@ class MachineBackend:
             ) from None
 
 
-def _refuse(order: Order) -> None:
+def refuse(order: Order) -> None:
+    """Raises UsageError for an order with problems."""
     if found := order.problems():
         raise UsageError("this job cannot be placed:" + "".join(f"\n  {each}" for each in found))
 

@@ -100,6 +100,8 @@ class Status:
     """Of the newest of these."""
     ending: Ending | None = None
     """There from `Phase.ENDED` on."""
+    waits_for: str = ""
+    """In a queue: what for, as the engine says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class Order:
     """For the job alone."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """Values of the variables that `spec.secrets` names. They travel beside the job and are kept nowhere."""
+    asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What only this kind of place understands, as JSON: a partition, a type of machine."""
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words; empty: nothing."""
@@ -128,12 +132,23 @@ class Order:
 
     def document(self) -> dict[str, Any]:
         """All of it but the values of secrets, to be kept where the job is."""
-        return {"format": 1, "name": self.name, "gpus": self.gpus, "spec": as_json(self.spec)}
+        return {
+            "format": 1,
+            "name": self.name,
+            "gpus": self.gpus,
+            "spec": as_json(self.spec),
+            "asks": dict(self.asks),
+        }
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Order:
         """What `document` described; the values of secrets have to be given anew."""
-        return cls(document["name"], from_json(document["spec"]), document["gpus"])
+        return cls(
+            document["name"],
+            from_json(document["spec"]),
+            document["gpus"],
+            asks=document.get("asks") or {},
+        )
 
     def with_secrets(self, secrets: Mapping[str, str]) -> Order:
         """The same with these values."""

@@ -25,6 +25,8 @@ class RunnerState(StrEnum):
 
     ABSENT = "absent"
     """Nothing. No proof that it never ran there: only `void` is."""
+    QUEUED = "queued"
+    """Laid out for an engine (Slurm, Ray) to begin."""
     CLAIMED = "claimed"
     """Its supervisor lives, its command has not begun."""
     RUNNING = "running"
@@ -46,6 +48,8 @@ class ExitReason(StrEnum):
     EXITED = "exited"
     """By itself, or somebody else's signal."""
     CANCELLED = "cancelled"
+    EVICTED = "evicted"
+    """Its engine wanted it ended, and said so in time."""
     TIME_LIMIT = "time_limit"
     DEADMAN = "deadman"
     """No word from the control plane for too long."""
@@ -122,6 +126,16 @@ class MemberState:
     """For jobs without a GPU."""
     clock: float | None = None
     """Of the machine, as it answered; given back with `wait` and `touch`, it says from when on silence counts."""
+    engine: str | None = None
+    """The one that it was laid out for."""
+    engine_says: str = ""
+    """The end of what that has written of it; in `SlurmRunner` what it waits for."""
+    folder: str | None = None
+    """Of an attempt that an engine begins."""
+    age: float | None = None
+    """Seconds since it was laid out."""
+    beat_age: float | None = None
+    """Seconds since its supervisor wrote that it lives."""
 
     @property
     def lives(self) -> bool:
@@ -248,6 +262,16 @@ class Observation:
     quarantined: tuple[Stray, ...]
     unremoved: tuple[str, ...] = ()
     """Folders of what was forgotten, with files in them that its user may not remove."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a program of a machine ended, and what it said."""
+
+    code: int | None
+    """None: it did not end in time, and was killed."""
+    out: str
+    err: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +429,18 @@ def member_state(document: object) -> MemberState:
         share_mb=f.number_or_none("share_mb"),
         slot=f.number_or_none("slot"),
         clock=f.real_or_none("clock"),
+        engine=f.text_or_none("engine"),
+        engine_says=f.text_or_none("engine_says") or "",
+        folder=f.text_or_none("folder"),
+        age=f.real_or_none("age"),
+        beat_age=f.real_or_none("beat_age"),
     )
+
+
+def ran(document: object) -> Ran:
+    """The answer to `run`."""
+    f = Fields(document, "the answer to run")
+    return Ran(f.number_or_none("code"), f.text("out"), f.text("err"))
 
 
 def _exit_record(f: Fields) -> ExitRecord:

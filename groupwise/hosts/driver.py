@@ -21,6 +21,7 @@ from groupwise.hosts.answers import (
     LogPart,
     MemberState,
     Observation,
+    Ran,
     Release,
     RunnerState,
     WorkTree,
@@ -71,6 +72,15 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Engine:
+    """A batch system that begins an attempt on a machine of its choice."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    """What is asked of it, as arguments of its own program."""
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """What a machine is told to start."""
 
@@ -95,6 +105,8 @@ class Launch:
     """Of the last `MemberState` that came back: its deadman counts from then, so that it does not begin where this arrives too late."""
     method: str | None = None
     """How to detach it; None: the best way that there is."""
+    engine: Engine | None = None
+    """What begins it; None: the machine itself, at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +212,25 @@ class Runner:
         }
         if launch.method is not None:
             body["method"] = launch.method
-        return _state(await self._ask("launch", body, secrets=launch.secrets, timeout=timeout))
+        longest = None
+        if launch.engine is not None:
+            body["engine"], longest = launch.engine.name, LONGEST  # its files are laid out first
+        answer = await self._ask(
+            "launch", body, secrets=launch.secrets, timeout=timeout, longest=longest
+        )
+        return _state(answer)
 
-    async def void(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
+    async def run(self, arguments: Sequence[str], *, seconds: float = USUAL) -> Ran:
+        """Run a program of the machine to its end, for so many seconds at most."""
+        body = {"arguments": list(arguments), "timeout": seconds}
+        return answers.ran((await self._ask("run", body, timeout=seconds + USUAL)).body)
+
+    async def void(
+        self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
+    ) -> MemberState:
         """Make sure that it never begins; the answer says what it was if it had."""
-        return _state(await self._ask("void", _named(job, epoch), timeout=timeout))
+        body = {**_named(job, epoch), "because": because}
+        return _state(await self._ask("void", body, timeout=timeout))
 
     async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
         """What the machine knows of it."""

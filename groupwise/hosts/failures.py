@@ -118,6 +118,7 @@ def _by_reason(record: ExitRecord) -> Diagnosis | None:
         ExitReason.DEADMAN: FailureClass.HOST_LOST,
         ExitReason.SPAWN_FAILED: FailureClass.LAUNCH_FAILURE,
         ExitReason.CANCELLED: FailureClass.KILLED,
+        ExitReason.EVICTED: FailureClass.PREEMPTION,
     }
     if failure := classes.get(record.reason):
         return Diagnosis(failure, record.message or f"the runner says {record.reason}")

@@ -12,6 +12,9 @@ all, and of any number of `launch` and `void` that race for it exactly one makes
 `supervisor.lock` in it from before the folder has its name until it ends. So files and lock together always tell the state:
 
     absent     no folder. No proof of anything: a launch may be on its way. Only `void` makes sure
+    queued     laid out for an engine (Slurm, Ray), its token `queued.json` is there. Whoever takes that away decides: the engine, that it
+               begins (`begin.sh`), or `void`. Of an attempt that an engine began, its machine may be another one: where the lock is not
+               seen from here, `lost` and `rebooted` prove nothing, and whoever asks has to ask the engine as well
     claimed    lock held, the command has not been started (its files may be being laid out)
     running    lock held, and pid, start ticks and boot id were on disk before the command began
     exited     there is an exit record
@@ -44,9 +47,11 @@ Requests and answers
     put       blobs [[sha256, size], ...], payload; the bytes of all, in order → stored
     join      blob [sha256, size], parts [[sha256, size], ...] → stored. For a blob that is too large for one put; its parts go then
     launch    job, epoch, rank, members, spec, gpus [uuid], share_mb?, slot?, environment, secrets, resume? {manifest, step, path?},
-                deadman?, clock?, python?, method?, probe?, probe_timeout? → member. Answers when the command runs, or after
-                LAUNCH_PATIENCE as `claimed`: look again. Repeated, it answers with the state, whatever the body says
-    void      job, epoch → member (voided; or what it is, if it had begun)
+                deadman?, clock?, python?, method?, probe?, probe_timeout?, engine? → member. Answers when the command runs, or after
+                LAUNCH_PATIENCE as `claimed`: look again. Repeated, it answers with the state, whatever the body says. With `engine` (the
+                name of one) nothing is begun here: it is laid out and `queued`, and `sh <folder>/begin.sh`, run by that engine on a
+                machine with the same folder, begins it there and ends with its exit status. GPUs are the engine's to give then
+    void      job, epoch, because? → member (voided; or what it is, if it had begun)
     status    job, epoch → member
     wait      known {"<job>.<epoch>": {state?, log_size?, checkpoints?, step?, clock?}}, timeout, quiet? → attempts [member], when one
                 differs from what is known, or at the timeout. A log that grew is told after `quiet` seconds (1) at the earliest
@@ -57,6 +62,7 @@ Requests and answers
     manifest  job, epoch, what ("artefacts", "checkpoints", "all") → files {path: [sha256, mode, size]}, refused [[path, why]],
                 refused_more {why: how many beside those}, checkpoints [{path, step, files}], complete ones only, oldest first; all
                 paths relative to the working folder
+    run       arguments, timeout? → code (null: it did not end in time), out, err. A program of the machine, such as an engine's; not a job
     read      job, epoch, path, offset, limit, sha256? → size, payload; with sha256, `changed` if the file is another one by now
     gather    job, epoch, files [[path, sha256, size], ...], MOST_GATHERED of them at most, LARGEST_GATHERED bytes together → whole
                 [true or false, ...], payload; the bytes of those that are whole, in order. The others are other files by now, or cannot be
@@ -71,10 +77,11 @@ Requests and answers
 
     member    job, epoch, rank, state, boot_id, same_boot, pid, start_ticks, method, started_at, log_size, heartbeat_age, checkpoints,
                 step, exit, refused, survivors, clock, place (a name that this root was given when it was made; null: it could not be),
-                gpus, share_mb, slot (that it was begun with)
-    exit      code, signal, reason ("exited", "cancelled", "time_limit", "deadman", "spawn_failed"), message, oom_kill (null: no control
-                group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, gpus (how many it held), checkpoints, step,
-                leftovers (processes that it had left behind when it ended by itself, and that were ended)
+                gpus, share_mb, slot (that it was begun with), engine, folder, age (seconds since it was made), beat_age (since its
+                supervisor last wrote that it lives, by the file's time), engine_says (the end of what the engine wrote of it)
+    exit      code, signal, reason ("exited", "cancelled", "evicted" by its engine, "time_limit", "deadman", "spawn_failed"), message,
+                oom_kill (null: no control group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, gpus (how many it
+                held), checkpoints, step, leftovers (processes that it had left behind when it ended by itself, and that were ended)
     refused   code (lower_epoch, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program), message, holder?
 
 What is promised
@@ -95,7 +102,8 @@ What is promised
     - The log is all that the command and what it started said, to the byte: the supervisor takes it from a pipe and appends it.
     - A full disk: verbs answer `disk_full`; a command never starts without its record; the exit record has room set aside for it, and so
       have `void` and `forget`: a launch that failed there can be given up, and what is old can go.
-    - Secrets are in the memory of launch, supervisor and command (and in the command's /proc/…/environ), and in no file.
+    - Secrets are in the memory of launch, supervisor and command (and in the command's /proc/…/environ), and in no file. Only what waits
+      for an engine has them on disk, in its token, which its user alone may read, and which goes as it begins or is voided.
     - `limits.ram_mb` is compared with what is free before a launch. It is enforced only where a memory control group can be
       made (v1 or v2: mostly as root); elsewhere a command may outgrow it.
 
@@ -197,6 +205,15 @@ TICK = 1.0
 """Seconds between looks of the supervisor, where nothing wakes it."""
 LEAVING = 0.3
 """Seconds for what goes by itself when the command has ended, before the rest is told to."""
+EVICT_GRACE = 25.0
+"""Seconds from an engine's TERM to our KILL; Slurm kills after 30 (KillWait), and whatever it kills leaves no record."""
+RUN_PATIENCE = 60.0
+LARGEST_SAID = 4 << 20
+"""Bytes of what a program says that is run."""
+TOKEN = "queued.json"
+ENGINE_LOG = "engine.log"
+ENGINE_PREFIXES = ("SLURM_", "SLURMD_", "RAY_")
+"""What an engine tells the command, of its machines and ranks."""
 LEFTOVER_GRACE = 5.0
 """Seconds between TERM and KILL for what outlived the command."""
 KILL_PATIENCE = 10.0
@@ -248,6 +265,8 @@ REFUSED_TOGETHER = 4 << 20
 LARGEST_TEXT = 16 << 20
 LARGEST_RECORD = 4 << 20
 """Bytes of a file of ours in an attempt's folder: its job runs as the same user, and may write anything there."""
+LARGEST_TOKEN = 256 << 20
+"""Bytes of a request that waits for an engine: a job may have a hundred thousand files."""
 LARGEST_HASHES = 64 << 20
 HASHES_EACH = 400
 """Bytes for one file, where a job may leave so many that it comes to more."""
@@ -1945,6 +1964,8 @@ STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "share_mb": is_small,
     "slot": is_small,
     "refused": is_refusal,
+    "engine": is_word,
+    "claimed_at": is_amount,
 }
 
 
@@ -1970,7 +1991,7 @@ def exit_of(attempt: Attempt, name: str) -> dict[str, Any] | None:
     return record
 
 
-REASONS = ("exited", "cancelled", "time_limit", "deadman", "spawn_failed")
+REASONS = ("exited", "cancelled", "evicted", "time_limit", "deadman", "spawn_failed")
 EXIT_FIELDS: dict[str, Callable[[Any], bool]] = {
     "code": lambda value: is_count(value, 255),
     "signal": lambda value: is_count(value, 255),
@@ -2009,7 +2030,7 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
     if state is None and not os.path.isdir(attempt.path):
         return blank(attempt)
     state = state or {}
-    word = state_word(state, held, ended)
+    word = state_word(state, held, ended, os.path.exists(attempt.at(TOKEN)))
     same_boot = state.get("boot_id") == boot_id()
     count, step = progress_of(attempt, state, word, ended, progress)
     found = blank(attempt)
@@ -2026,13 +2047,38 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         refused=state.get("refused"),
         survivors=survivors(attempt, state) if word == "lost" else None,
     )
+    if state.get("engine"):
+        found.update(told_of_engine(attempt, state, word))
     return found
 
 
 MEMBER_FIELDS = (
     *("rank", "boot_id", "pid", "start_ticks", "method", "started_at"),
-    *("share_mb", "slot"),
+    *("share_mb", "slot", "engine"),
 )
+
+
+def told_of_engine(attempt: Attempt, state: dict[str, Any], word: str) -> dict[str, Any]:
+    """What whoever asks the engine needs to know beside its answer."""
+    said = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
+    return {
+        "folder": attempt.path,
+        "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
+        "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
+        "engine_says": said,
+    }
+
+
+def read_end(path: str) -> str:
+    """The last TAIL bytes of a file; empty if it cannot be read."""
+    try:
+        fd = open_plain(path)
+    except OSError:
+        return ""
+    try:
+        return os.pread(fd, TAIL, max(0, os.fstat(fd).st_size - TAIL)).decode("utf-8", "replace")
+    finally:
+        os.close(fd)
 
 
 def aged(ended: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -2068,11 +2114,14 @@ def blank(attempt: Attempt) -> dict[str, Any]:
         "survivors": None,
         "clock": boot_clock(),
         "place": attempt.root.place(),
+        "engine": None,
     }
 
 
-def state_word(state: dict[str, Any], held: bool, ended: dict[str, Any] | None) -> str:
-    """The table at the top of this file."""
+def state_word(
+    state: dict[str, Any], held: bool, ended: dict[str, Any] | None, waits: bool = False
+) -> str:
+    """The table at the top of this file. `waits`: its token is there."""
     phase = state.get("phase")
     if phase in ("voided", "refused"):
         return phase
@@ -2080,6 +2129,8 @@ def state_word(state: dict[str, Any], held: bool, ended: dict[str, Any] | None) 
         return "exited"
     if held:
         return "running" if phase == "running" else "claimed"
+    if phase == "queued" and waits:
+        return "queued"
     return "lost" if state.get("boot_id") in (None, boot_id()) else "rebooted"
 
 
@@ -2095,7 +2146,7 @@ def progress_of(
         return ended["checkpoints"], ended["step"]
     if progress is not None:
         return progress
-    if word in ("voided", "refused", "claimed"):
+    if word in ("voided", "refused", "claimed", "queued"):
         return 0, None
     return count_checkpoints(attempt, state)
 
@@ -2348,17 +2399,43 @@ class Joined:
 def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Make sure that this epoch never begins, unless it has."""
     attempt = attempt_of(root, body)
-    with_spare(root, lambda: make_void(root, attempt))
+    because = text_of(body, "because")[:LONGEST_WORD] if body.get("because") else ""
+    with_spare(root, lambda: make_void(root, attempt, because))
     return member(attempt), b""
 
 
-def make_void(root: Root, attempt: Attempt) -> None:
+def make_void(root: Root, attempt: Attempt, because: str = "") -> None:
     """The folder that says so, if there is none."""
     with root.job_lock(attempt.job):
         take_over_unbegun(attempt)
+        withdraw(attempt, because)
         if not os.path.isdir(attempt.path):
             root.note_epoch(attempt.job, highest=attempt.epoch)
             claim(attempt, {"phase": "voided"})
+
+
+def withdraw(attempt: Attempt, because: str) -> None:
+    """What waits for its engine: by taking its token before that does."""
+    state = read_json(attempt.at("state.json")) or {}
+    if state.get("phase") != "queued":
+        return
+    taken, voided = attempt.at(TOKEN + ".voided"), {**state, "phase": "voided"}
+    if because:
+        voided["refused"] = {"code": "voided", "message": because}
+    if not take_token(attempt, taken) and not os.path.exists(taken):
+        return
+    write_json(attempt.at("state.json"), voided)
+    remove_file(taken)
+
+
+def take_token(attempt: Attempt, target: str) -> bool:
+    """Under another name; of all that try, one succeeds."""
+    try:
+        os.rename(attempt.at(TOKEN), target)
+    except FileNotFoundError:
+        return False
+    sync_folder(attempt.path)
+    return True
 
 
 def keep_spare(root: Root) -> None:
@@ -2448,6 +2525,9 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     least = grace if before is None else min(before, grace)
     if is_locked(attempt.at("supervisor.lock")) and set_cell(attempt.at("cancel"), f"{least:.3f}"):
         ring(attempt)
+    elif (state_of(attempt) or {}).get("engine"):  # its supervisor may live on another machine
+        set_cell(attempt.at("cancel"), f"{least:.3f}")
+        kill_leftovers(attempt)
     else:  # nobody hears of it
         kill_leftovers(attempt)
     return member(attempt), b""
@@ -2477,6 +2557,34 @@ def ring(attempt: Attempt) -> None:
         pass
     finally:
         os.close(fd)
+
+
+def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """A program of the machine, to its end."""
+    import subprocess
+
+    arguments = arguments_of(body.get("arguments"))
+    program = find_program(arguments[0], path_of(None))
+    if program is None:
+        raise Refusal("unknown_program", f"there is no program {arguments[0]:.200} on PATH")
+    patience = min(seconds_of(body, "timeout", RUN_PATIENCE), RUN_PATIENCE)
+    with subprocess.Popen(
+        [program, *arguments[1:]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=os.path.expanduser("~"),
+        start_new_session=True,
+    ) as running:
+        code: int | None = None
+        try:
+            out, err = running.communicate(timeout=patience)
+            code = running.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            out, err = running.communicate()
+    told = [said[:LARGEST_SAID].decode("utf-8", "replace") for said in (out, err)]
+    return {"code": code, "out": told[0], "err": told[1]}, b""
 
 
 def slice_of(body: dict[str, Any]) -> tuple[int, int]:
@@ -2754,6 +2862,8 @@ def make_forgotten(root: Root, attempt: Attempt) -> None:
         state = state_of(attempt) or {}
         if is_locked(attempt.at("supervisor.lock")) or Belonging(attempt, state).alive():
             raise Refusal("still_running", f"{attempt.name} has processes; end it first")
+        if os.path.exists(attempt.at(TOKEN)):
+            raise Refusal("still_running", f"{attempt.name} waits for its engine; void it first")
         root.note_epoch(attempt.job, highest=attempt.epoch, forgotten=attempt.epoch)
         clear_away(attempt)
 
@@ -2841,6 +2951,7 @@ class Order:
         if body.get("clock") is not None:
             self.heard = min(self.heard, seconds_of(body, "clock", 0.0))
         self.method: str | None = body.get("method")
+        self.engine: str | None = text_of(body, "engine") if body.get("engine") else None
         self.spec: dict[str, Any] = body["spec"]
         self.limits: dict[str, Any] = self.spec.get("limits") or {}
         self.files: dict[str, list[Any]] = dict(self.spec.get("files") or {})
@@ -2857,6 +2968,8 @@ class Order:
 
     def check(self) -> None:
         """Raises Refused with everything that is wrong with the spec."""
+        if self.engine and (self.gpus or self.slot is not None or self.deadman is not None):
+            raise Refusal("bad_request", "GPUs and slots are the engine's, and it has no deadman")
         found = list(self._problems())
         if found:
             raise Refused("bad_spec", "; ".join(found))
@@ -2930,6 +3043,7 @@ class Order:
             "gpus": self.gpus,
             "share_mb": self.share_mb,
             "slot": self.slot,
+            "engine": self.engine,
             "deadman": self.deadman,
             "artefacts": self.artefacts,
             "checkpoints": self.checkpoints,
@@ -2972,8 +3086,9 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
                 "missing_blobs", f"{len(missing)} blobs have to be sent first", missing=missing
             )
         check_room(order)
-        check_program(order)
-        visible = resolve_gpus(order)
+        if not order.engine:
+            check_program(order)
+            visible = resolve_gpus(order)
     except Refused as refusal:
         refused = refusal.record
     keep_spare(root)
@@ -2988,7 +3103,7 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         if refused:
             claim(attempt, {"phase": "refused", "refused": refused, **order.first_state()})
             return member(attempt), b""
-        report = begin(order, visible)
+        report = enqueue(order) if order.engine else begin(order, visible)
     if report is not None:
         select.select([report], [], [], LAUNCH_PATIENCE)  # readable: it spoke, or it ended
         os.close(report)
@@ -3011,6 +3126,7 @@ def was_unbegun(attempt: Attempt) -> bool:
     state = state_of(attempt) or {}
     return (
         state.get("phase") == "claimed"
+        and not state.get("engine")
         and not is_locked(attempt.at("supervisor.lock"))
         and not os.path.exists(attempt.at("exit.json"))
     )
@@ -3035,8 +3151,14 @@ def was_unbegun_file(attempt: Attempt) -> bool:
     return state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json"))
 
 
-def claim(attempt: Attempt, state: dict[str, Any], heard: float = 0.0) -> int | None:
-    """Make the folder of an attempt, whole and at once; OSError if the disk is full. The lock of its supervisor, held."""
+def claim(
+    attempt: Attempt,
+    state: dict[str, Any],
+    heard: float = 0.0,
+    fill: Callable[[str], None] | None = None,
+) -> int | None:
+    """Make the folder of an attempt, whole and at once; OSError if the disk is full. The lock of its supervisor, held. `fill` puts more
+    into it."""
     above = make_folder(attempt.root.at("attempts"))
     new = os.path.join(above, f".new-{attempt.name}-{os.urandom(4).hex()}")
     os.mkdir(new, 0o700)
@@ -3045,6 +3167,9 @@ def claim(attempt: Attempt, state: dict[str, Any], heard: float = 0.0) -> int | 
         if state["phase"] == "claimed":
             lock = take_lock(os.path.join(new, "supervisor.lock"))
             furnish(new, heard)
+        if fill is not None:
+            furnish(new, heard)
+            fill(new)
         document = {
             "protocol": PROTOCOL,
             "job": attempt.job,
@@ -3080,9 +3205,10 @@ def furnish(folder: str, heard: float) -> None:
 
 
 def check_room(order: Order) -> None:
-    """Disk and memory."""
+    """Disk and memory; that of another machine is its engine's."""
     load = load_of(order.root)
     disk, ram = order.limits.get("disk_mb"), order.limits.get("ram_mb")
+    ram = None if order.engine else ram
     if disk is not None and load["disk_free_mb"] < disk:
         raise Refused("disk_full", f"{load['disk_free_mb']} MB are free, {disk} are asked for")
     if ram is not None and load["ram_free_mb"] < ram:
@@ -3232,6 +3358,89 @@ def remove_share(root: Root, uuid: str, name: str) -> None:
             remove_file(path)
 
 
+def enqueue(order: Order) -> None:
+    """Claim the folder with all in it that the engine needs to begin."""
+    blobs = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
+    if blobs is None or order.missing():
+        raise Refusal("busy", "blobs are being swept; ask again")
+    try:
+        state = {"phase": "queued", **order.first_state()}
+        claim(order.attempt, state, order.heard, lambda folder: fill_queued(order, folder))
+    except Refused as refusal:
+        claim(order.attempt, {"phase": "refused", "refused": refusal.record, **order.first_state()})
+    finally:
+        os.close(blobs)
+
+
+BEGIN = """#!/bin/sh
+exec python3 -I -S -X utf8 {runner} {folder}
+"""
+
+
+def fill_queued(order: Order, folder: str) -> None:
+    """Its files, this file, what the engine runs, the token."""
+    import shlex
+
+    attempt, work = order.attempt, os.path.join(folder, "work")
+    try:
+        for manifest in (order.files, order.resume_files):
+            for _ in lay_out(order.root, work, manifest):
+                pass
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise Refused("bad_spec", f"its files cannot be laid out: {error}") from None
+    for path in order.artefacts[:1]:
+        make_folder(os.path.dirname(os.path.join(work, path)))
+    with open(__file__, "rb") as text:
+        write_file(os.path.join(folder, "runner.py"), text.read())
+    runner, own = shlex.quote(attempt.at("runner.py")), shlex.quote(attempt.path)
+    begins = BEGIN.format(runner=runner, folder=own).encode()
+    write_file(os.path.join(folder, "begin.sh"), begins)
+    asked = {name: value for name, value in order.body.items() if name not in ("clock", "source")}
+    token = {**asked, "root": os.path.abspath(order.root.path), "secrets": order.secrets}
+    write_file(os.path.join(folder, TOKEN), as_bytes(token))
+    write_file(os.path.join(folder, ENGINE_LOG), b"")
+    write_file(os.path.join(folder, "supervisor.lock"), b"")
+
+
+def supervise(folder: str) -> int:
+    """What `begin.sh` does: begin what was queued, in the foreground, on the machine that its engine has given it.
+
+    The exit status of the command, as shells have it.
+    """
+    os.umask(0o077)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until it can be answered
+    known = read_json(os.path.join(folder, "state.json")) or {}
+    if not known:
+        return complain(
+            f"{folder} is not there any more: it was removed, or is not on this machine"
+        )
+    attempt = attempt_by_name(
+        Root(os.path.dirname(os.path.dirname(folder))), os.path.basename(folder)
+    )
+    lock = take_lock(attempt.at("supervisor.lock"), patience=LOCK_PATIENCE)
+    taken = attempt.at(f"{TOKEN}.{os.urandom(4).hex()}")
+    if lock is None or not take_token(attempt, taken):
+        return complain(f"{attempt.name} was begun before, or voided; nothing is begun again")
+    body = read_json(taken, LARGEST_TOKEN) or {}
+    remove_file(taken)
+    order = Order(attempt.root, body)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    nothing = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]
+    Supervisor(order, visible, [lock], *nothing).run()
+    ended = exit_of(attempt, "exit.json") or {}
+    if ended.get("signal") is not None:
+        return 128 + int(ended["signal"])
+    return 1 if ended.get("code") is None else int(ended["code"])
+
+
+def complain(message: str) -> int:
+    """To the engine's log. What was given away twice is no failure of anybody's."""
+    os.write(2, (message + "\n").encode("utf-8", "replace"))
+    return 0
+
+
 def begin(order: Order, visible: str | None) -> int | None:
     """Take locks, claim the folder, fork the supervisor. The end of a pipe on which it says that there is something to be seen."""
     attempt = order.attempt
@@ -3310,12 +3519,16 @@ class Supervisor:
         self.user = ""
         self.left = 0
         self.waker = self.bell = -1
+        self.evicted = False
 
     def run(self) -> None:
         """The whole life."""
         self.settle()
         try:
-            self.lay_out()
+            if self.order.engine:
+                self.take_up()
+            else:
+                self.lay_out()
         except Refused as refusal:
             return self.refuse(refusal.record)
         except OSError as error:
@@ -3342,6 +3555,9 @@ class Supervisor:
         """Let go of whoever started it: streams, signals, folder, control group; adopt what the command will leave behind."""
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
+        if self.order.engine:
+            signal.signal(signal.SIGTERM, self.evict)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         os.chdir("/")
         self.user = user_name()
         self.leave_streams()
@@ -3349,7 +3565,8 @@ class Supervisor:
         prctl(SET_SUBREAPER, 1)
         prctl(SET_NAME, b"groupwise-super")
         unit = unit_of(self.attempt)
-        chosen = methods()
+        # An engine counts and ends what is in the group that it made.
+        chosen = ["session"] if self.order.engine else methods()
         if self.order.method in chosen:
             chosen = chosen[chosen.index(self.order.method) :]
         scope = enter_scope(unit) if chosen[0] == "systemd" else None
@@ -3398,6 +3615,16 @@ class Supervisor:
                         return
         for path in self.order.artefacts[:1]:
             make_folder(os.path.dirname(os.path.join(self.attempt.work, path)))
+
+    def take_up(self) -> None:
+        """What was laid out on another machine, perhaps: from here on this one is the attempt's."""
+        self.state.update(phase="claimed", boot_id=boot_id(), claimed_by=os.uname().nodename)
+        write_json(self.attempt.at("state.json"), self.state)
+        check_program(self.order)
+
+    def evict(self, _signum: int, _frame: object) -> None:
+        """The engine wants its machine back."""
+        self.evicted = True
 
     def refuse(self, record: dict[str, Any]) -> None:
         """Nothing ran, and nothing will."""
@@ -3542,6 +3769,9 @@ class Supervisor:
             return Ending("cancelled", "", since + grace)
         if self.ending:
             return None
+        if self.evicted:
+            message = f"{self.order.engine} ended it: its machine was wanted back, its time was up, or somebody told it to"
+            return Ending("evicted", message, now + min(self.order.grace, EVICT_GRACE))
         limit = self.order.limits.get("time_seconds")
         if limit is not None and self.child and now - self.begun >= limit:
             message = f"its time limit of {limit:g} s was reached"
@@ -3663,7 +3893,7 @@ class Supervisor:
             "max_rss_mb": used.ru_maxrss >> 10,
             "finished_at": time.time(),
             "tail": self.log.tail() if self.log else "",
-            "gpus": len(self.order.gpus),
+            "gpus": len(self.order.gpus) or len([each for each in self.visible.split(",") if each]),
             "checkpoints": count,
             "step": step,
             "leftovers": self.left,
@@ -3770,6 +4000,7 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
     """Little of the machine's, then the job's, its secrets, and what the runner alone knows."""
     attempt = order.attempt
     environment = {
+        **(told_by_engine() if order.engine else {}),
         "HOME": os.path.expanduser("~"),
         "USER": user,
         "LOGNAME": user,
@@ -3792,6 +4023,11 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
         environment["NODE_RANK"], environment["NNODES"] = str(order.rank), str(order.members)
         environment["GROUPWISE_RENDEZVOUS"] = attempt.name
     return environment
+
+
+def told_by_engine() -> dict[str, str]:
+    """Of what it set for this process."""
+    return {name: text for name, text in os.environ.items() if name.startswith(ENGINE_PREFIXES)}
 
 
 def become(
@@ -3883,6 +4119,7 @@ VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
     "wait": verb_wait,
     "touch": verb_touch,
     "kill": verb_kill,
+    "run": verb_run,
     "log": verb_log,
     "manifest": verb_manifest,
     "read": verb_read,
@@ -3922,7 +4159,7 @@ def carry_out(body: dict[str, Any], payload: BinaryIO) -> Answered:
     verb = VERBS.get(text_of(body, "verb"))
     if verb is None:
         raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
-    with signs() if body["verb"] in LONG else contextlib.nullcontext():
+    with signs() if body["verb"] in LONG or body.get("engine") else contextlib.nullcontext():
         return verb(root_of(body), body, payload)
 
 
@@ -3980,3 +4217,7 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
     except OSError:
         pass  # whoever asked has gone
     os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from groupwise.cache import cache_folder
 from groupwise.clouds.folder import EARLIER, INCOMING
@@ -20,8 +21,6 @@ from groupwise.runs.folder import RECORD
 
 OWN = ".groupwise"
 """The folder of the working folder that holds what makes the environment."""
-ENVIRONMENTS = f"~/{ROOT}/environments"
-"""Where these are on a machine."""
 BEGIN = ("python3", "-I", f"{OWN}/begin.py")
 RESULTS = ("runs", "results", "generated", "outputs")
 """What is fetched whatever a command says: where trainings, evaluations and `generate` write, and scripts of jobs."""
@@ -68,6 +67,10 @@ class Wanted:
     """Files and folders here that the command reads."""
     elsewhere: bool = True
     """The job has other disks than this machine."""
+    root: str = f"~/{ROOT}"
+    """Of the place; environments are made below it."""
+    asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What only this kind of place understands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
     results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
     files = dict(store.put_files(project.files))
     if wanted.environment is not None:
-        files |= _of_environment(wanted.environment, store)
+        files |= _of_environment(wanted.environment, wanted.root, store)
     spec = JobSpec(
         arguments=wanted.command if wanted.environment is None else (*BEGIN, *wanted.command),
         files=files,
@@ -102,12 +105,13 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
             artefact_files=MOST_ARTEFACTS,
         ),
     )
-    return Packed(Order(wanted.name, spec, wanted.gpus, wanted.secrets), project)
+    return Packed(Order(wanted.name, spec, wanted.gpus, wanted.secrets, wanted.asks), project)
 
 
-def _of_environment(plan: Plan, store: BlobStore) -> dict[str, FileEntry]:
+def _of_environment(plan: Plan, root: str, store: BlobStore) -> dict[str, FileEntry]:
     begin = Path(__file__).with_name("begin.py")
-    found = {"begin.py": store.put_file(begin), **sent_files(plan, ENVIRONMENTS, store)}
+    sent = sent_files(plan, f"{root}/environments", store)
+    found = {"begin.py": store.put_file(begin), **sent}
     return {f"{OWN}/{name}": entry for name, entry in found.items()}
 
 

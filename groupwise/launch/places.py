@@ -1,6 +1,6 @@
 """Where jobs are launched: places, as plain data that can be written down, and the backend that reaches one.
 
-A place is called by a word, `local` or `ssh:gpu@box:22`, on the command line and in lists.
+A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ from typing import Any, cast
 
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.port import Backend
+from groupwise.clouds.slurm import SlurmBackend
 from groupwise.errors import UsageError
+from groupwise.hosts.driver import Runner
+from groupwise.hosts.local import LocalHost
+from groupwise.hosts.port import Host
+from groupwise.hosts.slurm import SlurmRunner
 
-LOCAL, SSH = "local", "ssh"
-KINDS = (LOCAL, SSH)
+LOCAL, SSH, SLURM = "local", "ssh", "slurm"
+KINDS = (LOCAL, SSH, SLURM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +32,20 @@ class Place:
     """How it is reached; no secrets, but paths of keys."""
 
     def __str__(self) -> str:
-        if self.kind == LOCAL:
-            return LOCAL
-        return f"{SSH}:{self.detail['user']}@{self.detail['host']}:{self.detail['port']}"
+        there = "" if self.is_here else "{user}@{host}:{port}".format(**self.detail)
+        word = f"{there}{self.detail.get('shared') or ''}"
+        return f"{self.kind}:{word}" if word else self.kind
+
+    @property
+    def is_here(self) -> bool:
+        """It is spoken to as a process of this machine, whose disks it has."""
+        return self.kind == LOCAL or (self.kind == SLURM and "host" not in self.detail)
+
+    @property
+    def root(self) -> str:
+        """Where the runner keeps its files there."""
+        shared = self.detail.get("shared")
+        return f"{shared}/{ROOT}" if shared else ROOT
 
     def document(self) -> dict[str, Any]:
         """To be written down."""
@@ -47,20 +63,16 @@ class Place:
 
 def reach(place: Place) -> Backend:
     """A new way to it."""
-    return _local() if place.kind == LOCAL else _ssh(place.detail)
+    host, where = (LocalHost(), "this machine") if place.is_here else _ssh(place.detail)
+    python = place.detail.get("python") or (sys.executable if place.is_here else "python3")
+    if place.kind != SLURM:
+        return MachineBackend(place.kind, Runner(host, root=place.root, python=python), where)
+    runner = SlurmRunner(host, root=place.root, python=python)
+    return SlurmBackend(SLURM, runner, f"Slurm, by {where}")
 
 
-def _local() -> Backend:
-    from groupwise.hosts.driver import Runner
-    from groupwise.hosts.local import LocalHost
-
-    return MachineBackend(
-        LOCAL, Runner(LocalHost(), root=ROOT, python=sys.executable), "this machine"
-    )
-
-
-def _ssh(detail: Mapping[str, Any]) -> Backend:
-    from groupwise.hosts.driver import Runner
+def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
+    """A way to the machine, and its name for people."""
     from groupwise.hosts.ssh import Address, SshHost
 
     def address(of: Mapping[str, Any]) -> Address:
@@ -72,5 +84,4 @@ def _ssh(detail: Mapping[str, Any]) -> Backend:
         jump=None if jump is None else address(jump),
         agent_path=detail.get("agent"),
     )
-    runner = Runner(host, root=ROOT, python=detail.get("python") or "python3")
-    return MachineBackend(SSH, runner, str(address(detail)))
+    return host, str(address(detail))

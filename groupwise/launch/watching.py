@@ -34,6 +34,7 @@ class Watch:
         """`results`: where files go. `write` gets the bytes of the log, `say` what there is to tell."""
         self._results, self._write, self._say = results, write, say
         self._offset = 0
+        self._waited_for = ""
 
     async def until_ended(self, backend: Backend, handle: Handle) -> tuple[Status, Fetched]:
         """How it ended; all of the log has been written then, and the results are here. Raises CloudError.
@@ -43,6 +44,7 @@ class Watch:
         status = await self._asked(lambda: backend.status(handle))
         fetched_of: tuple[int, int | None] = (0, None)
         while True:
+            self._tell_of_queue(status)
             await self._write_on(backend, handle, status.log_size)
             now = (status.checkpoints, status.step)
             if status.ending is not None or (status.checkpoints and now != fetched_of):
@@ -51,6 +53,11 @@ class Watch:
                     return status, fetched
             fetched_of = now
             status = await self._changed(backend, handle, status)
+
+    def _tell_of_queue(self, status: Status) -> None:
+        if status.waits_for != self._waited_for:
+            self._waited_for = status.waits_for
+            self._say(f"waits: {status.waits_for}" if status.waits_for else "it has left the queue")
 
     async def _changed(self, backend: Backend, handle: Handle, seen: Status) -> Status:
         return await self._asked(lambda: backend.wait(handle, seen, LOOK_SECONDS))

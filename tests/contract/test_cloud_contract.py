@@ -78,12 +78,15 @@ def save(step, data):
 WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
 
 
-@pytest.fixture(scope="module", params=["local", "ssh"])
+@pytest.fixture(scope="module", params=["local", "ssh", "slurm"])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
     if request.param == "local":
         with places.local(tmp_path_factory.mktemp("home")) as found:
+            yield found
+    elif request.param == "slurm":
+        with places.slurm(tmp_path_factory.mktemp("home")) as found:
             yield found
     else:
         with places.ssh() as found:

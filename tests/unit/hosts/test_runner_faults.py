@@ -635,11 +635,14 @@ def test_without_a_service_manager_there_is_no_scope(monkeypatch: pytest.MonkeyP
 
 def test_the_wall_clock_does_not_matter() -> None:
     """Deadman, limits and heartbeats read the boot clock and the monotonic one: time.time() stands only in what people read, and in
-    the age of an end, by which members of a gang are put in order."""
+    ages: of an end, by which members of a gang are put in order; of what waits or is silent, where its engine has to say the same."""
     text = Path(runner.__file__).read_text("utf-8")
     lines = [line.strip() for line in text.splitlines() if "time.time()" in line]
     assert all(
-        any(word in line for word in ("_at", '"time"', '"age"', "SETTLED", "older_than"))
+        any(
+            word in line
+            for word in ("_at", '"time"', '"age"', '"beat_age"', "SETTLED", "older_than")
+        )
         for line in lines
     ), lines
 

@@ -87,7 +87,7 @@ def test_an_environment_is_made_by_the_jobs_first_step(project: Path, store: Blo
         )
     }
     order = json.loads(store.read(spec.files[".groupwise/order.json"].sha256))
-    assert order["folder"] == orders.ENVIRONMENTS
+    assert order["folder"] == "~/groupwise-launch/environments"
     assert order["name"] == PLAN.name
 
 

@@ -1,0 +1,95 @@
+"""Slurm as a backend: the machine whose runner is spoken to is a login node, and jobs wait in Slurm's queue for a node of theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.clouds.machine import MachineBackend, refuse
+from groupwise.clouds.port import Capabilities, Order, Plan
+from groupwise.errors import UsageError
+from groupwise.hosts.driver import Engine, Launch, Resume
+from groupwise.hosts.slurm import NAME, SlurmRunner
+from groupwise.hosts.spec import JobSpec
+
+SPARE_SECONDS = 120.0
+"""That Slurm gives a job beyond its own limit, so that the runner ends it, with a record of why."""
+OURS = (
+    *("--job-name", "-J", "--chdir", "-D", "--output", "-o", "--error", "-e", "--open-mode"),
+    *("--array", "-a", "--requeue", "--no-requeue", "--wrap", "--test-only", "--parsable"),
+    *("--time", "-t", "--nodes", "-N", "--wait", "-W", "--export", "--input", "-i"),
+)
+"""Options of sbatch with which a job would not be found again, or not be one."""
+NAMED = {
+    "partition": "--partition",
+    "account": "--account",
+    "qos": "--qos",
+    "cpus": "--cpus-per-task",
+    "memory": "--mem",
+}
+"""What is asked of Slurm under names of its own."""
+
+
+class SlurmBackend(MachineBackend):
+    """See `groupwise.clouds.port.Backend`."""
+
+    capabilities = Capabilities(queues=True)
+
+    def __init__(self, name: str, runner: SlurmRunner, where: str) -> None:
+        """`where`: the login node, for people."""
+        super().__init__(name, runner, where)
+        self._slurm = runner
+
+    async def plan(self, order: Order) -> Plan:
+        """See `Backend.plan`. Slurm is asked whether it would have the job."""
+        refuse(order)
+        options = sbatch_options(order)
+        hello, sends = await self._sending(order)
+        with self._told():
+            says = await self._slurm.try_options(options)
+        gives = f"lay {order.name} out below {hello.root}, and give it to Slurm: sbatch {' '.join(options)}"
+        steps = (sends, gives, f"Slurm says: {says}")
+        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
+
+    async def _launch(
+        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
+    ) -> Launch:
+        return Launch(
+            order.name,
+            epoch,
+            spec,
+            environment={"ATTEMPT": str(attempt)},
+            secrets=order.secrets,
+            resume=resume,
+            engine=Engine(NAME, sbatch_options(order)),
+        )
+
+
+def sbatch_options(order: Order) -> tuple[str, ...]:
+    """Of this job. Raises UsageError for one that would make another job of it."""
+    asks, limits = order.asks, order.spec.limits
+    options = [f"{option}={asks[name]}" for name, option in NAMED.items() if asks.get(name)]
+    options.append("--nodes=1")
+    if order.gpus:
+        kind = f"{asks['gpu']}:" if asks.get("gpu") else ""
+        options.append(f"--gpus-per-node={kind}{order.gpus}")
+    if limits.time_seconds is not None:
+        seconds = limits.time_seconds + (limits.grace_seconds or 0.0) + SPARE_SECONDS
+        options.append(f"--time={math.ceil(seconds / 60)}")
+    return (*options, *_own(asks))
+
+
+def _own(asks: Mapping[str, Any]) -> Sequence[str]:
+    found = tuple(map(str, asks.get("options", ())))
+    for option in found:
+        name = option.partition("=")[0]
+        if not option.startswith("-"):
+            raise UsageError(
+                f"--sbatch {option}: an option of sbatch is expected, with its value behind `=`, as --sbatch=--constraint=a100."
+            )
+        if name in OURS or (name[:2] in OURS and not name.startswith("--")):
+            raise UsageError(
+                f"--sbatch {option}: {name} is set by groupwise, so that the job is found again. The time is --max-hours."
+            )
+    return found

@@ -1,0 +1,181 @@
+"""A real Slurm of two nodes on this machine, with two GPUs each that are none."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from getpass import getuser
+from pathlib import Path
+
+from tests.ports import free_port
+
+NODES = ("n1", "n2")
+SOON = 30.0
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={controller}
+AuthType=auth/none
+CredType=cred/none
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+SlurmdParameters=config_overrides
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+ReturnToService=2
+SlurmctldTimeout=10
+SlurmdTimeout={node_timeout}
+KillWait=5
+MinJobAge={min_job_age}
+MessageTimeout=5
+JobRequeue=1
+{nodes}
+PartitionName=gpu Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=5
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=9
+"""
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 "
+    "Gres=gpu:2 State=UNKNOWN"
+)
+GPUS = """\
+AutoDetect=off
+NodeName=n[1-2] Name=gpu File=/dev/null
+NodeName=n[1-2] Name=gpu File=/dev/zero
+"""
+
+
+@dataclass
+class Cluster:
+    """One of them, with its servers as children of this process."""
+
+    folder: Path
+    servers: dict[str, "subprocess.Popen[bytes]"] = field(
+        default_factory=dict[str, "subprocess.Popen[bytes]"]
+    )
+
+    @property
+    def configuration(self) -> Path:
+        """What SLURM_CONF has to say."""
+        return self.folder / "slurm.conf"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of Slurm's own programs."""
+        return {
+            "SLURM_CONF": str(self.configuration),
+            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        }
+
+    def start(self, *names: str) -> None:
+        """The controller, or nodes."""
+        for name in names:
+            program = ["slurmctld", "-D"] if name == "controller" else ["slurmd", "-D", "-N", name]
+            path = shutil.which(program[0], path=self.environment["PATH"])
+            assert path, f"{program[0]} is not installed"
+            with (self.folder / f"{name}.out").open("ab") as said:
+                self.servers[name] = subprocess.Popen(
+                    [path, *program[1:]],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,
+                )
+
+    def kill(self, name: str) -> None:
+        """-9."""
+        server = self.servers.pop(name)
+        server.kill()
+        server.wait()
+
+    def run(self, *arguments: str) -> str:
+        """What a program of Slurm says."""
+        done = subprocess.run(
+            arguments, env=self.environment, capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout.strip()
+
+    def until_ready(self) -> None:
+        """All nodes take jobs."""
+        until = time.monotonic() + SOON
+        while True:
+            with suppress(subprocess.CalledProcessError):
+                idle = self.run(
+                    "sinfo", "-h", "-N", "-p", "gpu", "-t", "idle,mix,alloc", "-o", "%N"
+                )
+                if len(idle.split()) == len(NODES):
+                    return
+            assert time.monotonic() < until, (self.folder / "controller.out").read_text()
+            time.sleep(0.05)
+
+    def processes(self) -> list[int]:
+        """Of this cluster, its jobs among them."""
+        mark = f"SLURM_CONF={self.configuration}".encode()
+        found: list[int] = []
+        for each in Path("/proc").iterdir():
+            with suppress(OSError):
+                if each.name.isdigit() and mark in (each / "environ").read_bytes().split(b"\0"):
+                    found.append(int(each.name))
+        return [pid for pid in found if pid != os.getpid()]
+
+    def end(self) -> None:
+        """All of it."""
+        for server in self.servers.values():
+            server.kill()
+            server.wait()
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def cluster(*, node_timeout: int = 60, min_job_age: int = 300) -> Iterator[Cluster]:
+    """`node_timeout`: seconds after which a silent node is given up; `min_job_age`: for which what has ended is known."""
+    with tempfile.TemporaryDirectory(prefix="gw-slurm-", ignore_cleanup_errors=True) as path:
+        found = Cluster(Path(path))
+        for name in ("state", *(f"spool.{node}" for node in NODES)):
+            (found.folder / name).mkdir()
+        host = socket.gethostname().partition(".")[0]
+        nodes = [NODE.format(name=name, host=host, port=free_port()) for name in NODES]
+        found.configuration.write_text(
+            CONFIGURATION.format(
+                host=host,
+                user=getuser(),
+                controller=free_port(),
+                folder=found.folder,
+                nodes="\n".join(nodes),
+                node_timeout=node_timeout,
+                min_job_age=min_job_age,
+            )
+        )
+        (found.folder / "gres.conf").write_text(GPUS)
+        try:
+            found.start("controller", *NODES)
+            found.until_ready()
+            yield found
+        finally:
+            found.end()

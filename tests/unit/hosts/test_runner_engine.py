@@ -1,0 +1,253 @@
+"""Attempts that an engine begins: laid out, waiting with a token that one taker gets, begun in the foreground by `begin.sh`.
+
+The engine of these tests is whoever runs that script.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from groupwise.hosts.answers import ExitReason, MemberState, RunnerState
+from groupwise.hosts.driver import Engine, Launch, Runner
+from groupwise.hosts.local import LocalHost
+from groupwise.hosts.port import RunnerRefused
+from groupwise.hosts.spec import JobSpec, Limits
+
+SECRET = "canary-of-a-token-2209"
+PATIENCE = 30.0
+
+
+@pytest.fixture
+async def runner(tmp_path: Path) -> AsyncIterator[Runner]:
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    host = LocalHost(environment={"HOME": str(tmp_path), "PATH": path})
+    yield Runner(host, root=str(tmp_path / "root"))
+    await host.close()
+
+
+def job(script: str, epoch: int = 1, *arguments: str) -> Launch:
+    spec = JobSpec(
+        ("python3", "-c", script, *arguments),
+        secrets=("TOKEN",),
+        artefacts=("out",),
+        limits=Limits(grace_seconds=5),
+    )
+    return Launch("j", epoch, spec, secrets={"TOKEN": SECRET}, engine=Engine("queue"))
+
+
+def begins(state: MemberState, **environment: str) -> "subprocess.Popen[str]":
+    """The engine has found a machine for it."""
+    assert state.folder is not None
+    given = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", **environment}
+    return subprocess.Popen(
+        ["sh", f"{state.folder}/begin.sh"],
+        env=given,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(state: MemberState, **environment: str) -> tuple[int, str]:
+    engine = begins(state, **environment)
+    said, _ = engine.communicate(timeout=PATIENCE)
+    return engine.returncode, said
+
+
+async def said(runner: Runner, epoch: int = 1) -> str:
+    return (await runner.log("j", epoch, 0)).data.decode()
+
+
+async def until_said(runner: Runner, what: str) -> None:
+    until = time.monotonic() + PATIENCE
+    while what not in await said(runner):
+        assert time.monotonic() < until
+        await asyncio.sleep(0.02)
+
+
+def hide_supervisor(folder: Path) -> None:
+    """As where it is on another machine, and locks do not reach there."""
+    lock, state = folder / "supervisor.lock", folder / "state.json"
+    lock.rename(lock.with_suffix(".away"))
+    lock.touch()
+    state.write_text(json.dumps({**json.loads(state.read_text()), "boot_id": "another"}))
+
+
+def holding(folder: Path, canary: str) -> list[str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return [path.name for path in files if canary.encode() in path.read_bytes()]
+
+
+async def test_it_waits_until_its_engine_begins_it_and_ends_with_the_same_status(
+    runner: Runner, tmp_path: Path
+) -> None:
+    shows = "import os; print(os.environ['TOKEN'][:6], os.environ['SLURM_JOB_ID'], os.environ['CUDA_VISIBLE_DEVICES']); raise SystemExit(7)"
+    waits = await runner.launch(job(shows))
+    assert (waits.state, waits.engine, waits.lives) == (RunnerState.QUEUED, "queue", False)
+    assert (await runner.launch(job("another"))).state is RunnerState.QUEUED
+    assert ended(waits, SLURM_JOB_ID="41", CUDA_VISIBLE_DEVICES="2,3") == (7, "")
+    found = await runner.status("j", 1)
+    assert found.state is RunnerState.EXITED
+    assert found.exit is not None
+    assert (found.exit.code, found.exit.reason, found.exit.gpus) == (7, ExitReason.EXITED, 2)
+    assert await said(runner) == "canary 41 2,3\n"
+    assert holding(tmp_path / "root", SECRET) == []
+
+
+async def test_a_signal_is_told_as_shells_do(runner: Runner) -> None:
+    waits = await runner.launch(job("import os; os.kill(os.getpid(), 9)"))
+    assert ended(waits)[0] == 128 + signal.SIGKILL
+
+
+async def test_what_it_waits_with_nobody_else_may_read(runner: Runner, tmp_path: Path) -> None:
+    waits = await runner.launch(job("print()"))
+    assert waits.folder is not None
+    assert holding(tmp_path / "root", SECRET) == ["queued.json"]
+    assert stat.S_IMODE(os.stat(f"{waits.folder}/queued.json").st_mode) == 0o600
+    assert (await runner.void("j", 1)).state is RunnerState.VOIDED
+    assert holding(tmp_path / "root", SECRET) == []
+
+
+async def test_of_many_that_begin_it_one_does(runner: Runner) -> None:
+    waits = await runner.launch(job("open('out', 'a').write('x'); print('it ran')"))
+    engines = [begins(waits) for _ in range(8)]
+    told = [engine.communicate(timeout=PATIENCE)[0] for engine in engines]
+    assert [engine.returncode for engine in engines] == [0] * 8
+    assert sum("nothing is begun again" in text for text in told) == 7
+    assert await said(runner) == "it ran\n"
+    again = begins(waits)
+    assert "begun before" in again.communicate(timeout=PATIENCE)[0]
+    assert await said(runner) == "it ran\n"
+
+
+async def test_voided_it_never_begins_and_says_why(runner: Runner) -> None:
+    waits = await runner.launch(job("print('it ran')"))
+    with pytest.raises(RunnerRefused, match="void it first"):
+        await runner.forget("j", 1)
+    voided = await runner.void("j", 1, because="the queue was emptied")
+    assert voided.state is RunnerState.VOIDED
+    assert voided.refused is not None
+    assert voided.refused.message == "the queue was emptied"
+    code, told = ended(waits)
+    assert (code, "voided" in told) == (0, True)
+    assert await said(runner) == ""
+    assert (await runner.void("j", 1)).state is RunnerState.VOIDED
+    await runner.forget("j", 1)
+    assert ended(waits)[0] == 2  # as sh says of a script that is not there
+    assert (await runner.launch(job("print('it ran')"))).state is RunnerState.REFUSED
+
+
+async def test_void_and_begin_race_and_one_of_them_decides(runner: Runner) -> None:
+    for epoch in range(1, 9):
+        waits = await runner.launch(job("print('it ran')", epoch))
+        engine = begins(waits)
+        await asyncio.sleep(epoch * 0.02)
+        voided = await runner.void("j", epoch)
+        engine.communicate(timeout=PATIENCE)
+        ran = await said(runner, epoch) == "it ran\n"
+        assert ran is (voided.state is not RunnerState.VOIDED)
+
+
+async def test_evicted_it_has_time_to_save(runner: Runner) -> None:
+    saves = (
+        "import signal, sys\n"
+        "def save(number, frame):\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('on', flush=True)\n"
+        "signal.pause()"
+    )
+    waits = await runner.launch(job(saves))
+    engine = begins(waits)
+    await until_said(runner, "on")
+    engine.send_signal(signal.SIGTERM)
+    engine.communicate(timeout=PATIENCE)
+    assert engine.returncode == 0
+    found = await runner.status("j", 1)
+    assert found.exit is not None
+    assert found.exit.reason is ExitReason.EVICTED
+    assert "queue ended it" in found.exit.message
+    assert await said(runner) == "on\nsaved\n"
+
+
+async def test_evicted_and_deaf_it_is_killed_in_time(runner: Runner) -> None:
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('on', flush=True); signal.pause(); signal.pause()"
+    launch = job(deaf)
+    spec = JobSpec(launch.spec.arguments, secrets=("TOKEN",), limits=Limits(grace_seconds=1))
+    waits = await runner.launch(Launch("j", 1, spec, secrets=launch.secrets, engine=launch.engine))
+    engine = begins(waits)
+    await until_said(runner, "on")
+    engine.send_signal(signal.SIGTERM)
+    engine.communicate(timeout=PATIENCE)
+    assert engine.returncode == 128 + signal.SIGKILL
+    found = await runner.status("j", 1)
+    assert found.exit is not None
+    assert found.exit.reason is ExitReason.EVICTED
+
+
+async def test_cancelled_it_ends_although_its_lock_is_not_seen(runner: Runner) -> None:
+    waits = await runner.launch(job("import time; print('on', flush=True); time.sleep(1000)"))
+    engine = begins(waits)
+    await until_said(runner, "on")
+    hide_supervisor(Path(str(waits.folder)))
+    found = await runner.kill("j", 1, grace=5)
+    assert found.state is RunnerState.REBOOTED
+    assert found.beat_age is not None
+    assert found.beat_age < PATIENCE
+    engine.communicate(timeout=PATIENCE)
+    found = await runner.status("j", 1)
+    assert found.exit is not None
+    assert found.exit.reason is ExitReason.CANCELLED
+
+
+async def test_one_whose_begin_was_killed_is_lost_and_never_taken_over(runner: Runner) -> None:
+    waits = await runner.launch(job("print('it ran')"))
+    os.rename(f"{waits.folder}/queued.json", f"{waits.folder}/queued.json.killed")
+    found = await runner.status("j", 1)
+    assert (found.state, found.pid) == (RunnerState.LOST, None)
+    assert (await runner.launch(job("print('it ran')"))).state is RunnerState.LOST
+    assert (await runner.void("j", 1)).state is RunnerState.LOST
+    assert ended(waits)[0] == 0
+    assert await said(runner) == ""
+    again = await runner.launch(job("print('it ran')", 2))
+    assert ended(again) == (0, "")
+    assert await said(runner, 2) == "it ran\n"
+
+
+async def test_a_program_that_the_node_does_not_have_is_refused_there(runner: Runner) -> None:
+    launch = Launch("j", 1, JobSpec(("no-such-program",)), engine=Engine("queue"))
+    waits = await runner.launch(launch)
+    assert waits.state is RunnerState.QUEUED
+    ended(waits)
+    found = await runner.status("j", 1)
+    assert found.state is RunnerState.REFUSED
+    assert found.refused is not None
+    assert "no-such-program" in found.refused.message
+
+
+async def test_programs_of_the_machine_are_run_to_their_end(runner: Runner) -> None:
+    words = ("python3", "-c", "import sys; print(sys.argv[1:]); sys.exit('told')", "a b", "$(x)")
+    ran = await runner.run(words)
+    assert (ran.code, ran.out, ran.err) == (1, "['a b', '$(x)']\n", "told\n")
+    late = await runner.run(("sleep", "1000"), seconds=0.2)
+    assert late.code is None
+    with pytest.raises(RunnerRefused, match="no program no-such"):
+        await runner.run(("no-such",))
+
+
+async def test_gpus_and_deadmen_are_no_engines(runner: Runner) -> None:
+    for more in ({"gpus": ("GPU-1",)}, {"slot": 0}, {"deadman": 60.0}):
+        launch = Launch("j", 1, JobSpec(("true",)), engine=Engine("queue"), **more)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(RunnerRefused, match="engine's"):
+            await runner.launch(launch)

@@ -1,0 +1,196 @@
+"""What is made of the words of Slurm's programs, and of an attempt whose supervisor is not seen from here."""
+
+from typing import Any
+
+import pytest
+
+from groupwise.hosts.answers import RunnerState
+from groupwise.hosts.driver import Engine, Launch
+from groupwise.hosts.port import Answer, HostUnreachable, Request, RunnerRefused
+from groupwise.hosts.slurm import LIVING_BEAT, ON_ITS_WAY, SlurmRunner
+from groupwise.hosts.spec import JobSpec
+
+NAME = "j.1-0123abcd"
+
+
+class Cluster:
+    """A login node: an attempt, as its files have it, and what Slurm's programs say."""
+
+    def __init__(self, queue: str = "", **state: Any) -> None:
+        self.state: dict[str, Any] = {
+            "job": "j",
+            "epoch": 1,
+            "place": "0123abcd99",
+            "engine": "slurm",
+            "folder": "/srv/attempts/j.1",
+            "state": "queued",
+            "same_boot": False,
+            "age": 0.0,
+            **state,
+        }
+        self.queue = queue
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.ran: list[list[str]] = []
+        self.voided: str | None = None
+        self.forgotten = False
+
+    def __call__(self) -> SlurmRunner:
+        return SlurmRunner(self, root="root")
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        assert timeout > 0
+        body = request.body
+        if request.verb == "run":
+            return Answer(self._run(body["arguments"]))
+        if request.verb == "void" and self.state["state"] == "queued":
+            self.voided = body["because"]
+            refused = {"code": "voided", "message": self.voided}
+            self.state.update(state="voided", refused=refused if self.voided else None)
+        if request.verb == "forget":
+            self.forgotten = True
+        return Answer({"attempts": [self.state]} if request.verb == "wait" else self.state)
+
+    def _run(self, arguments: list[str]) -> dict[str, Any]:
+        self.ran.append(arguments)
+        said = {"code": 0, "out": self.queue if arguments[0] == "squeue" else "", "err": ""}
+        return {**said, **self.answers.get(arguments[0], {})}
+
+    async def close(self) -> None: ...
+
+
+def line(state: str, number: int = 7, reason: str = "None", name: str = NAME) -> str:
+    return f"{number}|{state}|{name}|{reason}\n"
+
+
+LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Engine("slurm", ("--partition=gpu",)))
+
+
+async def test_submitted_by_its_name_with_what_was_asked() -> None:
+    cluster = Cluster()
+    await cluster().launch(LAUNCH)
+    [submitted] = [words for words in cluster.ran if words[0] == "sbatch"]
+    assert submitted[1] == "--partition=gpu"
+    assert f"--job-name={NAME}" in submitted
+    assert "--no-requeue" in submitted
+    assert submitted[-1] == "/srv/attempts/j.1/begin.sh"
+
+
+async def test_what_is_in_the_queue_is_not_submitted_again() -> None:
+    cluster = Cluster(line("PENDING", reason="Resources"))
+    found = await cluster().launch(LAUNCH)
+    assert found.engine_says == "job 7 of Slurm is pending (Resources)"
+    assert not [words for words in cluster.ran if words[0] == "sbatch"]
+
+
+async def test_of_doubles_the_first_stays() -> None:
+    cluster = Cluster()
+    runner = cluster()
+    seen = cluster.answers
+
+    async def submits_too(request: Request, *, timeout: float) -> Answer:
+        if request.verb == "run" and request.body["arguments"][0] == "sbatch":
+            cluster.queue = line("PENDING", 9) + line("PENDING", 8) + line("PENDING", 5, name="k")
+        return await Cluster.call(cluster, request, timeout=timeout)
+
+    cluster.call = submits_too  # type: ignore[method-assign]
+    await runner.launch(LAUNCH)
+    assert cluster.ran[-2] == ["scancel", "9"]
+    assert not seen
+
+
+@pytest.mark.parametrize("verb", ["launch", "status"])
+async def test_a_controller_that_is_away_is_no_end(verb: str) -> None:
+    cluster = Cluster()
+    cluster.answers["squeue"] = {"code": 1, "err": "slurm_load_jobs error: Unable to contact"}
+    runner = cluster()
+    with pytest.raises(HostUnreachable, match="Slurm does not answer"):
+        await (runner.launch(LAUNCH) if verb == "launch" else runner.status("j", 1))
+    assert cluster.voided is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"code": 1, "err": "sbatch: error: Batch job submission failed: Socket timed out on send"},
+        {"code": 1, "err": "sbatch: error: Unable to contact slurm controller (connect failure)"},
+        {"code": None, "err": ""},
+    ],
+)
+async def test_a_submission_without_an_answer_may_have_been_one(words: dict[str, Any]) -> None:
+    cluster = Cluster()
+    cluster.answers["sbatch"] = words
+    with pytest.raises(HostUnreachable):
+        await cluster().launch(LAUNCH)
+    assert cluster.voided is None
+    assert not cluster.forgotten
+
+
+async def test_what_slurm_would_not_have_leaves_nothing() -> None:
+    cluster = Cluster()
+    cluster.answers["sbatch"] = {"code": 1, "err": "sbatch: error: invalid partition specified: x"}
+    with pytest.raises(RunnerRefused, match="would not have it: invalid partition") as refusal:
+        await cluster().launch(LAUNCH)
+    assert refusal.value.code == "engine"
+    assert cluster.voided is not None
+    assert cluster.forgotten
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "FAILED", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"])
+async def test_ended_in_the_queue_it_never_begins(state: str) -> None:
+    cluster = Cluster(line(state))
+    found = await cluster().status("j", 1)
+    assert found.state is RunnerState.VOIDED
+    assert cluster.voided is not None
+    assert "it never began" in cluster.voided
+
+
+async def test_not_in_the_queue_it_may_be_on_its_way_for_a_while() -> None:
+    cluster = Cluster(line("PENDING", name="another"), age=ON_ITS_WAY / 2)
+    assert (await cluster().status("j", 1)).state is RunnerState.QUEUED
+    cluster.state["age"] = ON_ITS_WAY + 1
+    cluster.state["engine_says"] = "sh: python3: not found\n"
+    assert (await cluster().status("j", 1)).state is RunnerState.VOIDED
+    assert cluster.voided is not None
+    assert "python3: not found" in cluster.voided
+
+
+@pytest.mark.parametrize("seen", ["lost", "rebooted"])
+@pytest.mark.parametrize(
+    ("queue", "beat_age", "same_boot", "truth"),
+    [
+        (line("RUNNING"), 9999.0, False, RunnerState.RUNNING),
+        (line("PENDING"), 9999.0, False, RunnerState.RUNNING),  # as a controller says that began
+        (line("COMPLETING"), 9999.0, False, RunnerState.RUNNING),
+        (line("NODE_FAIL"), LIVING_BEAT / 2, False, RunnerState.RUNNING),  # its node goes on
+        ("", LIVING_BEAT / 2, False, RunnerState.RUNNING),
+        (line("NODE_FAIL"), LIVING_BEAT + 1, False, None),
+        ("", LIVING_BEAT + 1, False, None),
+        ("", 1.0, True, None),  # on this machine its lock would be seen
+    ],
+)
+async def test_what_seems_lost_is_only_where_both_are_silent(
+    seen: str, queue: str, beat_age: float, same_boot: bool, truth: RunnerState | None
+) -> None:
+    cluster = Cluster(queue, state=seen, pid=3, beat_age=beat_age, same_boot=same_boot)
+    found = await cluster().status("j", 1)
+    assert found.state is (truth or RunnerState(seen))
+
+
+async def test_what_the_files_say_needs_no_slurm() -> None:
+    cluster = Cluster(state="running", pid=3)
+    cluster.answers["squeue"] = {"code": 1, "err": "dead"}
+    assert (await cluster().status("j", 1)).state is RunnerState.RUNNING
+    assert cluster.ran == []
+
+
+async def test_a_machine_without_slurm_is_told_as_such() -> None:
+    cluster = Cluster()
+
+    async def has_none(request: Request, *, timeout: float) -> Answer:
+        if request.verb == "run":
+            raise RunnerRefused("unknown_program", "there is no program squeue on PATH")
+        return await Cluster.call(cluster, request, timeout=timeout)
+
+    cluster.call = has_none  # type: ignore[method-assign]
+    with pytest.raises(RunnerRefused, match="login node"):
+        await cluster().status("j", 1)
