@@ -138,6 +138,17 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
             return done.result()
 
 
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in the order given. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _woken_by_signals(work: Coroutine[Any, Any, T]) -> T:
     """`work`, in a loop that wakes for every signal.
 

@@ -27,13 +27,15 @@ from groupwise.machine_layout import AnyConfig, Layout, layout_told, most_proces
 from groupwise.models.memory import memory_explained
 from groupwise.ranks import ahead
 from groupwise.ranks.beside import Here, Host, InRank, Models, NewModel
+from groupwise.ranks.calls import Calls
+from groupwise.ranks.launched import launched, refuse_other_number
 from groupwise.ranks.learner import RankLearner
+from groupwise.ranks.peers import Peers
 from groupwise.ranks.sampler import RankSampler
-from groupwise.ranks.tree import Ranks
 from groupwise.runs import publications
 from groupwise.sft_config import SftConfig, load_sft_config
 from groupwise.task_parts import longest_completion
-from groupwise.types import Learner, Sampler
+from groupwise.types import Learner, Policy, Sampler
 
 if TYPE_CHECKING:
     from groupwise.learner.slopes import Slope
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
     from groupwise.ranks.hosted import Hosted
     from groupwise.remote.parts import RemoteParts, Wanted
     from groupwise.remote.session import Session
+    from groupwise.sampler.vllm.sampler import VllmSampler
     from groupwise.tunix.messages import Open
     from groupwise.tunix.process import WorkerProcess
     from groupwise.wire.parts import PartsKind
 
 Kind = Literal["training", "supervised", "serving", "base"]
 """Of what is made together."""
+LEARNING = frozenset[Kind]({"training", "supervised"})
 MAKE = "groupwise.build:make_described"
 
 LARGE_ADAPTER = 512 << 20
@@ -58,13 +62,15 @@ LARGE_ADAPTER = 512 << 20
 class Closable:
     """What may have processes of its own."""
 
-    ranks: Ranks | None = None
+    ranks: Calls | None = None
     hosted: Hosted | None = None
     """What is hosted where there are no ranks, and models could be added to it."""
     session: Session | None = None
     """With a server that has the parts."""
     worker: WorkerProcess | None = None
     """That has the parts in an environment of its own."""
+    by_http: VllmSampler | None = None
+    """Whose servers hold adapters."""
 
     def close(self) -> None:
         """End them, if there are any."""
@@ -74,16 +80,18 @@ class Closable:
             self.session.close()
         if self.worker is not None:
             self.worker.close()
+        if self.by_http is not None:
+            self.by_http.close()
 
     def peak_memory(self, device: str) -> int | None:
         """Most bytes that were held so far, as `groupwise.models.probes.peak_memory`; with ranks an estimate of all processes,
         and None where the system does not tell what they share."""
         from groupwise.models.probes import peak_memory
 
-        own = peak_memory(device)
         if self.ranks is None:
-            return own
-        held = self.ranks.call_all_now("held_memory")
+            return peak_memory(device)
+        own = peak_memory(device) if device == "cpu" else 0
+        held = self.ranks.call_all_now("held_memory", device)
         if any(shared is None for _, shared in held):
             return None
         return own + sum(peak - shared for peak, shared in held) + max(s for _, s in held)
@@ -149,8 +157,21 @@ def expect_ranks(config: AnyConfig) -> None:
     torch_alone = config.run.server is None and config.model.backend == "transformers"
     if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
-    if most_processes(config) > 1:
+    if most_processes(config) > 1 or config.scale.learners > 1:
         ahead.begin()
+
+
+def be_launched(config: AnyConfig) -> None:
+    """Where torchrun has started this process as another rank than the first, be that rank, and never return.
+
+    The process of the first rank runs the whole program, and calls the others. UsageError where they are not as many as the config wants.
+    """
+    place = launched()
+    refuse_other_number(place, config.scale.learners)
+    if place is not None and place.rank > 0:
+        from groupwise.ranks import peer
+
+        peer.be_launched(place)
 
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
@@ -197,10 +218,13 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
         return ServingParts(found.sampler, found.stop_token_ids, worker=found.worker)
     folder = None if weights is None else str(weights)
     made = await _made("serving", config, layout, weights=folder)
-    if isinstance(made, Ranks):
+    if isinstance(made, Calls):
         return ServingParts(RankSampler(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
-    return ServingParts(made.sampler, made.stop_token_ids)
+    by_http = _by_http(made.sampler)
+    if by_http is not None:
+        await _serve_by_http(by_http, config, weights)
+    return ServingParts(made.sampler, made.stop_token_ids, by_http=by_http)
 
 
 async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
@@ -210,8 +234,9 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
             f"model.adapter is {config.model.adapter!r}, but a base has none: it is loaded as it is, and each model that is added "
             "says which adapter it starts from. Leave the key out."
         )
+    refuse_servers(config, "a base for several models is sampled where it is")
     made = await _made("base", config, layout)
-    if isinstance(made, Ranks):
+    if isinstance(made, Calls):
         return BaseParts(RankSampler(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
     return BaseParts(made.sampler, made.stop_token_ids, hosted=made)
@@ -231,23 +256,97 @@ def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models
     return Models(hosts, most, parts.stop_token_ids, first)
 
 
-def _training(made: Ranks | Hosted) -> Parts:
-    if isinstance(made, Ranks):
+def _training(made: Calls | Hosted) -> Parts:
+    if isinstance(made, Calls):
         return Parts(RankSampler(made), RankLearner(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
     assert made.learner is not None
-    return Parts(made.sampler, made.learner, made.stop_token_ids, made.trained, hosted=made)
+    return Parts(
+        made.sampler,
+        made.learner,
+        made.stop_token_ids,
+        made.trained,
+        hosted=made,
+        by_http=_by_http(made.sampler),
+    )
 
 
-def _supervised(made: Ranks | Hosted) -> LearningParts:
-    if isinstance(made, Ranks):
+def _supervised(made: Calls | Hosted) -> LearningParts:
+    if isinstance(made, Calls):
         return LearningParts(RankLearner(made), ranks=made)
     assert made.learner is not None
     return LearningParts(made.learner)
 
 
-def _stop_token_ids(ranks: Ranks) -> tuple[int, ...]:
+def _stop_token_ids(ranks: Calls) -> tuple[int, ...]:
     return ranks.call_all_now("stop_token_ids")[0]
+
+
+# --- with samples from servers of vLLM ------------------------------------------------------------
+
+
+def refuse_servers(config: AnyConfig, why: str) -> None:
+    """Raise UsageError for `sampler.engine: vllm` where what is made has to sample here."""
+    if isinstance(config, RunConfig) and config.sampler.engine != "torch":
+        raise UsageError(
+            f"sampler.engine is {config.sampler.engine}, but {why}. Leave it out, and sampler.url too."
+        )
+
+
+def _by_http(sampler: Sampler) -> VllmSampler | None:
+    from groupwise.sampler.vllm.sampler import VllmSampler
+
+    return sampler if isinstance(sampler, VllmSampler) else None
+
+
+async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path | None) -> None:
+    """Have the servers answer as the policy does that is evaluated."""
+    from groupwise.models.adapters import adapter_folder
+    from groupwise.models.lora import CONFIG
+
+    folder = await asyncio.to_thread(adapter_folder, config.model) if weights is None else weights
+    try:
+        if folder is None:
+            await sampler.serve_base()
+            return
+        if not (folder / CONFIG).is_file():
+            raise UsageError(
+                f"{folder} holds no adapter, but servers of sampler.url take adapters alone. Leave sampler.engine out to evaluate it."
+            )
+        found = sampler.fingerprint()  # of what was read from it
+        await sampler.load(Policy("served", 0, found, "adapter", str(folder.resolve())))
+    except BaseException:
+        sampler.close()
+        raise
+
+
+def _vllm_sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> VllmSampler:
+    from groupwise.endpoints.client import Endpoint
+    from groupwise.endpoints.waiting import Timing
+    from groupwise.sampler.vllm.adapters import Shared
+    from groupwise.sampler.vllm.sampler import VllmSampler
+    from groupwise.sampler.vllm.servers import Server, Servers
+    from groupwise.sampler.vllm.witness import Witness
+
+    wanted, timing = config.sampler, Timing()
+    base = wanted.served_model or config.model.name
+    servers = [
+        Server(Endpoint(url, base, wanted.api_key_env, wanted.timeout), wanted.concurrency, timing)
+        for url in wanted.urls
+    ]
+    shared = None
+    if wanted.adapter_folder is not None:
+        here = Path(wanted.adapter_folder).expanduser().resolve()
+        shared = Shared(here, (wanted.adapter_folder_there or str(here)).rstrip("/"))
+    return VllmSampler(
+        Servers(servers, wanted.patience, timing),
+        Witness(served),
+        tokenizer,
+        base=base,
+        key_length=layout.key_length,
+        tolerance=wanted.logprob_tolerance,
+        shared=shared,
+    )
 
 
 # --- made by a server -----------------------------------------------------------------------------
@@ -400,22 +499,37 @@ def _refuse_tunix(config: AnyConfig) -> None:
 # --- made here, or once in the zygote of ranks ----------------------------------------------------
 
 
-def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Ranks | Hosted:
+def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
     _refuse_tunix(config)
+    refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
         return _made_here(kind, config, layout, **more)
+    if layout.learners > 1:
+        peers = _peers(layout)
+        peers.make_now(MAKE, _described(kind, config, layout, **more), learning=kind in LEARNING)
+        return peers
     ranks = ahead.take()
     ranks.make_now(MAKE, _described(kind, config, layout, **more), layout.processes)
     return ranks
 
 
-async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Ranks | Hosted:
+async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
     _refuse_tunix(config)
     if layout.processes == 1:
         return _made_here(kind, config, layout, **more)
+    if layout.learners > 1:
+        peers = _peers(layout)
+        await peers.make(MAKE, _described(kind, config, layout, **more), learning=kind in LEARNING)
+        return peers
     ranks = ahead.take()
     await ranks.make(MAKE, _described(kind, config, layout, **more), layout.processes)
     return ranks
+
+
+def _peers(layout: Layout) -> Peers:
+    """What was begun to be forked has answered its questions."""
+    ahead.give_up()
+    return Peers(layout.learners, launched())
 
 
 def _made_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
@@ -502,6 +616,8 @@ def _learner(
 def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> Sampler:
     from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 
+    if config.sampler.engine == "vllm":
+        return _vllm_sampler(config, layout, served, tokenizer)
     return TorchSampler(
         served,
         tokenizer,
@@ -514,16 +630,19 @@ def _prepare_process(layout: Layout) -> None:
     """With several processes this one is the zygote, whose threads would be lost in a fork and which keeps no memory that is free."""
     from groupwise.models.machine import prepare_process, set_threads
 
-    if layout.processes == 1:
-        prepare_process(layout.threads)
+    if layout.sharing == 1:
+        prepare_process(layout.threads_each)
     else:
         set_threads(1)
 
 
 def _replicas(layout: Layout, trained: Any) -> Any:
     """What the learners of all processes have in common; None where there is one process."""
+    from groupwise.learner.collective import Collective
     from groupwise.learner.replicas import Replicas
 
+    if layout.learners > 1:
+        return Collective()
     if layout.processes == 1:
         return None
     return Replicas(layout.processes, [*trained.parameters().values()])

@@ -50,6 +50,7 @@ from groupwise.data.suspicions import SignalsConfig
 from groupwise.foreign_keys import FOREIGN_TO_RL
 from groupwise.learner.config import TrainingConfig
 from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.ranks.config import ScaleConfig, scale_conflicts
 from groupwise.rewards.config import DEFAULT_TASK_VARIABLE, RewardsConfig
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.runs.config import RunSection
@@ -371,6 +372,7 @@ class RunConfig(Strict):
     )
     callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
+    scale: ScaleConfig = ScaleConfig()
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
@@ -386,6 +388,27 @@ class RunConfig(Strict):
             yield from self._nothing_is_held_out()
         if self.model.backend == "tunix":
             yield from rl_conflicts(self)
+        step = self.training.prompts_per_step * self.training.num_generations
+        yield from scale_conflicts(
+            self, step, ("training.prompts_per_step", "training.num_generations")
+        )
+        if self.sampler.engine == "vllm":
+            yield from self._does_not_go_with_servers()
+
+    def _does_not_go_with_servers(self) -> Iterator[Conflict]:
+        given: dict[str, tuple[bool, str, str]] = {
+            "lora": (self.lora is None, "null", "servers take adapters, not whole models"),
+            "model.backend": (self.model.backend != "transformers", self.model.backend, "it samples itself"),
+            "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
+            "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
+            "scale.learners": ((self.scale.learners or 1) > 1, str(self.scale.learners), "learners sample themselves"),
+        }  # fmt: skip
+        for key, (clashes, value, why) in given.items():
+            if clashes:
+                yield Conflict(
+                    f"sampler.engine is vllm, but {key} is {value}: {why}. Leave one of the two out.",
+                    ("sampler.engine", key),
+                )
 
     def _nothing_is_held_out(self) -> Iterator[Conflict]:
         if self.eval.eval_steps is None and not self.eval.before_and_after:
@@ -548,12 +571,14 @@ def unknown_callbacks(tree: Tree) -> list[str]:
 
 
 def _correct_for_earlier_policies(tree: Tree) -> None:
-    """Completions of earlier policies are weighed by what the learner makes of them, unless the config says otherwise."""
+    """Completions of earlier policies, and of engines that round otherwise, are weighed by what the learner makes of them, unless the
+    config says otherwise."""
     training = tree.value(("training",))
     late = isinstance(training, dict) and cast("dict[str, Any]", training).get("lag", 0) != 0
+    elsewhere = tree.value(("sampler", "engine")) == "vllm"
     again = tree.value(("data", "replay", "mode")) == "completions"
     algorithm = tree.values.get("algorithm", {})
-    if (late or again) and isinstance(algorithm, dict):
+    if (late or again or elsewhere) and isinstance(algorithm, dict):
         knobs = cast("dict[str, Any]", algorithm)
         tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
 

@@ -8,11 +8,12 @@
     │   ├── RunNotFoundError          (LookupError) a run, step or checkpoint that is not there
     │   ├── RunInUseError             a live process holds the run folder
     │   └── ResumeMismatchError       the checkpoint was made with something else
-    └── RunError                      exit code 1: the run failed; `code` says how
+    └── RunError                      exit code 1, but for one: the run failed; `code` says how
         ├── NothingScoredError        several steps in a row without one scored group
         ├── PolicyMismatchError       the sampler serves other weights than the learner published
         ├── NonFiniteError            loss or gradient was not finite too often
         ├── OutOfMemoryError          a computer or its GPU has no memory left
+        ├── WorkerLostError           (75) a process that samples or learns is gone; begun again, the run goes on from its checkpoint
         ├── CheckpointError           a checkpoint is torn or cannot be read
         ├── StoreError                the run's record cannot be read or written
         ├── RewardWorkerError         reward workers cannot be started, or a stateful reward timed out
@@ -128,6 +129,13 @@ class OutOfMemoryError(RunError):
     code = "out_of_memory"
 
 
+class WorkerLostError(RunError):
+    """A process that samples or learns has ended. Nothing is wrong with the run: `--resume` goes on from its last checkpoint."""
+
+    code = "worker_lost"
+    exit_code = EX_TEMPFAIL
+
+
 class CheckpointError(RunError):
     """A checkpoint is torn or unreadable."""
 
@@ -161,6 +169,8 @@ class EndpointError(RunError):
         """`status` is the HTTP status of the last answer; None where there was none, or one that is no answer to the question."""
         super().__init__(message)
         self.status = status
+        self.may_pass = False
+        """Whether another attempt, or another server, may do better: nobody answered, or too slowly, or it was overloaded."""
 
 
 class SandboxError(RunError):

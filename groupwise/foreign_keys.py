@@ -9,7 +9,7 @@ _BATCH = (
     "a step is training.prompts_per_step groups of training.num_generations completions, "
     "and training.max_tokens_per_microbatch is what is computed at once"
 )
-_ENGINE = "sampler.engine names the engine, and only torch is in this version"
+_ENGINE = "sampler.engine names the engine, torch or vllm, and with vllm sampler.url says where it answers"
 _RL_DATA = "here it is data.dataset_name, where no task's get_rl_dataset brings the data"
 _OVERLONG = (
     "algorithm.type dapo has algorithm.soft_punish_cache and algorithm.soft_punish_factor, and "

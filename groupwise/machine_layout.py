@@ -15,6 +15,7 @@ from groupwise.errors import ConfigError, UsageError
 from groupwise.models.config import Dtype, ModelConfig
 from groupwise.models.cores import available_cores
 from groupwise.ranks import ahead
+from groupwise.ranks.launched import launched, refuse_other_number
 from groupwise.sft_config import SftConfig
 from groupwise.task_parts import longest_completion
 from groupwise.tunix.environment import look
@@ -57,6 +58,13 @@ class Layout:
     """Its version; of the backend tunix those of JAX and Tunix."""
     processes: int = 1
     """Ranks that sample and learn; with 1 there are none, and this process does."""
+    learners: int = 1
+    """With more than 1 as many as the processes, which then have a model each instead of sharing one."""
+
+    @property
+    def sharing(self) -> int:
+        """Processes that share one model."""
+        return 1 if self.learners > 1 else self.processes
 
     @property
     def threads_each(self) -> int:
@@ -76,7 +84,7 @@ class Layout:
 
 def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """A layout as it was recorded, also before there could be several processes."""
-    return {"processes": 1, **recorded}
+    return {"processes": 1, "learners": 1, **recorded}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
@@ -132,14 +140,20 @@ def layout_told(facts: Mapping[str, Any]) -> Layout:
 
 def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
     """A warning where more threads of this machine compute than there are cores for them."""
-    cores = available_cores()
+    cores = _cores()
     if elsewhere or layout.all_threads <= cores:
         return None
     return (
         f"{layout.all_threads} threads of {layout.processes} process{'es' * (layout.processes > 1)} compute on {cores} "
         f"core{'s' * (cores > 1)}: those that share a core wait for each other, which is slower than fewer. Lower run.threads and "
-        "run.processes, or leave them out"
+        "run.processes or scale.learners, or leave them out"
     )
+
+
+def _cores() -> int:
+    """Of all machines, which are taken to be alike."""
+    place = launched()
+    return available_cores() * (place.machines if place is not None else 1)
 
 
 def _of_tunix(config: RunConfig) -> Layout:
@@ -163,18 +177,42 @@ def _of_tunix(config: RunConfig) -> Layout:
 
 def _layout(config: AnyConfig) -> Layout:
     device = ahead.choose_device()
-    processes = _processes(config, device)
+    learners = _learners(config, device)
+    processes = learners if learners > 1 else _processes(config, device)
     return Layout(
         device=device,
         dtype=ahead.choose_dtype(config.model, config.lora is None, device),
-        threads=config.run.threads or max(available_cores(), processes),
+        threads=config.run.threads or max(_cores(), processes),
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         processor=ahead.describe_processor(device),
         torch=ahead.torch_version(),
         processes=processes,
+        learners=learners,
     )
+
+
+def refuse_learners(config: AnyConfig) -> None:
+    """UsageError for more learners than one, for whoever has a machine that others use, too."""
+    if config.scale.learners > 1:
+        raise UsageError(
+            f"scale.learners is {config.scale.learners}, but a training server has one process learn, or run.processes that share a model. "
+            "Leave scale.learners out, or run groupwise rl itself."
+        )
+
+
+def _learners(config: AnyConfig, device: str) -> int:
+    """As many as are asked for. UsageError where another number was started, ConfigError where GPUs are missing."""
+    asked, place = config.scale.learners, launched()
+    refuse_other_number(place, asked)
+    needed = place.local_count if place is not None else asked
+    if asked > 1 and device != "cpu" and needed > (there := ahead.gpu_count()):
+        raise ConfigError(
+            f"scale.learners is {asked}, which needs {needed} GPUs on this machine, one for each; there {'are' if there != 1 else 'is'} "
+            f"{there}. Lower it, start the run by torchrun on several machines, or set CUDA_VISIBLE_DEVICES= to compute on the CPU."
+        )
+    return asked
 
 
 def _processes(config: AnyConfig, device: str) -> int:
@@ -199,6 +237,8 @@ def most_processes(config: AnyConfig) -> int:
     """
     if config.run.processes is not None:
         return config.run.processes
+    if isinstance(config, RunConfig) and config.sampler.engine != "torch":
+        return 1
     if config.lora is None or not sys.platform.startswith("linux"):
         return 1
     if isinstance(config, SftConfig):

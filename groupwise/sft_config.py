@@ -26,6 +26,7 @@ from groupwise.data.config import DatasetConfig
 from groupwise.foreign_keys import FOREIGN_TO_SFT
 from groupwise.learner.config import OptimisationConfig
 from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.ranks.config import ScaleConfig, scale_conflicts
 from groupwise.runs.config import RunSection
 from groupwise.settings.credentials import secrets_in
 from groupwise.settings.documentation import document
@@ -155,6 +156,7 @@ class SftConfig(Strict):
     eval: SftEvalConfig = SftEvalConfig()
     callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
+    scale: ScaleConfig = ScaleConfig()
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
@@ -163,6 +165,8 @@ class SftConfig(Strict):
         """Keys about rollouts that sinks show, and a backend that is not for this."""
         if self.model.backend == "tunix":
             yield from sft_conflicts(self)
+        step = self.training.examples_per_step
+        yield from scale_conflicts(self, step, ("training.examples_per_step",))
         for key in ("num_completions_to_print", "log_unique_prompts"):
             if (value := getattr(self.run, key)) != RunSection.model_fields[key].default:
                 yield Conflict(

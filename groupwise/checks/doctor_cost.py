@@ -15,11 +15,11 @@ from typing import Any
 from groupwise import task_parts
 from groupwise.algorithms.registry import make
 from groupwise.algorithms.sft import Sft
+from groupwise.awaiting import gather_all
 from groupwise.checks.doctor_engine import Engine
 from groupwise.checks.findings import Finding
 from groupwise.config import DEFAULT_ALGORITHM, RunConfig
 from groupwise.data.order import Order
-from groupwise.rollouts.asking import gather_all
 from groupwise.rollouts.seeds import member_seed
 from groupwise.rollouts.teacher import LessonSet, teacher_row
 from groupwise.sft_config import SftConfig

@@ -12,12 +12,12 @@ from statistics import fmean
 from typing import Any
 
 from groupwise.algorithms.registry import make
+from groupwise.awaiting import gather_all
 from groupwise.checks.findings import Finding
 from groupwise.config import DEFAULT_ALGORITHM
 from groupwise.errors import PolicyMismatchError, RunError
 from groupwise.loops.recording import MAX_GAP
 from groupwise.models.tokens import completion_text
-from groupwise.rollouts.asking import gather_all
 from groupwise.rollouts.rows import training_rows
 from groupwise.rollouts.seeds import member_seed
 from groupwise.rollouts.single import sample_group

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from groupwise import build, machine_layout, task_parts
-from groupwise.awaiting import run_to_end
+from groupwise.awaiting import gather_all, run_to_end
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
 from groupwise.data.success import check_part
 from groupwise.errors import RewardWorkerError, UsageError
@@ -38,7 +38,7 @@ from groupwise.models.tokens import completion_text
 from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
-from groupwise.rollouts.asking import Ask, RolloutKind, gather_all
+from groupwise.rollouts.asking import Ask, RolloutKind
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.score import score_group, transcript
 from groupwise.rollouts.seeds import evaluation_seed

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from groupwise.awaiting import gather_all
 from groupwise.endpoints.answers import Answer
 from groupwise.endpoints.client import Client
 from groupwise.errors import EndpointError
 from groupwise.generation.config import GenerateConfig
 from groupwise.generation.journal import Answers, Billed, Journal
 from groupwise.generation.prompts import Item
-from groupwise.rollouts.asking import gather_all
 
 FOR_ALL_ROWS = frozenset({401, 402, 403, 404})
 """Statuses that every row would get: the key, the account, the model."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise import task_parts
+from groupwise.awaiting import gather_all
 from groupwise.config import RunConfig
 from groupwise.errors import TaskError
 from groupwise.generation.config import GenerateConfig
@@ -20,7 +21,6 @@ from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import MemberScore, Scorer, ScoreRequest
 from groupwise.rewards.text import as_completion
 from groupwise.rewards.workers import RewardWorkers
-from groupwise.rollouts.asking import gather_all
 from groupwise.tasks.contract import Task
 
 Scores = dict[str, tuple[MemberScore, ...]]

@@ -11,11 +11,25 @@ from __future__ import annotations
 import mmap
 import socket
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 _NUMBER = torch.float32
+
+
+class Summed(Protocol):
+    """Learners that train the same parameters, given in the same order by all; see `Replicas`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def join(self, rank: int) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None: ...
 
 
 class Replicas:

@@ -29,7 +29,7 @@ from groupwise.learner.forward import PLAIN, Forward, Wanted
 from groupwise.learner.layout import Batch
 from groupwise.learner.native.engine import NativeEngine
 from groupwise.learner.refusals import too_fast
-from groupwise.learner.replicas import Replicas
+from groupwise.learner.replicas import Summed
 from groupwise.learner.transformers_engine import TransformersEngine
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.files import read_json, read_tensors, write_tensors
@@ -65,7 +65,7 @@ class TorchLearner:
         gradient_checkpointing: bool = False,
         packing: bool = True,
         keep_publications: int = 2,
-        replicas: Replicas | None = None,
+        replicas: Summed | None = None,
         native: bool = True,
     ) -> None:
         """`keep_publications`: so many of the last publications keep their files.

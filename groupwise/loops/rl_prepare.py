@@ -47,6 +47,7 @@ from groupwise.ranks import ahead
 from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
 from groupwise.rollouts.prompts import PromptSet, tokenise
+from groupwise.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.types import TASK_COLUMN, Example
 
@@ -162,7 +163,7 @@ def _facts(
 ) -> dict[str, Any]:
     held_out = [
         config.eval.model_dump(mode="json", exclude={"eval_steps", "before_and_after"}),
-        config.sampler.model_dump(mode="json", exclude={"slots"}),
+        config.sampler.model_dump(mode="json", exclude={"slots", *SERVER_KEYS}),
     ]
     return {
         "data": digest(*_told(drawn)),
@@ -299,7 +300,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         needs_reference=build.build_algorithm(config).needs_reference,
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
-        processes=layout.processes,
+        processes=layout.sharing,
     )
 
 

@@ -105,6 +105,8 @@ def rl(
     """
     ways = Ways(resume, resume_from, init_from)
     given = load_config(config, overrides, to_train=True)
+    if not dry_run:
+        build.be_launched(given.config)
 
     def begin(ways: Ways) -> RlResult:
         with nullcontext() if dry_run else build.expected_ranks(given.config):

@@ -22,11 +22,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from groupwise.awaiting import Interrupted
+from groupwise.awaiting import Interrupted, gather_all
 from groupwise.data.selection import Choice
 from groupwise.loops import drawing
 from groupwise.loops.run import Drawn, Schedule, TaskRun
-from groupwise.rollouts.asking import gather_all
 from groupwise.types import Group, Policy
 
 

@@ -202,7 +202,7 @@ def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelP
         needs_reference=False,
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
-        processes=layout.processes,
+        processes=layout.sharing,
     )
 
 

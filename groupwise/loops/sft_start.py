@@ -80,6 +80,8 @@ def sft(
     """
     ways = Ways(resume, resume_from, init_from)
     given = load_sft_config(config, overrides, to_train=True)
+    if not dry_run:
+        build.be_launched(given.config)
 
     def begin(ways: Ways) -> SftResult:
         with nullcontext() if dry_run else build.expected_ranks(given.config):

@@ -18,6 +18,11 @@ def choose_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def gpu_count() -> int:
+    """GPUs that torch sees on this machine."""
+    return torch.cuda.device_count()
+
+
 def has_bfloat16(device: str) -> bool:
     """Whether the processor multiplies bfloat16 itself. Others emulate it, slower than float32."""
     if device != "cpu":

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from groupwise import build, machine_layout
-from groupwise.awaiting import run_to_end
+from groupwise.awaiting import gather_all, run_to_end
 from groupwise.config import RunConfig
 from groupwise.errors import UsageError
 from groupwise.models.tokens import completion_text, prompt_ids
 from groupwise.ranks import ahead
-from groupwise.rollouts.asking import Ask, gather_all
+from groupwise.rollouts.asking import Ask
 from groupwise.rollouts.prompts import PromptSet
 from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import Single

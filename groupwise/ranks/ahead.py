@@ -89,6 +89,11 @@ def gpu_memory(device: str) -> int:
     return _answer("groupwise.models.probes:gpu_memory", device)
 
 
+def gpu_count() -> int:
+    """See `groupwise.models.machine.gpu_count`."""
+    return _answer("groupwise.models.machine:gpu_count")
+
+
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
     """See `groupwise.models.load.choose_dtype`."""
     return _answer("groupwise.models.load:choose_dtype", config, full, device)

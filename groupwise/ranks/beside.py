@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from groupwise.errors import GroupwiseError, UsageError
 from groupwise.models.config import LoraConfig
-from groupwise.ranks.tree import Ranks
+from groupwise.ranks.calls import Calls
 from groupwise.types import (
     Completion,
     GroupRequest,
@@ -83,7 +83,7 @@ class Here:
 class InRank:
     """What one rank hosts."""
 
-    def __init__(self, ranks: Ranks, rank: int) -> None:
+    def __init__(self, ranks: Calls, rank: int) -> None:
         self._ranks = ranks
         self._rank = rank
 

@@ -5,19 +5,23 @@ Made in the zygote, before the fork; see `groupwise.ranks.rank` for how its attr
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from groupwise.errors import UsageError
-from groupwise.learner.replicas import Replicas
+from groupwise.learner.replicas import Summed
 from groupwise.learner.slopes import Slope, trained_slopes
 from groupwise.models.machine import prepare_process
 from groupwise.models.probes import peak_memory, shared_memory
 from groupwise.models.profile import MarkedLearner, Trace, traced
 from groupwise.ranks.bench import Bench
 from groupwise.ranks.beside import Added, NewModel
-from groupwise.types import Learner, Sampler
+from groupwise.types import Learner, Policy, Sampler
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class Hosted:
     stop_token_ids: tuple[int, ...] = ()
     trained: Any = None
     """The learner's `groupwise.learner.weights.TrainedWeights`."""
-    replicas: Replicas | None = None
+    replicas: Summed | None = None
     """What its learner has in common with those of the other ranks; None where it learns alone, or not at all."""
     tracing: Tracing | None = None
     bench: Bench | None = None
@@ -52,9 +56,19 @@ class Hosted:
         """See `groupwise.learner.slopes.trained_slopes`."""
         return trained_slopes(self.trained, learning_rate)
 
-    def held_memory(self) -> tuple[int, int | None]:
-        """Bytes that this process held at most, and those that it shares now, if that can be told."""
-        return peak_memory("cpu"), shared_memory()
+    def held_memory(self, device: str) -> tuple[int, int | None]:
+        """Bytes of the device that this process held at most, and those that it shares now, if that can be told."""
+        return peak_memory(device), shared_memory() if device == "cpu" else 0
+
+    async def load_sent(self, name: str, given: Any, files: dict[str, bytes]) -> None:
+        """Have the learner or the sampler load from files that came with the call: those that were meant are on another machine."""
+        with TemporaryDirectory(prefix="groupwise-") as folder:
+            for file, content in files.items():
+                (Path(folder) / file).write_bytes(content)
+            moved = replace(given, path=folder) if isinstance(given, Policy) else folder
+            done = attrgetter(name)(self)(moved)
+            if inspect.isawaitable(done):
+                await done
 
     async def add_model(self, name: str, new: NewModel) -> Added:
         """Make a model beside this one in this process; see `groupwise.ranks.beside.Models.add`."""

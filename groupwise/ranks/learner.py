@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from groupwise.ranks.calls import Calls, RankCall, agreed
 from groupwise.ranks.division import cut_rows
-from groupwise.ranks.tree import RankCall, Ranks, agreed
 from groupwise.types import (
     LossSpec,
     OptimiserParams,
@@ -28,7 +28,7 @@ from groupwise.types import (
 class RankLearner:
     """A `groupwise.types.Learner` over the `learner` that each rank hosts."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Calls) -> None:
         self._ranks = ranks
 
     async def forward_backward(
@@ -118,7 +118,7 @@ class RankLearner:
 class RankTrace:
     """The trace that the first rank has; as `groupwise.models.profile.Trace`."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Calls) -> None:
         self._ranks = ranks
 
     def write(self, file: Path) -> None:

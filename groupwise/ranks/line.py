@@ -3,6 +3,8 @@
 The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number, and then sends `Setup`, with a
 socket for each rank. The zygote sends `Ready` or `Failed`, `Told`, and `Ended` when a rank has. To a rank it sends `Call` and `Cancel`; the
 rank sends `Answered` or `Failed`, and `Told`.
+
+A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last.
 """
 
 from __future__ import annotations
@@ -37,6 +39,24 @@ class Setup:
     sys_path: tuple[str, ...]
     log_level: int
     """Less important records of the package's log are not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSetup:
+    """What one rank with a model of its own is to be."""
+
+    rank: int
+    count: int
+    setup: Setup
+    meeting: tuple[str, int] | None
+    """Host and port where those that learn together meet; the first rank's socket that listens there comes with the message."""
+    calls: str | None = None
+    """For the first rank under torchrun, to be told to the others: host and port where they are to call, and a word that is a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The work is done; the rank is to end well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NoReturn
 
-from groupwise.ranks.line import Answered, Call, Cancel, Failed, Line, Told, portable
+from groupwise.ranks.line import Answered, Call, Cancel, Failed, Leave, Line, Told, portable
 from groupwise.rewards.processes import signal_when_parent_ends
 
 
@@ -29,7 +29,7 @@ def run_rank(rank: int, hosted: Any, line: Line, zygote: int, log_level: int) ->
         signal_when_parent_ends(signal.SIGKILL, zygote)
         tell_log(line if rank == 0 else None, log_level)
         hosted.join(rank)
-        asyncio.run(_Answering(hosted, line).forever())
+        asyncio.run(Answering(hosted, line).forever())
     except BaseException:  # noqa: BLE001 — a fork must never return into the zygote's code
         traceback.print_exc()
     os._exit(1)
@@ -60,7 +60,7 @@ class _Teller(logging.Handler):
             self._line.send(Told(told))
 
 
-class _Answering:
+class Answering:
     """The calls that are under way."""
 
     def __init__(self, hosted: Any, line: Line) -> None:
@@ -79,7 +79,10 @@ class _Answering:
         assert self._loop is not None
         try:
             while True:
-                self._loop.call_soon_threadsafe(self._take, self._line.receive())
+                message = self._line.receive()
+                if isinstance(message, Leave):
+                    os._exit(0)
+                self._loop.call_soon_threadsafe(self._take, message)
         finally:
             os._exit(1)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
+from groupwise.ranks.calls import Calls, agreed
 from groupwise.ranks.division import Share, deal
-from groupwise.ranks.tree import Ranks, agreed
 from groupwise.types import Completion, GroupRequest, Policy
 
 _SERVED = "the samplers' weights"
@@ -32,7 +32,7 @@ class _Ticket:
 class RankSampler:
     """A `groupwise.types.Sampler` over the `sampler` that each rank hosts."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Calls) -> None:
         self._ranks = ranks
         self._loads = [0] * ranks.count
         self._waiting: list[_Ticket] = []

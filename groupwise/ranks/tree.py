@@ -11,7 +11,6 @@ Ctrl-C. Whatever ends one of them ends all, and every call then fails with the r
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import os
@@ -21,36 +20,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Mapping
 from contextlib import suppress
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from groupwise.errors import RunError
-from groupwise.models.memory import REMEDY
 from groupwise.plugins import explain
-from groupwise.ranks.line import Answered, Call, Cancel, Ended, Failed, Line, Ready, Setup, Told
+from groupwise.ranks.calls import ENVIRONMENT, RESUME, Calls, how, log_here, settle
+from groupwise.ranks.line import Answered, Call, Ended, Failed, Line, Ready, Setup, Told
 from groupwise.rewards.output import Output
-from groupwise.rewards.processes import NO_GPU, PLAIN, has_ended, how_it_ended
+from groupwise.rewards.processes import NO_GPU, has_ended
 
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
 _LOOK_EVERY = 0.005
 """Seconds between two looks at whether the zygote has ended, when it is about to."""
-_ENVIRONMENT = {
-    **PLAIN,
-    "OPENBLAS_NUM_THREADS": "1",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
-"""One thread, and huge pages for what is allocated, where the system gives them: reading weights is a few per cent faster."""
-_RESUME = "A run goes on from its last checkpoint with --resume."
-
-RankCall = tuple[int, str, tuple[Any, ...]]
-"""Which rank, what of it, with which arguments."""
 
 
-class Ranks:
+class Ranks(Calls):
     """Worker processes that each host the same object, made once.
 
     `modules` are imported by the zygote while it waits to be told what to make. With `sees_gpus` it can be asked about GPUs until
@@ -58,20 +46,11 @@ class Ranks:
     """
 
     def __init__(self, *modules: str, sees_gpus: bool = False) -> None:
-        self.count = 0
-        self.processes: tuple[int, ...] = ()
-        """Their numbers, once they have been started."""
+        super().__init__()
         self._modules = modules
-        self._environment = _ENVIRONMENT if sees_gpus else {**_ENVIRONMENT, **NO_GPU}
-        self._ready: Future[None] = Future()
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
-        self._pending: dict[int, Future[Any]] = {}
-        self._over: RunError | None = None
-        """Why nothing can be called any more."""
+        self._environment = ENVIRONMENT if sees_gpus else {**ENVIRONMENT, **NO_GPU}
         ours, self._theirs = socket.socketpair()
         self._control = Line(ours)
-        self._lines: list[Line] = []
         self._selector = selectors.DefaultSelector()
         self._process: Popen[bytes] | None = None
         self._output: Output | None = None
@@ -123,49 +102,6 @@ class Ranks:
             self.close()
             raise
 
-    async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
-        """Call something of what a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
-
-        Raises what it raises, and RunError where a process has ended.
-        """
-        number, future = self._ask(rank, name, arguments)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._awaited(number)
-            if droppable:
-                self._send(self._lines[rank], Cancel(number))
-            raise
-
-    async def call_each(self, calls: Iterable[RankCall], *, droppable: bool = False) -> list[Any]:
-        """Make all calls at once; results in their order. Where several raise, the error of the first in this order is raised."""
-        asked = [
-            self.call(rank, name, *arguments, droppable=droppable)
-            for rank, name, arguments in calls
-        ]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return found
-
-    async def call_all(self, name: str, *arguments: Any) -> list[Any]:
-        """The same call of all ranks."""
-        return await self.call_each((rank, name, arguments) for rank in range(self.count))
-
-    def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
-        """As `call_each`, for code that is not async."""
-        asked = [self._ask(*call) for call in calls]
-        errors = [future.exception() for _, future in asked]
-        for error in errors:
-            if error is not None:
-                raise error
-        return [future.result() for _, future in asked]
-
-    def call_all_now(self, name: str, *arguments: Any) -> list[Any]:
-        """As `call_all`, for code that is not async."""
-        return self.call_each_now((rank, name, arguments) for rank in range(self.count))
-
     def close(self) -> None:
         """End all processes, whatever they are doing, and wait until they are gone. May be called again."""
         self._end(RunError("The model workers are closed."))
@@ -189,46 +125,14 @@ class Ranks:
         for _, theirs in pairs:
             theirs.close()
 
-    def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
-        number, future = self._expected()
-        if self._output is not None:
-            self._output.begin_call()
-        try:
-            self._send(self._lines[rank], Call(number, name, arguments))
-        except BaseException:  # the arguments cannot be pickled
-            self._awaited(number)
-            raise
-        return number, future
-
-    def _expected(self) -> tuple[int, Future[Any]]:
-        """The number of a new call, and what will have its result."""
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._over is not None:
-                raise self._over
-            number = next(self._numbers)
-            self._pending[number] = future
-        return number, future
-
-    def _awaited(self, number: int) -> Future[Any] | None:
-        """The future of a call that is over; None where nobody waits for it any more."""
-        with self._lock:
-            return self._pending.pop(number, None)
-
-    def _send(self, line: Line, message: Call | Cancel) -> None:
-        with suppress(OSError):  # it has ended, and the thread hears why
-            line.send(message)
-
     def _end(self, reason: RunError) -> None:
         """Fail what is under way and all that comes, and have the processes end."""
-        with self._lock:
-            if self._over is not None:
-                return
-            self._over = reason
-            pending, self._pending = self._pending, {}
-        for future in (self._ready, *pending.values()):
-            _settle(future, error=reason)
-        self._control.end()
+        if self._fail_all(reason):
+            self._control.end()
+
+    def _begin_call(self) -> None:
+        if self._output is not None:
+            self._output.begin_call()
 
     # --- what runs in the thread -----------------------------------------------------------------
 
@@ -239,7 +143,7 @@ class Ranks:
             reason = error
         except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
             reason = RunError(
-                f"What the model workers say cannot be taken:\n{explain(error)}\n{_RESUME}"
+                f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
             )
             reason.__cause__ = error
         self._end(reason)
@@ -254,7 +158,7 @@ class Ranks:
             self._control.end()
             how = self._reaped(self._process)
         words = self._output.last_words()
-        return RunError(f"The process that holds the model ended: {how} {_RESUME}{words}")
+        return RunError(f"The process that holds the model ended: {how} {RESUME}{words}")
 
     def _popen(self) -> Popen[bytes]:
         number = self._theirs.fileno()
@@ -292,22 +196,22 @@ class Ranks:
     def _take(self, message: Ready | Ended | Answered | Failed | Told) -> None:
         match message:
             case Told(record):
-                _log(record)
+                log_here(record)
             case Answered(number, value):
-                _settle(self._awaited(number), value)
+                settle(self._awaited(number), value)
             case Failed(0, error):
-                _settle(self._ready, error=error)
+                settle(self._ready, error=error)
             case Failed(number, error):
-                _settle(self._awaited(number), error=error)
+                settle(self._awaited(number), error=error)
             case Ready(processes):
                 self.processes = processes
                 for line in self._lines:
                     self._selector.register(line, selectors.EVENT_READ, line)
-                _settle(self._ready)
+                settle(self._ready)
             case Ended(rank, code):
                 assert self._output is not None
                 who = f"Model worker {rank + 1} of {self.count}"
-                self._end(RunError(f"{who} ended: {_how(code)} {_RESUME}"))
+                self._end(RunError(f"{who} ended: {how(code)} {RESUME}"))
 
     def _reaped(self, process: Popen[bytes]) -> str:
         """How the zygote ended, which it does by itself; one that is still making something, or hangs, is killed."""
@@ -318,43 +222,4 @@ class Ranks:
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(TimeoutExpired):
             process.wait(_END_LIMIT)
-        return _how(process.returncode)
-
-
-def _how(code: int | None) -> str:
-    """How a process ended, and what needs less memory where that may be why."""
-    how = f"{how_it_ended(code)}."
-    return f"{how} {REMEDY}" if code == -signal.SIGKILL else how
-
-
-def _log(record: logging.LogRecord) -> None:
-    """Log it in this process. What a handler or a filter raises is told as handlers of the standard library do, and ends nothing."""
-    log = logging.getLogger(record.name)
-    try:
-        if log.isEnabledFor(record.levelno):
-            log.handle(record)
-    except Exception:  # noqa: BLE001 — code of the user's, which has no part in the run
-        logging.Handler().handleError(record)
-
-
-def agreed(what: str, found: Sequence[str]) -> str:
-    """What all ranks say of `what`. Raises RunError if they do not say the same."""
-    if len(set(found)) > 1:
-        raise RunError(
-            f"The model workers have come apart: {what} should be the same in all of them, and are {', '.join(found)}. "
-            f"Please report this. {_RESUME}"
-        )
-    return found[0]
-
-
-def _settle(
-    future: Future[Any] | None, value: Any = None, error: BaseException | None = None
-) -> None:
-    """Give a future its result, if anybody still waits for it."""
-    if future is None:
-        return
-    with suppress(InvalidStateError):
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
+        return how(process.returncode)

@@ -38,7 +38,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     lines = [Line(each) for each in line.taken_over()]
     tell_log(line, setup.log_level)
     try:
-        hosted = _make(setup)
+        hosted = make(setup)
     except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
         line.send(Failed(0, portable(error)))
         return
@@ -69,7 +69,8 @@ def _asked_until_setup(line: Line) -> Setup:
     return message
 
 
-def _make(setup: Setup) -> Any:
+def make(setup: Setup) -> Any:
+    """What is to be hosted."""
     sys.path.extend(folder for folder in setup.sys_path if folder not in sys.path)
     return load(setup.factory, kind="factory").object(**setup.arguments)
 

@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any, BinaryIO
 
 from groupwise import task_parts
-from groupwise.awaiting import run_to_end
+from groupwise.awaiting import gather_all, run_to_end
 from groupwise.config import LoadedConfig, RunConfig, load_config, with_task_schema
 from groupwise.errors import RunNotFoundError, TaskError, UsageError
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
@@ -33,7 +33,6 @@ from groupwise.rewards.registry import get_reward_funcs
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.workers import RewardWorkers
-from groupwise.rollouts.asking import gather_all
 from groupwise.rollouts.score import score_group
 from groupwise.runs import durable
 from groupwise.runs.find import resolve

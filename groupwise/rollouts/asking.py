@@ -6,10 +6,9 @@ whose rollouts are pending, or failed or timed out with a reason; the rewards co
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from groupwise.types import Example, Group, GroupRequest, Sampler, SamplingParams
 
@@ -18,8 +17,6 @@ SeedOf = Callable[[int, int], int]
 
 ENVIRONMENT = -1
 """The segment whose seed (of member 0) is the environment's."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +52,3 @@ class RolloutKind(Protocol):
     async def close(self) -> None:
         """End what was started."""
         ...
-
-
-async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in the order given. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupwise.awaiting import gather_all
 from groupwise.errors import TaskError
-from groupwise.rollouts.asking import ENVIRONMENT, Ask, gather_all
+from groupwise.rollouts.asking import ENVIRONMENT, Ask
 from groupwise.rollouts.dialogue import Dialogue, Unrenderable, begin
 from groupwise.rollouts.hosts import EnvironmentHost
 from groupwise.rollouts.sessions import Reply, SessionCall

@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from groupwise.awaiting import gather_all
 from groupwise.models.tokens import completion_text
-from groupwise.rollouts.asking import Ask, gather_all
+from groupwise.rollouts.asking import Ask
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.rollouts.single import policy_segment
 from groupwise.types import Completion, Group, Rollout, Sampler, Segment

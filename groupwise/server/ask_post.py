@@ -11,8 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
+from groupwise.awaiting import gather_all
 from groupwise.http.caller import Caller
-from groupwise.rollouts.asking import gather_all
 from groupwise.server import keeping
 from groupwise.server.conductor import Conductor
 from groupwise.server.current import Current

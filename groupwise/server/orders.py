@@ -17,6 +17,7 @@ from groupwise.config import load_config
 from groupwise.errors import ConfigError, RunNotFoundError
 from groupwise.models.bundled import ALIASES
 from groupwise.runs import find
+from groupwise.sampler.config import SERVER_KEYS
 from groupwise.server.engine.port import OpenRun
 from groupwise.wire.problems import FieldError, Refusal
 from groupwise.wire.training import TINY, StartRequest
@@ -182,12 +183,24 @@ def _algorithm(given: str | dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _checked(section: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if section == "sampler":
+        _refuse_servers(given or {})
     for key in REFUSED_SECTIONS[section]:
         if given and key in given:
             message = f"{section}.{key} has no place in a served run: give `temperature` with each request for completions."
             error = FieldError(field=f"{section}.{key}", message=message)
             raise Refusal("settings_conflict", message, errors=[error])
     return dict(given or {})
+
+
+def _refuse_servers(sampler: Mapping[str, Any]) -> None:
+    """A client must not have this machine ask addresses that it names."""
+    own = [key for key in SERVER_KEYS if key in sampler]
+    own += ["engine"] if sampler.get("engine", "torch") == "vllm" else []
+    if own:
+        key = f"sampler.{own[0]}"
+        message = f"{key} has no place in a served run: this server samples itself, and asks no other one for a client."
+        raise Refusal("settings_conflict", message, errors=[FieldError(field=key, message=message)])
 
 
 def _rate(model: str) -> float:

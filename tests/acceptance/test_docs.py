@@ -67,7 +67,7 @@ from groupwise.suites.lighteval import PROGRAM_VARIABLE
 from groupwise.wire.parts import AnyVerb
 from groupwise.wire.problems import KINDS
 from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
-from tests import fleet_pages, ssh_hosts
+from tests import fleet_pages, slurm, ssh_hosts
 from tests.fleet_pages import Follower
 from tests.integration.server.running import Server
 from tests.serving import Service, serve, tiny
@@ -90,6 +90,11 @@ FLEET = ("fleet.md", "fleet-machines.md", "fleet-operations.md")
 """Pages that are followed from top to bottom, beside the fleet that they begin."""
 LAUNCHED = ("launch.md",)
 """Pages whose commands place jobs, some of them over SSH."""
+OF_VLLM = {
+    *("--api-key", "--enable-lora", "--logprobs-mode", "--max-lora-rank", "--max-model-len"),
+    "--served-model-name",
+}
+"""Options of `vllm serve` that its page speaks of."""
 RUN_ELSEWHERE = ("tinker.md",)
 """Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"
@@ -306,6 +311,8 @@ def launched(words: list[str]) -> int:
     there = words.index("--") + 1 if "--" in words else len(words)
     own, behind = words[:there], words[there:]
     adapted = within_seconds(behind) if behind else []
+    if words[1] == "slurm":
+        return given_to_slurm(own, adapted)
     if words[1] != "ssh":
         return main([*own, *adapted])
     with ssh_hosts.loopback_hosts() as [machine]:
@@ -317,6 +324,14 @@ def launched(words: list[str]) -> int:
         more = {**way, "--trust": fingerprint, "--python": sys.executable}
         found = [str(word) for option in more.items() for word in option]
         return main([*own[:place], row["ip_address"], *found, *own[place + 1 :], *adapted])
+
+
+def given_to_slurm(own: list[str], behind: list[str]) -> int:
+    """The same as if it were typed on the login node, of a cluster of the tests."""
+    place = own.index("--host")
+    with slurm.cluster() as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(cluster.configuration))
+        return main([*own[:place], *own[place + 2 :], *behind])
 
 
 def with_the_tiny_model(words: list[str]) -> list[str]:
@@ -666,7 +681,7 @@ def inner_commands(command: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_options_exist(page: Path) -> None:
     used = {option for span in spans(page) for option in re.findall(r"(?<!\S)--[a-z_-]+", span)}
-    assert used <= options()
+    assert used <= options() | (OF_VLLM if page.name == "vllm.md" else set())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -88,6 +88,33 @@ def _shift(parameters: Any, torch: Any) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
+def _vllm(folder: Path) -> Pair:
+    """Completions of a server, of the adapter that a learner here has published."""
+    import torch
+
+    from groupwise.models.tiny import tiny_tokenizer
+    from tests.vllm_pair import learner_of_tiny, trained, vllm_sampler
+    from tests.vllm_server import VllmServer
+
+    server = VllmServer(logprobs_mode="processed_logprobs", max_model_len=64)
+    learner, tokenizer = learner_of_tiny(folder), tiny_tokenizer()
+    sampler = vllm_sampler([server.url], learner, key_length=64)
+    server.begin()
+
+    def close() -> None:
+        sampler.close()
+        server.end()
+
+    return Pair(
+        sampler,
+        learner,
+        tokenizer,
+        tokenizer.eos_token_id,
+        lambda: _shift(trained(learner).parameters(), torch),
+        close,
+    )
+
+
 def _ranks(folder: Path) -> Pair:
     """Two ranks over one adapter; they must be forked, so that the tests do not wait for imports."""
     from groupwise.models.tiny import tiny_tokenizer
@@ -247,6 +274,7 @@ MAKERS = {
     "fake": _fakes,
     "torch-adapter": _torch_adapter,
     "torch-full": _torch_full,
+    "vllm": _vllm,
     "ranks": _ranks,
     "torch-added": partial(_added, 1),
     "ranks-added": partial(_added, 2),

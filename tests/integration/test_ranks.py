@@ -151,6 +151,7 @@ class Killed:
 
         async def noted(*arguments):
             parts = await made(*arguments)
+            assert isinstance(parts.ranks, Ranks)
             self.processes = (parts.ranks.zygote, *parts.ranks.processes)
             return parts
 

@@ -7,7 +7,7 @@ import pytest
 
 from groupwise import build, machine_layout
 from groupwise.config import load_config
-from groupwise.errors import OutOfMemoryError
+from groupwise.errors import OutOfMemoryError, UsageError
 from groupwise.models import probes
 from groupwise.ranks import ahead
 from groupwise.sampler.torch_sampler import DecodeLayout
@@ -40,7 +40,7 @@ def test_memory_of_all_processes_counts_what_they_share_once(monkeypatch):
     monkeypatch.setattr(probes, "peak_memory", lambda device: 100)
 
     def held(*ranks: tuple[int, int | None]) -> int | None:
-        told: Any = SimpleNamespace(call_all_now=lambda name: [*ranks])
+        told: Any = SimpleNamespace(call_all_now=lambda name, device: [*ranks])
         return build.Closable(ranks=told).peak_memory("cpu")
 
     assert build.Closable().peak_memory("cpu") == 100
@@ -76,3 +76,23 @@ def test_too_little_memory_for_the_model_is_explained(monkeypatch, tmp_path):
     described = build._described("training", config, layout, run="r", folder="f")
     with pytest.raises(OutOfMemoryError, match="while making the model ready"):
         build.make_described(**described)
+
+
+def by_servers() -> tuple[Any, machine_layout.Layout]:
+    sampler = {"engine": "vllm", "url": "http://127.0.0.1:1"}
+    config = load_config({"model": {"name": "tiny"}, "sampler": sampler}).config
+    return config, machine_layout.choose_layout(config, 20)
+
+
+async def test_what_samples_here_refuses_servers(tmp_path):
+    config, layout = by_servers()
+    with pytest.raises(UsageError, match=r"sampler\.engine is vllm, but this command samples"):
+        build.training_parts(config, layout, "run", tmp_path)
+    with pytest.raises(UsageError, match=r"sampler\.engine is vllm, but a base for several"):
+        await build.start_base(config, layout)
+
+
+def test_one_process_learns_where_servers_sample(monkeypatch):
+    monkeypatch.setattr(machine_layout, "available_cores", lambda: 8)
+    config, layout = by_servers()
+    assert layout.processes == machine_layout.most_processes(config) == 1

@@ -45,6 +45,8 @@ sampler.engine sampler.max_completion_length sampler.min_completion_length sampl
 sampler.temperature_schedule sampler.temperature_schedule.start sampler.temperature_schedule.end
 sampler.temperature_schedule.steps sampler.temperature_schedule.hot_every sampler.temperature_schedule.hot
 sampler.stop sampler.stop_token_ids sampler.slots sampler.enforce_eager
+sampler.url sampler.served_model sampler.adapter_folder sampler.adapter_folder_there sampler.logprob_tolerance
+sampler.concurrency sampler.timeout sampler.patience sampler.api_key_env
 algorithm.type algorithm.beta algorithm.epsilon algorithm.epsilon_high algorithm.mask_truncated_completions
 algorithm.scale_rewards algorithm.preset algorithm.kl_estimator algorithm.kl_gradient algorithm.adaptive_kl algorithm.kl_target
 algorithm.kl_horizon algorithm.entropy_coef algorithm.importance_sampling_correction
@@ -79,7 +81,7 @@ callbacks
 signals signals.start_steps signals.memory signals.noise signals.length_growth signals.length_correlation
 signals.truncation_rise signals.repetition_rise signals.diversity_fall signals.same_answers_rise signals.dominance
 signals.accuracy_part signals.held_out_metric
-run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens run.threads run.processes run.server
+scale.learners run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens run.threads run.processes run.server
 run.profile
 run.report_to run.wandb_project run.wandb_entity run.wandb_group run.trackio_project run.mlflow_experiment run.num_completions_to_print
 run.log_unique_prompts run.license run.hub.repo_id run.hub.revision run.hub.private run.hub.overwrite
@@ -88,6 +90,8 @@ task
 """The public keys. Adding one is fine; a key that disappears breaks people's files and needs a note in the changelog."""
 
 FREE = words("""
+sampler.url sampler.served_model sampler.adapter_folder sampler.adapter_folder_there sampler.logprob_tolerance
+sampler.concurrency sampler.timeout sampler.patience sampler.api_key_env
 algorithm.preset algorithm.adaptive_kl
 data.dataset_test_split
 training.max_steps training.num_train_epochs training.max_non_finite_steps rewards.time_limit rewards.start_limit rewards.workers
@@ -108,7 +112,7 @@ run.log_unique_prompts run.license run.hub.repo_id run.hub.revision run.hub.priv
 LAYOUT = words("""
 sampler.slots sampler.enforce_eager training.max_tokens_per_microbatch
 training.packing training.gradient_checkpointing rewards.in_process rollout.in_process
-run.threads run.processes model.mesh
+run.threads run.processes model.mesh scale.learners
 """)
 
 
@@ -260,7 +264,7 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
 training:
   learning_rat: 1e-5
   num_generations: 0
-sampler: {engine: vllm, temperature: 0}
+sampler: {engine: sglang, temperature: 0}
 learning_rate: 1e-5
 task:
   hf_token: hf_123456
@@ -268,7 +272,7 @@ task:
     assert refusal(text, tmp_path, "run.dri=x").split("\n") == [
         "c.yaml:3: training.learning_rat is not a key; did you mean training.learning_rate?",
         "c.yaml:4: training.num_generations is 0; it must be a whole number (at least 1).",
-        "c.yaml:5: sampler.engine: vllm is not in this version; it must be torch.",
+        "c.yaml:5: sampler.engine: sglang is not in this version; it must be one of torch, vllm.",
         "c.yaml:5: sampler.temperature is 0; it must be a number (above 0).",
         "c.yaml:6: learning_rate is not a key; did you mean training.learning_rate?",
         "c.yaml:8: task.hf_token looks like a secret; secrets never stand in a config, which is stored with the run. "
@@ -373,7 +377,7 @@ def test_keys_of_other_frameworks_are_told_their_name_here(
     "word",
     words("""
     model.backend=unsloth model.load_in_4bit=true model.load_in_8bit=true
-    sampler.engine=vllm sampler.engine=openai sampler.repetition_penalty=1.1 sampler.url=http://x sampler.vllm_python=x
+    sampler.engine=sglang sampler.engine=openai sampler.repetition_penalty=1.1 sampler.vllm_python=x
     training.optim=adamw_8bit
     repetition_penalty=1.1 load_in_4bit=true
     """),

@@ -24,7 +24,7 @@ from groupwise.sft_config import SftConfig, load_sft_config
 
 KEY_OF_ANOTHER_ALGORITHM = "algorithm.scale_rewards=group"
 WRONG_VALUES = """
-model.name=null model.dtype=x lora.r=0 sampler.engine=vllm sampler.temperature=0 sampler.stop=x sampler.min_completion_length=-1
+model.name=null model.dtype=x lora.r=0 sampler.engine=sglang sampler.temperature=0 sampler.stop=x sampler.min_completion_length=-1
 algorithm.type=reinforce-pp algorithm.preset=dapo_papr algorithm.beta=-1 algorithm.kl_estimator=k9
 training.learning_rate=.nan training.num_generations=.inf training.max_steps=ten training.schedule=fixed training.lag=-1
 data.max_prompt_length=0 rewards.workers=0 rewards.time_limit=0 rollout.type=twostage rollout.max_turns=0

@@ -208,10 +208,14 @@ class EngineParts:
 
 def _read(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
     read = load_sft_config if kind == "supervised" else load_config
-    return read(config).config
+    found = read(config).config
+    if isinstance(found, RunConfig):
+        build.refuse_servers(found, "a training server samples itself")
+    return found
 
 
 def _layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
+    machine_layout.refuse_learners(config)
     most = max(machine_layout.MAX_PROCESSES, 2 * available_cores())
     if (config.run.processes or 1) > most:
         raise UsageError(

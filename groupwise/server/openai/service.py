@@ -20,9 +20,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from groupwise.awaiting import gather_all
 from groupwise.errors import GroupwiseError
 from groupwise.http.caller import Caller
-from groupwise.rollouts.asking import gather_all
 from groupwise.server.conductor import Conductor, Standing
 from groupwise.server.engine.port import Engine, Sampled, SampleOrder, Sampling
 from groupwise.server.ledger import runs

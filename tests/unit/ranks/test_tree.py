@@ -22,7 +22,8 @@ import sys
 import pytest
 
 from groupwise.errors import ConfigError, NonFiniteError, RunError
-from groupwise.ranks.tree import Ranks, agreed
+from groupwise.ranks.calls import agreed
+from groupwise.ranks.tree import Ranks
 from tests.unit.ranks.toys import FACTORY, HANGS, all_gone
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from groupwise.rollouts.asking import gather_all
+from groupwise.awaiting import gather_all
 
 
 async def test_gathering_keeps_the_order():

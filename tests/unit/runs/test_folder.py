@@ -81,6 +81,7 @@ class TestNew:
         run.finish(state)
         run.store.close()
         run._lock.release()  # pyright: ignore[reportPrivateUsage]
+        run._log.close()  # pyright: ignore[reportPrivateUsage]
         shown = "crashed" if state == "running" else state
         with pytest.raises(UsageError, match=rf"unfinished run \({shown}\).*--resume.*run\.name="):
             create(tmp_path)

@@ -55,6 +55,18 @@ CASES: list[tuple[dict[str, Any], str, list[str], str]] = [
         ["sampler.temperature_schedule"],
         "with each request",
     ),
+    (
+        {"sampler": {"engine": "vllm", "url": "http://169.254.169.254"}},
+        "settings_conflict",
+        ["sampler.url"],
+        "this server samples itself, and asks no other one",
+    ),
+    (
+        {"sampler": {"engine": "vllm"}},
+        "settings_conflict",
+        ["sampler.engine"],
+        "this server samples itself, and asks no other one",
+    ),
 ]
 
 

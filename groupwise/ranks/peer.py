@@ -1,0 +1,98 @@
+"""A rank with a model of its own: `python -m groupwise.ranks.peer`, or one of the processes that torchrun has started.
+
+It is told over its line what to make, meets the other ranks where they learn together, and then answers calls as every rank does
+(`groupwise.ranks.rank`). It ends with its line, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from typing import NoReturn
+
+from groupwise.ranks.launched import Launched, gpu_of
+from groupwise.ranks.line import Failed, Line, PeerSetup, Ready, portable
+from groupwise.ranks.rank import Answering, tell_log
+from groupwise.ranks.zygote import make
+from groupwise.rewards.processes import signal_when_parent_ends
+
+LINE = "groupwise/line"
+"""In torchrun's store: where the first rank is to be called, and by what word."""
+GREETING = 10.0
+"""Seconds that a greeting may take."""
+
+
+def main(parent: int, descriptor: int) -> NoReturn:
+    """Serve the process `parent` on a socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform.startswith("linux"):
+        signal_when_parent_ends(signal.SIGKILL, parent)
+    serve(Line(socket.socket(fileno=descriptor)))
+
+
+def be_launched(place: Launched) -> NoReturn:
+    """Be the rank that torchrun has started this process for."""
+    os.environ.update(gpu_of(place.local_rank))
+    if place.machines == 1 and sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from groupwise.learner.collective import heard
+
+    status = 1
+    try:
+        host, port, word = heard(LINE).split()
+        connection = socket.create_connection((host, int(port)), GREETING)
+        connection.sendall(f"{word} {place.rank:08d}".encode())
+        connection.settimeout(None)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank says when it is over
+            signal.signal(number, signal.SIG_IGN)
+        serve(Line(connection))
+    except BaseException:  # noqa: BLE001 — it must end as a rank, not as a command
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def serve(line: Line) -> NoReturn:
+    """Be the rank that the other end of the line wants."""
+    try:
+        wanted: PeerSetup = line.receive()
+        sockets = line.taken_over()
+        tell_log(line if wanted.rank == 0 else None, wanted.setup.log_level)
+        try:
+            _meet(wanted, sockets)
+            hosted = make(wanted.setup)
+            hosted.join(wanted.rank)
+        except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
+            line.send(Failed(0, portable(error)))
+            with suppress(EOFError):
+                line.receive()
+            os._exit(1)
+        line.send(Ready((os.getpid(),)))
+        asyncio.run(Answering(hosted, line).forever())
+    except EOFError:
+        os._exit(1)
+    except BaseException:  # noqa: BLE001 — whatever it is, the process is to end at once
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _meet(wanted: PeerSetup, sockets: list[socket.socket]) -> None:
+    from groupwise.learner import collective
+
+    if wanted.calls is not None:
+        collective.tell(LINE, wanted.calls)
+    if wanted.meeting is not None:
+        listening = sockets[0].detach() if sockets else None
+        device = wanted.setup.arguments["layout"]["device"]
+        host, port = wanted.meeting
+        collective.begin(wanted.rank, wanted.count, host, port, device, listening)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

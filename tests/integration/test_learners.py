@@ -1,0 +1,264 @@
+"""Runs with several learners, each with a model of its own (`scale.learners`).
+
+1. A run with two is that of one process up to rounding.
+2. It goes on with another number of them, 2 → 1 → 2, and after each load all ranks have the same weights.
+3. A rank that is killed ends the run with code 75 and leaves no process; resumed, it equals the undisturbed run to the bit.
+4. So it does when the main process is killed.
+5. Under torchrun it is the same run; a rank that is killed there ends all.
+6. Supervised runs and full fine-tuning have them, too.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import groupwise
+from groupwise import build
+from groupwise.errors import WorkerLostError
+from groupwise.loops import rl as loop
+from groupwise.ranks.learner import RankLearner
+from tests.integration.running import (
+    STEPS,
+    TOY,
+    begun_in_child,
+    config,
+    go_on,
+    what_must_be_equal,
+)
+from tests.integration.test_ranks import SFT, below, metrics, supervised
+from tests.unit.ranks.toys import all_gone, is_gone
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+def scaled(runs: Path, learners: int = 2, **training) -> dict:
+    settings = config(runs, lr_scheduler_type="constant", **training)
+    settings["run"]["threads"] = learners
+    settings["model"] |= {"dtype": "float32"}
+    return {**settings, "scale": {"learners": learners}}
+
+
+def assert_close(one: Path, other: Path, file: str = "adapter_model.safetensors") -> None:
+    found, same = (load_file(folder / "final" / file) for folder in (one, other))
+    assert found.keys() == same.keys()
+    for name, tensor in found.items():
+        assert same[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-3, abs=1e-4), name
+
+
+NAMES = ("reward", "loss", "grad_norm", "completions/mean_length")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("alone")
+    assert groupwise.rl(scaled(runs, 1), TOY).exit_code == 0
+    return runs / "toy"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("undisturbed")
+    assert groupwise.rl(scaled(runs), TOY).exit_code == 0
+    return runs / "toy"
+
+
+def test_two_learners_learn_what_one_process_does(alone, undisturbed):
+    assert metrics(undisturbed, *NAMES) == pytest.approx(metrics(alone, *NAMES), rel=1e-3, abs=1e-5)
+    assert_close(alone, undisturbed)
+
+
+def test_a_run_goes_on_with_another_number(alone, tmp_path, monkeypatch):
+    loaded, load = [], RankLearner.load
+
+    def noted(self, folder):
+        load(self, folder)
+        loaded.append(self._ranks.call_all_now("learner.fingerprint"))
+
+    monkeypatch.setattr(RankLearner, "load", noted)
+    groupwise.rl(scaled(tmp_path, 2, max_steps=2), TOY)
+    one = groupwise.rl(scaled(tmp_path, 1, max_steps=4), TOY, resume_from="toy@2")
+    two = groupwise.rl(scaled(tmp_path, 2), TOY, resume_from="toy@4")
+    assert (one.exit_code, two.exit_code) == (0, 0)
+    assert [len(each) for each in loaded] == [2]
+    assert len(set(loaded[0])) == 1
+    assert metrics(tmp_path / "toy", *NAMES) == pytest.approx(
+        metrics(alone, *NAMES), rel=1e-3, abs=1e-5
+    )
+    assert_close(alone, tmp_path / "toy")
+
+
+class Killed:
+    """Kills a rank when a step is committed, or in the middle of the next update."""
+
+    def __init__(self, monkeypatch, rank: int, step: int, moment: str) -> None:
+        self.processes: tuple[int, ...] = ()
+        made, commit, update = build.start_training, loop.commit, RankLearner.update
+
+        async def noted(*arguments):
+            parts = await made(*arguments)
+            self.processes = parts.ranks.processes
+            return parts
+
+        def kill(taken: int, here: str) -> None:
+            if taken == step and here == moment:
+                os.kill(self.processes[rank], signal.SIGKILL)
+
+        def committed(run, *arguments):
+            found = commit(run, *arguments)
+            kill(run.step, "commit")
+            self.step = run.step  # pyright: ignore[reportAttributeAccessIssue]
+            return found
+
+        async def updated(learner, params):
+            kill(getattr(self, "step", 0), "update")
+            return await update(learner, params)
+
+        monkeypatch.setattr(build, "start_training", noted)
+        monkeypatch.setattr(loop, "commit", committed)
+        monkeypatch.setattr(RankLearner, "update", updated)
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "moment"),
+    [
+        (1, 3, "update"),
+        (0, 2, "commit"),
+        pytest.param(1, 1, "commit", marks=pytest.mark.soak),
+        pytest.param(0, 0, "update", marks=pytest.mark.soak),
+    ],
+)
+def test_a_killed_rank_ends_the_run(undisturbed, tmp_path, monkeypatch, rank, step, moment):
+    killed = Killed(monkeypatch, rank, step, moment)
+    with pytest.raises(WorkerLostError, match=rf"Learner {rank + 1} of 2(.|\n)*SIGKILL") as lost:
+        groupwise.rl(scaled(tmp_path), TOY)
+    assert (lost.value.exit_code, lost.value.code) == (75, "worker_lost")
+    assert all_gone(killed.processes)
+    monkeypatch.undo()
+    go_on(scaled(tmp_path))
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(undisturbed)
+
+
+def test_kill_9_of_the_main_process_leaves_nothing(undisturbed, tmp_path):
+    main = begun_in_child(lambda: groupwise.rl(scaled(tmp_path), TOY))
+    try:
+        first = tmp_path / "toy/checkpoints/step-2"
+        while not first.exists() and not is_gone(main):
+            time.sleep(0.01)
+        processes = below(main)
+    finally:
+        os.kill(main, signal.SIGKILL)
+        os.waitpid(main, 0)
+    assert len(processes) >= 2
+    assert all_gone(processes)
+    go_on(scaled(tmp_path))
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(undisturbed)
+
+
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_torchrun_gives_the_same_run(undisturbed, tmp_path, machines):
+    agents = torchrun(tmp_path, machines)
+    for agent in agents:
+        talk, _ = agent.communicate(timeout=200)
+        assert agent.returncode == 0, talk.decode()
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(undisturbed)
+
+
+def test_under_torchrun_a_killed_rank_ends_all(undisturbed, tmp_path):
+    (agent,) = torchrun(tmp_path, 1, "training.max_steps=10000")
+    first = tmp_path / "toy/checkpoints/step-2"
+    while not first.exists() and agent.poll() is None:
+        time.sleep(0.01)
+    processes = below(agent.pid)
+    words = {each: Path(f"/proc/{each}/environ").read_bytes().split(b"\0") for each in processes}
+    (second,) = [each for each, found in words.items() if b"RANK=1" in found]
+    os.kill(second, signal.SIGKILL)
+    agent.communicate(timeout=100)
+    assert agent.returncode != 0
+    assert all_gone(processes)
+    go_on(scaled(tmp_path))
+    assert what_must_be_equal(tmp_path / "toy")["files"].keys() == (
+        what_must_be_equal(undisturbed)["files"].keys()
+    )
+
+
+def torchrun(runs: Path, machines: int, *words: str) -> list[subprocess.Popen[bytes]]:
+    import json
+
+    file = runs / "config.yaml"
+    file.write_text(json.dumps(scaled(runs)))
+    if machines == 1:
+        meeting = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    else:
+        import socket
+
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        meeting = ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}", *meeting]
+    run = ["-m", "groupwise", "rl", "-c", str(file), "-t", TOY, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            [*command, f"--node-rank={rank}", "--local-addr=127.0.0.1", *run],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        for rank in range(machines)
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["all weights", "sft"])
+def test_other_trainings_have_learners_too(tmp_path, kind):
+    folders = []
+    for learners in (1, 2):
+        runs = tmp_path / str(learners)
+        if kind == "sft":
+            settings = supervised(runs, 1)
+            del settings["run"]["processes"]
+            settings["run"]["threads"] = learners
+            groupwise.sft({**settings, "scale": {"learners": learners}}, SFT)
+            folders.append(runs / "sft")
+        else:
+            groupwise.rl({**scaled(runs, learners), "lora": None}, TOY)
+            folders.append(runs / "toy")
+    file = "adapter_model.safetensors" if kind == "sft" else "model.safetensors"
+    assert_close(*folders, file=file)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_ranks_killed_at_any_time(undisturbed, tmp_path):
+    seed = int(os.environ.get("SEED", str(random.SystemRandom().randrange(10**6))))
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for number in range(int(os.environ.get("KILLS", "20"))):
+        runs = tmp_path / str(number)
+        main = begun_in_child(lambda runs=runs: groupwise.rl(scaled(runs), TOY))
+        end, processes = time.monotonic() + chance.uniform(2.0, 12.0), []
+        while time.monotonic() < end and not is_gone(main):
+            processes = below(main) or processes
+            time.sleep(0.01)
+        for victim in chance.sample(processes, min(1, len(processes))):
+            if not is_gone(victim):
+                os.kill(victim, signal.SIGKILL)
+        os.waitpid(main, 0)
+        assert all_gone(processes)
+        go_on(scaled(runs))
+        assert what_must_be_equal(runs / "toy") == what_must_be_equal(undisturbed), number
+
+
+assert STEPS == 5, "the resumes stop after steps 2 and 4"

@@ -1,0 +1,143 @@
+"""What torchrun says in the environment, and configs that do not go with several learners."""
+
+import socket
+from typing import Any
+
+import pytest
+
+from groupwise import machine_layout
+from groupwise.config import load_config
+from groupwise.errors import ConfigError, UsageError
+from groupwise.ranks.hosted import Hosted
+from groupwise.ranks.launched import Launched, gpu_of, launched, refuse_other_number
+from groupwise.ranks.peers import Peers
+from groupwise.sft_config import load_sft_config
+from groupwise.types import Policy
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "first",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_the_environment_says_what_a_process_is():
+    found = launched(TORCHRUN)
+    assert found == Launched(5, 8, 1, 4, "first")
+    assert found.machines == 2
+    assert [found.elsewhere(rank) for rank in (0, 3, 4, 7)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("left_out", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_process_of_its_own(left_out):
+    assert launched({**TORCHRUN, left_out: ""}) is None
+    assert launched({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+def test_words_that_are_no_numbers_are_refused():
+    with pytest.raises(UsageError, match=r"RANK=five(.|\n)*torchrun, or unset"):
+        launched({**TORCHRUN, "RANK": "five"})
+
+
+def test_another_number_than_was_started_is_refused():
+    refuse_other_number(None, 4)
+    refuse_other_number(launched(TORCHRUN), 8)
+    with pytest.raises(UsageError, match=r"8 processes(.|\n)*scale\.learners is 2"):
+        refuse_other_number(launched(TORCHRUN), 2)
+
+
+def test_each_rank_sees_its_own_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert gpu_of(1) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert gpu_of(2) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_of(0) == {}
+
+
+TWO = {"model": {"name": "tiny"}, "scale": {"learners": 2}}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"scale": {"learners": 0}}, r"scale\.learners"),
+        ({"scale": {"samplers": 2}}, "not in this version"),
+        ({"scale": {"learners": 65}}, r"65, but a step has only 64 rows"),
+        ({"run": {"processes": 2}}, r"run\.processes is 2"),
+        ({"run": {"threads": 1}}, r"run\.threads is 1"),
+        ({"run": {"server": "http://there"}}, r"run\.server"),
+        ({"model": {"name": "tiny", "backend": "tunix"}}, "tunix"),
+    ],
+)
+def test_bad_values_teach(more, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config({**TWO, **more})
+
+
+def test_more_learners_than_examples_of_a_supervised_step():
+    with pytest.raises(ConfigError, match="only 2 rows"):
+        load_sft_config(
+            {
+                "model": {"name": "tiny"},
+                "training": {"examples_per_step": 2},
+                "scale": {"learners": 3},
+            }
+        )
+
+
+def test_each_learner_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: "cuda")
+    monkeypatch.setattr("groupwise.models.machine.gpu_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs on this machine(.|\n)*there is 1"):
+        machine_layout.choose_layout(load_config(TWO).config, 12)
+
+
+def test_a_layout_of_learners():
+    layout = machine_layout.choose_layout(load_config({**TWO, "run": {"threads": 5}}).config, 12)
+    assert (layout.processes, layout.learners, layout.sharing, layout.threads_each) == (2, 2, 1, 2)
+
+
+def test_a_training_server_has_no_learners_to_give():
+    with pytest.raises(UsageError, match="training server"):
+        machine_layout.refuse_learners(load_config(TWO).config)
+
+
+class Loads:
+    def __init__(self):
+        self.found = []
+
+    def load(self, given):
+        from pathlib import Path
+
+        folder = Path(getattr(given, "path", given))
+        self.found.append({file.name: file.read_bytes() for file in folder.iterdir()})
+
+
+async def test_what_is_elsewhere_is_loaded_from_what_is_sent():
+    samples: Any = Loads()
+    learns: Any = Loads()
+    hosted = Hosted(1, sampler=samples, learner=learns)
+    await hosted.load_sent("learner.load", "/not/here", {"a.json": b"1"})
+    policy = Policy("run", 1, "mark", "adapter", "/not/here")
+    await hosted.load_sent("sampler.load", policy, {"b.safetensors": b"2"})
+    assert (learns.found, samples.found) == (
+        [{"a.json": b"1"}],
+        [{"b.safetensors": b"2"}],
+    )
+
+
+@pytest.mark.parametrize("greeting", [b"x" * 41, b"GET / HTTP/1.1\r\n"])
+def test_whoever_does_not_know_the_word_is_not_let_in(greeting):
+    peers = Peers(2, Launched(0, 2, 0, 2, "127.0.0.1"))
+    peers._door = socket.create_server(("127.0.0.1", 0))
+    with peers._door, socket.create_connection(peers._door.getsockname()) as stranger:
+        stranger.sendall(greeting)
+        stranger.shutdown(socket.SHUT_WR)
+        peers._let_in()
+        assert stranger.recv(1) == b""
+    assert peers._by_rank == {}
+    for each in (peers._wake, peers._woken, peers._selector):
+        each.close()
