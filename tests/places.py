@@ -1,8 +1,8 @@
 """Places for jobs, each as its backend reaches it: what the contract of backends is tested with."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,8 @@ def slurm(home: Path) -> Iterator[Place]:
 
 
 @contextmanager
-def ssh() -> Iterator[Place]:
-    """A real sshd."""
+def ssh(_: Path) -> Iterator[Place]:
+    """A real sshd, with a home of its own."""
     with ssh_hosts.loopback_hosts() as [host]:
         row = host.vm_row()
         login = {
@@ -68,3 +68,11 @@ def ssh() -> Iterator[Place]:
             "host_key": row["host_key"],
         }
         yield Place("ssh", str(host.home), login)
+
+
+PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
+    "local": local,
+    "ssh": ssh,
+    "slurm": slurm,
+}
+"""By their names; each is given a folder for its home."""

@@ -1,9 +1,15 @@
-"""Options that all places of `groupwise launch` have, and those of its jobs."""
+"""Options that all places of `groupwise launch` have, and those of its jobs.
+
+Several options that belong together are the parameters of one function (see `place_command`), so that a command names the group
+and gets what the function makes of them.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -150,3 +156,35 @@ IndexUrl = Annotated[
     str | None,
     typer.Option("--index-url", metavar="URL", help="Where pip looks there, in place of PyPI."),
 ]
+
+
+def place_command(
+    **groups: Callable[..., Any],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For the function of a command: it has the options of its groups, too, and gets what each group makes of them by its name."""
+
+    def grouping(function: Callable[..., None]) -> Callable[..., None]:
+        members = {group: _options(made) for group, made in groups.items()}
+
+        def called(ctx: typer.Context, **values: Any) -> None:
+            given = {"ctx": ctx, **values}
+            made = {
+                group: groups[group](**{each.name: given[each.name] for each in options})
+                for group, options in members.items()
+            }
+            function(**{each.name: values[each.name] for each in own}, **made)
+
+        own = [each for each in _options(function) if each.name not in groups]
+        theirs = [each for options in members.values() for each in options if each.name != "ctx"]
+        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *theirs)]
+        vars(called)["__signature__"] = inspect.Signature([context, *options])
+        called.__annotations__ = {}
+        called.__doc__ = function.__doc__
+        return called
+
+    return grouping
+
+
+def _options(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [*inspect.signature(function, eval_str=True).parameters.values()]

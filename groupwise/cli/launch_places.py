@@ -58,6 +58,28 @@ def _named(word: str, key: str | None, trust: str | None) -> Place:
     return machine(address, user or None, number, key, trust_of(trust, None), None)
 
 
+def login_machine(
+    host: str | None,
+    user: str | None,
+    port: int | None,
+    key: str | None,
+    trust: str | None,
+    trust_jump: str | None,
+    python: str | None,
+) -> Place:
+    """From which a cluster is given its jobs: the named one, else this. Raises UsageError."""
+    from groupwise.launch.places import LOCAL, Place
+
+    if host is not None:
+        return machine(host, user, port, key, trust_of(trust, trust_jump), python)
+    if user or port or key or trust or trust_jump:
+        raise UsageError(
+            "--user, --port, --key, --trust and --trust-jump are of the machine that jobs are given to the cluster from: --host names it. "
+            "Without it the cluster is asked here."
+        )
+    return Place(LOCAL, {"python": python} if python else {})
+
+
 def cluster(login: Place, shared: str | None) -> Place:
     """The Slurm that jobs are given to on this machine. Raises UsageError."""
     from groupwise.launch.places import SLURM, Place

@@ -10,9 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from groupwise.cli.launch_options import (
+    AsJson,
+    BasePython,
+    Detach,
+    DryRun,
+    EnvFile,
+    Extra,
+    Gpus,
+    IndexUrl,
+    Lock,
+    MaxHours,
+    MaxPrice,
+    Name,
+    NoPreflight,
+    Python,
+    Result,
+    Script,
+    Take,
+    To,
+    Wheelhouse,
+    With,
+)
 from groupwise.cli.launch_places import check_name
 from groupwise.cli.launch_watch import ask, watch
-from groupwise.cli.launch_words import Behind, environment_of, new_name
+from groupwise.cli.launch_words import Behind, behind, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
 from groupwise.errors import GroupwiseError, UsageError
@@ -53,36 +75,101 @@ class Asked:
     """What only this kind of place understands."""
 
 
-def environment_plan(
-    python: str | None,
-    base_python: str | None,
-    extra: list[str] | None,
-    also: list[str] | None,
-    lock: Path | None,
-    wheelhouse: Path | None,
-    index_url: str | None,
-) -> EnvironmentPlan | None:
-    """What is to be made there; None: `python` has it. Raises UsageError."""
-    from groupwise.fleet.machines.plans import Asked as Environment
-    from groupwise.fleet.machines.plans import plan_of
+def asked(
+    ctx: typer.Context,
+    script: Script = None,
+    name: Name = None,
+    gpus: Gpus = 0,
+    max_hours: MaxHours = 24.0,
+    max_price: MaxPrice = None,
+    env_file: EnvFile = None,
+    take: Take = None,
+    result: Result = None,
+    to: To = None,
+    dry_run: DryRun = False,
+    detach: Detach = False,
+    no_preflight: NoPreflight = False,
+    as_json: AsJson = False,
+) -> Asked:
+    """The options of every place."""
+    return Asked(
+        behind(ctx, script),
+        name,
+        gpus,
+        max_hours,
+        max_price,
+        tuple(env_file or ()),
+        tuple(take or ()),
+        tuple(result or ()),
+        to,
+        dry_run,
+        detach,
+        not no_preflight,
+        as_json,
+    )
 
-    if python is None:
-        return plan_of(
-            Environment(
-                extras=extra or (),
-                also=also or (),
-                lock=lock,
-                wheelhouse=wheelhouse,
-                python=base_python,
-                index_url=index_url,
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """With which packages the job is to run."""
+
+    python: str | None
+    base_python: str | None
+    extra: tuple[str, ...]
+    also: tuple[str, ...]
+    lock: Path | None
+    wheelhouse: Path | None
+    index_url: str | None
+
+    @property
+    def is_made(self) -> bool:
+        """Something was said of how it is to be made."""
+        said = (self.base_python, self.extra, self.also, self.lock, self.wheelhouse, self.index_url)
+        return any(said)
+
+    def plan(self) -> EnvironmentPlan | None:
+        """What is to be made there; None: `python` has it. Raises UsageError."""
+        from groupwise.fleet.machines.plans import Asked as OfPlan
+        from groupwise.fleet.machines.plans import plan_of
+
+        if self.python is None:
+            return plan_of(
+                OfPlan(
+                    extras=self.extra,
+                    also=self.also,
+                    lock=self.lock,
+                    wheelhouse=self.wheelhouse,
+                    python=self.base_python,
+                    index_url=self.index_url,
+                )
             )
-        )
-    if base_python or extra or also or lock or wheelhouse or index_url:
-        raise UsageError(
-            "--python names an environment that is there; --base-python, --extra, --with, --lock, --wheelhouse and --index-url are for one "
-            "that is made."
-        )
-    return None
+        if self.is_made:
+            raise UsageError(
+                "--python names an environment that is there; --base-python, --extra, --with, --lock, --wheelhouse and --index-url are for "
+                "one that is made."
+            )
+        return None
+
+
+def environment(
+    python: Python = None,
+    base_python: BasePython = None,
+    extra: Extra = None,
+    also: With = None,
+    lock: Lock = None,
+    wheelhouse: Wheelhouse = None,
+    index_url: IndexUrl = None,
+) -> Environment:
+    """The options of places that have other packages than this machine."""
+    return Environment(
+        python,
+        base_python,
+        tuple(extra or ()),
+        tuple(also or ()),
+        lock,
+        wheelhouse,
+        index_url,
+    )
 
 
 def launch(place: Place, asked: Asked) -> None:

@@ -6,7 +6,7 @@ A place is called by a word, on the command line and in lists: `local`, `ssh:gpu
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from groupwise.hosts.port import Host
 from groupwise.hosts.slurm import SlurmRunner
 
 LOCAL, SSH, SLURM = "local", "ssh", "slurm"
-KINDS = (LOCAL, SSH, SLURM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +53,34 @@ class Place:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Place:
         """What `document` described. Raises UsageError for a kind of another release."""
-        if document["kind"] not in KINDS:
+        if document["kind"] not in WAYS:
             raise UsageError(
-                f"{document['kind']} is no place that this release of groupwise knows: it knows {', '.join(KINDS)}."
+                f"{document['kind']} is no place that this release of groupwise knows: it knows {', '.join(WAYS)}."
             )
         return cls(document["kind"], document["detail"])
 
 
 def reach(place: Place) -> Backend:
     """A new way to it."""
+    return WAYS[place.kind](place)
+
+
+def _machine(place: Place) -> Backend:
+    host, where, python = _spoken_to(place)
+    return MachineBackend(place.kind, Runner(host, root=place.root, python=python), where)
+
+
+def _slurm(place: Place) -> Backend:
+    host, where, python = _spoken_to(place)
+    runner = SlurmRunner(host, root=place.root, python=python)
+    return SlurmBackend(place.kind, runner, f"Slurm, by {where}")
+
+
+def _spoken_to(place: Place) -> tuple[Host, str, str]:
+    """A way to the machine, its name for people, and its interpreter."""
     host, where = (LocalHost(), "this machine") if place.is_here else _ssh(place.detail)
     python = place.detail.get("python") or (sys.executable if place.is_here else "python3")
-    if place.kind != SLURM:
-        return MachineBackend(place.kind, Runner(host, root=place.root, python=python), where)
-    runner = SlurmRunner(host, root=place.root, python=python)
-    return SlurmBackend(SLURM, runner, f"Slurm, by {where}")
+    return host, where, python
 
 
 def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
@@ -85,3 +97,7 @@ def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
         agent_path=detail.get("agent"),
     )
     return host, str(address(detail))
+
+
+WAYS: dict[str, Callable[[Place], Backend]] = {LOCAL: _machine, SSH: _machine, SLURM: _slurm}
+"""To the places of each kind."""

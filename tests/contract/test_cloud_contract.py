@@ -78,19 +78,12 @@ def save(step, data):
 WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
 
 
-@pytest.fixture(scope="module", params=["local", "ssh", "slurm"])
+@pytest.fixture(scope="module", params=places.PLACES)
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
-    if request.param == "local":
-        with places.local(tmp_path_factory.mktemp("home")) as found:
-            yield found
-    elif request.param == "slurm":
-        with places.slurm(tmp_path_factory.mktemp("home")) as found:
-            yield found
-    else:
-        with places.ssh() as found:
-            yield found
+    with places.PLACES[request.param](tmp_path_factory.mktemp("home")) as found:
+        yield found
 
 
 @pytest.fixture

@@ -1,0 +1,83 @@
+"""`groupwise launch slurm`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.launch_options import (
+    Host,
+    Key,
+    Port,
+    TrustHost,
+    TrustJump,
+    User,
+    place_command,
+)
+from groupwise.cli.launch_places import cluster, login_machine
+from groupwise.cli.launch_placing import Asked, Environment, asked, environment, launch
+
+Partition = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]
+Account = Annotated[str | None, typer.Option(metavar="A", help="That pays for it.")]
+Qos = Annotated[str | None, typer.Option(metavar="Q", help="Quality of service.")]
+Gpu = Annotated[
+    str | None, typer.Option("--gpu", metavar="TYPE", help="Of --gpus, as Slurm calls it.")
+]
+Cpus = Annotated[int | None, typer.Option(metavar="N", min=1, help="Cores.")]
+Memory = Annotated[
+    str | None, typer.Option(metavar="M", help="Of the node, as 32G: sbatch's --mem.")
+]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OPTION", help="Another option of sbatch: --sbatch=--constraint=a100"),
+]
+Shared = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder that the login node and all nodes have; without it: the home folder.",
+    ),
+]
+
+
+@place_command(packages=environment, job=asked)
+def slurm(
+    host: Host = None,
+    user: User = None,
+    port: Port = None,
+    key: Key = None,
+    trust: TrustHost = None,
+    trust_jump: TrustJump = None,
+    partition: Partition = None,
+    account: Account = None,
+    qos: Qos = None,
+    gpu: Gpu = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    sbatch: Sbatch = None,
+    shared: Shared = None,
+    *,
+    packages: Environment,
+    job: Asked,
+) -> None:
+    """On a node of a cluster, given to Slurm.
+
+    By this machine, or by a login node that is reached by SSH.
+
+    groupwise launch slurm --host login --gpus 1 -- rl --config C.yaml --task-module task.py
+    """
+    plan = packages.plan() if host is not None or packages.is_made else None
+    login = login_machine(host, user, port, key, trust, trust_jump, packages.python)
+    asks = {
+        "partition": partition,
+        "account": account,
+        "qos": qos,
+        "gpu": gpu,
+        "cpus": cpus,
+        "memory": memory,
+        "options": list(sbatch or ()),
+    }
+    given = {name: value for name, value in asks.items() if value}
+    launch(cluster(login, shared), replace(job, environment=plan, asks=given))
