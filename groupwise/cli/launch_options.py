@@ -30,7 +30,28 @@ Name = Annotated[
 ]
 Gpus = Annotated[
     int,
-    typer.Option("--gpus", metavar="N", min=0, help="So many GPUs of the machine, for it alone."),
+    typer.Option(
+        "--gpus",
+        "--gpus-per-node",
+        metavar="N",
+        min=0,
+        help="So many GPUs of the machine, of each where there are several, for it alone.",
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes", metavar="N", min=1, help="Machines that it runs on at once, by torchrun."
+    ),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc-per-node",
+        metavar="N",
+        min=1,
+        help="Processes on each of several machines; without it: one for each of --gpus, else one.",
+    ),
 ]
 MaxHours = Annotated[
     float,

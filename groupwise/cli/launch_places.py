@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,8 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
     if kind == LOCAL and not rest:
         return notes.Note(name, Place(LOCAL), Path.cwd())
     if kind == SSH and rest:
-        where = _named(rest, key, trust)
-        return notes.Note(name, where, Path.cwd())
+        where = [_named(each, key, trust) for each in rest.split(",")]
+        return notes.Note(name, machines_together(where, None), Path.cwd())
     if kind == SLURM:
         address, slash, folder = rest.partition("/")
         shared = f"{slash}{folder}" or None
@@ -51,11 +52,21 @@ def _named(word: str, key: str | None, trust: str | None) -> Place:
 
     if not word:
         return Place(LOCAL)
-    user, _, named = word.rpartition("@")
-    host, colon, port = named.rpartition(":")
-    number = int(port) if colon and port.isdecimal() else None
-    address = host if number is not None else named
-    return machine(address, user or None, number, key, trust_of(trust, None), None)
+    return machine(word, None, None, key, trust_of(trust, None), None)
+
+
+def machines_together(machines: Sequence[Place], meets_at: str | None) -> Place:
+    """One place of them all; `meets_at`: where the others reach the first one. Raises UsageError for one that is named twice."""
+    from groupwise.launch.places import SSH, Place
+
+    words = [str(each) for each in machines]
+    if twice := sorted({each for each in words if words.count(each) > 1}):
+        raise UsageError(f"--host: {twice[0]} is named twice, and a job runs once on each machine.")
+    first, *others = machines
+    if not others:
+        return first
+    more = {"others": [dict(each.detail) for each in others], "meets_at": meets_at}
+    return Place(SSH, {**first.detail, **more})
 
 
 def login_machine(
@@ -129,6 +140,7 @@ def machine(
     from groupwise.launch.places import SSH, Place
 
     before, _, name = host.rpartition("@")
+    name, port = _with_port(name, port)
     where = Way(None, port, user or before or None, key, name).of_new(trust)
     agent = None if where.key is not None else _agent()
     jump = where.jump
@@ -150,6 +162,14 @@ def machine(
             "host_key": jump["host_key"],
         }
     return Place(SSH, detail)
+
+
+def _with_port(name: str, port: int | None) -> tuple[str, int | None]:
+    """HOST:PORT taken apart; an address of IPv6 has several colons."""
+    host, colon, number = name.rpartition(":")
+    if colon and number.isdecimal() and ":" not in host:
+        return host, int(number)
+    return name, port
 
 
 def _agent() -> str | None:

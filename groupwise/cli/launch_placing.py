@@ -23,7 +23,9 @@ from groupwise.cli.launch_options import (
     MaxHours,
     MaxPrice,
     Name,
+    Nodes,
     NoPreflight,
+    Processes,
     Python,
     Result,
     Script,
@@ -48,8 +50,40 @@ if TYPE_CHECKING:
     from groupwise.launch.places import Place
     from groupwise.launch.preflight import Tried
 
+SHARED = ("rl", "sft")
+"""Verbs whose work several machines share."""
 SHOWN = 5
 """Files that stay here, of which each is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """On how many machines at once a job runs."""
+
+    nodes: int | None
+    processes: int | None
+    """On each; None: as many as it has GPUs, and one without."""
+
+    @property
+    def is_one(self) -> bool:
+        """Several machines."""
+        return (self.nodes or 1) > 1
+
+    def of(self, nodes: int) -> Gang:
+        """The same where so many machines are named. Raises UsageError where it is for another number."""
+        if self.nodes not in (None, nodes):
+            raise UsageError(
+                f"--nodes is {self.nodes}, and --host names {nodes} machine{'s' * (nodes > 1)}: give each its own --host."
+            )
+        return Gang(nodes, self.processes)
+
+
+ALONE = Gang(1, None)
+
+
+def gang(nodes: Nodes = None, nproc_per_node: Processes = None) -> Gang:
+    """The options of places that have several machines for a job."""
+    return Gang(nodes, nproc_per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +107,7 @@ class Asked:
     """To be made there; None: it has one."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What only this kind of place understands."""
+    gang: Gang = field(default=ALONE)
 
 
 def asked(
@@ -181,6 +216,7 @@ def launch(place: Place, asked: Asked) -> None:
         check_name(asked.name)
     if asked.behind.script is None:
         check_verb(asked.behind.words)
+    processes = _processes(asked)
     project = Path.cwd()
     secrets = environment_of(asked.env_files)
     tried = _tried(asked, project, secrets)
@@ -192,6 +228,8 @@ def launch(place: Place, asked: Asked) -> None:
             project,
             asked.behind.command,
             asked.gpus,
+            asked.gang.nodes or 1,
+            processes,
             asked.max_hours,
             secrets,
             asked.environment,
@@ -227,6 +265,24 @@ def launch(place: Place, asked: Asked) -> None:
         return
     say("Ctrl-C stops it and fetches what there is")
     watch(note, asked.to, as_json=asked.as_json, stop=True)
+
+
+def _processes(asked: Asked) -> int:
+    """On each machine. Raises UsageError for a command that several cannot share, and for an option without effect."""
+    gang = asked.gang
+    if not gang.is_one:
+        if gang.processes is not None:
+            raise UsageError(
+                "--nproc-per-node is for several machines (--nodes). On one machine the command starts its own processes: scale.learners=N "
+                "behind the verb."
+            )
+        return 1
+    verb = asked.behind.words[0] if asked.behind.script is None else None
+    if verb is not None and verb not in SHARED:
+        raise UsageError(
+            f"--nodes {gang.nodes}: `groupwise {verb}` runs on one machine; {' and '.join(SHARED)} share their work among several."
+        )
+    return gang.processes or max(1, asked.gpus)
 
 
 def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
@@ -270,13 +326,14 @@ def _expect_no_other(note: Note) -> None:
 
 def _tried(asked: Asked, project: Path, secrets: Mapping[str, str]) -> Tried:
     """What the command says of itself; UsageError where it would fail."""
-    from groupwise.launch.preflight import Tried, results_of, try_verb
+    from groupwise.launch.preflight import Tried, first_of, results_of, try_verb
 
     if asked.behind.script is not None:
         return Tried((), "")
     if not asked.preflight:
         return Tried(results_of(asked.behind.words), "")
-    tried = try_verb(asked.behind.words, project, secrets)
+    first = first_of(asked.gang.nodes or 1, _processes(asked)) if asked.gang.is_one else {}
+    tried = try_verb(asked.behind.words, project, {**secrets, **first})
     say(f"tried here: {tried.summary}")
     return tried
 

@@ -17,7 +17,7 @@ from groupwise.cli.launch_options import (
     place_command,
 )
 from groupwise.cli.launch_places import cluster, login_machine
-from groupwise.cli.launch_placing import Asked, Environment, asked, environment, launch
+from groupwise.cli.launch_placing import Asked, Environment, Gang, asked, environment, gang, launch
 
 Partition = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]
 Account = Annotated[str | None, typer.Option(metavar="A", help="That pays for it.")]
@@ -42,7 +42,7 @@ Shared = Annotated[
 ]
 
 
-@place_command(packages=environment, job=asked)
+@place_command(packages=environment, machines=gang, job=asked)
 def slurm(
     host: Host = None,
     user: User = None,
@@ -60,9 +60,10 @@ def slurm(
     shared: Shared = None,
     *,
     packages: Environment,
+    machines: Gang,
     job: Asked,
 ) -> None:
-    """On a node of a cluster, given to Slurm.
+    """On a node of a cluster, or several, given to Slurm.
 
     By this machine, or by a login node that is reached by SSH.
 
@@ -80,4 +81,4 @@ def slurm(
         "options": list(sbatch or ()),
     }
     given = {name: value for name, value in asks.items() if value}
-    launch(cluster(login, shared), replace(job, environment=plan, asks=given))
+    launch(cluster(login, shared), replace(job, environment=plan, asks=given, gang=machines))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from groupwise.clouds.folder import ResultsFolder, results_folder
 from groupwise.clouds.port import (
+    Busy,
     Capabilities,
     CloudError,
     Ending,
@@ -160,20 +161,27 @@ class MachineBackend:
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
         """Begin it under this epoch or, where others were removed, a later one."""
-        spec = await asyncio.to_thread(_with_order, order, store)
         for left in reversed(range(TRIES)):
-            launch = await self._launch(order, spec, epoch, attempt, resume)
-            with self._told():
-                await self._runner.provide(store, spec.files)
-                state = await self._launched(launch)
-            if state.refused is None or state.state is RunnerState.VOIDED:
+            state = await self._begin_at(order, store, epoch, attempt, resume)
+            if not left or state.refused is None or state.refused.code not in OTHERS:
+                self._expect_begun(order, state)
                 return self._handle(state)
-            if not left or state.refused.code not in OTHERS:
-                raise CloudError(
-                    f"{self._where} does not begin {order.name}: {_words(state.refused)}"
-                )
             epoch = max(epoch, state.refused.highest or 0) + 1
         raise AssertionError("the last try returns or raises")
+
+    async def _begin_at(
+        self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None
+    ) -> MemberState:
+        spec = await asyncio.to_thread(_with_order, order, store)
+        launch = await self._launch(order, spec, epoch, attempt, resume)
+        with self._told():
+            await self._runner.provide(store, spec.files)
+            return await self._launched(launch)
+
+    def _expect_begun(self, order: Order, state: MemberState) -> None:
+        """One that was cancelled before it began is none that the machine would not begin. Raises CloudError."""
+        if state.refused is not None and state.state is not RunnerState.VOIDED:
+            raise CloudError(f"{self._where} does not begin {order.name}: {_words(state.refused)}")
 
     async def _launch(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
@@ -362,7 +370,7 @@ class MachineBackend:
             }
             received = sum(each.size for each in wanted.values())
             return Fetched(results.folder, tuple(sorted(files)), received, left_out)
-        raise CloudError(
+        raise Busy(
             f"{changed} of {name} on {self._where} changed again and again while it was fetched; try again."
         )
 

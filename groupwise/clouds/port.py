@@ -112,7 +112,9 @@ class Order:
     """Letters, digits, `-` and `_`."""
     spec: JobSpec
     gpus: int = 0
-    """For the job alone."""
+    """Of each machine, for the job alone."""
+    nodes: int = 1
+    """Machines on which its command runs; the first one has its log and what it makes."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """Values of the variables that `spec.secrets` names. They travel beside the job and are kept nowhere."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -127,6 +129,8 @@ class Order:
             )
         if self.gpus < 0:
             found.append(f"gpus {self.gpus}: a number from 0 on is expected")
+        if self.nodes < 1:
+            found.append(f"nodes {self.nodes}: a number from 1 on is expected")
         lacking = sorted(set(self.spec.secrets) - set(self.secrets))
         return found + [f"secret {name}: there is no value for it" for name in lacking]
 
@@ -136,6 +140,7 @@ class Order:
             "format": 1,
             "name": self.name,
             "gpus": self.gpus,
+            "nodes": self.nodes,
             "spec": as_json(self.spec),
             "asks": dict(self.asks),
         }
@@ -147,6 +152,7 @@ class Order:
             document["name"],
             from_json(document["spec"]),
             document["gpus"],
+            document.get("nodes") or 1,
             asks=document.get("asks") or {},
         )
 

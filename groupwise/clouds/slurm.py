@@ -19,6 +19,7 @@ OURS = (
     *("--job-name", "-J", "--chdir", "-D", "--output", "-o", "--error", "-e", "--open-mode"),
     *("--array", "-a", "--requeue", "--no-requeue", "--wrap", "--test-only", "--parsable"),
     *("--time", "-t", "--nodes", "-N", "--wait", "-W", "--export", "--input", "-i"),
+    *("--ntasks", "-n", "--ntasks-per-node"),
 )
 """Options of sbatch with which a job would not be found again, or not be one."""
 NAMED = {
@@ -34,7 +35,7 @@ NAMED = {
 class SlurmBackend(MachineBackend):
     """See `groupwise.clouds.port.Backend`."""
 
-    capabilities = Capabilities(queues=True)
+    capabilities = Capabilities(nodes=True, queues=True)
 
     def __init__(self, name: str, runner: SlurmRunner, where: str) -> None:
         """`where`: the login node, for people."""
@@ -70,7 +71,9 @@ def sbatch_options(order: Order) -> tuple[str, ...]:
     """Of this job. Raises UsageError for one that would make another job of it."""
     asks, limits = order.asks, order.spec.limits
     options = [f"{option}={asks[name]}" for name, option in NAMED.items() if asks.get(name)]
-    options.append("--nodes=1")
+    options.append(f"--nodes={order.nodes}")
+    if order.nodes > 1:
+        options.append("--ntasks-per-node=1")
     if order.gpus:
         kind = f"{asks['gpu']}:" if asks.get("gpu") else ""
         options.append(f"--gpus-per-node={kind}{order.gpus}")
@@ -90,6 +93,7 @@ def _own(asks: Mapping[str, Any]) -> Sequence[str]:
             )
         if name in OURS or (name[:2] in OURS and not name.startswith("--")):
             raise UsageError(
-                f"--sbatch {option}: {name} is set by groupwise, so that the job is found again. The time is --max-hours."
+                f"--sbatch {option}: {name} is set by groupwise, so that the job is found again. "
+                "Its time is --max-hours, its machines are --nodes."
             )
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from groupwise.cache import cache_folder
 from groupwise.clouds.folder import EARLIER, INCOMING
+from groupwise.clouds.gang import NODES
 from groupwise.clouds.machine import ROOT
 from groupwise.clouds.port import Order
 from groupwise.errors import UsageError
@@ -22,11 +23,13 @@ from groupwise.runs.folder import RECORD
 OWN = ".groupwise"
 """The folder of the working folder that holds what makes the environment."""
 BEGIN = ("python3", "-I", f"{OWN}/begin.py")
+NODE = ("python", "-m", "groupwise.learner.node")
+"""Starts the processes of one machine of several."""
 RESULTS = ("runs", "results", "generated", "outputs")
 """What is fetched whatever a command says: where trainings, evaluations and `generate` write, and scripts of jobs."""
 MOST_RESULTS_MB = 10_000_000
 """Disks are full before: all that a job leaves comes back."""
-OURS = (RESULT, EARLIER, INCOMING)
+OURS = (RESULT, EARLIER, INCOMING, NODES)
 """Names in the folder of results that are not the job's."""
 GRACE_SECONDS = 60.0
 """Between TERM and KILL: long enough for the checkpoint of the step that is under way."""
@@ -53,6 +56,11 @@ class Wanted:
     command: tuple[str, ...]
     """A program of the environment with its arguments; the working folder is the project's copy."""
     gpus: int = 0
+    """Of each machine."""
+    nodes: int = 1
+    """Machines that it runs on at once."""
+    processes: int = 1
+    """On each of several machines."""
     hours: float = 24.0
     """After which it is ended."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -92,8 +100,11 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
     files = dict(store.put_files(project.files))
     if wanted.environment is not None:
         files |= _of_environment(wanted.environment, wanted.root, store)
+    command = wanted.command
+    if wanted.nodes > 1:
+        command = (*NODE, "--processes", str(wanted.processes), "--", *command)
     spec = JobSpec(
-        arguments=wanted.command if wanted.environment is None else (*BEGIN, *wanted.command),
+        arguments=command if wanted.environment is None else (*BEGIN, *command),
         files=files,
         secrets=tuple(sorted(wanted.secrets)),
         artefacts=results,
@@ -105,7 +116,15 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
             artefact_files=MOST_ARTEFACTS,
         ),
     )
-    return Packed(Order(wanted.name, spec, wanted.gpus, wanted.secrets, wanted.asks), project)
+    order = Order(
+        wanted.name,
+        spec,
+        wanted.gpus,
+        wanted.nodes,
+        secrets=wanted.secrets,
+        asks=wanted.asks,
+    )
+    return Packed(order, project)
 
 
 def _of_environment(plan: Plan, root: str, store: BlobStore) -> dict[str, FileEntry]:

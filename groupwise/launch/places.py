@@ -1,15 +1,17 @@
 """Where jobs are launched: places, as plain data that can be written down, and the backend that reaches one.
 
-A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`.
+A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
+`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.port import Backend
 from groupwise.clouds.slurm import SlurmBackend
@@ -31,7 +33,8 @@ class Place:
     """How it is reached; no secrets, but paths of keys."""
 
     def __str__(self) -> str:
-        there = "" if self.is_here else "{user}@{host}:{port}".format(**self.detail)
+        machines = [] if self.is_here else [self.detail, *self.detail.get("others", ())]
+        there = ",".join("{user}@{host}:{port}".format(**each) for each in machines)
         word = f"{there}{self.detail.get('shared') or ''}"
         return f"{self.kind}:{word}" if word else self.kind
 
@@ -67,7 +70,18 @@ def reach(place: Place) -> Backend:
 
 def _machine(place: Place) -> Backend:
     host, where, python = _spoken_to(place)
-    return MachineBackend(place.kind, Runner(host, root=place.root, python=python), where)
+    runner = Runner(host, root=place.root, python=python)
+    others: Sequence[Mapping[str, Any]] = place.detail.get("others", ())
+    if not others:
+        return MachineBackend(place.kind, runner, where)
+    machines = [(runner, where), *(_other(place, each) for each in others)]
+    meets_at = place.detail.get("meets_at") or place.detail["host"]
+    return GangBackend(place.kind, machines, meets_at)
+
+
+def _other(place: Place, detail: Mapping[str, Any]) -> tuple[Runner, str]:
+    host, where = _ssh(detail)
+    return Runner(host, root=place.root, python=detail.get("python") or "python3"), where
 
 
 def _slurm(place: Place) -> Backend:

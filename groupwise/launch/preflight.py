@@ -86,6 +86,18 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
     return _told(verb, rest, done.stdout, project)
 
 
+def first_of(machines: int, processes: int) -> dict[str, str]:
+    """What torchrun will tell the first process of so many on each machine: a command whose config wants another number says so."""
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": str(machines * processes),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+
+
 def results_of(words: Sequence[str]) -> tuple[str, ...]:
     """Where an untried command writes, as far as its words say."""
     folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))

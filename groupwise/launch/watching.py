@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,10 +48,13 @@ class Watch:
             self._tell_of_queue(status)
             await self._write_on(backend, handle, status.log_size)
             now = (status.checkpoints, status.step)
-            if status.ending is not None or (status.checkpoints and now != fetched_of):
-                fetched = await self._asked(lambda: backend.fetch(handle, self._results))
-                if status.ending is not None:
-                    return status, fetched
+            if status.ending is not None:
+                return status, await self._asked(lambda: backend.fetch(handle, self._results))
+            if status.checkpoints and now != fetched_of:
+                with suppress(Busy):  # it saves faster than they travel: the next ones, then
+                    await patiently(
+                        lambda: backend.fetch(handle, self._results), self._say, (Unreachable,)
+                    )
             fetched_of = now
             status = await self._changed(backend, handle, status)
 
@@ -75,13 +79,17 @@ class Watch:
         return await patiently(ask, self._say)
 
 
-async def patiently(ask: Callable[[], Awaitable[Answer]], say: Callable[[str], None]) -> Answer:
-    """Ask until there is an answer. Raises Unreachable or Busy after PATIENCE_SECONDS without one."""
+async def patiently(
+    ask: Callable[[], Awaitable[Answer]],
+    say: Callable[[str], None],
+    passing: tuple[type[Unreachable | Busy], ...] = (Unreachable, Busy),
+) -> Answer:
+    """Ask until there is an answer. What is `passing` is raised after PATIENCE_SECONDS without one, anything else at once."""
     waited = 0.0
     while True:
         try:
             answer = await ask()
-        except (Unreachable, Busy) as error:
+        except passing as error:
             if waited >= PATIENCE_SECONDS:
                 raise
             if not waited:

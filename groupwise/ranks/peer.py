@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from groupwise.ranks.launched import Launched, gpu_of
-from groupwise.ranks.line import Failed, Line, PeerSetup, Ready, portable
+from groupwise.ranks.line import Failed, Line, PeerSetup, Ready, Setup, portable
 from groupwise.ranks.rank import Answering, tell_log
 from groupwise.ranks.zygote import make
 from groupwise.rewards.processes import signal_when_parent_ends
@@ -65,6 +65,7 @@ def serve(line: Line) -> NoReturn:
         sockets = line.taken_over()
         tell_log(line if wanted.rank == 0 else None, wanted.setup.log_level)
         try:
+            _find_model(wanted.setup)
             _meet(wanted, sockets)
             hosted = make(wanted.setup)
             hosted.join(wanted.rank)
@@ -80,6 +81,17 @@ def serve(line: Line) -> NoReturn:
     except BaseException:  # noqa: BLE001 — whatever it is, the process is to end at once
         traceback.print_exc()
     os._exit(1)
+
+
+def _find_model(setup: Setup) -> None:
+    """What is converted once for this machine is converted before the ranks meet: from then on transformers' `save_pretrained` writes
+    nothing in any but the first of them."""
+    from groupwise.models.config import ModelConfig
+    from groupwise.models.tokenizer import resolve
+
+    described = setup.arguments.get("config")
+    if described is not None:
+        resolve(ModelConfig.model_validate(described["model"]))
 
 
 def _meet(wanted: PeerSetup, sockets: list[socket.socket]) -> None:

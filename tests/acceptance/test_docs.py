@@ -315,15 +315,28 @@ def launched(words: list[str]) -> int:
         return given_to_slurm(own, adapted)
     if words[1] != "ssh":
         return main([*own, *adapted])
-    with ssh_hosts.loopback_hosts() as [machine]:
-        machine.gpus(1)
-        row = machine.vm_row()
-        place = own.index("--host") + 1
-        fingerprint = parse(row["host_key"]).fingerprint
-        way = {"--port": row["port"], "--user": row["user"], "--key": row["ssh_key_path"]}
-        more = {**way, "--trust": fingerprint, "--python": sys.executable}
-        found = [str(word) for option in more.items() for word in option]
-        return main([*own[:place], row["ip_address"], *found, *own[place + 1 :], *adapted])
+    places = [at for at, word in enumerate(own) if word == "--host"]
+    with ssh_hosts.loopback_hosts(len(places)) as machines:
+        rows = [machine.vm_row() for machine in machines]
+        for machine, at, row in zip(machines, places, rows, strict=True):
+            machine.gpus(1)
+            own[at + 1] = f"{row['user']}@{row['ip_address']}:{row['port']}"
+        if len(machines) > 1:
+            known_there(rows)
+            trust = ["--dry-run"]  # tests/integration/launch/test_gang.py has them run
+        else:
+            trust = ["--trust", parse(rows[0]["host_key"]).fingerprint]
+        way = ["--key", rows[0]["ssh_key_path"], "--python", sys.executable]
+        return main([*own[:2], *way, *trust, *own[2:], *adapted])
+
+
+def known_there(rows: list[dict[str, Any]]) -> None:
+    """Their keys, as somebody has them who has been there."""
+    known = Path.home() / ".ssh" / "known_hosts"
+    known.parent.mkdir(parents=True, exist_ok=True)
+    known.write_text(
+        "".join(f"[{row['ip_address']}]:{row['port']} {row['host_key']}\n" for row in rows)
+    )
 
 
 def given_to_slurm(own: list[str], behind: list[str]) -> int:
@@ -331,7 +344,8 @@ def given_to_slurm(own: list[str], behind: list[str]) -> int:
     place = own.index("--host")
     with slurm.cluster() as cluster, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(cluster.configuration))
-        return main([*own[:place], *own[place + 2 :], *behind])
+        several = ["--dry-run"] if "--nodes" in own else []
+        return main([*own[:place], *several, *own[place + 2 :], *behind])
 
 
 def with_the_tiny_model(words: list[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 That is its number and why the one before failed, the checkpoint that it goes on from, the values of its secrets (read now, from where the
 references point on the control machine; kept nowhere), and, in a gang, who leads and how the others find it. The meeting point of a gang is
-named after the attempt and its port follows from the epoch, so that what is left of an earlier attempt is never met.
+named after the attempt and its port follows from that, so that what is left of an earlier attempt is never met.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from dataclasses import replace
 from groupwise.fleet.attempts.records import MemberRow, Snapshot
 from groupwise.fleet.secrets import Secrets
 from groupwise.hosts.driver import Launch, Resume, Runner
+from groupwise.hosts.meeting import meeting_of
 from groupwise.hosts.spec import FileEntry, Manifest, from_json
-
-FIRST_PORT, PORTS = 20_000, 12_000
-"""Below the ports that Linux gives to outgoing connections."""
 
 
 def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
@@ -57,13 +55,9 @@ def files_of(row: Snapshot) -> Manifest:
 def _environment(row: Snapshot, member: MemberRow) -> dict[str, str]:
     found = {"ATTEMPT": str(row.number), "PREVIOUS_FAILURE": row.previous_failure or ""}
     if len(row.members) > 1:
-        found |= {
-            "NODE_RANK": str(member.rank),
-            "NNODES": str(len(row.members)),
-            "MASTER_ADDR": row.members[0].machine.ip_address,
-            "MASTER_PORT": str(FIRST_PORT + row.epoch % PORTS),
-            "GROUPWISE_RENDEZVOUS": row.key,
-        }
+        found |= meeting_of(
+            member.rank, len(row.members), row.members[0].machine.ip_address, row.key
+        )
     return found
 
 

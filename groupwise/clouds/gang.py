@@ -1,0 +1,205 @@
+"""Several machines as one backend: a job whose command runs on all of them at once.
+
+The first machine is the job's: its attempts, its log and what it makes are those that are told, and checkpoints are found there. The
+others are begun under the same name and the same epoch, so that whoever submits it again completes what was begun in part. All are
+begun, or none; that they find each other is the command's business (`groupwise.learner.node`), which is told where (`hosts/meeting.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from groupwise.clouds.machine import MachineBackend
+from groupwise.clouds.port import (
+    Capabilities,
+    CloudError,
+    Fetched,
+    Handle,
+    NotHere,
+    Order,
+    Plan,
+)
+from groupwise.errors import UsageError
+from groupwise.hosts.answers import MemberState
+from groupwise.hosts.driver import Launch, Resume, Runner
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.meeting import meeting_of
+from groupwise.hosts.spec import JobSpec
+
+NODES = "nodes"
+"""The folder of the results that has what the other machines have said."""
+ENDED_WITHIN = 10.0
+"""Seconds for what is killed."""
+PIECE = 1 << 20
+Found = TypeVar("Found")
+
+
+class _Machine(MachineBackend):
+    """One of them, with its place among all."""
+
+    def __init__(
+        self, name: str, runner: Runner, where: str, rank: int, count: int, meets_at: str
+    ) -> None:
+        super().__init__(name, runner, where)
+        self._rank, self._count, self._meets_at = rank, count, meets_at
+
+    async def _launch(
+        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
+    ) -> Launch:
+        launch = await super()._launch(order, spec, epoch, attempt, resume)
+        told = meeting_of(self._rank, self._count, self._meets_at, f"{order.name}.{epoch}")
+        return replace(
+            launch,
+            rank=self._rank,
+            members=self._count,
+            environment={**launch.environment, **told},
+        )
+
+
+class _Other(_Machine):
+    """Any but the first."""
+
+    async def expect_room(self, order: Order) -> None:
+        """Raises CloudError where its GPUs are taken."""
+        await self._free_gpus(order.gpus)
+
+    async def highest(self, name: str) -> int:
+        """The newest epoch that it knows of this job; 0: none."""
+        last = await self._newest(name)
+        return 0 if last is None else last.epoch
+
+    async def join(self, order: Order, store: BlobStore, epoch: int, attempt: int) -> MemberState:
+        """Begin its part of this epoch, unless that has been done. Raises CloudError where it will not."""
+        state = await self._begin_at(order, store, epoch, attempt, None)
+        self._expect_begun(order, state)
+        return state
+
+    async def end(self, name: str, grace: float) -> None:
+        """Whatever of this job lives here, and wait for it."""
+        for state in await self._attempts(name):
+            handle = self._handle(state)
+            status = self._status(state)
+            if status.ending is None:
+                await self.cancel(handle, grace)
+                while status.ending is None:
+                    status = await self.wait(handle, status, grace + ENDED_WITHIN)
+
+    async def forget(self, name: str) -> None:
+        """Remove what it has of this job."""
+        last = await self._newest(name)
+        if last is not None:
+            await self.cleanup(self._handle(last))
+
+
+class GangBackend(_Machine):
+    """See `groupwise.clouds.port.Backend`."""
+
+    capabilities = Capabilities(nodes=True)
+
+    def __init__(self, name: str, machines: Sequence[tuple[Runner, str]], meets_at: str) -> None:
+        """`machines`: the runner of each, and its name for people; `meets_at`: the address at which the others reach the first one."""
+        count = len(machines)
+        (runner, where), *others = machines
+        super().__init__(name, runner, where, 0, count, meets_at)
+        self._others = [
+            _Other(name, runner, where, rank, count, meets_at)
+            for rank, (runner, where) in enumerate(others, 1)
+        ]
+
+    async def plan(self, order: Order) -> Plan:
+        """See `Backend.plan`."""
+        self._expect_all(order)
+        plans = [await super().plan(order), *[await each.plan(order) for each in self._others]]
+        steps = tuple(f"on {each.where}: {step}" for each in plans for step in each.steps)
+        meets = f"they meet at {self._meets_at}, at a port that follows from the attempt's name"
+        return Plan(" and ".join(each.where for each in plans), (*steps, meets), plans[0].command)
+
+    async def submit(self, order: Order, store: BlobStore) -> Handle:
+        """See `Backend.submit`."""
+        self._expect_all(order)
+        handle = await super().submit(order, store)
+        if (await self.status(handle)).ending is None:
+            await self._join(order, store, handle)
+        return handle
+
+    async def _begin(
+        self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
+    ) -> Handle:
+        await _all(each.end(order.name, 0.0) for each in self._others)
+        await _all(each.expect_room(order) for each in self._others)
+        known = await _all(each.highest(order.name) for each in self._others)
+        handle = await super()._begin(
+            order, store, max(epoch, *(each + 1 for each in known)), attempt, resume
+        )
+        await self._join(order, store, handle)
+        return handle
+
+    async def _join(self, order: Order, store: BlobStore, handle: Handle) -> None:
+        attempt = len(await self._begun(order.name))
+        try:
+            await _all(each.join(order, store, handle.attempt, attempt) for each in self._others)
+        except CloudError:
+            await self.cancel(handle, 0.0)
+            raise
+
+    async def cancel(self, handle: Handle, grace: float) -> None:
+        """See `Backend.cancel`."""
+        others = (each.cancel(handle, grace) for each in self._others)
+        await _all((super().cancel(handle, grace), *others))
+
+    async def fetch(self, handle: Handle, folder: Path) -> Fetched:
+        """See `Backend.fetch`. What the other machines have said comes, too, at the end."""
+        fetched = await super().fetch(handle, folder)
+        if (await self.status(handle)).ending is None:
+            return fetched
+        said = {
+            f"{NODES}/{rank}.log": await self._said(other, handle)
+            for rank, other in enumerate(self._others, 1)
+        }
+        await asyncio.to_thread(_write, folder, said)
+        return fetched
+
+    async def _said(self, other: MachineBackend, handle: Handle) -> bytes:
+        found = b""
+        with suppress(NotHere):
+            while part := (await other.log(handle, len(found), PIECE)).data:
+                found += part
+        return found
+
+    async def cleanup(self, handle: Handle) -> None:
+        """See `Backend.cleanup`."""
+        if (await self.status(handle)).ending is not None:
+            await _all(each.end(handle.name, 0.0) for each in self._others)
+            await _all(each.forget(handle.name) for each in self._others)
+        await super().cleanup(handle)
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await _all((super().close(), *(each.close() for each in self._others)))
+
+    def _expect_all(self, order: Order) -> None:
+        if order.nodes != self._count:
+            raise UsageError(
+                f"{order.name} is for {order.nodes} machine{'s' * (order.nodes > 1)}, and {self._count} are named."
+            )
+
+
+async def _all(asked: Iterable[Awaitable[Found]]) -> list[Found]:
+    """Their results; all have ended when the first error is raised."""
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return [each for each in found if not isinstance(each, BaseException)]
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)

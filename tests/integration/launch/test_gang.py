@@ -1,0 +1,304 @@
+"""Jobs on several machines at once, two real sshds and two nodes of a real Slurm, as somebody types them.
+
+1. A training on two machines is that of one process up to rounding; what it makes comes from the first machine.
+2. A learner that is killed on the second machine ends all with code 75; resumed, it is the undisturbed training to the bit.
+3. Each attempt meets at a port of its own; every process is told by torchrun which it is.
+4. All machines begin, or none; submitted again by whomever, what was begun in part is completed.
+5. Stopped, it saves on the first machine, and nothing is left on any.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from groupwise.clouds.gang import GangBackend
+from groupwise.clouds.machine import ROOT
+from groupwise.clouds.port import CloudError, Order, Outcome
+from groupwise.hosts.driver import Runner
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.meeting import port_of
+from groupwise.hosts.spec import JobSpec, Limits
+from groupwise.hosts.ssh import Address, SshHost
+from tests import slurm
+from tests.integration.launch.person import Person
+from tests.integration.launch.test_local import TRAINS, pids_of
+from tests.integration.running import what_must_be_equal
+from tests.slurm import Cluster
+from tests.ssh_hosts import LoopbackHost, loopback_hosts
+
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
+TWO = (*TRAINS[:-1], "run.threads=2", "model.dtype=float32", "scale.learners=2")
+TELLS = """\
+import json, os, sys, time
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+told = {name: os.environ[name] for name in names}
+os.makedirs("outputs", exist_ok=True)
+with open(f"outputs/{told['RANK']}.json", "w") as file:
+    json.dump({**told, "words": sys.argv[1:]}, file)
+print("process", told["RANK"], flush=True)
+"""
+NEAR = "GLOO_SOCKET_IFNAME=lo\n"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[LoopbackHost]]:
+    with loopback_hosts(2) as found:
+        yield found
+
+
+@pytest.fixture
+def way(person: Person, hosts: list[LoopbackHost]) -> list[str]:
+    """To both of them, whom the person knows."""
+    rows = [host.vm_row() for host in hosts]
+    known = person.home / ".ssh" / "known_hosts"
+    known.parent.mkdir(exist_ok=True)
+    lines = [
+        f"[{row['ip_address']}]:{row['port']} {host.host_key}\n"
+        for row, host in zip(rows, hosts, strict=True)
+    ]
+    known.write_text("".join(lines))
+    (person.project / "near.env").write_text(NEAR)
+    named = [f"{row['user']}@{row['ip_address']}:{row['port']}" for row in rows]
+    words = [word for each in named for word in ("--host", each)]
+    key = rows[0]["ssh_key_path"]
+    return [*words, "--key", key, "--python", sys.executable, "--env-file", "near.env"]
+
+
+def adapter(folder: Path) -> dict[str, list[float]]:
+    found = load_file(folder / "final" / "adapter_model.safetensors")
+    return {name: tensor.ravel().tolist() for name, tensor in found.items()}
+
+
+def assert_close(one: Path, other: Path) -> None:
+    first, second = adapter(one), adapter(other)
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        assert second[name] == pytest.approx(values, rel=1e-3, abs=1e-4), name
+
+
+def test_two_machines_train_as_one_process_does_and_go_on_to_the_same_bits(
+    person: Person, way: list[str]
+) -> None:
+    """The second time a learner on the second machine is killed."""
+    steps = "training.max_steps=40"
+    alone = (*TWO[:-2], "run.threads=1", "model.dtype=float32", steps)
+    person.types("local", "--detach", "--name", "alone", "--", *alone)
+    typed = person.types("ssh", *way, "--nodes", "2", "--name", "whole", "--", *TWO, steps)
+    assert "step 40/40" in typed.out
+    begun = person.begins("ssh", *way, "--name", "killed", "--", *TWO, steps)
+    person.sees("step  4/40")
+    os.kill(process_of(rank=1), signal.SIGKILL)
+    assert begun.wait(240) == 75
+    found = person.result("killed")
+    assert (found["state"], found["exit_code"]) == ("failed", 75)
+    assert "Learner 2 of 2" in person.said()
+    person.types("resume", "killed", "--env-file", "near.env")
+    assert person.result("killed")["attempt"] == 2
+    person.types("logs", "-f", "alone")
+    at = person.project / "launches"
+    assert what_must_be_equal(at / "whole/runs/toy") == what_must_be_equal(at / "killed/runs/toy")
+    assert_close(at / "alone/runs/toy", at / "whole/runs/toy")
+    assert (at / "whole/nodes/1.log").is_file()
+
+
+def process_of(rank: int) -> int:
+    """The training that torchrun has begun as this rank."""
+    [found] = [
+        pid
+        for pid in pids_of("attempts/killed.1/work")
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    return found
+
+
+def test_a_script_is_told_which_process_it_is_and_words_arrive_as_they_are(
+    person: Person, way: list[str], hosts: list[LoopbackHost]
+) -> None:
+    (person.project / "job.py").write_text(TELLS)
+    odd = ["--flag", "", "a b", "it's", "$(touch x)", "two\nlines", "--", "-v", "--processes"]
+    words = ("ssh", *way, "--nproc-per-node", "2", "--name", "odd", "--script", "job.py", *odd)
+    typed = person.types(*words)
+    assert "process 0" in typed.out
+    folders = [host.home / ROOT / "attempts/odd.1/work/outputs" for host in hosts]
+    told = [
+        json.loads((folder / f"{2 * node + local}.json").read_text())
+        for node, folder in enumerate(folders)
+        for local in range(2)
+    ]
+    assert [(each["RANK"], each["LOCAL_RANK"]) for each in told] == [
+        ("0", "0"),
+        ("1", "1"),
+        ("2", "0"),
+        ("3", "1"),
+    ]
+    assert all(each["words"] == odd for each in told)
+    assert {each["WORLD_SIZE"] for each in told} == {"4"}
+    assert "process 3" in (person.project / "launches/odd/nodes/1.log").read_text()
+    person.types("remove", "odd")
+    assert not any(folder.parent.parent.exists() for folder in folders)
+
+
+def test_what_does_not_go_together_is_said_before_anything_is_sent(
+    person: Person, way: list[str]
+) -> None:
+    (person.project / "job.py").write_text("")
+    for words, why in (
+        (("--nodes", "3", "--", *TWO), "--host names 2 machines"),
+        (("--", *TRAINS), "scale.learners is 1"),
+        (("--", *TWO[:-1], "scale.learners=4"), "scale.learners is 4"),
+        (("--", "eval", "--task-module", "task.py"), "runs on one machine"),
+        ((*way[:2], "--script", "job.py"), "is named twice"),
+    ):
+        typed = person.types("ssh", *way, *words, code=2)
+        assert why in typed.err, typed.err
+    one = way[2:]
+    typed = person.types("ssh", *one, "--nproc-per-node", "2", "--script", "job.py", code=2)
+    assert "is for several machines" in typed.err
+
+
+# --- the backend -----------------------------------------------------------------------------------
+
+
+def gang(hosts: list[LoopbackHost]) -> GangBackend:
+    rows = [host.vm_row() for host in hosts]
+    ways = [
+        SshHost(
+            Address(
+                row["ip_address"],
+                row["user"],
+                row["port"],
+                row["ssh_key_path"],
+                row["host_key"],
+            )
+        )
+        for row in rows
+    ]
+    machines = [(Runner(way, root=ROOT), f"machine {n}") for n, way in enumerate(ways)]
+    return GangBackend("ssh", machines, "127.0.0.1")
+
+
+def order(name: str, script: str) -> Order:
+    limits = Limits(time_seconds=600, grace_seconds=5)
+    return Order(name, JobSpec(("python3", "-c", script), limits=limits), nodes=2)
+
+
+MARKS = "import os; open(os.path.expanduser('~/{}'), 'a').write(os.environ['NODE_RANK'])"
+
+
+async def test_submitted_by_several_at_once_each_machine_runs_it_once(
+    hosts: list[LoopbackHost], tmp_path: Path
+) -> None:
+    store = BlobStore(tmp_path / "blobs")
+    asked = order("once", MARKS.format("once"))
+    people = [gang(hosts) for _ in range(3)]
+    handles = await asyncio.gather(*(each.submit(asked, store) for each in people))
+    assert len({each.attempt for each in handles}) == 1
+    status = await people[0].status(handles[0])
+    while status.ending is None:
+        status = await people[0].wait(handles[0], status, 20.0)
+    await people[0].cleanup(handles[0])
+    assert [(host.home / "once").read_text() for host in hosts] == ["0", "1"]
+    for each in people:
+        await each.close()
+
+
+async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: Path) -> None:
+    """Who was cut off between the first machine and the second left half of it, which the next one completes."""
+    store = BlobStore(tmp_path / "blobs")
+    backend = gang(hosts)
+    other = backend._others[0]
+    join = other.join
+
+    async def away(*_: object) -> None:
+        raise CloudError("machine 1 will not")
+
+    other.join = away  # pyright: ignore[reportAttributeAccessIssue]
+    waits = "import time; print('on', flush=True); time.sleep(1000)"
+    with pytest.raises(CloudError, match="machine 1 will not"):
+        await backend.submit(order("none", waits), store)
+    handle = await backend.find("none")
+    assert handle is not None
+    status = await backend.status(handle)
+    while status.ending is None:
+        status = await backend.wait(handle, status, 20.0)
+    assert status.ending.outcome is Outcome.CANCELLED
+    other.join = join
+
+    class CutOffError(BaseException):
+        pass
+
+    async def cut_off(*_: object) -> None:
+        raise CutOffError
+
+    other.join = cut_off  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CutOffError):
+        await backend.submit(order("half", waits), store)
+    assert await other.find("half") is None
+    other.join = join
+    handle = await backend.submit(order("half", waits), store)
+    assert handle.attempt == 1
+    assert (await other.find("half")) is not None
+    await backend.cancel(handle, 0.1)
+    for each in (backend, other):
+        status = await each.status(handle)
+        while status.ending is None:
+            status = await each.wait(handle, status, 20.0)
+        assert status.ending.outcome is Outcome.CANCELLED
+    await backend.close()
+
+
+def test_attempts_meet_at_ports_of_their_own() -> None:
+    ports = {port_of(f"job.{epoch}") for epoch in range(1, 100)}
+    assert len(ports) == 99
+    assert all(20_000 <= port < 32_000 for port in ports)
+
+
+# --- Slurm -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with slurm.cluster(node_timeout=10) as found:
+        yield found
+
+
+@pytest.fixture
+def clerk(cluster: Cluster, person: Person, monkeypatch: pytest.MonkeyPatch) -> Person:
+    """A person at a login node."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster.configuration))
+    (person.project / "near.env").write_text(NEAR)
+    return person
+
+
+def test_two_nodes_of_slurm_train_as_one_process_does(clerk: Person) -> None:
+    steps = "training.max_steps=3"
+    alone = (*TWO[:-2], "run.threads=1", "model.dtype=float32", steps)
+    clerk.types("local", "--detach", "--name", "alone", "--", *alone)
+    near = ("--env-file", "near.env")
+    clerk.types("slurm", "--nodes", "2", *near, "--name", "both", "--", *TWO, steps)
+    found = clerk.result("both")
+    assert found["state"] == "succeeded"
+    clerk.types("logs", "-f", "alone")
+    folders = [clerk.project / "launches" / each / "runs/toy" for each in ("alone", "both")]
+    assert_close(*folders)
+
+
+def test_slurm_stopped_it_saves_and_goes_on(clerk: Person) -> None:
+    near = ("--env-file", "near.env")
+    words = ("slurm", "--nodes", "2", *near, "--name", "stopped", "--", *TWO)
+    begun = clerk.begins(*words, "training.max_steps=2000")
+    clerk.sees("step    3/2000")
+    begun.send_signal(signal.SIGINT)
+    assert begun.wait(240) == 130
+    assert clerk.result("stopped")["state"] == "cancelled"
+    kept = clerk.project / "launches/stopped/runs/toy/checkpoints"
+    steps = [int(each.name.removeprefix("step-")) for each in kept.iterdir()]
+    assert max(steps) >= 3, "the step that was under way is saved"
+    assert not pids_of("attempts/stopped.1/work")
