@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from groupwise.clouds.port import Backend, Busy, Fetched, Handle, Status, Unreachable
+from groupwise.clouds.port import Backend, Busy, CloudError, Fetched, Handle, Status, Unreachable
 
 PIECE = 1 << 20
 """Bytes of a log at a time."""
@@ -82,7 +82,7 @@ class Watch:
 async def patiently(
     ask: Callable[[], Awaitable[Answer]],
     say: Callable[[str], None],
-    passing: tuple[type[Unreachable | Busy], ...] = (Unreachable, Busy),
+    passing: tuple[type[CloudError], ...] = (Unreachable, Busy),
 ) -> Answer:
     """Ask until there is an answer. What is `passing` is raised after PATIENCE_SECONDS without one, anything else at once."""
     waited = 0.0
