@@ -43,6 +43,8 @@ _HERE = "127.0.0.1"
 _LOADS = frozenset({"learner.load", "sampler.load"})
 """Calls that read a folder."""
 _READ = (".safetensors", ".json")
+_QUIET = 30
+"""Seconds after which a quiet machine is asked whether it is there; twice as long without an answer, and it is lost."""
 _WORD = 32
 """Bytes of the word that lets ranks in."""
 
@@ -203,7 +205,7 @@ class Peers(Calls):
             return
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _watch_for_silence(connection)
         self._know(number, Line(connection))
 
     def _know(self, rank: int, line: Line) -> None:
@@ -269,6 +271,16 @@ class Peers(Calls):
             if each is not None:
                 each.close()
         self._selector.close()
+
+
+def _watch_for_silence(connection: socket.socket) -> None:
+    """A machine that lost its power sends no end; the system's own patience is two hours."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform.startswith("linux"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _QUIET // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * _QUIET)
 
 
 def _read(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,85 @@
+"""The processes of one machine of several: where they meet, and with which code they end."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from groupwise.hosts.meeting import meeting_of, port_of
+from groupwise.learner.node import EX_USAGE, Meeting, found_in
+
+FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
+KILLED = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
+WAITS = """\
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", os.environ["RANK"], flush=True), sys.exit(0)))
+print("on", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_machines_are_told_where_they_meet() -> None:
+    told = meeting_of(1, 3, "10.0.0.1", "sums.2")
+    assert found_in(told) == Meeting(1, 3, "10.0.0.1", port_of("sums.2"), "sums.2")
+    for word in ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT"):
+        assert found_in({**told, word: ""}) is None
+
+
+def test_what_srun_begins_meets_at_the_first_node() -> None:
+    told = {
+        "GROUPWISE_BEGUN_BY_SRUN": "1",
+        "GROUPWISE_ATTEMPT": "sums.2",
+        "SLURM_NODEID": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+        "SLURM_JOB_ID": "7",
+    }
+    assert found_in(told) == Meeting(1, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
+    by_hand = {name: word for name, word in told.items() if name != "GROUPWISE_ATTEMPT"}
+    assert found_in(by_hand) == Meeting(1, 2, "10.0.0.1", port_of("slurm.7"), "slurm.7")
+
+
+def test_ports_of_attempts_in_a_row_differ() -> None:
+    ports = [port_of(f"sums.{epoch}") for epoch in range(1, 100)]
+    assert len(set(ports)) == 99
+    assert all(20_000 <= port < 32_000 for port in ports)
+
+
+def begun(*command: str, told: bool = True) -> "subprocess.Popen[str]":
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
+    where = meeting_of(0, 1, "127.0.0.1", f"test-{os.getpid()}.1") if told else {}
+    return subprocess.Popen(
+        [sys.executable, "-m", "groupwise.learner.node", "--processes", "2", "--", *command],
+        env={**kept, **where, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("script", "code", "why"), [(FAILS, 3, ""), (KILLED, 75, "signal 9")])
+def test_the_first_that_failed_gives_the_exit_code(script: str, code: int, why: str) -> None:
+    process = begun(sys.executable, "-c", script)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == code, said
+    assert why in said
+
+
+def test_told_to_end_all_have_time_to_save() -> None:
+    process = begun(sys.executable, "-c", WAITS)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["on\n", "on\n"]
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert sorted(said.splitlines()) == ["saved 0", "saved 1"]
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_alone_it_says_what_it_expects() -> None:
+    process = begun("true", told=False)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == EX_USAGE
+    assert "MASTER_ADDR" in said
+    assert "groupwise launch ssh" in said
