@@ -9,13 +9,16 @@ from typing import Any
 
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.port import Backend
+from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.local import LocalHost
+from groupwise.hosts.ray import RayRunner
 from groupwise.hosts.slurm import SlurmRunner
 from groupwise.hosts.ssh import Address, SshHost
+from tests import ray as real_ray
+from tests import slurm as real_slurm
 from tests import ssh_hosts
-from tests.slurm import cluster
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Place:
     login: dict[str, Any] | None = None
     slurm: str | None = None
     """Its configuration, where it is a cluster's."""
+    ray: tuple[str, str] | None = None
+    """The address of its head, and its token, where it is one of Ray."""
 
     def reach(self) -> Backend:
         """A new way to it, as from another machine."""
@@ -36,9 +41,13 @@ class Place:
         else:
             path = f"{Path(self.home, 'bin')}:{Path(sys.executable).parent}:/usr/bin:/bin"
             of_slurm = {"SLURM_CONF": self.slurm} if self.slurm else {}
-            host = LocalHost(environment={"HOME": self.home, "PATH": path, **of_slurm})
+            of_ray = {"RAY_AUTH_TOKEN": self.ray[1]} if self.ray else {}
+            host = LocalHost(environment={"HOME": self.home, "PATH": path, **of_slurm, **of_ray})
         if self.slurm is not None:
             return SlurmBackend(self.kind, SlurmRunner(host, root=ROOT), f"the place {self.kind}")
+        if self.ray is not None:
+            runner = RayRunner(host, root=ROOT, address=self.ray[0])
+            return RayBackend(self.kind, runner, f"the place {self.kind}")
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
 
 
@@ -51,8 +60,15 @@ def local(home: Path) -> Iterator[Place]:
 @contextmanager
 def slurm(home: Path) -> Iterator[Place]:
     """A real Slurm with two nodes, which share the home folder."""
-    with cluster() as found:
+    with real_slurm.cluster() as found:
         yield Place("slurm", str(home), slurm=str(found.configuration))
+
+
+@contextmanager
+def ray(home: Path) -> Iterator[Place]:
+    """A real Ray, whose head is its only node."""
+    with real_ray.cluster() as found:
+        yield Place("ray", str(home), ray=(found.address, found.token))
 
 
 @contextmanager
@@ -74,5 +90,6 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "local": local,
     "ssh": ssh,
     "slurm": slurm,
+    "ray": ray,
 }
 """By their names; each is given a folder for its home."""

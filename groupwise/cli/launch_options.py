@@ -114,7 +114,7 @@ At = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
-        help="Where it is, local, ssh:USER@HOST:PORT or slurm:USER@HOST:PORT, if it was launched from another machine.",
+        help="Where it is, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT or ray:USER@HOST:PORT, if it was launched from another machine.",
     ),
 ]
 
@@ -139,6 +139,13 @@ TrustHost = Annotated[
 TrustJump = Annotated[
     str | None,
     typer.Option("--trust-jump", metavar="FINGERPRINT", help="The same of a jump host."),
+]
+Shared = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder that this machine and all nodes have; without it: the home folder.",
+    ),
 ]
 Python = Annotated[
     str | None,

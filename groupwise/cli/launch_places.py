@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -23,7 +24,7 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
     """Where the job is. Raises UsageError."""
     check_name(name)
     from groupwise.launch import notes
-    from groupwise.launch.places import LOCAL, SLURM, SSH, Place
+    from groupwise.launch.places import LOCAL, RAY, SLURM, SSH, Place
 
     if at is None:
         if key is not None or trust is not None:
@@ -37,12 +38,17 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
     if kind == SSH and rest:
         where = [_named(each, key, trust) for each in rest.split(",")]
         return notes.Note(name, machines_together(where, None), Path.cwd())
-    if kind == SLURM:
-        address, slash, folder = rest.partition("/")
-        shared = f"{slash}{folder}" or None
-        return notes.Note(name, cluster(_named(address, key, trust), shared), Path.cwd())
+    if kind in (SLURM, RAY):
+        way, _, api = rest.partition(",")
+        address, slash, folder = way.partition("/")
+        login, shared = _named(address, key, trust), f"{slash}{folder}" or None
+        if kind == RAY:
+            return notes.Note(name, ray_cluster(login, shared, api or None), Path.cwd())
+        if not api:
+            return notes.Note(name, slurm_cluster(login, shared), Path.cwd())
     raise UsageError(
-        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, or slurm:USER@HOST:PORT/SHARED of which all but slurm may be left out."
+        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT/SHARED or ray:USER@HOST:PORT/SHARED,ADDRESS, of which "
+        "all but slurm or ray may be left out."
     )
 
 
@@ -91,16 +97,40 @@ def login_machine(
     return Place(LOCAL, {"python": python} if python else {})
 
 
-def cluster(login: Place, shared: str | None) -> Place:
+def slurm_cluster(login: Place, shared: str | None) -> Place:
     """The Slurm that jobs are given to on this machine. Raises UsageError."""
     from groupwise.launch.places import SLURM, Place
 
-    if shared is not None and not shared.startswith("/"):
+    return Place(SLURM, {**login.detail, **_shared(shared)})
+
+
+def ray_cluster(login: Place, shared: str | None, address: str | None) -> Place:
+    """The Ray whose head this machine reaches by that address. Raises UsageError."""
+    from groupwise.hosts.ray import ADDRESS
+    from groupwise.launch.places import RAY, Place
+
+    found = (address or ADDRESS).rstrip("/")
+    try:
+        of_http = urlsplit(found)
+        is_one = of_http.scheme in ("http", "https") and of_http.hostname and of_http.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one or "," in found:
         raise UsageError(
-            f"--shared {shared}: an absolute path is expected, of a folder that the login node and all nodes have."
+            f"--address {found}: the address of Ray's dashboard is expected, as that machine reaches it: {ADDRESS}."
         )
-    detail = {**login.detail, "shared": shared.rstrip("/")} if shared else login.detail
-    return Place(SLURM, detail)
+    detail = {**login.detail, **_shared(shared)}
+    return Place(RAY, detail if found == ADDRESS else {**detail, "address": found})
+
+
+def _shared(folder: str | None) -> dict[str, str]:
+    if folder is None:
+        return {}
+    if not folder.startswith("/"):
+        raise UsageError(
+            f"--shared {folder}: an absolute path is expected, of a folder that the machine which jobs are given from and all nodes have."
+        )
+    return {"shared": folder.rstrip("/")}
 
 
 def check_name(name: str) -> None:

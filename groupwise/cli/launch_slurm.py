@@ -11,12 +11,13 @@ from groupwise.cli.launch_options import (
     Host,
     Key,
     Port,
+    Shared,
     TrustHost,
     TrustJump,
     User,
     place_command,
 )
-from groupwise.cli.launch_places import cluster, login_machine
+from groupwise.cli.launch_places import login_machine, slurm_cluster
 from groupwise.cli.launch_placing import Asked, Environment, Gang, asked, environment, gang, launch
 
 Partition = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]
@@ -32,13 +33,6 @@ Memory = Annotated[
 Sbatch = Annotated[
     list[str] | None,
     typer.Option(metavar="OPTION", help="Another option of sbatch: --sbatch=--constraint=a100"),
-]
-Shared = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder that the login node and all nodes have; without it: the home folder.",
-    ),
 ]
 
 
@@ -81,4 +75,4 @@ def slurm(
         "options": list(sbatch or ()),
     }
     given = {name: value for name, value in asks.items() if value}
-    launch(cluster(login, shared), replace(job, environment=plan, asks=given, gang=machines))
+    launch(slurm_cluster(login, shared), replace(job, environment=plan, asks=given, gang=machines))

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise.clouds.machine import MachineBackend, refuse
-from groupwise.clouds.port import Capabilities, Order, Plan
+from groupwise.clouds.engines import EngineBackend
+from groupwise.clouds.port import Capabilities, Order
 from groupwise.errors import UsageError
-from groupwise.hosts.driver import Engine, Launch, Resume
+from groupwise.hosts.driver import Engine
 from groupwise.hosts.slurm import NAME, SlurmRunner
-from groupwise.hosts.spec import JobSpec
 
 SPARE_SECONDS = 120.0
 """That Slurm gives a job beyond its own limit, so that the runner ends it, with a record of why."""
@@ -32,7 +31,7 @@ NAMED = {
 """What is asked of Slurm under names of its own."""
 
 
-class SlurmBackend(MachineBackend):
+class SlurmBackend(EngineBackend):
     """See `groupwise.clouds.port.Backend`."""
 
     capabilities = Capabilities(nodes=True, queues=True)
@@ -42,29 +41,14 @@ class SlurmBackend(MachineBackend):
         super().__init__(name, runner, where)
         self._slurm = runner
 
-    async def plan(self, order: Order) -> Plan:
-        """See `Backend.plan`. Slurm is asked whether it would have the job."""
-        refuse(order)
-        options = sbatch_options(order)
-        hello, sends = await self._sending(order)
-        with self._told():
-            says = await self._slurm.try_options(options)
-        gives = f"lay {order.name} out below {hello.root}, and give it to Slurm: sbatch {' '.join(options)}"
-        steps = (sends, gives, f"Slurm says: {says}")
-        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
+    async def _engine(self, order: Order) -> Engine:
+        """See `EngineBackend._engine`."""
+        return Engine(NAME, sbatch_options(order))
 
-    async def _launch(
-        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
-    ) -> Launch:
-        return Launch(
-            order.name,
-            epoch,
-            spec,
-            environment={"ATTEMPT": str(attempt)},
-            secrets=order.secrets,
-            resume=resume,
-            engine=Engine(NAME, sbatch_options(order)),
-        )
+    async def _asked(self, engine: Engine) -> tuple[str, str]:
+        """See `EngineBackend._asked`."""
+        says = await self._slurm.try_options(engine.options)
+        return f"Slurm: sbatch {' '.join(engine.options)}", f"Slurm says: {says}"
 
 
 def sbatch_options(order: Order) -> tuple[str, ...]:

@@ -129,7 +129,9 @@ class MemberState:
     engine: str | None = None
     """The one that it was laid out for."""
     engine_says: str = ""
-    """The end of what that has written of it; in `SlurmRunner` what it waits for."""
+    """The end of what that has written of it; in an `EngineRunner` what it waits for."""
+    engine_options: tuple[str, ...] = ()
+    """What that was asked."""
     folder: str | None = None
     """Of an attempt that an engine begins."""
     age: float | None = None
@@ -431,6 +433,7 @@ def member_state(document: object) -> MemberState:
         clock=f.real_or_none("clock"),
         engine=f.text_or_none("engine"),
         engine_says=f.text_or_none("engine_says") or "",
+        engine_options=f.texts("engine_options"),
         folder=f.text_or_none("folder"),
         age=f.real_or_none("age"),
         beat_age=f.real_or_none("beat_age"),

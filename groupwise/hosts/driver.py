@@ -77,7 +77,7 @@ class Engine:
 
     name: str
     options: tuple[str, ...] = ()
-    """What is asked of it, as arguments of its own program."""
+    """What is asked of it, in its own words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,7 @@ class Runner:
         longest = None
         if launch.engine is not None:
             body["engine"], longest = launch.engine.name, LONGEST  # its files are laid out first
+            body["engine_options"] = list(launch.engine.options)
         answer = await self._ask(
             "launch", body, secrets=launch.secrets, timeout=timeout, longest=longest
         )

@@ -24,8 +24,11 @@ from groupwise.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Reques
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 ENDS_BY_ITSELF = 2.0
 """Seconds that the runner has to end after its answer."""
-PASSED_ON = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SLURM_CONF")
-"""What a login sets. The rest, keys of the control plane among it, is nothing for a process that outlives it."""
+PASSED_ON = (
+    *("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR"),
+    *("SLURM_CONF", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+)
+"""What a login sets, and by what engines are asked. The rest, keys of the control plane among it, is nothing for a process that outlives it."""
 
 
 def _of_a_login() -> dict[str, str]:

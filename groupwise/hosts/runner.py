@@ -47,10 +47,11 @@ Requests and answers
     put       blobs [[sha256, size], ...], payload; the bytes of all, in order → stored
     join      blob [sha256, size], parts [[sha256, size], ...] → stored. For a blob that is too large for one put; its parts go then
     launch    job, epoch, rank, members, spec, gpus [uuid], share_mb?, slot?, environment, secrets, resume? {manifest, step, path?},
-                deadman?, clock?, python?, method?, probe?, probe_timeout?, engine? → member. Answers when the command runs, or after
-                LAUNCH_PATIENCE as `claimed`: look again. Repeated, it answers with the state, whatever the body says. With `engine` (the
-                name of one) nothing is begun here: it is laid out and `queued`, and `sh <folder>/begin.sh`, run by that engine on a
-                machine with the same folder, begins it there and ends with its exit status. GPUs are the engine's to give then
+                deadman?, clock?, python?, method?, probe?, probe_timeout?, engine?, engine_options? → member. Answers when the command
+                runs, or after LAUNCH_PATIENCE as `claimed`: look again. Repeated, it answers with the state, whatever the body says. With
+                `engine` (the name of one) nothing is begun here: it is laid out and `queued`, and `sh <folder>/begin.sh`, run by that
+                engine on a machine with the same folder, begins it there and ends with its exit status. GPUs are the engine's to give
+                then. engine_options [word]: what the engine is asked; told with the attempt, so that anybody may ask it again
     void      job, epoch, because? → member (voided; or what it is, if it had begun)
     status    job, epoch → member
     wait      known {"<job>.<epoch>": {state?, log_size?, checkpoints?, step?, clock?}}, timeout, quiet? → attempts [member], when one
@@ -77,8 +78,8 @@ Requests and answers
 
     member    job, epoch, rank, state, boot_id, same_boot, pid, start_ticks, method, started_at, log_size, heartbeat_age, checkpoints,
                 step, exit, refused, survivors, clock, place (a name that this root was given when it was made; null: it could not be),
-                gpus, share_mb, slot (that it was begun with), engine, folder, age (seconds since it was made), beat_age (since its
-                supervisor last wrote that it lives, by the file's time), engine_says (the end of what the engine wrote of it)
+                gpus, share_mb, slot (that it was begun with), engine, engine_options, folder, age (seconds since it was made), beat_age
+                (since its supervisor last wrote that it lives, by the file's time), engine_says (the end of what the engine wrote of it)
     exit      code, signal, reason ("exited", "cancelled", "evicted" by its engine, "time_limit", "deadman", "spawn_failed"), message,
                 oom_kill (null: no control group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, gpus (how many it
                 held), checkpoints, step, leftovers (processes that it had left behind when it ended by itself, and that were ended)
@@ -779,6 +780,11 @@ def is_small(value: Any) -> bool:
 def is_word(value: Any) -> bool:
     """Text of a length that one would write."""
     return isinstance(value, str) and len(value) <= LONGEST_WORD
+
+
+def are_words(value: Any) -> bool:
+    """A list of texts, as short as those of a command line."""
+    return isinstance(value, list) and all(map(is_word, as_list(value)))
 
 
 def is_amount(value: Any) -> bool:
@@ -1965,6 +1971,7 @@ STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "slot": is_small,
     "refused": is_refusal,
     "engine": is_word,
+    "engine_options": are_words,
     "claimed_at": is_amount,
 }
 
@@ -2062,6 +2069,7 @@ def told_of_engine(attempt: Attempt, state: dict[str, Any], word: str) -> dict[s
     """What whoever asks the engine needs to know beside its answer."""
     said = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
     return {
+        "engine_options": state.get("engine_options") or [],
         "folder": attempt.path,
         "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
         "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
@@ -2952,6 +2960,7 @@ class Order:
             self.heard = min(self.heard, seconds_of(body, "clock", 0.0))
         self.method: str | None = body.get("method")
         self.engine: str | None = text_of(body, "engine") if body.get("engine") else None
+        self.engine_options: list[str] = as_list(body.get("engine_options"))
         self.spec: dict[str, Any] = body["spec"]
         self.limits: dict[str, Any] = self.spec.get("limits") or {}
         self.files: dict[str, list[Any]] = dict(self.spec.get("files") or {})
@@ -2970,6 +2979,8 @@ class Order:
         """Raises Refused with everything that is wrong with the spec."""
         if self.engine and (self.gpus or self.slot is not None or self.deadman is not None):
             raise Refusal("bad_request", "GPUs and slots are the engine's, and it has no deadman")
+        if not are_words(self.engine_options):
+            raise Refusal("bad_request", "engine_options are words of a command line")
         found = list(self._problems())
         if found:
             raise Refused("bad_spec", "; ".join(found))
@@ -3044,6 +3055,7 @@ class Order:
             "share_mb": self.share_mb,
             "slot": self.slot,
             "engine": self.engine,
+            "engine_options": self.engine_options,
             "deadman": self.deadman,
             "artefacts": self.artefacts,
             "checkpoints": self.checkpoints,

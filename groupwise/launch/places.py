@@ -1,7 +1,7 @@
 """Where jobs are launched: places, as plain data that can be written down, and the backend that reaches one.
 
 A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
-`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once.
+`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once, `ray:me@head:22/scratch/me,http://10.0.0.2:8265`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any, cast
 from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.port import Backend
+from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import Host
+from groupwise.hosts.ray import ADDRESS, RayRunner
 from groupwise.hosts.slurm import SlurmRunner
 
-LOCAL, SSH, SLURM = "local", "ssh", "slurm"
+LOCAL, SSH, SLURM, RAY = "local", "ssh", "slurm", "ray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,14 @@ class Place:
     def __str__(self) -> str:
         machines = [] if self.is_here else [self.detail, *self.detail.get("others", ())]
         there = ",".join("{user}@{host}:{port}".format(**each) for each in machines)
-        word = f"{there}{self.detail.get('shared') or ''}"
+        address = f",{self.detail['address']}" if self.detail.get("address") else ""
+        word = f"{there}{self.detail.get('shared') or ''}{address}"
         return f"{self.kind}:{word}" if word else self.kind
 
     @property
     def is_here(self) -> bool:
         """It is spoken to as a process of this machine, whose disks it has."""
-        return self.kind == LOCAL or (self.kind == SLURM and "host" not in self.detail)
+        return "host" not in self.detail
 
     @property
     def root(self) -> str:
@@ -90,6 +93,13 @@ def _slurm(place: Place) -> Backend:
     return SlurmBackend(place.kind, runner, f"Slurm, by {where}")
 
 
+def _ray(place: Place) -> Backend:
+    host, where, python = _spoken_to(place)
+    address = place.detail.get("address") or ADDRESS
+    runner = RayRunner(host, root=place.root, python=python, address=address)
+    return RayBackend(place.kind, runner, f"Ray, by {where}")
+
+
 def _spoken_to(place: Place) -> tuple[Host, str, str]:
     """A way to the machine, its name for people, and its interpreter."""
     host, where = (LocalHost(), "this machine") if place.is_here else _ssh(place.detail)
@@ -113,5 +123,10 @@ def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
     return host, str(address(detail))
 
 
-WAYS: dict[str, Callable[[Place], Backend]] = {LOCAL: _machine, SSH: _machine, SLURM: _slurm}
+WAYS: dict[str, Callable[[Place], Backend]] = {
+    LOCAL: _machine,
+    SSH: _machine,
+    SLURM: _slurm,
+    RAY: _ray,
+}
 """To the places of each kind."""

@@ -6,8 +6,9 @@ import pytest
 
 from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Engine, Launch
+from groupwise.hosts.engines import LIVING_BEAT
 from groupwise.hosts.port import Answer, HostUnreachable, Request, RunnerRefused
-from groupwise.hosts.slurm import LIVING_BEAT, ON_ITS_WAY, SlurmRunner
+from groupwise.hosts.slurm import ON_ITS_WAY, SlurmRunner
 from groupwise.hosts.spec import JobSpec
 
 NAME = "j.1-0123abcd"

@@ -1,0 +1,112 @@
+"""`groupwise launch ray`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.launch_options import (
+    Host,
+    Key,
+    Port,
+    Shared,
+    TrustHost,
+    TrustJump,
+    User,
+    place_command,
+)
+from groupwise.cli.launch_places import login_machine, ray_cluster
+from groupwise.cli.launch_placing import Asked, Environment, asked, environment, launch
+from groupwise.errors import UsageError
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Of Ray's dashboard, as that machine reaches it; without it: RAY_ADDRESS of this machine if it is one, else http://127.0.0.1:8265.",
+    ),
+]
+Cpus = Annotated[float | None, typer.Option(metavar="N", min=0.01, help="Of Ray; without it: 1.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="M", help="That Ray sets aside for it, as 32G; it is no limit."),
+]
+Resource = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=N",
+        help="Of a resource of Ray's nodes: --resource accelerator_type:A100=0.001",
+    ),
+]
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+"""Powers of two."""
+
+
+@place_command(packages=environment, job=asked)
+def ray(
+    host: Host = None,
+    user: User = None,
+    port: Port = None,
+    key: Key = None,
+    trust: TrustHost = None,
+    trust_jump: TrustJump = None,
+    address: Address = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    resource: Resource = None,
+    shared: Shared = None,
+    *,
+    packages: Environment,
+    job: Asked,
+) -> None:
+    """On a node of a Ray cluster, as a job of Ray.
+
+    By this machine, or by the head node that is reached by SSH.
+
+    groupwise launch ray --host head --gpus 1 -- rl --config C.yaml --task-module task.py
+    """
+    plan = packages.plan() if host is not None or packages.is_made else None
+    login = login_machine(host, user, port, key, trust, trust_jump, packages.python)
+    asks = {
+        "cpus": cpus,
+        "memory": None if memory is None else _bytes(memory),
+        "resources": _resources(resource or ()),
+    }
+    given = {name: value for name, value in asks.items() if value}
+    place = ray_cluster(login, shared, address or (_of_environment() if host is None else None))
+    launch(place, replace(job, environment=plan, asks=given))
+
+
+def _of_environment() -> str | None:
+    """Ray's own programs understand other kinds of address there as well."""
+    found = os.environ.get("RAY_ADDRESS", "")
+    return found if found.startswith(("http://", "https://")) else None
+
+
+def _bytes(word: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", word)
+    size = int(float(found[1]) * 2 ** UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise UsageError(f"--memory {word}: a size is expected, as 500M or 32G.")
+    return size
+
+
+def _resources(words: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, number = word.rpartition("=")
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = 0.0
+        if not name or not 0 < amount < 1e9:
+            raise UsageError(f"--resource {word}: NAME=N is expected, with a number above 0.")
+        if name in found:
+            raise UsageError(f"--resource {word}: {name} stands there twice.")
+        found[name] = amount
+    return found

@@ -1,0 +1,247 @@
+"""A machine from which Ray's head can be reached: attempts are laid out on its disk, which the nodes share, and begun by Ray as its jobs.
+
+What is asked of it when, and what its answers are worth, stands in `engines.py`. Ray is asked by the HTTP API of its head (the Jobs API),
+under an id that is the attempt's name, so that it has each once. It keeps all it knows in the head: one that was started anew knows nothing
+of what waited, and what has waited for a quarter of an hour it gives up. Both are submitted again by whoever looks, since what is asked of
+it stands with the attempt, and whether it begins is decided by its token.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from groupwise.hosts.answers import MemberState
+from groupwise.hosts.engines import EngineRunner, name_of
+from groupwise.hosts.port import Host, HostUnreachable, RunnerRefused
+
+NAME = "ray"
+ADDRESS = "http://127.0.0.1:8265"
+"""Where a head answers, unless it was told otherwise."""
+HERE = frozenset({"127.0.0.1", "localhost", "::1"})
+CALL_SECONDS = 15.0
+STOP_SECONDS = 30
+"""Between Ray's TERM and its KILL; 3, if nothing is said, are too few for a checkpoint. The supervisor needs 25 (EVICT_GRACE)."""
+LIVING = frozenset({"PENDING", "RUNNING"})
+GAVE_UP = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
+"""What Ray says of a job that has waited for RAY_JOB_START_TIMEOUT_SECONDS (900) of its head."""
+WANTED = {
+    "entrypoint_num_cpus": "CPU",
+    "entrypoint_num_gpus": "GPU",
+    "entrypoint_memory": "memory",
+}
+"""What a job asks, and what Ray calls it."""
+
+Call = tuple[str, str, Mapping[str, Any] | None]
+"""Method, path, body."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayJob:
+    """What Ray has of a submission."""
+
+    name: str
+    status: str
+    why: str = ""
+    gave_up: bool = False
+    """Ray has: it had waited too long."""
+
+    @property
+    def lives(self) -> bool:
+        """It waits, runs, or is ending."""
+        return self.status in LIVING
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        return f"job {self.name} of Ray is {self.status.lower()}{why}"
+
+
+class RayRunner(EngineRunner[RayJob]):
+    """See `EngineRunner`."""
+
+    _word: str | None = None
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        root: str = "groupwise-fleet",
+        python: str = "python3",
+        address: str = ADDRESS,
+    ) -> None:
+        """`address`: of Ray's head, as that machine reaches it."""
+        super().__init__(host, root=root, python=python)
+        self.address = address
+
+    async def word(self) -> str:
+        """See `EngineRunner.word`: machines that share a folder may have a Ray each, under one and the same address."""
+        if self._word is None:
+            where = urlsplit(self.address)
+            here = where.hostname in HERE
+            name = (await self.hello()).hostname if here else where.hostname
+            self._word = f"{NAME}:{name}:{where.port or ''}"
+        return self._word
+
+    async def found(self, names: Collection[str]) -> Sequence[RayJob]:
+        """See `EngineRunner.found`."""
+        of_each = await self._call(
+            *(("GET", _path(name), None) for name in names), ("GET", "/api/cluster_status", None)
+        )
+        *jobs, (_, cluster) = of_each
+        has = _resources(cluster)
+        answers = zip(names, jobs, strict=True)
+        return [job for name, answer in answers if (job := _job(name, *answer, has)) is not None]
+
+    async def free(self) -> str:
+        """What of its resources nobody uses, in words. Raises HostUnreachable where no Ray answers."""
+        (status, version), (_, cluster) = await self._call(
+            ("GET", "/api/version", None), ("GET", "/api/cluster_status", None)
+        )
+        if status != 200 or "ray_version" not in version:
+            raise self._no_answer(status, version)
+        return _free(_resources(cluster), ("CPU", "GPU")) or "nothing yet"
+
+    # --- giving ---------------------------------------------------------------------------------
+
+    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+        """See `EngineRunner._submit`."""
+        asked: dict[str, Any] = json.loads(options[0]) if options else {}
+        body = {
+            "submission_id": name_of(state),
+            "entrypoint": _entrypoint(state, asked),
+            "runtime_env": {
+                "env_vars": {
+                    "RAY_JOB_STOP_SIGNAL": "SIGTERM",
+                    "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
+                }
+            },
+            **asked,
+        }
+        [(status, text)] = await self._call(("POST", "/api/jobs/", body))
+        if status == 200 or "already exists" in text:
+            return
+        if status in (400, 422):
+            raise RunnerRefused("engine", f"Ray would not have it: {_last_line(text)}")
+        raise self._no_answer(status, text)
+
+    async def _cancel(self, jobs: Iterable[RayJob]) -> None:
+        """What waits is told so as well, although Ray hears it only once it has begun it."""
+        calls = [("POST", f"{_path(each.name)}/stop", None) for each in jobs if each.lives]
+        await self._call(*calls)
+
+    async def _not_queued(self, state: MemberState, jobs: Sequence[RayJob]) -> MemberState:
+        """What Ray has forgotten, or was tired of, it gets again; as what it is about to get."""
+        if any(not each.gave_up for each in jobs):
+            return await self._never_begins(state, str(jobs[-1]))
+        await self._call(*(("DELETE", _path(each.name), None) for each in jobs))
+        try:
+            await self._submit(state, state.engine_options)
+        except RunnerRefused as refusal:
+            return await self._never_begins(state, refusal.message)
+        return replace(state, engine_says="it is on its way to Ray")
+
+    async def _call(self, *calls: Call) -> list[tuple[int, str]]:
+        """Status and text of each. Raises HostUnreachable where one was not answered, RunnerRefused where Ray does not know who asks."""
+        if not calls:
+            return []
+        asked = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
+        ran = await self.run(("python3", "-I", "-S", "-c", _program(), json.dumps(asked)))
+        if ran.code != 0:
+            said = _last_line(ran.err) or "no answer in time"
+            raise HostUnreachable(f"Ray does not answer there at {self.address}: {said}")
+        answers = [(int(status), str(text)) for status, text in json.loads(ran.out)]
+        if any(status in (401, 403) for status, _ in answers):
+            raise RunnerRefused(
+                "engine",
+                f"Ray at {self.address} does not take its token: it is read there from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
+                "~/.ray/auth_token",
+            )
+        return answers
+
+    def _no_answer(self, status: int, text: str) -> HostUnreachable:
+        return HostUnreachable(
+            f"what answers there at {self.address} is no head of Ray, or not well: {status} {_last_line(text)}"
+        )
+
+
+@cache
+def _program() -> str:
+    return Path(__file__).with_name("ray_call.py").read_text("utf-8")
+
+
+def _path(name: str) -> str:
+    return f"/api/jobs/{quote(name, safe='')}"
+
+
+def _entrypoint(state: MemberState, asked: Mapping[str, Any]) -> str:
+    """A line of shell. Ray leaves a job that asks for no GPU those of its node."""
+    none = "" if asked.get("entrypoint_num_gpus") else "CUDA_VISIBLE_DEVICES= "
+    begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
+    return f"{none}exec sh {begin} >>{log} 2>&1"
+
+
+def _job(
+    name: str, status: int, text: str, has: Mapping[str, tuple[float, float]]
+) -> RayJob | None:
+    """None: Ray does not know it. Raises HostUnreachable for what says neither."""
+    if status == 404 and "does not exist" in text:
+        return None
+    try:
+        found: dict[str, Any] = json.loads(text)
+        state = str(found["status"])
+    except (ValueError, KeyError, TypeError):
+        message = f"Ray does not say what became of {name}: {status} {_last_line(text)}"
+        raise HostUnreachable(message) from None
+    if state == "PENDING":
+        return RayJob(name, state, _waits_for(found, has))
+    why = "" if state in ("RUNNING", "SUCCEEDED") else str(found.get("message") or "")
+    return RayJob(name, state, _gist(why), found.get("error_type") == GAVE_UP)
+
+
+def _waits_for(found: Mapping[str, Any], has: Mapping[str, tuple[float, float]]) -> str:
+    of_job: dict[str, Any] = {word: found.get(name) for name, word in WANTED.items()}
+    of_job.update(found.get("entrypoint_resources") or {})
+    wants = {word: float(amount) for word, amount in of_job.items() if amount}
+    asked = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
+    free = _free(has, wants)
+    return f"it wants {asked}" + (f"; free: {free}" if free else "")
+
+
+def _free(has: Mapping[str, tuple[float, float]], words: Iterable[str]) -> str:
+    known = ((word, *has[word]) for word in words if word in has)
+    return ", ".join(
+        f"{_number(total - used)} of {_number(total)} {word}" for word, used, total in known
+    )
+
+
+def _resources(cluster: str) -> dict[str, tuple[float, float]]:
+    """By their names, what is used and what there is; empty where Ray does not say it: its word for people alone hangs on that."""
+    try:
+        usage = json.loads(cluster)["data"]["clusterStatus"]["loadMetricsReport"]["usage"]
+        return {str(word): (float(used), float(total)) for word, (used, total) in usage.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _number(amount: float) -> str:
+    return f"{amount:g}" if amount < 1e6 else f"{amount / 2**30:.1f}G"
+
+
+def _gist(text: str) -> str:
+    """Of a message that goes on with a traceback, or with the end of a log."""
+    first = text.partition("\n")[0].strip()
+    if "Full traceback" in first:
+        return first.removesuffix(" Full traceback:")
+    before, goes_on, _ = first.partition(", last available logs")
+    return f"{before}: {_last_line(text)}" if goes_on else first
+
+
+def _last_line(text: str) -> str:
+    """Where a traceback says what it is."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip(" .")), "")

@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Make the Ray present that the tests of `groupwise launch ray` talk to, in an environment of its own: 380 MB, half a minute.
+
+It lies in the user's cache, by its release, and is found made by all later calls; one that was cut off leaves nothing that is taken for
+whole. Nothing is started here: the tests start each head and node as children of their own.
+
+    python3 scripts/real_ray.py            makes it if need be, and prints its folder
+    python3 scripts/real_ray.py --where    prints the folder alone
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+RELEASE = "2.60.0"
+PACKAGE = f"ray[default]=={RELEASE}"
+"""With its dashboard, whose API jobs are given to."""
+
+
+def main() -> int:
+    """Make it, or say where it is."""
+    folder = where()
+    if sys.argv[1:] != ["--where"] and not folder.exists():
+        print(f"Making an environment with {PACKAGE}", file=sys.stderr)
+        if not made(folder):
+            return 1
+    print(folder)
+    return 0
+
+
+def where() -> Path:
+    """Ray's, for this Python."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    version = "{0}.{1}".format(*sys.version_info)
+    return Path(cache, "groupwise", "real-ray", f"{RELEASE}-python{version}")
+
+
+def made(folder: Path) -> bool:
+    """Beside its place, and moved there when it is whole: its programs name their interpreter by where that was, so that they are not used."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
+    try:
+        venv.create(new, with_pip=True, symlinks=True)
+        command = [str(new / "bin/python"), "-m", "pip", "install", "-qq", PACKAGE]
+        if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+            print(f"{PACKAGE} cannot be installed: see above", file=sys.stderr)
+            return False
+        new.chmod(0o755)
+        if not folder.exists():
+            new.rename(folder)
+        return True
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""A real Ray on this machine: a head, and nodes if they are wanted, with CPUs and GPUs that are none.
+
+It listens on more than the loopback, so that it does nothing for whoever has not its token. All that Ray starts stays below one process,
+which ends it when its own input does: with the tests, however these end.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import pytest
+
+from tests.ports import free_port
+
+SOON = 90.0
+"""For a start, on a machine with other work; alone it takes three seconds."""
+SMALLEST_STORE = 80_000_000
+"""Bytes of memory for Ray's objects, which no job of the tests makes."""
+CHILD_SUBREAPER = 36
+BEGINS = f"""\
+import ctypes, json, os, signal, subprocess, sys
+ctypes.CDLL(None).prctl({CHILD_SUBREAPER}, 1, 0, 0, 0)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+def below():
+    of = {{}}
+    for each in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{{each}}/stat") as file:
+                of.setdefault(int(file.read().rpartition(") ")[2].split()[1]), []).append(int(each))
+        except OSError:
+            pass
+    found = [os.getpid()]
+    for pid in found:
+        found += of.get(pid, [])
+    return found[1:]
+for line in sys.stdin:
+    subprocess.Popen(json.loads(line), preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_DFL), stdin=subprocess.DEVNULL)
+while pids := below():
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+"""
+"""Starts what it is told, and ends with all that this has started."""
+
+
+def needed() -> Path:
+    """The interpreter that has Ray; without it a test is skipped, or fails where a real one was promised."""
+    script = Path(__file__).parents[1] / "scripts/real_ray.py"
+    told = subprocess.run(
+        [sys.executable, script, "--where"], capture_output=True, text=True, check=True
+    )
+    found = Path(told.stdout.strip(), "bin/python")
+    if found.exists():
+        return found
+    reason = "there is no Ray: scripts/real_ray.py makes an environment with it"
+    if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@dataclass
+class Ray:
+    """One of them. Its ports and its token stay the same over its deaths."""
+
+    folder: Path
+    python: Path
+    token: str = field(default_factory=lambda: f"{random.SystemRandom().getrandbits(160):040x}")
+    gcs: int = field(default_factory=free_port)
+    api: int = field(default_factory=free_port)
+    start_timeout: int = 900
+    """Seconds after which it gives up what waits."""
+    _watch: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def address(self) -> str:
+        """Of its dashboard."""
+        return f"http://127.0.0.1:{self.api}"
+
+    @property
+    def host(self) -> str:
+        """Of the head. A loopback, but for Ray none that it would take for another address."""
+        return "127.77.0.1"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of Ray, and of what it runs."""
+        return {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "HOME": str(self.folder),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self.token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_memory_monitor_refresh_ms": "0",  # it is not alone on this machine
+            "RAY_enable_metrics_collection": "0",
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "RAY_JOB_START_TIMEOUT_SECONDS": str(self.start_timeout),
+            "DASHBOARD_METRIC_PORT": str(free_port("0.0.0.0")),
+            "AUTOSCALER_METRIC_PORT": str(free_port("0.0.0.0")),
+        }
+
+    def start(self) -> None:
+        """Its head, with four CPUs and two GPUs."""
+        ports = (f"--port={self.gcs}", f"--dashboard-port={self.api}")
+        more = (f"--ray-client-server-port={free_port()}", "--dashboard-host=127.0.0.1")
+        self._begin("--head", f"--node-ip-address={self.host}", "--num-gpus=2", *ports, *more)
+        self._until(lambda: self.ask("GET", "/api/jobs/")[0] == 200)
+
+    def start_node(self) -> None:
+        """Another one, which alone has the resource `apart`."""
+        before = self._has("apart")
+        where = (f"--address={self.host}:{self.gcs}", "--node-ip-address=127.77.0.2")
+        self._begin(*where, '--resources={"apart": 2}')
+        self._until(lambda: self._has("apart") > before)
+
+    def _begin(self, *options: str) -> None:
+        if self._watch is None:
+            with (self.folder / "said").open("ab") as said:
+                self._watch = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", BEGINS],
+                    env=self.environment,
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,
+                )
+        small = (f"--object-store-memory={SMALLEST_STORE}", f"--temp-dir={self.folder}/ray")
+        agent = f"--dashboard-agent-listen-port={free_port()}"
+        quiet = ("--disable-usage-stats", "--include-log-monitor=false", "--log-color=false")
+        start = (str(self.python), "-m", "ray.scripts.scripts", "start", "--num-cpus=4")
+        assert self._watch.stdin is not None
+        told = json.dumps([*start, *options, *small, agent, *quiet])
+        self._watch.stdin.write(f"{told}\n".encode())
+        self._watch.stdin.flush()
+
+    def _until(self, holds: Any) -> None:
+        until = time.monotonic() + SOON
+        while True:
+            with suppress(URLError, ConnectionError):
+                if holds():
+                    return
+            assert time.monotonic() < until, (self.folder / "said").read_text()
+            time.sleep(0.05)
+
+    def _has(self, resource: str) -> float:
+        """So much of it all nodes have together."""
+        told = json.loads(self.ask("GET", "/api/cluster_status")[1])["data"]["clusterStatus"]
+        usage = told["loadMetricsReport"]["usage"] if told else {}
+        return usage.get(resource, (0.0, 0.0))[1]
+
+    def ask(self, method: str, path: str, token: str | None = None) -> tuple[int, str]:
+        """Status and text."""
+        headers = {"Authorization": f"Bearer {token or self.token}"}
+        request = Request(f"{self.address}{path}", method=method, headers=headers)
+        try:
+            with build_opener(ProxyHandler({})).open(request, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as refusal:
+            with refusal:
+                return refusal.code, refusal.read().decode()
+
+    def jobs(self, name: str) -> list[dict[str, Any]]:
+        """What it has of the attempts of a job."""
+        found = json.loads(self.ask("GET", "/api/jobs/")[1])
+        return [each for each in found if (each["submission_id"] or "").startswith(f"{name}.")]
+
+    def stop(self, name: str) -> None:
+        """As `ray job stop` does by hand."""
+        for each in self.jobs(name):
+            assert self.ask("POST", f"/api/jobs/{each['submission_id']}/stop")[0] == 200
+
+    def kill(self, *words: str) -> None:
+        """-9, to those of its own processes that have one of the words in their command, until they are gone."""
+        while found := [pid for pid in self._below() if _has_one(pid, words)]:
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _below(self) -> list[int]:
+        assert self._watch is not None
+        parents: dict[int, list[int]] = {}
+        for each in Path("/proc").iterdir():
+            with suppress(OSError):
+                if each.name.isdigit():
+                    parent = int((each / "stat").read_text().rpartition(") ")[2].split()[1])
+                    parents.setdefault(parent, []).append(int(each.name))
+        found = [self._watch.pid]
+        for pid in found:
+            found += parents.get(pid, [])
+        return found[1:]
+
+    def end(self) -> None:
+        """All of it."""
+        if self._watch is not None:
+            assert self._watch.stdin is not None
+            self._watch.stdin.close()
+            self._watch.wait(SOON)
+            self._watch = None
+
+
+def _has_one(pid: int, words: tuple[str, ...]) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+    return any(word in command for word in words)
+
+
+@contextmanager
+def cluster(*, start_timeout: int = 900) -> Iterator[Ray]:
+    """A head that takes jobs."""
+    with tempfile.TemporaryDirectory(prefix="gw-ray-", ignore_cleanup_errors=True) as path:
+        found = Ray(Path(path), needed(), start_timeout=start_timeout)
+        try:
+            found.start()
+            yield found
+        finally:
+            found.end()
