@@ -37,12 +37,12 @@ def main() -> int:
 def where() -> Path:
     """Ray's, for this Python."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    version = "{0}.{1}".format(*sys.version_info)
-    return Path(cache, "groupwise", "real-ray", f"{RELEASE}-python{version}")
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return Path(cache, "groupwise", "real-ray", f"{RELEASE}-{python}")
 
 
 def made(folder: Path) -> bool:
-    """Beside its place, and moved there when it is whole: its programs name their interpreter by where that was, so that they are not used."""
+    """Beside its place, and moved there when it is whole. Its programs name an interpreter that is not there any more: none is used."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
     try:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +96,11 @@ class Ray:
         return "127.77.0.1"
 
     @property
+    def node(self) -> str:
+        """Likewise of the other node."""
+        return "127.77.0.2"
+
+    @property
     def environment(self) -> dict[str, str]:
         """Of Ray, and of what it runs."""
         return {
@@ -112,19 +117,26 @@ class Ray:
             "AUTOSCALER_METRIC_PORT": str(free_port("0.0.0.0")),
         }
 
-    def start(self) -> None:
+    def start(self, **resources: float) -> None:
         """Its head, with four CPUs and two GPUs."""
         ports = (f"--port={self.gcs}", f"--dashboard-port={self.api}")
         more = (f"--ray-client-server-port={free_port()}", "--dashboard-host=127.0.0.1")
-        self._begin("--head", f"--node-ip-address={self.host}", "--num-gpus=2", *ports, *more)
-        self._until(lambda: self.ask("GET", "/api/jobs/")[0] == 200)
+        self._begin(
+            "--head",
+            f"--node-ip-address={self.host}",
+            "--num-gpus=2",
+            *ports,
+            *more,
+            f"--resources={json.dumps(resources)}",
+        )
+        self.until(lambda: self.ask("GET", "/api/jobs/")[0] == 200)
 
     def start_node(self) -> None:
         """Another one, which alone has the resource `apart`."""
         before = self._has("apart")
-        where = (f"--address={self.host}:{self.gcs}", "--node-ip-address=127.77.0.2")
-        self._begin(*where, '--resources={"apart": 2}')
-        self._until(lambda: self._has("apart") > before)
+        where = (f"--address={self.host}:{self.gcs}", f"--node-ip-address={self.node}")
+        self._begin(*where, "--num-gpus=2", '--resources={"apart": 2}')
+        self.until(lambda: self._has("apart") > before)
 
     def _begin(self, *options: str) -> None:
         if self._watch is None:
@@ -146,7 +158,8 @@ class Ray:
         self._watch.stdin.write(f"{told}\n".encode())
         self._watch.stdin.flush()
 
-    def _until(self, holds: Any) -> None:
+    def until(self, holds: Callable[[], bool]) -> None:
+        """That holds, soon."""
         until = time.monotonic() + SOON
         while True:
             with suppress(URLError, ConnectionError):

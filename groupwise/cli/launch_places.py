@@ -47,8 +47,8 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
         if not api:
             return notes.Note(name, slurm_cluster(login, shared), Path.cwd())
     raise UsageError(
-        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT/SHARED or ray:USER@HOST:PORT/SHARED,ADDRESS, of which "
-        "all but slurm or ray may be left out."
+        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT/SHARED or ray:USER@HOST:PORT/SHARED,ADDRESS; of "
+        "the last two all behind the first word may be left out."
     )
 
 

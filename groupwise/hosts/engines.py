@@ -72,6 +72,10 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         """What becomes of an attempt whose token is there, and which is in the engine's queue no more, or not yet."""
         ...
 
+    def _waits_for(self, state: MemberState, job: Job) -> str:
+        """For people."""
+        return str(job)
+
     async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
         """See `Runner.launch`. RunnerRefused `engine`: the engine will not have it, and nothing of it is left."""
         state = await super().launch(launch, timeout=timeout)
@@ -144,7 +148,7 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         if self._seen is None:
             self._seen = {}
         self._seen.update({(each.job, each.epoch): each.state for each in states})
-        unsure = [each for each in states if each.engine is not None and each.state in UNSURE]
+        unsure = [each for each in states if _is_unsure(each)]
         if unsure:
             word = await self.word()
             unsure = [each for each in unsure if each.engine == word]
@@ -168,13 +172,19 @@ class EngineRunner(Runner, ABC, Generic[Job]):
             runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
             return replace(state, state=runs, survivors=None)
         if living is not None:
-            return replace(state, engine_says=str(living))
+            return replace(state, engine_says=self._waits_for(state, living))
         return await self._not_queued(state, jobs)
 
 
 def name_of(state: MemberState) -> str:
     """By which engines know an attempt: two roots may have a job of the same name."""
     return f"{state.job}.{state.epoch}-{(state.place or '')[:8]}"
+
+
+def _is_unsure(state: MemberState) -> bool:
+    """Of one that began on this very machine its lock tells."""
+    here = state.state is RunnerState.LOST and state.same_boot
+    return state.engine is not None and state.state in UNSURE and not here
 
 
 def _beats(state: MemberState) -> bool:

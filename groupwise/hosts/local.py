@@ -14,7 +14,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import BinaryIO
 
 from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
@@ -24,26 +24,28 @@ from groupwise.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Reques
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 ENDS_BY_ITSELF = 2.0
 """Seconds that the runner has to end after its answer."""
-PASSED_ON = (
-    *("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR"),
-    *("SLURM_CONF", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
-)
-"""What a login sets, and by what engines are asked. The rest, keys of the control plane among it, is nothing for a process that outlives it."""
+PASSED_ON = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SLURM_CONF")
+"""What a login sets. The rest, keys of the control plane among it, is nothing for a process that outlives it."""
 
 
-def _of_a_login() -> dict[str, str]:
-    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+def _of_a_login(also: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in (*PASSED_ON, *also) if name in os.environ}
 
 
 class LocalHost:
     """The machine that the control plane itself runs on."""
 
     def __init__(
-        self, python: str = sys.executable, *, environment: Mapping[str, str] | None = None
+        self,
+        python: str = sys.executable,
+        *,
+        environment: Mapping[str, str] | None = None,
+        also: Iterable[str] = (),
     ) -> None:
-        """`python` runs the bootstrap, with those variables of this process that a login would set too, or with `environment`."""
+        """`python` runs the bootstrap, with those variables of this process that a login would set too and those of `also`, or with
+        `environment`."""
         self._command = (python, *FLAGS, "-c", BOOTSTRAP)
-        self._environment = dict(environment if environment is not None else _of_a_login())
+        self._environment = dict(environment if environment is not None else _of_a_login(also))
         self._under_way: set[_Process] = set()
         self._closed = False
 

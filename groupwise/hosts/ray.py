@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,15 @@ from groupwise.hosts.port import Host, HostUnreachable, RunnerRefused
 NAME = "ray"
 ADDRESS = "http://127.0.0.1:8265"
 """Where a head answers, unless it was told otherwise."""
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Variables by which Ray is asked."""
 HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 CALL_SECONDS = 15.0
 STOP_SECONDS = 30
 """Between Ray's TERM and its KILL; 3, if nothing is said, are too few for a checkpoint. The supervisor needs 25 (EVICT_GRACE)."""
 LIVING = frozenset({"PENDING", "RUNNING"})
+SAY_ENOUGH = frozenset({"PENDING", "RUNNING", "SUCCEEDED"})
+"""States whose message is no news."""
 GAVE_UP = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 """What Ray says of a job that has waited for RAY_JOB_START_TIMEOUT_SECONDS (900) of its head."""
 WANTED = {
@@ -51,6 +55,8 @@ class RayJob:
     why: str = ""
     gave_up: bool = False
     """Ray has: it had waited too long."""
+    has: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    """Of Ray's resources, by their names, what is used and what there is."""
 
     @property
     def lives(self) -> bool:
@@ -107,11 +113,22 @@ class RayRunner(EngineRunner[RayJob]):
             raise self._no_answer(status, version)
         return _free(_resources(cluster), ("CPU", "GPU")) or "nothing yet"
 
+    def _waits_for(self, state: MemberState, job: RayJob) -> str:
+        """See `EngineRunner._waits_for`. Ray says of no job what it lacks."""
+        asked = _asked(state.engine_options)
+        wants: dict[str, float] = {
+            word: asked[name] for name, word in WANTED.items() if name in asked
+        }
+        wants.update(asked.get("entrypoint_resources", {}))
+        words = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
+        free = _free(job.has, wants)
+        return f"{job}: it wants {words}" + (f"; free: {free}" if free else "")
+
     # --- giving ---------------------------------------------------------------------------------
 
     async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
         """See `EngineRunner._submit`."""
-        asked: dict[str, Any] = json.loads(options[0]) if options else {}
+        asked = _asked(options)
         body = {
             "submission_id": name_of(state),
             "entrypoint": _entrypoint(state, asked),
@@ -159,8 +176,7 @@ class RayRunner(EngineRunner[RayJob]):
         if any(status in (401, 403) for status, _ in answers):
             raise RunnerRefused(
                 "engine",
-                f"Ray at {self.address} does not take its token: it is read there from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or "
-                "~/.ray/auth_token",
+                f"Ray at {self.address} does not take its token: it is read there from {', '.join(TOKENS)} or ~/.ray/auth_token",
             )
         return answers
 
@@ -173,6 +189,11 @@ class RayRunner(EngineRunner[RayJob]):
 @cache
 def _program() -> str:
     return Path(__file__).with_name("ray_call.py").read_text("utf-8")
+
+
+def _asked(options: Sequence[str]) -> dict[str, Any]:
+    """In the words of the Jobs API."""
+    return json.loads(options[0]) if options else {}
 
 
 def _path(name: str) -> str:
@@ -198,19 +219,8 @@ def _job(
     except (ValueError, KeyError, TypeError):
         message = f"Ray does not say what became of {name}: {status} {_last_line(text)}"
         raise HostUnreachable(message) from None
-    if state == "PENDING":
-        return RayJob(name, state, _waits_for(found, has))
-    why = "" if state in ("RUNNING", "SUCCEEDED") else str(found.get("message") or "")
-    return RayJob(name, state, _gist(why), found.get("error_type") == GAVE_UP)
-
-
-def _waits_for(found: Mapping[str, Any], has: Mapping[str, tuple[float, float]]) -> str:
-    of_job: dict[str, Any] = {word: found.get(name) for name, word in WANTED.items()}
-    of_job.update(found.get("entrypoint_resources") or {})
-    wants = {word: float(amount) for word, amount in of_job.items() if amount}
-    asked = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
-    free = _free(has, wants)
-    return f"it wants {asked}" + (f"; free: {free}" if free else "")
+    why = "" if state in SAY_ENOUGH else _gist(str(found.get("message") or ""))
+    return RayJob(name, state, why, found.get("error_type") == GAVE_UP, has)
 
 
 def _free(has: Mapping[str, tuple[float, float]], words: Iterable[str]) -> str:

@@ -122,6 +122,7 @@ import gc
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import resource
@@ -3528,6 +3529,8 @@ class Supervisor:
         self.last_contact = order.heard
         self.ending: Ending | None = None
         self.killed = False
+        self.tell_at = math.inf
+        """When the command is asked to end; it is once."""
         self.user = ""
         self.left = 0
         self.waker = self.bell = -1
@@ -3763,11 +3766,16 @@ class Supervisor:
     def perhaps_end(self) -> None:
         """TERM when there is a reason, KILL when its time is up; KILL again until it works."""
         reason = self.reason()
+        now = time.monotonic()
         if reason and not self.ending:
             self.ending = reason
-            self.terminate()
+            # Engines tell all processes of a job, and being told twice is to hurry; one that told us alone may be waited for in vain.
+            self.tell_at = (now + reason.kill_at) / 2 if reason.reason == "evicted" else now
         elif reason and self.ending:
             self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
+        if now >= self.tell_at:
+            self.terminate()
+            self.tell_at = math.inf
         if self.ending and time.monotonic() >= self.ending.kill_at:
             self.belonging().kill(patience=0.0)
             self.killed = True

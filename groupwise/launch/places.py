@@ -7,7 +7,7 @@ A place is called by a word, on the command line and in lists: `local`, `ssh:gpu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from groupwise.errors import UsageError
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import Host
-from groupwise.hosts.ray import ADDRESS, RayRunner
+from groupwise.hosts.ray import ADDRESS, TOKENS, RayRunner
 from groupwise.hosts.slurm import SlurmRunner
 
 LOCAL, SSH, SLURM, RAY = "local", "ssh", "slurm", "ray"
@@ -94,15 +94,15 @@ def _slurm(place: Place) -> Backend:
 
 
 def _ray(place: Place) -> Backend:
-    host, where, python = _spoken_to(place)
+    host, where, python = _spoken_to(place, also=TOKENS)
     address = place.detail.get("address") or ADDRESS
     runner = RayRunner(host, root=place.root, python=python, address=address)
     return RayBackend(place.kind, runner, f"Ray, by {where}")
 
 
-def _spoken_to(place: Place) -> tuple[Host, str, str]:
-    """A way to the machine, its name for people, and its interpreter."""
-    host, where = (LocalHost(), "this machine") if place.is_here else _ssh(place.detail)
+def _spoken_to(place: Place, also: Iterable[str] = ()) -> tuple[Host, str, str]:
+    """A way to the machine, its name for people, and its interpreter. `also`: variables that one of here is asked with."""
+    host, where = (LocalHost(also=also), "this machine") if place.is_here else _ssh(place.detail)
     python = place.detail.get("python") or (sys.executable if place.is_here else "python3")
     return host, where, python
 

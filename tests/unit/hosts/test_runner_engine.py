@@ -181,6 +181,32 @@ async def test_evicted_it_has_time_to_save(runner: Runner) -> None:
     assert await said(runner) == "on\nsaved\n"
 
 
+async def test_told_by_its_engine_as_well_it_is_not_told_again_while_it_saves(
+    runner: Runner,
+) -> None:
+    saves = (
+        "import signal, time\n"
+        "told = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
+        "print('on', flush=True)\n"
+        "while not told:\n"
+        "    time.sleep(.02)\n"
+        "time.sleep(2)\n"
+        "print(len(told))"
+    )
+    launch = job(saves)
+    spec = JobSpec(launch.spec.arguments, secrets=("TOKEN",), limits=Limits(grace_seconds=25))
+    waits = await runner.launch(Launch("j", 1, spec, secrets=launch.secrets, engine=launch.engine))
+    engine = begins(waits)
+    await until_said(runner, "on")
+    command = (await runner.status("j", 1)).pid
+    assert command is not None
+    for pid in (engine.pid, command):
+        os.kill(pid, signal.SIGTERM)
+    engine.communicate(timeout=PATIENCE)
+    assert await said(runner) == "on\n1\n"
+
+
 async def test_evicted_and_deaf_it_is_killed_in_time(runner: Runner) -> None:
     deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('on', flush=True); signal.pause(); signal.pause()"
     launch = job(deaf)

@@ -1,0 +1,271 @@
+"""What is made of Ray's answers, and what Ray is told."""
+
+import json
+from typing import Any
+
+import pytest
+
+from groupwise.hosts.answers import RunnerState
+from groupwise.hosts.driver import Engine, Launch
+from groupwise.hosts.engines import LIVING_BEAT
+from groupwise.hosts.port import Answer, HostUnreachable, Request, RunnerRefused
+from groupwise.hosts.ray import ADDRESS, RayRunner
+from groupwise.hosts.spec import JobSpec
+
+NAME = "j.1-0123abcd"
+WORD = "ray:head:8265"
+ASKED = json.dumps({"entrypoint_num_cpus": 1, "entrypoint_num_gpus": 2})
+LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Engine(WORD, (ASKED,)))
+USAGE = {"CPU": [3.0, 4.0], "GPU": [0.5, 2.0]}
+CLUSTER = {"data": {"clusterStatus": {"loadMetricsReport": {"usage": USAGE}}}}
+
+
+class Head:
+    """The machine of Ray's head: an attempt, as its files have it, and the jobs that Ray has."""
+
+    def __init__(self, *jobs: dict[str, Any], **state: Any) -> None:
+        self.state: dict[str, Any] = {
+            "job": "j",
+            "epoch": 1,
+            "place": "0123abcd99",
+            "engine": WORD,
+            "engine_options": [ASKED],
+            "folder": "/srv/it's/j.1",
+            "state": "queued",
+            "same_boot": False,
+            "age": 9999.0,
+            **state,
+        }
+        self.jobs = {each.pop("name", NAME): each for each in jobs}
+        self.answers: dict[str, tuple[int, str]] = {}
+        """To calls of a method, in place of Ray's."""
+        self.dead: str | None = None
+        self.told: list[tuple[str, str, Any]] = []
+        self.voided: str | None = None
+        self.forgotten = False
+
+    def __call__(self, address: str = ADDRESS) -> RayRunner:
+        return RayRunner(self, root="root", address=address)
+
+    def changed(self) -> list[tuple[str, str]]:
+        return [(method, path) for method, path, _ in self.told if method != "GET"]
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        assert timeout > 0
+        body = request.body
+        if request.verb == "hello":
+            texts = ("python", "boot_id", "home", "root")
+            return Answer({**dict.fromkeys(texts, "x"), "protocols": [1], "hostname": "head"})
+        if request.verb == "run":
+            return Answer(self._run(body["arguments"]))
+        if request.verb == "void" and self.state["state"] == "queued":
+            self.voided = body["because"]
+            refused = {"code": "voided", "message": self.voided}
+            self.state.update(state="voided", refused=refused if self.voided else None)
+        if request.verb == "forget":
+            self.forgotten = True
+        return Answer({"attempts": [self.state]} if request.verb == "wait" else self.state)
+
+    def _run(self, arguments: list[str]) -> dict[str, Any]:
+        assert arguments[:4] == ["python3", "-I", "-S", "-c"]
+        if self.dead is not None:
+            return {"code": 3, "out": "", "err": self.dead}
+        asked = json.loads(arguments[5])
+        answers = [self._answer(*each) for each in asked["calls"]]
+        return {"code": 0, "out": json.dumps(answers), "err": ""}
+
+    def _answer(self, method: str, path: str, body: Any) -> tuple[int, str]:
+        self.told.append((method, path, body))
+        if path == "/api/cluster_status":
+            return 200, json.dumps(CLUSTER)
+        if method in self.answers:
+            return self.answers[method]
+        if method == "POST" and path == "/api/jobs/":
+            self.jobs[body["submission_id"]] = {"status": "PENDING"}
+            return 200, "{}"
+        name = path.split("/")[3]
+        if method == "DELETE":
+            del self.jobs[name]
+        if name in self.jobs or method == "DELETE":
+            return 200, json.dumps(self.jobs.get(name))
+        return 404, f"Job {name} does not exist"
+
+    async def close(self) -> None: ...
+
+
+def job(status: str, message: str = "", **more: Any) -> dict[str, Any]:
+    return {"status": status, "message": message, **more}
+
+
+async def test_submitted_under_its_name_with_what_was_asked_and_time_to_save() -> None:
+    head = Head()
+    found = await head().launch(LAUNCH)
+    [(_, _, body)] = [each for each in head.told if each[0] == "POST"]
+    assert body["submission_id"] == NAME
+    assert (body["entrypoint_num_cpus"], body["entrypoint_num_gpus"]) == (1, 2)
+    assert body["entrypoint"] == (
+        "exec sh '/srv/it'\"'\"'s/j.1/begin.sh' >>'/srv/it'\"'\"'s/j.1/engine.log' 2>&1"
+    )
+    assert body["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "30"
+    assert found.engine_says == (
+        f"job {NAME} of Ray is pending: it wants 1 CPU, 2 GPU; free: 1 of 4 CPU, 1.5 of 2 GPU"
+    )
+
+
+async def test_what_asks_for_no_gpu_is_shown_none() -> None:
+    head = Head()
+    await head().launch(Launch("j", 1, JobSpec(("true",)), engine=Engine(WORD, ("{}",))))
+    [(_, _, body)] = [each for each in head.told if each[0] == "POST"]
+    assert body["entrypoint"].startswith("CUDA_VISIBLE_DEVICES= exec sh ")
+
+
+async def test_what_ray_has_is_not_submitted_again() -> None:
+    head = Head(job("RUNNING"))
+    await head().launch(LAUNCH)
+    assert head.changed() == []
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_somebody_else_has_submitted_it_at_the_same_time(status: int) -> None:
+    head = Head()
+    head.answers["POST"] = (status, f"ValueError: Job with submission_id {NAME} already exists.")
+    assert (await head().launch(LAUNCH)).state is RunnerState.QUEUED
+    assert head.voided is None
+
+
+async def test_what_ray_would_not_have_leaves_nothing() -> None:
+    head = Head()
+    head.answers["POST"] = (400, "Traceback:\n  …\nTypeError: entrypoint_num_cpus must be a number")
+    with pytest.raises(RunnerRefused, match="would not have it: TypeError") as refusal:
+        await head().launch(LAUNCH)
+    assert refusal.value.code == "engine"
+    assert head.voided is not None
+    assert head.forgotten
+
+
+async def test_no_answer_may_have_been_one() -> None:
+    head = Head()
+    head.answers["POST"] = (500, "No available agent to submit job, please try again later.")
+    with pytest.raises(HostUnreachable, match="please try again later"):
+        await head().launch(LAUNCH)
+    assert head.voided is None
+    assert not head.forgotten
+
+
+@pytest.mark.parametrize("verb", ["launch", "status"])
+async def test_a_head_that_is_away_is_no_end(verb: str) -> None:
+    head = Head()
+    head.dead = "[Errno 111] Connection refused"
+    runner = head()
+    with pytest.raises(HostUnreachable, match=r"Ray does not answer there at http.*refused"):
+        await (runner.launch(LAUNCH) if verb == "launch" else runner.status("j", 1))
+    assert head.voided is None
+
+
+@pytest.mark.parametrize("answer", [(404, "<html>Not Found</html>"), (500, "down"), (200, "[]")])
+async def test_an_answer_of_something_else_is_no_end(answer: tuple[int, str]) -> None:
+    head = Head()
+    head.answers["GET"] = answer
+    with pytest.raises(HostUnreachable, match="does not say what became"):
+        await head().status("j", 1)
+    assert (head.voided, head.changed()) == (None, [])
+
+
+async def test_without_the_right_token_it_says_where_that_is_read() -> None:
+    head = Head()
+    head.answers["GET"] = (401, "Unauthorized")
+    with pytest.raises(RunnerRefused, match=r"RAY_AUTH_TOKEN.*auth_token"):
+        await head().status("j", 1)
+    assert head.voided is None
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (job("STOPPED", "Job was intentionally stopped."), "stopped (Job was intentionally"),
+        (
+            job("FAILED", "Job entrypoint command failed with exit code 2, last available logs (…):\nx\nsh: 0: no such file\n"),
+            "failed with exit code 2: sh: 0: no such file)",
+        ),
+        (
+            job("FAILED", "Failed to start supervisor actor x: 'no'. Full traceback:\nTraceback\n"),
+            "supervisor actor x: 'no'.)",
+        ),
+    ],
+)  # fmt: skip
+async def test_ended_before_it_began_it_never_does(found: dict[str, Any], words: str) -> None:
+    head = Head(found)
+    assert (await head().status("j", 1)).state is RunnerState.VOIDED
+    assert head.voided is not None
+    assert words in head.voided
+    assert "it never began" in head.voided
+
+
+async def test_forgotten_by_a_new_head_it_is_submitted_again_as_it_was() -> None:
+    head = Head()
+    found = await head().status("j", 1)
+    assert (found.state, found.engine_says) == (RunnerState.QUEUED, "it is on its way to Ray")
+    [(method, path, body)] = [each for each in head.told if each[0] != "GET"]
+    assert (method, path, body["submission_id"]) == ("POST", "/api/jobs/", NAME)
+    assert body["entrypoint_num_gpus"] == 2
+
+
+async def test_given_up_after_a_quarter_of_an_hour_it_is_submitted_again() -> None:
+    head = Head(job("FAILED", "…", error_type="JOB_SUPERVISOR_ACTOR_START_TIMEOUT"))
+    assert (await head().status("j", 1)).state is RunnerState.QUEUED
+    assert head.changed() == [("DELETE", f"/api/jobs/{NAME}"), ("POST", "/api/jobs/")]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "beat_age", "truth"),
+    [
+        ([job("RUNNING")], 9999.0, RunnerState.RUNNING),
+        ([job("FAILED")], LIVING_BEAT / 2, RunnerState.RUNNING),  # it goes on without its head
+        ([], LIVING_BEAT / 2, RunnerState.RUNNING),
+        ([job("FAILED")], LIVING_BEAT + 1, None),
+        ([], LIVING_BEAT + 1, None),
+    ],
+)
+@pytest.mark.parametrize("seen", ["lost", "rebooted"])
+async def test_what_seems_lost_is_only_where_both_are_silent(
+    seen: str, jobs: list[dict[str, Any]], beat_age: float, truth: RunnerState | None
+) -> None:
+    head = Head(*[dict(each) for each in jobs], state=seen, pid=3, beat_age=beat_age)
+    assert (await head().status("j", 1)).state is (truth or RunnerState(seen))
+    assert head.changed() == []
+
+
+async def test_lost_on_this_machine_it_is_whatever_ray_says() -> None:
+    head = Head(job("RUNNING"), state="lost", same_boot=True, pid=3, beat_age=1.0)
+    assert (await head().status("j", 1)).state is RunnerState.LOST
+
+
+async def test_voided_ray_is_told_that_it_need_not_begin_it() -> None:
+    head = Head(job("PENDING"))
+    assert (await head().void("j", 1)).state is RunnerState.VOIDED
+    assert head.changed() == [("POST", f"/api/jobs/{NAME}/stop")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "address"),
+    [
+        (WORD, "http://10.0.0.7:8265"),
+        ("ray:10.0.0.7:8265", ADDRESS),
+        ("ray:another:8265", ADDRESS),
+        ("slurm", ADDRESS),
+    ],
+)
+async def test_what_another_one_is_to_begin_is_left_alone(engine: str, address: str) -> None:
+    head = Head(engine=engine)
+    assert (await head(address).status("j", 1)).state is RunnerState.QUEUED
+    await head(address).void("j", 1)
+    assert head.told == []
+
+
+async def test_what_is_free_in_words() -> None:
+    head = Head()
+    head.answers["GET"] = (200, '{"ray_version": "2.60.0"}')
+    assert await head().free() == "1 of 4 CPU, 1.5 of 2 GPU"
+    head.answers["GET"] = (200, "<html>another service</html>")
+    with pytest.raises(HostUnreachable, match="no head of Ray"):
+        await head().free()
