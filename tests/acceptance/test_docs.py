@@ -67,7 +67,7 @@ from groupwise.suites.lighteval import PROGRAM_VARIABLE
 from groupwise.wire.parts import AnyVerb
 from groupwise.wire.problems import KINDS
 from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
-from tests import fleet_pages, slurm, ssh_hosts
+from tests import fleet_pages, ray, slurm, ssh_hosts
 from tests.fleet_pages import Follower
 from tests.integration.server.running import Server
 from tests.serving import Service, serve, tiny
@@ -313,6 +313,8 @@ def launched(words: list[str]) -> int:
     adapted = within_seconds(behind) if behind else []
     if words[1] == "slurm":
         return given_to_slurm(own, adapted)
+    if words[1] == "ray":
+        return given_to_ray(own, adapted)
     if words[1] != "ssh":
         return main([*own, *adapted])
     places = [at for at, word in enumerate(own) if word == "--host"]
@@ -346,6 +348,15 @@ def given_to_slurm(own: list[str], behind: list[str]) -> int:
         patch.setenv("SLURM_CONF", str(cluster.configuration))
         several = ["--dry-run"] if "--nodes" in own else []
         return main([*own[:place], *several, *own[place + 2 :], *behind])
+
+
+def given_to_ray(own: list[str], behind: list[str]) -> int:
+    """The same as if it were typed on the head of a Ray of the tests."""
+    place = own.index("--host")
+    with ray.cluster() as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        patch.setenv("RAY_AUTH_TOKEN", cluster.token)
+        return main([*own[:place], *own[place + 2 :], *behind])
 
 
 def with_the_tiny_model(words: list[str]) -> list[str]:

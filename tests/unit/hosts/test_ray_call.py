@@ -31,16 +31,16 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Server
-
     def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, Server)
         size = int(self.headers.get("Content-Length") or 0)
         told = self.headers.get("Authorization")
-        self.server.seen.append((self.command, self.path, told, self.rfile.read(size)))
+        server.seen.append((self.command, self.path, told, self.rfile.read(size)))
         moved = self.path == "/moved"
         self.send_response(302 if moved else 404 if self.path == "/none" else 200)
         if moved:
-            self.send_header("Location", f"{self.server.address}/elsewhere")
+            self.send_header("Location", f"{server.address}/elsewhere")
         self.send_header("Content-Length", "5")
         self.end_headers()
         self.wfile.write(b"told\n")
