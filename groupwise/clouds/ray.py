@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from groupwise.clouds.engines import EngineBackend
+from groupwise.clouds.queueing import EngineBackend
 from groupwise.clouds.port import Order
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Engine

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise.clouds.engines import EngineBackend
+from groupwise.clouds.queueing import EngineBackend
 from groupwise.clouds.port import Capabilities, Order
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Engine
