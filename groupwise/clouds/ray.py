@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from groupwise.clouds.queueing import EngineBackend
 from groupwise.clouds.port import Order
+from groupwise.clouds.queueing import EngineBackend
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Engine
 from groupwise.hosts.ray import RayRunner

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise.clouds.queueing import EngineBackend
 from groupwise.clouds.port import Capabilities, Order
+from groupwise.clouds.queueing import EngineBackend
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Engine
 from groupwise.hosts.slurm import NAME, SlurmRunner

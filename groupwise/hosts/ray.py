@@ -164,7 +164,7 @@ class RayRunner(EngineRunner[RayJob]):
         return replace(state, engine_says="it is on its way to Ray")
 
     async def _call(self, *calls: Call) -> list[tuple[int, str]]:
-        """Status and text of each. Raises HostUnreachable where one was not answered, RunnerRefused where Ray does not know who asks."""
+        """Status and text of each. Raises HostUnreachable where one was not answered, or Ray does not know who asks."""
         if not calls:
             return []
         asked = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
@@ -174,9 +174,8 @@ class RayRunner(EngineRunner[RayJob]):
             raise HostUnreachable(f"Ray does not answer there at {self.address}: {said}")
         answers = [(int(status), str(text)) for status, text in json.loads(ran.out)]
         if any(status in (401, 403) for status, _ in answers):
-            raise RunnerRefused(
-                "engine",
-                f"Ray at {self.address} does not take its token: it is read there from {', '.join(TOKENS)} or ~/.ray/auth_token",
+            raise HostUnreachable(
+                f"Ray at {self.address} does not take its token, which is read there from {', '.join(TOKENS)} or ~/.ray/auth_token"
             )
         return answers
 

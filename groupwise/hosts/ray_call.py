@@ -15,8 +15,8 @@ from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 NO_ANSWER = 3
-LARGEST = 1 << 20
-"""Bytes of one answer."""
+LARGEST = 1 << 18
+"""Bytes of one answer: Ray says 20,000 letters of a job that failed. Many of these are one answer of the runner."""
 TOKEN = os.path.join("~", ".ray", "auth_token")
 """Where Ray keeps it, if the environment does not say otherwise (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH)."""
 

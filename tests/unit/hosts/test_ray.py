@@ -174,7 +174,7 @@ async def test_an_answer_of_something_else_is_no_end(answer: tuple[int, str]) ->
 async def test_without_the_right_token_it_says_where_that_is_read() -> None:
     head = Head()
     head.answers["GET"] = (401, "Unauthorized")
-    with pytest.raises(RunnerRefused, match=r"RAY_AUTH_TOKEN.*auth_token"):
+    with pytest.raises(HostUnreachable, match=r"RAY_AUTH_TOKEN.*auth_token"):
         await head().status("j", 1)
     assert head.voided is None
 
