@@ -151,10 +151,11 @@ class Ray:
                 )
         small = (f"--object-store-memory={SMALLEST_STORE}", f"--temp-dir={self.folder}/ray")
         agent = f"--dashboard-agent-listen-port={free_port()}"
+        workers = ("--min-worker-port=0", "--max-worker-port=0")  # any: another Ray may be here
         quiet = ("--disable-usage-stats", "--include-log-monitor=false", "--log-color=false")
         start = (str(self.python), "-m", "ray.scripts.scripts", "start", "--num-cpus=4")
         assert self._watch.stdin is not None
-        told = json.dumps([*start, *options, *small, agent, *quiet])
+        told = json.dumps([*start, *options, *small, agent, *workers, *quiet])
         self._watch.stdin.write(f"{told}\n".encode())
         self._watch.stdin.flush()
 

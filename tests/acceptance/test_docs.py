@@ -356,7 +356,8 @@ def given_to_ray(own: list[str], behind: list[str]) -> int:
     with ray.cluster() as cluster, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", cluster.address)
         patch.setenv("RAY_AUTH_TOKEN", cluster.token)
-        return main([*own[:place], *own[place + 2 :], *behind])
+        asks = ["--dry-run"]  # tests/integration/launch/test_ray.py has them run
+        return main([*own[:place], *asks, *own[place + 2 :], *behind])
 
 
 def with_the_tiny_model(words: list[str]) -> list[str]:
