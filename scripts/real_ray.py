@@ -3,9 +3,6 @@
 
 It lies in the user's cache, by its release, and is found made by all later calls; one that was cut off leaves nothing that is taken for
 whole. Nothing is started here: the tests start each head and node as children of their own.
-
-    python3 scripts/real_ray.py            makes it if need be, and prints its folder
-    python3 scripts/real_ray.py --where    prints the folder alone
 """
 
 from __future__ import annotations
@@ -24,14 +21,12 @@ PACKAGE = f"ray[default]=={RELEASE}"
 
 
 def main() -> int:
-    """Make it, or say where it is."""
+    """Make it, if it is not there."""
     folder = where()
-    if sys.argv[1:] != ["--where"] and not folder.exists():
-        print(f"Making an environment with {PACKAGE}", file=sys.stderr)
-        if not made(folder):
-            return 1
-    print(folder)
-    return 0
+    if folder.exists():
+        return 0
+    print(f"Making an environment with {PACKAGE} in {folder}")
+    return 0 if made(folder) else 1
 
 
 def where() -> Path:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -24,6 +25,10 @@ import pytest
 
 from tests.ports import free_port
 
+PYTHON = Path(
+    run_path(str(Path(__file__).parents[1] / "scripts/real_ray.py"))["where"](), "bin/python"
+)
+"""Of its environment, wherever a test has its home."""
 SOON = 90.0
 """For a start, on a machine with other work; alone it takes three seconds."""
 SMALLEST_STORE = 80_000_000
@@ -59,13 +64,8 @@ while pids := below():
 
 def needed() -> Path:
     """The interpreter that has Ray; without it a test is skipped, or fails where a real one was promised."""
-    script = Path(__file__).parents[1] / "scripts/real_ray.py"
-    told = subprocess.run(
-        [sys.executable, script, "--where"], capture_output=True, text=True, check=True
-    )
-    found = Path(told.stdout.strip(), "bin/python")
-    if found.exists():
-        return found
+    if PYTHON.exists():
+        return PYTHON
     reason = "there is no Ray: scripts/real_ray.py makes an environment with it"
     if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
         pytest.fail(reason)
