@@ -447,7 +447,7 @@ def begins_a_server(page: Path) -> bool:
             id=name(page),
             marks=[
                 *([pytest.mark.server] if begins_a_server(page) else []),
-                *([pytest.mark.launch] if page.name in LAUNCHED else []),
+                *([pytest.mark.launch, pytest.mark.timeout(300)] if page.name in LAUNCHED else []),
             ],
         )
         for page in ALONE
