@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from groupwise.cli import launch_jobs
+from groupwise.cli.launch_aws import aws
 from groupwise.cli.launch_local import local
 from groupwise.cli.launch_slurm import slurm
 from groupwise.cli.launch_ssh import ssh
+from groupwise.cli.launch_sweep import sweep
 from groupwise.cli.launch_words import LaunchCommand
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -15,6 +17,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.command("local", cls=LaunchCommand)(local)
 app.command("ssh", cls=LaunchCommand)(ssh)
 app.command("slurm", cls=LaunchCommand)(slurm)
+app.command("aws", cls=LaunchCommand)(aws)
 
 app.command("list")(launch_jobs.list_jobs)
 app.command("logs")(launch_jobs.logs)
@@ -22,3 +25,4 @@ app.command("fetch")(launch_jobs.fetch)
 app.command("stop")(launch_jobs.stop)
 app.command("resume")(launch_jobs.resume)
 app.command("remove")(launch_jobs.remove)
+app.command("sweep")(sweep)

@@ -1,8 +1,8 @@
 """What is asked of EC2 and its neighbours, and no more: machines of ours by their tags, one to be started, its console, what it costs.
 
-`Ec2` is the port; `BotoEc2` is AWS by boto3, whose own retries are off: each call is tried here a few times while AWS says that it is busy or
-does not answer, which all of them bear, because a machine is started with the token of its attempt. Calls block: the backend makes them
-in threads.
+`Ec2` is the port; `BotoEc2` is AWS by boto3, whose own retries are off: each call is tried here a few times while AWS says that it is
+busy or does not answer, which all of them bear, because a machine is started with the token of its attempt. Calls block: the backend
+makes them in threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any, Protocol, TypeVar
 from groupwise.clouds.port import CloudError, Unreachable
 from groupwise.errors import UsageError
 
-IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
+IMAGE_PARAMETER = (
+    "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
+)
 """Where AWS names its newest deep-learning image in Systems Manager: drivers, Ubuntu 24.04, and so a Python that is new enough."""
 DISK_GB = 250
 TAG = "groupwise:"

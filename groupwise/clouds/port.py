@@ -223,8 +223,10 @@ class Rented:
     """That it was begun for."""
     owner: str
     """Who began it."""
+    since: float
+    """Seconds since the epoch."""
     deadline: float
-    """Seconds since the epoch, at which it ends by itself; whatever is there later has to be ended."""
+    """Likewise; at which it ends by itself; whatever is there later has to be ended."""
     address: str = ""
     """For people."""
     price_per_hour: float | None = None

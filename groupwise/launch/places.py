@@ -1,11 +1,13 @@
 """Where jobs are launched: places, as plain data that can be written down, and the backend that reaches one.
 
 A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
-`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once.
+`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once, `aws:us-east-1`.
 """
 
 from __future__ import annotations
 
+import getpass
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +22,11 @@ from groupwise.hosts.driver import Runner
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import Host
 from groupwise.hosts.slurm import SlurmRunner
+from groupwise.launch.state import state_folder
 
-LOCAL, SSH, SLURM = "local", "ssh", "slurm"
+LOCAL, SSH, SLURM, AWS = "local", "ssh", "slurm", "aws"
+PAID = frozenset({AWS})
+"""Kinds of places whose backends rent what jobs run on (`groupwise.clouds.port.Renting`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class Place:
     """How it is reached; no secrets, but paths of keys."""
 
     def __str__(self) -> str:
+        if "region" in self.detail:
+            return f"{self.kind}:{self.detail['region']}"
         machines = [] if self.is_here else [self.detail, *self.detail.get("others", ())]
         there = ",".join("{user}@{host}:{port}".format(**each) for each in machines)
         word = f"{there}{self.detail.get('shared') or ''}"
@@ -90,6 +97,19 @@ def _slurm(place: Place) -> Backend:
     return SlurmBackend(place.kind, runner, f"Slurm, by {where}")
 
 
+def _aws(place: Place) -> Backend:
+    from groupwise.clouds.aws import AwsBackend
+    from groupwise.clouds.aws_checks import Access
+    from groupwise.clouds.ec2 import BotoEc2
+    from groupwise.clouds.kept import Kept
+
+    detail = {name: value for name, value in place.detail.items() if value is not None}
+    region, profile = detail.pop("region"), detail.pop("profile", None)
+    kept = Kept(state_folder("aws") / f"{region}-{profile or 'default'}")
+    owner = f"{getpass.getuser()}@{socket.gethostname()}"
+    return AwsBackend(place.kind, BotoEc2(region, profile), Access(**detail), kept, owner=owner)
+
+
 def _spoken_to(place: Place) -> tuple[Host, str, str]:
     """A way to the machine, its name for people, and its interpreter."""
     host, where = (LocalHost(), "this machine") if place.is_here else _ssh(place.detail)
@@ -113,5 +133,10 @@ def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
     return host, str(address(detail))
 
 
-WAYS: dict[str, Callable[[Place], Backend]] = {LOCAL: _machine, SSH: _machine, SLURM: _slurm}
+WAYS: dict[str, Callable[[Place], Backend]] = {
+    LOCAL: _machine,
+    SSH: _machine,
+    SLURM: _slurm,
+    AWS: _aws,
+}
 """To the places of each kind."""
