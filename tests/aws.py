@@ -1,4 +1,4 @@
-"""AWS as moto has it, served by this process, with a real sshd standing in for every machine; corrected where moto forgets what matters here.
+"""AWS as moto has it, served by this process, with a real sshd standing in for every machine; corrected where moto forgets what matters.
 
 moto boots nothing: each machine has the address of the stand-in, and its console says what its user data would have it say. It does not
 honour client tokens either: here a token that was used gives the machine that it gave, or is refused with other parameters, as AWS does.
@@ -6,6 +6,7 @@ honour client tokens either: here a token that was used gives the machine that i
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -27,6 +28,12 @@ ACCOUNT = "123456789012"
 KEY_NAME, GROUP_NAME = "mine", "lets-in"
 PRICE = 1.212
 QUICK = Patience(look=0.01, ready=20.0, other=5.0)
+
+
+@functools.cache
+def asked() -> BotoEc2:
+    """AWS by boto3, whose descriptions of services take their time to be read. To be forgotten with its cloud."""
+    return BotoEc2(REGION, pause=0.01)
 
 
 @dataclass
@@ -105,10 +112,9 @@ class Cloud:
         self, kept: Path, patience: Patience = QUICK, ec2: Any = None, **access: Any
     ) -> AwsBackend:
         """A new way to it, as from the machine that keeps its records there."""
-        asked = ec2 or BotoEc2(REGION, pause=0.01)
         return AwsBackend(
             "aws",
-            asked,
+            ec2 or asked(),
             self.access(**access),
             Kept(kept),
             owner="me@here",
@@ -118,7 +124,7 @@ class Cloud:
 
 def user_data_of(machine: Any) -> str:
     """What moto has kept of it."""
-    return base64.b64decode(machine.user_data).decode()
+    return base64.b64decode(str(machine.user_data)).decode()
 
 
 class _Beside(BaseHTTPRequestHandler):
@@ -182,6 +188,7 @@ def cloud(host: LoopbackHost) -> Iterator[Cloud]:
         finally:
             moto_api_backend.reset()
             server.stop()
+            asked.cache_clear()
 
 
 def _furnish(found: Cloud) -> None:
@@ -201,7 +208,7 @@ def _furnish(found: Cloud) -> None:
         "IpRanges": [{"CidrIp": "192.0.2.0/24"}],
     }
     client.authorize_security_group_ingress(GroupId=found.group, IpPermissions=[rule])
-    image = client.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+    image = next(iter(found.ec2.amis))
     kept = ssm_backends[ACCOUNT][REGION]
     parameter = Parameter(
         account_id=ACCOUNT,
@@ -215,7 +222,8 @@ def _furnish(found: Cloud) -> None:
         version=1,
         data_type="text",
     )
-    kept._parameters[IMAGE_PARAMETER].append(parameter)
+    parameters: Any = kept._parameters
+    parameters[IMAGE_PARAMETER].append(parameter)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 
 from groupwise.clouds.aws import AwsBackend
 from groupwise.clouds.aws_checks import Access
-from groupwise.clouds.ec2 import BotoEc2
 from groupwise.clouds.kept import Kept
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.port import Backend
@@ -40,8 +39,8 @@ class Place:
         """A new way to it, as from another machine."""
         if self.access is not None:
             kept = Kept(Path(tempfile.mkdtemp(dir=Path(self.home).parent)))
-            ec2 = BotoEc2(aws.REGION, pause=0.01)
-            return AwsBackend(self.kind, ec2, Access(**self.access), kept, patience=aws.QUICK)
+            asked, access = aws.asked(), Access(**self.access)
+            return AwsBackend(self.kind, asked, access, kept, patience=aws.QUICK)
         if self.login is not None:
             host = SshHost(Address(**self.login))
         else:

@@ -442,7 +442,7 @@ class AwsBackend:
     async def list(self) -> list[Handle]:
         """See `Backend.list`."""
         names = {each.tags["job"] for each in await self._all()} | set(self._kept.names())
-        found = [await self.find(name) for name in sorted(names)]
+        found = await asyncio.gather(*(self.find(name) for name in sorted(names)))
         return [each for each in found if each is not None]
 
     async def order(self, handle: Handle) -> Order:

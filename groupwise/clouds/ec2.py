@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from groupwise.clouds.port import CloudError, Unreachable
@@ -381,15 +382,11 @@ class BotoEc2:
         return self._clients[service, region]
 
     def _made(self, service: str, region: str) -> Any:
-        try:
-            import boto3
-            from botocore.config import Config
-        except ImportError:
-            raise UsageError("AWS is asked by boto3: pip install 'groupwise[aws]'.") from None
+        boto3, config_of = _boto("boto3"), _boto("botocore.config").Config
         if self._session is None:
             self._session = boto3.Session(profile_name=self.profile)
         connect, read = WAITS_FOR_AWS
-        config = Config(
+        config = config_of(
             retries={"total_max_attempts": 1, "mode": "standard"},
             connect_timeout=connect,
             read_timeout=read,
@@ -397,10 +394,18 @@ class BotoEc2:
         return self._session.client(service, region_name=region, config=config)
 
 
+def _boto(module: str) -> Any:
+    """A part of it, which is not loaded before AWS is asked. Raises UsageError where it is not there."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UsageError("AWS is asked by boto3: pip install 'groupwise[launch,aws]'.") from None
+
+
 @contextmanager
 def told(region: str) -> Generator[None]:
     """What boto3 raises, as CloudError."""
-    from botocore import exceptions as boto
+    boto = _boto("botocore.exceptions")
 
     try:
         yield
@@ -433,7 +438,7 @@ def _refusal(said: Mapping[str, str], region: str) -> CloudError:
 
 def _machine(said: Mapping[str, Any]) -> Machine:
     tags = {each["Key"]: each["Value"] for each in said.get("Tags", [])}
-    reason = said.get("StateReason") or {}
+    reason: Mapping[str, str] = said.get("StateReason") or {}
     return Machine(
         said["InstanceId"],
         said["State"]["Name"],

@@ -1,7 +1,7 @@
 """What this machine keeps of jobs at a place that goes away with its machines: what was asked for, the ending, the log, where results are.
 
-While a job's machine is there, that machine is asked. Afterwards this is all that is left, beside what the place itself remembers: enough to
-tell how a job ended, and to begin its next attempt elsewhere. Values of secrets are not among it.
+While a job's machine is there, that machine is asked. Afterwards this is all that is left, beside what the place itself remembers: enough
+to tell how a job ended, and to begin its next attempt elsewhere. Values of secrets are not among it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import glob
 import os
 import sys
 import time
-import urllib.error
 import urllib.request
 
 SERVICE = "http://169.254.169.254"
