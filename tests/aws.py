@@ -48,6 +48,8 @@ class Cloud:
     group: str = ""
     says_key: bool = True
     """Machines have come so far that their consoles say their keys."""
+    key_said: str | None = None
+    """By consoles, in place of the key that the machine has."""
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Of RunInstances, as they came."""
     tokens: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
@@ -87,8 +89,7 @@ class Cloud:
     def takes_back(self, machine: str, why: str = "Server.SpotInstanceTermination") -> None:
         """AWS ends it."""
         self.ec2.terminate_instances([machine])
-        found = self.ec2.get_instance(machine)
-        found._state_reason.code = why
+        self.ec2.get_instance(machine).state_reason.code = why
 
     def stored(self) -> str:
         """All that it knows of machines, as text."""
@@ -236,23 +237,26 @@ def _corrected(found: Cloud) -> Iterator[None]:
     from moto.ec2.responses.instances import InstanceResponse
     from moto.ec2.utils import Base64EncodedString
 
+    one_by_one = threading.Lock()
     plainly: Callable[[Any], Any] = InstanceResponse.run_instances
 
     def run_instances(self: Any) -> Any:
         asked = json.loads(json.dumps(self.params, default=str))
         found.requests.append(asked)
         token = asked["ClientToken"]
-        if token not in found.tokens:
-            answer = plainly(self)
-            found.tokens[token] = (json.dumps(asked, sort_keys=True), answer)
-            return answer
+        with one_by_one:
+            if token not in found.tokens:
+                answer = plainly(self)
+                found.tokens[token] = (json.dumps(asked, sort_keys=True), answer)
+                return answer
         before, answer = found.tokens[token]
         if before != json.dumps(asked, sort_keys=True):
             raise EC2ClientError("IdempotentParameterMismatch", "the token was used with others")
         return answer
 
     def console(self: Any) -> Any:
-        said = f"boot\ngroupwise-host-key: {found.host.host_key}\n" if found.says_key else "boot\n"
+        key = found.key_said or found.host.host_key
+        said = f"boot\ngroupwise-host-key: {key}\n" if found.says_key else "boot\n"
         output = Base64EncodedString.from_raw_string(said)
         return ActionResult({"InstanceId": self._get_param("InstanceId"), "Output": output})
 

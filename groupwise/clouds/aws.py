@@ -114,6 +114,8 @@ class AwsBackend:
         self._patience = patience or Patience()
         self._where = f"AWS, {ec2.region}"
         self._reached: dict[str, _Reached] = {}
+        self._left: list[MachineBackend] = []
+        """Ways to machines in whose place there are others; closed in the end."""
 
     # --- placing ------------------------------------------------------------------------------
 
@@ -398,6 +400,8 @@ class AwsBackend:
         address = Address(machine.address, user, int(port), self._access.named("key_path"), key)
         runner = Runner(SshHost(address), root=ROOT, python=self._access.python)
         backend = MachineBackend(self.name, runner, self._where)
+        if known is not None:
+            self._left.append(known.backend)
         self._reached[job] = _Reached(machine, backend)
         return backend
 
@@ -472,12 +476,12 @@ class AwsBackend:
             return await otherwise(machine)
         try:
             return await ask(on)
-        except NotHere:
-            return await otherwise(machine)
-        except Unreachable:
+        except (NotHere, Unreachable) as error:
+            # What was known of the machine may be old.
             await self._forget_way(handle.name)
             machine = await self._newest(handle.name)
-            if machine is not None and machine.lives and "begun" in machine.tags:
+            there = machine is not None and machine.lives and "begun" in machine.tags
+            if there and isinstance(error, Unreachable):
                 raise
             return await otherwise(machine)
 
@@ -593,6 +597,8 @@ class AwsBackend:
         """See `Backend.close`."""
         for name in [*self._reached]:
             await self._forget_way(name)
+        for each in self._left:
+            await each.close()
 
     # --- what is paid for -------------------------------------------------------------------------
 

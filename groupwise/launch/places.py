@@ -11,7 +11,8 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
@@ -23,6 +24,9 @@ from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import Host
 from groupwise.hosts.slurm import SlurmRunner
 from groupwise.launch.state import state_folder
+
+if TYPE_CHECKING:
+    from groupwise.clouds.ec2 import Ec2
 
 LOCAL, SSH, SLURM, AWS = "local", "ssh", "slurm", "aws"
 PAID = frozenset({AWS})
@@ -100,14 +104,21 @@ def _slurm(place: Place) -> Backend:
 def _aws(place: Place) -> Backend:
     from groupwise.clouds.aws import AwsBackend
     from groupwise.clouds.aws_checks import Access
-    from groupwise.clouds.ec2 import BotoEc2
     from groupwise.clouds.kept import Kept
 
     detail = {name: value for name, value in place.detail.items() if value is not None}
     region, profile = detail.pop("region"), detail.pop("profile", None)
     kept = Kept(state_folder("aws") / f"{region}-{profile or 'default'}")
     owner = f"{getpass.getuser()}@{socket.gethostname()}"
-    return AwsBackend(place.kind, BotoEc2(region, profile), Access(**detail), kept, owner=owner)
+    return AwsBackend(place.kind, _ec2(region, profile), Access(**detail), kept, owner=owner)
+
+
+@cache
+def _ec2(region: str, profile: str | None) -> Ec2:
+    """For all questions of a command: reading the descriptions of AWS's services takes longer than asking."""
+    from groupwise.clouds.ec2 import BotoEc2
+
+    return BotoEc2(region, profile)
 
 
 def _spoken_to(place: Place) -> tuple[Host, str, str]:
