@@ -405,7 +405,8 @@ def _show_plan(plan: Plan, packed: Packed, asked: Asked) -> None:
     unknown = "nobody could say what" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
     hours = asked.max_hours
-    most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * hours:.2f}"
+    paid = hours if plan.paid_hours is None else plan.paid_hours
+    most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * paid:.2f}"
     if asked.as_json:
         write_json(
             {

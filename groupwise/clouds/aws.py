@@ -129,7 +129,8 @@ class AwsBackend:
                 + "".join(f"\n  {each}" for each in found.failed)
             )
         steps = (*found.lines, self._would_start(order, found), f"begin {order.name} there by SSH")
-        return Plan(self._where, steps, order.spec.arguments, found.price.dollars, paid=True)
+        price, hours = found.price.dollars, minutes_of(order) / 60
+        return Plan(self._where, steps, order.spec.arguments, price, paid=True, paid_hours=hours)
 
     def _would_start(self, order: Order, found: Checked) -> str:
         kind = "spot" if order.asks.get("spot") else "on demand"

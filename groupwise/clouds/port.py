@@ -186,6 +186,8 @@ class Plan:
     """Dollars; None where nothing is paid, or where nobody could say how much (`paid`)."""
     paid: bool = False
     """It costs something, known or not."""
+    paid_hours: float | None = None
+    """The most that is paid for; None: as long as the job may take."""
 
 
 @dataclass(frozen=True, slots=True)
