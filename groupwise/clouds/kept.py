@@ -7,6 +7,7 @@ to tell how a job ended, and to begin its next attempt elsewhere. Values of secr
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -16,10 +17,9 @@ from groupwise.clouds.folder import EARLIER, INCOMING
 from groupwise.clouds.port import Ending, Order, Outcome
 from groupwise.hosts.driver import Resume
 from groupwise.hosts.failures import FailureClass
-from groupwise.hosts.files import BlobStore
+from groupwise.hosts.files import BlobStore, sync_folder
 from groupwise.hosts.seal import MANIFEST
 from groupwise.hosts.spec import FileEntry, path_problems
-from groupwise.runs import durable
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,14 @@ class Kept:
             "results": record.results,
             "endings": endings,
         }
-        durable.write_json(self._file(record.name), document)
+        path = self._file(record.name)
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        with new.open("w", encoding="utf-8") as file:
+            json.dump(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        sync_folder(self.folder)
 
     def begun(self, order: Order, attempt: int, store: BlobStore) -> None:
         """An attempt begins; its files are kept too, for the next one."""
