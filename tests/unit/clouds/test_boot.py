@@ -70,11 +70,20 @@ def test_each_later_start_arms_what_is_left(
 
 def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> None:
     assert not any(line.startswith("setsid") for line in ran(script(), tmp_path))
-    said = ran(script(spot=True), tmp_path)
-    assert any("spot_notice.py" in line and "setsid python3" in line for line in said)
+    ran(script(spot=True), tmp_path)
+    _until_said(tmp_path / "said", "setsid python3 -I ")
+    assert "spot_notice.py" in (tmp_path / "said").read_text()
     written = (tmp_path / "root/var/lib/groupwise/spot_notice.py").read_text()
     compile(written, "spot_notice.py", "exec")
     assert "instance-action" in written
+
+
+def _until_said(path: Path, words: str) -> None:
+    """By what goes on in the background."""
+    deadline = time.monotonic() + 30
+    while words not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.01)
 
 
 def test_it_is_short_enough_for_ec2() -> None:
