@@ -200,7 +200,7 @@ class AwsBackend:
             return None
         again = await on.resume(name, secrets, store)
         await self._tag(machine, {"attempt": str(again.attempt)})
-        self._kept.begun((await on.order(again)), again.attempt, store)
+        await asyncio.to_thread(self._kept.begun, await on.order(again), again.attempt, store)
         return again
 
     def _results_of(self, name: str, record: Record | None) -> Path:
@@ -278,12 +278,21 @@ class AwsBackend:
 
         try:
             return await to_its_end(asyncio.to_thread(start))
-        except Unreachable:
+        except Unreachable as error:
             # It may have been started although no answer came.
-            found = await asyncio.to_thread(self._ec2.machines, request.tags["job"])
+            found = await self._perhaps_started(request.tags["job"], error)
             ours = [each for each in found if each.tags.get("by") == request.tags["by"]]
             started.machines.extend(each for each in ours if each.lives)
             raise
+
+    async def _perhaps_started(self, name: str, error: Unreachable) -> list[Machine]:
+        try:
+            return await asyncio.to_thread(self._ec2.machines, name)
+        except CloudError:
+            raise Unreachable(
+                f"{error.message} Nobody knows whether a machine was started for {name}. If so it ends at its deadline; `groupwise launch "
+                f"sweep --name {name}` ends it as soon as AWS answers."
+            ) from None
 
     async def _of_somebody_else(self, name: str, attempt: int) -> Machine | None:
         until = time.monotonic() + self._patience.other

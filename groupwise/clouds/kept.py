@@ -76,13 +76,14 @@ class Kept:
         sync_folder(self.folder)
 
     def begun(self, order: Order, attempt: int, store: BlobStore) -> None:
-        """An attempt begins; its files are kept too, for the next one."""
-        blobs = self._blobs()
-        for entry in order.spec.files.values():
-            if entry.sha256 not in blobs:
-                blobs.put_file(store.path(entry.sha256))
-        known = self.find(order.name) or Record(order.name)
-        self.write(replace(known, order=order.document(), attempt=attempt))
+        """An attempt begins; its files are kept too, for the next one. Where not all are here, another one cannot be begun from here."""
+        blobs, known = self._blobs(), self.find(order.name) or Record(order.name)
+        lacking = [e.sha256 for e in order.spec.files.values() if e.sha256 not in blobs]
+        for sha256 in filter(store.__contains__, lacking):
+            blobs.put_file(store.path(sha256))
+        whole = all(sha256 in blobs for sha256 in lacking)
+        document = order.document() if whole else known.order
+        self.write(replace(known, order=document, attempt=attempt))
 
     def fetched(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
         """What there was of an attempt is in that folder."""

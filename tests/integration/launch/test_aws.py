@@ -298,6 +298,18 @@ async def test_a_start_whose_answer_is_lost_is_found_and_ended(
     assert len(account.requests) == 1
     assert account.living() == []
 
+    silences = iter([False, False, True])
+    machines = BotoEc2.machines
+
+    def falls_silent(self: BotoEc2, job: str | None = None) -> Any:
+        if next(silences):
+            raise Unreachable("AWS is silent")
+        return machines(self, job)
+
+    monkeypatch.setattr(BotoEc2, "machines", falls_silent)
+    with pytest.raises(Unreachable, match="sweep --name unknown"):
+        await backend.submit(order("unknown"), store)
+
 
 async def test_a_start_that_is_asked_for_again_is_the_same_machine(account: Cloud) -> None:
     """What the client does by itself where AWS was busy."""
@@ -432,6 +444,25 @@ async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
     said = (await laptop.log(second, 0, 1 << 16)).data.decode()
     assert said == "2 b'four' the input\n"
     await laptop.close()
+
+
+async def test_on_a_machine_that_is_there_it_goes_on_from_anywhere(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    script = "import os, sys; print(os.environ['ATTEMPT']); sys.exit(os.environ['ATTEMPT'] == '1')"
+    (tmp_path / "in").write_text("in")
+    files = store.put_files({"in": tmp_path / "in"})
+    wanted = order("anywhere", script)
+    wanted = replace(wanted, spec=replace(wanted.spec, files=files))
+    laptop, other = (account.backend(tmp_path / each) for each in ("kept", "of-another"))
+    await until_ended(laptop, await laptop.submit(wanted, store))
+    second = await other.resume("anywhere", {}, BlobStore(tmp_path / "empty"))
+    assert second.attempt == 2
+    assert (await until_ended(other, second)).ending.outcome is Outcome.SUCCEEDED
+    assert await laptop.find("anywhere") == second
+    assert len(account.requests) == 1
+    for each in (laptop, other):
+        await each.close()
 
 
 async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
