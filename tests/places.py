@@ -1,12 +1,16 @@
 """Places for jobs, each as its backend reaches it: what the contract of backends is tested with."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.clouds.aws import AwsBackend
+from groupwise.clouds.aws_checks import Access
+from groupwise.clouds.kept import Kept
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.port import Backend
 from groupwise.clouds.ray import RayBackend
@@ -16,9 +20,9 @@ from groupwise.hosts.local import LocalHost
 from groupwise.hosts.ray import RayRunner
 from groupwise.hosts.slurm import SlurmRunner
 from groupwise.hosts.ssh import Address, SshHost
+from tests import aws, ssh_hosts
 from tests import ray as real_ray
 from tests import slurm as real_slurm
-from tests import ssh_hosts
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,15 @@ class Place:
     """Its configuration, where it is a cluster's."""
     ray: tuple[str, str] | None = None
     """The address of its head, and its token, where it is one of Ray."""
+    access: dict[str, Any] | None = None
+    """Where machines are rented: how one gets there. The variables of this process say where that is."""
 
     def reach(self) -> Backend:
         """A new way to it, as from another machine."""
+        if self.access is not None:
+            kept = Kept(Path(tempfile.mkdtemp(dir=Path(self.home).parent)))
+            asked, access = aws.asked(), Access(**self.access)
+            return AwsBackend(self.kind, asked, access, kept, patience=aws.QUICK)
         if self.login is not None:
             host = SshHost(Address(**self.login))
         else:
@@ -86,10 +96,18 @@ def ssh(_: Path) -> Iterator[Place]:
         yield Place("ssh", str(host.home), login)
 
 
+@contextmanager
+def rented(_: Path) -> Iterator[Place]:
+    """AWS, where a real sshd stands in for every machine."""
+    with ssh_hosts.loopback_hosts() as [host], aws.cloud(host) as cloud:
+        yield Place("aws", str(host.home), access=asdict(cloud.access()))
+
+
 PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "local": local,
     "ssh": ssh,
     "slurm": slurm,
     "ray": ray,
+    "aws": rented,
 }
 """By their names; each is given a folder for its home."""

@@ -27,7 +27,7 @@ from groupwise.cli.printing import print_table
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.clouds.port import Backend, Status
+    from groupwise.clouds.port import Backend, Handle, Status
     from groupwise.launch.notes import Note
 
 
@@ -142,7 +142,7 @@ def fetch(
     as_json: AsJson = False,
 ) -> None:
     """Bring its results here; while it runs, its checkpoints. Prints the folder."""
-    from groupwise.launch import results
+    from groupwise.launch import paid, results
 
     note = note_of(name, at, key, trust)
     folder = folder_of(note, to)
@@ -152,10 +152,13 @@ def fetch(
         status = await backend.status(handle)
         results.prepare(folder)
         came = await backend.fetch(handle, folder)
-        return results.result(handle, str(note.place), status, came)
+        cost = await paid.cost_of(backend, name)
+        document = results.result(handle, str(note.place), status, came, cost)
+        results.write(folder, document)
+        await paid.after(backend, handle, status, folder, say)
+        return document
 
     document = ask(note.place, fetched)
-    results.write(folder, document)
     if as_json:
         write_json(document)
     else:
@@ -190,17 +193,23 @@ def resume(
     """
     from groupwise.launch import notes
     from groupwise.launch.orders import files_here
+    from groupwise.launch.places import PAID
 
     note = note_of(name, at, key, trust)
     secrets = environment_of(tuple(env_file or ()))
     store = files_here()
-    handle = ask(note.place, lambda backend: backend.resume(name, secrets, store))
+
+    async def again(backend: Backend) -> Handle:
+        return await backend.resume(name, secrets, store)
+
+    handle = ask(note.place, again)
     notes.write(note if to is None else replace(note, results=to.expanduser().absolute()))
     say(f"{name} goes on: attempt {handle.attempt}")
     if detach:
         return
     say("Ctrl-C stops it and fetches what there is")
-    watch(note, to, as_json=as_json, stop=True)
+    paid = note.place.kind in PAID
+    watch(note, to, as_json=as_json, stop=True, again=again if paid else None)
 
 
 def remove(

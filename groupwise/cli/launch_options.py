@@ -63,6 +63,20 @@ MaxPrice = Annotated[
         "--max-price", metavar="USD", min=0, help="An hour: a place that costs more is refused."
     ),
 ]
+TerminateAfter = Annotated[
+    bool,
+    typer.Option(
+        "--terminate-after",
+        help="End what it ran on as soon as the results are here, if it succeeds.",
+    ),
+]
+KeepOnFailure = Annotated[
+    bool,
+    typer.Option(
+        "--keep-on-failure",
+        help="Keep what it ran on until its deadline, although the job or its set-up has failed.",
+    ),
+]
 EnvFile = Annotated[
     list[Path] | None,
     typer.Option(
@@ -114,7 +128,8 @@ At = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
-        help="Where it is, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT or ray:USER@HOST:PORT, if it was launched from another machine.",
+        help="Where it is, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT, ray:USER@HOST:PORT or aws:REGION, if it was launched from "
+        "another machine.",
     ),
 ]
 

@@ -19,6 +19,7 @@ from groupwise.cli.launch_options import (
     Extra,
     Gpus,
     IndexUrl,
+    KeepOnFailure,
     Lock,
     MaxHours,
     MaxPrice,
@@ -30,19 +31,20 @@ from groupwise.cli.launch_options import (
     Result,
     Script,
     Take,
+    TerminateAfter,
     To,
     Wheelhouse,
     With,
 )
 from groupwise.cli.launch_places import check_name
-from groupwise.cli.launch_watch import ask, watch
+from groupwise.cli.launch_watch import ask, tell_of_rented, watch
 from groupwise.cli.launch_words import Behind, behind, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
 from groupwise.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
-    from groupwise.clouds.port import Handle, Plan
+    from groupwise.clouds.port import Backend, Handle, Plan
     from groupwise.fleet.machines.plans import Plan as EnvironmentPlan
     from groupwise.hosts.files import BlobStore
     from groupwise.launch.notes import Note
@@ -207,6 +209,16 @@ def environment(
     )
 
 
+def rental(
+    terminate_after: TerminateAfter = False, keep_on_failure: KeepOnFailure = False
+) -> dict[str, Any]:
+    """The options of places that are paid, as `Order.asks` has them; only what was asked for."""
+    from groupwise.clouds.port import KEEP_ON_FAILURE, TERMINATE_AFTER
+
+    asks = {TERMINATE_AFTER: terminate_after, KEEP_ON_FAILURE: keep_on_failure}
+    return {name: True for name, given in asks.items() if given}
+
+
 def launch(place: Place, asked: Asked) -> None:
     """From the words to the result."""
     from groupwise.launch import notes, orders
@@ -264,7 +276,11 @@ def launch(place: Place, asked: Asked) -> None:
             typer.echo(name)
         return
     say("Ctrl-C stops it and fetches what there is")
-    watch(note, asked.to, as_json=asked.as_json, stop=True)
+
+    async def again(backend: Backend) -> Handle:
+        return await backend.resume(name, secrets, store)
+
+    watch(note, asked.to, as_json=asked.as_json, stop=True, again=again if plan.paid else None)
 
 
 def _processes(asked: Asked) -> int:
@@ -298,8 +314,10 @@ def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
         say(
             f"{name} may have been placed: `groupwise launch list` tells, `groupwise launch stop {name}` ends it"
         )
+        tell_of_rented(note)
         raise
     except GroupwiseError:
+        tell_of_rented(note)
         if before is None and ask(note.place, lambda backend: backend.find(name)) is None:
             notes.remove(name)
         raise
@@ -370,6 +388,12 @@ def _tell_of_project(packed: Packed) -> None:
 
 def _refuse_price(plan: Plan, most: float | None) -> None:
     price = plan.price_per_hour
+    if most is not None and price is None and plan.paid:
+        raise UsageError(
+            f"nobody could say what {plan.where} costs an hour, so that --max-price ${most:.2f} cannot be kept:"
+            + "".join(f"\n  {step}" for step in plan.steps)
+            + "\nWithout --max-price it is launched at whatever it costs."
+        )
     if most is not None and price is not None and price > most:
         raise UsageError(
             f"{plan.where} costs ${price:.2f} an hour, and --max-price is ${most:.2f}."
@@ -378,9 +402,11 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
 
 def _show_plan(plan: Plan, packed: Packed, asked: Asked) -> None:
     """What would be done, for people or programs."""
-    price = "nothing" if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
+    unknown = "nobody could say what" if plan.paid else "nothing"
+    price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
     hours = asked.max_hours
-    most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * hours:.2f}"
+    paid = hours if plan.paid_hours is None else plan.paid_hours
+    most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * paid:.2f}"
     if asked.as_json:
         write_json(
             {
@@ -394,6 +420,7 @@ def _show_plan(plan: Plan, packed: Packed, asked: Asked) -> None:
                 "results": list(packed.order.spec.artefacts),
                 "max_hours": hours,
                 "price_per_hour": plan.price_per_hour,
+                "paid": plan.paid,
             }
         )
         return

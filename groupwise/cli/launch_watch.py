@@ -50,14 +50,47 @@ async def find(backend: Backend, name: str) -> Handle:
     return handle
 
 
-def watch(note: Note, to: Path | None, *, as_json: bool, stop: bool) -> None:
-    """Until it has ended; then its exit code is that of this command. `stop`: Ctrl-C ends it."""
+def tell_of_rented(note: Note) -> None:
+    """After a failure: what is there for this job all the same, and costs money."""
+    from groupwise.clouds.port import CloudError, Renting
+    from groupwise.launch.paid import of_job, stays
+
+    async def told(backend: Backend) -> None:
+        if isinstance(backend, Renting):
+            for each in await of_job(backend, note.name):
+                say(f"{stays(each)}; `groupwise launch sweep --name {note.name}` ends it")
+
+    try:
+        ask(note.place, told)
+    except CloudError as error:
+        say(f"whether anything is paid for {note.name} could not be found out: {error.message}")
+
+
+def watch(
+    note: Note,
+    to: Path | None,
+    *,
+    as_json: bool,
+    stop: bool,
+    again: Callable[[Backend], Awaitable[Handle]] | None = None,
+) -> None:
+    """Until it has ended; then its exit code is that of this command. `stop`: Ctrl-C ends it.
+
+    `again` begins another attempt: where a machine was taken away from the job it is called, once.
+    """
+    from groupwise.hosts.failures import FailureClass
     from groupwise.launch.watching import Watch
 
     folder, log = folder_of(note, to), LogWriter(err=as_json)
     watching = Watch(folder, log.write, say)
     try:
         document = asyncio.run(_watched(watching, note, folder))
+        if again is not None and document["failure"] == FailureClass.PREEMPTION:
+            say(f"{note.name}: {document['reason']}; it goes on elsewhere, this once by itself")
+            attempt = ask(note.place, again).attempt
+            say(f"{note.name} goes on: attempt {attempt}")
+            watching = Watch(folder, log.write, say)
+            document = asyncio.run(_watched(watching, note, folder))
     except KeyboardInterrupt:
         if not stop:
             say(f"{note.name} goes on without being watched")
@@ -94,7 +127,7 @@ async def stop_job(backend: Backend, name: str) -> bool:
 
 async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     """Its result, written beside what it left."""
-    from groupwise.launch import results
+    from groupwise.launch import paid, results
     from groupwise.launch.places import reach
 
     backend = reach(note.place)
@@ -102,10 +135,12 @@ async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
         handle = await find(backend, note.name)
         results.prepare(folder)
         status, fetched = await watching.until_ended(backend, handle)
+        cost = await paid.cost_of(backend, note.name)
+        document = results.result(handle, str(note.place), status, fetched, cost)
+        results.write(folder, document)
+        await paid.after(backend, handle, status, folder, say)
     finally:
         await backend.close()
-    document = results.result(handle, str(note.place), status, fetched)
-    results.write(folder, document)
     return document
 
 

@@ -144,6 +144,19 @@ class MachineBackend:
         newest = await self._newest_checkpoint(attempts)
         return await self._begin(order, store, last.epoch + 1, len(attempts) + 1, newest)
 
+    async def take_over(
+        self, order: Order, store: BlobStore, attempt: int, newest: Resume | None
+    ) -> Handle:
+        """Begin this attempt of a job whose earlier ones were on other machines; `store` holds the files of `newest` too."""
+        refuse(order)
+        last = await self._newest(order.name)
+        if last is not None and last.epoch >= attempt and last.state is not RunnerState.REFUSED:
+            return self._handle(last)
+        if newest is not None:
+            with self._told():
+                await self._runner.provide(store, newest.manifest)
+        return await self._begin(order, store, attempt, attempt, newest)
+
     async def _newest_checkpoint(self, attempts: Sequence[MemberState]) -> Resume | None:
         """Of any attempt, the last one first: it may have ended before its own first one."""
         for each in reversed(attempts):

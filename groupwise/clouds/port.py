@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from groupwise.errors import RunError
 from groupwise.hosts.answers import LogPart
@@ -183,7 +183,11 @@ class Plan:
     command: tuple[str, ...]
     """As it will be run there."""
     price_per_hour: float | None = None
-    """Dollars; None where nothing is paid."""
+    """Dollars; None where nothing is paid, or where nobody could say how much (`paid`)."""
+    paid: bool = False
+    """It costs something, known or not."""
+    paid_hours: float | None = None
+    """The most that is paid for; None: as long as the job may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +212,46 @@ class Fetched:
     """Bytes that came; a file that was here already came no more."""
     left_out: Mapping[str, str]
     """What did not come, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rented:
+    """What costs money for a job as long as it is there: a machine, a box."""
+
+    id: str
+    """As its place calls it."""
+    job: str
+    attempt: int
+    """That it was begun for."""
+    owner: str
+    """Who began it."""
+    since: float
+    """Seconds since the epoch."""
+    deadline: float
+    """Likewise; at which it ends by itself; whatever is there later has to be ended."""
+    address: str = ""
+    """For people."""
+    price_per_hour: float | None = None
+    """Dollars; None: nobody knows."""
+
+
+TERMINATE_AFTER = "terminate_after"
+"""In `Order.asks` of a place that is paid: what the job runs on ends as soon as its results are here, also after a success."""
+KEEP_ON_FAILURE = "keep_on_failure"
+"""Likewise: it stays until its deadline where the job or its set-up has failed."""
+
+
+@runtime_checkable
+class Renting(Protocol):
+    """What a backend of a place that is paid can do beside."""
+
+    async def rented(self) -> list[Rented]:
+        """All that is there of anybody's jobs of this account, whatever its job does."""
+        ...
+
+    async def give_back(self, rented: Rented) -> None:
+        """End it now, whatever runs on it. The job's name and its ending are remembered as far as they are known. May be repeated."""
+        ...
 
 
 class Backend(Protocol):

@@ -80,7 +80,8 @@ Requests and answers
                 step, exit, refused, survivors, clock, place (a name that this root was given when it was made; null: it could not be),
                 gpus, share_mb, slot (that it was begun with), engine, engine_options, folder, age (seconds since it was made), beat_age
                 (since its supervisor last wrote that it lives, by the file's time), engine_says (the end of what the engine wrote of it)
-    exit      code, signal, reason ("exited", "cancelled", "evicted" by its engine, "time_limit", "deadman", "spawn_failed"), message,
+    exit      code, signal, reason ("exited", "cancelled", "evicted" by its engine or by whom its machine belongs to, who writes the
+                seconds that it has into the file `evict` of its folder, "time_limit", "deadman", "spawn_failed"), message,
                 oom_kill (null: no control group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, gpus (how many it
                 held), checkpoints, step, leftovers (processes that it had left behind when it ended by itself, and that were ended)
     refused   code (lower_epoch, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program), message, holder?
@@ -3789,6 +3790,10 @@ class Supervisor:
             return Ending("cancelled", "", since + grace)
         if self.ending:
             return None
+        notice = number_in(cell_words(self.attempt.at("evict")))
+        if notice is not None:
+            message = "its machine is wanted back by whom it was rented from"
+            return Ending("evicted", message, now + notice)
         if self.evicted:
             message = f"{self.order.engine} ended it: its machine was wanted back, its time was up, or somebody told it to"
             return Ending("evicted", message, now + min(self.order.grace, EVICT_GRACE))

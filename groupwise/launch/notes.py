@@ -6,13 +6,13 @@ A note is no more than a shorthand: whoever says where a job is (`--at`) finds i
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import UsageError
 from groupwise.launch.places import Place
+from groupwise.launch.state import state_folder
 from groupwise.runs import durable
 
 
@@ -29,9 +29,8 @@ class Note:
 
 
 def folder() -> Path:
-    """`$XDG_STATE_HOME/groupwise/launches`, by default below `~/.local/state` (XDG Base Directory Specification)."""
-    root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(root) / "groupwise" / "launches"
+    """Of the notes."""
+    return state_folder("launches")
 
 
 def write(note: Note) -> None:

@@ -1,15 +1,18 @@
 """Where jobs are launched: places, as plain data that can be written down, and the backend that reaches one.
 
 A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
-`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once, `ray:me@head:22/scratch/me,http://10.0.0.2:8265`.
+`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once, `ray:me@head:22/scratch/me,http://10.0.0.2:8265`, `aws:us-east-1`.
 """
 
 from __future__ import annotations
 
+import getpass
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
@@ -22,8 +25,14 @@ from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import Host
 from groupwise.hosts.ray import ADDRESS, TOKENS, RayRunner
 from groupwise.hosts.slurm import SlurmRunner
+from groupwise.launch.state import state_folder
 
-LOCAL, SSH, SLURM, RAY = "local", "ssh", "slurm", "ray"
+if TYPE_CHECKING:
+    from groupwise.clouds.ec2 import Ec2
+
+LOCAL, SSH, SLURM, RAY, AWS = "local", "ssh", "slurm", "ray", "aws"
+PAID = frozenset({AWS})
+"""Kinds of places whose backends rent what jobs run on (`groupwise.clouds.port.Renting`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,8 @@ class Place:
     """How it is reached; no secrets, but paths of keys."""
 
     def __str__(self) -> str:
+        if "region" in self.detail:
+            return f"{self.kind}:{self.detail['region']}"
         machines = [] if self.is_here else [self.detail, *self.detail.get("others", ())]
         there = ",".join("{user}@{host}:{port}".format(**each) for each in machines)
         address = f",{self.detail['address']}" if self.detail.get("address") else ""
@@ -100,6 +111,26 @@ def _ray(place: Place) -> Backend:
     return RayBackend(place.kind, runner, f"Ray, by {where}")
 
 
+def _aws(place: Place) -> Backend:
+    from groupwise.clouds.aws import AwsBackend
+    from groupwise.clouds.aws_checks import Access
+    from groupwise.clouds.kept import Kept
+
+    detail = {name: value for name, value in place.detail.items() if value is not None}
+    region, profile = detail.pop("region"), detail.pop("profile", None)
+    kept = Kept(state_folder("aws") / f"{region}-{profile or 'default'}")
+    owner = f"{getpass.getuser()}@{socket.gethostname()}"
+    return AwsBackend(place.kind, _ec2(region, profile), Access(**detail), kept, owner=owner)
+
+
+@cache
+def _ec2(region: str, profile: str | None) -> Ec2:
+    """For all questions of a command: reading the descriptions of AWS's services takes longer than asking."""
+    from groupwise.clouds.ec2 import BotoEc2
+
+    return BotoEc2(region, profile)
+
+
 def _spoken_to(place: Place, also: Iterable[str] = ()) -> tuple[Host, str, str]:
     """A way to the machine, its name for people, and its interpreter. `also`: variables that one of here is asked with."""
     host, where = (LocalHost(also=also), "this machine") if place.is_here else _ssh(place.detail)
@@ -128,5 +159,6 @@ WAYS: dict[str, Callable[[Place], Backend]] = {
     SSH: _machine,
     SLURM: _slurm,
     RAY: _ray,
+    AWS: _aws,
 }
 """To the places of each kind."""

@@ -30,8 +30,10 @@ def prepare(folder: Path) -> None:
             ignore.write_text("*\n", "utf-8")
 
 
-def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict[str, Any]:
-    """The document. Costs are there where machines are paid for."""
+def result(
+    handle: Handle, place: str, status: Status, fetched: Fetched, cost: float | None = None
+) -> dict[str, Any]:
+    """The document. `cost`: dollars so far, of what is paid for the job."""
     ending = status.ending
     runs = [_run(fetched.folder, path) for path in fetched.files if _is_record(path)]
     return {
@@ -45,7 +47,7 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
         "failure": None if ending is None else ending.failure,
         "exit_code": None if ending is None else ending.code,
         "seconds": None if ending is None else ending.seconds,
-        "cost": None,
+        "cost": cost,
         "runs": runs,
         "files": list(fetched.files),
         "left_out": dict(fetched.left_out),

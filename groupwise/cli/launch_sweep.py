@@ -1,0 +1,100 @@
+"""`groupwise launch sweep`: what is paid for and was ended by nobody."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.launch_options import AsJson, DryRun
+from groupwise.cli.launch_watch import ask
+from groupwise.cli.output import say, write_json
+from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.clouds.port import Backend
+    from groupwise.launch.paid import Swept
+    from groupwise.launch.places import Place
+
+At = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PLACE",
+        help="aws:REGION; without it: paid places that jobs were launched on from here.",
+    ),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(metavar="JOB", help="End what is there for this job, before its deadline too."),
+]
+Profile = Annotated[str | None, typer.Option(metavar="P", help="With --at: of the credentials.")]
+
+
+def sweep(
+    at: At = None,
+    name: Name = None,
+    profile: Profile = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """End machines that are paid for beyond their deadline.
+
+    Of everybody who uses the account; whoever launched them, and whatever became of that.
+    """
+    from groupwise.clouds.port import Renting
+    from groupwise.launch import paid
+
+    async def swept(backend: Backend) -> Swept:
+        assert isinstance(backend, Renting), "that is what PAID says"
+        return await paid.sweep(backend, name, dry_run=dry_run)
+
+    found = [(str(place), ask(place, swept)) for place in _places(at, profile)]
+    if as_json:
+        write_json({"swept": [_document(place, each) for place, each in found]})
+        return
+    verb = "would be ended" if dry_run else "is ended"
+    for place, each in found:
+        for one in each.overdue:
+            say(f"{one.id}, of {one.owner or 'somebody'} for {one.job}, {verb} ({place})")
+        for one in each.left:
+            say(f"{one.job}, of {one.owner or 'somebody'}: {paid.stays(one)} ({place})")
+        if not each.overdue and not each.left:
+            say(f"nothing is there ({place})")
+
+
+def _places(at: list[str] | None, profile: str | None) -> list[Place]:
+    from groupwise.launch import notes
+    from groupwise.launch.places import AWS, PAID, Place
+
+    if at is None:
+        if profile is not None:
+            raise UsageError("--profile is for --at.")
+        known = [each.place for each in notes.every() if each.place.kind in PAID]
+        if not known:
+            raise UsageError(
+                "no job was launched on a paid place from here; name one: --at aws:us-east-1"
+            )
+        return [*{_account(each): each for each in known}.values()]
+    if find_spec("boto3") is None:
+        raise UsageError("AWS is asked by boto3: pip install 'groupwise[launch,aws]'.")
+    places: list[Place] = []
+    for word in at:
+        kind, _, region = word.partition(":")
+        if kind != AWS or not region:
+            raise UsageError(f"--at {word}: a place that is paid is wanted, aws:REGION.")
+        places.append(Place(AWS, {"region": region, "profile": profile}))
+    return places
+
+
+def _account(place: Place) -> tuple[str, Any]:
+    return str(place), place.detail.get("profile")
+
+
+def _document(place: str, swept: Swept) -> dict[str, Any]:
+    return {
+        "place": place,
+        "overdue": [asdict(each) for each in swept.overdue],
+        "left": [asdict(each) for each in swept.left],
+    }

@@ -1,0 +1,102 @@
+"""Places that are paid: what becomes of what a job ran on when it has ended, and sweeping up what nobody has ended.
+
+A backend of such a place can list what it has rented and give it back (`Renting`). That is all that is asked of it here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.clouds.port import (
+    KEEP_ON_FAILURE,
+    TERMINATE_AFTER,
+    Backend,
+    Handle,
+    Order,
+    Outcome,
+    Rented,
+    Renting,
+    Status,
+)
+from groupwise.launch import results
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep found."""
+
+    overdue: tuple[Rented, ...]
+    """Ended now, or to be ended."""
+    left: tuple[Rented, ...]
+    """Their deadlines are to come."""
+
+
+async def after(
+    backend: Backend, handle: Handle, status: Status, folder: Path, say: Callable[[str], None]
+) -> None:
+    """What becomes of the machine of a job that was just fetched to `folder`: ended, or told, with what it costs.
+
+    It ends after a success where that was asked for, after anything else unless it was asked to be kept, and never before all is here.
+    """
+    if status.ending is None or not isinstance(backend, Renting):
+        return
+    found = await of_job(backend, handle.name)
+    if not found:
+        return
+    ends = _ends(await backend.order(handle), status)
+    if ends and not results.is_all_of(folder, handle):
+        say(f"not all of what {handle.name} has made is in {folder}, so what it ran on stays")
+        ends = False
+    for rented in found:
+        if ends:
+            await backend.give_back(rented)
+            say(f"{rented.id} is ended")
+        else:
+            say(f"{stays(rented)}; `groupwise launch remove {handle.name}` ends it")
+
+
+def _ends(order: Order, status: Status) -> bool:
+    assert status.ending is not None
+    if status.ending.outcome is Outcome.SUCCEEDED:
+        return bool(order.asks.get(TERMINATE_AFTER))
+    return not order.asks.get(KEEP_ON_FAILURE)
+
+
+async def of_job(backend: Renting, name: str) -> list[Rented]:
+    """What is there for this job."""
+    return [each for each in await backend.rented() if each.job == name]
+
+
+async def cost_of(backend: Backend, name: str) -> float | None:
+    """Dollars so far, of what is there for this job now. None: nothing is, or nobody knows its price."""
+    found = await of_job(backend, name) if isinstance(backend, Renting) else []
+    hours = [(each.price_per_hour, (time.time() - each.since) / 3600) for each in found]
+    known = [price * hour for price, hour in hours if price is not None]
+    return round(sum(known), 2) if known else None
+
+
+def stays(rented: Rented) -> str:
+    """That it does, where, for how long and for how much."""
+    price = "" if rented.price_per_hour is None else f", ${rented.price_per_hour:.2f} an hour"
+    address = f" ({rented.address})" if rented.address else ""
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(rented.deadline))
+    return f"{rented.id}{address} stays until {until}{price}"
+
+
+async def sweep(
+    backend: Renting, name: str | None, *, dry_run: bool, now: float | None = None
+) -> Swept:
+    """End what is beyond its deadline; with `name` all of that job, whatever its deadline."""
+    moment = time.time() if now is None else now
+    found = await backend.rented()
+    if name is None:
+        overdue = tuple(each for each in found if each.deadline <= moment)
+    else:
+        overdue = tuple(each for each in found if each.job == name)
+    if not dry_run:
+        for each in overdue:
+            await backend.give_back(each)
+    return Swept(overdue, tuple(each for each in found if each not in overdue))

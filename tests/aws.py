@@ -1,0 +1,269 @@
+"""AWS as moto has it, served by this process, with a real sshd standing in for every machine; corrected where moto forgets what matters.
+
+moto boots nothing: each machine has the address of the stand-in, and its console says what its user data would have it say. It does not
+honour client tokens either: here a token that was used gives the machine that it gave, or is refused with other parameters, as AWS does.
+"""
+
+import base64
+import contextlib
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from groupwise.clouds.aws import AwsBackend, Patience
+from groupwise.clouds.aws_checks import Access
+from groupwise.clouds.ec2 import IMAGE_PARAMETER, BotoEc2
+from groupwise.clouds.kept import Kept
+from tests.ssh_hosts import LoopbackHost
+
+REGION = "us-east-1"
+ACCOUNT = "123456789012"
+KEY_NAME, GROUP_NAME = "mine", "lets-in"
+PRICE = 1.212
+QUICK = Patience(look=0.01, ready=20.0, other=5.0)
+
+
+@functools.cache
+def asked() -> BotoEc2:
+    """AWS by boto3, whose descriptions of services take their time to be read. To be forgotten with its cloud."""
+    return BotoEc2(REGION, pause=0.01)
+
+
+@dataclass
+class Cloud:
+    """An account in one region."""
+
+    url: str
+    beside: str
+    """What moto does not have: the Price List Service, and quotas of EC2."""
+    host: LoopbackHost
+    """What stands in for machines."""
+    group: str = ""
+    says_key: bool = True
+    """Machines have come so far that their consoles say their keys."""
+    key_said: str | None = None
+    """By consoles, in place of the key that the machine has."""
+    requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Of RunInstances, as they came."""
+    tokens: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
+    prices: dict[str, float] = field(default_factory=lambda: {"g5.2xlarge": PRICE})
+    quota: float = 64.0
+    """Virtual cores, whatever the family."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For programs that are to find it."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ENDPOINT_URL_PRICING": self.beside,
+            "AWS_ENDPOINT_URL_SERVICE_QUOTAS": self.beside,
+            "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+            "AWS_SECRET_ACCESS_KEY": "example",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+    @property
+    def ec2(self) -> Any:
+        """What moto has stored."""
+        from moto.ec2.models import ec2_backends
+
+        return ec2_backends[ACCOUNT][REGION]
+
+    def machines(self) -> list[Any]:
+        """All that were ever started."""
+        return [*self.ec2.all_instances()]
+
+    def living(self) -> list[str]:
+        """Those that cost money now."""
+        return [each.id for each in self.machines() if each.state in ("running", "pending")]
+
+    def takes_back(self, machine: str, why: str = "Server.SpotInstanceTermination") -> None:
+        """AWS ends it."""
+        self.ec2.terminate_instances([machine])
+        self.ec2.get_instance(machine).state_reason.code = why
+
+    def stored(self) -> str:
+        """All that it knows of machines, as text."""
+        kept = [
+            [each.id, each.get_tags(), user_data_of(each), each.image_id]
+            for each in self.machines()
+        ]
+        return json.dumps([kept, self.requests], default=str)
+
+    def access(self, **fields: Any) -> Access:
+        known = {
+            "key_name": KEY_NAME,
+            "key_path": str(self.host.key_path),
+            "security_group": self.group,
+            "user": self.host.user,
+            "port": self.host.port,
+        }
+        return Access(**{**known, **fields})
+
+    def backend(
+        self, kept: Path, patience: Patience = QUICK, ec2: Any = None, **access: Any
+    ) -> AwsBackend:
+        """A new way to it, as from the machine that keeps its records there."""
+        return AwsBackend(
+            "aws",
+            ec2 or asked(),
+            self.access(**access),
+            Kept(kept),
+            owner="me@here",
+            patience=patience,
+        )
+
+
+def user_data_of(machine: Any) -> str:
+    """What moto has kept of it."""
+    return base64.b64decode(str(machine.user_data)).decode()
+
+
+class _Beside(BaseHTTPRequestHandler):
+    """Answers as AWS does to two questions, in JSON."""
+
+    cloud: Cloud
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        of_prices = self.headers["X-Amz-Target"].endswith("GetProducts")
+        answer = self._prices(asked) if of_prices else {"Quota": {"Value": self.cloud.quota}}
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-amz-json-1.1")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _prices(self, asked: Any) -> Any:
+        [kind] = [e["Value"] for e in asked["Filters"] if e["Field"] == "instanceType"]
+        price = self.cloud.prices.get(kind)
+        dimension = {"unit": "Hrs", "pricePerUnit": {"USD": str(price)}}
+        terms = {"OnDemand": {"x.y": {"priceDimensions": {"x.y.z": dimension}}}}
+        return {"PriceList": [] if price is None else [json.dumps({"terms": terms})]}
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _beside(found: Cloud) -> Iterator[str]:
+    handler = type("Handler", (_Beside,), {"cloud": found})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@contextlib.contextmanager
+def cloud(host: LoopbackHost) -> Iterator[Cloud]:
+    """One, with a key pair and a security group; its variables are those of this process meanwhile."""
+    from moto.moto_api._internal.models import moto_api_backend
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    found = Cloud(f"http://127.0.0.1:{port}", "", host)
+    with (
+        _beside(found) as found.beside,
+        mock.patch.dict(os.environ, found.environment),
+        _corrected(found),
+    ):
+        for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION", "AWS_SESSION_TOKEN"):
+            os.environ.pop(name, None)
+        try:
+            _furnish(found)
+            yield found
+        finally:
+            moto_api_backend.reset()
+            server.stop()
+            asked.cache_clear()
+
+
+def _furnish(found: Cloud) -> None:
+    import boto3
+    from moto.ssm.models import Parameter, ssm_backends
+
+    client = boto3.client("ec2", region_name=REGION)
+    public = found.host.key_path.with_suffix(".pub").read_bytes()
+    client.import_key_pair(KeyName=KEY_NAME, PublicKeyMaterial=public)
+    network = client.describe_vpcs()["Vpcs"][0]["VpcId"]
+    made = client.create_security_group(GroupName=GROUP_NAME, Description="-", VpcId=network)
+    found.group = made["GroupId"]
+    rule = {
+        "IpProtocol": "tcp",
+        "FromPort": found.host.port,
+        "ToPort": found.host.port,
+        "IpRanges": [{"CidrIp": "192.0.2.0/24"}],
+    }
+    client.authorize_security_group_ingress(GroupId=found.group, IpPermissions=[rule])
+    image = next(iter(found.ec2.amis))
+    kept = ssm_backends[ACCOUNT][REGION]
+    parameter = Parameter(
+        account_id=ACCOUNT,
+        name=IMAGE_PARAMETER,
+        value=image,
+        parameter_type="String",
+        description="",
+        allowed_pattern=None,
+        keyid=None,
+        last_modified_date=0,
+        version=1,
+        data_type="text",
+    )
+    parameters: Any = kept._parameters
+    parameters[IMAGE_PARAMETER].append(parameter)
+
+
+@contextlib.contextmanager
+def _corrected(found: Cloud) -> Iterator[None]:
+    """moto as far as it is used here."""
+    from moto.core.responses import ActionResult
+    from moto.ec2.exceptions import EC2ClientError
+    from moto.ec2.models.instances import Instance
+    from moto.ec2.responses.general import General
+    from moto.ec2.responses.instances import InstanceResponse
+    from moto.ec2.utils import Base64EncodedString
+
+    one_by_one = threading.Lock()
+    plainly: Callable[[Any], Any] = InstanceResponse.run_instances
+
+    def run_instances(self: Any) -> Any:
+        asked = json.loads(json.dumps(self.params, default=str))
+        found.requests.append(asked)
+        token = asked["ClientToken"]
+        with one_by_one:
+            if token not in found.tokens:
+                answer = plainly(self)
+                found.tokens[token] = (json.dumps(asked, sort_keys=True), answer)
+                return answer
+        before, answer = found.tokens[token]
+        if before != json.dumps(asked, sort_keys=True):
+            raise EC2ClientError("IdempotentParameterMismatch", "the token was used with others")
+        return answer
+
+    def console(self: Any) -> Any:
+        key = found.key_said or found.host.host_key
+        said = f"boot\ngroupwise-host-key: {key}\n" if found.says_key else "boot\n"
+        output = Base64EncodedString.from_raw_string(said)
+        return ActionResult({"InstanceId": self._get_param("InstanceId"), "Output": output})
+
+    address = property(lambda _: found.host.address)
+    with (
+        mock.patch.object(InstanceResponse, "run_instances", run_instances),
+        mock.patch.object(General, "get_console_output", console),
+        mock.patch.object(Instance, "public_ip_address", address),
+    ):
+        yield

@@ -1,0 +1,685 @@
+"""`groupwise launch aws`, typed, against moto, where a real sshd stands in for machines; and that none of these is left, whatever fails.
+
+1. The machine is exactly the one that was described; nothing secret is in what AWS keeps of it.
+2. Whatever fails between its start and the job's beginning ends it, Ctrl-C too; an answer that was lost does not hide it.
+3. It ends with a job that did not succeed, once the results are here; after a success when that was asked for; `sweep` ends what is late.
+4. A job whose machine is gone is told by its name, and goes on from what was fetched; one whose machine is wanted back goes on by itself.
+"""
+
+import asyncio
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from groupwise.clouds import spot_notice
+from groupwise.clouds.aws import AwsBackend, Patience
+from groupwise.clouds.ec2 import BotoEc2
+from groupwise.clouds.machine import MachineBackend
+from groupwise.clouds.port import (
+    CloudError,
+    NameTaken,
+    Order,
+    Outcome,
+    Phase,
+    Status,
+    Unreachable,
+)
+from groupwise.hosts.driver import Runner
+from groupwise.hosts.failures import FailureClass
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.port import HostUnreachable
+from groupwise.hosts.spec import JobSpec, Limits
+from tests.aws import KEY_NAME, PRICE, QUICK, REGION, Cloud, asked, cloud, user_data_of
+from tests.contract.test_cloud_contract import SAVES, WAITS
+from tests.integration.launch.person import Person
+from tests.ssh_hosts import loopback_hosts
+
+CANARY = "canary-of-a-secret-9083"
+MAKES = "import os; os.makedirs('outputs'); open('outputs/made', 'w').write('it'); print('done')"
+SAVES_WHEN_TOLD = (
+    SAVES
+    + """
+import signal, sys, time
+attempt, begun = os.environ["ATTEMPT"], os.environ.get("RESUME_FROM")
+data = pathlib.Path(begun, "w").read_bytes().decode() if begun else ""
+print(f"attempt {attempt} began with {data!r}", flush=True)
+if begun: sys.exit(0)
+signal.signal(signal.SIGTERM, lambda *_: (save(7, b"seven"), sys.exit(3)))
+while True: signal.pause()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def rented() -> Iterator[Cloud]:
+    with loopback_hosts() as [host], cloud(host) as found:
+        yield found
+
+
+@pytest.fixture
+def account(rented: Cloud) -> Iterator[Cloud]:
+    """With no machines; what stands in for them is empty."""
+    for machine in rented.living():
+        rented.ec2.terminate_instances([machine])
+    rented.requests.clear()
+    yield rented
+    rented.says_key, rented.key_said = True, None
+    rented.host.restart()
+    shutil.rmtree(rented.host.home / "groupwise-launch", ignore_errors=True)
+
+
+@pytest.fixture
+def words(account: Cloud) -> list[str]:
+    """Of `launch aws`, up to what is to be run."""
+    named = {
+        "--instance-type": "g5.2xlarge",
+        "--key-name": KEY_NAME,
+        "--key-path": str(account.host.key_path),
+        "--security-group": account.group,
+        "--user": account.host.user,
+        "--port": str(account.host.port),
+    }
+    account.host.gpus(1)
+    return ["aws", *(word for pair in named.items() for word in pair)]
+
+
+@pytest.fixture
+def python(words: list[str]) -> list[str]:
+    """The same, with packages that the machine has."""
+    return [*words, "--python", sys.executable]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+def order(name: str, script: str = MAKES, **asks: Any) -> Order:
+    spec = JobSpec(("python3", "-c", script), limits=Limits(time_seconds=7200))
+    return Order(name, spec, asks=asks)
+
+
+# --- what is asked of AWS -------------------------------------------------------------------------
+
+
+async def test_the_machine_is_as_it_was_described(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    before = time.time()
+    backend = account.backend(tmp_path / "kept")
+    await backend.submit(order("described"), store)
+    await backend.close()
+    [found] = account.requests
+    assert found["InstanceType"] == "g5.2xlarge"
+    assert (found["MinCount"], found["MaxCount"], found["KeyName"]) == (1, 1, KEY_NAME)
+    assert found["SecurityGroupIds"] == [account.group]
+    assert found["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert found["MetadataOptions"]["HttpTokens"] == "required"
+    [disk] = found["BlockDeviceMappings"]
+    assert disk["Ebs"] == {"VolumeSize": 250, "VolumeType": "gp3", "DeleteOnTermination": True}
+    assert disk["DeviceName"].startswith("/dev/")
+    assert len(found["ClientToken"]) == 64
+    assert "InstanceMarketOptions" not in found
+    [machine] = [each for each in account.machines() if each.id in account.living()]
+    tags = {each["key"]: each["value"] for each in machine.get_tags()}
+    assert tags["groupwise:job"] == "described"
+    assert tags["groupwise:attempt"] == "1"
+    assert tags["groupwise:owner"] == "me@here"
+    assert tags["groupwise:host-key"] == account.host.host_key
+    assert 0 <= float(tags["groupwise:deadline"]) - before - 2.5 * 3600 < 60
+    script = user_data_of(machine).splitlines()
+    assert script[3] == "shutdown --no-wall -P +150"
+    assert {each["ResourceType"] for each in found["TagSpecifications"]} == {"instance", "volume"}
+
+
+async def test_each_attempt_has_a_token_of_its_own(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    backend = account.backend(tmp_path / "kept")
+    handle = await backend.submit(order("tokens", "raise SystemExit(3)"), store)
+    await until_ended(backend, handle)
+    await backend.fetch(handle, tmp_path / "results")
+    for each in await backend.rented():
+        await backend.give_back(each)
+    again = await backend.resume("tokens", {}, store)
+    assert again.attempt == 2
+    await backend.close()
+    tokens = [each["ClientToken"] for each in account.requests]
+    assert len(set(tokens)) == len(tokens) == 2
+
+
+async def test_two_who_submit_at_once_start_one_machine(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    laptops = [account.backend(tmp_path / f"kept-{n}") for n in range(3)]
+    handles = await asyncio.gather(*(each.submit(order("twice"), store) for each in laptops))
+    assert len(set(map(repr, handles))) == 1
+    assert len(account.living()) == 1
+    for each in laptops:
+        await each.close()
+
+
+async def test_a_spot_machine_has_its_price(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    backend = account.backend(tmp_path / "kept")
+    await backend.submit(order("spot", spot=True, max_price=0.61), store)
+    await backend.close()
+    options = account.requests[0]["InstanceMarketOptions"]
+    assert options["MarketType"] == "spot"
+    assert options["SpotOptions"] == {
+        "SpotInstanceType": "one-time",
+        "InstanceInterruptionBehavior": "terminate",
+        "MaxPrice": "0.6100",
+    }
+    [machine] = account.living()
+    assert "spot_notice.py" in user_data_of(account.ec2.get_instance(machine))
+
+
+async def until_ended(backend: AwsBackend, handle: Any) -> Status:
+    status = await backend.status(handle)
+    while status.ending is None:
+        status = await backend.wait(handle, status, 20)
+    return status
+
+
+# --- none is left ---------------------------------------------------------------------------------
+
+
+class Faulty(BotoEc2):
+    """AWS, where something happens before each call that comes after the start of a machine: `fails` is told its number and verb."""
+
+    def __init__(self, fails: Callable[[int, str], None]) -> None:
+        super().__init__(REGION, pause=0.001, _clients=asked()._clients)
+        self.fails, self.calls, self.has_started = fails, 0, False
+
+    def _ask(self, service: str, verb: str, **more: Any) -> Any:
+        self._count(verb)
+        said = super()._ask(service, verb, **more)
+        self.has_started = self.has_started or verb == "run_instances"
+        return said
+
+    def _pages(self, verb: str, **words: Any) -> list[Any]:
+        self._count(verb)
+        return super()._pages(verb, **words)
+
+    def _count(self, verb: str) -> None:
+        if self.has_started:
+            self.calls += 1
+            self.fails(self.calls, verb)
+
+
+async def test_whatever_aws_refuses_between_its_start_and_the_job_it_is_ended(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    backend = account.backend(tmp_path / "kept", ec2=Faulty(lambda _, verb: seen.append(verb)))
+    handle = await backend.submit(order("clean"), store)
+    calls = tuple(seen)
+    assert {"describe_instances", "get_console_output", "create_tags"} <= set(calls)
+    await backend.cleanup(handle)
+    await backend.close()
+    for n, of in enumerate(calls, 1):
+
+        def fails(call: int, verb: str, n: int = n) -> None:
+            if call == n:
+                raise CloudError(f"{verb} was refused")
+
+        backend = account.backend(tmp_path / "kept", ec2=Faulty(fails))
+        with pytest.raises(CloudError, match="was refused"):
+            await backend.submit(order(f"fails-{n}"), store)
+        assert account.living() == [], of
+        assert await backend.find(f"fails-{n}") is None
+        await backend.close()
+
+
+async def test_ctrl_c_at_any_moment_of_it_ends_it(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    loop = asyncio.get_running_loop()
+    for n in range(1, 6):  # those of the test above
+        running: list[asyncio.Task[Any]] = []
+
+        def fails(call: int, verb: str, n: int = n, running: Any = running) -> None:
+            if call == n:
+                loop.call_soon_threadsafe(running[0].cancel)
+
+        backend = account.backend(tmp_path / "kept", ec2=Faulty(fails))
+        running.append(asyncio.create_task(backend.submit(order(f"ends-{n}"), store)))
+        with pytest.raises(asyncio.CancelledError):
+            await running[0]
+        assert account.living() == [], n
+        assert await backend.find(f"ends-{n}") is None
+        await backend.close()
+
+
+async def test_ctrl_c_while_it_is_started_ends_it(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, starts = asyncio.get_running_loop(), BotoEc2.start
+    running: list[asyncio.Task[Any]] = []
+
+    def start(self: BotoEc2, request: Any) -> Any:
+        loop.call_soon_threadsafe(running[0].cancel)
+        return starts(self, request)
+
+    monkeypatch.setattr(BotoEc2, "start", start)
+    backend = account.backend(tmp_path / "kept")
+    running.append(asyncio.create_task(backend.submit(order("starting"), store)))
+    with pytest.raises(asyncio.CancelledError):
+        await running[0]
+    assert len(account.requests) == 1
+    assert account.living() == []
+    await backend.close()
+
+
+async def test_a_start_whose_answer_is_lost_is_found_and_ended(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = BotoEc2.start
+
+    def start(self: BotoEc2, request: Any) -> Any:
+        starts(self, request)
+        raise Unreachable("no answer came")
+
+    monkeypatch.setattr(BotoEc2, "start", start)
+    backend = account.backend(tmp_path / "kept")
+    with pytest.raises(Unreachable, match="no answer"):
+        await backend.submit(order("lost"), store)
+    assert len(account.requests) == 1
+    assert account.living() == []
+
+    silences = iter([False, False, True])
+    machines = BotoEc2.machines
+
+    def falls_silent(self: BotoEc2, job: str | None = None) -> Any:
+        if next(silences):
+            raise Unreachable("AWS is silent")
+        return machines(self, job)
+
+    monkeypatch.setattr(BotoEc2, "machines", falls_silent)
+    with pytest.raises(Unreachable, match="sweep --name unknown"):
+        await backend.submit(order("unknown"), store)
+
+
+async def test_a_start_that_is_asked_for_again_is_the_same_machine(account: Cloud) -> None:
+    """What the client does by itself where AWS was busy."""
+    from groupwise.clouds.ec2 import Request
+
+    wanted = Request(
+        *("t" * 64, "g5.2xlarge", next(iter(account.ec2.amis)), "/dev/sda1", KEY_NAME),
+        *((account.group,), "", {"job": "again"}),
+    )
+    first, second = asked().start(wanted), asked().start(wanted)
+    assert first.id == second.id
+    assert len(account.living()) == 1
+
+
+@pytest.mark.parametrize("step", ["hello", "observe", "missing", "launch"])
+async def test_whatever_the_machine_fails_at_it_is_ended(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    async def fails(self: Runner, *_: Any, **__: Any) -> Any:
+        raise HostUnreachable(f"{step} was cut off")
+
+    monkeypatch.setattr(Runner, step, fails)
+    backend = account.backend(tmp_path / "kept", replace(QUICK, ready=0.05))
+    if step == "hello":  # nothing asks for it on the way
+        monkeypatch.setattr(MachineBackend, "submit", fails)
+    with pytest.raises((CloudError, HostUnreachable), match="cut off"):
+        await backend.submit(order(f"at-{step}"), store)
+    await backend.close()
+    assert len(account.requests) == 1
+    assert account.living() == []
+
+
+async def test_one_that_never_says_its_key_or_shows_another_is_ended(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    account.says_key = False
+    backend = account.backend(tmp_path / "kept", Patience(look=0.01, ready=0.05))
+    with pytest.raises(CloudError, match="has not said its host key"):
+        await backend.submit(order("mute"), store)
+    assert account.living() == []
+    account.says_key = True
+    account.key_said = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43}"
+    with pytest.raises(CloudError, match="pinned"):
+        await backend.submit(order("another"), store)
+    assert account.living() == []
+    await backend.close()
+
+
+async def test_one_that_cannot_be_ended_is_told_with_what_ends_it(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    def fails(_: int, verb: str) -> None:
+        if verb != "describe_instances":
+            raise CloudError(f"{verb} was refused")
+
+    backend = account.backend(tmp_path / "kept", ec2=Faulty(fails))
+    with pytest.raises(CloudError, match="could NOT be ended") as told:
+        await backend.submit(order("stuck"), store)
+    [machine] = account.living()
+    assert f"aws ec2 terminate-instances --region {REGION} --instance-ids {machine}" in str(
+        told.value
+    )
+
+
+async def test_what_a_dead_laptop_left_is_taken_up(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the machine's start and the job's beginning, it cleans up nothing."""
+
+    async def killed(self: AwsBackend, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AwsBackend, "_set_up", killed)
+        patched.setattr(AwsBackend, "_undo", lambda *_: asyncio.sleep(0))
+        with pytest.raises(KeyboardInterrupt):
+            await account.backend(tmp_path / "dead").submit(order("orphan"), store)
+    assert len(account.living()) == 1
+    backend = account.backend(tmp_path / "kept")
+    handle = await backend.find("orphan")
+    assert handle is not None
+    assert (await backend.status(handle)).phase is Phase.WAITING
+    handle = await backend.submit(order("orphan"), store)
+    assert (await until_ended(backend, handle)).ending.outcome is Outcome.SUCCEEDED
+    await backend.close()
+    assert len(account.living()) == 1
+
+
+# --- gone -----------------------------------------------------------------------------------------
+
+
+async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    script = SAVES + (
+        "begun = os.environ.get('RESUME_FROM')\n"
+        "print(os.environ['ATTEMPT'], pathlib.Path(begun, 'w').read_bytes() if begun else '', open('in').read(), flush=True)\n"
+        "if not begun:\n    save(3, b'three'); save(4, b'four')\n    import time; time.sleep(1000)\n"
+    )
+    (tmp_path / "in").write_text("the input")
+    wanted = order("goes-on", script, spot=True)
+    files = store.put_files({"in": tmp_path / "in"})
+    wanted = replace(wanted, spec=replace(wanted.spec, files=files))
+    laptop = account.backend(tmp_path / "kept")
+    first = await laptop.submit(wanted, store)
+    status = await laptop.status(first)
+    while status.step != 4:
+        status = await laptop.wait(first, status, 20)
+    await laptop.fetch(first, tmp_path / "results")
+    account.takes_back(account.living()[0])
+    account.host.restart()
+    shutil.rmtree(account.host.home / "groupwise-launch")
+
+    status = await until_ended(laptop, first)
+    assert status.ending.outcome is Outcome.LOST
+    assert status.ending.failure is FailureClass.PREEMPTION
+    assert "Server.SpotInstanceTermination" in status.ending.reason
+    assert (await laptop.find("goes-on")) == first
+    await laptop.close()
+
+    other = account.backend(tmp_path / "of-another-laptop")
+    assert (await other.find("goes-on")) == first
+    assert (await other.status(first)).ending == status.ending
+    with pytest.raises(CloudError, match="on the machine that launched it"):
+        await other.resume("goes-on", {}, store)
+    await other.close()
+
+    laptop = account.backend(tmp_path / "kept")
+    second = await laptop.resume("goes-on", {}, BlobStore(tmp_path / "an-empty-store"))
+    assert second.attempt == 2
+    assert (await until_ended(laptop, second)).ending.outcome is Outcome.SUCCEEDED
+    said = (await laptop.log(second, 0, 1 << 16)).data.decode()
+    assert said == "2 b'four' the input\n"
+    await laptop.close()
+
+
+async def test_on_a_machine_that_is_there_it_goes_on_from_anywhere(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    script = "import os, sys; print(os.environ['ATTEMPT']); sys.exit(os.environ['ATTEMPT'] == '1')"
+    (tmp_path / "in").write_text("in")
+    files = store.put_files({"in": tmp_path / "in"})
+    wanted = order("anywhere", script)
+    wanted = replace(wanted, spec=replace(wanted.spec, files=files))
+    laptop, other = (account.backend(tmp_path / each) for each in ("kept", "of-another"))
+    await until_ended(laptop, await laptop.submit(wanted, store))
+    second = await other.resume("anywhere", {}, BlobStore(tmp_path / "empty"))
+    assert second.attempt == 2
+    assert (await until_ended(other, second)).ending.outcome is Outcome.SUCCEEDED
+    assert await laptop.find("anywhere") == second
+    assert len(account.requests) == 1
+    for each in (laptop, other):
+        await each.close()
+
+
+async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    backend = account.backend(tmp_path / "kept")
+    handle = await backend.submit(order("forgotten"), store)
+    await until_ended(backend, handle)
+    await backend.fetch(handle, tmp_path / "results")
+    for each in await backend.rented():
+        await backend.give_back(each)
+    _forget(account, "forgotten")
+    assert await backend.find("forgotten") == handle
+    status = await backend.status(handle)
+    assert status.ending.outcome is Outcome.SUCCEEDED
+    assert (await backend.log(handle, 0, 100)).data == b"done\n"
+    fetched = await backend.fetch(handle, tmp_path / "results")
+    assert (fetched.files, fetched.left_out) == (("outputs/made",), {})
+    with pytest.raises(CloudError, match="has succeeded"):
+        await backend.resume("forgotten", {}, store)
+    assert await backend.submit(order("forgotten"), store) == handle
+    with pytest.raises(NameTaken, match="forgotten"):
+        await backend.submit(order("forgotten", "print('another')"), store)
+    assert len(account.requests) == 1
+    await backend.cleanup(handle)
+    assert await backend.find("forgotten") is None
+
+
+def _forget(account: Cloud, name: str) -> None:
+    """As AWS does an hour after their end."""
+    for each in account.machines():
+        tags = {tag["key"]: tag["value"] for tag in each.get_tags()}
+        if tags.get("groupwise:job") == name:
+            account.ec2.delete_tags([each.id], dict.fromkeys(tags))
+
+
+# --- typed ----------------------------------------------------------------------------------------
+
+
+def job(person: Person, text: str = MAKES) -> list[str]:
+    (person.project / "job.py").write_text(text)
+    return ["--script", "job.py"]
+
+
+def test_a_plan_needs_no_credentials(
+    person: Person, words: list[str], account: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    trains = ["rl", "--task-module", "task.py", "model.name=tiny", "training.max_steps=3"]
+    typed = person.types(*words, "--terminate-after", "--dry-run", "--", *trains)
+    assert "not looked at: key pair, security group, instance type, quota, image" in typed.out
+    assert "$1.21 an hour (on demand, June 2025)" in typed.out
+    assert "at most $29.69" in typed.out
+    assert "groupwise rl --task-module task.py model.name=tiny training.max_steps=3" in typed.out
+    typed = person.types(*words, "--python", sys.executable, *job(person), code=1)
+    assert "no credentials of AWS" in typed.err
+    assert account.requests == []
+    assert not (person.home / person.state).exists()
+
+
+def test_what_aws_would_refuse_is_told_before_anything_is_paid(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    client = boto3.client("ec2", region_name=REGION)
+    shut = client.create_security_group(GroupName="shut", Description="-")["GroupId"]
+    python[python.index(account.group)] = shut
+    python[python.index(KEY_NAME)] = "theirs"
+    account.quota = 4.0
+    typed = person.types(*python, *job(person), code=1)
+    account.quota = 64.0
+    assert "there is no key pair theirs" in typed.err
+    assert f"{shut} lets nobody in at port {account.host.port}" in typed.err
+    assert "may run 4 virtual cores" in typed.err
+    assert account.requests == []
+    client.delete_security_group(GroupId=shut)
+
+
+def test_a_price_that_is_too_high_or_unknown_is_refused(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    script = job(person)
+    typed = person.types(*python, "--max-price", "1.2", *script, code=2)
+    assert f"costs ${PRICE:.2f} an hour, and --max-price is $1.20" in typed.err
+    python[python.index("g5.2xlarge")] = "p5.48xlarge"
+    account.quota = 1000.0
+    typed = person.types(*python, "--max-price", "99", *script, code=2)
+    account.quota = 64.0
+    assert "nobody could say what AWS, us-east-1 costs" in typed.err
+    assert account.requests == []
+
+
+def test_after_a_success_it_stays_until_it_is_removed(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    typed = person.types(*python, "--name", "stays", *job(person))
+    [machine] = account.living()
+    assert f"{machine} ({account.host.user}@{account.host.address}) stays until" in typed.err
+    assert f"${PRICE:.2f} an hour; `groupwise launch remove stays` ends it" in typed.err
+    assert (person.project / "launches/stays/outputs/made").read_text() == "it"
+    assert person.result("stays")["cost"] >= 0
+    assert person.types("logs", "stays").out == "done\n"
+    person.types("remove", "stays")
+    assert account.living() == []
+    assert not list((person.home / person.state).rglob("stays*"))
+
+
+def test_terminated_after_its_results_are_here_and_not_before(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    script = job(person)
+    person.types(*python, "--terminate-after", "--detach", "--name", "ends", *script)
+    assert len(account.living()) == 1
+    typed = person.types("logs", "-f", "ends")
+    assert "is ended" in typed.err
+    assert account.living() == []
+    assert (person.project / "launches/ends/outputs/made").read_text() == "it"
+    [listed] = json.loads(person.types("list", "--json").out)["jobs"]
+    assert (listed["name"], listed["state"]) == ("ends", "succeeded")
+    assert person.types("logs", "ends").out == "done\n"
+
+
+def test_results_that_did_not_come_keep_it(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    """What is left out is on the machine still."""
+    script = job(person, MAKES + "\nopen(b'outputs/\\xff', 'w').write('odd')")
+    typed = person.types(*python, "--terminate-after", "--name", "keeps", *script)
+    assert len(account.living()) == 1
+    assert "not all of what keeps has made is in" in typed.err
+
+
+def test_a_failure_ends_it_unless_it_was_to_be_kept(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    script = job(person, "raise SystemExit(3)")
+    person.types(*python, "--name", "fails", *script, code=3)
+    assert account.living() == []
+    typed = person.types(*python, "--name", "kept", "--keep-on-failure", *script, code=3)
+    assert len(account.living()) == 1
+    assert f"${PRICE:.2f} an hour" in typed.err
+
+
+def test_a_set_up_that_failed_may_be_kept_with_what_it_costs(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    (account.host.home / "groupwise-launch").write_text("in the way")
+    typed = person.types(*python, "--name", "looked-at", "--keep-on-failure", *job(person), code=1)
+    [machine] = account.living()
+    assert f"{machine} (" in typed.err
+    assert f"${PRICE:.2f} an hour; `groupwise launch sweep --name looked-at` ends it" in typed.err
+    (account.host.home / "groupwise-launch").unlink()
+    person.types("sweep", "--name", "looked-at")
+    assert account.living() == []
+
+
+def test_ctrl_c_ends_job_and_machine(person: Person, python: list[str], account: Cloud) -> None:
+    watching = person.begins(*python, "--name", "waits", *job(person, WAITS))
+    person.sees("on\n")
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(60) == 130
+    assert person.result("waits")["state"] == "cancelled"
+    assert account.living() == []
+
+
+def test_secrets_are_in_nothing_that_is_kept(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    (person.project / ".env").write_text(f"TOKEN={CANARY}\n")
+    script = job(person, "import os; print(len(os.environ['TOKEN']))")
+    typed = person.types(*python, "--name", "quiet", "--env-file", ".env", "--spot", *script)
+    assert typed.out == f"{len(CANARY)}\n"
+    assert CANARY not in account.stored()
+    assert person.holding(CANARY) == []
+    kept = [each for each in account.host.folder.rglob("*") if each.is_file()]
+    assert kept
+    assert not [each for each in kept if CANARY.encode() in each.read_bytes()]
+
+
+def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    script = job(person, SAVES_WHEN_TOLD)
+    watching = person.begins(*python, "--spot", "--name", "moves", *script)
+    person.sees("attempt 1 began with ''")
+    spot_notice.tell(str(account.host.home / "groupwise-launch"))
+    assert watching.wait(60) == 0
+    assert "attempt 2 began with 'seven'" in person.said()
+    assert len(account.requests) == 2
+    assert len(account.living()) == 1
+    found = person.result("moves")
+    assert (found["state"], found["attempt"]) == ("succeeded", 2)
+
+
+def test_what_is_late_is_swept(person: Person, python: list[str], account: Cloud) -> None:
+    script = job(person)
+    for name in ("early", "late"):
+        person.types(*python, "--detach", "--name", name, *script)
+    early, late = account.living()
+    client = boto3.client("ec2", region_name=REGION)
+    over = {"Key": "groupwise:deadline", "Value": f"{time.time() - 60:.0f}"}
+    client.create_tags(Resources=[late], Tags=[over])
+    typed = person.types("sweep", "--dry-run", "--at", f"aws:{REGION}")
+    assert f"{late}, of " in typed.err
+    assert "would be ended" in typed.err
+    assert account.living() == [early, late]
+    found = json.loads(person.types("sweep", "--json").out)["swept"]
+    assert [each["id"] for each in found[0]["overdue"]] == [late]
+    assert [each["id"] for each in found[0]["left"]] == [early]
+    assert account.living() == [early]
+
+
+def test_a_job_is_found_from_another_machine(
+    person: Person, python: list[str], account: Cloud
+) -> None:
+    person.types(*python, "--detach", "--name", "afar", *job(person))
+    other = replace(person, state="another")
+    key = ("--at", f"aws:{REGION}", "--key", str(account.host.key_path))
+    assert other.types("logs", "-f", "afar", *key, "--to", "there").out == "done\n"
+    assert (person.project / "there/outputs/made").read_text() == "it"

@@ -1,0 +1,96 @@
+"""What a rented machine does as it starts: its own end is armed before anything can fail, and again at every start."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.clouds.boot import MOST_USER_DATA, host_key_in, user_data
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKQAN3IRuil4D+PIQj7TMMs4z2sex5PNlpcvc8rj/TKP"
+HOURS = 3600.0
+
+
+def ran(script: str, tmp_path: Path, *, broken: str = "") -> list[str]:
+    """The script, on a machine whose files are in a folder and whose programs say what they were told; `broken` fails."""
+    programs, root = tmp_path / "bin", tmp_path / "root"
+    programs.mkdir(exist_ok=True)
+    said = tmp_path / "said"
+    said.write_text("")
+    for name in ("shutdown", "python3", "apt-get", "setsid", "ssh-keygen", "chmod"):
+        fails = "exit 1" if name == broken else ""
+        real = '/bin/chmod "$@"' if name == "chmod" else ""
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {said}\n{fails}\n{real}\n')
+        (programs / name).chmod(0o755)
+    (root / "etc/ssh").mkdir(parents=True, exist_ok=True)
+    (root / "etc/ssh/ssh_host_ed25519_key.pub").write_text(f"{KEY} root@machine\n")
+    (root / "dev").mkdir(exist_ok=True)
+    here = script.replace("/var/lib", f"{root}/var/lib").replace("/etc/ssh", f"{root}/etc/ssh")
+    here = here.replace("/dev/console", f"{root}/dev/console")
+    (tmp_path / "script").write_text(here)
+    path = f"{programs}:{os.environ['PATH']}"
+    subprocess.run(["sh", str(tmp_path / "script")], env={"PATH": path}, check=False)
+    return said.read_text().splitlines()
+
+
+def script(hours: float = 2.0, *, spot: bool = False) -> str:
+    return user_data(time.time() + hours * HOURS, round(hours * 60), "ubuntu", spot=spot)
+
+
+def test_the_end_is_armed_first_and_the_key_said_last(tmp_path: Path) -> None:
+    said = ran(script(), tmp_path)
+    assert said[0] == "shutdown --no-wall -P +120"
+    assert host_key_in((tmp_path / "root/dev/console").read_text()) == KEY
+    assert "shutdown --no-wall -P now" not in said
+
+
+@pytest.mark.parametrize("broken", ["shutdown", "chmod"])
+def test_whatever_fails_before_its_last_line_ends_the_machine(tmp_path: Path, broken: str) -> None:
+    said = ran(script(), tmp_path, broken=broken)
+    assert said[-1] == "shutdown --no-wall -P now"
+    assert not (tmp_path / "root/dev/console").exists()
+
+
+@pytest.mark.parametrize(
+    ("deadline_in", "minutes", "expected"),
+    [(89.5 * 60, 120, "90"), (-5, 120, "0"), (10 * 24 * HOURS, 120, "120")],
+    ids=["later", "over", "a clock that is wrong"],
+)
+def test_each_later_start_arms_what_is_left(
+    tmp_path: Path, deadline_in: float, minutes: int, expected: str
+) -> None:
+    ran(user_data(time.time() + deadline_in, minutes, "ubuntu", spot=False), tmp_path)
+    again = tmp_path / "root/var/lib/cloud/scripts/per-boot/groupwise"
+    assert os.access(again, os.X_OK)
+    said = ran(again.read_text(), tmp_path)
+    assert said == [f"shutdown --no-wall -P +{expected}"]
+
+
+def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> None:
+    assert not any(line.startswith("setsid") for line in ran(script(), tmp_path))
+    ran(script(spot=True), tmp_path)
+    _until_said(tmp_path / "said", "setsid python3 -I ")
+    assert "spot_notice.py" in (tmp_path / "said").read_text()
+    written = (tmp_path / "root/var/lib/groupwise/spot_notice.py").read_text()
+    compile(written, "spot_notice.py", "exec")
+    assert "instance-action" in written
+
+
+def _until_said(path: Path, words: str) -> None:
+    """By what goes on in the background."""
+    deadline = time.monotonic() + 30
+    while words not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.01)
+
+
+def test_it_is_short_enough_for_ec2() -> None:
+    assert len(script(spot=True).encode()) < MOST_USER_DATA
+
+
+def test_a_key_that_is_not_whole_yet_is_none() -> None:
+    assert host_key_in(f"x\r\ngroupwise-host-key: {KEY}\r\n") == KEY
+    assert host_key_in(f"groupwise-host-key: {KEY[:-1]}") is None
+    assert host_key_in(f"{KEY} somebody@else") is None
