@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.clouds.machine import ROOT, MachineBackend
+from groupwise.clouds.modal.backend import ModalBackend
+from groupwise.clouds.modal.runner import ModalRunner
 from groupwise.clouds.port import Backend
 from groupwise.clouds.slurm import SlurmBackend
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.slurm import SlurmRunner
 from groupwise.hosts.ssh import Address, SshHost
+from groupwise.testing.fake_modal import FakeModal
 from tests import ssh_hosts
 from tests.slurm import cluster
 
@@ -31,6 +34,8 @@ class Place:
 
     def reach(self) -> Backend:
         """A new way to it, as from another machine."""
+        if self.kind == "modal":
+            return modal_backend(FakeModal(Path(self.home)))
         if self.login is not None:
             host = SshHost(Address(**self.login))
         else:
@@ -40,6 +45,18 @@ class Place:
         if self.slurm is not None:
             return SlurmBackend(self.kind, SlurmRunner(host, root=ROOT), f"the place {self.kind}")
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
+
+
+def modal_backend(port: FakeModal, *, every: float = 0.1, spare: float = 1.0) -> ModalBackend:
+    """With looks that come sooner, and calls that may be shorter."""
+    return ModalBackend("modal", ModalRunner(port, every=every), "the place modal", spare=spare, every=every)
+
+
+@contextmanager
+def modal(home: Path) -> Iterator[Place]:
+    """A Modal of this machine."""
+    yield Place("modal", str(home))
+    FakeModal(home).stop()
 
 
 @contextmanager
@@ -74,5 +91,6 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "local": local,
     "ssh": ssh,
     "slurm": slurm,
+    "modal": modal,
 }
 """By their names; each is given a folder for its home."""
