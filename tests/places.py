@@ -47,9 +47,11 @@ class Place:
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
 
 
-def modal_backend(port: FakeModal, *, every: float = 0.1, spare: float = 1.0) -> ModalBackend:
+def modal_backend(port: FakeModal, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
     """With looks that come sooner, and calls that may be shorter."""
-    return ModalBackend("modal", ModalRunner(port, every=every), "the place modal", spare=spare, every=every)
+    return ModalBackend(
+        "modal", ModalRunner(port, every=every), "the place modal", spare=spare, every=every
+    )
 
 
 @contextmanager

@@ -114,7 +114,7 @@ At = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
-        help="Where it is, local, ssh:USER@HOST:PORT or slurm:USER@HOST:PORT, if it was launched from another machine.",
+        help="Where it is, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT or modal, if it was launched from another machine.",
     ),
 ]
 

@@ -23,7 +23,7 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
     """Where the job is. Raises UsageError."""
     check_name(name)
     from groupwise.launch import notes
-    from groupwise.launch.places import LOCAL, SLURM, SSH, Place
+    from groupwise.launch.places import LOCAL, MODAL, SLURM, SSH, Place
 
     if at is None:
         if key is not None or trust is not None:
@@ -41,8 +41,11 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
         address, slash, folder = rest.partition("/")
         shared = f"{slash}{folder}" or None
         return notes.Note(name, cluster(_named(address, key, trust), shared), Path.cwd())
+    if kind == MODAL:
+        return notes.Note(name, Place(MODAL, {"profile": rest or None}), Path.cwd())
     raise UsageError(
-        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, or slurm:USER@HOST:PORT/SHARED of which all but slurm may be left out."
+        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT/SHARED or modal:PROFILE, of which all behind slurm and "
+        "modal may be left out."
     )
 
 

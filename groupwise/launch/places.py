@@ -1,7 +1,7 @@
 """Where jobs are launched: places, as plain data that can be written down, and the backend that reaches one.
 
 A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
-`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once.
+`modal`, `ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any, cast
 
 from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
+from groupwise.clouds.modal.backend import ModalBackend
+from groupwise.clouds.modal.live import LiveModal
+from groupwise.clouds.modal.runner import ModalRunner
 from groupwise.clouds.port import Backend
 from groupwise.clouds.slurm import SlurmBackend
 from groupwise.errors import UsageError
@@ -21,7 +24,7 @@ from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import Host
 from groupwise.hosts.slurm import SlurmRunner
 
-LOCAL, SSH, SLURM = "local", "ssh", "slurm"
+LOCAL, SSH, SLURM, MODAL = "local", "ssh", "slurm", "modal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,10 @@ class Place:
     """How it is reached; no secrets, but paths of keys."""
 
     def __str__(self) -> str:
-        machines = [] if self.is_here else [self.detail, *self.detail.get("others", ())]
+        detail = self.detail
+        machines = [detail, *detail.get("others", ())] if "host" in detail else []
         there = ",".join("{user}@{host}:{port}".format(**each) for each in machines)
-        word = f"{there}{self.detail.get('shared') or ''}"
+        word = f"{there}{detail.get('shared') or ''}{detail.get('profile') or ''}"
         return f"{self.kind}:{word}" if word else self.kind
 
     @property
@@ -90,6 +94,12 @@ def _slurm(place: Place) -> Backend:
     return SlurmBackend(place.kind, runner, f"Slurm, by {where}")
 
 
+def _modal(place: Place) -> Backend:
+    profile = cast("str | None", place.detail.get("profile"))
+    where = f"Modal (profile {profile})" if profile else "Modal"
+    return ModalBackend(place.kind, ModalRunner(LiveModal(profile)), where)
+
+
 def _spoken_to(place: Place) -> tuple[Host, str, str]:
     """A way to the machine, its name for people, and its interpreter."""
     host, where = (LocalHost(), "this machine") if place.is_here else _ssh(place.detail)
@@ -113,5 +123,10 @@ def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
     return host, str(address(detail))
 
 
-WAYS: dict[str, Callable[[Place], Backend]] = {LOCAL: _machine, SSH: _machine, SLURM: _slurm}
+WAYS: dict[str, Callable[[Place], Backend]] = {
+    LOCAL: _machine,
+    SSH: _machine,
+    SLURM: _slurm,
+    MODAL: _modal,
+}
 """To the places of each kind."""

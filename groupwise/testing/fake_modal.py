@@ -26,6 +26,7 @@ import time
 import uuid
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,17 @@ class View:
     def reload(self) -> None:
         """What has changed there comes here; what has changed here stays."""
         with self._alone():
-            changed = {path for path, found in _listed(self.here).items() if self._mine.get(path) != found}
+            changed = {
+                path for path, found in _listed(self.here).items() if self._mine.get(path) != found
+            }
             came = self._carry(self._committed, self.here, self._theirs, changed)
             self._theirs = _listed(self._committed)
             now = _listed(self.here)
-            self._mine = {path: now[path] for path in now if path in came or path in self._mine and path not in changed}
+            self._mine = {
+                path: now[path]
+                for path in now
+                if path in came or (path in self._mine and path not in changed)
+            }
 
     @contextmanager
     def _alone(self) -> Generator[None]:
@@ -375,7 +382,7 @@ def contain(folder: Path, name: str, number: str) -> str:
         str(view.here),
         str(place / "disk"),
         view,
-        lambda what, *arguments: desk(folder, what, *arguments),
+        partial(desk, folder),
         lambda following: spawn(folder, following, secrets),
         {"HF_HOME": str(folder / "caches")},
     )
@@ -392,7 +399,7 @@ def main() -> None:
         if os.fork() == 0:
             Keeper(Path(folder), words[0]).keep(secrets)
     else:
-        print(contain(Path(folder), *words))
+        sys.stdout.write(contain(Path(folder), *words))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,13 @@ class ModalBackend(MachineBackend):
     capabilities = Capabilities(paid=True, queues=True)
 
     def __init__(
-        self, name: str, runner: ModalRunner, where: str, *, spare: float = SPARE_SECONDS, every: float = 5.0
+        self,
+        name: str,
+        runner: ModalRunner,
+        where: str,
+        *,
+        spare: float = SPARE_SECONDS,
+        every: float = 5.0,
     ) -> None:
         """`where`: for people. `spare` and `every` as `Call` has them."""
         super().__init__(name, runner, where)
@@ -52,15 +58,21 @@ class ModalBackend(MachineBackend):
             f"have Modal make the image of app {call.app}, once" if image else "take a plain image"
         )
         calls = math.ceil(call.limit / (call.timeout - call.spare)) if call.limit else 1
-        stints = f", and gone on with by up to {calls - 1} more" if calls > 1 else ""
+        more = (
+            f", and gone on with by up to {calls - 1} more, from its checkpoints"
+            if calls > 1
+            else ""
+        )
         steps = (
             token,
             made,
             f"send what it lacks of {len(files)} files ({sum(files.values())} bytes) to its volume",
-            f"spawn a call with {call.gpu or 'no GPU'}, ended after {call.timeout / 3600:g} h{stints}",
+            f"spawn a call with {call.gpu or 'no GPU'}, ended by Modal after {call.timeout / 3600:.3g} h{more}",
             f"prices as of {PRICED_AT}, of GPUs alone",
         )
-        return Plan(self._where, steps, order.spec.arguments, per_hour(order.asks.get("gpu"), order.gpus))
+        return Plan(
+            self._where, steps, order.spec.arguments, per_hour(order.asks.get("gpu"), order.gpus)
+        )
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
@@ -85,8 +97,8 @@ class ModalBackend(MachineBackend):
         entries = {path: FileEntry(*entry) for path, entry in asked["files"].items()}
         if store.missing([each.sha256 for each in entries.values()]):
             raise UsageError(
-                f"the app {_app(asked)} is not at Modal any more, and what its image is made of is not on this machine: launch the job anew, "
-                "under another name, or resume it from the machine that it was launched from."
+                f"the app {_app(asked)} is not at Modal any more, and this machine does not have what its image is made of: resume the job "
+                "from the machine that it was launched from, or launch it anew, under another name."
             )
         files = {path: store.read(each.sha256) for path, each in entries.items()}
         await self._modal.port.deploy(Image(asked["name"], asked["python"], files))
@@ -114,6 +126,12 @@ class ModalBackend(MachineBackend):
                 f"a time-out of {timeout} s: a call of Modal has more than {self._spare:g} s, which are kept for saving, and at most "
                 f"{MOST_SECONDS} s, 24 hours. A job may take longer: --max-hours."
             )
+        limit, within = order.spec.limits.time_seconds, timeout - self._spare
+        if (
+            limit is not None and limit <= timeout
+        ):  # in one call, which has it and what saving takes
+            limit = min(limit, within)
+            timeout = min(timeout, math.ceil(limit + self._spare))
         return Call(
             order.name,
             0,
@@ -122,7 +140,7 @@ class ModalBackend(MachineBackend):
             gpus=gpus,
             timeout=timeout,
             spare=self._spare,
-            limit=order.spec.limits.time_seconds,
+            limit=limit,
             python=f"{ENVIRONMENTS}/{image['name']}/bin/python" if image else None,
             every=self._every,
         )

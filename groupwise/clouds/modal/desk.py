@@ -13,7 +13,8 @@ commits after it; whatever has to happen once is asked of it:
     end        nothing runs, and nothing shall. The exit record says why
 
 A turn is {"number", "call", "given", "by", "since", "began"}: of which stint it is, which call has it (none: the first of that number that
-takes it), which calls were spawned for it, which call handed it over, and when it and the first one began. Each may be asked again: a desk may be killed before it commits.
+takes it), which calls were spawned for it, which call handed it over, and when it and the first one began. Each may be asked again: a desk
+may be killed before it commits.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def end(home: str, job: str, epoch: int, because: str) -> None:
 
 def turn_of(place: runner.Attempt) -> dict[str, Any]:
     """Before the first note, too."""
-    first = {"number": 1, "call": None, "given": [], "by": None, "began": None}
+    first: dict[str, Any] = {"number": 1, "call": None, "given": [], "by": None, "began": None}
     first["since"] = runner.modified(place.path)
     return {**first, **(runner.read_json(place.at(TURN)) or {})}
 

@@ -1,8 +1,8 @@
-"""The seam to Modal: what we ask of it, and nothing else. `live.py` asks the real one, `groupwise.testing.fake_modal` is one of this machine.
+"""The seam to Modal: what we ask of it, and nothing else. `live.py` asks the real one, `testing/fake_modal.py` is one of this machine.
 
-Modal runs functions in containers of its own making. There are two: the desk (`desk.py`), of which there is never more than one container,
-and the work (`work.py`), a call for each stint of a job, with the GPU, the time limit and the secrets of that job. What both share is a
-volume: what one has written is seen by others once it has committed it and they have reloaded.
+Modal runs functions in containers of its own making. There are two: the desk (`desk.py`), of which there is never more than one, and
+the work (`work.py`), a call for each stint of a job, with the GPU, the time limit and the secrets of that job. What both share is a volume:
+what one has written is seen by others once it has committed it and they have reloaded.
 
 This file, `desk.py` and `work.py` are imported in containers that have Python, Modal's package and no other.
 """

@@ -82,8 +82,8 @@ class ModalRunner(Runner):
 
     async def _spawn(self, state: MemberState, launch: Launch) -> None:
         assert launch.engine is not None, "a queued attempt has an engine"
-        asked = json.loads(launch.engine.options[0])
-        call = Call(**{**asked, "job": state.job, "epoch": state.epoch})
+        asked = Call(**json.loads(launch.engine.options[0]))
+        call = replace(asked, job=state.job, epoch=state.epoch)
         try:
             spawned = await self.port.spawn(call, launch.secrets)
         except RunnerRefused:
@@ -214,7 +214,9 @@ def _is_unsure(state: MemberState) -> bool:
 
 def _alive(state: MemberState, call: str | None) -> MemberState:
     if state.state is RunnerState.QUEUED:
-        says = f"call {call} waits for a container of Modal" if call else "it is on its way to Modal"
+        says = (
+            f"call {call} waits for a container of Modal" if call else "it is on its way to Modal"
+        )
         return replace(state, engine_says=says)
     runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
     return replace(state, state=runs, survivors=None)

@@ -148,7 +148,7 @@ class Stint:
         """What the supervisor begins with; it removes the file before its command starts."""
         spec, limits = self.asked["spec"], dict(self.asked["spec"].get("limits") or {})
         limits["time_seconds"] = self.seconds
-        variables = {**self.around.variables, **(spec.get("environment") or {})}
+        variables: dict[str, str] = {**self.around.variables, **(spec.get("environment") or {})}
         return {
             **self.asked,
             "root": os.path.join(self.around.scratch, ROOT),
@@ -175,7 +175,9 @@ class Stint:
 
     def begin(self) -> subprocess.Popen[bytes]:
         """The supervisor, in a session of its own: what is told to this process is not told to it."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.call.gpus)))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+            map(str, range(self.call.gpus))
+        )
         names = ("HOME", "USER", "PATH", "LANG", "LD_LIBRARY_PATH")
         passed = {name: os.environ[name] for name in names if name in os.environ}
         return subprocess.Popen(
