@@ -7,6 +7,7 @@ import typer
 from groupwise.cli import launch_jobs
 from groupwise.cli.launch_local import local
 from groupwise.cli.launch_modal import modal
+from groupwise.cli.launch_render import render
 from groupwise.cli.launch_slurm import slurm
 from groupwise.cli.launch_ssh import ssh
 from groupwise.cli.launch_words import LaunchCommand
@@ -17,6 +18,7 @@ app.command("local", cls=LaunchCommand)(local)
 app.command("ssh", cls=LaunchCommand)(ssh)
 app.command("slurm", cls=LaunchCommand)(slurm)
 app.command("modal", cls=LaunchCommand)(modal)
+app.command("render", cls=LaunchCommand)(render)
 
 app.command("list")(launch_jobs.list_jobs)
 app.command("logs")(launch_jobs.logs)

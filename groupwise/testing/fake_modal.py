@@ -354,12 +354,20 @@ class Keeper:
 
 
 def _below(pid: int) -> list[int]:
-    """All descendants, those further down first."""
+    """All descendants, those further down first, but for keepers of calls that the work has spawned: these are Modal's, not the container's."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [each for child in map(int, children) for each in (*_below(child), child)]
+    inside = [each for each in map(int, children) if not _is_keeper(each)]
+    return [each for child in inside for each in (*_below(child), child)]
+
+
+def _is_keeper(pid: int) -> bool:
+    try:
+        return f"{THIS}\0keep\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 class Cancelled(BaseException):

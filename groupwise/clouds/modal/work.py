@@ -283,6 +283,8 @@ class Stint:
             return "refused"
         if record is None:
             raise RuntimeError("the supervisor ended without an exit record")
+        limit, spent = self.call.limit, self.spent + float(record.get("seconds") or 0.0)
+        self.is_last = self.is_last or (limit is not None and spent >= limit)
         if record["reason"] == "time_limit" and not self.is_last and self.goes_on():
             return follow(self.call, self.around)
         self.share_log()
