@@ -9,6 +9,7 @@ from typing import Any
 
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.modal.backend import ModalBackend
+from groupwise.clouds.modal.port import ModalPort
 from groupwise.clouds.modal.runner import ModalRunner
 from groupwise.clouds.port import Backend
 from groupwise.clouds.slurm import SlurmBackend
@@ -47,7 +48,7 @@ class Place:
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
 
 
-def modal_backend(port: FakeModal, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
+def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
     """With looks that come sooner, and calls that may be shorter."""
     return ModalBackend(
         "modal", ModalRunner(port, every=every), "the place modal", spare=spare, every=every

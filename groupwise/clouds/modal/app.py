@@ -31,6 +31,8 @@ DESK_PYTHON = "3.12"
 DESK_SECONDS = 3600
 AWAKE_SECONDS = 60
 """The desk waits so long for the next request: beginning it anew takes a second or two."""
+START_SECONDS = 1800
+"""For a container of the work to begin; it is paid for from then on."""
 WORK_MB = 16_384
 """Of memory, reserved; a container may use more."""
 WORK_CORES = 4.0
@@ -76,7 +78,14 @@ def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None =
     """The work, as this call wants it. Its secrets are named by nobody, and gone with it."""
     carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
     found = function(call.app or app_name(PLAIN), "work", client)
-    return found.with_options(gpu=call.gpu, timeout=call.timeout, secrets=carried, retries=0)
+    return found.with_options(
+        gpu=call.gpu,
+        cpu=WORK_CORES,
+        memory=WORK_MB,
+        timeout=call.timeout,
+        secrets=carried,
+        retries=0,
+    )
 
 
 def app_name(image: str) -> str:
@@ -111,6 +120,7 @@ def work_app(image: Image, folder: Path) -> modal.App:
         cpu=WORK_CORES,
         memory=WORK_MB,
         timeout=MOST_SECONDS,
+        startup_timeout=START_SECONDS,
         retries=0,
         single_use_containers=True,
         name="work",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -85,13 +86,13 @@ class LiveModal:
         await self._deployed(lambda client: app.deploy(image, client))
 
     async def _deployed(self, deploy: Callable[[Client], None]) -> None:
-        """An image takes minutes to make; what Modal says of it goes to the terminal."""
+        """An image takes minutes to make; what Modal says of it goes to standard error, since results may go to standard output."""
         import modal
 
         client = await self._connected()
 
         def shown() -> None:
-            with modal.enable_output():
+            with redirect_stdout(sys.stderr), modal.enable_output():
                 deploy(client)
 
         with _told("deploy"):
