@@ -13,7 +13,6 @@ What it keeps to, as Modal has it:
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import fcntl
 import json
@@ -23,12 +22,13 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from groupwise.clouds.modal.desk import answer
 from groupwise.clouds.modal.port import Call, Image
@@ -39,6 +39,8 @@ SECRETS = "GROUPWISE_SECRETS"
 TICK = 0.02
 GRACE = 30.0
 """Seconds between SIGINT and the end of a container."""
+KEEPER, CONTAINER = "modal-keeper", "modal-container"
+"""What their processes are called: a container's may be told from that of a call which it has spawned."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
@@ -65,11 +67,11 @@ class FakeModal:
 
     async def desk(self, what: str, *arguments: Any) -> Any:
         """See `ModalPort.desk`."""
-        return await asyncio.to_thread(desk, self.folder, what, *arguments)
+        return await in_thread(desk, self.folder, what, *arguments)
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
         """See `ModalPort.spawn`."""
-        return await asyncio.to_thread(spawn, self.folder, call, secrets)
+        return await in_thread(spawn, self.folder, call, secrets)
 
     async def lives(self, call: str) -> bool:
         """See `ModalPort.lives`."""
@@ -122,6 +124,13 @@ class FakeModal:
     def _tell(self, call: str, what: str) -> None:
         with suppress(FileNotFoundError):  # Modal knows nothing of it any more
             (self.folder / "calls" / call / what).touch()
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Keepers and containers begin sooner without asyncio."""
+    import asyncio
+
+    return await asyncio.to_thread(function, *arguments)
 
 
 # --- the volume -----------------------------------------------------------------------------------
@@ -255,7 +264,7 @@ def spawn(folder: Path, call: Call, secrets: Mapping[str, str]) -> str:
     (place / "input").write_text(json.dumps(call.document()), "utf-8")
     with (place / "said").open("wb") as said:
         subprocess.run(
-            [sys.executable, "-m", THIS, "keep", str(folder), name],
+            [sys.executable, "-m", THIS, str(folder), name],
             input=json.dumps(dict(secrets)).encode(),
             stdout=said,
             stderr=said,
@@ -275,7 +284,9 @@ class Keeper:
 
     def keep(self, secrets: str) -> None:
         """Container after container, until there is a result."""
-        ctypes.CDLL(None).prctl(SUBREAPER, 1)
+        libc = ctypes.CDLL(None)
+        libc.prctl(SUBREAPER, 1)
+        Path("/proc/self/comm").write_text(KEEPER)
         number = 0
         while True:
             while (word := self.before()) == "":
@@ -303,24 +314,20 @@ class Keeper:
 
     def contain(self, number: int, secrets: str) -> str:
         """One container; how the call ended in it, or `again`."""
-        words = [sys.executable, "-m", THIS, "contain", str(self.folder), self.name, str(number)]
-        with (self.place / "said").open("ab") as said:
-            container = subprocess.Popen(
-                words,
-                env={**os.environ, SECRETS: secrets},
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
+        container = os.fork()
+        if container == 0:
+            os.setsid()
+            Path("/proc/self/comm").write_text(CONTAINER)
+            os.environ[SECRETS] = secrets
+            run_container(self.folder, self.name, number)
         try:
             return self.watch(container, time.monotonic() + self.timeout)
         finally:
             self.end()
 
-    def watch(self, container: subprocess.Popen[bytes], deadline: float) -> str:
+    def watch(self, container: int, deadline: float) -> str:
         """Until it has ended, or has to."""
-        while container.poll() is None:
+        while (ended := _ended(container)) is None:
             if self.told("stop"):
                 return "stopped"
             if self.told("lose"):
@@ -332,14 +339,15 @@ class Keeper:
             if time.monotonic() >= deadline:
                 return "timed out"
             time.sleep(TICK)
-        return "done" if container.returncode == 0 else "failed"
+        return "done" if ended == 0 else "failed"
 
-    def leave(self, container: subprocess.Popen[bytes], how: signal.Signals) -> str:
-        """It is told, and has some time; how it ended, if it ended by itself."""
-        container.send_signal(how)
-        with suppress(subprocess.TimeoutExpired):
-            container.wait(GRACE)
-        return "done" if container.returncode == 0 else ""
+    def leave(self, container: int, how: signal.Signals) -> str:
+        """It is told, and has some time. `done` if its work came to an end in that."""
+        os.kill(container, how)
+        until = time.monotonic() + GRACE
+        while (ended := _ended(container)) is None and time.monotonic() < until:
+            time.sleep(TICK)
+        return "done" if ended == 0 else ""
 
     def end(self) -> None:
         """Of the container, with all that it has started: this process adopts what loses its parent."""
@@ -353,8 +361,14 @@ class Keeper:
             time.sleep(TICK)
 
 
+def _ended(pid: int) -> int | None:
+    """The exit status of a child; None while it runs."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
 def _below(pid: int) -> list[int]:
-    """All descendants, those further down first, but for keepers of calls that the work has spawned: these are Modal's, not the container's."""
+    """All descendants, those further down first, but for keepers of calls that the work has spawned: these are Modal's own."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -365,7 +379,7 @@ def _below(pid: int) -> list[int]:
 
 def _is_keeper(pid: int) -> bool:
     try:
-        return f"{THIS}\0keep\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/comm").read_text() == KEEPER + "\n"
     except OSError:
         return False
 
@@ -378,7 +392,22 @@ def _cancelled(_signal: int, _frame: object) -> None:
     raise Cancelled
 
 
-def contain(folder: Path, name: str, number: str) -> str:
+def run_container(folder: Path, name: str, number: int) -> NoReturn:
+    """In a process of its own."""
+    status = 1
+    try:
+        sys.stderr.write(contain(folder, name, number) + "\n")
+        status = 0
+    except KeyboardInterrupt:
+        pass  # it was wanted back
+    except BaseException:  # noqa: BLE001  (a copy of the keeper must not go on as one)
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def contain(folder: Path, name: str, number: int) -> str:
     """What runs in a container: the work, with a volume and a disk of its own."""
     signal.signal(signal.SIGUSR1, _cancelled)
     place = folder / "calls" / name / f"container-{number}"
@@ -400,14 +429,11 @@ def contain(folder: Path, name: str, number: str) -> str:
 
 
 def main() -> None:
-    """As `python -m`, one of the processes above."""
-    what, folder, *words = sys.argv[1:]
-    if what == "keep":
-        secrets = sys.stdin.read()
-        if os.fork() == 0:
-            Keeper(Path(folder), words[0]).keep(secrets)
-    else:
-        sys.stdout.write(contain(Path(folder), *words))
+    """As `python -m`: a keeper, which goes on by itself."""
+    folder, name = sys.argv[1:]
+    secrets = sys.stdin.read()
+    if os.fork() == 0:
+        Keeper(Path(folder), name).keep(secrets)
 
 
 if __name__ == "__main__":

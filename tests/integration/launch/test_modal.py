@@ -10,18 +10,28 @@ from typing import Any
 
 import pytest
 
+from groupwise.cli.main import main
 from groupwise.clouds.modal import runner as modal_runner
 from groupwise.clouds.modal.backend import ModalBackend
 from groupwise.clouds.port import Backend, Handle, Order, Outcome, Phase, Status
 from groupwise.errors import UsageError
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
+from groupwise.launch import places
 from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
 from tests.places import modal_backend
 
 pytestmark = pytest.mark.launch
 SOON = 40.0
+TELLS = """\
+import hashlib, os, sys
+print(sys.argv[1:], os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+os.mkdir("outputs")
+with open("outputs/told", "w") as file:
+    file.write(hashlib.sha256(os.environ["TOKEN"].encode()).hexdigest())
+sys.exit(3)
+"""
 COUNTS = """\
 import hashlib, json, os, pathlib, signal, sys, time
 last, go = int(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -288,6 +298,25 @@ async def test_a_laptop_that_dies_before_it_spawned_is_made_up_for(
     assert (await ended(backend, handle)).log_size == 2
 
 
+class Late(FakeModal):
+    """Asked whether a call lives, it answers once it does not: what was read before is old by then."""
+
+    async def lives(self, call: str) -> bool:
+        while await super().lives(call):
+            await asyncio.sleep(0.01)
+        return False
+
+
+async def test_an_end_between_two_questions_is_no_loss(
+    modal: FakeModal, store: BlobStore, tmp_path: Path
+) -> None:
+    late = modal_backend(Late(modal.folder))
+    handle = await modal_backend(modal).submit(order("import time; time.sleep(1)"), store)
+    ending = (await late.status(handle)).ending
+    assert ending is not None
+    assert ending.outcome is Outcome.SUCCEEDED
+
+
 async def test_cancelled_while_it_waits_it_never_begins(
     modal: FakeModal, backend: ModalBackend, store: BlobStore, tmp_path: Path
 ) -> None:
@@ -357,6 +386,38 @@ async def test_a_plan_needs_no_token_and_tells_what_it_costs(tmp_path: Path) -> 
     assert any("up to 2 more" in step for step in plan.steps)
     with pytest.raises(UsageError, match="at most 86400 s"):
         await backend.plan(order("x", asks={"timeout": 86_401}))
+
+
+def test_typed_from_the_plan_to_the_results(
+    person: Person,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """All but Modal itself is what a person has who types it."""
+    canary = "canary-0c6e42"
+    (person.project / "keys.env").write_text(f"TOKEN={canary}\n")
+    (person.project / "job.py").write_text(TELLS)
+    modal = FakeModal(tmp_path / "modal")
+    monkeypatch.setitem(places.WAYS, places.MODAL, lambda _: modal_backend(modal))
+    monkeypatch.chdir(person.project)
+    for name, value in person.environment.items():
+        monkeypatch.setenv(name, value)
+    words = ("--name", "typed", "--gpu", "A10G", "--env-file", "keys.env", "--script", "job.py")
+    assert main(["launch", "modal", *words, "a b", "--", "--x"]) == 3
+    said = capfd.readouterr()
+    assert "['a b', '--', '--x'] 0" in said.out
+    assert "typed is placed on modal" in said.err
+    assert canary not in said.out + said.err
+    assert person.result("typed")["exit_code"] == 3
+    told = (person.project / "launches/typed/outputs/told").read_text()
+    assert told == hashlib.sha256(canary.encode()).hexdigest()
+    assert not holding(tmp_path / "modal", canary)
+    assert not person.holding(canary)
+    assert main(["launch", "fetch", "typed", "--at", "modal", "--to", str(tmp_path / "here")]) == 0
+    assert (tmp_path / "here/outputs/told").read_text() == told
+    assert main(["launch", "remove", "typed"]) == 0
+    assert not list((tmp_path / "modal/volume/groupwise-launch/attempts").glob("typed*"))
 
 
 def test_the_documented_line_is_planned_without_a_token(person: Person) -> None:
