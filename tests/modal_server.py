@@ -35,8 +35,8 @@ class Server:
     """What becomes of calls: of each its result, or one of the words below."""
     answers: Callable[..., Callable[[], Any]] = lambda *_: lambda: UNFINISHED
     """What a call is asked, the function's name first, to what becomes of it."""
-    refuses: bool = False
-    """The token."""
+    says: str = ""
+    """Instead of an answer: a status of gRPC."""
     url: str = ""
     names: list[str] = field(default_factory=list)
     """What has an id; an id is a letter or two, a dash, and the place in this list."""
@@ -153,9 +153,10 @@ class Server:
             return api_pb2.FunctionGetOutputsResponse(num_unfinished_inputs=1)
         if said is EXPIRED:
             return api_pb2.FunctionGetOutputsResponse(num_unfinished_inputs=0)
-        result = api_pb2.GenericResult(
-            status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS, data=serialize(said)
-        )
+        succeeded = api_pb2.GenericResult.GENERIC_STATUS_SUCCESS
+        result = said
+        if not isinstance(said, api_pb2.GenericResult):
+            result = api_pb2.GenericResult(status=succeeded, data=serialize(said))
         item = api_pb2.FunctionGetOutputsItem(
             result=result, idx=0, data_format=api_pb2.DATA_FORMAT_PICKLE
         )
@@ -184,8 +185,8 @@ def _servicer(server: Server) -> api_grpc.ModalClientBase:
         async def method(_: Any, stream: Any) -> None:
             message = await stream.recv_message()
             server.asked.append((name, message))
-            if server.refuses:
-                raise grpclib.GRPCError(grpclib.const.Status.UNAUTHENTICATED, "no such token")
+            if server.says:
+                raise grpclib.GRPCError(grpclib.const.Status[server.says], "asked in vain")
             handler = getattr(server, name, None)
             if handler is None:
                 raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED, f"no {name} here")

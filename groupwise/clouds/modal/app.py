@@ -65,7 +65,10 @@ def work(document: Mapping[str, Any]) -> str:
         spawn=lambda call: called(call, secrets).spawn(call.document()).object_id,
         variables={"HF_HOME": f"{CACHE}/huggingface"},
     )
-    return works.work(Call(**document), me, secrets, around)
+    try:
+        return works.work(Call(**document), me, secrets, around)
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def function(app: str, name: str, client: modal.Client | None = None) -> Any:

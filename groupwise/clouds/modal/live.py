@@ -6,7 +6,7 @@ import asyncio
 import builtins
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -72,11 +72,11 @@ class LiveModal:
         from groupwise.clouds.modal import app as deployed
 
         client = await self._connected()
-        try:
-            with _told("app"):
+        with _told("app"):
+            try:
                 await deployed.function(app, function, client).hydrate.aio()
-        except modal.exception.NotFoundError:
-            return False
+            except modal.exception.NotFoundError:
+                return False
         return True
 
     async def deploy(self, image: Image) -> None:
@@ -121,19 +121,32 @@ class LiveModal:
         return str(spawned.object_id)
 
     async def lives(self, call: str) -> bool:
-        """See `ModalPort.lives`."""
+        """See `ModalPort.lives`. What goes wrong on the way is no end."""
         import modal
+        from modal import exception
 
         found = modal.FunctionCall.from_id(call, client=await self._connected())
-        try:
-            with _told("call"):
+        ended = (
+            exception.OutputExpiredError,
+            exception.FunctionTimeoutError,
+            exception.RemoteError,
+            exception.InternalFailure,
+            exception.ExecutionError,
+            exception.NotFoundError,
+        )
+        with _told("call"):
+            try:
                 await found.get.aio(timeout=0)
-        except builtins.TimeoutError:
-            return True
-        except (HostUnreachable, OutcomeUnknown, RunnerRefused):
-            raise
-        except Exception:  # noqa: BLE001  (whatever the work has raised comes out here)
-            return False
+            except builtins.TimeoutError:
+                return True
+            except ended:
+                return False
+            except exception.Error:
+                raise
+            except OSError as error:  # of the way there: the work itself raises none
+                raise OutcomeUnknown(str(error)) from None
+            except (Exception, exception.InputCancellation):  # noqa: BLE001  (whatever a container that could not be begun has raised)
+                return False
         return False
 
     async def cancel(self, call: str) -> None:
@@ -141,11 +154,8 @@ class LiveModal:
         import modal
 
         found = modal.FunctionCall.from_id(call, client=await self._connected())
-        with _told("cancel"):
-            try:
-                await found.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
-            except modal.exception.NotFoundError:
-                return
+        with _told("cancel"), suppress(modal.exception.NotFoundError):
+            await found.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def close(self) -> None:
         """See `ModalPort.close`."""
@@ -165,12 +175,13 @@ def _told(code: str) -> Generator[None]:
         raise RunnerRefused(code, f"Modal does not take the token: {error}") from None
     except exception.ConnectionError as error:
         raise HostUnreachable(str(error)) from None
-    except (exception.ServiceError, exception.InternalError, exception.InternalFailure) as error:
-        raise OutcomeUnknown(str(error)) from None
     except (
         exception.InvalidError,
+        exception.NotFoundError,
         exception.PermissionDeniedError,
         exception.ResourceExhaustedError,
         exception.ImageBuildError,
     ) as error:
         raise RunnerRefused(code, str(error)) from None
+    except exception.Error as error:
+        raise OutcomeUnknown(str(error)) from None

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from modal._serialization import serialize
+from modal_proto import api_pb2
 
 from groupwise.clouds.modal.live import LiveModal
 from groupwise.clouds.modal.port import Call, Image
 from groupwise.clouds.port import Order, Outcome
 from groupwise.hosts.files import BlobStore
-from groupwise.hosts.port import RunnerRefused
+from groupwise.hosts.port import HostError, OutcomeUnknown, RunnerRefused
 from groupwise.hosts.spec import JobSpec
 from groupwise.testing.fake_modal import FakeModal, desk, spawn
 from tests.modal_server import EXPIRED, UNFINISHED, Server, modal_server
@@ -105,7 +107,25 @@ async def test_a_call_has_its_gpu_its_time_and_its_secrets_and_nothing_else_has_
     assert not await port.lives(spawned)
 
 
-@pytest.mark.parametrize("result", ["exited", EXPIRED])
+def failed(status: str, error: Exception | None = None) -> Any:
+    data = b"" if error is None else serialize(error)
+    named = getattr(api_pb2.GenericResult, f"GENERIC_STATUS_{status}")
+    return api_pb2.GenericResult(status=named, exception="it did not go well", data=data)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "exited",
+        EXPIRED,
+        failed("TIMEOUT"),
+        failed("TERMINATED"),
+        failed("INTERNAL_FAILURE"),
+        failed("FAILURE", RuntimeError("OSError: no room")),
+        failed("FAILURE", ImportError("of what a container needs")),
+    ],
+    ids=["exited", "expired", "timeout", "terminated", "internal", "failure", "start"],
+)
 async def test_a_call_that_has_ended_or_is_forgotten_does_not_live(
     server: Server, port: LiveModal, result: Any
 ) -> None:
@@ -115,11 +135,25 @@ async def test_a_call_that_has_ended_or_is_forgotten_does_not_live(
     assert server.of("SecretGetOrCreate") == []
 
 
+async def test_of_a_call_that_nobody_tells_of_nothing_is_known(
+    server: Server, port: LiveModal
+) -> None:
+    await port.deploy(IMAGE)
+    spawned = await port.spawn(Call("job", 1, app=IMAGE.app), {})
+    server.says = "INVALID_ARGUMENT"
+    with pytest.raises(HostError):
+        await port.lives(spawned)
+    server.says = ""
+    server.results[spawned] = at_once(failed("FAILURE", ConnectionResetError("on the way")))
+    with pytest.raises(OutcomeUnknown, match="on the way"):
+        await port.lives(spawned)
+
+
 async def test_a_token_that_is_not_taken_is_told_and_one_that_is_not_there(
     server: Server, port: LiveModal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert await port.workspace() == "the token of this machine"
-    server.refuses = True
+    server.says = "UNAUTHENTICATED"
     with pytest.raises(RunnerRefused, match="does not take the token"):
         await port.workspace()
     monkeypatch.delenv("MODAL_TOKEN_ID")
