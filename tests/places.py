@@ -12,6 +12,9 @@ from groupwise.clouds.aws import AwsBackend
 from groupwise.clouds.aws_checks import Access
 from groupwise.clouds.kept import Kept
 from groupwise.clouds.machine import ROOT, MachineBackend
+from groupwise.clouds.modal.backend import ModalBackend
+from groupwise.clouds.modal.port import ModalPort
+from groupwise.clouds.modal.runner import ModalRunner
 from groupwise.clouds.port import Backend
 from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
@@ -20,6 +23,7 @@ from groupwise.hosts.local import LocalHost
 from groupwise.hosts.ray import RayRunner
 from groupwise.hosts.slurm import SlurmRunner
 from groupwise.hosts.ssh import Address, SshHost
+from groupwise.testing.fake_modal import FakeModal
 from tests import aws, ssh_hosts
 from tests import ray as real_ray
 from tests import slurm as real_slurm
@@ -42,6 +46,8 @@ class Place:
 
     def reach(self) -> Backend:
         """A new way to it, as from another machine."""
+        if self.kind == "modal":
+            return modal_backend(FakeModal(Path(self.home)))
         if self.access is not None:
             kept = Kept(Path(tempfile.mkdtemp(dir=Path(self.home).parent)))
             asked, access = aws.asked(), Access(**self.access)
@@ -59,6 +65,20 @@ class Place:
             runner = RayRunner(host, root=ROOT, address=self.ray[0])
             return RayBackend(self.kind, runner, f"the place {self.kind}")
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
+
+
+def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
+    """With looks that come sooner, and calls that may be shorter."""
+    return ModalBackend(
+        "modal", ModalRunner(port, every=every), "the place modal", spare=spare, every=every
+    )
+
+
+@contextmanager
+def modal(home: Path) -> Iterator[Place]:
+    """A Modal of this machine."""
+    yield Place("modal", str(home))
+    FakeModal(home).stop()
 
 
 @contextmanager
@@ -109,5 +129,6 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "slurm": slurm,
     "ray": ray,
     "aws": rented,
+    "modal": modal,
 }
 """By their names; each is given a folder for its home."""

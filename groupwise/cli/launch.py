@@ -7,7 +7,9 @@ import typer
 from groupwise.cli import launch_jobs
 from groupwise.cli.launch_aws import aws
 from groupwise.cli.launch_local import local
+from groupwise.cli.launch_modal import modal
 from groupwise.cli.launch_ray import ray
+from groupwise.cli.launch_render import render
 from groupwise.cli.launch_slurm import slurm
 from groupwise.cli.launch_ssh import ssh
 from groupwise.cli.launch_sweep import sweep
@@ -20,6 +22,8 @@ app.command("ssh", cls=LaunchCommand)(ssh)
 app.command("slurm", cls=LaunchCommand)(slurm)
 app.command("ray", cls=LaunchCommand)(ray)
 app.command("aws", cls=LaunchCommand)(aws)
+app.command("modal", cls=LaunchCommand)(modal)
+app.command("render", cls=LaunchCommand)(render)
 
 app.command("list")(launch_jobs.list_jobs)
 app.command("logs")(launch_jobs.logs)

@@ -128,8 +128,8 @@ At = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
-        help="Where it is, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT, ray:USER@HOST:PORT or aws:REGION, if it was launched from "
-        "another machine.",
+        help="Where it is, local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT, ray:USER@HOST:PORT, aws:REGION or modal, if it was launched "
+        "from another machine.",
     ),
 ]
 

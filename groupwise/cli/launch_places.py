@@ -24,7 +24,7 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
     """Where the job is. Raises UsageError."""
     check_name(name)
     from groupwise.launch import notes
-    from groupwise.launch.places import AWS, LOCAL, RAY, SLURM, SSH, Place
+    from groupwise.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, Place
 
     if at is None:
         if key is not None or trust is not None:
@@ -48,9 +48,11 @@ def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> No
             return notes.Note(name, slurm_cluster(login, shared), Path.cwd())
     if kind == AWS and rest and trust is None:
         return notes.Note(name, Place(AWS, {"region": rest, "key_path": key}), Path.cwd())
+    if kind == MODAL:
+        return notes.Note(name, Place(MODAL, {"profile": rest or None}), Path.cwd())
     raise UsageError(
-        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, slurm:USER@HOST:PORT/SHARED "
-        "or ray:USER@HOST:PORT/SHARED,ADDRESS; of the last two all behind the first word may be left out."
+        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, slurm:USER@HOST:PORT/SHARED, "
+        "ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; of the last three all behind the first word may be left out."
     )
 
 

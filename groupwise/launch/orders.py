@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -95,7 +95,7 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
     project = bundle(wanted.project, wanted.secrets, wanted.take)
     _refuse_own(project)
     _refuse_lacking(project, wanted.needs, elsewhere=wanted.elsewhere)
-    _refuse_shown_secrets(wanted)
+    refuse_shown_secrets(wanted.command, wanted.secrets)
     results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
     files = dict(store.put_files(project.files))
     if wanted.environment is not None:
@@ -142,12 +142,12 @@ def _refuse_own(project: Bundle) -> None:
         )
 
 
-def _refuse_shown_secrets(wanted: Wanted) -> None:
-    """A value that travels apart shall not stand in the command, which everybody there may read."""
+def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> None:
+    """A value that travels apart shall not stand in the command, which everybody there may read. Raises UsageError."""
     shown = [
         name
-        for name, value in wanted.secrets.items()
-        if len(value) >= SHORTEST_SECRET and any(value in word for word in wanted.command)
+        for name, value in secrets.items()
+        if len(value) >= SHORTEST_SECRET and any(value in word for word in command)
     ]
     if shown:
         raise UsageError(

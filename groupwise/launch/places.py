@@ -1,7 +1,8 @@
 """Where jobs are launched: places, as plain data that can be written down, and the backend that reaches one.
 
 A place is called by a word, on the command line and in lists: `local`, `ssh:gpu@box:22`, `slurm`, `slurm:me@login:22/scratch/me`,
-`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once, `ray:me@head:22/scratch/me,http://10.0.0.2:8265`, `aws:us-east-1`.
+`ssh:gpu@box:22,gpu@bix:22` of several that a job runs on at once, `ray:me@head:22/scratch/me,http://10.0.0.2:8265`, `aws:us-east-1`,
+`modal`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
+from groupwise.clouds.modal.backend import ModalBackend
+from groupwise.clouds.modal.live import LiveModal
+from groupwise.clouds.modal.runner import ModalRunner
 from groupwise.clouds.port import Backend
 from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
@@ -30,7 +34,7 @@ from groupwise.launch.state import state_folder
 if TYPE_CHECKING:
     from groupwise.clouds.ec2 import Ec2
 
-LOCAL, SSH, SLURM, RAY, AWS = "local", "ssh", "slurm", "ray", "aws"
+LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
 PAID = frozenset({AWS})
 """Kinds of places whose backends rent what jobs run on (`groupwise.clouds.port.Renting`)."""
 
@@ -44,12 +48,13 @@ class Place:
     """How it is reached; no secrets, but paths of keys."""
 
     def __str__(self) -> str:
-        if "region" in self.detail:
-            return f"{self.kind}:{self.detail['region']}"
-        machines = [] if self.is_here else [self.detail, *self.detail.get("others", ())]
+        detail = self.detail
+        if "region" in detail:
+            return f"{self.kind}:{detail['region']}"
+        machines = [detail, *detail.get("others", ())] if "host" in detail else []
         there = ",".join("{user}@{host}:{port}".format(**each) for each in machines)
-        address = f",{self.detail['address']}" if self.detail.get("address") else ""
-        word = f"{there}{self.detail.get('shared') or ''}{address}"
+        address = f",{detail['address']}" if detail.get("address") else ""
+        word = f"{there}{detail.get('shared') or ''}{detail.get('profile') or ''}{address}"
         return f"{self.kind}:{word}" if word else self.kind
 
     @property
@@ -131,6 +136,12 @@ def _ec2(region: str, profile: str | None) -> Ec2:
     return BotoEc2(region, profile)
 
 
+def _modal(place: Place) -> Backend:
+    profile = cast("str | None", place.detail.get("profile"))
+    where = f"Modal (profile {profile})" if profile else "Modal"
+    return ModalBackend(place.kind, ModalRunner(LiveModal(profile)), where)
+
+
 def _spoken_to(place: Place, also: Iterable[str] = ()) -> tuple[Host, str, str]:
     """A way to the machine, its name for people, and its interpreter. `also`: variables that one of here is asked with."""
     host, where = (LocalHost(also=also), "this machine") if place.is_here else _ssh(place.detail)
@@ -160,5 +171,6 @@ WAYS: dict[str, Callable[[Place], Backend]] = {
     SLURM: _slurm,
     RAY: _ray,
     AWS: _aws,
+    MODAL: _modal,
 }
 """To the places of each kind."""

@@ -1,0 +1,440 @@
+"""A Modal of this machine: calls are processes, each container has its own copy of the volume, and what is not committed is seen by nobody.
+
+What it keeps to, as Modal has it:
+
+    - One desk, one request after the other, whoever asks. Work goes on when whoever spawned it is gone: a process of its own keeps it.
+    - A call waits for a container (`hold`), runs in one, and is begun again with the same input in a new one, with an empty disk, when that
+      is taken away: told with SIGINT and killed after a while (`preempt`), or without a word (`lose`).
+    - A time-out counts from the beginning of a container, and kills. A cancelled call is told, then killed. With a container all that it
+      started goes.
+    - Results of calls are forgotten after a while (`expire`): nothing is known of such a call.
+    - Values of secrets are in the environment of the container, and in no file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from groupwise.clouds.modal.desk import answer
+from groupwise.clouds.modal.port import Call, Image
+from groupwise.clouds.modal.work import Surroundings, work
+
+THIS = "groupwise.testing.fake_modal"
+SECRETS = "GROUPWISE_SECRETS"
+TICK = 0.02
+GRACE = 30.0
+"""Seconds between SIGINT and the end of a container."""
+KEEPER, CONTAINER = "modal-keeper", "modal-container"
+"""What their processes are called: a container's may be told from that of a call which it has spawned."""
+SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl(2)."""
+
+
+class FakeModal:
+    """See `groupwise.clouds.modal.port.ModalPort`. All of one folder are the same Modal."""
+
+    def __init__(self, folder: Path, *, owner: str | None = "somebody") -> None:
+        self.folder, self._owner = folder, owner
+        for name in ("volume", "calls", "apps", "desk"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    async def workspace(self) -> str | None:
+        """See `ModalPort.workspace`."""
+        return self._owner
+
+    async def has_app(self, name: str) -> bool:
+        """See `ModalPort.has_app`."""
+        return (self.folder / "apps" / name).exists()
+
+    async def deploy(self, image: Image) -> None:
+        """See `ModalPort.deploy`. No image is made: work runs with the interpreter of this process."""
+        (self.folder / "apps" / image.app).write_text(json.dumps(sorted(image.files)), "utf-8")
+
+    async def desk(self, what: str, *arguments: Any) -> Any:
+        """See `ModalPort.desk`."""
+        return await in_thread(desk, self.folder, what, *arguments)
+
+    async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
+        """See `ModalPort.spawn`."""
+        return await in_thread(spawn, self.folder, call, secrets)
+
+    async def lives(self, call: str) -> bool:
+        """See `ModalPort.lives`."""
+        place = self.folder / "calls" / call
+        return place.exists() and not (place / "result").exists()
+
+    async def cancel(self, call: str) -> None:
+        """See `ModalPort.cancel`."""
+        self._tell(call, "cancel")
+
+    async def close(self) -> None:
+        """See `ModalPort.close`."""
+
+    # --- what befalls it --------------------------------------------------------------------------
+
+    def hold(self, *, on: bool = True) -> None:
+        """No containers are free."""
+        (self.folder / "hold").touch() if on else (self.folder / "hold").unlink()
+
+    def preempt(self, call: str) -> None:
+        """Its container is wanted back."""
+        self._tell(call, "preempt")
+
+    def lose(self, call: str) -> None:
+        """Its container is gone."""
+        self._tell(call, "lose")
+
+    def expire(self, call: str) -> None:
+        """What became of it is forgotten."""
+        shutil.rmtree(self.folder / "calls" / call)
+
+    def stop(self) -> None:
+        """Every call that lives is ended, without a word."""
+        for name in self.calls():
+            self._tell(name, "stop")
+
+    def calls(self) -> list[str]:
+        """All that are known, in the order in which they were spawned."""
+        return sorted(each.parent.name for each in (self.folder / "calls").glob("*/input"))
+
+    def containers(self, call: str) -> int:
+        """How many it has had."""
+        return len(list((self.folder / "calls" / call).glob("container-*")))
+
+    def result(self, call: str) -> str | None:
+        """How it ended: a word, and what the work said."""
+        place = self.folder / "calls" / call / "result"
+        return place.read_text("utf-8") if place.exists() else None
+
+    def _tell(self, call: str, what: str) -> None:
+        with suppress(FileNotFoundError):  # Modal knows nothing of it any more
+            (self.folder / "calls" / call / what).touch()
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Keepers and containers begin sooner without asyncio."""
+    import asyncio
+
+    return await asyncio.to_thread(function, *arguments)
+
+
+# --- the volume -----------------------------------------------------------------------------------
+
+
+class View:
+    """A container's copy of the volume."""
+
+    def __init__(self, committed: Path, here: Path) -> None:
+        self._committed, self.here = committed, here
+        self._note = here.with_suffix(".seen")
+        here.mkdir(parents=True, exist_ok=True)
+        self._mine: dict[str, Any] = {}
+        """What each path was here when both were the same; and there."""
+        self._theirs: dict[str, Any] = {}
+        with suppress(FileNotFoundError):
+            self._mine, self._theirs = json.loads(self._note.read_text("utf-8"))
+
+    def commit(self) -> None:
+        """What has changed here goes there, and what has changed there comes. Of two that changed the same file the last one wins."""
+        with self._alone():
+            sent = self._carry(self.here, self._committed, self._mine, ())
+            self._carry(self._committed, self.here, self._theirs, sent)
+            self._mine, self._theirs = _listed(self.here), _listed(self._committed)
+
+    def reload(self) -> None:
+        """What has changed there comes here; what has changed here stays."""
+        with self._alone():
+            changed = {
+                path for path, found in _listed(self.here).items() if self._mine.get(path) != found
+            }
+            came = self._carry(self._committed, self.here, self._theirs, changed)
+            self._theirs = _listed(self._committed)
+            now = _listed(self.here)
+            self._mine = {
+                path: now[path]
+                for path in now
+                if path in came or (path in self._mine and path not in changed)
+            }
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        with _locked(self._committed.with_suffix(".lock")):
+            yield
+            self._note.write_text(json.dumps([self._mine, self._theirs]), "utf-8")
+
+    @staticmethod
+    def _carry(
+        source: Path, target: Path, before: Mapping[str, Any], but: Collection[str]
+    ) -> set[str]:
+        """Those that have come or gone since."""
+        now = _listed(source)
+        gone = {path for path in before if path not in now and path not in but}
+        came = {path for path in now if before.get(path) != now[path] and path not in but}
+        for path in sorted(gone, reverse=True):
+            _remove(target / path)
+        for path in sorted(came):
+            _copy(source / path, target / path)
+        return came
+
+
+def _listed(folder: Path) -> dict[str, Any]:
+    """What each path is; what is neither file nor folder nor link is no part of a volume."""
+    found: dict[str, Any] = {}
+    todo = [""]
+    while todo:
+        below = todo.pop()
+        with os.scandir(folder / below) as entries:
+            for entry in entries:
+                path = f"{below}{entry.name}"
+                if entry.is_symlink():
+                    found[path] = ["link", os.readlink(entry.path)]
+                elif entry.is_dir():
+                    found[path] = ["folder"]
+                    todo.append(f"{path}/")
+                elif entry.is_file():
+                    seen = entry.stat()
+                    found[path] = [seen.st_mtime_ns, seen.st_size, seen.st_mode]
+    return found
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_symlink():
+        _remove(target)
+        target.symlink_to(os.readlink(source))
+    elif source.is_dir():
+        target.mkdir(exist_ok=True)
+    else:
+        if target.is_dir():
+            _remove(target)
+        new = target.with_name(f".{target.name[:100]}.{os.getpid()}.copying")
+        shutil.copy2(source, new)
+        new.replace(target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# --- the desk -------------------------------------------------------------------------------------
+
+
+def desk(folder: Path, what: str, *arguments: Any) -> Any:
+    """Its one container, which answers one after the other."""
+    with _locked(folder / "desk" / "lock"):
+        view = View(folder / "volume", folder / "desk" / "volume")
+        view.reload()
+        said = answer(str(view.here), what, arguments)
+        view.commit()
+        return said
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def spawn(folder: Path, call: Call, secrets: Mapping[str, str]) -> str:
+    """A call of the work, kept by a process of its own."""
+    name = f"fc-{time.time_ns():x}{uuid.uuid4().hex[:6]}"
+    place = folder / "calls" / name
+    place.mkdir()
+    (place / "input").write_text(json.dumps(call.document()), "utf-8")
+    with (place / "said").open("wb") as said:
+        subprocess.run(
+            [sys.executable, "-m", THIS, str(folder), name],
+            input=json.dumps(dict(secrets)).encode(),
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            check=True,
+        )  # it goes on in a child
+    return name
+
+
+class Keeper:
+    """Modal's side of a call."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.place = folder / "calls" / name
+        self.timeout = json.loads((self.place / "input").read_text("utf-8"))["timeout"]
+
+    def keep(self, secrets: str) -> None:
+        """Container after container, until there is a result."""
+        libc = ctypes.CDLL(None)
+        libc.prctl(SUBREAPER, 1)
+        Path("/proc/self/comm").write_text(KEEPER)
+        number = 0
+        while True:
+            while (word := self.before()) == "":
+                time.sleep(TICK)
+            number += 1
+            word = self.contain(number, secrets) if word == "go" else word
+            if word != "again":
+                break
+        with suppress(FileNotFoundError):  # it has expired
+            (self.place / "result").write_text(word, "utf-8")
+
+    def before(self) -> str:
+        """A container may be had, or the call ends without one; empty: neither yet."""
+        if self.told("cancel") or self.told("stop"):
+            return "cancelled"
+        return "" if (self.folder / "hold").exists() else "go"
+
+    def told(self, what: str) -> bool:
+        """Once for each time."""
+        try:
+            (self.place / what).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def contain(self, number: int, secrets: str) -> str:
+        """One container; how the call ended in it, or `again`."""
+        container = os.fork()
+        if container == 0:
+            os.setsid()
+            Path("/proc/self/comm").write_text(CONTAINER)
+            os.environ[SECRETS] = secrets
+            run_container(self.folder, self.name, number)
+        try:
+            return self.watch(container, time.monotonic() + self.timeout)
+        finally:
+            self.end()
+
+    def watch(self, container: int, deadline: float) -> str:
+        """Until it has ended, or has to."""
+        while (ended := _ended(container)) is None:
+            if self.told("stop"):
+                return "stopped"
+            if self.told("lose"):
+                return "again"
+            if self.told("preempt"):
+                return self.leave(container, signal.SIGINT) or "again"
+            if self.told("cancel"):
+                return self.leave(container, signal.SIGUSR1) or "cancelled"
+            if time.monotonic() >= deadline:
+                return "timed out"
+            time.sleep(TICK)
+        return "done" if ended == 0 else "failed"
+
+    def leave(self, container: int, how: signal.Signals) -> str:
+        """It is told, and has some time. `done` if its work came to an end in that."""
+        os.kill(container, how)
+        until = time.monotonic() + GRACE
+        while (ended := _ended(container)) is None and time.monotonic() < until:
+            time.sleep(TICK)
+        return "done" if ended == 0 else ""
+
+    def end(self) -> None:
+        """Of the container, with all that it has started: this process adopts what loses its parent."""
+        while found := _below(os.getpid()):
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(TICK)
+
+
+def _ended(pid: int) -> int | None:
+    """The exit status of a child; None while it runs."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _below(pid: int) -> list[int]:
+    """All descendants, those further down first, but for keepers of calls that the work has spawned: these are Modal's own."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    inside = [each for each in map(int, children) if not _is_keeper(each)]
+    return [each for child in inside for each in (*_below(child), child)]
+
+
+def _is_keeper(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text() == KEEPER + "\n"
+    except OSError:
+        return False
+
+
+class Cancelled(BaseException):
+    """As Modal raises it in the middle of a call that is cancelled."""
+
+
+def _cancelled(_signal: int, _frame: object) -> None:
+    raise Cancelled
+
+
+def run_container(folder: Path, name: str, number: int) -> NoReturn:
+    """In a process of its own."""
+    status = 1
+    try:
+        sys.stderr.write(contain(folder, name, number) + "\n")
+        status = 0
+    except KeyboardInterrupt:
+        pass  # it was wanted back
+    except BaseException:  # noqa: BLE001  (a copy of the keeper must not go on as one)
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def contain(folder: Path, name: str, number: int) -> str:
+    """What runs in a container: the work, with a volume and a disk of its own."""
+    signal.signal(signal.SIGUSR1, _cancelled)
+    place = folder / "calls" / name / f"container-{number}"
+    view = View(folder / "volume", place / "volume")
+    view.reload()
+    secrets = json.loads(os.environ.pop(SECRETS))
+    call = Call(**json.loads((folder / "calls" / name / "input").read_text("utf-8")))
+    around = Surroundings(
+        str(view.here),
+        str(place / "disk"),
+        view,
+        partial(desk, folder),
+        lambda following: spawn(folder, following, secrets),
+        {"HF_HOME": str(folder / "caches")},
+    )
+    said = work(call, name, secrets, around)
+    view.commit()
+    return said
+
+
+def main() -> None:
+    """As `python -m`: a keeper, which goes on by itself."""
+    folder, name = sys.argv[1:]
+    secrets = sys.stdin.read()
+    if os.fork() == 0:
+        Keeper(Path(folder), name).keep(secrets)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The port to the real Modal, with Modal's own client and a server of this machine: what is deployed, and what calls carry."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modal._serialization import serialize
+from modal_proto import api_pb2
+
+from groupwise.clouds.modal.live import LiveModal
+from groupwise.clouds.modal.port import Call, Image
+from groupwise.clouds.port import Order, Outcome
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.port import HostError, OutcomeUnknown, RunnerRefused
+from groupwise.hosts.spec import JobSpec
+from groupwise.testing.fake_modal import FakeModal, desk, spawn
+from tests.modal_server import EXPIRED, UNFINISHED, Server, modal_server
+from tests.places import modal_backend
+
+pytestmark = pytest.mark.launch
+CANARY = "canary-90ae11"
+IMAGE = Image("abc", "3.11", {"builder.py": b"print()", "wheels/a.whl": b"wheel"})
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Server]:
+    async with modal_server() as found:
+        monkeypatch.setenv("MODAL_SERVER_URL", found.url)
+        monkeypatch.setenv("MODAL_TOKEN_ID", "ak-1")
+        monkeypatch.setenv("MODAL_TOKEN_SECRET", "as-1")
+        yield found
+
+
+@pytest.fixture
+async def port(server: Server) -> AsyncIterator[LiveModal]:
+    found = LiveModal()
+    yield found
+    await found.close()
+
+
+def at_once(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+async def test_the_desk_is_deployed_once_and_is_one_container(
+    server: Server, port: LiveModal
+) -> None:
+    server.answers = lambda name, *words: at_once([name, *words])
+    assert await port.desk("turns", [["a", 1]]) == ["groupwise-desk-1/desk", "turns", [["a", 1]]]
+    other = LiveModal()
+    await other.desk("note", "a", 1, 1, "fc-1")
+    await other.close()
+    assert len(server.of("FunctionCreate")) == 1
+    made = server.functions["groupwise-desk-1/desk"]
+    assert (made.module_name, made.implementation_name) == ("groupwise.clouds.modal.app", "desk")
+    assert made.autoscaler_settings.max_containers == 1
+    assert made.max_concurrent_inputs <= 1
+    assert made.retry_policy.retries == 0
+    [volume] = made.volume_mounts
+    assert (server.name(volume.volume_id), volume.mount_path) == ("groupwise-runs", "/groupwise")
+
+
+async def test_work_has_its_image_from_the_builder_and_is_not_repeated_by_modal(
+    server: Server, port: LiveModal
+) -> None:
+    assert not await port.has_app(IMAGE.app)
+    await port.deploy(IMAGE)
+    assert await port.has_app(IMAGE.app)
+    lines = [
+        line for each in server.of("ImageGetOrCreate") for line in each.image.dockerfile_commands
+    ]
+    assert any(line.startswith("FROM python:3.11.") for line in lines)
+    assert lines[-1] == "RUN cd /opt/groupwise/build && python -I builder.py"
+    made = server.functions["groupwise-abc/work"]
+    assert made.retry_policy.retries == 0
+    assert made.single_use_containers
+    assert made.timeout_secs == 86_400
+    mounts = {server.name(each.volume_id): each.mount_path for each in made.volume_mounts}
+    assert mounts == {"groupwise-runs": "/groupwise", "groupwise-caches": "/groupwise-caches"}
+
+
+async def test_a_call_has_its_gpu_its_time_and_its_secrets_and_nothing_else_has_them(
+    server: Server, port: LiveModal
+) -> None:
+    await port.deploy(IMAGE)
+    asked: list[Any] = []
+    server.answers = lambda *words: asked.append(words) or at_once(UNFINISHED)
+    call = Call("job", 1, app=IMAGE.app, gpu="A100-80GB:2", gpus=2, timeout=3600)
+    spawned = await port.spawn(call, {"TOKEN": CANARY})
+    [bound] = server.of("FunctionBindParams")
+    gpu = bound.function_options.resources.gpu_config
+    assert (gpu.gpu_type, gpu.count) == ("A100-80GB", 2)
+    assert bound.function_options.timeout_secs == 3600
+    assert bound.function_options.retry_policy.retries == 0
+    assert bound.function_options.resources.memory_mb == 16_384
+    [secret] = server.of("SecretGetOrCreate")
+    assert list(secret.env_dict) == ["GROUPWISE_SECRETS"]
+    assert list(bound.function_options.secret_ids)
+    [(name, document)] = asked
+    assert name.startswith("groupwise-abc/work")
+    assert Call(**document) == call
+    holding = [name for name, message in server.asked if CANARY in str(message)]
+    assert holding == ["SecretGetOrCreate"]
+    assert await port.lives(spawned)
+    await port.cancel(spawned)
+    assert not await port.lives(spawned)
+
+
+def failed(status: str, error: Exception | None = None) -> Any:
+    data = b"" if error is None else serialize(error)
+    named = getattr(api_pb2.GenericResult, f"GENERIC_STATUS_{status}")
+    return api_pb2.GenericResult(status=named, exception="it did not go well", data=data)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "exited",
+        EXPIRED,
+        failed("TIMEOUT"),
+        failed("TERMINATED"),
+        failed("INTERNAL_FAILURE"),
+        failed("FAILURE", RuntimeError("OSError: no room")),
+        failed("FAILURE", ImportError("of what a container needs")),
+    ],
+    ids=["exited", "expired", "timeout", "terminated", "internal", "failure", "start"],
+)
+async def test_a_call_that_has_ended_or_is_forgotten_does_not_live(
+    server: Server, port: LiveModal, result: Any
+) -> None:
+    await port.deploy(IMAGE)
+    server.answers = lambda *_: at_once(result)
+    assert not await port.lives(await port.spawn(Call("job", 1, app=IMAGE.app), {}))
+    assert server.of("SecretGetOrCreate") == []
+
+
+async def test_of_a_call_that_nobody_tells_of_nothing_is_known(
+    server: Server, port: LiveModal
+) -> None:
+    await port.deploy(IMAGE)
+    spawned = await port.spawn(Call("job", 1, app=IMAGE.app), {})
+    server.says = "INVALID_ARGUMENT"
+    with pytest.raises(HostError):
+        await port.lives(spawned)
+    server.says = ""
+    server.results[spawned] = at_once(failed("FAILURE", ConnectionResetError("on the way")))
+    with pytest.raises(OutcomeUnknown, match="on the way"):
+        await port.lives(spawned)
+
+
+async def test_a_token_that_is_not_taken_is_told_and_one_that_is_not_there(
+    server: Server, port: LiveModal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert await port.workspace() == "the token of this machine"
+    server.says = "UNAUTHENTICATED"
+    with pytest.raises(RunnerRefused, match="does not take the token"):
+        await port.workspace()
+    monkeypatch.delenv("MODAL_TOKEN_ID")
+    assert await LiveModal().workspace() is None
+    with pytest.raises(RunnerRefused, match="modal token new"):
+        await LiveModal().desk("turns", [])
+    monkeypatch.setenv("MODAL_TOKEN_ID", "ak-1")
+    assert await LiveModal("nobody").workspace() is None  # a profile has its own
+
+
+async def test_a_job_by_the_real_client(server: Server, port: LiveModal, tmp_path: Path) -> None:
+    """The whole way, with what the fake Modal makes of each call."""
+    modal = FakeModal(tmp_path / "modal")
+
+    def answers(name: str, *words: Any) -> Callable[[], Any]:
+        if name.endswith("/desk"):
+            return at_once(desk(modal.folder, *words))
+        begun = spawn(modal.folder, Call(**words[0]), {})
+        becomes = lambda: modal.result(begun) or UNFINISHED  # noqa: E731
+        server.results[begun] = becomes  # the work knows itself by this id
+        return becomes
+
+    server.answers = answers
+    backend = modal_backend(port)
+    script = "import os; os.mkdir('outputs'); open('outputs/x', 'w').write('y')"
+    asked = Order("job", JobSpec(("python3", "-c", script)))
+    handle = await backend.submit(asked, BlobStore(tmp_path / "blobs"))
+    status = await backend.status(handle)
+    while status.ending is None:
+        status = await backend.wait(handle, status, 30)
+    assert status.ending.outcome is Outcome.SUCCEEDED
+    await backend.fetch(handle, tmp_path / "results")
+    assert (tmp_path / "results/outputs/x").read_text() == "y"
+    modal.stop()

@@ -1,0 +1,26 @@
+"""`groupwise launch render`, typed."""
+
+import pytest
+from ruamel.yaml import YAML
+
+from tests.integration.launch.person import Person
+
+pytestmark = pytest.mark.launch
+
+
+def test_a_manifest_is_printed_and_no_value_of_a_secret(person: Person) -> None:
+    canary = "canary-51c7de"
+    (person.project / "keys.env").write_text(f"TOKEN={canary}\n")
+    words = ("--image", "me/groupwise:1", "--gpus", "8", "--nodes", "2", "--env-file", "keys.env")
+    of_job = ("rl", "--config", "C.yaml", "a 'b'\n", "--x")
+    typed = person.types("render", *words, "--name", "sums", "--", *of_job)
+    _, job = YAML(typ="safe").load_all(typed.out)
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-6:] == ["groupwise", *of_job]
+    assert "kubectl create secret generic sums-env --from-env-file=keys.env" in typed.err
+    assert canary not in typed.out + typed.err
+    typed = person.types("render", *words, "--", "rl", f"--config={canary}", code=2)
+    assert "the value of TOKEN stands in the command" in typed.err
+    assert canary not in typed.err
+    typed = person.types("render", "--image", "x", "--secret", "s", "--script", "a.py", code=2)
+    assert "--env-file" in typed.err
