@@ -75,6 +75,8 @@ class Closable:
     ranks: Calls | None = None
     samplers: Started | None = None
     """That only sample; the ranks only learn then."""
+    divided: bool = False
+    """Whether each rank has a part of the weights."""
     hosted: Hosted | None = None
     """What is hosted where there are no ranks, and models could be added to it."""
     session: Session | None = None
@@ -124,7 +126,9 @@ class Parts(Closable):
     """The learner's `groupwise.learner.weights.TrainedWeights`; None where ranks have them."""
 
     async def slopes(self, learning_rate: float) -> list[Slope]:
-        """How much of a step reaches the outputs of the adapter's layers; none where all weights are trained."""
+        """How much of a step reaches the outputs of the adapter's layers; none where all weights are trained, or divided."""
+        if self.divided:
+            return []  # they are taken of whole layers
         if self.ranks is not None:
             return await self.ranks.call(0, "slopes", learning_rate)
         from groupwise.learner.slopes import trained_slopes
@@ -215,7 +219,8 @@ async def start_training(
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
     """Load the model and build the learner of a run that samples nothing; it would publish into `folder`."""
-    return _supervised(_made_now("supervised", config, layout, run=run, folder=str(folder)))
+    made = _made_now("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised(made, layout)
 
 
 async def start_supervised(
@@ -225,7 +230,8 @@ async def start_supervised(
     if config.run.server is not None:
         found = await _by_server("supervised", config, layout, run, folder)
         return LearningParts(found.learner, session=found.session)
-    return _supervised(await _made("supervised", config, layout, run=run, folder=str(folder)))
+    made = await _made("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised(made, layout)
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
@@ -291,9 +297,9 @@ def _training(made: Calls | Hosted) -> Parts:
     )
 
 
-def _supervised(made: Calls | Hosted) -> LearningParts:
+def _supervised(made: Calls | Hosted, layout: Layout) -> LearningParts:
     if isinstance(made, Calls):
-        return LearningParts(RankLearner(made), ranks=made)
+        return LearningParts(RankLearner(made, divided=layout.parts > 1), ranks=made)
     assert made.learner is not None
     return LearningParts(made.learner)
 
@@ -568,7 +574,7 @@ async def _apart(config: RunConfig, layout: Layout, run: str, folder: Path) -> P
         await gather_all(
             half.make(MAKE, order) for half, order in zip((learners, samplers), orders, strict=True)
         )
-        return _of_halves(learners, samplers)
+        return _of_halves(learners, samplers, divided=layout.parts > 1)
     except BaseException:
         _close(learners, samplers)
         raise
@@ -580,7 +586,7 @@ def _apart_now(config: RunConfig, layout: Layout, run: str, folder: Path) -> Par
     try:
         for half, order in zip((learners, samplers), orders, strict=True):
             half.make_now(MAKE, order)
-        return _of_halves(learners, samplers)
+        return _of_halves(learners, samplers, divided=layout.parts > 1)
     except BaseException:
         _close(learners, samplers)
         raise
@@ -596,13 +602,14 @@ def _halves(
     return learners, samplers, (learning, _described("sampling", config, layout))
 
 
-def _of_halves(learners: Started, samplers: Started) -> Parts:
+def _of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
     return Parts(
         RankSampler(samplers),
-        RankLearner(learners),
+        RankLearner(learners, divided=divided),
         _stop_token_ids(samplers),
         ranks=learners,
         samplers=samplers,
+        divided=divided,
     )
 
 
@@ -676,7 +683,7 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = load_model(config.model, layout.dtype, layout.device)
+    model = load_model(config.model, layout.dtype, _whole_on(layout))
     trained = (
         _trained_adapter(config, model) if config.lora else _trained_model(config, layout, model)
     )
@@ -729,7 +736,18 @@ def _learner(
         packing=config.training.packing,
         keep_publications=config.training.lag + 2,
         replicas=replicas,
+        divide_on=_divide_on(layout),
     )
+
+
+def _divide_on(layout: Layout) -> str | None:
+    """Where a learner's part of the weights is to be; None where it has all of them."""
+    return layout.device if layout.parts > 1 else None
+
+
+def _whole_on(layout: Layout) -> str:
+    """Where a learner reads a model: not on a GPU that may be too small for it."""
+    return layout.device if layout.parts == 1 else "cpu"
 
 
 def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> Sampler:
@@ -758,12 +776,13 @@ def _prepare_process(layout: Layout) -> None:
 def _replicas(layout: Layout, trained: Any) -> Any:
     """What the learners of all processes have in common; None where there is one process."""
     from groupwise.learner.collective import Collective
+    from groupwise.learner.divided import Divided
     from groupwise.learner.replicas import Replicas
 
     if layout.learning == 1:
         return None
     if layout.apart:
-        return Collective()
+        return Divided() if layout.parts > 1 else Collective()
     return Replicas(layout.processes, [*trained.parameters().values()])
 
 
@@ -776,7 +795,7 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = load_model(config.model, layout.dtype, layout.device)
+    model = load_model(config.model, layout.dtype, _whole_on(layout))
     trained = _trained_adapter(config, model) if config.lora else TrainedModel(model)
     replicas = _replicas(layout, trained)
     learner = TorchLearner(
@@ -788,6 +807,7 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
         gradient_checkpointing=config.training.gradient_checkpointing,
         packing=config.training.packing,
         replicas=replicas,
+        divide_on=_divide_on(layout),
     )
     return Hosted(layout.threads_each, learner=learner, replicas=replicas)
 
@@ -954,7 +974,7 @@ def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedMode
     from groupwise.models.load import load_model
 
     beta = getattr(config.algorithm, "beta", 0.0)
-    reference = load_model(config.model, layout.dtype, layout.device) if beta > 0 else None
+    reference = load_model(config.model, layout.dtype, _whole_on(layout)) if beta > 0 else None
     return TrainedModel(model, reference)
 
 

@@ -62,6 +62,8 @@ class Layout:
     """With more than 1 so many of the processes learn, and each process has a model of its own instead of sharing one."""
     samplers: int = 0
     """So many others of the processes sample, and the learners do not; 0: all do both."""
+    strategy: str = "ddp"
+    """Whether each learner has all weights (`ddp`) or a part (`fsdp2`)."""
 
     @property
     def apart(self) -> bool:
@@ -77,6 +79,11 @@ class Layout:
     def learning(self) -> int:
         """Processes that learn."""
         return self.learners if self.apart else self.processes
+
+    @property
+    def parts(self) -> int:
+        """Into how many the weights are divided that learners compute with."""
+        return self.learners if self.strategy == "fsdp2" else 1
 
     @property
     def sampling(self) -> int:
@@ -101,7 +108,7 @@ class Layout:
 
 def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """A layout as it was recorded, also before there could be several processes."""
-    return {"processes": 1, "learners": 1, "samplers": 0, **recorded}
+    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **recorded}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
@@ -207,6 +214,7 @@ def _layout(config: AnyConfig) -> Layout:
         processes=processes,
         learners=learners,
         samplers=samplers,
+        strategy=config.scale.strategy,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from groupwise.settings.schema import Conflict, Strict, setting
 
@@ -20,6 +20,12 @@ class ScaleConfig(Strict):
         "bits.",
         on_resume="warn",
         ge=1,
+    )
+    strategy: Literal["ddp", "fsdp2"] = setting(
+        "ddp",
+        "Who holds the weights that learners compute with: ddp, each learner all of them; fsdp2, each a part, which is gathered layer by "
+        "layer, so that a model may be larger than a GPU. Slower; in groupwise rl it needs samplers, which hold the model whole.",
+        on_resume="warn",
     )
 
 
@@ -46,6 +52,10 @@ def scale_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iterator[C
         yield from _conflicts(config, "scale.learners", learners, rows, keys)
     if samplers > 0:
         yield from _conflicts(config, "scale.samplers", samplers, rows, keys)
+    if config.scale.strategy == "fsdp2":
+        yield from _cannot_be_divided(
+            learners, samplers if hasattr(config.scale, "samplers") else None
+        )
     together, threads = learners + samplers, config.run.threads
     if together > 1 and threads is not None and threads < together:
         counted = [f"scale.learners is {learners}", *[f"scale.samplers is {samplers}"][:samplers]]
@@ -53,6 +63,22 @@ def scale_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iterator[C
             f"{' and '.join(counted)}, but run.threads is {threads}: the threads are those of all processes together, and each needs one. "
             f"Set run.threads to {together} or more, or leave it out.",
             ("scale.learners", *["scale.samplers"][:samplers], "run.threads"),
+        )
+
+
+def _cannot_be_divided(learners: int, samplers: int | None) -> Iterator[Conflict]:
+    """`samplers`: None where nothing is sampled."""
+    if learners == 1:
+        yield Conflict(
+            "scale.strategy is fsdp2, which divides weights among several learners, but scale.learners is 1. Raise it, or leave "
+            "scale.strategy out.",
+            ("scale.strategy", "scale.learners"),
+        )
+    if samplers == 0:
+        yield Conflict(
+            "scale.strategy is fsdp2, but learners that hold a part of the model cannot sample, and scale.samplers is 0. Give the run "
+            "samplers, or leave scale.strategy out.",
+            ("scale.strategy", "scale.samplers"),
         )
 
 

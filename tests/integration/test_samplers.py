@@ -135,10 +135,10 @@ def test_each_half_holds_its_own(tmp_path, monkeypatch):
     """No keys and values where nothing is sampled, no optimiser where nothing is learnt."""
     found, made = {}, build._of_halves
 
-    def noted(learners, samplers):
+    def noted(learners, samplers, **more):
         for name, half in (("learners", learners), ("samplers", samplers)):
             found[name] = half.call_all_now("parts_there")
-        return made(learners, samplers)
+        return made(learners, samplers, **more)
 
     monkeypatch.setattr(build, "_of_halves", noted)
     monkeypatch.setattr(Hosted, "parts_there", parts_there, raising=False)
@@ -250,9 +250,9 @@ def below_this() -> Iterator[set[int]]:
     before, found = below(os.getpid()), set[int]()
     of_halves = build._of_halves
 
-    def noted(*halves):
+    def noted(*halves, **more):
         found.update(set(below(os.getpid())) - set(before))
-        return of_halves(*halves)
+        return of_halves(*halves, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_of_halves", noted)
