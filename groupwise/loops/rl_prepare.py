@@ -301,6 +301,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
         processes=layout.sharing,
+        parts=layout.parts,
     )
 
 

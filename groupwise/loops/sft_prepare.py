@@ -203,6 +203,7 @@ def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelP
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
         processes=layout.sharing,
+        parts=layout.parts,
     )
 
 

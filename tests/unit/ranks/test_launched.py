@@ -9,7 +9,8 @@ from groupwise import machine_layout
 from groupwise.config import load_config
 from groupwise.errors import ConfigError, UsageError
 from groupwise.loops.rl_prepare import planned_sizes
-from groupwise.ranks import started
+from groupwise.loops.sft_prepare import planned_sft_sizes
+from groupwise.ranks import ahead, started
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.launched import Launched, gpu_of, launched, refuse_other_number
 from groupwise.ranks.line import Setup
@@ -101,6 +102,41 @@ APART = {"model": {"name": "tiny"}, "scale": {"learners": 1, "samplers": 2}}
 def test_what_does_not_go_with_samplers(more, words):
     with pytest.raises(ConfigError, match=words):
         load_config({**APART, **more})
+
+
+DIVIDED = {"learners": 2, "samplers": 1, "strategy": "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        ({"learners": 1}, r"fsdp2(.|\n)*scale\.learners is 1"),
+        ({"samplers": 0}, r"cannot sample, and scale\.samplers is 0"),
+        ({"strategy": "fsdp"}, r"scale\.strategy"),
+    ],
+)
+def test_what_does_not_go_with_divided_weights(scale, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config({"model": {"name": "tiny"}, "scale": {**DIVIDED, **scale}})
+
+
+def test_each_learner_needs_room_for_its_part_of_the_weights():
+    whole, divided = (
+        planned_sizes(config, machine_layout.choose_layout(config, 12)).memory
+        for config in (
+            load_config(
+                {"model": {"name": "tiny"}, "scale": {**DIVIDED, **more}, "lora": None}
+            ).config
+            for more in ({"strategy": "ddp"}, {})
+        )
+    )
+    assert divided.trained == whole.trained / 2
+    alone = {"learners": 2, "strategy": "fsdp2"}
+    config = load_sft_config({"model": {"name": "tiny"}, "scale": alone}).config
+    layout = machine_layout.supervised_layout(config)
+    assert (layout.parts, layout.sharing) == (2, 1)
+    base = ahead.all_parameters(config.model) * 4 / 2**20
+    assert planned_sft_sizes(config, layout, 12).memory.weights == pytest.approx(base / 2)
 
 
 def test_a_supervised_run_has_no_samplers():
