@@ -10,6 +10,7 @@ from groupwise.config import load_config
 from groupwise.errors import ConfigError, UsageError
 from groupwise.loops.rl_prepare import planned_sizes
 from groupwise.loops.sft_prepare import planned_sft_sizes
+from groupwise.models.footprint import bytes_of
 from groupwise.ranks import ahead, started
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.launched import Launched, gpu_of, launched, refuse_other_number
@@ -135,7 +136,7 @@ def test_each_learner_needs_room_for_its_part_of_the_weights():
     config = load_sft_config({"model": {"name": "tiny"}, "scale": alone}).config
     layout = machine_layout.supervised_layout(config)
     assert (layout.parts, layout.sharing) == (2, 1)
-    base = ahead.all_parameters(config.model) * 4 / 2**20
+    base = ahead.all_parameters(config.model) * bytes_of(layout.dtype) / 2**20
     assert planned_sft_sizes(config, layout, 12).memory.weights == pytest.approx(base / 2)
 
 
