@@ -10,6 +10,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import groupwise
-from groupwise import build
 from groupwise.errors import WorkerLostError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.learner import RankLearner
+from groupwise.ranks.line import Line
 from tests.forked_zygote import fork_peers
 from tests.integration.running import TOY, go_on, what_must_be_equal
 from tests.integration.test_learners import NAMES, Killed, assert_close, scaled
@@ -169,22 +170,53 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def test_ctrl_c_in_the_middle_of_a_gradient(tmp_path, monkeypatch):
-    settings = divided(tmp_path / "whole", max_tokens_per_microbatch=20)
+    """One of them hears of it before its first pass is over: nothing comes between the passes that both make together."""
+    settings = {**divided(tmp_path / "whole", max_tokens_per_microbatch=20), **ALL}
     assert groupwise.rl(settings, TOY).exit_code == 0
+    given_up, backward, receive = threading.Event(), TorchLearner._backward, Line.receive
+
+    def received(line):
+        message = receive(line)
+        if getattr(message, "name", "") == "learner.discard":
+            given_up.set()
+        return message
+
+    def slow(learner, *arguments):
+        if learner._updates == 3 and learner._replicas.rank == 0:
+            given_up.wait()
+        return backward(learner, *arguments)
+
+    learn, discard, under_way = TorchLearner.forward_backward, TorchLearner.discard, []
+
+    async def learned(learner, *arguments):
+        under_way.append(learner)
+        try:
+            return await learn(learner, *arguments)
+        finally:
+            under_way.pop()
+
+    def discarded(learner):
+        assert not under_way
+        discard(learner)
+
     together, steps = RankLearner._together, []
 
     async def interrupted(self, calls):
         if calls[0][1] == "learner.forward_backward":
             steps.append(len(steps))
-            if len(steps) == 3:
+            if len(steps) == 4:
                 os.kill(os.getpid(), signal.SIGINT)
         return await together(self, calls)
 
-    monkeypatch.setattr(RankLearner, "_together", interrupted)
     settings["run"]["dir"] = str(tmp_path)
-    assert groupwise.rl(settings, TOY).exit_code == 130
-    assert (tmp_path / "toy/checkpoints/step-2").is_dir()
-    monkeypatch.setattr(RankLearner, "_together", together)
+    with monkeypatch.context() as patch:
+        patch.setattr(Line, "receive", received)
+        patch.setattr(TorchLearner, "_backward", slow)
+        patch.setattr(TorchLearner, "forward_backward", learned)
+        patch.setattr(TorchLearner, "discard", discarded)
+        patch.setattr(RankLearner, "_together", interrupted)
+        assert groupwise.rl(settings, TOY).exit_code == 130
+    assert (tmp_path / "toy/checkpoints/step-3").is_dir()
     go_on(settings)
     assert (
         what_must_be_equal(tmp_path / "toy")["record"]
@@ -219,6 +251,5 @@ def test_a_killed_learner_ends_the_run(tmp_path, monkeypatch):
 @pytest.mark.soak
 def test_interpreters_of_their_own(alone, tmp_path, monkeypatch):
     monkeypatch.undo()
-    assert build.start_training is not None
     assert groupwise.rl(divided(tmp_path), TOY).exit_code == 0
     assert_close(alone, tmp_path / "toy")
