@@ -21,9 +21,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.accelerators import NVIDIA
 from groupwise.algorithms.registry import make
+from groupwise.awaiting import gather_all
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError, UsageError
-from groupwise.machine_layout import AnyConfig, Layout, layout_told, most_processes
+from groupwise.machine_layout import (
+    AnyConfig,
+    Layout,
+    layout_told,
+    most_processes,
+    samplers_of,
+)
 from groupwise.models.memory import memory_explained
 from groupwise.ranks import ahead
 from groupwise.ranks.beside import Here, Host, InRank, Models, NewModel
@@ -32,6 +39,8 @@ from groupwise.ranks.launched import launched, refuse_other_number
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.peers import Peers
 from groupwise.ranks.sampler import RankSampler
+from groupwise.ranks.samplers import Samplers
+from groupwise.ranks.started import Started
 from groupwise.runs import publications
 from groupwise.sft_config import SftConfig, load_sft_config
 from groupwise.task_parts import longest_completion
@@ -40,6 +49,7 @@ from groupwise.types import Learner, Policy, Sampler
 if TYPE_CHECKING:
     from groupwise.learner.slopes import Slope
     from groupwise.learner.torch_learner import TorchLearner
+    from groupwise.learner.weights import TrainedModel
     from groupwise.ranks.bench import Bench
     from groupwise.ranks.hosted import Hosted
     from groupwise.remote.parts import RemoteParts, Wanted
@@ -49,9 +59,9 @@ if TYPE_CHECKING:
     from groupwise.tunix.process import WorkerProcess
     from groupwise.wire.parts import PartsKind
 
-Kind = Literal["training", "supervised", "serving", "base"]
-"""Of what is made together."""
-LEARNING = frozenset[Kind]({"training", "supervised"})
+Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
+"""Of what is made together; `learning` and `sampling` are a training's halves, where they are apart."""
+LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
 MAKE = "groupwise.build:make_described"
 
 LARGE_ADAPTER = 512 << 20
@@ -63,6 +73,10 @@ class Closable:
     """What may have processes of its own."""
 
     ranks: Calls | None = None
+    samplers: Started | None = None
+    """That only sample; the ranks only learn then."""
+    divided: bool = False
+    """Whether each rank has a part of the weights."""
     hosted: Hosted | None = None
     """What is hosted where there are no ranks, and models could be added to it."""
     session: Session | None = None
@@ -76,6 +90,8 @@ class Closable:
         """End them, if there are any."""
         if self.ranks is not None:
             self.ranks.close()
+        if self.samplers is not None:
+            self.samplers.close()
         if self.session is not None:
             self.session.close()
         if self.worker is not None:
@@ -92,6 +108,8 @@ class Closable:
             return peak_memory(device)
         own = peak_memory(device) if device == "cpu" else 0
         held = self.ranks.call_all_now("held_memory", device)
+        if self.samplers is not None:
+            held += self.samplers.call_all_now("held_memory", device)
         if any(shared is None for _, shared in held):
             return None
         return own + sum(peak - shared for peak, shared in held) + max(s for _, s in held)
@@ -108,7 +126,9 @@ class Parts(Closable):
     """The learner's `groupwise.learner.weights.TrainedWeights`; None where ranks have them."""
 
     async def slopes(self, learning_rate: float) -> list[Slope]:
-        """How much of a step reaches the outputs of the adapter's layers; none where all weights are trained."""
+        """How much of a step reaches the outputs of the adapter's layers; none where all weights are trained, or divided."""
+        if self.divided:
+            return []  # they are taken of whole layers
         if self.ranks is not None:
             return await self.ranks.call(0, "slopes", learning_rate)
         from groupwise.learner.slopes import trained_slopes
@@ -157,7 +177,7 @@ def expect_ranks(config: AnyConfig) -> None:
     torch_alone = config.run.server is None and config.model.backend == "transformers"
     if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
-    if most_processes(config) > 1 or config.scale.learners > 1:
+    if most_processes(config) > 1 or config.scale.learners > 1 or samplers_of(config) > 0:
         ahead.begin()
 
 
@@ -176,6 +196,8 @@ def be_launched(config: AnyConfig) -> None:
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
     """Load the model once and build sampler and learner over it."""
+    if layout.samplers:
+        return _apart_now(config, layout, run, publish_folder)
     return _training(_made_now("training", config, layout, run=run, folder=str(publish_folder)))
 
 
@@ -189,13 +211,16 @@ async def start_training(
         return Parts(found.sampler, found.learner, found.stop_token_ids, session=found.session)
     if config.model.backend == "tunix":
         return await _by_tunix(config, layout, run, publish_folder)
+    if layout.samplers:
+        return await _apart(config, layout, run, publish_folder)
     made = await _made("training", config, layout, run=run, folder=str(publish_folder))
     return _training(made)
 
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
     """Load the model and build the learner of a run that samples nothing; it would publish into `folder`."""
-    return _supervised(_made_now("supervised", config, layout, run=run, folder=str(folder)))
+    made = _made_now("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised(made, layout)
 
 
 async def start_supervised(
@@ -205,7 +230,8 @@ async def start_supervised(
     if config.run.server is not None:
         found = await _by_server("supervised", config, layout, run, folder)
         return LearningParts(found.learner, session=found.session)
-    return _supervised(await _made("supervised", config, layout, run=run, folder=str(folder)))
+    made = await _made("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised(made, layout)
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
@@ -271,9 +297,9 @@ def _training(made: Calls | Hosted) -> Parts:
     )
 
 
-def _supervised(made: Calls | Hosted) -> LearningParts:
+def _supervised(made: Calls | Hosted, layout: Layout) -> LearningParts:
     if isinstance(made, Calls):
-        return LearningParts(RankLearner(made), ranks=made)
+        return LearningParts(RankLearner(made, divided=layout.parts > 1), ranks=made)
     assert made.learner is not None
     return LearningParts(made.learner)
 
@@ -504,10 +530,10 @@ def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Cal
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
         return _made_here(kind, config, layout, **more)
-    if layout.learners > 1:
-        peers = _peers(layout)
-        peers.make_now(MAKE, _described(kind, config, layout, **more), learning=kind in LEARNING)
-        return peers
+    if layout.apart:
+        started = _started(kind, layout)
+        started.make_now(MAKE, _described(kind, config, layout, **more))
+        return started
     ranks = ahead.take()
     ranks.make_now(MAKE, _described(kind, config, layout, **more), layout.processes)
     return ranks
@@ -517,19 +543,79 @@ async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> C
     _refuse_tunix(config)
     if layout.processes == 1:
         return _made_here(kind, config, layout, **more)
-    if layout.learners > 1:
-        peers = _peers(layout)
-        await peers.make(MAKE, _described(kind, config, layout, **more), learning=kind in LEARNING)
-        return peers
+    if layout.apart:
+        started = _started(kind, layout)
+        await started.make(MAKE, _described(kind, config, layout, **more))
+        return started
     ranks = ahead.take()
     await ranks.make(MAKE, _described(kind, config, layout, **more), layout.processes)
     return ranks
 
 
-def _peers(layout: Layout) -> Peers:
-    """What was begun to be forked has answered its questions."""
+def _started(kind: Kind, layout: Layout) -> Started:
+    """Processes that have a model each: samplers for what only samples, where there are any. What was begun to be forked has answered its
+    questions."""
     ahead.give_up()
-    return Peers(layout.learners, launched())
+    if layout.samplers and kind not in LEARNING:
+        return Samplers(layout.samplers, _first_gpu(layout), tells=kind != "sampling")
+    return Peers(layout.learners, launched(), learning=kind in LEARNING)
+
+
+def _first_gpu(layout: Layout) -> int:
+    """That of the first sampler: those before it are the learners' of this machine."""
+    place = launched()
+    return layout.learners if place is None else place.local_count
+
+
+async def _apart(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
+    """Learners and samplers, which start at the same time."""
+    learners, samplers, orders = _halves(config, layout, run, folder)
+    try:
+        await gather_all(
+            half.make(MAKE, order) for half, order in zip((learners, samplers), orders, strict=True)
+        )
+        return _of_halves(learners, samplers, divided=layout.parts > 1)
+    except BaseException:
+        _close(learners, samplers)
+        raise
+
+
+def _apart_now(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
+    """As `_apart`, for code that is not async: one after the other."""
+    learners, samplers, orders = _halves(config, layout, run, folder)
+    try:
+        for half, order in zip((learners, samplers), orders, strict=True):
+            half.make_now(MAKE, order)
+        return _of_halves(learners, samplers, divided=layout.parts > 1)
+    except BaseException:
+        _close(learners, samplers)
+        raise
+
+
+def _halves(
+    config: RunConfig, layout: Layout, run: str, folder: Path
+) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
+    """Those that learn, those that sample, and what they make. The end of the learners is that of the samplers."""
+    learners, samplers = _started("learning", layout), _started("sampling", layout)
+    learners.take_along(samplers)
+    learning = _described("learning", config, layout, run=run, folder=str(folder))
+    return learners, samplers, (learning, _described("sampling", config, layout))
+
+
+def _of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
+    return Parts(
+        RankSampler(samplers),
+        RankLearner(learners, divided=divided),
+        _stop_token_ids(samplers),
+        ranks=learners,
+        samplers=samplers,
+        divided=divided,
+    )
+
+
+def _close(*both: Started) -> None:
+    for half in both:
+        half.close()
 
 
 def _made_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
@@ -589,6 +675,46 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     )
 
 
+def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+    """A learner without a sampler."""
+    from groupwise.models.adapters import check_adapter
+    from groupwise.models.load import load_model
+    from groupwise.ranks.hosted import Hosted
+
+    check_adapter(config.model, config.lora)
+    _prepare_process(layout)
+    model = load_model(config.model, layout.dtype, _whole_on(layout))
+    trained = (
+        _trained_adapter(config, model) if config.lora else _trained_model(config, layout, model)
+    )
+    replicas = _replicas(layout, trained)
+    learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
+    return Hosted(layout.threads_each, learner=learner, trained=trained, replicas=replicas)
+
+
+def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
+    """A sampler without a learner, of the weights that such a one will publish."""
+    from groupwise.models.adapters import check_adapter, starting_config
+    from groupwise.models.load import load_model, stop_token_ids
+    from groupwise.models.lora import AdaptedModel
+    from groupwise.models.tokenizer import load_tokenizer
+    from groupwise.ranks.hosted import Hosted
+    from groupwise.sampler.weights import ServedAdapter, ServedModel
+
+    check_adapter(config.model, config.lora)
+    _prepare_process(layout)
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(config.model, layout.dtype, layout.device)
+    served = ServedModel(model)
+    if config.lora:
+        shape = starting_config(config.model, config.lora)
+        served = ServedAdapter(AdaptedModel(model, shape))
+    stops = _with_configured(stop_token_ids(model, tokenizer), config)
+    return Hosted(
+        layout.threads_each, _sampler(config, layout, served, tokenizer), stop_token_ids=stops
+    )
+
+
 def _learner(
     config: RunConfig,
     layout: Layout,
@@ -610,7 +736,18 @@ def _learner(
         packing=config.training.packing,
         keep_publications=config.training.lag + 2,
         replicas=replicas,
+        divide_on=_divide_on(layout),
     )
+
+
+def _divide_on(layout: Layout) -> str | None:
+    """Where a learner's part of the weights is to be; None where it has all of them."""
+    return layout.device if layout.parts > 1 else None
+
+
+def _whole_on(layout: Layout) -> str:
+    """Where a learner reads a model: not on a GPU that may be too small for it."""
+    return layout.device if layout.parts == 1 else "cpu"
 
 
 def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> Sampler:
@@ -639,12 +776,13 @@ def _prepare_process(layout: Layout) -> None:
 def _replicas(layout: Layout, trained: Any) -> Any:
     """What the learners of all processes have in common; None where there is one process."""
     from groupwise.learner.collective import Collective
+    from groupwise.learner.divided import Divided
     from groupwise.learner.replicas import Replicas
 
-    if layout.learners > 1:
-        return Collective()
-    if layout.processes == 1:
+    if layout.learning == 1:
         return None
+    if layout.apart:
+        return Divided() if layout.parts > 1 else Collective()
     return Replicas(layout.processes, [*trained.parameters().values()])
 
 
@@ -657,7 +795,7 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = load_model(config.model, layout.dtype, layout.device)
+    model = load_model(config.model, layout.dtype, _whole_on(layout))
     trained = _trained_adapter(config, model) if config.lora else TrainedModel(model)
     replicas = _replicas(layout, trained)
     learner = TorchLearner(
@@ -669,6 +807,7 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
         gradient_checkpointing=config.training.gradient_checkpointing,
         packing=config.training.packing,
         replicas=replicas,
+        divide_on=_divide_on(layout),
     )
     return Hosted(layout.threads_each, learner=learner, replicas=replicas)
 
@@ -748,6 +887,8 @@ def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> B
 
 _MAKERS: dict[Kind, Callable[..., Hosted]] = {
     "training": _make_training,
+    "learning": _make_learning,
+    "sampling": _make_sampling,
     "supervised": _make_supervised,
     "serving": _make_serving,
     "base": _make_base,
@@ -820,14 +961,21 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
 
 
 def _full_weights(config: RunConfig, layout: Layout, model: Any) -> tuple[Any, Any]:
-    from groupwise.learner.weights import TrainedModel
     from groupwise.models.load import load_model
     from groupwise.sampler.weights import ServedModel
 
-    beta = getattr(config.algorithm, "beta", 0.0)
-    reference = load_model(config.model, layout.dtype, layout.device) if beta > 0 else None
     sampled = load_model(config.model, layout.dtype, layout.device)
-    return TrainedModel(model, reference), ServedModel(sampled)
+    return _trained_model(config, layout, model), ServedModel(sampled)
+
+
+def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedModel:
+    """All weights, with a frozen copy where the algorithm needs one."""
+    from groupwise.learner.weights import TrainedModel
+    from groupwise.models.load import load_model
+
+    beta = getattr(config.algorithm, "beta", 0.0)
+    reference = load_model(config.model, layout.dtype, _whole_on(layout)) if beta > 0 else None
+    return TrainedModel(model, reference)
 
 
 def check_stop_tokens(config: RunConfig, tokenizer: Any) -> None:

@@ -50,7 +50,7 @@ from groupwise.data.suspicions import SignalsConfig
 from groupwise.foreign_keys import FOREIGN_TO_RL
 from groupwise.learner.config import TrainingConfig
 from groupwise.models.config import LoraConfig, ModelConfig
-from groupwise.ranks.config import ScaleConfig, scale_conflicts
+from groupwise.ranks.config import SampledScaleConfig, scale_conflicts
 from groupwise.rewards.config import DEFAULT_TASK_VARIABLE, RewardsConfig
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.runs.config import RunSection
@@ -372,7 +372,7 @@ class RunConfig(Strict):
     )
     callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
-    scale: ScaleConfig = ScaleConfig()
+    scale: SampledScaleConfig = SampledScaleConfig()
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
@@ -402,6 +402,7 @@ class RunConfig(Strict):
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
             "scale.learners": ((self.scale.learners or 1) > 1, str(self.scale.learners), "learners sample themselves"),
+            "scale.samplers": (self.scale.samplers > 0, str(self.scale.samplers), "the servers sample"),
         }  # fmt: skip
         for key, (clashes, value, why) in given.items():
             if clashes:

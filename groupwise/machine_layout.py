@@ -48,23 +48,47 @@ class Layout:
     threads: int
     """Of all processes that compute, together."""
     slots: int
-    """Of each process."""
+    """Of each process that samples."""
     key_length: int
     max_tokens_per_microbatch: int
-    """Likewise."""
+    """Of each process that learns."""
     processor: str = ""
     """What computes, as people call it, with the instruction set that torch uses there: others round otherwise."""
     torch: str = ""
     """Its version; of the backend tunix those of JAX and Tunix."""
     processes: int = 1
-    """Ranks that sample and learn; with 1 there are none, and this process does."""
+    """Ranks that sample, learn, or do both; with 1 there are none, and this process does."""
     learners: int = 1
-    """With more than 1 as many as the processes, which then have a model each instead of sharing one."""
+    """With more than 1 so many of the processes learn, and each process has a model of its own instead of sharing one."""
+    samplers: int = 0
+    """So many others of the processes sample, and the learners do not; 0: all do both."""
+    strategy: str = "ddp"
+    """Whether each learner has all weights (`ddp`) or a part (`fsdp2`)."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether each process has a model of its own."""
+        return self.learners > 1 or self.samplers > 0
 
     @property
     def sharing(self) -> int:
         """Processes that share one model."""
-        return 1 if self.learners > 1 else self.processes
+        return 1 if self.apart else self.processes
+
+    @property
+    def learning(self) -> int:
+        """Processes that learn."""
+        return self.learners if self.apart else self.processes
+
+    @property
+    def parts(self) -> int:
+        """Into how many the weights are divided that learners compute with."""
+        return self.learners if self.strategy == "fsdp2" else 1
+
+    @property
+    def sampling(self) -> int:
+        """Processes that sample."""
+        return self.samplers or self.processes
 
     @property
     def threads_each(self) -> int:
@@ -79,12 +103,12 @@ class Layout:
     @property
     def all_slots(self) -> int:
         """Of all processes together."""
-        return self.slots * self.processes
+        return self.slots * self.sampling
 
 
 def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """A layout as it was recorded, also before there could be several processes."""
-    return {"processes": 1, "learners": 1, **recorded}
+    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **recorded}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
@@ -101,9 +125,7 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
 
 def _slots(config: RunConfig, layout: Layout) -> int:
     """Enough for the rollouts of a step, as far as they pay and there is memory."""
-    rows = -(
-        -config.training.prompts_per_step * config.training.num_generations // layout.processes
-    )
+    rows = -(-config.training.prompts_per_step * config.training.num_generations // layout.sampling)
     if layout.device == "cpu" or config.model.backend == "tunix":
         return max(MIN_SLOTS, min(MAX_SLOTS, rows))
     each = ahead.cache_bytes(config.model, layout.dtype, layout.key_length)
@@ -146,7 +168,7 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
     return (
         f"{layout.all_threads} threads of {layout.processes} process{'es' * (layout.processes > 1)} compute on {cores} "
         f"core{'s' * (cores > 1)}: those that share a core wait for each other, which is slower than fewer. Lower run.threads and "
-        "run.processes or scale.learners, or leave them out"
+        "run.processes, scale.learners or scale.samplers, or leave them out"
     )
 
 
@@ -177,8 +199,9 @@ def _of_tunix(config: RunConfig) -> Layout:
 
 def _layout(config: AnyConfig) -> Layout:
     device = ahead.choose_device()
-    learners = _learners(config, device)
-    processes = learners if learners > 1 else _processes(config, device)
+    learners, samplers = _apart(config, device)
+    own = learners > 1 or samplers > 0
+    processes = learners + samplers if own else _processes(config, device)
     return Layout(
         device=device,
         dtype=ahead.choose_dtype(config.model, config.lora is None, device),
@@ -190,29 +213,42 @@ def _layout(config: AnyConfig) -> Layout:
         torch=ahead.torch_version(),
         processes=processes,
         learners=learners,
+        samplers=samplers,
+        strategy=config.scale.strategy,
     )
 
 
 def refuse_learners(config: AnyConfig) -> None:
-    """UsageError for more learners than one, for whoever has a machine that others use, too."""
-    if config.scale.learners > 1:
-        raise UsageError(
-            f"scale.learners is {config.scale.learners}, but a training server has one process learn, or run.processes that share a model. "
-            "Leave scale.learners out, or run groupwise rl itself."
-        )
+    """UsageError for more learners than one, and for samplers, for whoever has a machine that others use, too."""
+    for key, asked, usual in (
+        ("scale.learners", config.scale.learners, 1),
+        ("scale.samplers", samplers_of(config), 0),
+    ):
+        if asked > usual:
+            raise UsageError(
+                f"{key} is {asked}, but a training server has one process learn and sample, or run.processes that share a model. "
+                f"Leave {key} out, or run groupwise rl itself."
+            )
 
 
-def _learners(config: AnyConfig, device: str) -> int:
-    """As many as are asked for. UsageError where another number was started, ConfigError where GPUs are missing."""
-    asked, place = config.scale.learners, launched()
-    refuse_other_number(place, asked)
-    needed = place.local_count if place is not None else asked
-    if asked > 1 and device != "cpu" and needed > (there := ahead.gpu_count()):
+def samplers_of(config: AnyConfig) -> int:
+    """Processes that only sample; a supervised run has none."""
+    return config.scale.samplers if isinstance(config, RunConfig) else 0
+
+
+def _apart(config: AnyConfig, device: str) -> tuple[int, int]:
+    """As many learners and samplers as are asked for. UsageError where another number was started, ConfigError where GPUs are missing."""
+    learners, samplers, place = config.scale.learners, samplers_of(config), launched()
+    refuse_other_number(place, learners)
+    needed = (place.local_count if place is not None else learners) + samplers
+    if needed > 1 and device != "cpu" and needed > (there := ahead.gpu_count()):
+        more = f" and scale.samplers is {samplers}" if samplers else ""
         raise ConfigError(
-            f"scale.learners is {asked}, which needs {needed} GPUs on this machine, one for each; there {'are' if there != 1 else 'is'} "
-            f"{there}. Lower it, start the run by torchrun on several machines, or set CUDA_VISIBLE_DEVICES= to compute on the CPU."
+            f"scale.learners is {learners}{more}, which needs {needed} GPUs on this machine, one for each; "
+            f"there {'are' if there != 1 else 'is'} {there}. Ask for fewer, start the run by torchrun on several machines, or set "
+            "CUDA_VISIBLE_DEVICES= to compute on the CPU."
         )
-    return asked
+    return learners, samplers
 
 
 def _processes(config: AnyConfig, device: str) -> int:

@@ -1,4 +1,5 @@
-"""A zygote that is forked from the test process, which has imported everything: a fresh interpreter takes seconds for that.
+"""A zygote, or a rank with a model of its own, that is forked from the test process, which has imported everything: a fresh interpreter
+takes seconds for that.
 
 All else is as in a run: sockets, the fork into ranks, their end.
 """
@@ -8,17 +9,22 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
 import pytest
 
-from groupwise.ranks import tree, zygote
+from groupwise.ranks import peer, started, tree, zygote
+
+Main = Callable[[int, int], object]
+"""What the process does for its parent, on a descriptor."""
 
 
 class Forked:
-    """As much of `subprocess.Popen` as is asked of the zygote."""
+    """As much of `subprocess.Popen` as is asked of such a process."""
+
+    main: Main = staticmethod(lambda parent, descriptor: zygote.main(parent, descriptor, ()))
 
     def __init__(
         self, command: list[str], pass_fds: list[int], env: Mapping[str, str], **_: Any
@@ -29,7 +35,7 @@ class Forked:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _be_zygote(parent, descriptor, ours, env)
+            _be(self.main, parent, descriptor, ours, env)
         os.close(ours)
         self.stdout: IO[bytes] = os.fdopen(output, "rb")
 
@@ -40,7 +46,13 @@ class Forked:
         return self.returncode
 
 
-def _be_zygote(parent: int, descriptor: int, output: int, environment: Mapping[str, str]) -> None:
+class ForkedPeer(Forked):
+    main: Main = staticmethod(peer.main)
+
+
+def _be(
+    main: Main, parent: int, descriptor: int, output: int, environment: Mapping[str, str]
+) -> None:
     status = 1
     try:
         os.setsid()
@@ -52,7 +64,7 @@ def _be_zygote(parent: int, descriptor: int, output: int, environment: Mapping[s
                     os.close(number)
         sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         os.environ.update(environment)
-        zygote.main(parent, descriptor, ())
+        main(parent, descriptor)
         status = 0
     except BaseException:  # noqa: BLE001 — a fork must never return into the tests
         traceback.print_exc()
@@ -63,3 +75,8 @@ def fork_zygotes(patch: pytest.MonkeyPatch) -> None:
     """Zygotes are forked as long as the patch holds."""
     patch.setattr(tree, "Popen", Forked)
     patch.setattr(zygote, "collect", lambda: None)  # of all that the tests have imported
+
+
+def fork_peers(patch: pytest.MonkeyPatch) -> None:
+    """Learners and samplers with models of their own are forked as long as the patch holds."""
+    patch.setattr(started, "Popen", ForkedPeer)

@@ -840,7 +840,7 @@ MUTATIONS = (
         (
             (
                 "learner/torch_learner.py",
-                "        copy_exactly(self._optimiser_tensors(), stored, str(place / OPTIMISER))\n",
+                "        copy_parts(self._optimiser_tensors(), stored, str(place / OPTIMISER))\n",
                 "",
             ),
         ),

@@ -24,3 +24,7 @@ class Engine(Protocol):
     def acting(self, role: PolicyRole, *, gradient: bool) -> AbstractContextManager[Compute]:
         """Compute as this policy; a backward pass must end while it is open."""
         ...
+
+    def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
+        """What was cut has been computed; where several learners hold parts of a model, wait for those who have more."""
+        ...

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
+from groupwise.learner.divided import DividedEngine
 from groupwise.learner.engine import Engine
 from groupwise.learner.forward import PLAIN, Forward, Wanted
+from groupwise.learner.gathered import Whole, copy_parts, norm
 from groupwise.learner.layout import Batch
 from groupwise.learner.native.engine import NativeEngine
 from groupwise.learner.refusals import too_fast
@@ -33,7 +35,7 @@ from groupwise.learner.replicas import Summed
 from groupwise.learner.transformers_engine import TransformersEngine
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.files import read_json, read_tensors, write_tensors
-from groupwise.models.lora import copy_exactly, fingerprint
+from groupwise.models.lora import fingerprint
 from groupwise.models.memory import memory_explained
 from groupwise.runs import durable, publications
 from groupwise.types import (
@@ -67,23 +69,30 @@ class TorchLearner:
         keep_publications: int = 2,
         replicas: Summed | None = None,
         native: bool = True,
+        divide_on: str | None = None,
     ) -> None:
         """`keep_publications`: so many of the last publications keep their files.
 
         `replicas`: the learners in other processes that compute the gradient of other rows, for the same update.
         Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
+        `divide_on`: weights are divided among the replicas, and this learner's part is on that device; see `groupwise.learner.divided`.
         """
         self._weights = weights
-        self._parameters = weights.parameters()
         self._run = run
         self._publish_folder = publish_folder
         self._max_tokens = max_tokens_per_microbatch
         self._keep_publications = keep_publications
         self._seed = seed
         self._dropout = weights.dropout > 0
+        self._divided = divide_on is not None
         self._engine = _engine(
-            weights, native=native, packing=packing, gradient_checkpointing=gradient_checkpointing
+            weights,
+            native=native,
+            packing=packing,
+            gradient_checkpointing=gradient_checkpointing,
+            divide_on=divide_on,
         )
+        self._parameters = weights.parameters()
         self._optimiser = torch.optim.AdamW(self._parameters.values(), foreach=True)
         self._updates = 0
         self._replicas = replicas
@@ -98,8 +107,10 @@ class TorchLearner:
         wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy, trained_only=True)
         for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
             _add(sums, self._backward(batch, wanted, found, denominators))
-            with self._own_dropout():
-                await asyncio.sleep(0)
+            if not self._divided:  # else all do the same in the same order, and nothing between
+                with self._own_dropout():
+                    await asyncio.sleep(0)
+        self._engine.keep_step("policy", gradient=True)
         return sums
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
@@ -111,13 +122,13 @@ class TorchLearner:
             if self._replicas is not None:
                 self._replicas.sum_gradients([*self._parameters.values()])
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-            applied = math.isfinite(norm)
+            length = norm(gradients) if gradients else 0.0
+            applied = math.isfinite(length)
             if applied:
-                self._clip(gradients, norm, params.max_grad_norm)
+                self._clip(gradients, length, params.max_grad_norm)
                 self._step(params)
         self.discard()
-        return UpdateResult(grad_norm=norm, applied=applied)
+        return UpdateResult(grad_norm=length, applied=applied)
 
     def discard(self) -> None:
         """See `groupwise.types.Learner.discard`."""
@@ -130,20 +141,27 @@ class TorchLearner:
         Raises `StoreError` if the disk (or memory) that it is written to refuses.
         """
         folder = publications.version_folder(self._publish_folder, version)
+        fingerprint = self.fingerprint()
         with durable.explained(folder):
             self._weights.save(folder)
         publications.remove_old(self._publish_folder, version, self._keep_publications)
         return Policy(
             run=self._run,
             version=version,
-            fingerprint=self.fingerprint(),
+            fingerprint=fingerprint,
             kind=self._weights.kind,
             path=str(folder),
         )
 
     def fingerprint(self) -> str:
         """Of the weights as they are now; see `groupwise.types.Policy.fingerprint`."""
-        return fingerprint(self._parameters)
+        return fingerprint(Whole(self._parameters))
+
+    def attend_publication(self) -> str:
+        """What another learner does while the first one publishes; its fingerprint."""
+        found = self.fingerprint()
+        self._weights.lend()
+        return found
 
     async def logprobs(
         self, rows: Sequence[Row], role: PolicyRole = "policy"
@@ -178,14 +196,22 @@ class TorchLearner:
         """Every micro-batch with its numbers, without gradient or dropout."""
         with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
             batches = self._engine.cut(rows, self._max_tokens, gradient=False)
-            return [(batch, compute(batch, wanted)) for batch in batches]
+            found = [(batch, compute(batch, wanted)) for batch in batches]
+            self._engine.keep_step(role, gradient=False)
+            return found
 
     def save(self, folder: str) -> None:
         """See `groupwise.types.Learner.save`. OSError if the disk refuses."""
         place = Path(folder)
+        moments = {**Whole(self._optimiser_tensors())}
         self._weights.save(place)
-        write_tensors(self._optimiser_tensors(), place / OPTIMISER)
+        write_tensors(moments, place / OPTIMISER)
         (place / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
+
+    def attend_save(self) -> None:
+        """What another learner does while the first one saves."""
+        Whole(self._optimiser_tensors()).lend()
+        self._weights.lend()
 
     def load(self, folder: str) -> None:
         """See `groupwise.types.Learner.load`."""
@@ -195,7 +221,7 @@ class TorchLearner:
         self.discard()
         stored = read_tensors(place / OPTIMISER)
         self._make_optimiser_state({name.partition("|")[2] for name in stored})
-        copy_exactly(self._optimiser_tensors(), stored, str(place / OPTIMISER))
+        copy_parts(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
     def load_weights(self, folder: str) -> None:
         """Take weights that were saved or published, with an optimiser that begins anew."""
@@ -235,7 +261,7 @@ class TorchLearner:
             if "overflow" not in str(error):
                 raise
             raise too_fast(params) from error
-        if not math.isfinite(float(torch.nn.utils.get_total_norm(self._parameters.values()))):
+        if not math.isfinite(norm([*self._parameters.values()])):
             raise too_fast(params)
         self._updates += 1
 
@@ -274,8 +300,17 @@ class TorchLearner:
 
 
 def _engine(
-    weights: TrainedWeights, *, native: bool, packing: bool, gradient_checkpointing: bool
+    weights: TrainedWeights,
+    *,
+    native: bool,
+    packing: bool,
+    gradient_checkpointing: bool,
+    divide_on: str | None,
 ) -> Engine:
+    if divide_on is not None:
+        return DividedEngine(
+            weights, divide_on, packing=packing, gradient_checkpointing=gradient_checkpointing
+        )
     model = weights.native() if native else None
     if model is not None:
         return NativeEngine(

@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.learner.engine import Compute
-from groupwise.learner.forward import Forward, Wanted, choose_paths
+from groupwise.learner.forward import Forward, Paths, Wanted, choose_paths
 from groupwise.learner.layout import MicroBatch, PackedBatch
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.decoder import Decoder
@@ -21,13 +21,20 @@ class TransformersEngine:
     """A `groupwise.learner.engine.Engine` over any transformers causal language model."""
 
     def __init__(
-        self, weights: TrainedWeights, *, packing: bool, gradient_checkpointing: bool
+        self,
+        weights: TrainedWeights,
+        *,
+        packing: bool,
+        gradient_checkpointing: bool,
+        sharing: bool = True,
     ) -> None:
+        """Without `sharing`, each row is computed with its own prompt."""
         self._weights = weights
+        self._sharing = sharing
         self._decoder = Decoder(weights.model)
         self._reference_decoder: Decoder | None = None
         self.paths = choose_paths(
-            self._decoder, packing=packing, sharing=not gradient_checkpointing
+            self._decoder, packing=packing, sharing=sharing and not gradient_checkpointing
         )
         if gradient_checkpointing:
             weights.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -41,14 +48,12 @@ class TransformersEngine:
         self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
     ) -> list[MicroBatch | PackedBatch]:
         """See `Engine.cut`."""
-        # Without a gradient nothing is recomputed, so that prompts can always be shared.
-        paths = self.paths if gradient else replace(self.paths, sharing=True)
-        return paths.cut(rows, max_tokens)
+        return self._ways(gradient=gradient).cut(rows, max_tokens)
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
         """See `Engine.acting`."""
-        paths = self.paths if gradient else replace(self.paths, sharing=True)
+        paths = self._ways(gradient=gradient)
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
@@ -62,6 +67,13 @@ class TransformersEngine:
         )
         with acting, _TrainingMode(self._layers if gradient else ()):
             yield compute
+
+    def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
+        """See `Engine.keep_step`."""
+
+    def _ways(self, *, gradient: bool) -> Paths:
+        """Without a gradient nothing is recomputed, so that prompts can be shared whenever they may be."""
+        return self.paths if gradient else replace(self.paths, sharing=self._sharing)
 
     def reference(self) -> Decoder:
         """The model that the reference computes with."""

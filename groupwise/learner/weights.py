@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -12,6 +12,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from groupwise.learner.gathered import Whole, copy_parts
 from groupwise.models.files import disk_errors, read_model_tensors
 from groupwise.models.lora import WEIGHTS, AdaptedModel, copy_exactly, read_adapter
 from groupwise.models.native.linear import Factors
@@ -35,8 +36,16 @@ class TrainedWeights(Protocol):
         """The model that `acting_reference` computes with; may be the same object."""
         ...
 
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        """`model`, and `reference_model` where there is one that is another."""
+        ...
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by the names used in files, sorted."""
+        ...
+
+    def undivided(self) -> Sequence[nn.Parameter]:
+        """What of the models stays whole where their weights are divided among learners (`groupwise.learner.divided`)."""
         ...
 
     @property
@@ -60,6 +69,10 @@ class TrainedWeights(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the weights in the format of peft or transformers; OSError if the disk refuses."""
+        ...
+
+    def lend(self) -> None:
+        """Take part in `save` where another learner writes, and weights are divided."""
         ...
 
     def read(self, folder: Path) -> None:
@@ -99,8 +112,15 @@ class TrainedAdapter:
     def reference_model(self) -> PreTrainedModel:
         return self.adapted.base
 
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        return (self.adapted.base,)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.adapted.parameters(self.name)
+
+    def undivided(self) -> Sequence[nn.Parameter]:
+        names = [self.name, *([] if self._reference is None else [self._reference])]
+        return [each for name in names for each in self.adapted.parameters(name).values()]
 
     @property
     def dropout(self) -> float:
@@ -132,6 +152,9 @@ class TrainedAdapter:
     def save(self, folder: Path) -> None:
         self.adapted.save(self.name, folder)
 
+    def lend(self) -> None:
+        """An adapter is whole in each learner."""
+
     def read(self, folder: Path) -> None:
         copy_exactly(self.parameters(), read_adapter(folder), str(folder / WEIGHTS))
 
@@ -157,8 +180,14 @@ class TrainedModel:
         assert self._frozen is not None, "built without a reference, because beta was 0"
         return self._frozen
 
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        return (self.model,) if self._frozen is None else (self.model, self._frozen)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(sorted(self.model.named_parameters()))
+
+    def undivided(self) -> Sequence[nn.Parameter]:
+        return ()
 
     def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -173,8 +202,18 @@ class TrainedModel:
         return {}
 
     def save(self, folder: Path) -> None:
+        whole = {**self._stored()}
         with disk_errors(folder), quiet():
-            self.model.save_pretrained(folder, max_shard_size="1TB")
+            self.model.save_pretrained(folder, state_dict=whole, max_shard_size="1TB")
+
+    def lend(self) -> None:
+        self._stored().lend()
 
     def read(self, folder: Path) -> None:
-        copy_exactly(self.parameters(), read_model_tensors(folder), str(folder))
+        copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
+
+    def _stored(self) -> Whole:
+        """What is saved; weights that are the same ones under two names are there once."""
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
+        return Whole({**buffers, **self.parameters()})

@@ -293,7 +293,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         config.model,
         config.lora,
         dtype=layout.dtype,
-        decoding=_decoding(config, layout),
+        decoding=None if layout.samplers else _decoding(config, layout),
         microbatch=largest_microbatch(
             layout.max_tokens_per_microbatch, layout.key_length, _learnt(config, layout)
         ),
@@ -301,6 +301,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
         processes=layout.sharing,
+        parts=layout.parts,
     )
 
 
@@ -326,7 +327,7 @@ def _decoding(config: RunConfig, layout: Layout) -> Decoding:
 def _learnt(config: RunConfig, layout: Layout) -> int:
     """Tokens that a process learns from in a step, at most: those of its rows, and the prompts of their groups."""
     members = config.training.num_generations
-    rows = -(-config.training.prompts_per_step * members // layout.processes)
+    rows = -(-config.training.prompts_per_step * members // layout.learning)
     longest = task_parts.longest_completion(config)
     return -(-rows // members) * (layout.key_length - longest) + rows * longest
 

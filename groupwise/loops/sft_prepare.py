@@ -197,12 +197,13 @@ def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelP
         dtype=layout.dtype,
         decoding=None,
         microbatch=largest_microbatch(
-            layout.max_tokens_per_microbatch, longest, -(-examples // layout.processes) * longest
+            layout.max_tokens_per_microbatch, longest, -(-examples // layout.learning) * longest
         ),
         needs_reference=False,
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
         processes=layout.sharing,
+        parts=layout.parts,
     )
 
 

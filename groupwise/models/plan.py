@@ -111,11 +111,13 @@ def plan_model(
     device: str,
     gradient_checkpointing: bool = False,
     processes: int = 1,
+    parts: int = 1,
 ) -> ModelPlan:
     """Count parameters on a model without storage, and estimate the memory of a run.
 
     `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. Frozen weights the
-    processes share; of weights that are trained each has its own, beside those that they were forked from.
+    processes share; of weights that are trained each has its own, beside those that they were forked from. `parts`: into how many the
+    weights are divided of which a process has one; they are then computed by modules.
     """
     from groupwise.models.footprint import footprint_of
 
@@ -128,19 +130,20 @@ def plan_model(
         dtype=dtype,
         device=device,
         full=lora is None,
-        dropout=hollow.dropout > 0,
+        dropout=hollow.dropout > 0 or parts > 1,
         samples=decoding is not None,
     )
     copies = 1 if lora else processes + (processes > 1)
+    full = parts if lora is None else 1
     of_one = held.activations(microbatch, recompute=gradient_checkpointing)
     memory = MemoryPlan(
         process=_processes_mib(processes) if device == "cpu" else 0.0,
-        weights=copies * held.served(total) / MIB,
-        trained=held.trained(trained, processes) / MIB,
-        reference=held.plain(total) / MIB if needs_reference and lora is None else 0.0,
+        weights=copies * held.served(total) / parts / MIB,
+        trained=held.trained(trained, processes) / full / MIB,
+        reference=held.plain(total) / parts / MIB if needs_reference and lora is None else 0.0,
         keys_and_values=processes * held.cache(decoding) / MIB if decoding else 0.0,
         activations=processes * of_one / MIB,
-        update=processes * held.update(trained) / MIB,
+        update=processes * held.update(trained) / full / MIB,
     )
     return ModelPlan(total, trained, memory)
 

@@ -1,7 +1,8 @@
 """Calls of ranks: each by a number, over the line of its rank; futures connect whoever calls with the thread that listens.
 
 What starts the processes, listens and hears of their end is `groupwise.ranks.tree` where ranks are forks that share a model, and
-`groupwise.ranks.peers` where each has its own. Whatever ends one of them ends all, and every call then fails with the reason.
+`groupwise.ranks.started` where each has its own. Whatever ends one of them ends all, and every call then fails with the reason; but
+samplers apart from learners are replaced (`groupwise.ranks.samplers`).
 """
 
 from __future__ import annotations

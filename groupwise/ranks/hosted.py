@@ -60,6 +60,12 @@ class Hosted:
         """Bytes of the device that this process held at most, and those that it shares now, if that can be told."""
         return peak_memory(device), shared_memory() if device == "cpu" else 0
 
+    async def served(self, policy: Policy) -> str:
+        """Have the sampler load a policy, and tell the fingerprint of what it serves then."""
+        assert self.sampler is not None
+        await self.sampler.load(policy)
+        return self.sampler.fingerprint()
+
     async def load_sent(self, name: str, given: Any, files: dict[str, bytes]) -> None:
         """Have the learner or the sampler load from files that came with the call: those that were meant are on another machine."""
         with TemporaryDirectory(prefix="groupwise-") as folder:

@@ -28,8 +28,12 @@ from groupwise.types import (
 class RankLearner:
     """A `groupwise.types.Learner` over the `learner` that each rank hosts."""
 
-    def __init__(self, ranks: Calls) -> None:
+    def __init__(self, ranks: Calls, *, divided: bool = False) -> None:
+        """`divided`: each has a part of every weight, so that all compute whatever one does (`groupwise.learner.divided`)."""
         self._ranks = ranks
+        self._divided = divided
+        self._failed = False
+        """Whether ranks wait for one that has failed."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -38,31 +42,33 @@ class RankLearner:
         calls = [
             (rank, "learner.forward_backward", (_taken(rows, share), loss, dict(denominators)))
             for rank, share in enumerate(cut_rows(rows, self._ranks.count))
-            if share
+            if share or self._divided
         ]
         sums: dict[str, float] = {}
-        for found in await self._ranks.call_each(calls, droppable=True):
+        for found in await self._computed(calls):
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
         return sums
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`. Raises RunError if the ranks did not do the same."""
-        # They wait for each other, so the failure of one is not to wait for the others.
         ranks = range(self._ranks.count)
-        found: list[UpdateResult] = await asyncio.gather(
-            *(self._ranks.call(rank, "learner.update", params) for rank in ranks)
+        found: list[UpdateResult] = await self._together(
+            [(rank, "learner.update", (params,)) for rank in ranks]
         )
         agreed("the norms of the gradient", [repr(each.grad_norm) for each in found])
         return found[0]
 
     def discard(self) -> None:
         """See `groupwise.types.Learner.discard`."""
+        if self._divided and self._failed:
+            return  # those that wait would not answer; the run is over
         self._ranks.call_all_now("learner.discard")
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.types.Learner.publish`. The first rank writes; raises RunError if the weights are not those of all."""
-        policy, *others = await self._ranks.call_each(self._by_first("learner.publish", version))
+        calls = self._by_first("learner.publish", (version,), "learner.attend_publication")
+        policy, *others = await self._together(calls)
         agreed("the learners' weights", [policy.fingerprint, *others])
         return policy
 
@@ -79,7 +85,7 @@ class RankLearner:
     def save(self, folder: str) -> None:
         """See `groupwise.types.Learner.save`. The first rank writes; raises RunError if the weights are not those of all."""
         agreed("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
-        self._ranks.call_each_now([(0, "learner.save", (folder,))])
+        self._ranks.call_each_now(self._by_first("learner.save", (folder,), "learner.attend_save"))
 
     def load(self, folder: str) -> None:
         """See `groupwise.types.Learner.load`. Each rank reads the files."""
@@ -94,10 +100,26 @@ class RankLearner:
         finally:
             self._ranks.call_each_now([(0, "end_trace", ())])
 
-    def _by_first(self, name: str, *arguments: Any) -> list[RankCall]:
-        """A call of the first rank, while the others compute the fingerprint of their weights."""
+    def _by_first(self, name: str, arguments: tuple[Any, ...], beside: str) -> list[RankCall]:
+        """A call of the first rank, and what the others do beside it."""
         others = range(1, self._ranks.count)
-        return [(0, name, arguments), *((rank, "learner.fingerprint", ()) for rank in others)]
+        return [(0, name, arguments), *((rank, beside, ()) for rank in others)]
+
+    async def _computed(self, calls: Sequence[RankCall]) -> list[Any]:
+        """Calls that each rank answers by itself, and that may be given up; or that all make together."""
+        if self._divided:
+            return await self._together(calls)
+        return await self._ranks.call_each(calls, droppable=True)
+
+    async def _together(self, calls: Sequence[RankCall]) -> list[Any]:
+        """Calls in which ranks wait for each other, so that the failure of one is not to wait for the others."""
+        try:
+            return await asyncio.gather(
+                *(self._ranks.call(rank, name, *arguments) for rank, name, arguments in calls)
+            )
+        except Exception:
+            self._failed = True
+            raise
 
     async def _by_row(self, name: str, rows: Sequence[Row], *arguments: Any) -> list[Any]:
         """What the ranks say of their rows, in the order of all rows."""
@@ -105,11 +127,12 @@ class RankLearner:
         calls = [
             (rank, name, (_taken(rows, share), *arguments))
             for rank, share in enumerate(shares)
-            if share
+            if share or self._divided
         ]
         found: list[Any] = [None] * len(rows)
-        told = await self._ranks.call_each(calls, droppable=True)
-        for share, values in zip(filter(None, shares), told, strict=True):
+        told = await self._computed(calls)
+        asked = [share for share in shares if share or self._divided]
+        for share, values in zip(asked, told, strict=True):
             for index, value in zip(share, values, strict=True):
                 found[index] = value
         return found

@@ -52,6 +52,8 @@ class PeerSetup:
     """Host and port where those that learn together meet; the first rank's socket that listens there comes with the message."""
     calls: str | None = None
     """For the first rank under torchrun, to be told to the others: host and port where they are to call, and a word that is a secret."""
+    tells: bool = False
+    """Whether it sends what the package logs; the others would say the same."""
 
 
 @dataclass(frozen=True, slots=True)

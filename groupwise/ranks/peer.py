@@ -63,7 +63,7 @@ def serve(line: Line) -> NoReturn:
     try:
         wanted: PeerSetup = line.receive()
         sockets = line.taken_over()
-        tell_log(line if wanted.rank == 0 else None, wanted.setup.log_level)
+        tell_log(line if wanted.tells else None, wanted.setup.log_level)
         try:
             _find_model(wanted.setup)
             _meet(wanted, sockets)

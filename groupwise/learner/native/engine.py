@@ -40,6 +40,9 @@ class NativeEngine:
         """See `Engine.cut`."""
         return cut(rows, max_tokens, packing=self._packing)
 
+    def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
+        """See `Engine.keep_step`."""
+
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
         """See `Engine.acting`."""

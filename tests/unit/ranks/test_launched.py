@@ -1,4 +1,4 @@
-"""What torchrun says in the environment, and configs that do not go with several learners."""
+"""What torchrun says in the environment, and configs that do not go with several learners, or with samplers apart from them."""
 
 import socket
 from typing import Any
@@ -8,9 +8,15 @@ import pytest
 from groupwise import machine_layout
 from groupwise.config import load_config
 from groupwise.errors import ConfigError, UsageError
+from groupwise.loops.rl_prepare import planned_sizes
+from groupwise.loops.sft_prepare import planned_sft_sizes
+from groupwise.models.footprint import bytes_of
+from groupwise.ranks import ahead, started
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.launched import Launched, gpu_of, launched, refuse_other_number
+from groupwise.ranks.line import Setup
 from groupwise.ranks.peers import Peers
+from groupwise.ranks.samplers import Samplers
 from groupwise.sft_config import load_sft_config
 from groupwise.types import Policy
 
@@ -64,7 +70,6 @@ TWO = {"model": {"name": "tiny"}, "scale": {"learners": 2}}
     ("more", "words"),
     [
         ({"scale": {"learners": 0}}, r"scale\.learners"),
-        ({"scale": {"samplers": 2}}, "not in this version"),
         ({"scale": {"learners": 65}}, r"65, but a step has only 64 rows"),
         ({"run": {"processes": 2}}, r"run\.processes is 2"),
         ({"run": {"threads": 1}}, r"run\.threads is 1"),
@@ -75,6 +80,69 @@ TWO = {"model": {"name": "tiny"}, "scale": {"learners": 2}}
 def test_bad_values_teach(more, words):
     with pytest.raises(ConfigError, match=words):
         load_config({**TWO, **more})
+
+
+APART = {"model": {"name": "tiny"}, "scale": {"learners": 1, "samplers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"scale": {"samplers": -1}}, r"scale\.samplers"),
+        ({"scale": {"samplers": 65}}, r"scale\.samplers is 65, but a step has only 64 rows"),
+        ({"run": {"processes": 2}}, r"scale\.samplers is 2 and run\.processes is 2"),
+        ({"run": {"threads": 2}}, r"learners is 1 and scale\.samplers is 2, but run\.threads is 2"),
+        ({"run": {"server": "http://there"}}, r"scale\.samplers is 2(.|\n)*run\.server"),
+        ({"model": {"name": "tiny", "backend": "tunix"}}, "tunix"),
+        (
+            {"sampler": {"engine": "vllm", "url": "http://127.0.0.1:8000"}},
+            r"vllm, but scale\.samplers is 2",
+        ),
+    ],
+)
+def test_what_does_not_go_with_samplers(more, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config({**APART, **more})
+
+
+DIVIDED = {"learners": 2, "samplers": 1, "strategy": "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        ({"learners": 1}, r"fsdp2(.|\n)*scale\.learners is 1"),
+        ({"samplers": 0}, r"cannot sample, and scale\.samplers is 0"),
+        ({"strategy": "fsdp"}, r"scale\.strategy"),
+    ],
+)
+def test_what_does_not_go_with_divided_weights(scale, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config({"model": {"name": "tiny"}, "scale": {**DIVIDED, **scale}})
+
+
+def test_each_learner_needs_room_for_its_part_of_the_weights():
+    whole, divided = (
+        planned_sizes(config, machine_layout.choose_layout(config, 12)).memory
+        for config in (
+            load_config(
+                {"model": {"name": "tiny"}, "scale": {**DIVIDED, **more}, "lora": None}
+            ).config
+            for more in ({"strategy": "ddp"}, {})
+        )
+    )
+    assert divided.trained == whole.trained / 2
+    alone = {"learners": 2, "strategy": "fsdp2"}
+    config = load_sft_config({"model": {"name": "tiny"}, "scale": alone}).config
+    layout = machine_layout.supervised_layout(config)
+    assert (layout.parts, layout.sharing) == (2, 1)
+    base = ahead.all_parameters(config.model) * bytes_of(layout.dtype) / 2**20
+    assert planned_sft_sizes(config, layout, 12).memory.weights == pytest.approx(base / 2)
+
+
+def test_a_supervised_run_has_no_samplers():
+    with pytest.raises(ConfigError, match="a supervised run samples nothing"):
+        load_sft_config({"model": {"name": "tiny"}, "scale": {"samplers": 1}})
 
 
 def test_more_learners_than_examples_of_a_supervised_step():
@@ -95,14 +163,46 @@ def test_each_learner_needs_a_gpu(monkeypatch):
         machine_layout.choose_layout(load_config(TWO).config, 12)
 
 
+def test_each_sampler_needs_a_gpu_after_those_of_the_learners(monkeypatch):
+    monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: "cuda")
+    monkeypatch.setattr("groupwise.models.machine.gpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"samplers is 2, which needs 3 GPUs(.|\n)*there are 2"):
+        machine_layout.choose_layout(load_config(APART).config, 12)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(started, "Popen", lambda command, env, **more: env["CUDA_VISIBLE_DEVICES"])
+    samplers = Samplers(2, 1, tells=False)
+    samplers._made = Setup("", {"layout": {"device": "cuda"}}, (), 0)
+    assert [samplers._popen(rank, 0) for rank in range(2)] == ["5", "6"]
+    for each in (samplers._wake, samplers._woken, samplers._selector):
+        each.close()
+
+
+def test_a_layout_of_samplers():
+    given = {**APART, "run": {"threads": 6}, "scale": {"learners": 2, "samplers": 1}}
+    layout = machine_layout.choose_layout(load_config(given).config, 12)
+    assert (layout.processes, layout.threads_each) == (3, 2)
+    assert (layout.learning, layout.sampling, layout.sharing) == (2, 1, 1)
+    assert (layout.slots, layout.all_slots) == (64, 64)
+    assert machine_layout.choose_layout(load_config(APART).config, 12).slots == 32
+
+
+def test_learners_beside_samplers_need_no_room_for_keys_and_values():
+    config = load_config(APART).config
+    layout = machine_layout.choose_layout(config, 12)
+    assert planned_sizes(config, layout).memory.keys_and_values == 0
+    together = machine_layout.choose_layout(load_config(TWO).config, 12)
+    assert planned_sizes(config, together).memory.keys_and_values > 0
+
+
 def test_a_layout_of_learners():
     layout = machine_layout.choose_layout(load_config({**TWO, "run": {"threads": 5}}).config, 12)
     assert (layout.processes, layout.learners, layout.sharing, layout.threads_each) == (2, 2, 1, 2)
 
 
 def test_a_training_server_has_no_learners_to_give():
-    with pytest.raises(UsageError, match="training server"):
-        machine_layout.refuse_learners(load_config(TWO).config)
+    for given in (TWO, APART):
+        with pytest.raises(UsageError, match="training server"):
+            machine_layout.refuse_learners(load_config(given).config)
 
 
 class Loads:
@@ -131,7 +231,7 @@ async def test_what_is_elsewhere_is_loaded_from_what_is_sent():
 
 @pytest.mark.parametrize("greeting", [b"x" * 41, b"GET / HTTP/1.1\r\n"])
 def test_whoever_does_not_know_the_word_is_not_let_in(greeting):
-    peers = Peers(2, Launched(0, 2, 0, 2, "127.0.0.1"))
+    peers = Peers(2, Launched(0, 2, 0, 2, "127.0.0.1"), learning=True)
     peers._door = socket.create_server(("127.0.0.1", 0))
     with peers._door, socket.create_connection(peers._door.getsockname()) as stranger:
         stranger.sendall(greeting)

@@ -1,0 +1,255 @@
+"""Runs whose learners have a part of the weights each (`scale.strategy: fsdp2`).
+
+1. A run with two is that of one process up to rounding: adapters, all weights with a reference, supervised; with as many micro-batches as
+   it may be, in each learner another number; with gradient checkpointing.
+2. Each has half of every weight, and nothing more between two passes.
+3. Checkpoints are those of one process: it goes on 2 → 1 → 2, and after a load all have the same weights.
+4. Ctrl-C in the middle of a gradient ends the run with a checkpoint, and nobody waits for ever; so does the failure of one learner.
+5. A learner that is killed ends the run with code 75; resumed, it equals the undisturbed run to the bit.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+import groupwise
+from groupwise.errors import WorkerLostError
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.ranks.hosted import Hosted
+from groupwise.ranks.learner import RankLearner
+from groupwise.ranks.line import Line
+from tests.forked_zygote import fork_peers
+from tests.integration.running import TOY, go_on, what_must_be_equal
+from tests.integration.test_learners import NAMES, Killed, assert_close, scaled
+from tests.integration.test_ranks import SFT, metrics, supervised
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    fork_peers(monkeypatch)
+
+
+def divided(runs: Path, learners: int = 2, **training) -> dict[str, Any]:
+    """With one learner whole."""
+    settings = scaled(runs, learners, **training)
+    if learners > 1:
+        settings["run"]["threads"] = learners + 1
+        settings["scale"] |= {"samplers": 1, "strategy": "fsdp2"}
+    return settings
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("alone")
+    assert groupwise.rl(divided(runs, 1), TOY).exit_code == 0
+    return runs / "toy"
+
+
+ALL = {"lora": None}
+KL = {"algorithm": {"beta": 0.05}}
+
+
+@pytest.mark.parametrize(
+    ("learners", "training", "more"),
+    [
+        (2, {}, {}),
+        (2, {}, {**ALL, **KL}),
+        (3, {"max_tokens_per_microbatch": 20}, KL),
+        pytest.param(2, {"gradient_checkpointing": True}, {}, id="checkpointing"),
+        pytest.param(2, {"packing": False}, KL, marks=pytest.mark.soak),
+        pytest.param(3, {"max_tokens_per_microbatch": 20}, ALL, marks=pytest.mark.soak),
+        pytest.param(2, {"gradient_checkpointing": True}, ALL, marks=pytest.mark.soak),
+        pytest.param(2, {"num_iterations": 2, "minibatches": 2}, ALL, marks=pytest.mark.soak),
+    ],
+)
+def test_the_run_of_one_process(tmp_path, learners, training, more):
+    for count in (1, learners):
+        settings = {**divided(tmp_path / str(count), count, **training), **more}
+        assert groupwise.rl(settings, TOY).exit_code == 0
+    one, other = tmp_path / "1/toy", tmp_path / f"{learners}/toy"
+    assert metrics(other, *NAMES) == pytest.approx(metrics(one, *NAMES), rel=1e-3, abs=1e-5)
+    file = "adapter_model.safetensors" if more.get("lora", 0) is not None else "model.safetensors"
+    assert_close(one, other, file)
+    assert files(one) == files(other)
+
+
+def files(run: Path) -> dict[str, Any]:
+    """What is written of weights and optimiser: names, shapes and types."""
+    found = [*run.glob("final/*.safetensors"), *run.glob("checkpoints/*/*.safetensors")]
+    assert len(found) > 2
+    return {
+        str(file.relative_to(run)): {k: (t.shape, t.dtype) for k, t in load_file(file).items()}
+        for file in found
+    }
+
+
+@pytest.mark.parametrize(
+    "lora", [{"r": 4, "dropout": 0.0}, pytest.param(None, marks=pytest.mark.soak)]
+)
+def test_supervised_runs(tmp_path, lora):
+    for count in (1, 2):
+        settings = {**supervised(tmp_path / str(count), 1), "lora": lora}
+        settings["run"] |= {"processes": None, "threads": count}
+        if count > 1:
+            settings["scale"] = {"learners": 2, "strategy": "fsdp2"}
+        assert groupwise.sft(settings, SFT).exit_code == 0
+    file = "model.safetensors" if lora is None else "adapter_model.safetensors"
+    assert_close(tmp_path / "1/sft", tmp_path / "2/sft", file)
+
+
+def test_each_has_half_of_every_weight(tmp_path, monkeypatch):
+    found, update = [], RankLearner.update
+
+    async def looked(self, params):
+        """After a gradient, whose passes had to gather everything."""
+        found.append(await self._ranks.call_all("numbers_held"))
+        return await update(self, params)
+
+    monkeypatch.setattr(RankLearner, "update", looked)
+    monkeypatch.setattr(Hosted, "numbers_held", numbers_held, raising=False)
+    groupwise.rl({**divided(tmp_path, max_steps=1), **KL}, TOY)
+    groupwise.rl({**divided(tmp_path / "all", max_steps=1), **ALL, **KL}, TOY)
+    for held in (each for ranks in found for each in ranks):
+        assert held["whole"] > 0
+        assert held["here"] == held["whole"] // 2
+        assert held["undivided"] == 0
+    sums = [sum(rank["here"] for rank in ranks) for ranks in found]
+    assert sums == [found[0][0]["whole"], found[1][0]["whole"]]
+    assert sums[1] == 2 * sums[0], "the reference of all weights is another model"
+
+
+def numbers_held(hosted: Hosted) -> dict[str, int]:
+    """Of the base, and of the reference if that is another model."""
+    models = hosted.trained.models()
+    kept = {id(each) for each in hosted.trained.undivided()}
+    weights = [each for model in models for each in model.parameters() if id(each) not in kept]
+    parts = [each for each in weights if isinstance(each, DTensor)]
+    return {
+        "whole": sum(each.numel() for each in weights),
+        "here": sum(each.to_local().numel() for each in parts),
+        "undivided": len(weights) - len(parts),
+    }
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param(ALL, marks=pytest.mark.soak)])
+def test_a_run_goes_on_with_another_number(alone, tmp_path, monkeypatch, more):
+    loaded, load = [], RankLearner.load
+
+    def noted(self, folder):
+        load(self, folder)
+        loaded.append(self._ranks.call_all_now("learner.fingerprint"))
+
+    monkeypatch.setattr(RankLearner, "load", noted)
+    groupwise.rl({**divided(tmp_path, max_steps=2), **more}, TOY)
+    groupwise.rl({**divided(tmp_path, 1, max_steps=4), **more}, TOY, resume_from="toy@2")
+    groupwise.rl({**divided(tmp_path), **more}, TOY, resume_from="toy@4")
+    assert [len(each) for each in loaded] == [2]
+    assert len(set(loaded[0])) == 1
+    if more:
+        groupwise.rl({**divided(tmp_path / "alone", 1), **more}, TOY)
+        alone = tmp_path / "alone/toy"
+    assert metrics(tmp_path / "toy", *NAMES) == pytest.approx(
+        metrics(alone, *NAMES), rel=1e-3, abs=1e-5
+    )
+    assert_close(alone, tmp_path / "toy", "model.safetensors" if more else WEIGHTS)
+
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def test_ctrl_c_in_the_middle_of_a_gradient(tmp_path, monkeypatch):
+    """One of them hears of it before its first pass is over: nothing comes between the passes that both make together."""
+    settings = {**divided(tmp_path / "whole", max_tokens_per_microbatch=20), **ALL}
+    assert groupwise.rl(settings, TOY).exit_code == 0
+    given_up, backward, receive = threading.Event(), TorchLearner._backward, Line.receive
+
+    def received(line):
+        message = receive(line)
+        if getattr(message, "name", "") == "learner.discard":
+            given_up.set()
+        return message
+
+    def slow(learner, *arguments):
+        if learner._updates == 3 and learner._replicas.rank == 0:
+            given_up.wait()
+        return backward(learner, *arguments)
+
+    learn, discard, under_way = TorchLearner.forward_backward, TorchLearner.discard, []
+
+    async def learned(learner, *arguments):
+        under_way.append(learner)
+        try:
+            return await learn(learner, *arguments)
+        finally:
+            under_way.pop()
+
+    def discarded(learner):
+        assert not under_way
+        discard(learner)
+
+    together, steps = RankLearner._together, []
+
+    async def interrupted(self, calls):
+        if calls[0][1] == "learner.forward_backward":
+            steps.append(len(steps))
+            if len(steps) == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+        return await together(self, calls)
+
+    settings["run"]["dir"] = str(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Line, "receive", received)
+        patch.setattr(TorchLearner, "_backward", slow)
+        patch.setattr(TorchLearner, "forward_backward", learned)
+        patch.setattr(TorchLearner, "discard", discarded)
+        patch.setattr(RankLearner, "_together", interrupted)
+        assert groupwise.rl(settings, TOY).exit_code == 130
+    assert (tmp_path / "toy/checkpoints/step-3").is_dir()
+    go_on(settings)
+    assert (
+        what_must_be_equal(tmp_path / "toy")["record"]
+        == (what_must_be_equal(tmp_path / "whole/toy")["record"])
+    )
+
+
+def test_the_failure_of_one_learner_ends_the_run(tmp_path, monkeypatch):
+    def failing(self, *arguments):
+        if self._replicas.rank == 1:
+            raise ValueError("of this learner alone")
+        return backward(self, *arguments)
+
+    backward = TorchLearner._backward
+    monkeypatch.setattr(TorchLearner, "_backward", failing)
+    with pytest.raises(ValueError, match="of this learner alone"):
+        groupwise.rl(divided(tmp_path), TOY)
+
+
+def test_a_killed_learner_ends_the_run(tmp_path, monkeypatch):
+    assert groupwise.rl(divided(tmp_path / "whole"), TOY).exit_code == 0
+    Killed(monkeypatch, 1, 3, "update")
+    with pytest.raises(WorkerLostError, match=r"Learner 2 of 2(.|\n)*SIGKILL"):
+        groupwise.rl(divided(tmp_path), TOY)
+    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        fork_peers(patch)
+        go_on(divided(tmp_path))
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(tmp_path / "whole/toy")
+
+
+@pytest.mark.soak
+def test_interpreters_of_their_own(alone, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    assert groupwise.rl(divided(tmp_path), TOY).exit_code == 0
+    assert_close(alone, tmp_path / "toy")

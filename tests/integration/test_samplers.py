@@ -1,0 +1,337 @@
+"""Runs whose completions are drawn by processes that only sample (`scale.samplers`).
+
+1. A run with one learner and samplers is that of one process to the bit, whichever schedule it has; with several learners up to rounding.
+2. With a lag, sampling goes on while learners learn.
+3. Learners hold no sampler, samplers no learner.
+4. A sampler that is killed is replaced, at whatever moment, and the run is the undisturbed one to the bit; one that ends again and again
+   ends the run, with the reason.
+5. A learner that is killed ends the run with code 75 and leaves no process; resumed, it equals the undisturbed run to the bit.
+6. So it does when the main process is killed.
+7. A run goes on with other numbers of both; after each load all learners have the same weights.
+8. A sampler that serves other weights stops the run.
+9. Full fine-tuning, evaluations and replays have them, too; under torchrun the first machine has.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import groupwise
+from groupwise import build
+from groupwise.errors import PolicyMismatchError, RunError, WorkerLostError
+from groupwise.ranks.hosted import Hosted
+from groupwise.ranks.learner import RankLearner
+from groupwise.ranks.sampler import RankSampler
+from groupwise.ranks.samplers import MOST_ENDS, Samplers
+from groupwise.review.replay import replay
+from tests.forked_zygote import fork_peers
+from tests.integration.running import STEPS, TOY, begun_in_child, go_on, what_must_be_equal
+from tests.integration.test_learners import NAMES, Killed, assert_close, scaled, torchrun
+from tests.integration.test_ranks import below, metrics
+from tests.unit.ranks.toys import all_gone, is_gone
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    fork_peers(monkeypatch)
+
+
+def apart(runs: Path, learners: int = 1, samplers: int = 2, **training) -> dict:
+    settings = scaled(runs, learners, **training)
+    settings["run"]["threads"] = learners + samplers
+    return {**settings, "scale": {"learners": learners, "samplers": samplers}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """By one process, with each lag."""
+    found = {}
+    for lag in (0, 1):
+        runs = tmp_path_factory.mktemp(f"lag-{lag}")
+        assert groupwise.rl(scaled(runs, 1, lag=lag), TOY).exit_code == 0
+        found[lag] = runs / "toy"
+    return found
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_run_of_one_process_to_the_bit(alone, tmp_path, lag):
+    assert groupwise.rl(apart(tmp_path, lag=lag), TOY).exit_code == 0
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[lag])
+
+
+def test_other_numbers_of_both(alone, tmp_path, monkeypatch):
+    loaded, load = [], RankLearner.load
+
+    def noted(self, folder):
+        load(self, folder)
+        loaded.append(self._ranks.call_all_now("learner.fingerprint"))
+
+    monkeypatch.setattr(RankLearner, "load", noted)
+    groupwise.rl(apart(tmp_path, 2, 2, max_steps=2), TOY)
+    assert metrics_of(tmp_path, 2) == pytest.approx(
+        metrics_of(alone[0].parent, 2), rel=1e-3, abs=1e-5
+    )
+    one = groupwise.rl(apart(tmp_path, 1, 1, max_steps=4), TOY, resume_from="toy@2")
+    two = groupwise.rl(apart(tmp_path, 2, 3), TOY, resume_from="toy@4")
+    assert (one.exit_code, two.exit_code) == (0, 0)
+    assert [len(each) for each in loaded] == [1, 2]
+    assert len(set(loaded[1])) == 1
+    assert metrics(tmp_path / "toy", *NAMES) == pytest.approx(
+        metrics(alone[0], *NAMES), rel=1e-3, abs=1e-5
+    )
+    assert_close(alone[0], tmp_path / "toy")
+
+
+def metrics_of(runs: Path, steps: int) -> list[float]:
+    from groupwise.runs.store import Store
+
+    with Store.open(runs / "toy" / "run.db", readonly=True) as store:
+        return [store.step_metrics(step)[name] for step in range(steps) for name in NAMES]
+
+
+@pytest.mark.parametrize("schedule", ["fixed_lag", "free"])
+def test_sampling_goes_on_while_learners_learn(tmp_path, monkeypatch, schedule):
+    """The gradient of a step is not handed out before the groups of the next one have been sampled: else it would wait for ever."""
+    sampled: set[int] = set()
+    steps, one_more = [], asyncio.Condition()
+    generate, learn = RankSampler.generate, RankLearner.forward_backward
+
+    async def noted(self, request):
+        found = await generate(self, request)
+        async with one_more:
+            sampled.add(request.draw)
+            one_more.notify_all()
+        return found
+
+    async def held_up(self, *arguments):
+        found = await learn(self, *arguments)
+        steps.append(len(steps))
+        wanted = {*range(2 * min(STEPS, steps[-1] + 2))}
+        async with one_more:
+            await one_more.wait_for(lambda: sampled >= wanted)
+        return found
+
+    monkeypatch.setattr(RankSampler, "generate", noted)
+    monkeypatch.setattr(RankLearner, "forward_backward", held_up)
+    settings = apart(tmp_path, lag=1, schedule=schedule)
+    settings["eval"] = {"before_and_after": False}
+    assert groupwise.rl(settings, TOY).exit_code == 0
+    assert steps == [*range(STEPS)]
+
+
+def test_each_half_holds_its_own(tmp_path, monkeypatch):
+    """No keys and values where nothing is sampled, no optimiser where nothing is learnt."""
+    found, made = {}, build._of_halves
+
+    def noted(learners, samplers, **more):
+        for name, half in (("learners", learners), ("samplers", samplers)):
+            found[name] = half.call_all_now("parts_there")
+        return made(learners, samplers, **more)
+
+    monkeypatch.setattr(build, "_of_halves", noted)
+    monkeypatch.setattr(Hosted, "parts_there", parts_there, raising=False)
+    groupwise.rl(apart(tmp_path, max_steps=1), TOY)
+    assert found == {"learners": [(False, True)], "samplers": [(True, False)] * 2}
+
+
+def parts_there(hosted: Hosted) -> tuple[bool, bool]:
+    return hosted.sampler is not None, hosted.learner is not None
+
+
+class Lost:
+    """Kills a sampler as it is asked for something for the nth time; what it was sent by then it never begins."""
+
+    def __init__(self, monkeypatch, rank: int, name: str, *numbers: int) -> None:
+        self.seen: list[int] = []
+        """All processes that there were."""
+        self.killed = 0
+        asked, took, count = Samplers._ask, Samplers._take, 0
+
+        def ask(samplers, to, what, arguments):
+            nonlocal count
+            hit = (to, what) == (rank, name)
+            count += hit
+            if not (hit and count in numbers):
+                return asked(samplers, to, what, arguments)
+            process = samplers._pids[rank]
+            os.kill(process, signal.SIGSTOP)
+            found = asked(samplers, to, what, arguments)
+            os.kill(process, signal.SIGKILL)
+            self.killed += 1
+            return found
+
+        def take(samplers, *message):
+            took(samplers, *message)
+            self.seen += [each for each in samplers.processes if each not in self.seen]
+
+        monkeypatch.setattr(Samplers, "_ask", ask)
+        monkeypatch.setattr(Samplers, "_take", take)
+
+
+@pytest.mark.parametrize(
+    ("lag", "rank", "name", "numbers"),
+    [
+        (0, 1, "sampler.generate", (3,)),
+        (1, 0, "sampler.generate", (4, 9)),
+        (0, 0, "sampler.load", (2,)),
+        pytest.param(1, 1, "sampler.load", (1, 4), marks=pytest.mark.soak),
+        pytest.param(1, 0, "sampler.fingerprint", (2,), marks=pytest.mark.soak),
+        pytest.param(0, 0, "sampler.generate", (1, 5, 9), marks=pytest.mark.soak),
+    ],
+)
+def test_a_killed_sampler_is_replaced(alone, tmp_path, monkeypatch, lag, rank, name, numbers):
+    lost = Lost(monkeypatch, rank, name, *numbers)
+    assert groupwise.rl(apart(tmp_path, lag=lag), TOY).exit_code == 0
+    assert lost.killed == len(numbers)
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[lag])
+    log = (tmp_path / "toy/log.txt").read_text()
+    assert log.count(f"Sampler {rank + 1} of 2 (scale.samplers) ended: SIGKILL") == len(numbers)
+    assert len(lost.seen) == 2 + len(numbers)
+    assert all_gone(lost.seen)
+
+
+def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
+    lost = Lost(monkeypatch, 1, "sampler.generate", 2)
+    resume = Samplers._resume
+
+    def and_again(samplers, rank):
+        again = rank == 1 and lost.killed > 0
+        if again:
+            os.kill(samplers._pids[rank], signal.SIGSTOP)
+        resume(samplers, rank)
+        if again:
+            os.kill(samplers._pids[rank], signal.SIGKILL)
+
+    monkeypatch.setattr(Samplers, "_resume", and_again)
+    words = rf"Sampler 2 of 2 (.|\n)*ended {MOST_ENDS} times (.|\n)*SIGKILL(.|\n)*--resume"
+    with pytest.raises(RunError, match=words) as ended:
+        groupwise.rl(apart(tmp_path), TOY)
+    assert ended.value.exit_code == 1
+    assert len(lost.seen) == 2 + MOST_ENDS - 1
+    assert all_gone(lost.seen)
+
+
+@pytest.mark.parametrize(
+    ("learners", "rank", "step", "moment"),
+    [(1, 0, 3, "update"), pytest.param(2, 1, 2, "commit", marks=pytest.mark.soak)],
+)
+def test_a_killed_learner_ends_the_run(tmp_path, monkeypatch, learners, rank, step, moment):
+    assert groupwise.rl(apart(tmp_path / "whole", learners), TOY).exit_code == 0
+    killed = Killed(monkeypatch, rank, step, moment)
+    words = rf"Learner {rank + 1} of {learners}(.|\n)*SIGKILL"
+    with below_this() as processes, pytest.raises(WorkerLostError, match=words) as lost:
+        groupwise.rl(apart(tmp_path, learners), TOY)
+    assert (lost.value.exit_code, lost.value.code) == (75, "worker_lost")
+    assert len(processes) == learners + 2
+    assert all_gone(processes)
+    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        fork_peers(patch)
+        go_on(apart(tmp_path, learners))
+    assert killed.processes
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(tmp_path / "whole/toy")
+
+
+@contextmanager
+def below_this() -> Iterator[set[int]]:
+    """The processes that were started meanwhile."""
+    before, found = below(os.getpid()), set[int]()
+    of_halves = build._of_halves
+
+    def noted(*halves, **more):
+        found.update(set(below(os.getpid())) - set(before))
+        return of_halves(*halves, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_of_halves", noted)
+        yield found
+
+
+def test_kill_9_of_the_main_process_leaves_nothing(alone, tmp_path):
+    main = begun_in_child(lambda: groupwise.rl(apart(tmp_path), TOY))
+    try:
+        first = tmp_path / "toy/checkpoints/step-2"
+        while not first.exists() and not is_gone(main):
+            time.sleep(0.01)
+        processes = below(main)
+    finally:
+        os.kill(main, signal.SIGKILL)
+        os.waitpid(main, 0)
+    assert len(processes) >= 3
+    assert all_gone(processes)
+    go_on(apart(tmp_path))
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
+
+
+def test_a_sampler_that_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
+    asked, first = Samplers._ask, []
+
+    def ask(samplers, rank, name, arguments):
+        if name == "sampler.load" and rank == 1:
+            first.append(arguments)
+            arguments = first[0]
+        return asked(samplers, rank, name, arguments)
+
+    monkeypatch.setattr(Samplers, "_ask", ask)
+    with pytest.raises(RunError, match="have come apart: the samplers' weights"):
+        groupwise.rl(apart(tmp_path), TOY)
+
+
+def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
+    Lost(monkeypatch, 1, "sampler.generate", 5)
+    served = Hosted.served
+
+    async def other(hosted, policy):
+        return (await served(hosted, policy))[::-1]
+
+    monkeypatch.setattr(Hosted, "served", other)
+    with pytest.raises(PolicyMismatchError, match="Sampler 2 was started anew"):
+        groupwise.rl(apart(tmp_path), TOY)
+
+
+def test_full_fine_tuning_evaluations_and_replays(tmp_path):
+    settings = {
+        kind: {**apart(tmp_path / kind, *numbers), "lora": None}
+        for kind, numbers in (("alone", (1, 0)), ("apart", (1, 2)))
+    }
+    for each in settings.values():
+        each["algorithm"] = {"beta": 0.05}
+        assert groupwise.rl(each, TOY).exit_code == 0
+    one, other = (tmp_path / kind / "toy" for kind in settings)
+    assert what_must_be_equal(one) == what_must_be_equal(other)
+    assert replay("toy", runs_dir=tmp_path / "apart").exact
+    results = [
+        groupwise.evaluate(each, TOY, policy=str(other / "final"), output=tmp_path / f"{kind}.json")
+        for kind, each in settings.items()
+    ]
+    assert results[0].rows == results[1].rows
+
+
+@pytest.mark.soak
+def test_so_it_is_with_interpreters_of_their_own(alone, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    lost = Lost(monkeypatch, 1, "sampler.generate", 3)
+    assert groupwise.rl(apart(tmp_path), TOY).exit_code == 0
+    assert lost.killed == 1
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
+
+
+@pytest.mark.soak
+def test_under_torchrun_the_first_machine_has_samplers(tmp_path):
+    (agent,) = torchrun(tmp_path, 1, "scale.samplers=1", "run.threads=3")
+    talk, _ = agent.communicate(timeout=200)
+    assert agent.returncode == 0, talk.decode()
+    groupwise.rl(apart(tmp_path / "here", 2, 1), TOY)
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(tmp_path / "here/toy")
