@@ -1,6 +1,6 @@
 """Jobs on several machines at once, two real sshds and two nodes of a real Slurm, as somebody types them.
 
-1. A training on two machines is that of one process up to rounding; what it makes comes from the first machine.
+1. A training on two machines, with samplers of its own, is that of one process up to rounding; what it makes comes from the first machine.
 2. A learner that is killed on the second machine ends all with code 75; resumed, it is the undisturbed training to the bit.
 3. Each attempt meets at a port of its own; every process is told by torchrun which it is.
 4. All machines begin, or none; submitted again by whomever, what was begun in part is completed.
@@ -34,7 +34,11 @@ from tests.slurm import Cluster
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
-TWO = (*TRAINS[:-1], "run.threads=2", "model.dtype=float32", "scale.learners=2")
+ONE = (*TRAINS[:-1], "model.dtype=float32", "run.threads=1")
+"""Whose results those of all others are compared with."""
+LEARNERS = (*TRAINS[:-1], "model.dtype=float32", "run.threads=2", "scale.learners=2")
+BOTH = (*LEARNERS, "run.threads=4", "scale.samplers=2")
+"""Two learners, one on each machine, and two samplers on the first."""
 TELLS = """\
 import json, os, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -88,11 +92,10 @@ def test_two_machines_train_as_one_process_does_and_go_on_to_the_same_bits(
 ) -> None:
     """The second time a learner on the second machine is killed."""
     steps = "training.max_steps=40"
-    alone = (*TWO[:-2], "run.threads=1", "model.dtype=float32", steps)
-    person.types("local", "--detach", "--name", "alone", "--", *alone)
-    typed = person.types("ssh", *way, "--nodes", "2", "--name", "whole", "--", *TWO, steps)
+    person.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
+    typed = person.types("ssh", *way, "--nodes", "2", "--name", "whole", "--", *BOTH, steps)
     assert "step 40/40" in typed.out
-    begun = person.begins("ssh", *way, "--name", "killed", "--", *TWO, steps)
+    begun = person.begins("ssh", *way, "--name", "killed", "--", *BOTH, steps)
     person.sees("step  4/40")
     os.kill(process_of(rank=1), signal.SIGKILL)
     assert begun.wait(240) == 75
@@ -150,9 +153,9 @@ def test_what_does_not_go_together_is_said_before_anything_is_sent(
 ) -> None:
     (person.project / "job.py").write_text("")
     for words, why in (
-        (("--nodes", "3", "--", *TWO), "--host names 2 machines"),
+        (("--nodes", "3", "--", *LEARNERS), "--host names 2 machines"),
         (("--", *TRAINS), "scale.learners is 1"),
-        (("--", *TWO[:-1], "scale.learners=4"), "scale.learners is 4"),
+        (("--", *LEARNERS, "scale.learners=4"), "scale.learners is 4"),
         (("--", "eval", "--task-module", "task.py"), "runs on one machine"),
         ((*way[:2], "--script", "job.py"), "is named twice"),
     ):
@@ -279,10 +282,9 @@ def clerk(cluster: Cluster, person: Person, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_two_nodes_of_slurm_train_as_one_process_does(clerk: Person) -> None:
     steps = "training.max_steps=3"
-    alone = (*TWO[:-2], "run.threads=1", "model.dtype=float32", steps)
-    clerk.types("local", "--detach", "--name", "alone", "--", *alone)
+    clerk.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
     near = ("--env-file", "near.env")
-    clerk.types("slurm", "--nodes", "2", *near, "--name", "both", "--", *TWO, steps)
+    clerk.types("slurm", "--nodes", "2", *near, "--name", "both", "--", *BOTH, steps)
     found = clerk.result("both")
     assert found["state"] == "succeeded"
     clerk.types("logs", "-f", "alone")
@@ -292,7 +294,7 @@ def test_two_nodes_of_slurm_train_as_one_process_does(clerk: Person) -> None:
 
 def test_slurm_stopped_it_saves_and_goes_on(clerk: Person) -> None:
     near = ("--env-file", "near.env")
-    words = ("slurm", "--nodes", "2", *near, "--name", "stopped", "--", *TWO)
+    words = ("slurm", "--nodes", "2", *near, "--name", "stopped", "--", *LEARNERS)
     begun = clerk.begins(*words, "training.max_steps=2000")
     clerk.sees("step    3/2000")
     begun.send_signal(signal.SIGINT)
