@@ -78,7 +78,7 @@ def modal(
     packages: Environment,
     job: Asked,
 ) -> None:
-    """In a container of Modal, with a GPU that is paid for by the second.
+    """In a container of Modal, with a GPU of its own.
 
     groupwise launch modal --gpu A100 --timeout 24h -- sft --config C.yaml --task-module task.py
     """
