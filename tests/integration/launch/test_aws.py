@@ -443,6 +443,7 @@ async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
     assert (await until_ended(laptop, second)).ending.outcome is Outcome.SUCCEEDED
     said = (await laptop.log(second, 0, 1 << 16)).data.decode()
     assert said == "2 b'four' the input\n"
+    assert (await laptop.status(first)).ending.outcome is Outcome.LOST
     await laptop.close()
 
 
