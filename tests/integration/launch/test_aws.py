@@ -443,6 +443,7 @@ async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
     assert (await until_ended(laptop, second)).ending.outcome is Outcome.SUCCEEDED
     said = (await laptop.log(second, 0, 1 << 16)).data.decode()
     assert said == "2 b'four' the input\n"
+    assert (await laptop.status(first)).ending.outcome is Outcome.LOST
     await laptop.close()
 
 
@@ -649,7 +650,7 @@ def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
     watching = person.begins(*python, "--spot", "--name", "moves", *script)
     person.sees("attempt 1 began with ''")
     spot_notice.tell(str(account.host.home / "groupwise-launch"))
-    assert watching.wait(60) == 0
+    assert watching.wait(100) == 0
     assert "attempt 2 began with 'seven'" in person.said()
     assert len(account.requests) == 2
     assert len(account.living()) == 1
