@@ -303,7 +303,11 @@ def within_seconds(words: list[str]) -> list[str]:
         for word in words
         if not word.startswith("training.max_steps=")
     ]
-    return [*replaced, f"training.max_steps={steps}"] if words[0] in ("rl", "sft") else replaced
+    if words[0] not in ("rl", "sft"):
+        return replaced
+    several = [word.partition("=")[2] for word in words if word.startswith("scale.")]
+    threads = [f"run.threads={sum(map(int, several))}"] if several else []
+    return [*replaced, *threads, f"training.max_steps={steps}"]
 
 
 def launched(words: list[str]) -> int:
