@@ -110,6 +110,7 @@ class Ray:
             "RAY_AUTH_TOKEN": self.token,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_memory_monitor_refresh_ms": "0",  # it is not alone on this machine
+            "RAY_health_check_period_ms": "500",  # what is dead refuses at once, what is slow has its time
             "RAY_enable_metrics_collection": "0",
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             "RAY_JOB_START_TIMEOUT_SECONDS": str(self.start_timeout),
@@ -137,6 +138,11 @@ class Ray:
         where = (f"--address={self.host}:{self.gcs}", f"--node-ip-address={self.node}")
         self._begin(*where, "--num-gpus=2", '--resources={"apart": 2}')
         self.until(lambda: self._has("apart") > before)
+
+    def kill_node(self) -> None:
+        """Its raylet, without which nothing that it runs goes on; and until the head knows."""
+        self.kill(f"--node_ip_address={self.node}")
+        self.until(lambda: self._has("apart") == 0)
 
     def _begin(self, *options: str) -> None:
         if self._watch is None:

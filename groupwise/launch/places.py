@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from groupwise.clouds.ec2 import Ec2
 
 LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
+OF_HERE = frozenset({LOCAL, SLURM, RAY})
+"""Kinds of places that this machine may have, or be given jobs for by itself."""
 PAID = frozenset({AWS})
 """Kinds of places whose backends rent what jobs run on (`groupwise.clouds.port.Renting`)."""
 
@@ -60,7 +62,7 @@ class Place:
     @property
     def is_here(self) -> bool:
         """It is spoken to as a process of this machine, whose disks it has."""
-        return "host" not in self.detail
+        return self.kind in OF_HERE and "host" not in self.detail
 
     @property
     def root(self) -> str:

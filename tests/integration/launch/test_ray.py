@@ -151,19 +151,10 @@ def test_a_plan_asks_ray_and_changes_nothing(
     assert '"entrypoint_num_cpus": 1, "entrypoint_num_gpus": 1' in typed.out
     assert "Ray has free: 8 of 8 CPU, 4 of 4 GPU" in typed.out
     assert cluster.jobs("planned") == []
-    dead = f"http://127.0.0.1:{cluster.gcs}"
-    for wrong, why, code in (
-        (("--resource", "apart"), "NAME=N is expected", 2),
-        (("--resource", "GPU=1"), "asked for by --gpus", 2),
-        (("--memory", "much"), "a size is expected", 2),
-        (("--address", "ray://head:10001"), "the address of Ray's dashboard", 2),
-        (("--shared", "relative"), "absolute path", 2),
-        (("--user", "me"), "--host names it", 2),
-        (("--address", dead), "Ray does not answer there", 1),
-    ):
-        typed = clerk.types(*dry, *wrong, "--script", "job.py", code=code)
-        assert why in typed.err
-        assert "Traceback" not in typed.err
+    dead = ("--address", f"http://127.0.0.1:{cluster.gcs}")
+    typed = clerk.types(*dry, *dead, "--script", "job.py", code=1)
+    assert "Ray does not answer there" in typed.err
+    assert "Traceback" not in typed.err
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 40)
     assert "does not take its token" in clerk.types(*dry, "--script", "job.py", code=1).err
 
@@ -307,7 +298,7 @@ async def test_with_its_node_it_is_lost_and_goes_on_from_its_checkpoint(
 ) -> None:
     handle = await backend.submit(order(name, SAVES, "at once", apart=1), store)
     await until(backend, handle, lambda status: status.log_size and status.step)
-    cluster.kill(f"--node_ip_address={cluster.node}")
+    await asyncio.to_thread(cluster.kill_node)
     assert (await ending(backend, handle)).outcome is Outcome.LOST
     cluster.start_node()
     again = await backend.resume(name, {}, store)

@@ -39,6 +39,11 @@ def test_of_a_head_elsewhere_all_is_in_the_word() -> None:
     assert not place.is_here
 
 
+@pytest.mark.parametrize("place", [Place("aws", {"region": "eu-west-1"}), Place("modal")])
+def test_what_a_cloud_runs_does_not_have_the_disks_of_here(place: Place) -> None:
+    assert not place.is_here
+
+
 def test_the_usual_address_is_no_part_of_it() -> None:
     assert ray_cluster(Place(LOCAL), None, ADDRESS) == ray_cluster(Place(LOCAL), None, None)
 
