@@ -413,7 +413,7 @@ def test_events_are_only_appended(database: Database) -> None:
     assert value(database, "SELECT actor FROM events") == "user:ada"
 
 
-@pytest.mark.parametrize("column", ["labels", "facts", "jump", "probe"])
+@pytest.mark.parametrize("column", ["labels", "facts", "jump", "engine", "probe"])
 @pytest.mark.parametrize("said", ['"text"', "5", "null", "[]", "{}"])
 def test_a_machine_that_could_not_be_read_hides_no_others(
     database: Database, column: str, said: str
