@@ -264,3 +264,17 @@ def test_every_process_makes_the_same_triggers(monkeypatch: pytest.MonkeyPatch) 
                 monkeypatch.setattr(table, of, order)
                 for dialect, statements in made.items():
                     assert list(triggers.statements(dialect)) == statements, (table.name, of)
+
+
+def test_a_database_of_before_is_brought_up_to_date_with_what_is_in_it(empty: Database) -> None:
+    migrate(empty)
+    before = objects(empty)
+    with empty.engine.begin() as connection:
+        schema._drop_derived(connection)
+        connection.exec_driver_sql("ALTER TABLE vms DROP COLUMN engine")
+        connection.exec_driver_sql(f"UPDATE {schema.VERSION_TABLE} SET version_num = '0001'")
+        connection.exec_driver_sql("INSERT INTO vms (vm_id, workdir) VALUES ('old', 'w')")
+    migrate(empty)
+    assert objects(empty) == before
+    execute(empty, "UPDATE vms SET engine = '{\"name\": \"slurm\"}' WHERE vm_id = 'old'")
+    assert empty.read(lambda s: s.execute(text("SELECT workdir FROM vms")).scalar()) == "w"
