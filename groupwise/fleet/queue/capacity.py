@@ -241,7 +241,8 @@ def _machines(
     found: dict[str, Machine] = {}
     for row in rows:
         facts: Mapping[str, Any] = row.facts or {}
-        strays, engine = unknown.holding(facts), elastic_of(row.engine)
+        strays = unknown.holding(facts)
+        engine = elastic_of(row.engine)
         own = () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
         slots = engine.said.slots if engine else _cpu_slots(row.cpu_slots, own)
         labels: Mapping[str, Any] = row.labels or {}

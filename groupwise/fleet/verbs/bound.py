@@ -27,7 +27,9 @@ TOLD_OF_GPU = ("quarantined", "accused", "detail")
 REASONS = ("blocked_reasons", "waiting", "waits")
 """Where the document of a job says why it waits."""
 
-_OF_MACHINE = re.compile(r"(: (?:unreachable|cordoned|its GPUs cannot be read)): .*", re.DOTALL)
+_OF_MACHINE = re.compile(
+    r"(: (?:unreachable|cordoned|its GPUs cannot be read|its engine)): .*", re.DOTALL
+)
 _OF_GPU = re.compile(
     r"(is quarantined|is in use by somebody outside of the fleet|is not there any more|does not answer as it should"
     r"|is split by MIG, which is not placed on)(?:: | \().*",

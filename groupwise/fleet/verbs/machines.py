@@ -163,10 +163,10 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
         )
     before = None if is_new else {"active": False}
     _describe(vm, new)
+    vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
     _require_own_folder(session, vm)
     if new.engine is not None:
         _require_no_gpus(session, new.vm_id)
-    vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
     if _left_there(session, new.vm_id):
         vm.lost_at = vm.lost_at or seconds(session)
     else:
