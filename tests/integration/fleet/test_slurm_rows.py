@@ -238,7 +238,7 @@ async def test_a_job_waits_says_what_for_and_comes_back(fleet: Fleet) -> None:
     await fleet.until_clean()
     assert fleet.job("job")["waiting"] == []
     assert fleet.log("job") == "on gpu\n"
-    [gpus] = (fleet.folder / "artefacts" / "job").glob("*/**/gpus")
+    [gpus] = (fleet.folder / "artefacts" / "job").rglob("gpus")
     assert gpus.read_text() == "0,1"
     assert fleet.machine("slurm")["available_slots"] == 8
 
@@ -312,7 +312,14 @@ async def test_cancelled_in_the_queue_it_never_begins(fleet: Fleet) -> None:
     assert fleet.executions() == ["other"]
 
 
-@pytest.mark.parametrize(("effect", "nth"), [("host.launch", 1), ("host.run", 1), ("host.run", 2)])
+@pytest.mark.parametrize(
+    ("effect", "nth"),
+    [
+        ("host.launch", 1),
+        pytest.param("host.run", 1, marks=pytest.mark.soak),
+        pytest.param("host.run", 2, marks=pytest.mark.soak),
+    ],
+)
 async def test_a_dispatcher_that_dies_on_the_way_to_slurm(
     fleet: Fleet, effect: str, nth: int
 ) -> None:
@@ -365,7 +372,11 @@ async def test_while_the_controller_is_away_nothing_is_lost_and_nothing_begins_t
     await fleet.until_is("waits", "completed")
     await fleet.until(lambda: fleet.machine("slurm")["state"] == "ok", "it answers again")
     assert fleet.executions() == ["runs", "waits"]
-    assert fleet.ends("waits") == [("succeeded", None, None)], fleet.attempts("waits")
+    *others, last = fleet.ends(
+        "waits"
+    )  # a controller that was killed may have lost what it had just got
+    assert last == ("succeeded", None, None)
+    assert set(others) <= {("void", "preemption", False)}
 
 
 async def test_what_slurm_would_not_have_is_told_and_goes_elsewhere(fleet: Fleet) -> None:
