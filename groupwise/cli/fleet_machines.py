@@ -229,7 +229,7 @@ def _whereabouts(way: Way, by: Trust | None, *, may_be_here: bool) -> tuple[dict
 
     if by is None:
         return way.of_new_from_afar().as_fields(), False
-    if may_be_here and way == reach.Way():
+    if may_be_here and way == reach.Way() and by == reach.Trust(ask=by.ask):
         return {"transport": "local"}, True
     where = way.of_new(by)
     seen = reach.host_key_of(where, by)

@@ -36,6 +36,7 @@ from groupwise.hosts.files import BlobStore
 from tests import slurm
 from tests.fleet_databases import copied
 from tests.fleet_rig import NoChance, SilentBell, nothing, quick
+from tests.integration.fleet.test_up import fleet_in, until
 from tests.slurm import Cluster
 
 pytestmark = pytest.mark.fleet
@@ -413,3 +414,21 @@ async def test_two_clusters_rows_and_a_machine_work_beside_each_other(fleet: Fle
         assert fleet.log(name) == f"on {said}\n"
     await fleet.until_clean()
     assert sorted(fleet.executions()) == ["first", "third", "wide"]
+
+
+@pytest.mark.soak  # a fleet in a process of its own, with its usual pauses
+def test_as_a_person_types_it(cluster: Cluster, tmp_path: Path) -> None:
+    with fleet_in(tmp_path / "fleet") as typed:
+        typed.environment |= {"SLURM_CONF": str(cluster.configuration)}
+        typed.up()
+        row = ("--engine", "slurm", "--gpus-per-job", "2", "--workdir", str(tmp_path / "shared"))
+        assert typed.call("vm", "add", "cluster", *row).returncode == 0
+        until(lambda: '"state": "ok"' in typed.call("vm", "show", "cluster", "--json").stdout, "ok")
+        script = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+        job_id = typed.submit("--vm", "cluster", "--gpus", "2", "--", "python3", "-c", script)
+        typed.until(job_id, "completed")
+        assert typed.call("logs", job_id).stdout == "0,1\n"
+        assert "8/8 slots" in typed.call("vm", "list").stdout
+        seen = typed.call("doctor", "--vm", "cluster").stdout
+        assert "8 places for jobs; it would: " in seen
+        assert typed.call("vm", "remove", "cluster").returncode == 0

@@ -577,6 +577,7 @@ def test_the_events_of_a_job_say_why_it_began_to_wait(seen: Command, folder: Pat
         (("vm", "add", "x", "--slots", "2"), "say which, as --engine slurm"),
         (("vm", "add", "x", "--engine", "slum"), "there is none called 'slum': slurm"),
         (("vm", "add", "x", "--engine", "slurm", "--user", "u"), "--host ADDRESS"),
+        (("vm", "add", "x", "--engine", "slurm", "--yes"), "--host ADDRESS"),
         (("vm", "add", "x", "--engine", "slurm", "--slots", "0"), "a whole number, 1 to 1024"),
         (("vm", "add", "x", "--engine", "slurm", "--sbatch=--wrap=x"), "is set by groupwise"),
         (("vm", "set", "vm-1", "--slots", "3"), "vm-1 begins jobs itself"),
