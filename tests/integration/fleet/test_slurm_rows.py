@@ -31,7 +31,7 @@ from groupwise.fleet.store.tables import Attempt, Job, Reservation
 from groupwise.fleet.up import Hosts
 from groupwise.fleet.verbs import jobs, machines
 from groupwise.fleet.verbs.actor import Actor
-from groupwise.hosts import slurm as slurm_host
+from groupwise.hosts import engines
 from groupwise.hosts.files import BlobStore
 from tests import slurm
 from tests.fleet_databases import copied
@@ -209,7 +209,7 @@ async def fleet(
     cluster: Cluster, migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
     monkeypatch.setenv("SLURM_CONF", str(cluster.configuration))
-    monkeypatch.setattr(slurm_host, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.3)
     database = connect(copied(migrated_file, tmp_path))
     made = Fleet(database, tmp_path, cluster)
     try:
