@@ -95,7 +95,7 @@ QUICK = (
         (
             (
                 "hosts/slurm.py",
-                "            return replace(state, engine_says=str(error))\n        return _as_running(state)\n",
+                "            return replace(state, engine_says=str(error))\n        return as_running(state)\n",
                 "            return replace(state, engine_says=str(error))\n        return state\n",
             ),
         ),
