@@ -57,6 +57,62 @@ TRIGGERS = f"{UNIT}/store/test_triggers.py"
 VERBS = f"{UNIT}/verbs"
 
 QUICK = (
+    # --- behind an engine -------------------------------------------------------------------------
+    Mutation(
+        "void before moving",
+        "what waits for its engine is killed, and begins later",
+        (
+            (
+                "fleet/attempts/decide.py",
+                "        case Reading.ABSENT | Reading.QUEUED:\n            return (Void(member.rank),)\n"
+                "        case Reading.CLAIMED | Reading.RUNNING:\n            return (Kill(member.rank),)\n"
+                "        case Reading.LOST:\n            return (Kill(member.rank), CheckRelease(member.rank))\n"
+                "        case _ if",
+                "        case Reading.ABSENT:\n            return (Void(member.rank),)\n"
+                "        case Reading.CLAIMED | Reading.RUNNING | Reading.QUEUED:\n            return (Kill(member.rank),)\n"
+                "        case Reading.LOST:\n            return (Kill(member.rank), CheckRelease(member.rank))\n"
+                "        case _ if",
+            ),
+        ),
+        (f"{DECIDE}::test_what_waits_is_made_void_and_never_killed",),
+    ),
+    Mutation(
+        "one folder for each row",
+        "two machines may keep everything in one folder",
+        (
+            (
+                "fleet/verbs/machines.py",
+                "    vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was\n"
+                "    _require_own_folder(session, vm)\n",
+                "    vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was\n",
+            ),
+        ),
+        (f"{VERBS}/test_machines.py::test_two_machines_of_one_folder_would_end_each_others_jobs",),
+    ),
+    Mutation(
+        "silence is no end",
+        "what was begun is lost while Slurm is away",
+        (
+            (
+                "hosts/slurm.py",
+                "            return replace(state, engine_says=str(error))\n        return as_running(state)\n",
+                "            return replace(state, engine_says=str(error))\n        return state\n",
+            ),
+        ),
+        (f"{HOSTS}/test_slurm.py::test_what_was_begun_has_not_ended_while_slurm_is_away",),
+    ),
+    Mutation(
+        "quota",
+        "GPUs that an engine gives count for nothing",
+        (
+            (
+                "fleet/queue/capacity.py",
+                "        return len(self.held) + self.of_engines\n",
+                "        return len(self.held)\n",
+            ),
+        ),
+        (f"{CLAIM}::test_gpus_that_an_engine_gives_count_for_a_quota",),
+    ),
     # --- who may write ----------------------------------------------------------------------------
     Mutation(
         "owner",

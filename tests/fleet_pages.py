@@ -89,6 +89,8 @@ class Follower:
         match words:
             case [role, *options] if role in ROLES:
                 self._begin(role, options)
+            case ["vm", "add", vm, *options] if "--engine" in options:
+                self._run(["vm", "add", vm, *self._of_engine(options)])
             case ["vm", "add", vm, *options]:
                 self._run(["vm", "add", vm, *self._machine(vm, options)])
             case ["retry", job, *_]:
@@ -187,6 +189,14 @@ class Follower:
         assert known["--host"] == host.address
         known |= {"--port": str(host.port), "--user": host.user, "--key": str(host.key_path)}
         known["--trust"] = _fingerprint(host)
+        return [word for option in known.items() for word in option]
+
+    def _of_engine(self, options: list[str]) -> list[str]:
+        """The options of a row for this machine, which has no such engine, and a folder that this test has."""
+        known = dict(zip(options[::2], options[1::2], strict=True))
+        for way in ("--host", "--user", "--key"):
+            del known[way]
+        known["--workdir"] = str(self._folder.parent / "shared")
         return [word for option in known.items() for word in option]
 
     def _let_ssh_know(self, name: str, host: Host) -> None:

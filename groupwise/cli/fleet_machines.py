@@ -7,15 +7,29 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, MachineArgument, fleet
+from groupwise.cli.fleet_engine import (
+    EngineOption,
+    GpusOption,
+    MemoryOption,
+    ModelOption,
+    PartitionOption,
+    SbatchOption,
+    SlotsOption,
+    engine_words,
+    new_engine,
+)
 from groupwise.cli.fleet_words import number, whole
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.cli.fleet_reach import Trust, Way
 
 machines = typer.Typer(
     name="vm",
@@ -121,6 +135,13 @@ def add(
     ] = None,
     probe: ProbeOption = None,
     idle_memory_mb: IdleOption = None,
+    engine: EngineOption = None,
+    slots: SlotsOption = None,
+    gpus_per_job: GpusOption = None,
+    gpu_model: ModelOption = None,
+    gpu_memory: MemoryOption = None,
+    partition: PartitionOption = None,
+    sbatch: SbatchOption = None,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Then do what `vm prepare` does.")
     ] = False,
@@ -129,6 +150,8 @@ def add(
     """Take a machine into the fleet.
 
     Its host key is read and shown; it is used once the key is trusted: by --trust, by --yes, or by your answer here.
+
+    With --engine slurm it is a login node, from which jobs are given to Slurm; without --host this machine is.
     """
     from groupwise.cli.fleet_words import pairs
 
@@ -148,27 +171,24 @@ def add(
         "deadman": _deadman(deadman) or None,
         "probe": _command(probe),
         "idle_memory_mb": idle_memory_mb,
+        "engine": new_engine(
+            engine,
+            engine_words(slots, gpus_per_job, gpu_model, gpu_memory, partition, sbatch),
+        ),
     }
     with fleet(told, make=True) as access:
         from groupwise.cli import fleet_reach as reach
         from groupwise.cli.fleet_prepare import prepare_new, usual_plan
         from groupwise.fleet.client import FleetClient
 
-        way, plan = reach.Way(host, port, user, key, from_ssh_config), None
+        way, by = reach.Way(host, port, user, key, from_ssh_config), None
         if isinstance(access, FleetClient):
-            if trust is not None or trust_jump is not None or yes:
-                raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
-            if prepare:
-                raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
-            where, seen = way.of_new_from_afar(), None
+            _refuse_from_afar(vm, trust is not None or trust_jump is not None or yes, prepare)
         else:
             by = reach.Trust(trust, trust_jump, yes, _asks())
-            where = way.of_new(by)
-            plan = usual_plan() if prepare else None
-            seen = reach.host_key_of(where, by)
-            what |= {"host_key": seen.pinned, "seen_host_key": seen.shown}
-        found = access.add_machine({**what, **where.as_fields()})
-        trusted = seen is not None and bool(seen.pinned)
+        where, trusted = _whereabouts(way, by, may_be_here=engine is not None)
+        plan = usual_plan() if prepare else None
+        found = access.add_machine({**what, **where})
         told_more = (
             "the poller looks at it in its next round"
             if trusted
@@ -189,6 +209,32 @@ def add(
         print_json(found)
     if "problem" in found.get("prepared", {}):
         raise typer.Exit(1)
+
+
+def _refuse_from_afar(vm: str, trusts: bool, prepare: bool) -> None:
+    from groupwise.cli import fleet_reach as reach
+
+    if trusts:
+        raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
+    if prepare:
+        raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
+
+
+def _whereabouts(way: Way, by: Trust | None, *, may_be_here: bool) -> tuple[dict[str, Any], bool]:
+    """Where a new machine is, as a fleet calls that, and whether it is trusted. `by`: how that is found out; None: the fleet is elsewhere.
+
+    `may_be_here`: where nothing is said, it is this machine.
+    """
+    from groupwise.cli import fleet_reach as reach
+
+    if by is None:
+        return way.of_new_from_afar().as_fields(), False
+    if may_be_here and way == reach.Way() and by == reach.Trust(ask=by.ask):
+        return {"transport": "local"}, True
+    where = way.of_new(by)
+    seen = reach.host_key_of(where, by)
+    keys = {"host_key": seen.pinned, "seen_host_key": seen.shown}
+    return {**where.as_fields(), **keys}, bool(seen.pinned)
 
 
 def _not_prepared(vm: str, again: str) -> dict[str, Any]:
@@ -416,6 +462,12 @@ def set_machine(
     ] = None,
     probe: ProbeOption = None,
     idle_memory_mb: IdleOption = None,
+    slots: SlotsOption = None,
+    gpus_per_job: GpusOption = None,
+    gpu_model: ModelOption = None,
+    gpu_memory: MemoryOption = None,
+    partition: PartitionOption = None,
+    sbatch: SbatchOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Change how a machine is reached, or what jobs run with."""
@@ -441,18 +493,28 @@ def set_machine(
             deadman=_deadman(deadman),
             probe=_command(probe),
             idle_memory_mb=idle_memory_mb,
+            engine=engine_words(slots, gpus_per_job, gpu_model, gpu_memory, partition, sbatch)
+            or None,
         )
     if as_json:
         print_json(found)
         return
-    slots = "1 without GPUs" if found["cpu_slots"] is None else found["cpu_slots"]
     where = (
         "" if found["user"] is None else f"{found['user']}@{found['ip_address']}:{found['port']}, "
     )
     say(
-        f"{vm}: {where}folder {found['workdir']}, python {found['python']}, CPU slots {slots}"
+        f"{vm}: {where}folder {found['workdir']}, python {found['python']}{_slots(found)}"
         + _also(found)
     )
+
+
+def _slots(found: dict[str, Any]) -> str:
+    if found["engine"] is not None:
+        from groupwise.cli.fleet_printing import engine_line
+
+        return f", {engine_line(found)}"
+    slots = "1 without GPUs" if found["cpu_slots"] is None else found["cpu_slots"]
+    return f", CPU slots {slots}"
 
 
 def _also(found: dict[str, Any]) -> str:

@@ -352,13 +352,41 @@ def _machine_row(vm: Document) -> tuple[str, ...]:
         vm["vm_id"],
         vm["state"],
         _address(vm),
-        f"{vm['available_gpus']}/{vm['total_gpus']}" if vm["total_gpus"] else "-",
-        ", ".join(sorted({gpu["model"] for gpu in vm["gpus"] if gpu["model"]})),
+        _free(vm),
+        ", ".join(sorted(_models(vm))),
         str(facts.get("cpus") or ""),
         megabytes(facts.get("ram_mb")),
         str(len(_jobs_on(vm)) or ""),
         one_line(_machine_remark(vm)),
     )
+
+
+def _free(vm: Document) -> str:
+    if vm.get("engine"):
+        return f"{vm['available_slots']}/{vm['total_slots']} slots"
+    return f"{vm['available_gpus']}/{vm['total_gpus']}" if vm["total_gpus"] else "-"
+
+
+def _models(vm: Document) -> set[str]:
+    if vm.get("engine"):
+        return {str(vm["engine"].get("gpu_model") or vm["engine"].get("name"))}
+    return {gpu["model"] for gpu in vm["gpus"] if gpu["model"]}
+
+
+def engine_line(vm: Document) -> str | None:
+    """What begins jobs in a machine's place, and what it is said to have; None: it does itself."""
+    engine: Document | None = vm.get("engine")  # an API of before tells of none
+    if engine is None:
+        return None
+    model, memory = engine.get("gpu_model"), engine.get("gpu_memory_mb")
+    told = [
+        f"{vm['available_slots']} of {vm['total_slots']} slots free",
+        f"GPUs for a job: {engine.get('gpus') or 'none'}",
+        *([model] if model else []),
+        *([megabytes(memory)] if memory else []),
+        *([shlex.join(engine["options"])] if engine.get("options") else []),
+    ]
+    return f"{engine.get('name')}: {', '.join(told)}"
 
 
 def _address(vm: Document) -> str:
@@ -403,6 +431,7 @@ def print_machine(vm: Document, now: float) -> None:
             ("shows", vm["seen_fingerprint"]),
             ("work folder", vm["workdir"]),
             ("python", vm["python"]),
+            ("engine", engine_line(vm)),
             ("labels", _plain(vm["labels"])),
             ("CPU slots", vm["cpu_slots"]),
             ("jobs of", ", ".join(vm["projects"] or ())),

@@ -11,6 +11,7 @@ from groupwise.clouds.queueing import EngineBackend
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Engine
 from groupwise.hosts.slurm import NAME, SlurmRunner
+from groupwise.hosts.spec import Limits
 
 SPARE_SECONDS = 120.0
 """That Slurm gives a job beyond its own limit, so that the runner ends it, with a record of why."""
@@ -43,7 +44,8 @@ class SlurmBackend(EngineBackend):
 
     async def _engine(self, order: Order) -> Engine:
         """See `EngineBackend._engine`."""
-        return Engine(NAME, sbatch_options(order))
+        options = sbatch_options(order.asks, order.gpus, order.spec.limits, nodes=order.nodes)
+        return Engine(NAME, options)
 
     async def _asked(self, engine: Engine) -> tuple[str, str]:
         """See `EngineBackend._asked`."""
@@ -51,24 +53,26 @@ class SlurmBackend(EngineBackend):
         return f"Slurm: sbatch {' '.join(engine.options)}", f"Slurm says: {says}"
 
 
-def sbatch_options(order: Order) -> tuple[str, ...]:
-    """Of this job. Raises UsageError for one that would make another job of it."""
-    asks, limits = order.asks, order.spec.limits
+def sbatch_options(
+    asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
+) -> tuple[str, ...]:
+    """Of a job that asks for this, and so many GPUs of each node. Raises UsageError for an option that would make another job of it."""
     options = [f"{option}={asks[name]}" for name, option in NAMED.items() if asks.get(name)]
-    options.append(f"--nodes={order.nodes}")
-    if order.nodes > 1:
+    options.append(f"--nodes={nodes}")
+    if nodes > 1:
         options.append("--ntasks-per-node=1")
-    if order.gpus:
+    if gpus:
         kind = f"{asks['gpu']}:" if asks.get("gpu") else ""
-        options.append(f"--gpus-per-node={kind}{order.gpus}")
+        options.append(f"--gpus-per-node={kind}{gpus}")
     if limits.time_seconds is not None:
         seconds = limits.time_seconds + (limits.grace_seconds or 0.0) + SPARE_SECONDS
         options.append(f"--time={math.ceil(seconds / 60)}")
-    return (*options, *_own(asks))
+    return (*options, *checked_options(asks.get("options", ())))
 
 
-def _own(asks: Mapping[str, Any]) -> Sequence[str]:
-    found = tuple(map(str, asks.get("options", ())))
+def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
+    """Options of sbatch as somebody wrote them. Raises UsageError for one that would make another job of it."""
+    found = tuple(map(str, options))
     for option in found:
         name = option.partition("=")[0]
         if not option.startswith("-"):

@@ -458,7 +458,7 @@ class FleetClient:
 
     def change_machine(self, vm_id: str, **wanted: Any) -> Document:
         """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None takes
-        one away), deadman (0: never), probe, idle_memory_mb; None: as it was."""
+        one away), deadman (0: never), probe, idle_memory_mb, engine (of what stands behind it, these); None: as it was."""
         return self._json("PUT", f"/vms/{_part(vm_id)}", body=wanted)
 
     def drain(self, vm_id: str) -> Document:

@@ -314,7 +314,7 @@ class DirectFleet:
 
     def change_machine(self, vm_id: str, **wanted: Any) -> Document:
         """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None takes
-        one away), deadman (0: never), probe, idle_memory_mb; None: as it was."""
+        one away), deadman (0: never), probe, idle_memory_mb, engine (of what stands behind it, these); None: as it was."""
         return self._changed(machines.change, vm_id, **wanted)
 
     def drain(self, vm_id: str) -> Document:

@@ -50,6 +50,7 @@ from groupwise.fleet.attempts.watching import Pauses as WatchPauses
 from groupwise.fleet.attempts.watching import Watch, Watches
 from groupwise.fleet.files.clearing import EVERY, clear_away
 from groupwise.fleet.machines.clearing import Keeping, MachineClearing, is_doctors
+from groupwise.fleet.machines.reaching import runner_of
 from groupwise.fleet.queue import admission, claim
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.store.database import Database, seconds
@@ -66,8 +67,6 @@ MAY_HAVE_LEFT_PROCESSES = frozenset(
     {RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.LOST, RunnerState.VOIDED}
 )
 """Voided too: the folder of what runs may have been removed by hand."""
-NO_PROBE = ("true",)
-"""Reconciling asks for attempts only; what the GPUs do is the poller's question."""
 
 
 class Bell(Protocol):
@@ -423,7 +422,7 @@ class GlobalJobDispatcher:
 
     def _runner(self, machine: Machine) -> Runner:
         host = self._gateway.host(self._parts.host(machine))
-        return Runner(host, root=machine.workdir, python=machine.python)
+        return runner_of(machine, host)
 
     # Reconciling
 
@@ -444,7 +443,7 @@ class GlobalJobDispatcher:
     async def _reconcile_one(self, machine: Machine) -> None:
         try:
             runner = self._runner(machine)
-            found = (await runner.observe(probe=NO_PROBE)).attempts
+            found = (await runner.observe(probe=records.NO_PROBE)).attempts
             await self._deal_with_strays(machine, runner, found)
             if machine.lost:
                 await self._welcome_back(machine, runner)
@@ -458,7 +457,7 @@ class GlobalJobDispatcher:
     async def _deal_with_strays(
         self, machine: Machine, runner: Runner, found: Sequence[MemberState]
     ) -> None:
-        alive = [state for state in found if state.lives]
+        alive = [state for state in found if state.lives or state.may_begin]
         if not alive:
             return
         jobs = {state.job for state in alive}
@@ -467,8 +466,8 @@ class GlobalJobDispatcher:
             reading, left = Reading(state.state), state.survivors or 0
             match stray(state.epoch, reading, known.get(state.job), left):
                 case Stray.KILL:
-                    log.warning("%s runs %s.%d, which is over: it is killed", machine.vm_id, state.job, state.epoch)  # fmt: skip
-                    await runner.kill(state.job, state.epoch, grace=0.0)
+                    log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
+                    await _end(runner, state)
                 case Stray.QUARANTINE:
                     await self._quarantine(machine, state)
                 case Stray.LEAVE:
@@ -522,6 +521,14 @@ class GlobalJobDispatcher:
             await self._gateway.commit(
                 "stray.left_nothing", lambda s: records.left_nothing(s, epoch, rank)
             )
+
+
+async def _end(runner: Runner, state: MemberState) -> None:
+    """Whatever lives of it; what is still to begin never does."""
+    if state.may_begin:
+        state = await runner.void(state.job, state.epoch)
+    if state.lives:
+        await runner.kill(state.job, state.epoch, grace=0.0)
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:

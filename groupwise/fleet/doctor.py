@@ -28,14 +28,17 @@ from typing import Any, Literal
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from groupwise.clouds.engines import Door
 from groupwise.display.quantities import byte_size
 from groupwise.errors import GroupwiseError
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.doorbells.nats import access_from, credentials
 from groupwise.fleet.machines import packing
-from groupwise.fleet.machines.reaching import LOCAL, host_of
+from groupwise.fleet.machines.reaching import LOCAL, door_of, host_of
 from groupwise.fleet.processes import NATS, is_gone
+from groupwise.fleet.queue.elastic import Elastic
+from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.fleet.store import schema
 from groupwise.fleet.store.database import Database, connect, seconds
@@ -417,9 +420,11 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Seen]:
         ]
     host = host_of(machine)
     try:
-        return await _of_machine(
-            machine, Runner(host, root=machine.workdir, python=machine.python), known_gpus
-        )
+        runner = Runner(host, root=machine.workdir, python=machine.python)
+        door = door_of(machine, host)
+        if machine.engine is not None:
+            return await _of_elastic(machine.vm_id, runner, machine.engine, door)
+        return await _of_machine(machine, runner, known_gpus)
     except HostKeyError as error:
         return [
             Seen(
@@ -443,17 +448,37 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Seen]:
         await host.close()
 
 
-async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Seen]:
-    name = machine.vm_id
+async def _of_elastic(name: str, runner: Runner, engine: Elastic, door: Door | None) -> list[Seen]:
+    """What begins jobs elsewhere is asked whether it would; a command is tried where it is asked, and so with the environment of jobs,
+    but not where they run."""
+    _, found = await _answers(name, runner)
+    about = f"{name} {engine.title}"
+    if door is None or engine.problem is not None:
+        remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
+        return [*found, Seen(about, "problem", str(engine.problem), remedy=remedy)]
+    asked = engine.engine(Resources(gpus=min(1, engine.said.gpus)), Limits())
+    try:
+        says = await door.try_options(asked.options)
+    except HostError as error:
+        remedy = f"see that it runs, and that `vm show {name}` has the right options"
+        return [*found, Seen(about, "problem", str(error), "no job begins there", remedy)]
+    found.append(Seen(about, "ok", f"{engine.said.slots} places for jobs; it would: {says}"))
+    return [*found, *await _tiny_command(name, runner, 0)]
+
+
+async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Seen]]:
+    """What is asked of every machine first."""
     began = time.monotonic()
     hello = await runner.hello()
     took = time.monotonic() - began
-    found = [
-        Seen(
-            name, "ok", f"{hello.hostname}: answers in {took * 1000:.0f} ms", data={"seconds": took}
-        )
-    ]
-    found += [_python(name, hello), _disk(name, hello)]
+    answers = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
+    seen = Seen(name, "ok", answers, data={"seconds": took})
+    return hello, [seen, _python(name, hello), _disk(name, hello)]
+
+
+async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Seen]:
+    name = machine.vm_id
+    hello, found = await _answers(name, runner)
     if hello.filesystem is not None and hello.filesystem.startswith(("nfs", "cifs", "smb")):
         found.append(
             Seen(

@@ -147,6 +147,8 @@ def _machines(session: Session, counted: Mapping[str, Any]) -> str:
         gpus = f", {counted['gpus']} GPUs" if counted["gpus"] else ""
         return f"{counted['ready']} of {counted['total']} machines are ready{gpus}."
     vm = session.scalars(select(VM).where(VM.active)).one()
+    if vm.engine is not None:
+        return f"One machine, {vm.vm_id}, behind which {vm.engine.get('name')} begins jobs."
     facts = vm.facts
     ram = facts.get("ram_mb")
     has = [f"{facts.get('cpus') or '?'} CPUs"]

@@ -27,10 +27,16 @@ from groupwise.errors import RunError
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.machines import observation
-from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way, shown_key
+from groupwise.fleet.machines.reaching import (
+    LOCAL,
+    door_of,
+    host_of,
+    runner_of,
+    same_way,
+    shown_key,
+)
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.tasks import ended
-from groupwise.hosts.driver import Runner
 from groupwise.hosts.keys import HostKey, parse
 from groupwise.hosts.port import Host, HostError, HostKeyError
 from groupwise.hosts.ssh import Patience
@@ -297,11 +303,13 @@ class Poller:
         machine, pace = watched.machine, self._pace
         if watched.host is None:
             watched.host = self._reach(machine)
-        runner = Runner(watched.host, root=machine.workdir, python=machine.python)
+        runner, door = runner_of(machine, watched.host), door_of(machine, watched.host)
         try:
             seen = await runner.observe(
                 probe=machine.probe, probe_timeout=pace.probe, timeout=pace.answer
             )
+            if door is not None:
+                await door.ask()
         except HostKeyError as error:
             await self._close(watched)
             await self._key_differs(watched, error)

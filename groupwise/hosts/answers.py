@@ -132,6 +132,8 @@ class MemberState:
     """The end of what that has written of it; in an `EngineRunner` what it waits for."""
     engine_options: tuple[str, ...] = ()
     """What that was asked."""
+    engine_has: bool | None = None
+    """Of one that is queued: whether it is in that engine's queue. None: it has not been asked, or gave no answer."""
     folder: str | None = None
     """Of an attempt that an engine begins."""
     age: float | None = None
@@ -143,6 +145,11 @@ class MemberState:
     def lives(self) -> bool:
         """Something of it is there, with its supervisor or without."""
         return self.state in _SUPERVISED or bool(self.survivors)
+
+    @property
+    def may_begin(self) -> bool:
+        """An engine may begin it at any moment, whether anybody asks for that or not."""
+        return self.state is RunnerState.QUEUED
 
     @property
     def handle(self) -> dict[str, Any]:

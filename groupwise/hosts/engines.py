@@ -16,12 +16,13 @@ from typing import Generic, Protocol, TypeVar
 
 from groupwise.hosts.answers import MemberState, Observation, RunnerState
 from groupwise.hosts.driver import USUAL, Known, Launch, Runner
-from groupwise.hosts.port import HostError, RunnerRefused
+from groupwise.hosts.port import HostError, HostUnreachable, RunnerRefused
 
 LOOK_SECONDS = 10.0
 """After which an engine is asked again of what only it can tell."""
 LIVING_BEAT = 60.0
 """Seconds: a supervisor that has written since then lives, whatever its engine says. It writes every 5."""
+FORGOTTEN = "its engine knows nothing of it any more"
 UNSURE = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
 """What the files alone do not say."""
 
@@ -154,8 +155,14 @@ class EngineRunner(Runner, ABC, Generic[Job]):
             unsure = [each for each in unsure if each.engine == word]
         if not unsure:
             return tuple(states)
+        try:
+            found = await self.found([name_of(each) for each in unsure])
+        except HostUnreachable as error:
+            return tuple(
+                [self._without_answer(each, error) if each in unsure else each for each in states]
+            )
         of_name: dict[str, list[Job]] = {}
-        for job in await self.found([name_of(each) for each in unsure]):
+        for job in found:
             of_name.setdefault(job.name, []).append(job)
         return tuple(
             [
@@ -168,12 +175,21 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         living = next((each for each in jobs if each.lives), None)
         if state.state is not RunnerState.QUEUED:
             if living is None and not _beats(state):
-                return state
-            runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
-            return replace(state, state=runs, survivors=None)
+                return replace(state, engine_says=str(jobs[-1]) if jobs else FORGOTTEN)
+            return as_running(state)
         if living is not None:
-            return replace(state, engine_says=self._waits_for(state, living))
+            return replace(state, engine_says=self._waits_for(state, living), engine_has=True)
         return await self._not_queued(state, jobs)
+
+    def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
+        """What is true of an attempt while the engine does not answer. Raises the error where nobody can say."""
+        raise error
+
+
+def as_running(state: MemberState) -> MemberState:
+    """Of what has begun and is not proved to have ended."""
+    runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
+    return replace(state, state=runs, survivors=None)
 
 
 def name_of(state: MemberState) -> str:

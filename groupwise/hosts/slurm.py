@@ -2,6 +2,9 @@
 
 What is asked of it when, and what its answers are worth, stands in `engines.py`: a controller that has just been started shows what runs as
 pending, and a node that it has given up may go on.
+
+Who launches something and goes away is told when Slurm does not answer, and what Slurm has lost has ended. Who tends attempts to their
+end, as a fleet does, has a `TendedSlurm`.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from groupwise.hosts.answers import MemberState, Ran
-from groupwise.hosts.engines import EngineRunner, name_of
+from groupwise.hosts.answers import MemberState, Ran, RunnerState
+from groupwise.hosts.driver import USUAL, Launch
+from groupwise.hosts.engines import EngineRunner, as_running, name_of
 from groupwise.hosts.port import HostUnreachable, RunnerRefused
 
 NAME = "slurm"
@@ -105,7 +109,7 @@ class SlurmRunner(EngineRunner[SlurmJob]):
         if jobs:
             return await self._never_begins(state, str(jobs[-1]))
         if (state.age or 0.0) < ON_ITS_WAY:
-            return replace(state, engine_says="it is on its way to Slurm")
+            return _on_its_way(state)
         return await self._never_begins(state, "Slurm knows nothing of it any more")
 
     async def _asked(self, *arguments: str) -> Ran:
@@ -116,6 +120,39 @@ class SlurmRunner(EngineRunner[SlurmJob]):
                 raise
             message = f"{refusal.message}. Jobs go to Slurm from a machine that has its programs: a login node"
             raise RunnerRefused(refusal.code, message) from None
+
+
+class TendedSlurm(SlurmRunner):
+    """Of somebody who tends attempts to their end.
+
+    What Slurm does not know is submitted again by whoever tends it (`MemberState.engine_has`), however long ago it was laid out. While
+    Slurm is silent, what waits waits, and what was begun is taken to run: nothing has ended before both are silent, and Slurm has said so.
+    """
+
+    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
+        """See `EngineRunner.launch`. Where Slurm does not answer it is laid out and waits."""
+        try:
+            return await super().launch(launch, timeout=timeout)
+        except HostUnreachable:
+            return await self.status(launch.job, launch.epoch)
+
+    async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
+        return await super()._not_queued(state, jobs) if jobs else _on_its_way(state)
+
+    async def _asked(self, *arguments: str) -> Ran:
+        try:
+            return await super()._asked(*arguments)
+        except RunnerRefused as refusal:  # Slurm's programs are gone, and may be there again
+            raise HostUnreachable(refusal.message) from None
+
+    def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
+        if state.state is RunnerState.QUEUED:
+            return replace(state, engine_says=str(error))
+        return as_running(state)
+
+
+def _on_its_way(state: MemberState) -> MemberState:
+    return replace(state, engine_says="it is on its way to Slurm", engine_has=False)
 
 
 def _expect_taken(ran: Ran) -> None:

@@ -23,7 +23,9 @@ MOST_SERIAL = 2**63 - 1
 MOST_SECONDS = 1e9
 """Of any time that somebody gives: 31 years."""
 MOST_SLOTS = 1024
-"""CPU slots of a machine."""
+"""CPU slots of a machine, or places behind an engine."""
+MOST_GPUS = 1024
+"""Of one job, on one machine."""
 LEAST_DEADMAN = 120.0
 """Seconds: a dispatcher that is killed, and another that takes over, are silent for up to one of them."""
 UNPREPARED = "python3"
@@ -80,6 +82,30 @@ class FleetBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class EngineBody(FleetBody):
+    """What begins jobs in place of the machine that they are given to: such a machine is as large as it is said to be here."""
+
+    name: str = Field(min_length=1, max_length=63, description="`slurm`.")
+    slots: int = Field(
+        default=8, ge=1, le=MOST_SLOTS, description="Jobs that wait for it or run there, together."
+    )
+    gpus: int = Field(
+        default=0, ge=0, le=MOST_GPUS, description="That one job may ask for, at most."
+    )
+    gpu_model: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Of its GPUs, as the engine calls it, which is asked for it; null: whichever it gives.",
+    )
+    gpu_memory_mb: int | None = Field(
+        default=None, ge=1, le=MOST_INTEGER, description="That each of its GPUs has, at least."
+    )
+    options: list[str] = Field(
+        default=[], description="Of the engine's own program for each job, as `--partition=gpu`."
+    )
+
+
 class MachineBody(FleetBody):
     """A machine that is to be taken into the fleet. The path of its key is one on the control machine."""
 
@@ -128,6 +154,9 @@ class MachineBody(FleetBody):
         ge=0,
         le=MOST_INTEGER,
         description="That a GPU may show as used while nobody uses it; null: 500.",
+    )
+    engine: EngineBody | None = Field(
+        default=None, description="What begins jobs in its place; null: itself."
     )
 
 
@@ -186,6 +215,10 @@ class MachineChangeBody(FleetBody):
         ge=0,
         le=MOST_INTEGER,
         description="That a GPU may show as used while nobody uses it.",
+    )
+    engine: dict[str, Any] | None = Field(
+        default=None,
+        description="Of what its engine is said to have: these; the others stay, and null makes one what it is by default. No `name`.",
     )
 
 

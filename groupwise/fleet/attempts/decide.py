@@ -6,6 +6,7 @@ is remembered between two calls but what the database and the machines hold, so 
     reserved     nothing sent             launching is written before anything is sent; ended(void) where it is no longer wanted
     launching    folder absent            launch, with the same epoch; void instead, where it is to be given up
                  files are lacking        they are brought; no member of a gang begins before the machines of all have them
+                 queued by an engine      it waits, however long; launch again, where the engine does not have it
                  all members have begun   running
                  a member refused         members that have begun are killed, others made void; then ended(void), and whose fault it was
     running      all have an exit record  collecting
@@ -41,6 +42,8 @@ class Reading(StrEnum):
     UNKNOWN = "unknown"
     """Not asked yet, or asked without an answer: anything may be true."""
     ABSENT = "absent"
+    QUEUED = "queued"
+    """Laid out there; an engine begins it when it likes."""
     CLAIMED = "claimed"
     """Its supervisor lives, the command has not begun."""
     RUNNING = "running"
@@ -76,6 +79,10 @@ class MemberView:
     """Of a refusal as `lower_epoch`: that its machine has seen of the job."""
     provided: bool = True
     """Its machine has the files of the attempt, as far as is known: a launch that finds them lacking says so."""
+    given: bool = True
+    """Its engine has it, as far as is known; False: whoever laid it out did not come so far as to submit it."""
+    engine_says: str = ""
+    """What its engine told of it last."""
     rejected: bool = False
     """The launch was turned down before the runner had claimed anything, so that the folder is absent and no launch will help."""
     lost: bool = False
@@ -242,6 +249,8 @@ def _launch_given_up(view: View) -> Move | None:
         outcome = Outcome.FAILED if ran else Outcome.VOID
         return _end(view, outcome, *_refused_because(refused[0]), culprit=refused[0])
     if voided := [m for m in view.members if m.reading is Reading.VOIDED]:
+        if said := refusals.of_engine(voided[0].refusal):
+            return _end(view, Outcome.VOID, FailureClass.PREEMPTION, said, culprit=voided[0])
         outcome = Outcome.FAILED if ran else Outcome.VOID
         failure = FailureClass.LAUNCH_FAILURE if ran else None
         return _end(view, outcome, failure, f"it had been made void on {voided[0].vm_id}")
@@ -253,7 +262,8 @@ def _begin(view: View) -> tuple[Effect, ...]:
     to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
     absent = [m for m in to_begin if m.reading is Reading.ABSENT]
     if all(m.provided for m in to_begin):
-        return tuple(Launch(m.rank) for m in absent)
+        cut_off = [m for m in view.members if m.reading is Reading.QUEUED and not m.given]
+        return tuple(Launch(m.rank) for m in (*absent, *cut_off))
     return tuple(Provide(m.rank) for m in absent if not m.provided)
 
 
@@ -318,7 +328,7 @@ def _towards_release(member: MemberView) -> tuple[Effect, ...]:
     match member.reading:
         case Reading.UNREACHABLE | Reading.UNKNOWN:
             return (Abandon(member.rank),) if member.lost and not member.abandoned else ()
-        case Reading.ABSENT:
+        case Reading.ABSENT | Reading.QUEUED:
             return (Void(member.rank),)
         case Reading.CLAIMED | Reading.RUNNING:
             return (Kill(member.rank),)
@@ -362,7 +372,7 @@ def _towards_stillness(member: MemberView) -> tuple[Effect, ...]:
     match member.reading:
         case Reading.UNREACHABLE | Reading.UNKNOWN:
             return ()
-        case Reading.ABSENT:
+        case Reading.ABSENT | Reading.QUEUED:
             return (Void(member.rank),)
         case Reading.CLAIMED | Reading.RUNNING:
             return (Kill(member.rank),)
@@ -480,6 +490,8 @@ def _lost_because(member: MemberView) -> str:
         return _gone_because(member)
     if member.reading is Reading.REBOOTED:
         return f"{member.vm_id} has booted since"
+    if member.reading is Reading.LOST and member.engine_says:
+        return f"what watched over it is silent, and {member.engine_says}"
     if member.reading is Reading.LOST:
         return f"its supervisor on {member.vm_id} was killed"
     return f"its folder on {member.vm_id} has vanished"
@@ -512,7 +524,7 @@ class Known:
 def stray(epoch: int, reading: Reading, known: Known | None, survivors: int = 0) -> Stray:
     """What to do about an attempt on a machine; `known` is None where the job is in no table. `survivors`: its processes without a
     supervisor. Whoever drives it sees to those; of what nobody drives they are as good as any."""
-    runs = reading in {Reading.CLAIMED, Reading.RUNNING}
+    runs = reading in {Reading.QUEUED, Reading.CLAIMED, Reading.RUNNING}
     if not runs and not survivors:
         return Stray.LEAVE
     if known is None or epoch > known.highest_epoch:

@@ -237,15 +237,26 @@ class _Ear:
         """In the words of `decide`."""
         if self.last is None:
             return Reading.UNKNOWN if self.reachable else Reading.UNREACHABLE
-        if self.last.state is RunnerState.LOST and self.last.pid is None:
+        if self.last.engine is not None and self.last.state is RunnerState.REBOOTED:
+            return Reading.LOST  # it began on a machine that is another than the one that is asked
+        if (
+            self.last.engine is None
+            and self.last.state is RunnerState.LOST
+            and self.last.pid is None
+        ):
             return Reading.ABSENT  # its command never ran, and launch or void take the folder over
         return Reading(self.last.state)
+
+    @property
+    def given(self) -> bool:
+        """As `MemberView.given`."""
+        return self.last is None or self.last.engine_has is not False
 
     @property
     def mind(self) -> tuple[Any, ...]:
         """Changes with everything that a decision depends on."""
         return (
-            self.reading, self.refusal, self.provided, self.quiet, self.collected, self.problem
+            self.reading, self.refusal, self.provided, self.given, self.quiet, self.collected, self.problem
         )  # fmt: skip
 
 
@@ -436,6 +447,8 @@ class Drive:
             refusal=f"{refused.code}: {refused.message}" if refused else ear.refusal,
             highest=refused.highest if refused else None,
             provided=ear.provided,
+            given=ear.given,
+            engine_says=last.engine_says if last else "",
             rejected=ear.refusal is not None,
             ended=ear.ended,
             collected=ear.collected,
@@ -538,7 +551,7 @@ class Drive:
             if (ear := self._ears.get(m.rank))
             and ear.last
             and ear.last.state is not RunnerState.ABSENT
-            and m.recorded != ear.last.state
+            and (m.recorded, m.waits) != (ear.last.state, records.waits_for(ear.last))
         ]
 
     async def _launch(self, row: Snapshot, member: MemberRow) -> None:

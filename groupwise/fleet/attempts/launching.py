@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from groupwise.fleet.attempts.records import MemberRow, Snapshot
+from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.secrets import Secrets
-from groupwise.hosts.driver import Launch, Resume, Runner
+from groupwise.hosts.driver import Engine, Launch, Resume, Runner
 from groupwise.hosts.meeting import meeting_of
 from groupwise.hosts.spec import FileEntry, Manifest, from_json
 
@@ -26,12 +27,21 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
         members=len(row.members),
         gpus=member.gpus,
         share_mb=member.share_mb,
-        slot=member.slot,
+        slot=member.slot if member.machine.engine is None else None,
         environment=_environment(row, member),
         secrets=secrets(row.secrets),
         resume=resume_of(row),
         deadman=deadman_of(member),
+        engine=_engine_of(row, member),
     )
+
+
+def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
+    """What is to begin it, with what that is asked for. The place that it has in the fleet's tables is none of the machine's."""
+    if member.machine.engine is None:
+        return None
+    wanted = Resources.model_validate(row.resources)
+    return member.machine.engine.engine(wanted, from_json(row.spec).limits)
 
 
 async def timed(launch: Launch, runner: Runner) -> Launch:

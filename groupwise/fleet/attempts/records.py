@@ -29,12 +29,13 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.decide import Known, Reading
 from groupwise.fleet.queue import capacity, waking
+from groupwise.fleet.queue.elastic import Elastic, elastic_of
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import clock, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.hosts import answers
-from groupwise.hosts.answers import ExitRecord, MemberState
+from groupwise.hosts.answers import ExitRecord, MemberState, RunnerState
 
 LEASE = 25.0
 """Seconds without renewal after which another dispatcher takes over; with the next look and some work, under half a minute."""
@@ -44,6 +45,10 @@ AHEAD = 5.0
 """Seconds that a time may lie ahead and still be one of now: two processes ask for the time, and write it down, in either order."""
 ADOPTED_AT_ONCE = 200
 """The rest is there for other dispatchers, or for the next look."""
+NO_PROBE = ("true",)
+"""Of who wants to know of attempts alone."""
+WAITS = "waits"
+"""In the handle of a member: what it waits for in the queue of its engine."""
 GONE_IN_A_ROW = 3
 """Checkpoints that were gone before they had come, until somebody is told: one now and then is how trainers keep only their newest."""
 
@@ -72,6 +77,8 @@ class Machine:
     lost: bool
     takes_new: bool
     """Nobody has said that nothing new is to begin there."""
+    engine: Elastic | None = None
+    """What begins jobs in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,11 @@ class MemberRow:
         """What it held was given back without looking."""
         return bool(self.handle.get("abandoned"))
 
+    @property
+    def waits(self) -> str | None:
+        """In the queue of its engine: what for, as that said last."""
+        return self.handle.get(WAITS)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -129,6 +141,8 @@ class Snapshot:
     cancel_requested: bool
     spec: Mapping[str, Any]
     """A `JobSpec` as JSON."""
+    resources: Mapping[str, Any]
+    """`Resources` as JSON."""
     secrets: Mapping[str, str]
     """Variable → reference."""
     resume_from: Mapping[str, Any] | None
@@ -163,6 +177,7 @@ def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, 
             cleanup=Cleanup(row.cleanup),
             cancel_requested=row.cancel_requested_at is not None,
             spec=row.own_spec or row.spec or {},
+            resources=row.resources or {},
             secrets=row.secrets or {},
             resume_from=row.resume_from,
             previous_failure=row.previous_failure,
@@ -186,6 +201,7 @@ _ATTEMPTS = (
         Attempt.previous_failure,
         Attempt.spec.label("own_spec"),
         Job.spec,
+        Job.resources,
         Job.cancel_requested_at,
         Job.request["secrets"].label("secrets"),
     )
@@ -262,7 +278,9 @@ def _member(row: Any, held: Sequence[Any]) -> MemberRow:
 
 
 def machine(vm: VM) -> Machine:
-    """What a row says of a machine."""
+    """What a row says of a machine. Behind an engine nobody is asked for GPUs, and nothing ends for want of word from here."""
+    engine = elastic_of(vm.engine)
+    probe = vm.probe if engine is None else NO_PROBE
     return Machine(
         vm_id=vm.vm_id,
         transport=vm.transport,
@@ -274,11 +292,12 @@ def machine(vm: VM) -> Machine:
         host_key=vm.host_key,
         workdir=vm.workdir,
         python=vm.python,
-        deadman=vm.deadman,
-        probe=None if vm.probe is None else tuple(vm.probe),
+        deadman=vm.deadman if engine is None else None,
+        probe=None if probe is None else tuple(probe),
         idle_memory_mb=vm.idle_memory_mb,
         lost=vm.lost_at is not None,
         takes_new=vm.active and not vm.draining and vm.cordoned is None and vm.lost_at is None,
+        engine=engine,
     )
 
 
@@ -495,11 +514,18 @@ def record(session: Session, epoch: int, owner: str, state: MemberState, rank: i
     guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.state = str(state.state)
+    waits = waits_for(state)
     member.handle = {
-        **member.handle,
+        **{name: value for name, value in member.handle.items() if name != WAITS},
+        **({} if waits is None else {WAITS: waits}),
         **{name: value for name, value in state.handle.items() if value is not None},
         **({} if state.exit is None else {"exit": asdict(state.exit)}),
     }
+
+
+def waits_for(state: MemberState) -> str | None:
+    """What a member waits for in the queue of its engine, in words."""
+    return state.engine_says or None if state.state is RunnerState.QUEUED else None
 
 
 def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float) -> None:

@@ -25,6 +25,8 @@ OF_GPUS = {
 """Of a runner, about a GPU; and as what the poller would have seen that."""
 TAKEN = frozenset({"gpu_busy"})
 """Of a runner: another attempt, which it knows by name, has the GPU or the slot."""
+VOIDED = "voided"
+"""Of a runner: an engine gave the attempt up before it began."""
 FOR_GOOD = frozenset({"bad_spec", BLOB})
 """No later attempt would be begun either."""
 _NAMED = 3
@@ -39,6 +41,11 @@ def code_of(refusal: str | None) -> str:
 def message_of(refusal: str | None) -> str:
     """The rest of it."""
     return (refusal or "").partition(":")[2].strip()
+
+
+def of_engine(refusal: str | None) -> str | None:
+    """Why an engine gave up what it was to begin; None: it did not."""
+    return message_of(refusal) if code_of(refusal) == VOIDED else None
 
 
 def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:

@@ -24,7 +24,7 @@ from groupwise.hosts.port import HostError
 
 log = logging.getLogger(__name__)
 
-CHANGEABLE = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
+CHANGEABLE = frozenset({RunnerState.QUEUED, RunnerState.CLAIMED, RunnerState.RUNNING})
 
 
 class Listener(Protocol):

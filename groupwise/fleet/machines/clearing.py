@@ -54,7 +54,6 @@ SWEPT_EVERY = 3600.0
 """Seconds between two sweeps of one machine, by one dispatcher."""
 LONGEST = 60.0
 """Seconds that are spent on the folders of one machine in one round; the next goes on."""
-NO_PROBE = ("true",)
 DOCTORS = re.compile(r"doctor-[0-9a-f]{10}")
 """Names of the tiny jobs with which `groupwise fleet doctor` tries machines; they stand in no table."""
 OVER = frozenset(
@@ -117,7 +116,7 @@ class MachineClearing:
             return  # it is emptied first of what was given up
         try:
             runner = runner_of(machine)
-            seen = await runner.observe(probe=NO_PROBE)
+            seen = await runner.observe(probe=records.NO_PROBE)
             await self._forget(machine, runner, seen)
             await self._sweep(machine, runner)
         except HostError as error:

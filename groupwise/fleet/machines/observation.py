@@ -84,7 +84,7 @@ def apply(
     was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
     was_usable = _usable(vm) and was_fresh
     _answered(session, vm, seen)
-    trouble = _trouble_of_probe(session, vm, seen)
+    trouble = None if vm.engine else _trouble_of_probe(session, vm, seen)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
     held, ran = unknown.holding(vm.facts), _unknown_jobs(vm)
@@ -93,7 +93,8 @@ def apply(
     _hold_back(session, vm, jobs, ran)
     epochs.raise_above(session, [each.epoch for each in seen.attempts])
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
-    more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
+    has_gpus = vm.engine is None and seen.probe.status is ProbeStatus.OK
+    more = has_gpus and _write_gpus(session, vm, asked_at, now, seen)
     session.flush()
     more |= held != unknown.holding(vm.facts)
     if more or (_usable(vm) and not was_usable):
@@ -265,7 +266,8 @@ def _living(seen: Observation) -> list[MemberState]:
             job, epoch = found.group(1), int(found.group(2))
             if epoch <= MOST_EPOCH:
                 bare[each.detail] = MemberState(job, epoch, RunnerState.LOST, survivors=1)
-    return [*(each for each in seen.attempts if each.lives), *bare.values()]
+    there = (each for each in seen.attempts if each.lives or each.may_begin)
+    return [*there, *bare.values()]
 
 
 def _hold_back(session: Session, vm: VM, jobs: set[str], ran: set[str]) -> None:

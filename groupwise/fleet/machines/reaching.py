@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from groupwise.clouds.engines import ENGINES, Door
 from groupwise.fleet.attempts.records import Machine
+from groupwise.hosts.driver import Runner
 from groupwise.hosts.keys import HostKey
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import Host, HostUnreachable
@@ -24,6 +26,20 @@ def host_of(machine: Machine, patience: Patience | None = None) -> Host:
     if machine.transport == LOCAL:
         return LocalHost()
     return SshHost(_address(machine), jump=jump_address(machine.jump), patience=patience)
+
+
+def runner_of(machine: Machine, host: Host) -> Runner:
+    """What is spoken to there. What an engine has begun that nobody knows any more is known by its files alone."""
+    door = door_of(machine, host)
+    return (
+        Runner(host, root=machine.workdir, python=machine.python) if door is None else door.runner
+    )
+
+
+def door_of(machine: Machine, host: Host) -> Door | None:
+    """To what stands behind it; None: nothing, or what this fleet does not know."""
+    kind = None if machine.engine is None else ENGINES.get(machine.engine.said.name)
+    return None if kind is None else kind.door(host, machine.workdir, machine.python)
 
 
 async def shown_key(machine: Machine) -> HostKey:

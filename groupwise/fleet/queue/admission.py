@@ -45,6 +45,7 @@ from sqlalchemy.orm import Session
 from groupwise.errors import UsageError
 from groupwise.fleet.passable import text_problems
 from groupwise.fleet.queue import kinds
+from groupwise.fleet.queue.elastic import elastic_of
 from groupwise.fleet.queue.request import (
     COMMAND,
     Beyond,
@@ -528,10 +529,16 @@ def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admit
 def _gpus_by_default(session: Session) -> int | None:
     """How many GPUs a job gets that does not say: one, or none in a fleet without. None: no machine was observed yet."""
     of_fleet = select(GPU.gpu_id).join(VM, VM.vm_id == GPU.vm_id).where(VM.active).limit(1)
-    if session.scalar(of_fleet) is not None:
+    if session.scalar(of_fleet) is not None or _engine_gives_gpus(session):
         return 1
     seen = select(VM.vm_id).where(VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None))
     return None if session.scalar(seen.limit(1)) is None else 0
+
+
+def _engine_gives_gpus(session: Session) -> bool:
+    rows = session.scalars(select(VM.engine).where(VM.active, VM.engine.is_not(None)))
+    found = (elastic_of(document) for document in rows)
+    return any(each is not None and each.said.gpus > 0 for each in found)
 
 
 def _projects_of(session: Session, rows: Iterable[_Row]) -> dict[str, str]:

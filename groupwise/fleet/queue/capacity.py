@@ -8,17 +8,15 @@ waited for long and how much each project uses of its quota. `claim.py` places j
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from sqlalchemy import (
-    or_,
-    select,
-)
+from sqlalchemy import case, func, or_, select
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import unknown
+from groupwise.fleet.queue.elastic import elastic_of
 from groupwise.fleet.queue.placement import (
     NOTHING_AVOIDED,
     NOTHING_HELD,
@@ -61,11 +59,18 @@ class Quota:
     most: int
     held: frozenset[int] = frozenset()
     """gpu_id of each."""
+    of_engines: int = 0
+    """That engines were asked for, beside those."""
+
+    @property
+    def used(self) -> int:
+        """All together."""
+        return len(self.held) + self.of_engines
 
     def has_room_for(self, resources: Resources) -> bool:
         """On whichever GPUs."""
         wanted = _gpus_of(resources)
-        return not wanted or len(self.held) + wanted <= self.most
+        return not wanted or self.used + wanted <= self.most
 
 
 @dataclass(slots=True)
@@ -118,7 +123,10 @@ class View:
         apply(placement, resources, self.machines)
         if quota := self.quotas.get(project):
             taken = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
-            self.quotas[project] = replace(quota, held=quota.held | taken)
+            asked = sum(resources.gpu_count for seat in placement.seats if not seat.gpus)
+            self.quotas[project] = replace(
+                quota, held=quota.held | taken, of_engines=quota.of_engines + asked
+            )
 
     def is_full(self, after: RankKey | None = None) -> bool:
         """Nothing whatever is free, or nothing for who stands behind this job, so that none need be looked at."""
@@ -197,7 +205,7 @@ class View:
 
 
 def _uses(project: str, quota: Quota) -> str:
-    return f"project {project} uses {len(quota.held)} of its {quota.most} GPUs"
+    return f"project {project} uses {quota.used} of its {quota.most} GPUs"
 
 
 def _gpus_of(resources: Resources) -> int:
@@ -211,7 +219,7 @@ def view(session: Session, projects: Collection[str]) -> View:
     counted = {*projects, *(project for _, _, project in patient)}
     taken = _taken(session, None)
     limits = {
-        name: Quota(most, frozenset(taken.of_project.get(name, ())))
+        name: Quota(most, frozenset(taken.of_project.get(name, ())), taken.of_engines.get(name, 0))
         for name, most in _limits(session, counted).items()
     }
     return View(now, _machines(session, now, None, taken), deque(patient), quotas=limits)
@@ -234,13 +242,14 @@ def _machines(
     for row in rows:
         facts: Mapping[str, Any] = row.facts or {}
         strays = unknown.holding(facts)
-        own = tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
-        slots = row.cpu_slots if row.cpu_slots is not None else int(not own)
+        engine = elastic_of(row.engine)
+        own = () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+        slots = engine.said.slots if engine else _cpu_slots(row.cpu_slots, own)
         labels: Mapping[str, Any] = row.labels or {}
         found[row.vm_id] = Machine(
             vm_id=row.vm_id,
             gpus=own,
-            trouble=_trouble(row, now),
+            trouble=_trouble(row, now) or (engine and engine.problem),
             projects=kept_for(row.projects),
             slots=slots,
             taken_slots=strays.slots.intersection(range(slots)).union(
@@ -253,8 +262,13 @@ def _machines(
             disk_free_mb=_whole(facts.get("disk_free_mb")),
             promised_cpus=taken.cpus.get(row.vm_id, 0),
             promised_ram_mb=taken.ram_mb.get(row.vm_id, 0),
+            engine=engine,
         )
     return found
+
+
+def _cpu_slots(column: int | None, gpus: Sequence[MachineGPU]) -> int:
+    return int(not gpus) if column is None else column
 
 
 def _beside(gpu: MachineGPU, strays: unknown.Holding) -> MachineGPU:
@@ -272,6 +286,7 @@ _VM_COLUMNS = (
     VM.python,
     VM.facts,
     VM.cpu_slots,
+    VM.engine,
     VM.projects,
     VM.lost_at,
     VM.contact,
@@ -334,10 +349,16 @@ class _Taken:
     """By machine, of the jobs that asked for some."""
     of_project: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     """GPUs, whole or shared, that count for its quota."""
+    of_engines: dict[str, int] = field(default_factory=dict[str, int])
+    """How many more engines were asked for."""
 
 
 _COUNTS = or_(Attempt.state != AttemptState.ENDED, VM.contact != Contact.UNREACHABLE)
 """For a quota. What is over, on a machine that has fallen silent, stays reserved there until it answers; its project goes on elsewhere."""
+GPUS_OF_ENGINE = case(
+    (Reservation.gpu_id.is_(None), func.coalesce(Job.resources["gpus"].as_integer(), 0)), else_=0
+)
+"""Beside a reservation: the GPUs that an engine was asked for. A job that has a CPU slot of a machine wants none."""
 
 
 def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
@@ -351,6 +372,7 @@ def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
             Reservation.epoch,
             _COUNTS.label("counts"),
             Job.project,
+            GPUS_OF_ENGINE.label("of_engine"),
             Job.resources["cpus"].as_integer().label("cpus"),
             Job.resources["ram_mb"].as_integer().label("ram_mb"),
         )
@@ -365,6 +387,9 @@ def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
     for row in session.execute(query):
         if row.gpu_id is None:
             found.slots.setdefault(row.vm_id, set()).add(row.slot)
+            if row.counts:
+                so_far = found.of_engines.get(row.project, 0)
+                found.of_engines[row.project] = so_far + row.of_engine
         elif row.share_mb is None:
             found.whole.add(row.gpu_id)
         else:
@@ -452,7 +477,7 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     if not limits:
         return {}
     used = (
-        select(Job.project, Reservation.gpu_id)
+        select(Job.project, Reservation.gpu_id, GPUS_OF_ENGINE)
         .select_from(Reservation)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
@@ -460,10 +485,15 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
         .where(Reservation.released_at.is_(None), Job.project.in_(limits), _COUNTS)
     )
     held: dict[str, set[int]] = {}
-    for project, gpu_id in session.execute(used):
+    of_engines: dict[str, int] = {}
+    for project, gpu_id, asked in session.execute(used):
         if gpu_id is not None:
             held.setdefault(project, set()).add(gpu_id)
-    return {name: Quota(most, frozenset(held.get(name, ()))) for name, most in limits.items()}
+        of_engines[project] = of_engines.get(project, 0) + asked
+    return {
+        name: Quota(most, frozenset(held.get(name, ())), of_engines.get(name, 0))
+        for name, most in limits.items()
+    }
 
 
 def _limits(session: Session, projects: Collection[str]) -> dict[str, int]:

@@ -5,7 +5,8 @@ looked at one by one: each says what it would give, or why it gives nothing, in 
 the one is taken that has least left over afterwards, so that large holes stay for large jobs. The result depends on what stands in the
 views alone, never on their order.
 
-GPUs are given whole or in shares of their memory, never both at once. A job without GPUs takes a CPU slot.
+GPUs are given whole or in shares of their memory, never both at once. A job without GPUs takes a CPU slot. Behind an engine
+(`elastic.py`) every job takes a slot and the engine gives the GPUs; no job waits there for what a machine has free.
 
 A job that needs much at once would wait for ever while small ones take each GPU as it comes free. So GPUs are withheld for a job that has
 waited longer than `PATIENCE_SECONDS`: `withhold` chooses the machines where least is missing for it, and what it chose is given to no
@@ -17,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from groupwise.fleet.queue import elastic
+from groupwise.fleet.queue.elastic import Elastic
 from groupwise.fleet.queue.resources import Resources
 
 PATIENCE_SECONDS = 600.0
@@ -62,7 +65,7 @@ class Machine:
     closed: bool = False
     """The job that is looked at is of none of these."""
     slots: int = 0
-    """For jobs without GPUs."""
+    """For jobs without GPUs; behind an engine for all."""
     taken_slots: frozenset[int] = frozenset()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     prepared: bool = True
@@ -74,6 +77,12 @@ class Machine:
     promised_cpus: int = 0
     """To jobs that asked for them."""
     promised_ram_mb: int = 0
+    engine: Elastic | None = None
+    """What begins jobs in its place: its processors and memory are none of theirs then."""
+
+    def gives_gpus_for(self, resources: Resources) -> bool:
+        """It has GPUs of its own to give, and the job wants some."""
+        return self.engine is None and resources.gpu_count > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +243,7 @@ def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> S
     """What the machine gives, or why nothing."""
     if why := _unfit(resources, machine) or _short(resources, machine):
         return why
-    if not resources.gpu_count:
+    if not machine.gives_gpus_for(resources):
         return _slot(machine, held, avoid)
     fitting = _fitting(resources, machine)
     if isinstance(fitting, str):
@@ -259,10 +268,13 @@ def _unfit(resources: Resources, machine: Machine) -> str | None:
             return f"label {name} is {'not set' if has is None else repr(has)}, not {value!r}"
     if resources.prepared and not machine.prepared:
         return f"not prepared for training kinds: `groupwise fleet vm prepare {machine.vm_id}`"
+    disk = _less("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
+    if machine.engine is not None:
+        return elastic.unfit(resources, machine.engine) or disk
     return (
         _less("CPUs", resources.cpus, machine.cpus)
         or _less("MB of RAM", resources.ram_mb, machine.ram_mb)
-        or _less("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
+        or disk
     )
 
 
@@ -274,6 +286,8 @@ def _less(what: str, wanted: int | None, has: int | None) -> str | None:
 
 def _short(resources: Resources, machine: Machine) -> str | None:
     """Why it has too little left of what is promised to others."""
+    if machine.engine is not None:
+        return None
     cpus = (machine.cpus or 0) - machine.promised_cpus
     if resources.cpus is not None and cpus < resources.cpus:
         return (
@@ -291,6 +305,8 @@ def _short(resources: Resources, machine: Machine) -> str | None:
 def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     if not machine.slots:
         return f"no CPU slots, and the job asks for no GPU (`groupwise fleet vm set {machine.vm_id} --cpu-slots 1` gives it one)"
+    kind = "CPU slot" if machine.engine is None else f"place for jobs of {machine.engine.title}"
+    kinds = "CPU slots" if machine.engine is None else f"places for jobs of {machine.engine.title}"
     free = [n for n in range(machine.slots) if n not in machine.taken_slots]
     kept = [n for n in free if (machine.vm_id, n) in held.slots]
     if len(kept) < len(free):
@@ -299,11 +315,9 @@ def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
         return Seat(machine.vm_id, slot=best)
     if kept:
         waiting = ", ".join(sorted({held.slots[machine.vm_id, n] for n in kept}))
-        return f"its free CPU slots are kept for {waiting}, waiting for long"
+        return f"its free {kinds} are kept for {waiting}, waiting for long"
     return (
-        "its CPU slot is taken"
-        if machine.slots == 1
-        else f"all {machine.slots} CPU slots are taken"
+        f"its {kind} is taken" if machine.slots == 1 else f"all {machine.slots} {kinds} are taken"
     )
 
 
@@ -393,6 +407,7 @@ def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> 
         machine.vm_id in avoid.machines,
         sum(gpu.gpu_id in avoid.gpus for gpu in seat.gpus)
         + ((seat.vm_id, seat.slot) in avoid.slots),
+        machine.engine is not None,  # a job that could begin now waits in no other queue
         breaks_new,
         idle - used if seat.gpus else slots,
         memory,
@@ -407,7 +422,7 @@ def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
     """The seat that would be there soonest if nothing new began; None: not even if all were idle."""
     if _unfit(resources, machine):
         return None
-    if not resources.gpu_count:
+    if not machine.gives_gpus_for(resources):
         slots = [n for n in range(machine.slots) if (machine.vm_id, n) not in held.slots]
         slots.sort(key=lambda n: (n in machine.taken_slots, n))
         return Seat(machine.vm_id, slot=slots[0]) if slots else None

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from groupwise.errors import UsageError
+from groupwise.wire.fleet import MOST_GPUS
 from groupwise.wire.problems import field_errors
 
-MOST_GPUS = 1024
 MOST_MACHINES = 1024
 MOST_MB = 2**31 - 1
 """What a column of the database holds; 2 million GB."""

@@ -14,9 +14,9 @@ from groupwise.fleet.queue.placement import Blocked, Placement
 from groupwise.fleet.queue.request import dependency
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.queue.shapes import QUEUED
-from groupwise.fleet.states import FINAL, JobStatus
+from groupwise.fleet.states import FINAL, AttemptState, JobStatus
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import Job
+from groupwise.fleet.store.tables import Attempt, Job, Member
 
 _MOST_COUNTED = 1000
 
@@ -71,6 +71,8 @@ def explain(session: Session, job: Job) -> list[str]:
     """Why a job waits, as of now, in words; empty where it does not wait."""
     if job.status == JobStatus.HELD:
         return [f"it is held: `groupwise fleet release {job.job_id}` lets it go on"]
+    if job.status == JobStatus.RUNNING:
+        return _in_a_queue(session, job)
     if job.status not in (JobStatus.QUEUED, JobStatus.PENDING):
         return []
     if job.admitted_at is None:
@@ -87,6 +89,19 @@ def explain(session: Session, job: Job) -> list[str]:
     if isinstance(found, Blocked):
         return [*reasons, *found.reasons]
     return reasons or [_place_in_queue(session, job)]
+
+
+def _in_a_queue(session: Session, job: Job) -> list[str]:
+    """What its attempt waits for in the queue of the engine that it was given to, as that says."""
+    words = Member.handle["waits"].as_string()
+    query = (
+        select(words)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(
+            Attempt.job_id == job.job_id, Attempt.state != AttemptState.ENDED, words.is_not(None)
+        )
+    )
+    return [f"it was placed on {job.assigned_vm}: {said}" for said in session.scalars(query)]
 
 
 def _place_in_queue(session: Session, job: Job) -> str:

@@ -176,6 +176,8 @@ class VM(Base):
     """In a row; at a limit the machine is cordoned."""
     created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
     last_polled: Mapped[datetime | None] = mapped_column(Moment)
+    engine: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """What begins jobs in its place, as Slurm: an `EngineBody` (wire/fleet.py) as JSON; NULL: itself."""
 
 
 class GPU(Base):

@@ -320,6 +320,9 @@ def _of_events() -> Iterator[Rule]:
         yield Rule(f"event_{on.lower()}", "events", on, "1 = 1", "events are only ever appended")
 
 
+_IN_USE = "EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)"
+
+
 def _of_places() -> Iterator[Rule]:
     """An address may change with the network; what makes a machine another place for the runner may not, while it runs something."""
     place = ("transport", "user", "workdir")
@@ -328,13 +331,16 @@ def _of_places() -> Iterator[Rule]:
         "vm_place",
         "vms",
         "UPDATE",
-        "EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)",
+        _IN_USE,
         f"{', '.join(place)} of a machine do not change while something runs there: drain it first, and wait for its jobs",
         about=changed,
     )
 
 
-MACHINE_DOCUMENTS = {"labels": "object", "facts": "object", "jump": "object", "probe": "array"}
+MACHINE_DOCUMENTS = {
+    **dict.fromkeys(("labels", "facts", "jump", "engine"), "object"),
+    "probe": "array",
+}
 
 
 JOB_DOCUMENTS = {
@@ -373,6 +379,14 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
     if dialect == "sqlite":  # which keeps anything in any column
         wrong |= {name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()}
         wrong["last_polled"] = "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
+    yield Rule(
+        "vm_engine_stays",
+        "vms",
+        "UPDATE",
+        _IN_USE,
+        "what begins jobs on a machine does not change while something runs there: drain it first, and wait for its jobs",
+        about=_another_engine(dialect),
+    )
     for on in ("INSERT", "UPDATE"):
         yield Rule(
             f"vm_deadman_{on.lower()}_finite",
@@ -394,6 +408,12 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
             "vm_id of a machine: letters, digits, `.`, `_` and `-` are wanted, at most 63, a letter or digit first, since commands name it",
             about="" if on == "INSERT" else "NEW.vm_id <~> OLD.vm_id",
         )
+
+
+def _another_engine(dialect: str) -> str:
+    """Who asks the one cannot say what became of what the other has begun."""
+    read = "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
+    return f"({read.format('NEW')}) <~> ({read.format('OLD')})"
 
 
 def _no_name(dialect: str, value: str) -> str:

@@ -27,7 +27,9 @@ TOLD_OF_GPU = ("quarantined", "accused", "detail")
 REASONS = ("blocked_reasons", "waiting", "waits")
 """Where the document of a job says why it waits."""
 
-_OF_MACHINE = re.compile(r"(: (?:unreachable|cordoned|its GPUs cannot be read)): .*", re.DOTALL)
+_OF_MACHINE = re.compile(
+    r"(: (?:unreachable|cordoned|its GPUs cannot be read|its engine)): .*", re.DOTALL
+)
 _OF_GPU = re.compile(
     r"(is quarantined|is in use by somebody outside of the fleet|is not there any more|does not answer as it should"
     r"|is split by MIG, which is not placed on)(?:: | \().*",
@@ -42,8 +44,10 @@ def machine(actor: Actor, document: Document) -> Document:
         return document
     kept_for: Sequence[str] | None = document["projects"]
     own = kept_for and [name for name in kept_for if actor.may_see(name)]
-    nobodys = dict.fromkeys(("user", "ssh_key_path", "jump", "workdir", "probe"))
+    nobodys: Document = dict.fromkeys(("user", "ssh_key_path", "jump", "workdir", "probe"))
     untold = {name: document[name] and UNTOLD for name in ("cordoned", "problem")}
+    engine: Mapping[str, Any] = document["engine"] or {}
+    nobodys["engine"] = {name: engine[name] for name in engine if name != "options"} or None
     known: Mapping[str, Any] = document["facts"] or {}
     facts = {name: known[name] for name in FACTS if name in known}
     return {**document, **nobodys, **untold, "projects": own, "facts": facts}

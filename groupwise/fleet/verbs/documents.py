@@ -158,6 +158,7 @@ def machine_document(vm: VM) -> Document:
         "deadman": vm.deadman,
         "probe": vm.probe,
         "idle_memory_mb": vm.idle_memory_mb,
+        "engine": vm.engine,
         "active": vm.active,
         "draining": vm.draining,
         "cordoned": vm.cordoned,

@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
 from groupwise.fleet.passable import text_problems
-from groupwise.fleet.queue import unknown, waking
+from groupwise.fleet.queue import elastic, unknown, waking
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
@@ -39,7 +39,14 @@ from groupwise.fleet.verbs.documents import (
     machine_document,
     machine_state,
 )
-from groupwise.wire.fleet import LEAST_DEADMAN, MOST_INTEGER, MOST_SECONDS, MOST_SLOTS, NAME
+from groupwise.wire.fleet import (
+    LEAST_DEADMAN,
+    MOST_INTEGER,
+    MOST_SECONDS,
+    MOST_SLOTS,
+    NAME,
+    EngineBody,
+)
 from groupwise.wire.problems import Refusal
 
 VM_ID = re.compile(NAME)
@@ -50,6 +57,8 @@ LOCAL = "local"
 """The transport of the machine that the control plane runs on."""
 WAY = ("ip_address", "port", "user", "ssh_key_path", "jump")
 """How one is reached. An address may change with the network, while something runs there."""
+FOLDER = "groupwise-fleet"
+"""Where a runner keeps everything, as the database has it by default."""
 PLACE = ("user", "workdir")
 """What makes it another place for its runner, which may not change meanwhile; a trigger says so too."""
 
@@ -78,6 +87,8 @@ class NewMachine:
     deadman: float | None = None
     probe: Sequence[str] | None = None
     idle_memory_mb: int | None = None
+    engine: Mapping[str, Any] | None = None
+    """What begins jobs in its place (`groupwise.wire.fleet.EngineBody`); None: itself."""
 
     def problems(self) -> Iterable[str]:
         """What is wrong with it, in words for whoever said it."""
@@ -85,6 +96,7 @@ class NewMachine:
         yield from text_problems(said, "")
         if self.jump is not None:
             yield from _problems_of_jump(self.jump)
+        yield from self._problems_with_engine()
         if not VM_ID.fullmatch(self.vm_id):
             yield f"{self.vm_id!r} is no name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
         if not 1 <= self.port <= 65535:
@@ -101,6 +113,22 @@ class NewMachine:
             yield f"idle_memory_mb {self.idle_memory_mb}: 0 to {MOST_INTEGER} MB"
         if self.deadman is not None and not LEAST_DEADMAN <= self.deadman <= MOST_SECONDS:
             yield f"deadman {self.deadman:g}: {LEAST_DEADMAN:.0f} to {MOST_SECONDS:.0f} seconds; a shorter silence would end healthy jobs"
+
+    def _problems_with_engine(self) -> Iterable[str]:
+        if self.engine is None:
+            return
+        yield from elastic.problems(self.engine)
+        for name in NOT_WITH_ENGINE:
+            if getattr(self, name) is not None:
+                yield f"{name} is for machines that begin jobs themselves: {NOT_WITH_ENGINE[name]}"
+
+
+NOT_WITH_ENGINE = {
+    "cpu_slots": "behind an engine all jobs have its slots",
+    "deadman": "what an engine has begun ends by its time limit",
+    "probe": "an engine's GPUs are not looked at",
+    "idle_memory_mb": "an engine's GPUs are not looked at",
+}
 
 
 def _problems_of_jump(jump: Mapping[str, Any]) -> Iterable[str]:
@@ -136,6 +164,9 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
     before = None if is_new else {"active": False}
     _describe(vm, new)
     vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
+    _require_own_folder(session, vm)
+    if new.engine is not None:
+        _require_no_gpus(session, new.vm_id)
     if _left_there(session, new.vm_id):
         vm.lost_at = vm.lost_at or seconds(session)
     else:
@@ -151,6 +182,29 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
     }
     _tell(session, actor, events.VM_ADDED, vm, before=before, after=after)
     return machine_document(vm)
+
+
+def _require_own_folder(session: Session, vm: VM) -> None:
+    """Two rows with one folder would take each other's jobs for their own, which nobody drives, and end them."""
+    same = {name: getattr(vm, name) for name in ("transport", "workdir")}
+    if vm.transport != LOCAL:
+        same |= {name: getattr(vm, name) for name in ("ip_address", "port", "user")}
+    query = select(VM.vm_id).where(VM.active, VM.vm_id != vm.vm_id).filter_by(**same)
+    if (other := session.scalar(query.order_by(VM.vm_id).limit(1))) is not None:
+        raise Refusal(
+            "invalid_request",
+            f"{other} keeps everything in {vm.workdir} of the same machine, and both would take each other's jobs for their own. Give "
+            f"{vm.vm_id} a --workdir of its own.",
+        )
+
+
+def _require_no_gpus(session: Session, vm_id: str) -> None:
+    """Rows of GPUs stay for the history, and would be counted."""
+    if session.scalar(select(GPU.gpu_id).where(GPU.vm_id == vm_id).limit(1)) is not None:
+        raise Refusal(
+            "vm_exists",
+            f"a machine with GPUs was called {vm_id} before, and its history stays. Choose another name for what stands behind an engine.",
+        )
 
 
 def _make_row(session: Session, vm_id: str) -> bool:
@@ -193,8 +247,11 @@ def _describe(vm: VM, new: NewMachine) -> None:
     vm.labels = dict(new.labels)
     vm.probe = None if new.probe is None else list(new.probe)
     vm.projects = sorted(set(new.projects)) if new.projects else None
+    vm.engine = None if new.engine is None else _without_defaults(new.engine)
     if new.workdir is not None:
         vm.workdir = new.workdir
+    elif new.engine is not None:  # several rows may stand for the parts of one cluster
+        vm.workdir = f"{FOLDER}-{new.vm_id}"
     if new.python is not None:
         vm.python = new.python
     if new.idle_memory_mb is not None:
@@ -202,6 +259,11 @@ def _describe(vm: VM, new: NewMachine) -> None:
     vm.active, vm.draining, vm.cordoned = True, False, None
     vm.contact, vm.unreachable_since, vm.misses = Contact.NEW, None, 0
     vm.problem, vm.launch_failures, vm.boot_id = None, 0, None
+
+
+def _without_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to stand in the row of an engine that has been found sound."""
+    return EngineBody.model_validate(dict(engine)).model_dump(exclude_defaults=True)
 
 
 # Looking
@@ -258,9 +320,20 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         "available_gpus": sum(not each["held_by"] for each in usable) if _takes_work(vm) else 0,
         "gpus": documents,
         "cpu_slots_held_by": slots,
+        **_places(vm, len(slots)),
         "fingerprint": fingerprint(vm.host_key),
         "seen_fingerprint": fingerprint(vm.seen_host_key),
     }
+
+
+def _places(vm: VM, held: int) -> Document:
+    """Behind an engine; None: it has none."""
+    engine = elastic.elastic_of(vm.engine)
+    if engine is None:
+        return {"total_slots": None, "available_slots": None}
+    total = engine.said.slots
+    free = max(total - held, 0) if _takes_work(vm) and not engine.problem else 0
+    return {"total_slots": total, "available_slots": free}
 
 
 def _holder(actor: Actor, reservation: Reservation, attempt: Attempt, job: Job) -> Document:
@@ -366,7 +439,7 @@ def lost(session: Session, actor: Actor, vm_id: str) -> Document:
     """An operator's word that it will not come back. Its attempts end without being charged; returns them under `attempts`."""
     actor.require_all_projects("declare a machine lost")
     vm = find.active_machine(session, vm_id, lock=True)
-    if vm.transport == LOCAL:
+    if vm.transport == LOCAL and vm.engine is None:
         raise Refusal(
             "vm_state", f"{vm_id} is the machine that the fleet itself runs on; it is not lost."
         )
@@ -494,11 +567,13 @@ def change(
     deadman: float | None = None,
     probe: Sequence[str] | None = None,
     idle_memory_mb: int | None = None,
+    engine: Mapping[str, Any] | None = None,
 ) -> Document:
     """How it is reached (ip_address, port, user, ssh_key_path, jump: {} for none), where its runner keeps everything (workdir), what
     jobs there are run with (python), how many without GPUs at once (cpu_slots), and whose (projects; [] for any project's); by what jobs
     find it (labels: these, None takes one away), after how long a silence jobs end that begin there from now on (deadman; 0: never), and
-    how its GPUs are looked at (probe, idle_memory_mb). What is left out, or None, stays as it was.
+    how its GPUs are looked at (probe, idle_memory_mb), and what its engine is said to have (engine: these, None makes one what it is by
+    default). What is left out, or None, stays as it was.
 
     Attempts that run keep their interpreter and their deadman. What leads to another root of the runner is refused meanwhile: `vm_in_use`.
     """
@@ -517,12 +592,15 @@ def change(
         "deadman": deadman,
         "probe": probe,
         "idle_memory_mb": idle_memory_mb,
+        "engine": engine or None,
     }
     after = {name: value for name, value in wanted.items() if value is not None}
     if not after:
         raise Refusal("invalid_request", f"nothing to change: give {', '.join(wanted)}.")
-    _require_sound(after)
     vm = find.active_machine(session, vm_id, lock=True)
+    if engine:
+        after["engine"] = _changed_engine(vm, engine)
+    _require_sound(after, vm.engine)
     if vm.transport == LOCAL and (ways := [name for name in WAY if name in after]):
         raise Refusal(
             "vm_state",
@@ -536,6 +614,7 @@ def change(
     for name, value in after.items():
         setattr(vm, name, value)
     if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
+        _require_own_folder(session, vm)
         vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
         vm.contact, vm.misses, vm.problem, vm.unreachable_since = Contact.NEW, 0, None, None
     _tell(session, actor, events.VM_CHANGED, vm, before=before, after=after)
@@ -543,10 +622,26 @@ def change(
     return _with_gpus(session, actor, vm)
 
 
-def _require_sound(after: Mapping[str, Any]) -> None:
-    """What is said, as it has to be of a new machine."""
+def _changed_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands there of its engine, with what is to be otherwise."""
+    if vm.engine is None:
+        raise Refusal(
+            "vm_state",
+            f"{vm.vm_id} begins jobs itself: only a machine that is added with an engine has one.",
+        )
+    if engine.get("name", vm.engine.get("name")) != vm.engine.get("name"):
+        raise Refusal(
+            "vm_state",
+            f"what begins jobs on {vm.vm_id} does not change: add another row, and `groupwise fleet vm remove {vm.vm_id}`.",
+        )
+    found = {**vm.engine, **engine}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _require_sound(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -> None:
+    """What is said, as it has to be of a new machine. `engine`: that stands there."""
     wrong = [f"{name} is empty" for name, value in after.items() if value == ""]
-    as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", **after}
+    as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", "engine": engine, **after}
     if after.get("deadman") == 0:
         del as_new["deadman"]
     if after.get("jump") == {}:
@@ -570,6 +665,8 @@ def _as_columns(vm: VM, wanted: Mapping[str, Any]) -> dict[str, Any]:
         found["deadman"] = None
     if "jump" in wanted:
         found["jump"] = dict(wanted["jump"]) or None
+    if "engine" in wanted:
+        found["engine"] = _without_defaults(wanted["engine"])
     return found
 
 

@@ -8,6 +8,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import waking
+from groupwise.fleet.queue.capacity import GPUS_OF_ENGINE
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store import events
 from groupwise.fleet.store.tables import Attempt, Job, Project, Reservation
@@ -125,10 +126,10 @@ def _job_counts(session: Session) -> dict[tuple[str, str], int]:
 
 def _gpus_in_use(session: Session) -> dict[str, int]:
     rows = session.execute(
-        select(Job.project, func.count(Reservation.gpu_id.distinct()))
+        select(Job.project, func.count(Reservation.gpu_id.distinct()) + func.sum(GPUS_OF_ENGINE))
         .join(Attempt, Attempt.job_id == Job.job_id)
         .join(Reservation, Reservation.epoch == Attempt.epoch)
-        .where(Reservation.released_at.is_(None), Reservation.gpu_id.is_not(None))
+        .where(Reservation.released_at.is_(None))
         .group_by(Job.project)
     )
     return dict(rows.all())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.queue.elastic import Elastic, elastic_of
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.store.tables import GPU, VM
 from groupwise.fleet.verbs.find import which_there_are
@@ -33,6 +34,15 @@ class _Machine:
     labels: Mapping[str, str]
     gpus: Sequence[tuple[int, str, str]]
     """Index, UUID, model."""
+    engine: Elastic | None = None
+    """Which has GPUs of its own."""
+
+    @property
+    def models(self) -> Iterator[str]:
+        """Of all GPUs that it has or that are given to its jobs."""
+        yield from (model for _, _, model in self.gpus if model)
+        if self.engine is not None and self.engine.said.gpu_model is not None:
+            yield self.engine.said.gpu_model
 
 
 class _There:
@@ -45,7 +55,7 @@ class _There:
             for label in each.labels.items():
                 self.having.setdefault(label, set()).add(number)
         self.labels = sorted(f"{name}={value}" for name, value in self.having)
-        self.models = sorted({model for each in machines for _, _, model in each.gpus if model})
+        self.models = sorted({model for each in machines for model in each.models})
         self.gpus = {name for each in machines for gpu in each.gpus for name in gpu[:2]}
 
 
@@ -81,13 +91,16 @@ def _wish(resources: Resources) -> Wish:
 
 def _machines(session: Session) -> dict[str, _Machine]:
     gpus: dict[str, list[tuple[int, str, str]]] = {}
-    columns = (GPU.vm_id, GPU.index, GPU.uuid, GPU.model)
-    for vm_id, index, uuid, model in session.execute(select(*columns).order_by(*columns[:2])):
+    of_gpus = (GPU.vm_id, GPU.index, GPU.uuid, GPU.model)
+    for vm_id, index, uuid, model in session.execute(select(*of_gpus).order_by(*of_gpus[:2])):
         gpus.setdefault(vm_id, []).append((index, uuid, model or ""))
-    machines = session.execute(select(VM.vm_id, VM.labels).where(VM.active).order_by(VM.vm_id))
+    columns = (VM.vm_id, VM.labels, VM.engine)
+    machines = session.execute(select(*columns).where(VM.active).order_by(VM.vm_id))
     return {
-        vm_id: _Machine({k: str(v) for k, v in (labels or {}).items()}, gpus.get(vm_id, ()))
-        for vm_id, labels in machines
+        vm_id: _Machine(
+            {k: str(v) for k, v in (labels or {}).items()}, gpus.get(vm_id, ()), elastic_of(engine)
+        )
+        for vm_id, labels, engine in machines
     }
 
 

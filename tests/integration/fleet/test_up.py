@@ -49,7 +49,7 @@ class Fleet:
         self.log = folder.with_suffix(".log")
         self.process: subprocess.Popen[bytes] | None = None
         kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "TMPDIR")
-        self._environment = {name: os.environ[name] for name in kept if name in os.environ} | {
+        self.environment = {name: os.environ[name] for name in kept if name in os.environ} | {
             "GROUPWISE_FLEET": str(folder),
             "GROUPWISE_FLEET_LEASE_SECONDS": "2.0",
             "GROUPWISE_FLEET_SWEEP_SECONDS": "0.5",
@@ -59,7 +59,7 @@ class Fleet:
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "groupwise", "fleet", *words],
-            env=self._environment,
+            env=self.environment,
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -70,7 +70,7 @@ class Fleet:
         """A command that takes its time."""
         return subprocess.Popen(
             [sys.executable, "-m", "groupwise", "fleet", *words],
-            env=self._environment,
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -81,7 +81,7 @@ class Fleet:
             begin = log.tell()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "groupwise", "fleet", "up", *words],
-                env=self._environment,
+                env=self.environment,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -574,6 +574,13 @@ def test_the_events_of_a_job_say_why_it_began_to_wait(seen: Command, folder: Pat
         (("vm", "add", "x", "--host", "h"), "--user"),
         (("vm", "add", "x", "--host", "h", "--from-ssh-config", "y"), "contradict"),
         (("vm", "add", "x", "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
+        (("vm", "add", "x", "--slots", "2"), "say which, as --engine slurm"),
+        (("vm", "add", "x", "--engine", "slum"), "there is none called 'slum': slurm"),
+        (("vm", "add", "x", "--engine", "slurm", "--user", "u"), "--host ADDRESS"),
+        (("vm", "add", "x", "--engine", "slurm", "--yes"), "--host ADDRESS"),
+        (("vm", "add", "x", "--engine", "slurm", "--slots", "0"), "a whole number, 1 to 1024"),
+        (("vm", "add", "x", "--engine", "slurm", "--sbatch=--wrap=x"), "is set by groupwise"),
+        (("vm", "set", "vm-1", "--slots", "3"), "vm-1 begins jobs itself"),
         (("vm", "lost", "vm-1"), "say --yes"),
         (("vm", "trust", "vm-1"), "has not shown its host key"),
         (("project", "set", "p", "--max-gpus", "few"), "a whole number"),
@@ -645,6 +652,29 @@ def test_machines_are_listed(seen: Command) -> None:
     assert "vm-1" in seen("vm", "list")[1]
     assert seen("vm", "cordon", "vm-1", "--reason", "noisy")[2] == "vm-1 is cordoned\n"
     assert "noisy" in seen("vm", "show", "vm-1")[1]
+
+
+def test_a_machine_behind_which_slurm_begins_jobs(seen: Command) -> None:
+    words = ("--slots", "4", "--gpus-per-job", "2", "--gpu-model", "a100", "--gpu-memory", "80GB")
+    options = ("--partition", "gpu", "--sbatch=--account=lab")
+    code, out, err = seen("vm", "add", "s", "--engine", "slurm", *words, *options, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["transport"], found["workdir"]) == ("local", "groupwise-fleet-s")
+    assert found["engine"] == {
+        "name": "slurm",
+        "slots": 4,
+        "gpus": 2,
+        "gpu_model": "a100",
+        "gpu_memory_mb": 80_000,
+        "options": ["--partition=gpu", "--account=lab"],
+    }
+    assert "0/4 slots" in seen("vm", "list")[1]
+    said = seen("vm", "set", "s", "--slots", "9", "--sbatch=--qos=high")[2]
+    assert "slurm: 0 of 9 slots free, GPUs for a job: 2, a100, 80 GB, --qos=high" in said
+    assert "of 9 slots free" in seen("vm", "show", "s")[1]
+    assert "vm-1" in seen("vm", "list")[1]
+    submitted(seen, "--vm", "s", "--", "true")
 
 
 # --- words

@@ -9,6 +9,7 @@ import pytest
 from rich.cells import cell_len
 
 from groupwise.cli.fleet_printing import (
+    engine_line,
     how_it_ended,
     print_job,
     print_jobs,
@@ -196,3 +197,35 @@ def test_why_a_checkpoint_is_not_mirrored_is_shown_while_its_attempt_lives(
     (line,) = checkpoints_of(printed, attempts=[attempt])
     assert line.split(maxsplit=1) == ["checkpoints", handle["not_mirrored"]]
     assert checkpoints_of(printed, attempts=[{**attempt, "ended_at": NOW}]) == []
+
+
+ELASTIC: dict[str, Any] = {
+    **VM,
+    "vm_id": "slurm",
+    "state": "ok",
+    "gpus": [],
+    "total_gpus": 0,
+    "engine": {
+        "name": "slurm",
+        "gpus": 4,
+        "gpu_model": "a100",
+        "gpu_memory_mb": 80_000,
+        "options": ["--partition=gpu", "--comment=two words"],
+    },
+    "total_slots": 8,
+    "available_slots": 6,
+    "python": "/env/bin/python",
+}
+
+
+def test_what_stands_behind_a_machine(printed: Printed) -> None:
+    _, line = printed(print_machines, [ELASTIC])
+    assert " 6/8 slots " in line
+    assert " a100 " in line
+    assert engine_line(ELASTIC) == (
+        "slurm: 6 of 8 slots free, GPUs for a job: 4, a100, 80 GB, --partition=gpu '--comment=two words'"
+    )
+    assert engine_line({**ELASTIC, "engine": {"name": "slurm"}}) == (
+        "slurm: 6 of 8 slots free, GPUs for a job: none"
+    )
+    assert engine_line(VM) is None

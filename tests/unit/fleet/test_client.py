@@ -822,6 +822,21 @@ def test_machines_are_added_looked_at_and_changed(fleet: FleetClient) -> None:
     assert kinds[-1] == "vm.removed"
 
 
+def test_what_begins_jobs_behind_a_machine_is_said_and_changed(fleet: FleetClient) -> None:
+    where = {"vm_id": "s", "ip_address": "login", "user": "ml", "ssh_key_path": "/k"}
+    made = fleet.add_machine({**where, "engine": {"name": "slurm", "slots": 3, "gpus": 2}})
+    assert (made["engine"], made["workdir"]) == (
+        {"name": "slurm", "slots": 3, "gpus": 2},
+        "groupwise-fleet-s",
+    )
+    assert (fleet.machine("s")["total_slots"], fleet.machine("s")["available_slots"]) == (3, 0)
+    changed = fleet.change_machine("s", engine={"slots": 5, "gpus": None})
+    assert changed["engine"] == {"name": "slurm", "slots": 5}
+    for engine in ({"name": "slurm", "places": 1}, {"name": "slum"}, {"slots": 1}):
+        with refused("invalid_request"):
+            fleet.add_machine({**where, "vm_id": "t", "engine": engine})
+
+
 def test_a_machine_that_runs_something_stays_where_it_is(
     fleet: FleetClient, database: Database
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
+from groupwise.fleet import dispatcher as dispatchers
 from groupwise.fleet.attempts import drive, records
 from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
@@ -26,6 +27,7 @@ from groupwise.fleet.store.database import CommitUnknown, Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Event, Member
 from groupwise.fleet.verbs import jobs, status
 from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.files import BlobStore
@@ -1597,3 +1599,29 @@ async def test_what_is_done_beside_and_cancelled_before_it_begins_is_let_go_of()
         dispatcher._group = group
         dispatcher._beside(begun).cancel()
     assert inspect.getcoroutinestate(begun) == inspect.CORO_CLOSED
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "asked"),
+    [
+        (RunnerState.RUNNING, RunnerState.RUNNING, ["kill"]),
+        (RunnerState.QUEUED, RunnerState.VOIDED, ["void"]),  # its engine cannot begin it any more
+        (RunnerState.QUEUED, RunnerState.RUNNING, ["void", "kill"]),  # that was quicker
+    ],
+)
+async def test_what_is_over_and_waits_for_an_engine_never_begins(
+    before: RunnerState, after: RunnerState, asked: list[str]
+) -> None:
+    told: list[str] = []
+
+    class Stub:
+        async def void(self, job: str, epoch: int) -> MemberState:
+            told.append("void")
+            return MemberState(job, epoch, after)
+
+        async def kill(self, job: str, epoch: int, *, grace: float) -> MemberState:
+            told.append("kill")
+            return MemberState(job, epoch, RunnerState.EXITED)
+
+    await dispatchers._end(Stub(), MemberState("job", 1, before))  # type: ignore[arg-type]
+    assert told == asked

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,12 @@ import pytest
 from nats.aio.client import Client
 from sqlalchemy import select, update
 
+from groupwise.clouds.engines import Door
 from groupwise.fleet import doctor, up
 from groupwise.fleet.doctor import LOOK, Seen
 from groupwise.fleet.machines import packing
 from groupwise.fleet.processes import identity
+from groupwise.fleet.queue.elastic import Elastic, elastic_of
 from groupwise.fleet.settings import FleetPlace, FleetSettings
 from groupwise.fleet.store.database import Database, connect, migrate
 from groupwise.fleet.store.tables import VM, ApiKey, ControlProcess
@@ -29,6 +32,7 @@ from groupwise.fleet.verbs import keys, machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts import answers
 from groupwise.hosts.answers import MemberState
+from groupwise.hosts.port import RunnerRefused
 
 HERE = packing.version()
 PYTHON = "/env/bin/python"
@@ -325,3 +329,51 @@ def test_what_is_secret_in_an_address_is_written_nowhere(
     assert (level, "nats://told:4222 is used" in measured) == ("skipped", True)
     whole = seen_of_nats(tmp_path, database, monkeypatch, secret)
     assert whole == {f"nats://told:4222, version 2.14.0 at {secret}": "ok"}
+
+
+ROW = elastic_of({"name": "slurm", "slots": 3, "gpus": 4, "options": ["--partition=gpu"]})
+
+
+async def of_elastic(
+    monkeypatch: pytest.MonkeyPatch, engine: Elastic | None, *, refuses: bool = False
+) -> tuple[dict[str, Seen], list[str]]:
+    """What the doctor says of a machine behind which an engine stands, and what it asked that for."""
+    asked: list[str] = []
+
+    async def tries(options: Sequence[str]) -> str:
+        asked.extend(options)
+        if refuses:
+            raise RunnerRefused("engine", "Slurm would not have it: invalid partition")
+        return "Job 7 to start at noon"
+
+    async def hello() -> Any:
+        return SimpleNamespace(hostname="login", python="3.12.1", disk_free_mb=10**6, root="/r")
+
+    async def tiny(name: str, runner: Any, gpus: int) -> list[Seen]:
+        return [Seen(f"{name} jobs", "ok", f"{gpus} GPUs looked for")]
+
+    async def ask() -> None:
+        raise AssertionError("its options are tried, which asks enough")
+
+    monkeypatch.setattr(doctor, "_tiny_command", tiny)
+    runner: Any = SimpleNamespace(hello=hello)
+    assert engine is not None
+    found = await doctor._of_elastic("s", runner, engine, Door(runner, ask, tries))
+    return {seen.name.removeprefix("s "): seen for seen in found}, asked
+
+
+async def test_an_engine_is_asked_whether_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = await of_elastic(monkeypatch, ROW)
+    assert found["Slurm"].level == "ok"
+    assert "3 places for jobs; it would: Job 7" in found["Slurm"].measured
+    assert asked == ["--nodes=1", "--gpus-per-node=1", "--partition=gpu"]
+    assert found["jobs"].measured == "0 GPUs looked for"
+
+
+async def test_what_an_engine_would_not_have_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = await of_elastic(monkeypatch, ROW, refuses=True)
+    assert (found["Slurm"].level, "jobs" in found) == ("problem", False)
+    assert "invalid partition" in found["Slurm"].measured
+    unread, asked = await of_elastic(monkeypatch, elastic_of({"name": "slum"}))
+    assert unread["slum"].level == "problem"
+    assert asked == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, select, update
 
+from groupwise.clouds.engines import Door
 from groupwise.fleet import poller as pollers
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.poller import Pace, Poller
@@ -15,6 +16,7 @@ from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import GPU, VM, Event
 from groupwise.fleet.tasks import ended
 from groupwise.hosts import keys
+from groupwise.hosts.driver import Runner
 from groupwise.hosts.port import (
     Answer,
     HostError,
@@ -335,3 +337,30 @@ def test_the_pause_doubles_from_the_third_miss_up_to_a_bound():
     assert [pace.after(n) for n in range(7)] == [15, 15, 15, 30, 60, 60, 60]
     assert pace.after(10_000) == 60
     assert Pace(interval=100, longest=60).after(9) == 100
+
+
+async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+):
+    away = True
+
+    async def ask() -> None:
+        if away:
+            raise HostUnreachable("Slurm does not answer there: timed out")
+
+    def door(machine: Machine, host: Any) -> Door | None:
+        return None if machine.engine is None else Door(Runner(host), ask, lambda _: never())
+
+    async def never() -> str:
+        raise AssertionError("no options are tried")
+
+    monkeypatch.setattr(pollers, "door_of", door)
+    fleet.add("own")
+    fleet.add("slurm", engine={"name": "slurm"})
+    async with fleet.polled():
+        await until(lambda: fleet.get("slurm", VM.problem))
+        assert "Slurm does not answer" in fleet.get("slurm", VM.problem)
+        assert fleet.get("slurm", VM.contact) == "new"
+        away = False
+        await until(lambda: fleet.contact("slurm") == "ok")
+    assert ["true"] in fleet.rack.probes

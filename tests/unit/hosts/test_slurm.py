@@ -8,7 +8,7 @@ from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Engine, Launch
 from groupwise.hosts.engines import LIVING_BEAT
 from groupwise.hosts.port import Answer, HostUnreachable, Request, RunnerRefused
-from groupwise.hosts.slurm import ON_ITS_WAY, SlurmRunner
+from groupwise.hosts.slurm import ON_ITS_WAY, SlurmRunner, TendedSlurm
 from groupwise.hosts.spec import JobSpec
 
 NAME = "j.1-0123abcd"
@@ -195,3 +195,62 @@ async def test_a_machine_without_slurm_is_told_as_such() -> None:
     cluster.call = has_none  # type: ignore[method-assign]
     with pytest.raises(RunnerRefused, match="login node"):
         await cluster().status("j", 1)
+
+
+# --- of who tends it -------------------------------------------------------------------------------
+
+
+def away(cluster: Cluster) -> Cluster:
+    cluster.answers["squeue"] = {"code": 1, "err": "slurm_load_jobs error: Unable to contact"}
+    return cluster
+
+
+def tended(cluster: Cluster) -> TendedSlurm:
+    return TendedSlurm(cluster, root="root")
+
+
+@pytest.mark.parametrize(
+    ("queue", "has"), [(line("PENDING", reason="Resources"), True), ("", False)]
+)
+async def test_it_is_known_whether_slurm_has_what_waits(queue: str, has: bool) -> None:
+    found = await tended(Cluster(queue, age=ON_ITS_WAY * 100)).status("j", 1)
+    assert (found.state, found.engine_has) == (RunnerState.QUEUED, has)
+
+
+async def test_what_waits_goes_on_waiting_while_slurm_is_away() -> None:
+    cluster = away(Cluster())
+    for found in (await tended(cluster).launch(LAUNCH), await tended(cluster).status("j", 1)):
+        assert (found.state, found.engine_has) == (RunnerState.QUEUED, None)
+        assert "Slurm does not answer" in found.engine_says
+    assert cluster.voided is None
+    del cluster.answers["squeue"]
+    assert (await tended(cluster).status("j", 1)).engine_has is False
+
+
+@pytest.mark.parametrize("seen", ["lost", "rebooted"])
+async def test_what_was_begun_has_not_ended_while_slurm_is_away(seen: str) -> None:
+    cluster = away(Cluster(state=seen, pid=3, beat_age=9999.0, same_boot=False))
+    assert (await tended(cluster).status("j", 1)).state is RunnerState.RUNNING
+    del cluster.answers["squeue"]
+    ended = await tended(cluster).status("j", 1)
+    assert ended.state is RunnerState(seen)
+    assert "knows nothing of it any more" in ended.engine_says
+
+
+async def test_what_slurm_has_ended_in_the_queue_is_not_given_to_it_again() -> None:
+    cluster = Cluster(line("CANCELLED"))
+    assert (await tended(cluster).status("j", 1)).state is RunnerState.VOIDED
+
+
+async def test_where_slurms_programs_are_gone_it_does_not_answer() -> None:
+    cluster = Cluster()
+
+    async def has_none(request: Request, *, timeout: float) -> Answer:
+        if request.verb == "run":
+            raise RunnerRefused("unknown_program", "there is no program squeue on PATH")
+        return await Cluster.call(cluster, request, timeout=timeout)
+
+    cluster.call = has_none  # type: ignore[method-assign]
+    with pytest.raises(HostUnreachable, match="login node"):
+        await tended(cluster).jobs()
+    assert (await tended(cluster).status("j", 1)).state is RunnerState.QUEUED

@@ -519,3 +519,56 @@ def test_of_a_gang_that_one_member_refused_that_one_is_named() -> None:
     assert isinstance(move, Move)
     assert move.evidence["rank"] == 1
     assert "gpu_busy" in move.because
+
+
+# Behind an engine
+
+
+def test_what_an_engine_has_waits_for_as_long_as_it_likes() -> None:
+    assert decide(view(LAUNCHING, member(Reading.QUEUED))) == ()
+    assert decide(view(LAUNCHING, member(Reading.QUEUED, drained=True))) == ()
+    assert decide(view(LAUNCHING, member(Reading.RUNNING))) == (Move(RUNNING),)
+
+
+def test_what_an_engine_does_not_have_is_given_to_it_again() -> None:
+    assert decide(view(LAUNCHING, member(Reading.QUEUED, given=False))) == (Launch(0),)
+    assert decide(view(LAUNCHING, member(Reading.UNREACHABLE, given=False))) == ()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_waits_is_made_void_and_never_killed(given: bool) -> None:
+    waits = member(Reading.QUEUED, given=given)
+    assert decide(view(LAUNCHING, waits, cancel=True)) == (Void(0),)
+    assert decide(view(LAUNCHING, replace(waits, lost=True))) == (Void(0),)
+    assert decide(view(ENDED, waits)) == (Void(0),)
+
+
+def test_a_void_ends_what_was_cancelled_in_the_queue() -> None:
+    (end,) = decide(view(LAUNCHING, member(Reading.VOIDED), cancel=True))
+    assert isinstance(end, Move)
+    assert (end.outcome, end.failure) == (Outcome.VOID, None)
+
+
+def test_what_its_engine_gave_up_in_the_queue_is_nobodys_fault() -> None:
+    said = "job 7 of Slurm is cancelled, and it never began"
+    gave_up = member(Reading.VOIDED, refusal=f"voided: {said}")
+    (end,) = decide(view(LAUNCHING, gave_up))
+    assert isinstance(end, Move)
+    assert (end.outcome, end.failure, end.because) == (Outcome.VOID, FailureClass.PREEMPTION, said)
+    (cancelled,) = decide(view(LAUNCHING, gave_up, cancel=True))
+    assert isinstance(cancelled, Move)
+    assert cancelled.failure is None
+
+
+def test_where_both_are_silent_it_is_told_what_the_engine_said() -> None:
+    gone = member(Reading.LOST, engine_says="job 7 of Slurm is node fail", quiet=True)
+    (end,) = decide(view(RUNNING, gone))
+    assert isinstance(end, Move)
+    assert end.failure is FailureClass.SUPERVISOR_LOST
+    assert "job 7 of Slurm is node fail" in end.because
+
+
+def test_what_waits_and_stands_in_no_table_is_not_run_beside() -> None:
+    assert stray(7, Reading.QUEUED, None) is Stray.QUARANTINE
+    assert stray(7, Reading.QUEUED, Known(7, 7)) is Stray.LEAVE
+    assert stray(6, Reading.QUEUED, Known(7, 7)) is Stray.KILL

@@ -1,4 +1,5 @@
-"""When a deadman has certainly ended what a silent machine ran; all else of a drive is tried in `test_dispatcher.py`."""
+"""When a deadman has certainly ended what a silent machine ran, and what is known of what an engine begins; all else of a drive is tried
+in `test_dispatcher.py`, and with a real engine in `tests/integration/fleet/test_slurm_rows.py`."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ def looked_at(
         handle["silent_since"] = now - silent_for
     member = MemberRow(0, MACHINE, recorded, handle, 0, False, (), None, None, ())
     row = Snapshot(
-        1, "job", 0, 0, AttemptState.RUNNING, Cleanup.PENDING, False, {}, {}, None, None, (member,), now,
+        1, "job", 0, 0, AttemptState.RUNNING, Cleanup.PENDING, False, {}, {}, {}, None, None, (member,), now,
     )  # fmt: skip
     return driving._deadman_is_over(row, member)  # pyright: ignore[reportPrivateUsage]
 
@@ -98,3 +99,32 @@ def test_when_a_member_ended_is_reckoned_from_how_long_ago_its_machine_says_that
 def ended(age: float) -> MemberState:
     record = ExitRecord(1, None, ExitReason.EXITED, "", 0, 1.0, 2.5e9, "", age=age)
     return MemberState("job", 1, RunnerState.EXITED, exit=record)
+
+
+@pytest.mark.parametrize(
+    ("state", "engine", "pid", "reading"),
+    [
+        (RunnerState.LOST, None, None, Reading.ABSENT),  # whoever launches takes it over
+        (RunnerState.LOST, "slurm", None, Reading.LOST),  # its token is gone: nobody begins it
+        (RunnerState.LOST, "slurm", 3, Reading.LOST),
+        (RunnerState.REBOOTED, None, 3, Reading.REBOOTED),
+        (RunnerState.REBOOTED, "slurm", 3, Reading.LOST),  # it began on another machine
+        (RunnerState.QUEUED, "slurm", None, Reading.QUEUED),
+    ],
+)
+def test_of_what_an_engine_has_begun_the_files_say_something_else(
+    state: RunnerState, engine: str | None, pid: int | None, reading: Reading
+) -> None:
+    ear = drive._Ear("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]
+    ear.heard(MemberState("job", 1, state, engine=engine, pid=pid))
+    assert ear.reading is reading
+
+
+@pytest.mark.parametrize(("has", "given"), [(None, True), (True, True), (False, False)])
+def test_only_an_engine_that_was_asked_and_does_not_have_it_was_not_given_it(
+    has: bool | None, given: bool
+) -> None:
+    ear = drive._Ear("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]
+    assert ear.given
+    ear.heard(MemberState("job", 1, RunnerState.QUEUED, engine="slurm", engine_has=has))
+    assert ear.given is given

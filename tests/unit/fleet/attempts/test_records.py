@@ -21,7 +21,7 @@ from groupwise.fleet.queue.failures import FREE_RETRIES
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
-from groupwise.fleet.verbs import machines, status
+from groupwise.fleet.verbs import jobs, machines, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.failures import FailureClass
@@ -602,3 +602,28 @@ def test_a_snapshot_holds_what_is_needed_to_launch(rig: Rig, epoch: int) -> None
     assert member.gpus == (row(rig, GPU, GPU.vm_id == member.machine.vm_id).uuid,)
     assert (member.share_mb, member.recorded, member.exit) == (None, None, None)
     assert row(rig, Reservation).rank == 0
+
+
+def test_what_an_attempt_waits_for_is_written_down_as_long_as_it_waits(
+    rig: Rig, epoch: int
+) -> None:
+    advance(rig, epoch, AttemptState.LAUNCHING)
+    waits = replace(state_of(RunnerState.QUEUED), engine="slurm", engine_says="job 7 waits")
+    for state, words in ((waits, "job 7 waits"), (state_of(RunnerState.RUNNING), None)):
+        rig.database.run(lambda s, seen=state: records.record(s, epoch, "me", seen, 0))
+        (member,) = rig.database.read(lambda s: records.snapshots(s, [epoch], "me"))[epoch].members
+        assert member.waits == words
+        told = rig.database.read(lambda s: jobs.show(s, ADA, "job"))["waiting"]
+        assert [line for line in told if "placed on" in line] == (
+            [f"it was placed on {member.machine.vm_id}: {words}"] if words else []
+        )
+
+
+def test_behind_an_engine_nothing_ends_for_want_of_word_and_no_gpu_is_asked_for(rig: Rig) -> None:
+    rig.database.run(
+        lambda s: s.execute(update(VM).values(engine={"name": "slurm"}, deadman=600.0))
+    )
+    for machine in rig.database.read(records.machines):
+        assert machine.engine is not None
+        assert (machine.engine.said.name, machine.deadman) == ("slurm", None)
+        assert machine.probe == records.NO_PROBE

@@ -667,3 +667,20 @@ def test_a_card_that_another_machine_has_is_not_given_away_twice(fleet: Fleet):
     fleet.database.run(lambda s: s.execute(update(VM).where(VM.vm_id == "vm").values(active=False)))
     fleet.database.run(lambda s: observation.apply(s, "twin", asked + 15, seen(gpu(0), gpu(2))))
     assert states()["twin", names[0]] == ("ok", None)
+
+
+def test_behind_an_engine_nobody_looks_for_gpus(fleet: Fleet):
+    fleet.set(engine={"name": "slurm"})
+    assert fleet.look(gpu(0), probe={"status": "hung", "lines_not_read": [], "exit": None})
+    assert (fleet.vm.contact, fleet.vm.degraded, fleet.vm.problem) == ("ok", False, None)
+    assert fleet.look(gpu(0))
+    assert fleet.gpus() == {}
+
+
+def test_what_waits_for_an_engine_and_stands_in_no_table_is_not_begun_beside(fleet: Fleet):
+    fleet.set(engine={"name": "slurm"})
+    fleet.look(attempts=[running("stranger", 7, "queued")])
+    (found,) = fleet.vm.facts["quarantined"]
+    assert (found["job_id"], found["epoch"]) == ("stranger", 7)
+    fleet.look(attempts=[running("stranger", 7, "voided")])
+    assert fleet.vm.facts["quarantined"] == []

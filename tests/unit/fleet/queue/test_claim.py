@@ -5,18 +5,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import ending
 from groupwise.fleet.attempts.decide import Move
-from groupwise.fleet.queue import admission, capacity, claim, kinds
+from groupwise.fleet.queue import admission, capacity, claim, kinds, waking
 from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.states import AttemptState, Outcome
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import Attempt, Checkpoint, Event, Job, Member, Reservation
-from groupwise.fleet.verbs import jobs
+from groupwise.fleet.store.tables import (
+    VM,
+    Attempt,
+    Checkpoint,
+    Event,
+    Job,
+    Member,
+    Project,
+    Reservation,
+)
+from groupwise.fleet.verbs import jobs, projects
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import JobSpec
@@ -772,3 +781,60 @@ def test_an_unadmitted_row_is_not_claimed(database: Database) -> None:
     execute(database, "INSERT INTO jobs (job_id) VALUES ('by-hand')")
     assert claimed_ids(database) == []
     assert database.run(lambda s: s.get_one(Job, "by-hand").status) == "queued"
+
+
+# Behind an engine
+
+SLURM = {"name": "slurm", "slots": 2, "gpus": 4}
+
+
+def test_behind_an_engine_a_job_holds_a_place_and_no_gpu(database: Database) -> None:
+    add_machine(database, "slurm", engine=SLURM)
+    for name in ("one", "two", "three"):
+        submit(database, name, gpus=2)
+    made = claim_some(database)
+    held = database.run(lambda s: s.scalars(select(Reservation)).all())
+    assert [(r.gpu_id, r.slot, r.share_mb) for r in held] == [(None, 0, None), (None, 1, None)]
+    assert statuses(database) == {"one": "running", "two": "running", "three": "pending"}
+    job = job_of(database, "one")
+    assert (job.assigned_vm, job.gpu_index) == ("slurm", None)
+    twice = {"vm_id": "slurm", "slot": 0, "epoch": made[0].epoch, "rank": 0, "reserved_at": 1.0}
+    with pytest.raises(IntegrityError):
+        database.run(lambda s: s.add(Reservation(**twice)))
+
+
+def test_gpus_that_an_engine_gives_count_for_a_quota(database: Database) -> None:
+    add_machine(database, "slurm", engine={**SLURM, "slots": 9})
+    add_machine(database, "own", 1)
+    database.run(lambda s: s.add(Project(name="p", max_gpus=4)))
+    for name, gpus in (("a", 2), ("b", 1), ("c", 2), ("d", 0)):
+        submit(database, name, project="p", gpus=gpus)
+    assert claimed_ids(database) == ["a", "b", "d"]
+    assert job_of(database, "b").assigned_vm == "own"
+    assert job_of(database, "c").blocked_reasons == ["project p uses 3 of its 4 GPUs, 2 wanted"]
+    (shown,) = database.read(lambda s: projects.listing(s, Actor("user:test")))
+    assert shown["gpus_in_use"] == 3
+    finish(database, "a", "completed")
+    database.run(lambda s: s.execute(update(Reservation).values(released_at=1.0)))
+    database.run(lambda s: waking.wake(s, actor="test"))
+    assert claimed_ids(database) == ["c"]
+
+
+def test_a_job_that_does_not_say_gets_a_gpu_where_an_engine_gives_some(database: Database) -> None:
+    add_machine(database, "slurm", engine={"name": "slurm"})
+    submit(database, "none")
+    database.run(lambda s: s.execute(update(VM).values(engine=SLURM)))
+    submit(database, "one")
+    needs = [job_of(database, name).resources for name in ("none", "one")]
+    assert needs == [{"gpus": 0}, {"gpus": 1}]
+
+
+def test_a_row_that_cannot_be_read_takes_no_job_and_hides_no_other(database: Database) -> None:
+    add_machine(database, "odd", engine={"name": "slum", "slots": "many"})
+    submit(database, "one", gpus=0)
+    assert claimed_ids(database) == []
+    (why,) = [w for w in job_of(database, "one").blocked_reasons or () if w.startswith("odd")]
+    assert "its engine: slots" in why
+    add_machine(database, "own")
+    database.run(lambda s: waking.wake(s, actor="test"))
+    assert claimed_ids(database) == ["one"]

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.fleet.queue.elastic import elastic_of
 from groupwise.fleet.queue.placement import (
     NOTHING_HELD,
     Avoid,
@@ -519,3 +520,68 @@ def test_what_is_missing_never_grows(data: st.DataObject) -> None:
 def missing_of(asked: Resources, fleet: dict[str, Machine]) -> int:
     kept = withhold(asked, fleet.values(), job_id="gang")
     return sum(g.whole for m in fleet.values() for g in m.gpus if g.gpu_id in kept.gpus)
+
+
+# --- behind an engine ------------------------------------------------------------------------------
+
+
+def cluster(name: str = "slurm", slots: int = 2, **more: object) -> Machine:
+    engine = elastic_of({"name": "slurm", "slots": slots, "gpus": 4, **more})
+    return Machine(name, slots=slots, engine=engine)
+
+
+def seats(answer: Placement | Blocked) -> list[tuple[str, int | None]]:
+    assert isinstance(answer, Placement), answer
+    return [(seat.vm_id, seat.slot) for seat in answer.seats]
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+def test_a_job_takes_one_of_its_places_however_many_gpus_it_wants(gpus: int) -> None:
+    wanted, machines = Resources(gpus=gpus), {"slurm": cluster()}
+    for slot in (0, 1):
+        found = place(wanted, machines.values())
+        assert seats(found) == [("slurm", slot)]
+        assert isinstance(found, Placement)
+        apply(found, wanted, machines)
+    assert "all 2 places for jobs of Slurm are taken" in reasons(place(wanted, machines.values()))
+    assert not has_room(machines["slurm"])
+
+
+def test_what_is_free_at_once_comes_before_a_queue() -> None:
+    own, other = machine("zz", 1), machine("z-cpu", slots=1)
+    assert seats(place(Resources(gpus=1), [cluster("a"), own])) == [("zz", None)]
+    assert seats(place(Resources(gpus=0), [cluster("a"), other])) == [("z-cpu", 0)]
+    busy = with_gpu(own, 0, whole=True)
+    assert seats(place(Resources(gpus=1), [cluster("a"), busy])) == [("a", 0)]
+    elsewhere = Avoid(machines=frozenset({"zz"}))
+    assert seats(place(Resources(gpus=1), [cluster("a"), own], avoid=elsewhere)) == [("a", 0)]
+
+
+def test_what_the_machine_has_that_is_asked_is_not_what_jobs_get() -> None:
+    login = replace(cluster(), cpus=1, ram_mb=100, promised_cpus=9, disk_free_mb=1000)
+    assert seats(place(Resources(gpus=0, cpus=64, ram_mb=10**6), [login])) == [("slurm", 0)]
+    assert "1000 MB free on its disk" in reasons(place(Resources(gpus=0, disk_mb=2000), [login]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ({"gpus": 5}, "at most 4, 5 wanted"),
+        ({"gpus": 1, "named": (0,), "vm": "slurm"}, "none can be named"),
+        ({"gpus": 1, "machines": 2}, "several machines"),
+        ({"gpus": 1, "share_mb": 100}, "no shares"),
+    ],
+)
+def test_what_it_is_no_place_for_is_never_placed_there(asked: dict[str, Any], word: str) -> None:
+    found = place(Resources(**asked), [cluster(), cluster("other")])
+    assert word in reasons(found)
+    assert isinstance(found, Blocked)
+    assert found.never
+
+
+def test_a_place_is_kept_for_who_has_waited_for_long() -> None:
+    full = replace(cluster(slots=1), taken_slots=frozenset({0}))
+    held = withhold(Resources(gpus=2), [full], job_id="old")
+    assert held.slots == {("slurm", 0): "old"}
+    answer = place(Resources(gpus=1), [cluster(slots=1)], held_for_others=held)
+    assert "kept for old" in reasons(answer)

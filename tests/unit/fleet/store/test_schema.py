@@ -168,8 +168,8 @@ def test_newer_rules_are_left_alone(database: Database, monkeypatch: pytest.Monk
 
 
 RULES_MADE = {
-    "sqlite": "1:0a61d8653be1013f",
-    "postgresql": "1:22d101e492571ff1",
+    "sqlite": "1:976baa781b570fde",
+    "postgresql": "1:a86ef0f1cdccafec",
 }
 """By `schema.RULES` of now."""
 
@@ -264,3 +264,17 @@ def test_every_process_makes_the_same_triggers(monkeypatch: pytest.MonkeyPatch) 
                 monkeypatch.setattr(table, of, order)
                 for dialect, statements in made.items():
                     assert list(triggers.statements(dialect)) == statements, (table.name, of)
+
+
+def test_a_database_of_before_is_brought_up_to_date_with_what_is_in_it(empty: Database) -> None:
+    migrate(empty)
+    before = objects(empty)
+    with empty.engine.begin() as connection:
+        schema._drop_derived(connection)
+        connection.exec_driver_sql("ALTER TABLE vms DROP COLUMN engine")
+        connection.exec_driver_sql(f"UPDATE {schema.VERSION_TABLE} SET version_num = '0001'")
+        connection.exec_driver_sql("INSERT INTO vms (vm_id, workdir) VALUES ('old', 'w')")
+    migrate(empty)
+    assert objects(empty) == before
+    execute(empty, "UPDATE vms SET engine = '{\"name\": \"slurm\"}' WHERE vm_id = 'old'")
+    assert empty.read(lambda s: s.execute(text("SELECT workdir FROM vms")).scalar()) == "w"

@@ -27,6 +27,7 @@ from sqlalchemy.exc import IntegrityError
 from groupwise.fleet.store import triggers
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.verbs.machines import VM_ID
+from tests.unit.fleet.small_fleet import add_machine, claim_some, submit
 
 JOBS = {
     "queued": ["pending", "running", "held", "cancelled", "failed"],
@@ -413,7 +414,7 @@ def test_events_are_only_appended(database: Database) -> None:
     assert value(database, "SELECT actor FROM events") == "user:ada"
 
 
-@pytest.mark.parametrize("column", ["labels", "facts", "jump", "probe"])
+@pytest.mark.parametrize("column", ["labels", "facts", "jump", "engine", "probe"])
 @pytest.mark.parametrize("said", ['"text"', "5", "null", "[]", "{}"])
 def test_a_machine_that_could_not_be_read_hides_no_others(
     database: Database, column: str, said: str
@@ -688,3 +689,15 @@ def test_nor_does_one_wait_that_was_asked_to(database: Database, status: str) ->
     more = int(status == "cancelled")
     refused(database, "cancel_requested_at is for a job that runs", again, n=more)
     execute(database, f"{again}, cancel_requested_at = NULL", n=more)
+
+
+def test_what_begins_jobs_stays_while_something_runs_there(database: Database) -> None:
+    """Who asks the one engine cannot say what became of what the other has begun; what it is said to have may change."""
+    add_machine(database, "s", engine={"name": "slurm", "slots": 2})
+    submit(database, "job", gpus=0)
+    claim_some(database)
+    cast = "CAST(:to AS jsonb)" if database.dialect == "postgresql" else ":to"
+    change = f"UPDATE vms SET engine = {cast}"
+    execute(database, change, to='{"name": "slurm", "slots": 4}')
+    for to in ('{"name": "another"}', None):
+        refused(database, "what begins jobs on a machine does not change", change, to=to)

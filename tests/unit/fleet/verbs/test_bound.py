@@ -32,6 +32,7 @@ def spoken_of(small: Any) -> Any:
     way = {"user": CANARY, "ssh_key_path": CANARY, "workdir": CANARY, "probe": [CANARY]}
     for vm_id, gpus in (("vm-1", 2), ("vm-2", 1), ("vm-3", 1)):
         small.machine(vm_id, gpus=gpus, jump={"host": CANARY, "user": CANARY}, **way)
+    small.machine("vm-4", engine={"name": "slurm", "slots": 3, "options": [CANARY]})
     small.job("running", job_id=f"job-{CANARY}", project="theirs")
     small.attempt(f"job-{CANARY}", "vm-1", gpu=0)
 
@@ -99,6 +100,8 @@ def test_a_bound_key_does_not_see_through_machines(spoken_of: Any) -> None:
     assert (vm["state"], vm["total_gpus"], vm["facts"]) == ("cordoned", 2, {"cpus": 8})
     assert vm["cordoned"] == vm["gpus"][0]["quarantined"] == UNTOLD
     assert [each["kind"] for each in vm["events"]] == ["vm.changed"]
+    elastic = spoken_of.as_("ours").do(machines.show, "vm-4")
+    assert elastic["engine"] == {"name": "slurm", "slots": 3}
 
 
 def test_what_it_is_told_can_be_printed(spoken_of: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,3 +324,79 @@ def test_what_jobs_are_run_with_is_changed(small: Any) -> None:
     assert [kind for _, kind in small.events()] == ["vm.changed"]
     with pytest.raises(Refusal, match="nothing to change"):
         small.do(machines.change, "vm-1")
+
+
+# Behind an engine
+
+
+SLURM = {"name": "slurm", "slots": 4, "gpus": 2, "options": ["--account=lab"]}
+
+
+def test_what_begins_jobs_in_its_place_is_said_when_it_is_added(small: Any) -> None:
+    found = small.do(machines.add, NewMachine("gpu", "login", user="ada", engine=SLURM))
+    assert (found["engine"], found["workdir"]) == (SLURM, "groupwise-fleet-gpu")
+    plain = {"name": "slurm", "slots": 8, "gpu_model": None, "options": []}
+    other = small.do(machines.add, NewMachine("cpu", transport="local", engine=plain))
+    assert other["engine"] == {"name": "slurm"}
+    (cpu, gpu) = small.do(machines.listing)
+    assert [(vm["total_slots"], vm["available_slots"]) for vm in (cpu, gpu)] == [(8, 0), (4, 0)]
+    set_columns(small, "gpu", contact="ok")
+    small.job("running", job_id="job-1")
+    small.attempt("job-1", "gpu")
+    shown = small.do(machines.show, "gpu")
+    assert (shown["available_slots"], shown["total_gpus"]) == (3, 0)
+    assert small.do(machines.listing)[0]["gpus"] == []
+    small.machine("own")
+    assert small.do(machines.show, "own")["total_slots"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"engine": {"name": "slum"}}, "there is none called 'slum'"),
+        ({"engine": {"name": "slurm", "slots": 0}}, "engine.slots"),
+        ({"engine": SLURM, "cpu_slots": 2}, "cpu_slots is for machines that begin jobs themselves"),
+        ({"engine": SLURM, "deadman": 600.0}, "deadman is for machines"),
+        ({"engine": SLURM, "probe": ["smi"]}, "probe is for machines"),
+    ],
+)
+def test_what_does_not_go_with_an_engine_is_refused(
+    small: Any, more: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(Refusal, match=word):
+        small.do(machines.add, NewMachine("s", "login", user="ada", **more))
+
+
+def test_what_an_engine_is_said_to_have_changes_and_itself_does_not(small: Any) -> None:
+    small.do(machines.add, NewMachine("s", "login", user="ada", engine=SLURM))
+    found = small.do(
+        machines.change, "s", engine={"slots": 9, "gpus": None, "options": ["--qos=x"]}
+    )
+    assert found["engine"] == {"name": "slurm", "slots": 9, "options": ["--qos=x"]}
+    with pytest.raises(Refusal, match="does not change"):
+        small.do(machines.change, "s", engine={"name": "ray"})
+    with pytest.raises(Refusal, match="--array is set by groupwise"):
+        small.do(machines.change, "s", engine={"options": ["--array=1-9"]})
+    with pytest.raises(Refusal, match="deadman is for machines"):
+        small.do(machines.change, "s", deadman=600.0)
+    small.machine("own")
+    with pytest.raises(Refusal, match="begins jobs itself"):
+        small.do(machines.change, "own", engine={"slots": 2})
+
+
+def test_two_machines_of_one_folder_would_end_each_others_jobs(small: Any) -> None:
+    small.do(machines.add, NewMachine("a", "login", user="ada", workdir="w"))
+    with pytest.raises(Refusal, match="a keeps everything in w of the same machine"):
+        small.do(machines.add, NewMachine("b", "login", user="ada", workdir="w", engine=SLURM))
+    small.do(machines.add, NewMachine("b", "login", user="ada", engine=SLURM))
+    with pytest.raises(Refusal, match="of the same machine"):
+        small.do(machines.change, "b", workdir="w")
+    small.do(machines.remove, "a")
+    assert small.do(machines.change, "b", workdir="w")["workdir"] == "w"
+
+
+def test_a_name_with_gpus_of_its_own_stands_for_no_engine(small: Any) -> None:
+    small.machine("was", gpus=1)
+    small.do(machines.remove, "was")
+    with pytest.raises(Refusal, match="Choose another name"):
+        small.do(machines.add, NewMachine("was", "login", user="ada", engine=SLURM))
