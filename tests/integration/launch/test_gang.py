@@ -129,7 +129,7 @@ def test_a_script_is_told_which_process_it_is_and_words_arrive_as_they_are(
     words = ("ssh", *way, "--nproc-per-node", "2", "--name", "odd", "--script", "job.py", *odd)
     typed = person.types(*words)
     assert "process 0" in typed.out
-    folders = [host.home / ROOT / "attempts/odd.1/work/outputs" for host in hosts]
+    folders = [host.home / ROOT / "attempts/odd.1" / "work/outputs" for host in hosts]
     told = [
         json.loads((folder / f"{2 * node + local}.json").read_text())
         for node, folder in enumerate(folders)
