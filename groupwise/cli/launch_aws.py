@@ -23,7 +23,11 @@ from groupwise.errors import UsageError
 InstanceType = Annotated[str, typer.Option(metavar="T", help="Of machine; it is the job's alone.")]
 KeyName = Annotated[str, typer.Option(metavar="K", help="Key pair that the machine lets in.")]
 KeyPath = Annotated[
-    Path, typer.Option(metavar="P", help="Its private key, on this machine; no passphrase.")
+    Path | None,
+    typer.Option(
+        metavar="P",
+        help="Its private key, on this machine, without a passphrase; without it: K.pem or K in ~/.ssh.",
+    ),
 ]
 SecurityGroup = Annotated[
     str, typer.Option(metavar="SG", help="That lets SSH in from here: its id or name.")
@@ -56,11 +60,18 @@ User = Annotated[str, typer.Option(metavar="U", help="Who logs in; of another im
 Port = Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Of SSH, likewise.")]
 
 
+def usual_key(name: str) -> Path:
+    """Where the private key of a pair lies that AWS has made, or that was sent there."""
+    folder = Path("~/.ssh").expanduser()
+    named, plain = folder / f"{name}.pem", folder / name
+    return plain if plain.is_file() and not named.is_file() else named
+
+
 @place_command(packages=environment, rented=rental, job=asked)
 def aws(
     key_name: KeyName,
-    key_path: KeyPath,
     security_group: SecurityGroup,
+    key_path: KeyPath = None,
     instance_type: InstanceType = "g5.2xlarge",
     region: Region = "us-east-1",
     subnet: Subnet = None,
@@ -78,7 +89,7 @@ def aws(
 
     It ends with the job, or at its deadline: `groupwise launch sweep` looks after what is left.
 
-    groupwise launch aws --key-name K --key-path P --security-group SG -- rl --config C.yaml --task-module task.py
+    groupwise launch aws --key-name K --security-group SG -- rl --config C.yaml --task-module task.py
     """
     from groupwise.clouds.ec2_types import gpus_of
     from groupwise.launch.places import AWS, Place
@@ -91,7 +102,7 @@ def aws(
         "region": region,
         "profile": profile,
         "key_name": key_name,
-        "key_path": str(key_path.expanduser().absolute()),
+        "key_path": str((key_path or usual_key(key_name)).expanduser().absolute()),
         "security_group": security_group,
         "subnet": subnet,
         "user": user,

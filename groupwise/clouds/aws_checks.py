@@ -82,12 +82,11 @@ class Checked:
 
 
 def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str) -> Checked:
-    """All of it. Raises UsageError where this machine lacks something: the private key, boto3."""
-    own = private_key(access.named("key_path"))
+    """All of it. Raises UsageError where this machine lacks something: boto3 or, with credentials, the private key."""
     spot = bool(asks.get("spot"))
     found = Checked(price_of(ec2, kind, spot=spot))
     named = {
-        "key pair": lambda: _key_pair(ec2, access, own),
+        "key pair": lambda: _key_pair(ec2, access, private_key(access.named("key_path"))),
         "security group": lambda: _group(ec2, access),
         "instance type": lambda: _type(ec2, kind),
         "quota": lambda: _quota(ec2, kind, spot=spot),
