@@ -142,7 +142,13 @@ MUTATIONS = (
     Mutation(
         "6",
         "a stop text is looked for in the last token alone",
-        (("sampler/torch_sampler.py", "member.token_ids[-reach:]", "member.token_ids[-1:]"),),
+        (
+            (
+                "sampler/stops.py",
+                "tail = text_of(token_ids[-reach:])",
+                "tail = text_of(token_ids[-1:])",
+            ),
+        ),
         (f"{SAMPLER}::test_a_stop_text_is_found_however_it_is_cut",),
     ),
     Mutation(
@@ -589,8 +595,8 @@ MUTATIONS = (
         (
             (
                 "sampler/torch_sampler.py",
-                "self._fingerprint = fingerprint(self._weights.tensors())\n        if",
-                "self._fingerprint = policy.fingerprint\n        if",
+                "self._fingerprint = fingerprint(self._weights.tensors())\n        refuse",
+                "self._fingerprint = policy.fingerprint\n        refuse",
             ),
         ),
         (f"{SAMPLERS}::test_other_weights_than_named_are_refused[torch-adapter]",),
@@ -1208,7 +1214,13 @@ MUTATIONS = (
     Mutation(
         "31",
         "the name of a tag is a pattern",
-        (("rewards/tags.py", "    tag = re.escape(name)\n", "    tag = name\n"),),
+        (
+            (
+                "rewards/tags.py",
+                "opened, closed = map(re.escape, marks(tag))",
+                "opened, closed = marks(tag)",
+            ),
+        ),
         ("tests/unit/rewards/test_tags.py::test_a_name_is_text_and_no_pattern",),
     ),
     Mutation(

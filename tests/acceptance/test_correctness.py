@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutating import Mutation
 from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,13 @@ def test_what_is_tried_by_mutation_is_marked(row: Row) -> None:
 def test_no_mutation_is_of_an_unknown_item() -> None:
     assert {mutation.item for mutation in MUTATIONS} <= set(ITEMS)
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_what_a_mutation_changes_is_there(mutation: Mutation) -> None:
+    """Else the long tests, which alone make most of them, would be the first to say so."""
+    for file, text, _ in mutation.edits:
+        assert (ROOT / "groupwise" / file).read_text().count(text) == 1, (file, text)
 
 
 def test_the_page_is_linked() -> None:
