@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
@@ -96,9 +96,14 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def sigterm_interrupts() -> AbstractContextManager[None]:
+    """See `interrupting`."""
+    return interrupting(signal.SIGTERM)
+
+
 @contextmanager
-def sigterm_interrupts() -> Generator[None]:
-    """SIGTERM does what Ctrl-C does to code that is not async, and is told from it by its number; elsewhere than in the main
+def interrupting(*signals: signal.Signals) -> Generator[None]:
+    """These signals do what Ctrl-C does to code that is not async, and are told from it by their numbers; elsewhere than in the main
     thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -107,11 +112,12 @@ def sigterm_interrupts() -> Generator[None]:
     def interrupt(number: int, _: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {each: signal.signal(each, interrupt) for each in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:

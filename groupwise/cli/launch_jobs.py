@@ -19,12 +19,21 @@ from groupwise.cli.launch_options import (
     TrustOfPlace,
 )
 from groupwise.cli.launch_places import note_of
-from groupwise.cli.launch_watch import ask, find, folder_of, stop_job, watch
+from groupwise.cli.launch_watch import (
+    ask,
+    concluded,
+    find,
+    folder_of,
+    stop_job,
+    tell_of_rented,
+    watch,
+    while_placing,
+)
 from groupwise.cli.launch_words import environment_of
 from groupwise.cli.log_text import LogWriter
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_table
-from groupwise.errors import UsageError
+from groupwise.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
     from groupwise.clouds.port import Backend, Handle, Status
@@ -66,7 +75,7 @@ async def _looked_at(found: list[Note]) -> list[dict[str, Any]]:
 
 async def _line(note: Note) -> dict[str, Any]:
     """What does not answer is told as such, beside the others."""
-    from groupwise.clouds.port import CloudError, NotHere
+    from groupwise.clouds.port import NotHere
     from groupwise.launch.places import reach
 
     line: dict[str, Any] = {
@@ -81,12 +90,14 @@ async def _line(note: Note) -> dict[str, Any]:
         line["place"] = str(note.place)
     except (KeyError, TypeError) as error:
         return {**line, "state": "unknown", "problem": f"its note lacks {error}"}
+    except (GroupwiseError, ImportError) as error:  # a package that its place needs is not there
+        return {**line, "state": "unknown", "problem": str(error)}
     try:
         status = await backend.status(await find(backend, note.name))
     except NotHere:
         return {**line, "state": "gone"}
-    except CloudError as error:
-        return {**line, "state": "unknown", "problem": error.message}
+    except (GroupwiseError, ImportError) as error:
+        return {**line, "state": "unknown", "problem": str(error)}
     finally:
         await backend.close()
     return {**line, **_of_status(status)}
@@ -142,7 +153,7 @@ def fetch(
     as_json: AsJson = False,
 ) -> None:
     """Bring its results here; while it runs, its checkpoints. Prints the folder."""
-    from groupwise.launch import paid, results
+    from groupwise.launch import results
 
     note = note_of(name, at, key, trust)
     folder = folder_of(note, to)
@@ -152,11 +163,7 @@ def fetch(
         status = await backend.status(handle)
         results.prepare(folder)
         came = await backend.fetch(handle, folder)
-        cost = await paid.cost_of(backend, name)
-        document = results.result(handle, str(note.place), status, came, cost)
-        results.write(folder, document)
-        await paid.after(backend, handle, status, folder, say)
-        return document
+        return await concluded(backend, note, status, came, folder, handle)
 
     document = ask(note.place, fetched)
     if as_json:
@@ -174,6 +181,7 @@ def stop(name: JobName, at: At = None, key: KeyOfPlace = None, trust: TrustOfPla
     ended = ask(note.place, lambda backend: stop_job(backend, name))
     what = "had ended already" if ended else "was asked to end"
     say(f"{name} {what}; `groupwise launch fetch {name}` brings its results")
+    tell_of_rented(note)
 
 
 def resume(
@@ -202,7 +210,8 @@ def resume(
     async def again(backend: Backend) -> Handle:
         return await backend.resume(name, secrets, store)
 
-    handle = ask(note.place, again)
+    with while_placing(note):
+        handle = ask(note.place, again)
     notes.write(note if to is None else replace(note, results=to.expanduser().absolute()))
     say(f"{name} goes on: attempt {handle.attempt}")
     if detach:

@@ -37,7 +37,7 @@ from groupwise.cli.launch_options import (
     With,
 )
 from groupwise.cli.launch_places import check_name
-from groupwise.cli.launch_watch import ask, tell_of_rented, watch
+from groupwise.cli.launch_watch import ask, watch, while_placing
 from groupwise.cli.launch_words import Behind, behind, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
@@ -309,16 +309,15 @@ def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
     _expect_no_other(note)
     notes.write(note)
     try:
-        handle = ask(note.place, lambda backend: backend.submit(packed.order, store))
+        with while_placing(note):
+            handle = ask(note.place, lambda backend: backend.submit(packed.order, store))
     except KeyboardInterrupt:
         say(
             f"{name} may have been placed: `groupwise launch list` tells, `groupwise launch stop {name}` ends it"
         )
-        tell_of_rented(note)
         raise
     except GroupwiseError:
-        tell_of_rented(note)
-        if before is None and ask(note.place, lambda backend: backend.find(name)) is None:
+        if before is None and _is_nowhere(note):
             notes.remove(name)
         raise
     if before is None:
@@ -329,6 +328,22 @@ def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
             f"launch resume {name}` begins another one; `groupwise launch remove {name}` makes its name free"
         )
     return handle
+
+
+def _is_nowhere(note: Note) -> bool:
+    """Whether its place surely has nothing of it, and nothing is paid for it."""
+    from groupwise.clouds.port import CloudError, Renting
+    from groupwise.launch.paid import of_job
+
+    async def nothing(backend: Backend) -> bool:
+        if await backend.find(note.name) is not None:
+            return False
+        return not (isinstance(backend, Renting) and await of_job(backend, note.name))
+
+    try:
+        return ask(note.place, nothing)
+    except CloudError:
+        return False
 
 
 def _expect_no_other(note: Note) -> None:

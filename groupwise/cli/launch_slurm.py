@@ -19,6 +19,7 @@ from groupwise.cli.launch_options import (
 )
 from groupwise.cli.launch_places import login_machine, slurm_cluster
 from groupwise.cli.launch_placing import Asked, Environment, Gang, asked, environment, gang, launch
+from groupwise.errors import UsageError
 
 Partition = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]
 Account = Annotated[str | None, typer.Option(metavar="A", help="That pays for it.")]
@@ -63,6 +64,8 @@ def slurm(
 
     groupwise launch slurm --host login --gpus 1 -- rl --config C.yaml --task-module task.py
     """
+    if gpu is not None and not job.gpus:
+        raise UsageError(f"--gpu {gpu} says of which type GPUs are, and --gpus how many: --gpus 1.")
     plan = packages.plan() if host is not None or packages.is_made else None
     login = login_machine(host, user, port, key, trust, trust_jump, packages.python)
     asks = {

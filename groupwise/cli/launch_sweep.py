@@ -43,17 +43,34 @@ def sweep(
 
     Of everybody who uses the account; whoever launched them, and whatever became of that.
     """
-    from groupwise.clouds.port import Renting
+    from groupwise.clouds.port import CloudError, Renting
     from groupwise.launch import paid
 
     async def swept(backend: Backend) -> Swept:
         assert isinstance(backend, Renting), "that is what PAID says"
         return await paid.sweep(backend, name, dry_run=dry_run)
 
-    found = [(str(place), ask(place, swept)) for place in _places(at, profile)]
+    found: list[tuple[str, Swept]] = []
+    failed: list[str] = []
+    for place in _places(at, profile):
+        try:
+            found.append((str(place), ask(place, swept)))
+        except CloudError as error:  # the others are to be swept all the same
+            failed.append(f"{place}: {error.message}")
+    failed += [f"{place}: {why}" for place, each in found for why in each.failed]
+    for why in failed:
+        say(f"NOT swept: {why}")
     if as_json:
-        write_json({"swept": [_document(place, each) for place, each in found]})
-        return
+        write_json({"swept": [_document(place, each) for place, each in found], "failed": failed})
+    else:
+        _tell(found, dry_run=dry_run)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _tell(found: list[tuple[str, Swept]], *, dry_run: bool) -> None:
+    from groupwise.launch import paid
+
     verb = "would be ended" if dry_run else "is ended"
     for place, each in found:
         for one in each.overdue:

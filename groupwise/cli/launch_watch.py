@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import signal
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from groupwise.awaiting import interrupting
 from groupwise.cli.log_text import LogWriter
 from groupwise.cli.output import say, write_json
+from groupwise.errors import GroupwiseError
 
 if TYPE_CHECKING:
-    from groupwise.clouds.port import Backend, Handle
+    from groupwise.clouds.port import Backend, Fetched, Handle, Status
     from groupwise.launch.notes import Note
     from groupwise.launch.places import Place
     from groupwise.launch.watching import Watch
@@ -66,6 +70,17 @@ def tell_of_rented(note: Note) -> None:
         say(f"whether anything is paid for {note.name} could not be found out: {error.message}")
 
 
+@contextmanager
+def while_placing(note: Note) -> Generator[None]:
+    """Until a job is placed: SIGTERM and a terminal that is closed do what Ctrl-C does, and what is paid for all the same is told."""
+    with interrupting(signal.SIGTERM, signal.SIGHUP):
+        try:
+            yield
+        except (KeyboardInterrupt, GroupwiseError):
+            tell_of_rented(note)
+            raise
+
+
 def watch(
     note: Note,
     to: Path | None,
@@ -87,7 +102,8 @@ def watch(
         document = asyncio.run(_watched(watching, note, folder))
         if again is not None and document["failure"] == FailureClass.PREEMPTION:
             say(f"{note.name}: {document['reason']}; it goes on elsewhere, this once by itself")
-            attempt = ask(note.place, again).attempt
+            with while_placing(note):
+                attempt = ask(note.place, again).attempt
             say(f"{note.name} goes on: attempt {attempt}")
             watching = Watch(folder, log.write, say)
             document = asyncio.run(_watched(watching, note, folder))
@@ -114,6 +130,7 @@ def _stopped(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     except KeyboardInterrupt:
         state = "was asked to end" if told else "STILL RUNS"
         say(f"{note.name} {state}; `groupwise launch stop {note.name}` ends it")
+        tell_of_rented(note)
         raise
 
 
@@ -127,7 +144,7 @@ async def stop_job(backend: Backend, name: str) -> bool:
 
 async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     """Its result, written beside what it left."""
-    from groupwise.launch import paid, results
+    from groupwise.launch import results
     from groupwise.launch.places import reach
 
     backend = reach(note.place)
@@ -135,12 +152,31 @@ async def _watched(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
         handle = await find(backend, note.name)
         results.prepare(folder)
         status, fetched = await watching.until_ended(backend, handle)
-        cost = await paid.cost_of(backend, note.name)
-        document = results.result(handle, str(note.place), status, fetched, cost)
-        results.write(folder, document)
-        await paid.after(backend, handle, status, folder, say)
+        return await concluded(backend, note, status, fetched, folder, handle)
     finally:
         await backend.close()
+
+
+async def concluded(
+    backend: Backend, note: Note, status: Status, fetched: Fetched, folder: Path, handle: Handle
+) -> dict[str, Any]:
+    """The result, written beside what was fetched; then what is paid for is ended, or told."""
+    from groupwise.clouds.port import CloudError
+    from groupwise.launch import paid, results
+
+    document = results.result(handle, str(note.place), status, fetched)
+    results.write(folder, document)
+    try:
+        cost = await paid.cost_of(backend, note.name)
+        if cost is not None:
+            document = {**document, "cost": cost}
+            results.write(folder, document)
+        await paid.after(backend, handle, status, folder, say)
+    except CloudError as error:  # the results are here, and shall not be lost over it
+        say(
+            f"what {note.name} ran on may still be paid for: {error.message} `groupwise launch fetch {note.name}` tries again, "
+            f"`groupwise launch sweep --name {note.name}` ends it"
+        )
     return document
 
 

@@ -122,7 +122,9 @@ class AwsBackend:
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`. What can be found out before anything is paid is found out here; without credentials that is said."""
         refuse(order)
-        found = await asyncio.to_thread(check, self._ec2, self._access, order.asks, type_of(order))
+        found = await asyncio.to_thread(
+            check, self._ec2, self._access, order.asks, type_of(order), order.gpus
+        )
         if found.failed:
             raise CloudError(
                 f"nothing was started on {self._where}:"
@@ -144,10 +146,11 @@ class AwsBackend:
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         refuse(order)
+        before = await self._before(order.name)
         machine = await self._newest(order.name)
         record = self._kept.find(order.name)
         if machine is None and record is None:
-            return await self._on_new_machine(order, store, 1, None)
+            return await self._on_new_machine(order, store, 1, None, before)
         self._expect_same(order, machine, record)
         if machine is None or not machine.lives:
             return self._handle(order.name, _attempt(machine, record))
@@ -164,6 +167,7 @@ class AwsBackend:
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`. Where its machine is there it goes on on it, else on a new one."""
+        before = await self._before(name)
         machine, record = await self._newest(name), self._kept.find(name)
         if machine is not None and machine.lives:
             going_on = await self._resumed_there(machine, name, secrets, store)
@@ -180,7 +184,7 @@ class AwsBackend:
             raise CloudError(f"{name} has succeeded: there is nothing to go on with.")
         self._kept.give_files(order, store)
         newest = await self._newest_here(record, store)
-        return await self._on_new_machine(order, store, attempt + 1, newest)
+        return await self._on_new_machine(order, store, attempt + 1, newest, before)
 
     async def _resumed_there(
         self, machine: Machine, name: str, secrets: Mapping[str, str], store: BlobStore
@@ -224,12 +228,16 @@ class AwsBackend:
     # --- a machine ------------------------------------------------------------------------------
 
     async def _on_new_machine(
-        self, order: Order, store: BlobStore, attempt: int, newest: Resume | None
+        self, order: Order, store: BlobStore, attempt: int, newest: Resume | None, before: int
     ) -> Handle:
-        """Begin this attempt on a machine that is started for it. It is ended where that fails, in whatever way."""
+        """Begin this attempt on a machine that is started for it. It is ended where that fails, in whatever way.
+
+        `before`: machines of this job that there were when it was decided that there is none for this attempt.
+        """
         started = _Started()
         try:
-            machine = await self._started(order, attempt, started)
+            machine = await self._started(order, attempt, started, before)
+            machine = await self._settled(order, machine, started)
             return await self._set_up(machine, order, store, newest)
         except BaseException:  # Ctrl-C, too: what costs money must not outlive whoever began it
             if not order.asks.get(KEEP_ON_FAILURE):
@@ -253,9 +261,24 @@ class AwsBackend:
         with suppress(CloudError):
             await self._tag(machine, {VOID: "1"})
 
-    async def _started(self, order: Order, attempt: int, started: _Started) -> Machine:
+    async def _settled(self, order: Order, machine: Machine, started: _Started) -> Machine:
+        """Of several that were started for one attempt the same for all who started one; ours is ended where it is another."""
+        chosen = await self._newest(order.name)
+        if chosen is None or not chosen.lives or chosen.id == machine.id:
+            return machine
+        self._expect_same(order, chosen, None)
+        for each in [*started.machines]:
+            await self._undo(each)
+            started.machines.remove(each)
+        return chosen
+
+    async def _before(self, name: str) -> int:
+        """Machines that were ever started for this job, as far as AWS remembers."""
+        return len(await asyncio.to_thread(self._ec2.machines, name))
+
+    async def _started(self, order: Order, attempt: int, started: _Started, before: int) -> Machine:
         """The machine of this attempt; `started` has it as well if it was started here."""
-        request = await self._request(order, attempt)
+        request = await self._request(order, attempt, f"{before}")
         try:
             return await self._start(request, started)
         except Refused as refused:
@@ -266,7 +289,7 @@ class AwsBackend:
         if other is not None:
             self._expect_same(order, other, None)
             return other
-        request = await self._request(order, attempt, salt=uuid.uuid4().hex)
+        request = await self._request(order, attempt, f"{before}/{uuid.uuid4().hex}")
         return await self._start(request, started)
 
     async def _start(self, request: Request, started: _Started) -> Machine:
@@ -304,15 +327,15 @@ class AwsBackend:
                 return None
             await asyncio.sleep(self._patience.look)
 
-    async def _request(self, order: Order, attempt: int, salt: str = "") -> Request:
+    async def _request(self, order: Order, attempt: int, salt: str) -> Request:
+        """`salt`: the same for all who decide this at the same state of things, so that AWS starts one machine for them."""
         asks, access = order.asks, self._access
         group = await asyncio.to_thread(access.group, self._ec2)
         image, root_device = await asyncio.to_thread(self._ec2.image, asks.get("ami"))
-        before = len(await asyncio.to_thread(self._ec2.machines, order.name))
         minutes = minutes_of(order)
         deadline = time.time() + minutes * 60
         spot = bool(asks.get("spot"))
-        token = hashlib.sha256(f"{order.name}/{attempt}/{before}/{salt}".encode()).hexdigest()
+        token = hashlib.sha256(f"{order.name}/{attempt}/{salt}".encode()).hexdigest()
         kind = type_of(order)
         price = await asyncio.to_thread(price_of, self._ec2, kind, spot=spot)
         tags = {

@@ -81,14 +81,14 @@ class Checked:
     failed: list[str] = field(default_factory=list[str])
 
 
-def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str) -> Checked:
+def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: int) -> Checked:
     """All of it. Raises UsageError where this machine lacks something: boto3 or, with credentials, the private key."""
     spot = bool(asks.get("spot"))
     found = Checked(price_of(ec2, kind, spot=spot))
     named = {
         "key pair": lambda: _key_pair(ec2, access, private_key(access.named("key_path"))),
         "security group": lambda: _group(ec2, access),
-        "instance type": lambda: _type(ec2, kind),
+        "instance type": lambda: _type(ec2, kind, gpus),
         "quota": lambda: _quota(ec2, kind, spot=spot),
         "image": lambda: _image(ec2, asks.get("ami")),
     }
@@ -161,10 +161,14 @@ def _group(ec2: Ec2, access: Access) -> str:
     return f"{group.id}, which lets SSH in from somewhere"
 
 
-def _type(ec2: Ec2, kind: str) -> str:
+def _type(ec2: Ec2, kind: str, gpus: int) -> str:
     size = ec2.size(kind)
     if size is None:
         raise CloudError(f"{ec2.region} has no {kind}.")
+    if gpus > size.gpus:
+        raise CloudError(f"{kind} has {size.gpus} GPUs, and {gpus} are asked for.")
+    if size.gpus and not gpus:
+        return f"{kind}, whose {size.gpus} GPUs the job does NOT get: --gpus {size.gpus}"
     return f"{kind}, {size.gpus} GPUs, {size.vcpus} virtual cores"
 
 

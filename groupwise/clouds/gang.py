@@ -8,6 +8,7 @@ begun, or none; that they find each other is the command's business (`groupwise.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,12 +21,14 @@ from groupwise.clouds.port import (
     CloudError,
     Fetched,
     Handle,
+    NameTaken,
     NotHere,
     Order,
     Plan,
+    Unreachable,
 )
 from groupwise.errors import UsageError
-from groupwise.hosts.answers import MemberState
+from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Launch, Resume, Runner
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.meeting import meeting_of
@@ -33,7 +36,7 @@ from groupwise.hosts.spec import JobSpec
 
 NODES = "nodes"
 """The folder of the results that has what the other machines have said."""
-ENDED_WITHIN = 10.0
+ENDED_WITHIN = 60.0
 """Seconds for what is killed."""
 PIECE = 1 << 20
 Found = TypeVar("Found")
@@ -73,21 +76,38 @@ class _Other(_Machine):
         last = await self._newest(name)
         return 0 if last is None else last.epoch
 
+    async def expect_no_other(self, order: Order) -> None:
+        """Raises NameTaken where a job of this name that asks for something else is here."""
+        last = await self._newest(order.name)
+        if last is None or last.state is RunnerState.REFUSED:
+            return
+        if (await self.order(self._handle(last))).document() != order.document():
+            raise NameTaken(
+                f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
+            )
+
     async def join(self, order: Order, store: BlobStore, epoch: int, attempt: int) -> MemberState:
         """Begin its part of this epoch, unless that has been done. Raises CloudError where it will not."""
         state = await self._begin_at(order, store, epoch, attempt, None)
         self._expect_begun(order, state)
         return state
 
-    async def end(self, name: str, grace: float) -> None:
-        """Whatever of this job lives here, and wait for it."""
+    async def end(self, name: str) -> None:
+        """Whatever of this job lives here, at once, and wait for it. Raises CloudError for what does not end."""
         for state in await self._attempts(name):
-            handle = self._handle(state)
-            status = self._status(state)
-            if status.ending is None:
-                await self.cancel(handle, grace)
-                while status.ending is None:
-                    status = await self.wait(handle, status, grace + ENDED_WITHIN)
+            if self._status(state).ending is None:
+                await self._end(self._handle(state))
+
+    async def _end(self, handle: Handle) -> None:
+        await self.cancel(handle, 0.0)
+        status, until = await self.status(handle), time.monotonic() + ENDED_WITHIN
+        while status.ending is None:
+            if time.monotonic() > until:
+                raise CloudError(
+                    f"{handle.name} does not end on {self._where}, although it was killed: look there for processes that hang, as in the "
+                    "driver of a GPU."
+                )
+            status = await self.wait(handle, status, 1.0)
 
     async def forget(self, name: str) -> None:
         """Remove what it has of this job."""
@@ -130,7 +150,8 @@ class GangBackend(_Machine):
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
-        await _all(each.end(order.name, 0.0) for each in self._others)
+        await _all(each.expect_no_other(order) for each in self._others)
+        await _all(each.end(order.name) for each in self._others)
         await _all(each.expect_room(order) for each in self._others)
         known = await _all(each.highest(order.name) for each in self._others)
         handle = await super()._begin(
@@ -149,7 +170,7 @@ class GangBackend(_Machine):
 
     async def cancel(self, handle: Handle, grace: float) -> None:
         """See `Backend.cancel`."""
-        others = (each.cancel(handle, grace) for each in self._others)
+        others = (_unless_away(each.cancel(handle, grace)) for each in self._others)
         await _all((super().cancel(handle, grace), *others))
 
     async def fetch(self, handle: Handle, folder: Path) -> Fetched:
@@ -157,12 +178,16 @@ class GangBackend(_Machine):
         fetched = await super().fetch(handle, folder)
         if (await self.status(handle)).ending is None:
             return fetched
-        said = {
-            f"{NODES}/{rank}.log": await self._said(other, handle)
-            for rank, other in enumerate(self._others, 1)
-        }
+        said: dict[str, bytes] = {}
+        away: dict[str, str] = {}
+        for rank, other in enumerate(self._others, 1):
+            name = f"{NODES}/{rank}.log"
+            try:
+                said[name] = await self._said(other, handle)
+            except Unreachable as error:  # it may be why the job ended
+                away[name] = error.message
         await asyncio.to_thread(_write, folder, said)
-        return fetched
+        return replace(fetched, left_out={**fetched.left_out, **away})
 
     async def _said(self, other: MachineBackend, handle: Handle) -> bytes:
         found = b""
@@ -174,7 +199,7 @@ class GangBackend(_Machine):
     async def cleanup(self, handle: Handle) -> None:
         """See `Backend.cleanup`."""
         if (await self.status(handle)).ending is not None:
-            await _all(each.end(handle.name, 0.0) for each in self._others)
+            await _all(each.end(handle.name) for each in self._others)
             await _all(each.forget(handle.name) for each in self._others)
         await super().cleanup(handle)
 
@@ -196,6 +221,12 @@ async def _all(asked: Iterable[Awaitable[Found]]) -> list[Found]:
         if isinstance(each, BaseException):
             raise each
     return [each for each in found if not isinstance(each, BaseException)]
+
+
+async def _unless_away(asked: Awaitable[None]) -> None:
+    """A machine that cannot be told ends its part by itself, once it misses the first one."""
+    with suppress(Unreachable):
+        await asked
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:

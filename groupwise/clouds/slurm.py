@@ -19,7 +19,7 @@ OURS = (
     *("--job-name", "-J", "--chdir", "-D", "--output", "-o", "--error", "-e", "--open-mode"),
     *("--array", "-a", "--requeue", "--no-requeue", "--wrap", "--test-only", "--parsable"),
     *("--time", "-t", "--nodes", "-N", "--wait", "-W", "--export", "--input", "-i"),
-    *("--ntasks", "-n", "--ntasks-per-node"),
+    *("--ntasks", "-n", "--ntasks-per-node", "--clusters", "-M"),
 )
 """Options of sbatch with which a job would not be found again, or not be one."""
 NAMED = {
@@ -70,6 +70,13 @@ def sbatch_options(
     return (*options, *checked_options(asks.get("options", ())))
 
 
+def _is_ours(name: str) -> bool:
+    """Also shortened, as sbatch takes long ones, and with its value behind a letter."""
+    if name.startswith("--"):
+        return any(each.startswith(name) for each in OURS)
+    return name[:2] in OURS
+
+
 def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
     """Options of sbatch as somebody wrote them. Raises UsageError for one that would make another job of it."""
     found = tuple(map(str, options))
@@ -79,7 +86,7 @@ def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
             raise UsageError(
                 f"--sbatch {option}: an option of sbatch is expected, with its value behind `=`, as --sbatch=--constraint=a100."
             )
-        if name in OURS or (name[:2] in OURS and not name.startswith("--")):
+        if _is_ours(name):
             raise UsageError(
                 f"--sbatch {option}: {name} is set by groupwise, so that the job is found again. "
                 "Its time is --max-hours, its machines are --nodes."

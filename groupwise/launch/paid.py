@@ -14,6 +14,7 @@ from groupwise.clouds.port import (
     KEEP_ON_FAILURE,
     TERMINATE_AFTER,
     Backend,
+    CloudError,
     Handle,
     Order,
     Outcome,
@@ -32,6 +33,8 @@ class Swept:
     """Ended now, or to be ended."""
     left: tuple[Rented, ...]
     """Their deadlines are to come."""
+    failed: tuple[str, ...] = ()
+    """What could not be ended, and why."""
 
 
 async def after(
@@ -96,7 +99,13 @@ async def sweep(
         overdue = tuple(each for each in found if each.deadline <= moment)
     else:
         overdue = tuple(each for each in found if each.job == name)
+    failed: dict[Rented, str] = {}
     if not dry_run:
         for each in overdue:
-            await backend.give_back(each)
-    return Swept(overdue, tuple(each for each in found if each not in overdue))
+            try:
+                await backend.give_back(each)
+            except CloudError as error:
+                failed[each] = f"{each.id} of {each.job}: {error.message}"
+    ended = tuple(each for each in overdue if each not in failed)
+    left = tuple(each for each in found if each not in overdue)
+    return Swept(ended, left, tuple(failed.values()))

@@ -20,6 +20,7 @@ from groupwise.errors import EX_TEMPFAIL
 from groupwise.hosts.meeting import port_of
 
 MACHINES = "SLURM_JOB_NUM_NODES"
+CORES = "SLURM_CPUS_PER_TASK"
 BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
 PATIENCE = 600
 """Seconds that the first machine waits for the others: their environments may have to be made."""
@@ -63,7 +64,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def begin_on_all(count: int, arguments: Sequence[str]) -> NoReturn:
     """Become srun, which begins this program once on each node."""
     own = [sys.executable, "-m", "groupwise.learner.node", *arguments]
-    step = (f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1")
+    step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+    if cores := os.environ.get(CORES):  # srun does not take it over from the job (since 22.05)
+        step.append(f"--cpus-per-task={cores}")
     ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
     os.environ[BEGUN_BY_SRUN] = "1"
     os.execvp("srun", ["srun", *step, *ends, *own])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +13,8 @@ from groupwise.errors import UsageError
 
 WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SEEN = "CUDA_VISIBLE_DEVICES"
+QUIET = 30
+"""Seconds after which a quiet machine is asked whether it is there; twice as long without an answer, and it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +76,13 @@ def gpu_of(local_rank: int) -> dict[str, str]:
     if given is None:
         return {SEEN: str(local_rank)} if NVIDIA.exists() else {}
     return {SEEN: seen[local_rank]} if local_rank < len(seen) else {}
+
+
+def watch_for_silence(connection: socket.socket) -> None:
+    """A machine that lost its power sends no end; the system's own patience is two hours."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform.startswith("linux"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * QUIET)

@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from groupwise.ranks.launched import Launched, gpu_of
+from groupwise.ranks.launched import Launched, gpu_of, watch_for_silence
 from groupwise.ranks.line import Failed, Line, PeerSetup, Ready, Setup, portable
 from groupwise.ranks.rank import Answering, tell_log
 from groupwise.ranks.zygote import make
@@ -48,6 +48,7 @@ def be_launched(place: Launched) -> NoReturn:
         connection = socket.create_connection((host, int(port)), GREETING)
         connection.sendall(f"{word} {place.rank:08d}".encode())
         connection.settimeout(None)
+        watch_for_silence(connection)
         for number in (signal.SIGINT, signal.SIGTERM):  # the first rank says when it is over
             signal.signal(number, signal.SIG_IGN)
         serve(Line(connection))

@@ -20,7 +20,7 @@ from typing import Any
 
 from groupwise.errors import WorkerLostError
 from groupwise.ranks.calls import RESUME, how
-from groupwise.ranks.launched import Launched
+from groupwise.ranks.launched import Launched, watch_for_silence
 from groupwise.ranks.line import Line, PeerSetup
 from groupwise.ranks.peer import GREETING
 from groupwise.ranks.started import HERE, Started
@@ -28,8 +28,6 @@ from groupwise.ranks.started import HERE, Started
 _LOADS = frozenset({"learner.load", "sampler.load"})
 """Calls that read a folder."""
 _READ = (".safetensors", ".json")
-_QUIET = 30
-"""Seconds after which a quiet machine is asked whether it is there; twice as long without an answer, and it is lost."""
 _WORD = 32
 """Bytes of the word that lets ranks in."""
 
@@ -89,7 +87,7 @@ class Peers(Started):
             return
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _watch_for_silence(connection)
+        watch_for_silence(connection)
         self._know(number, Line(connection))
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
@@ -116,16 +114,6 @@ class Peers(Started):
         for each in (self._meeting, self._door):
             if each is not None:
                 each.close()
-
-
-def _watch_for_silence(connection: socket.socket) -> None:
-    """A machine that lost its power sends no end; the system's own patience is two hours."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform.startswith("linux"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _QUIET // 3)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * _QUIET)
 
 
 def _read(folder: Path) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ import pytest
 
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError
+from groupwise.ranks.config import SampledScaleConfig, ScaleConfig
 from groupwise.settings.schema import leaves
 from groupwise.sft_config import SftConfig, documentation, load_sft_config
 
@@ -98,8 +99,11 @@ def test_rl_tells_of_keys_that_belong_here():
 
 def test_what_is_shared_means_the_same():
     shared = SftConfig.model_fields.keys() & RunConfig.model_fields.keys()
-    for name in shared - {"training", "data", "eval"}:
+    for name in shared - {"training", "data", "eval", "scale"}:
         assert SftConfig.model_fields[name].annotation == RunConfig.model_fields[name].annotation
+    of_both = {**ScaleConfig.model_fields, "samplers": SampledScaleConfig.model_fields["samplers"]}
+    assert issubclass(SampledScaleConfig, ScaleConfig)
+    assert of_both.keys() == SampledScaleConfig.model_fields.keys(), "only samplers are RL's own"
 
 
 def test_the_page_is_up_to_date():

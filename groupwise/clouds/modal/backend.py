@@ -70,9 +70,8 @@ class ModalBackend(MachineBackend):
             f"spawn a call with {call.gpu or 'no GPU'}, ended by Modal after {call.timeout / 3600:.3g} h{more}",
             f"prices as of {PRICED_AT}, of GPUs alone",
         )
-        return Plan(
-            self._where, steps, order.spec.arguments, per_hour(order.asks.get("gpu"), order.gpus)
-        )
+        price = per_hour(order.asks.get("gpu"), order.gpus)
+        return Plan(self._where, steps, order.spec.arguments, price, paid=True)
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""

@@ -168,6 +168,48 @@ async def test_two_who_submit_at_once_start_one_machine(
         await each.close()
 
 
+async def test_who_decided_before_another_has_started_a_machine_starts_none(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (account.backend(tmp_path / f"kept-{n}") for n in range(2))
+    decided, go = asyncio.Event(), asyncio.Event()
+    request = second._request
+
+    async def late(*arguments: Any) -> Any:
+        decided.set()
+        await go.wait()
+        return await request(*arguments)
+
+    monkeypatch.setattr(second, "_request", late)
+    deciding = asyncio.create_task(second.submit(order("late"), store))
+    await decided.wait()
+    one = await first.submit(order("late"), store)
+    go.set()
+    assert repr(await deciding) == repr(one)
+    assert len(account.living()) == 1
+    for each in (first, second):
+        await each.close()
+
+
+async def test_of_two_machines_for_one_attempt_one_stays(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is by which AWS was made to start both."""
+    first, second = (account.backend(tmp_path / f"kept-{n}") for n in range(2))
+    one = await first.submit(order("both"), store)
+    newest, unseen = second._newest, [None]
+
+    async def blind(name: str) -> Any:
+        return unseen.pop() if unseen else await newest(name)
+
+    monkeypatch.setattr(second, "_newest", blind)
+    assert repr(await second.submit(order("both"), store)) == repr(one)
+    assert len(account.requests) == 2, "it was started"
+    assert len(account.living()) == 1
+    for each in (first, second):
+        await each.close()
+
+
 async def test_a_spot_machine_has_its_price(
     account: Cloud, store: BlobStore, tmp_path: Path
 ) -> None:
