@@ -22,7 +22,7 @@ from groupwise.hosts.meeting import port_of
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
 BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
-PATIENCE = 600
+PATIENCE = 1800
 """Seconds that the first machine waits for the others: their environments may have to be made."""
 SAVING = 50
 """Seconds that processes have after TERM; whoever placed the job kills after 60."""

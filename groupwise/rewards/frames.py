@@ -6,8 +6,8 @@ import socket
 import struct
 
 _LENGTH = struct.Struct(">Q")
-MAX_BYTES = 1 << 32
-"""A longer announced length can only be rubbish on the line."""
+MAX_BYTES = 1 << 38
+"""A longer announced length can only be rubbish on the line; weights with moments that go to another machine are shorter."""
 
 
 def send_frame(connection: socket.socket, payload: bytes) -> None:

@@ -19,8 +19,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from groupwise.clouds.gang import GangBackend
-from groupwise.clouds.machine import ROOT
-from groupwise.clouds.port import CloudError, Order, Outcome
+from groupwise.clouds.machine import ROOT, MachineBackend
+from groupwise.clouds.port import CloudError, NameTaken, Order, Outcome, Unreachable
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.meeting import port_of
@@ -254,6 +254,46 @@ async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: P
         while status.ending is None:
             status = await each.wait(handle, status, 20.0)
         assert status.ending.outcome is Outcome.CANCELLED
+    await backend.close()
+
+
+async def test_what_others_have_on_a_machine_under_the_same_name_goes_on(
+    hosts: list[LoopbackHost], tmp_path: Path
+) -> None:
+    store = BlobStore(tmp_path / "blobs")
+    backend = gang(hosts)
+    other = backend._others[0]
+    theirs = JobSpec(("python3", "-c", "import time; print('on', flush=True); time.sleep(1000)"))
+    handle = await MachineBackend.submit(other, Order("theirs", theirs), store)
+    with pytest.raises(NameTaken, match="machine 1 has another job called theirs"):
+        await backend.submit(order("theirs", "print()"), store)
+    assert (await other.status(handle)).ending is None
+    assert await backend.find("theirs") is None
+    await other.cancel(handle, 0.1)
+    await backend.close()
+
+
+async def test_a_machine_that_is_away_keeps_nobody_from_the_results(
+    hosts: list[LoopbackHost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlobStore(tmp_path / "blobs")
+    backend = gang(hosts)
+    handle = await backend.submit(
+        order("away", "import os; os.mkdir('outputs'); open('outputs/x', 'w')"), store
+    )
+    status = await backend.status(handle)
+    while status.ending is None:
+        status = await backend.wait(handle, status, 20.0)
+
+    async def away(*_: object) -> None:
+        raise Unreachable("machine 1 cannot be reached")
+
+    monkeypatch.setattr(backend._others[0], "log", away)
+    fetched = await backend.fetch(handle, tmp_path / "results")
+    assert fetched.files == ("outputs/x",)
+    assert fetched.left_out == {"nodes/1.log": "machine 1 cannot be reached"}
+    monkeypatch.setattr(backend._others[0], "cancel", away)
+    await backend.cancel(handle, 0.1)
     await backend.close()
 
 
