@@ -103,18 +103,31 @@ def sigterm_interrupts() -> AbstractContextManager[None]:
 
 @contextmanager
 def interrupting(*signals: signal.Signals) -> Generator[None]:
-    """These signals do what Ctrl-C does to code that is not async, and are told from it by their numbers; elsewhere than in the main
-    thread nothing changes."""
+    """These signals do what Ctrl-C does, and are told from it by their numbers; elsewhere than in the main thread nothing changes.
+
+    Within `asyncio.run` that is the cancellation of its own task: an exception out of a handler would cancel all of them at once, also
+    those that are to come to their end.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    told: list[int] = []
 
-    def interrupt(number: int, _: FrameType | None) -> None:
-        raise KeyboardInterrupt(number)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        of_ctrl_c = signal.getsignal(signal.SIGINT)
+        if callable(of_ctrl_c) and of_ctrl_c is not signal.default_int_handler:
+            of_ctrl_c(signal.SIGINT, frame)
+        else:
+            raise KeyboardInterrupt(number)
 
     before = {each: signal.signal(each, interrupt) for each in signals}
     try:
         yield
+    except KeyboardInterrupt as stopped:
+        if told and not stopped.args:
+            raise KeyboardInterrupt(told[-1]) from None
+        raise
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
