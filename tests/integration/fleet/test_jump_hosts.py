@@ -79,10 +79,15 @@ def test_the_machine_behind_it_is_looked_at_through_it(
     assert fleet("vm", "add", "seen", *way)[0] == 0
     _, found, _ = fleet("vm", "show", "seen")
     assert (found["fingerprint"], found["seen_fingerprint"]) == (None, fingerprint(inner))
+    code, _, said = fleet("vm", "add", "inner", *way, "--trust", fingerprint(inner))
+    assert code == 2
+    assert "seen" in said, "each row ends what it finds in its folder and does not know"
+    assert fleet("vm", "remove", "seen")[0] == 0
     assert fleet("vm", "add", "inner", *way, "--trust", fingerprint(inner))[0] == 0
     _, found, _ = fleet("vm", "show", "inner")
     assert found["fingerprint"] == fingerprint(inner)
     assert keys.parse(found["jump"]["host_key"]).fingerprint == fingerprint(gate)
+    assert fleet("vm", "remove", "inner")[0] == 0
     assert fleet("vm", "add", "both", "--from-ssh-config", "inner", "--yes")[0] == 0
     _, found, _ = fleet("vm", "show", "both")
     assert found["fingerprint"] == fingerprint(inner)
