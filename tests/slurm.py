@@ -132,6 +132,14 @@ class Cluster:
             assert time.monotonic() < until, (self.folder / "controller.out").read_text()
             time.sleep(0.05)
 
+    def until_saved(self, name: str) -> None:
+        """The controller has written a job down whose name begins so. It does that some seconds after it has taken it; killed before, it
+        forgets the job, and gives its number to the next one, which the node then takes for the first."""
+        until = time.monotonic() + SOON
+        while name.encode() not in _read(self.folder / "state" / "job_state"):
+            assert time.monotonic() < until, f"{name} is not written down"
+            time.sleep(0.05)
+
     def processes(self) -> list[int]:
         """Of this cluster, its jobs among them."""
         mark = f"SLURM_CONF={self.configuration}".encode()
@@ -150,6 +158,12 @@ class Cluster:
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _read(path: Path) -> bytes:
+    with suppress(FileNotFoundError):
+        return path.read_bytes()
+    return b""
 
 
 @contextmanager

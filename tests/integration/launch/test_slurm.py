@@ -304,6 +304,7 @@ async def test_while_its_controller_is_dead_a_job_goes_on_and_nothing_is_placed_
     handle = await backend.submit(order(name, waits), store)
     later = await backend.submit(order(f"{name}-later", "print()", LATER), store)
     running = await until(backend, handle, lambda status: status.log_size)
+    cluster.until_saved(f"{name}-later.1")
     cluster.kill("controller")
     try:
         assert (await backend.status(handle)).phase is Phase.RUNNING
