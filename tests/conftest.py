@@ -95,13 +95,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _group(item: pytest.Item) -> str:
-    """Tests that one process runs, where a stage is divided by `--dist loadgroup`: a file's or, in a contract of places, those of one."""
-    call = getattr(item, "callspec", None)
-    place = call.params.get("place") if call else None
-    return f"{item.path.stem}-{place}" if isinstance(place, str) else item.path.stem
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, all others in their order; those that are stages of their own are marked."""
     places = {name: place for place, name in enumerate(LONGEST)}
@@ -112,7 +105,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
         if root / "integration" / "server" in item.path.parents:
             item.add_marker("server")
         if root / "integration" / "notebook" in item.path.parents:

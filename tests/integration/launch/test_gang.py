@@ -46,7 +46,7 @@ told = {name: os.environ[name] for name in names}
 os.makedirs("outputs", exist_ok=True)
 with open(f"outputs/{told['RANK']}.json", "w") as file:
     json.dump({**told, "words": sys.argv[1:]}, file)
-print("process", told["RANK"], flush=True)
+sys.stdout.write(f"process {told['RANK']}\\n")
 """
 NEAR = "GLOO_SOCKET_IFNAME=lo\n"
 
