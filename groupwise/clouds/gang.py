@@ -21,7 +21,6 @@ from groupwise.clouds.port import (
     CloudError,
     Fetched,
     Handle,
-    NameTaken,
     NotHere,
     Order,
     Plan,
@@ -79,12 +78,8 @@ class _Other(_Machine):
     async def expect_no_other(self, order: Order) -> None:
         """Raises NameTaken where a job of this name that asks for something else is here."""
         last = await self._newest(order.name)
-        if last is None or last.state is RunnerState.REFUSED:
-            return
-        if (await self.order(self._handle(last))).document() != order.document():
-            raise NameTaken(
-                f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
-            )
+        if last is not None and last.state is not RunnerState.REFUSED:
+            await self._expect_same(order, self._handle(last))
 
     async def join(self, order: Order, store: BlobStore, epoch: int, attempt: int) -> MemberState:
         """Begin its part of this epoch, unless that has been done. Raises CloudError where it will not."""

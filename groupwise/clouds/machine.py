@@ -118,15 +118,19 @@ class MachineBackend:
             handle = await self._begin(order, store, 1 if last is None else last.epoch + 1, 1)
         else:
             handle = self._handle(last)
-        if (await self.order(handle)).document() != order.document():
-            raise NameTaken(
-                f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
-            )
+        await self._expect_same(order, handle)
         if last is not None and last.state is RunnerState.QUEUED:
             return await self._begin(
                 order, store, last.epoch, 1
             )  # whoever did may have been cut off
         return handle
+
+    async def _expect_same(self, order: Order, handle: Handle) -> None:
+        """Raises NameTaken where the attempt is of a job that asks for something else."""
+        if (await self.order(handle)).document() != order.document():
+            raise NameTaken(
+                f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
+            )
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`."""
