@@ -12,13 +12,14 @@ import itertools
 import logging
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
 from groupwise.errors import RunError
 from groupwise.models.memory import REMEDY
+from groupwise.plugins import explain
 from groupwise.ranks.line import Call, Cancel, Line
 from groupwise.rewards.processes import PLAIN, how_it_ended
 
@@ -144,6 +145,20 @@ def how(code: int | None) -> str:
     """How a process ended, and what needs less memory where that may be why."""
     how = f"{how_it_ended(code)}."
     return f"{how} {REMEDY}" if code == -signal.SIGKILL else how
+
+
+def reason_of(lived: Callable[[], RunError]) -> RunError:
+    """Why listening to processes was over: what `lived` says or, whatever it raises, an error that whoever waits for a call can be told."""
+    try:
+        return lived()
+    except RunError as error:
+        return error
+    except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
+        reason = RunError(
+            f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
+        )
+        reason.__cause__ = error
+        return reason
 
 
 def log_here(record: logging.LogRecord) -> None:

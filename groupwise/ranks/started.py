@@ -22,8 +22,7 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from groupwise.errors import RunError
-from groupwise.plugins import explain
-from groupwise.ranks.calls import ENVIRONMENT, RESUME, Calls, log_here, settle
+from groupwise.ranks.calls import ENVIRONMENT, Calls, log_here, reason_of, settle
 from groupwise.ranks.launched import gpu_of
 from groupwise.ranks.line import Answered, Failed, Leave, Line, PeerSetup, Ready, Setup, Told
 from groupwise.rewards.output import Output
@@ -149,17 +148,8 @@ class Started(Calls):
     # --- what runs in the thread -----------------------------------------------------------------
 
     def _attend(self) -> None:
-        try:
-            reason = self._lived()
-        except RunError as error:
-            reason = error
-        except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
-            reason = RunError(
-                f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
-            )
-            reason.__cause__ = error
-        finally:
-            self._end_all()
+        reason = reason_of(self._lived)
+        self._end_all()
         self._fail_all(reason)
 
     def _lived(self) -> RunError:

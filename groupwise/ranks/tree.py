@@ -26,8 +26,7 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from groupwise.errors import RunError
-from groupwise.plugins import explain
-from groupwise.ranks.calls import ENVIRONMENT, RESUME, Calls, how, log_here, settle
+from groupwise.ranks.calls import ENVIRONMENT, RESUME, Calls, how, log_here, reason_of, settle
 from groupwise.ranks.line import Answered, Call, Ended, Failed, Line, Ready, Setup, Told
 from groupwise.rewards.output import Output
 from groupwise.rewards.processes import NO_GPU, has_ended
@@ -137,16 +136,7 @@ class Ranks(Calls):
     # --- what runs in the thread -----------------------------------------------------------------
 
     def _attend(self) -> None:
-        try:
-            reason = self._lived()
-        except RunError as error:
-            reason = error
-        except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
-            reason = RunError(
-                f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
-            )
-            reason.__cause__ = error
-        self._end(reason)
+        self._end(reason_of(self._lived))
 
     def _lived(self) -> RunError:
         """Start the zygote and listen as long as it lives; how it ended. However this ends, the zygote has ended."""
