@@ -31,6 +31,8 @@ PYTHON = Path(
 """Of its environment, wherever a test has its home."""
 SOON = 90.0
 """For a start, on a machine with other work; alone it takes three seconds."""
+REPORTS_EVERY = 1
+"""Seconds between Ray's reports of what is in use."""
 SMALLEST_STORE = 80_000_000
 """Bytes of memory for Ray's objects, which no job of the tests makes."""
 CHILD_SUBREAPER = 36
@@ -112,7 +114,7 @@ class Ray:
             "RAY_memory_monitor_refresh_ms": "0",  # it is not alone on this machine
             "RAY_health_check_period_ms": "500",  # what is dead refuses at once, what is slow has its time
             "RAY_enable_metrics_collection": "0",
-            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "AUTOSCALER_UPDATE_INTERVAL_S": str(REPORTS_EVERY),
             "RAY_JOB_START_TIMEOUT_SECONDS": str(self.start_timeout),
             "DASHBOARD_METRIC_PORT": str(free_port("0.0.0.0")),
             "AUTOSCALER_METRIC_PORT": str(free_port("0.0.0.0")),
@@ -175,11 +177,26 @@ class Ray:
             assert time.monotonic() < until, (self.folder / "said").read_text()
             time.sleep(0.05)
 
+    def idle(self) -> None:
+        """Nothing is in use, by a report of Ray that is late enough to know how the last job ended."""
+        known = time.time() + REPORTS_EVERY
+
+        def told() -> bool:
+            report = self._report()
+            if not report or report["time"] < known:
+                return False
+            return not any(used for used, _ in report["loadMetricsReport"]["usage"].values())
+
+        self.until(told)
+
     def _has(self, resource: str) -> float:
         """So much of it all nodes have together."""
-        told = json.loads(self.ask("GET", "/api/cluster_status")[1])["data"]["clusterStatus"]
-        usage = told["loadMetricsReport"]["usage"] if told else {}
-        return usage.get(resource, (0.0, 0.0))[1]
+        report = self._report()
+        return report["loadMetricsReport"]["usage"].get(resource, (0.0, 0.0))[1] if report else 0.0
+
+    def _report(self) -> dict[str, Any]:
+        """What its nodes have and use, as they said some time ago; nothing before the first."""
+        return json.loads(self.ask("GET", "/api/cluster_status")[1])["data"]["clusterStatus"] or {}
 
     def ask(self, method: str, path: str, token: str | None = None) -> tuple[int, str]:
         """Status and text."""

@@ -145,6 +145,7 @@ def test_a_script_runs_on_a_node_and_comes_back(clerk: Person, cluster: Ray) -> 
 def test_a_plan_asks_ray_and_changes_nothing(
     clerk: Person, cluster: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cluster.idle()
     (clerk.project / "job.py").write_text("print('it ran')")
     dry = ("ray", "--dry-run", "--name", "planned", "--gpus", "1")
     typed = clerk.types(*dry, "--resource", "apart=1", "--script", "job.py")
@@ -160,6 +161,7 @@ def test_a_plan_asks_ray_and_changes_nothing(
 
 
 def test_what_waits_says_what_for_and_is_stopped(clerk: Person, cluster: Ray) -> None:
+    cluster.idle()
     (clerk.project / "job.py").write_text("print('it ran')")
     clerk.types("ray", "--name", "later", "--detach", "--gpus", "9", "--script", "job.py")
     [listed] = json.loads(clerk.types("list", "--json").out)["jobs"]
