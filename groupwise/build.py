@@ -751,7 +751,8 @@ def _whole_on(layout: Layout) -> str:
 
 
 def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> Sampler:
-    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+    from groupwise.sampler.queued import DecodeLayout
+    from groupwise.sampler.torch_sampler import TorchSampler
 
     if config.sampler.engine == "vllm":
         return _vllm_sampler(config, layout, served, tokenizer)

@@ -34,7 +34,8 @@ from groupwise.runs.store import Store
 from groupwise.sampler.draw import draw_tokens
 from groupwise.sampler.native.graph_engine import KEYS, GraphEngine
 from groupwise.sampler.native.recording import Record
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.queued import DecodeLayout
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import Completion, GroupRequest, Policy, Row, SamplingParams
 from tests.integration import running

@@ -67,7 +67,8 @@ def tiny() -> Writer:
 
     from groupwise.models.tiny import tiny_model, tiny_tokenizer
     from groupwise.models.tokens import completion_text, prompt_ids
-    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+    from groupwise.sampler.queued import DecodeLayout
+    from groupwise.sampler.torch_sampler import TorchSampler
     from groupwise.sampler.weights import ServedModel
     from groupwise.types import GroupRequest, SamplingParams
 

@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.models.lora import CONFIG, AdaptedModel, read_lora_config
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.queued import DecodeLayout
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.vllm.witness import Witness
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import GroupRequest, SamplingParams

@@ -16,7 +16,8 @@ from groupwise.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config
 from groupwise.models.tokenizer import load_tokenizer
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.queued import DecodeLayout
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter
 from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
 

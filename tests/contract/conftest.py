@@ -65,7 +65,8 @@ def _torch_pair(folder: Path, trained: Any, served: Callable[[], Any]) -> Pair:
 
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.models.tiny import tiny_tokenizer
-    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+    from groupwise.sampler.queued import DecodeLayout
+    from groupwise.sampler.torch_sampler import TorchSampler
 
     tokenizer = tiny_tokenizer()
     learner = TorchLearner(

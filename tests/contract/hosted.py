@@ -13,7 +13,8 @@ from groupwise.models.config import LoraConfig
 from groupwise.models.lora import AdaptedModel, new_lora_config
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.ranks.hosted import Hosted
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.queued import DecodeLayout
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter
 
 

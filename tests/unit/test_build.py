@@ -10,7 +10,7 @@ from groupwise.config import load_config
 from groupwise.errors import OutOfMemoryError, UsageError
 from groupwise.models import probes
 from groupwise.ranks import ahead
-from groupwise.sampler.torch_sampler import DecodeLayout
+from groupwise.sampler.queued import DecodeLayout
 
 
 def test_a_zygote_is_begun_early_only_where_it_will_be_needed(monkeypatch, tmp_path):

@@ -27,7 +27,8 @@ from groupwise.learner.layout import PackedBatch
 from groupwise.learner.native.layout import FlatBatch
 from groupwise.models.lora import CONFIG, WEIGHTS
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.queued import DecodeLayout
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter
 from groupwise.types import GroupRequest, OptimiserParams, SamplingParams
 from tests.disks import small_disk

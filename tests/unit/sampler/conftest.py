@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.queued import DecodeLayout
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedModel
 
 MakeSampler = Callable[..., TorchSampler]

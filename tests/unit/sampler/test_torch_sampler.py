@@ -28,8 +28,9 @@ from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedModel
 from groupwise.models.native.weights import NativeModel
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.sampler.queued import DecodeLayout, drawn
 from groupwise.sampler.restrict import truncated
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler, _drawn
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedModel
 from groupwise.types import GroupRequest, Policy, SamplingParams
 
@@ -525,7 +526,7 @@ def test_rows_of_nobody_change_nothing_that_is_drawn():
         for n, each in enumerate(MIXED)
     ]
     logits = torch.randn(len(params), 102, generator=torch.Generator().manual_seed(0)) * 3
-    wanted = _drawn(members, logits, 0)
-    tokens, logprobs = _drawn(members, F.pad(logits, (0, 0, 0, 5)), 5)
+    wanted = drawn(members, logits, 0)
+    tokens, logprobs = drawn(members, F.pad(logits, (0, 0, 0, 5)), 5)
     assert (tokens[: len(params)], logprobs[: len(params)]) == wanted
     assert len(tokens) == len(params) + 5

@@ -16,7 +16,8 @@ from groupwise.models.config import LoraConfig
 from groupwise.models.lora import AdaptedModel, new_lora_config
 from groupwise.models.native import kernels, products
 from groupwise.models.tiny import tiny_tokenizer
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.queued import DecodeLayout
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter
 from groupwise.types import GroupRequest, Row, SamplingParams
 from tests.unit.models.native.families import adapted, family

@@ -27,7 +27,8 @@ from groupwise.models.native import forward
 from groupwise.models.native.forward import plain_logits
 from groupwise.models.native.weights import NativeModel, native_model, refusal
 from groupwise.models.tiny import tiny_tokenizer
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.queued import DecodeLayout
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedModel
 from groupwise.types import GroupRequest, SamplingParams
 from tests.unit.models.native.families import (

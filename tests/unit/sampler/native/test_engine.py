@@ -38,8 +38,9 @@ from groupwise.sampler.native import graph_engine
 from groupwise.sampler.native.engine import NativeEngine
 from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import plainly
+from groupwise.sampler.queued import DecodeLayout
 from groupwise.sampler.slot_engine import SlotEngine
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import Completion, GroupRequest, Policy, SamplingParams
 from groupwise.types import Row as TrainingRow
