@@ -5,7 +5,8 @@
 memory when an adapter is trained; each has its own copy of the adapter, and the sampler's changes only through published files. They
 are in this process, or in ranks (`groupwise.ranks`), as the layout says: then the zygote makes once, by `make_described`, what is made
 here for one process. With `run.server` the three `start_…` of a config have a training server make them (`groupwise.remote`), with
-`model.backend: tunix` a worker in another environment (`groupwise.tunix`).
+`model.backend: tunix` a worker in another environment (`groupwise.tunix`); with `model.backend: unsloth` one process makes them of
+`groupwise.unsloth`.
 
 Over the base of a training, or over one that `start_base` loaded alone, `models_over` adds trained adapters later.
 """
@@ -45,11 +46,14 @@ from groupwise.runs import publications
 from groupwise.sft_config import SftConfig, load_sft_config
 from groupwise.task_parts import longest_completion
 from groupwise.types import Learner, Policy, Sampler
+from groupwise.unsloth import library
 
 if TYPE_CHECKING:
+    from groupwise.learner.engine import Engine
     from groupwise.learner.slopes import Slope
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.learner.weights import TrainedModel
+    from groupwise.models.lora import AdaptedModel
     from groupwise.ranks.bench import Bench
     from groupwise.ranks.hosted import Hosted
     from groupwise.remote.parts import RemoteParts, Wanted
@@ -170,10 +174,12 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 
 def expect_ranks(config: AnyConfig) -> None:
-    """Begin the zygote where the config will probably have ranks, so that its imports take no time later.
+    """Begin the zygote where the config will probably have ranks, so that its imports take no time later; or import Unsloth, which must
+    be imported before transformers.
 
     No more than a guess: on a GPU without its driver's file a zygote may be begun that the run has no use for.
     """
+    library.import_first(config.model)
     torch_alone = config.run.server is None and config.model.backend == "transformers"
     if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
@@ -649,14 +655,14 @@ def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
 def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
     """Sampler and learner in this process, which may be a zygote: it has one thread as long as there are ranks to come."""
     from groupwise.models.adapters import check_adapter
-    from groupwise.models.load import load_model, stop_token_ids
+    from groupwise.models.load import stop_token_ids
     from groupwise.models.tokenizer import load_tokenizer
     from groupwise.ranks.hosted import Hosted
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, layout.dtype, layout.device)
+    model = _loaded(config, layout, layout.device)
     stops = stop_token_ids(model, tokenizer)
     trained, served = (
         _adapter_weights(config, model) if config.lora else _full_weights(config, layout, model)
@@ -671,7 +677,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         _with_configured(stops, config),
         trained,
         replicas,
-        bench=_bench(config, layout, trained.adapted, tokenizer) if config.lora else None,
+        bench=_bench(config, layout, trained.adapted, tokenizer) if _hosts_others(config) else None,
     )
 
 
@@ -728,6 +734,7 @@ def _learner(
 
     return TorchLearner(
         trained,
+        engine=_own_engine(config, trained),
         run=run,
         publish_folder=Path(folder),
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
@@ -738,6 +745,31 @@ def _learner(
         replicas=replicas,
         divide_on=_divide_on(layout),
     )
+
+
+def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
+    """What computes rows for a learner where that is not its own choice."""
+    if config.model.backend != "unsloth":
+        return None
+    from groupwise.unsloth.engine import UnslothEngine
+
+    return UnslothEngine(trained)
+
+
+def _hosts_others(config: RunConfig) -> bool:
+    """Whether models can be added over the base of a training."""
+    return config.lora is not None and config.model.backend != "unsloth"
+
+
+def _loaded(config: AnyConfig, layout: Layout, device: str) -> Any:
+    """The model, as the backend loads it."""
+    if config.model.backend == "unsloth":
+        from groupwise.unsloth.parts import load
+
+        return load(config.model, layout.dtype, layout.key_length or None)
+    from groupwise.models.load import load_model
+
+    return load_model(config.model, layout.dtype, device)
 
 
 def _divide_on(layout: Layout) -> str | None:
@@ -756,6 +788,10 @@ def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> 
 
     if config.sampler.engine == "vllm":
         return _vllm_sampler(config, layout, served, tokenizer)
+    if config.model.backend == "unsloth":
+        from groupwise.unsloth.sampler import UnslothSampler
+
+        return UnslothSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
     return TorchSampler(
         served,
         tokenizer,
@@ -791,16 +827,16 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.learner.weights import TrainedModel
     from groupwise.models.adapters import check_adapter
-    from groupwise.models.load import load_model
     from groupwise.ranks.hosted import Hosted
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = load_model(config.model, layout.dtype, _whole_on(layout))
+    model = _loaded(config, layout, _whole_on(layout))
     trained = _trained_adapter(config, model) if config.lora else TrainedModel(model)
     replicas = _replicas(layout, trained)
     learner = TorchLearner(
         trained,
+        engine=_own_engine(config, trained),
         run=run,
         publish_folder=Path(folder),
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
@@ -815,17 +851,17 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
 
 def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hosted:
     from groupwise.models.adapters import adapter_folder
-    from groupwise.models.load import load_model, stop_token_ids
+    from groupwise.models.load import stop_token_ids
     from groupwise.models.tokenizer import load_tokenizer
     from groupwise.ranks.hosted import Hosted
 
     folder = adapter_folder(config.model) if weights is None else Path(weights)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, layout.dtype, layout.device)
+    model = _loaded(config, layout, layout.device)
+    stops = _with_configured(stop_token_ids(model, tokenizer), config)
     served = _served_weights(config, model, folder)
     sampler = _sampler(config, layout, served, tokenizer)
-    stops = _with_configured(stop_token_ids(model, tokenizer), config)
     return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
 
 
@@ -924,7 +960,7 @@ def build_algorithm(config: RunConfig) -> Any:
 
 def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
     from groupwise.models.adapters import warn_of_other_base
-    from groupwise.models.lora import CONFIG, AdaptedModel, read_lora_config
+    from groupwise.models.lora import CONFIG, read_lora_config
     from groupwise.sampler.weights import ServedAdapter, ServedModel
 
     if weights is None:
@@ -932,7 +968,7 @@ def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
     if (weights / CONFIG).is_file():
         stored = read_lora_config(weights)
         warn_of_other_base(stored, config.model, weights)
-        served: Any = ServedAdapter(AdaptedModel(model, stored))
+        served: Any = ServedAdapter(_with_adapters(config, model, stored))
     else:
         served = ServedModel(model)
     served.read(weights)
@@ -950,15 +986,27 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
     """A new adapter, or the one that the config starts from."""
     from groupwise.learner.weights import TrainedAdapter
     from groupwise.models.adapters import adapter_folder, starting_config, warn_of_other_base
-    from groupwise.models.lora import AdaptedModel, read_adapter, read_lora_config
+    from groupwise.models.lora import read_adapter, read_lora_config
 
     assert config.lora is not None
     folder = adapter_folder(config.model)
-    adapted = AdaptedModel(model, starting_config(config.model, config.lora))
+    adapted = _with_adapters(config, model, starting_config(config.model, config.lora))
     if folder is None:
         return TrainedAdapter(adapted, config.training.seed)
     warn_of_other_base(read_lora_config(folder), config.model, folder)
     return TrainedAdapter(adapted, config.training.seed, read_adapter(folder))
+
+
+def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
+    """The model, ready for adapters that have peft's config `shape` where they have none of their own."""
+    if config.model.backend == "unsloth":
+        from groupwise.unsloth.model import UnslothModel
+
+        recompute = config.training.gradient_checkpointing
+        return UnslothModel(model, shape, gradient_checkpointing=recompute)
+    from groupwise.models.lora import AdaptedModel
+
+    return AdaptedModel(model, shape)
 
 
 def _full_weights(config: RunConfig, layout: Layout, model: Any) -> tuple[Any, Any]:

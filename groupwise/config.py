@@ -64,6 +64,7 @@ from groupwise.settings.tree import Tree, read_yaml, tree_of
 from groupwise.settings.validation import validate
 from groupwise.settings.view import View
 from groupwise.tunix.config import rl_conflicts
+from groupwise.unsloth import config as unsloth
 
 DEFAULT_ALGORITHM = "dr_grpo"
 """Its centred advantages have no difficulty bias and do not explode on tiny spreads."""
@@ -388,6 +389,8 @@ class RunConfig(Strict):
             yield from self._nothing_is_held_out()
         if self.model.backend == "tunix":
             yield from rl_conflicts(self)
+        if self.model.backend == "unsloth":
+            yield from unsloth.conflicts(self)
         step = self.training.prompts_per_step * self.training.num_generations
         yield from scale_conflicts(
             self, step, ("training.prompts_per_step", "training.num_generations")
@@ -398,7 +401,7 @@ class RunConfig(Strict):
     def _does_not_go_with_servers(self) -> Iterator[Conflict]:
         given: dict[str, tuple[bool, str, str]] = {
             "lora": (self.lora is None, "null", "servers take adapters, not whole models"),
-            "model.backend": (self.model.backend != "transformers", self.model.backend, "it samples itself"),
+            "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
             "scale.learners": ((self.scale.learners or 1) > 1, str(self.scale.learners), "learners sample themselves"),

@@ -19,6 +19,7 @@ from groupwise.ranks.launched import launched, refuse_other_number
 from groupwise.sft_config import SftConfig
 from groupwise.task_parts import longest_completion
 from groupwise.tunix.environment import look
+from groupwise.unsloth import library
 
 AnyConfig = RunConfig | SftConfig
 
@@ -55,7 +56,7 @@ class Layout:
     processor: str = ""
     """What computes, as people call it, with the instruction set that torch uses there: others round otherwise."""
     torch: str = ""
-    """Its version; of the backend tunix those of JAX and Tunix."""
+    """Its version; with that of Unsloth where it computes, and of the backend tunix those of JAX and Tunix."""
     processes: int = 1
     """Ranks that sample, learn, or do both; with 1 there are none, and this process does."""
     learners: int = 1
@@ -210,7 +211,7 @@ def _layout(config: AnyConfig) -> Layout:
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         processor=ahead.describe_processor(device),
-        torch=ahead.torch_version(),
+        torch=_torch(config.model),
         processes=processes,
         learners=learners,
         samplers=samplers,
@@ -218,8 +219,20 @@ def _layout(config: AnyConfig) -> Layout:
     )
 
 
-def refuse_learners(config: AnyConfig) -> None:
-    """UsageError for more learners than one, and for samplers, for whoever has a machine that others use, too."""
+def _torch(model: ModelConfig) -> str:
+    """Its version, with Unsloth's where that computes. UsageError where it is not installed."""
+    if model.backend == "unsloth":
+        return f"{ahead.torch_version()}, unsloth {library.installed()}"
+    return ahead.torch_version()
+
+
+def refuse_on_server(config: AnyConfig) -> None:
+    """UsageError for more learners than one, for samplers and for Unsloth, for whoever has a machine that others use, too."""
+    if config.model.backend == "unsloth":
+        raise UsageError(
+            "model.backend is unsloth, but a training server computes with transformers and torch. Leave it out, or run "
+            "groupwise rl itself."
+        )
     for key, asked, usual in (
         ("scale.learners", config.scale.learners, 1),
         ("scale.samplers", samplers_of(config), 0),
@@ -267,12 +280,14 @@ def _processes(config: AnyConfig, device: str) -> int:
 
 
 def most_processes(config: AnyConfig) -> int:
-    """As many as are asked for, or suit as far as the config alone can tell: one for each thread, with enough to do.
+    """As many as are asked for, or suit as far as the config alone can tell: one for each thread, with enough to do. Unsloth has one.
 
     Full fine-tuning has one, because each would have a copy of all weights.
     """
     if config.run.processes is not None:
         return config.run.processes
+    if config.model.backend == "unsloth":
+        return 1
     if isinstance(config, RunConfig) and config.sampler.engine != "torch":
         return 1
     if config.lora is None or not sys.platform.startswith("linux"):

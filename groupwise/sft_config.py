@@ -35,6 +35,7 @@ from groupwise.settings.schema import Conflict, Strict, setting
 from groupwise.settings.tree import Tree
 from groupwise.settings.validation import validate
 from groupwise.tunix.config import sft_conflicts
+from groupwise.unsloth import config as unsloth
 
 
 class SftTrainingConfig(OptimisationConfig):
@@ -165,6 +166,8 @@ class SftConfig(Strict):
         """Keys about rollouts that sinks show, and a backend that is not for this."""
         if self.model.backend == "tunix":
             yield from sft_conflicts(self)
+        if self.model.backend == "unsloth":
+            yield from unsloth.conflicts(self)
         step = self.training.examples_per_step
         yield from scale_conflicts(self, step, ("training.examples_per_step",))
         for key in ("num_completions_to_print", "log_unique_prompts"):

@@ -19,6 +19,7 @@ from typing import Any
 from groupwise.checks import doctor_machine
 from groupwise.checks.findings import Findings, OnFinding, Report
 from groupwise.config import RunConfig, load_config
+from groupwise.unsloth import library
 
 CODE = "doctor_failed"
 
@@ -41,6 +42,7 @@ def doctor(
     findings.add(libraries)
     if libraries.level == "problem":  # the rest would need them
         return Report("this machine", tuple(findings.found), CODE)
+    library.import_first(loaded.config.model)
     load = os.getloadavg()[0]  # of the others: nothing has been computed yet
 
     from groupwise.checks.doctor_examination import examine_all

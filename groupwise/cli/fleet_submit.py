@@ -131,7 +131,10 @@ def submit(
         str | None, typer.Option("--output_dir", metavar="D", help="Without it: outputs.")
     ] = None,
     use_unsloth: Annotated[
-        bool, typer.Option("--use_unsloth", help="Refused: not in this version.")
+        bool,
+        typer.Option(
+            "--use_unsloth", help="Have Unsloth, on the machine, load and compute the model."
+        ),
     ] = False,
     hyperparams: Annotated[
         list[str] | None,

@@ -89,7 +89,7 @@ def train_grpo(
         ),
     ] = DEFAULTS["output_dir"],
     use_unsloth: Annotated[
-        bool, typer.Option("--use_unsloth", help="Not in this version.")
+        bool, typer.Option("--use_unsloth", help="Have Unsloth load and compute the model.")
     ] = False,
     overrides: Overrides = None,
     resume: Annotated[

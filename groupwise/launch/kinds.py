@@ -138,6 +138,7 @@ def _sft(row: Row) -> JobSpec:
         "training.examples_per_step": row["batch_size"],
         KEYS["output_dir"]: row["output_dir"],
         "run.name": "sft",
+        **_backend(row),
     }
     words = _all_words(row, given, found)
     _refuse(found, lambda: load_sft_config({}, words))
@@ -160,6 +161,7 @@ def _eval(row: Row) -> JobSpec:
         KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
         "data.prompt_format": BESIDE["data.prompt_format"],
         "data.strip_tags": BESIDE["data.strip_tags"],
+        **_backend(row),
     }
     held_out = {"data.dataset_test_split", "data.test_split_size"}
     if not held_out & _flat(row.get("hyperparams") or {}).keys():
@@ -203,8 +205,6 @@ def _missing(row: Row, *more: str) -> Iterator[str]:
 def _place_problems(row: Row) -> Iterator[str]:
     """A job can only read what is on its machine, or travels with it."""
     yield from path_problems("output_dir", row["output_dir"])
-    if row["use_unsloth"]:
-        yield "use_unsloth: there is no backend for Unsloth in this version; leave it false"
     dataset = row.get("dataset") or ""
     if dataset.startswith(SENT):
         yield from path_problems("dataset", dataset.removeprefix(SENT))
@@ -241,6 +241,11 @@ def _dataset(row: Row) -> str:
     """As the command takes it: `./` marks what lies in the working folder."""
     dataset: str = row.get("dataset") or ""
     return f"./{dataset.removeprefix(SENT)}" if dataset.startswith(SENT) else dataset
+
+
+def _backend(row: Row) -> dict[str, str]:
+    """What loads the model, where the row says so."""
+    return {KEYS["use_unsloth"]: "unsloth"} if row["use_unsloth"] else {}
 
 
 def _rewards(row: Row) -> tuple[str, ...]:

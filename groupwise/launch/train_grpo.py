@@ -53,8 +53,6 @@ BESIDE: Mapping[str, Any] = {
 }
 """Keys that no flag is, where they differ from the defaults of `groupwise rl`; overrides may change them."""
 
-NO_UNSLOTH = "models are loaded by transformers; there is no backend for Unsloth in this version. Leave --use_unsloth out."
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
@@ -96,7 +94,6 @@ def problems(flags: Flags, overrides: Sequence[str] = ()) -> list[str]:
             if (value := getattr(flags, name)) < 1
         ),
         *_rate_problems(flags.learning_rate),
-        *([NO_UNSLOTH] if flags.use_unsloth else []),
         *(problem for word in overrides for problem in _doubled(word)),
     ]
 
@@ -131,6 +128,8 @@ def config_of(flags: Flags) -> dict[str, Any]:
     config: dict[str, Any] = {}
     given = {KEYS[name]: getattr(flags, name) for name in KEYS if name != "use_unsloth"}
     given[KEYS["reward_function"]] = list(flags.reward_function)
+    if flags.use_unsloth:
+        given[KEYS["use_unsloth"]] = "unsloth"
     for key, value in {**BESIDE, **given}.items():
         section, _, name = key.partition(".")
         config.setdefault(section, {})[name] = value

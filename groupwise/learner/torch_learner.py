@@ -70,11 +70,13 @@ class TorchLearner:
         replicas: Summed | None = None,
         native: bool = True,
         divide_on: str | None = None,
+        engine: Engine | None = None,
     ) -> None:
         """`keep_publications`: so many of the last publications keep their files.
 
         `replicas`: the learners in other processes that compute the gradient of other rows, for the same update.
         Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
+        `engine`: what computes rows, where these weights have one of their own; the keys about how it does are not for it.
         `divide_on`: weights are divided among the replicas, and this learner's part is on that device; see `groupwise.learner.divided`.
         """
         self._weights = weights
@@ -85,7 +87,7 @@ class TorchLearner:
         self._seed = seed
         self._dropout = weights.dropout > 0
         self._divided = divide_on is not None
-        self._engine = _engine(
+        self._engine = engine or _engine(
             weights,
             native=native,
             packing=packing,

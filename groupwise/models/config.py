@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from groupwise.settings.schema import Conflict, Strict, setting
 
@@ -14,14 +14,19 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelConfig(Strict):
     """The model that the run starts from."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset(
-        {"backend=unsloth", "load_in_4bit", "load_in_8bit"}
-    )
-
-    backend: Literal["transformers", "tunix"] = setting(
+    backend: Literal["transformers", "unsloth", "tunix"] = setting(
         "transformers",
-        "Which library makes the model from its files, and with what it computes: transformers with torch; tunix (google-tunix) with "
-        "JAX, for TPUs, in an environment of its own that groupwise fetch-tunix makes.",
+        "Which library makes the model from its files, and with what it computes: transformers with torch; unsloth with kernels of its own "
+        "for GPUs (pip install 'groupwise[train,unsloth]'); tunix (google-tunix) with JAX, for TPUs, in an environment of its own that "
+        "groupwise fetch-tunix makes.",
+    )
+    load_in_4bit: bool = setting(
+        False,
+        "Hold the frozen weights in 4 bits (bitsandbytes NF4): a quarter of the memory of bfloat16. With the backend unsloth.",
+    )
+    load_in_8bit: bool = setting(
+        False,
+        "Hold the frozen weights in 8 bits (bitsandbytes LLM.int8): half the memory of bfloat16. With the backend unsloth.",
     )
     mesh: tuple[int, int] | None = setting(
         None,
@@ -59,7 +64,18 @@ class ModelConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A revision of no adapter, and devices of no mesh."""
+        """A revision of no adapter, devices of no mesh, and weights in fewer bits than the backend has."""
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if getattr(self, key) and self.backend != "unsloth":
+                yield Conflict(
+                    f"{key} is true, which the backend {self.backend} does not do. Set backend to unsloth, or leave {key} out.",
+                    (key, "backend"),
+                )
+        if self.load_in_4bit and self.load_in_8bit:
+            yield Conflict(
+                "load_in_4bit and load_in_8bit are both true; weights are held in one of the two. Leave one out.",
+                ("load_in_4bit", "load_in_8bit"),
+            )
         if self.mesh is not None and self.backend != "tunix":
             yield Conflict(
                 f"mesh is {list(self.mesh)}, which has no effect with the backend {self.backend}. Set backend to tunix, or leave mesh out.",

@@ -13,8 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from groupwise.models.config import ModelConfig
 from groupwise.models.logprobs import CHUNK
 from groupwise.models.native import compiled
 from groupwise.models.native.compiled import LANES, STRETCH, multiple
@@ -28,6 +30,11 @@ GROWTH = 64
 """The cache of own keys grows by multiples of so many tokens."""
 IN_PRODUCTS = 1.5
 """Numbers of an adapter in the order of the native products, for each of its own: where one product is several layers, there are zeros."""
+
+
+BYTES_IN_4BIT = 4.127 / 8
+"""Of a weight in NF4: 4 bits, and 0.127 for the doubly quantised scales of its block of 64 (Dettmers et al. 2023, QLoRA, §3)."""
+BYTES_IN_8BIT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,20 @@ class Sizes:
         """Weights of all products, the head's too."""
         others = self.layers * (self.queries + self.inner) + self.vocabulary
         return self.fused + others * self.hidden
+
+
+def saved_by_bits(config: ModelConfig, model: PreTrainedModel, dtype: str) -> float:
+    """Bytes by which the weights are smaller where they are held in 4 or 8 bits: those of all linear layers but the output head."""
+    if not (config.load_in_4bit or config.load_in_8bit):
+        return 0.0
+    each = BYTES_IN_4BIT if config.load_in_4bit else BYTES_IN_8BIT
+    head = model.get_output_embeddings()
+    weights = sum(
+        module.weight.numel()
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
+    )
+    return weights * (bytes_of(dtype) - each)
 
 
 def sizes_of(config: PreTrainedConfig) -> Sizes:

@@ -200,7 +200,7 @@ class AdaptedModel:
             self._check_targets(name, config)
         except ValueError as error:
             self.remove(name)
-            raise ModelError(_no_target(self.base, str(error).rstrip("."))) from error
+            raise ModelError(no_target(self.base, str(error).rstrip("."))) from error
         self.configs[name] = config
         self._take_stock()
         for layer in self.layers.values():
@@ -357,7 +357,8 @@ def _has(layer: BaseTunerLayer, name: str) -> bool:
     return name in layer._all_available_adapter_names()
 
 
-def _no_target(base: PreTrainedModel, problem: str) -> str:
+def no_target(base: PreTrainedModel, problem: str) -> str:
+    """What is wrong with `lora.target_modules`, and which layers there are."""
     kinds = sorted(
         {
             path.removesuffix(".base_layer").rsplit(".", 1)[-1]

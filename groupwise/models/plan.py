@@ -119,7 +119,7 @@ def plan_model(
     processes share; of weights that are trained each has its own, beside those that they were forked from. `parts`: into how many the
     weights are divided of which a process has one; they are then computed by modules.
     """
-    from groupwise.models.footprint import footprint_of
+    from groupwise.models.footprint import footprint_of, saved_by_bits
 
     hollow = _hollow(config, lora)
     trained = count_parameters(hollow.trained)
@@ -130,7 +130,7 @@ def plan_model(
         dtype=dtype,
         device=device,
         full=lora is None,
-        dropout=hollow.dropout > 0 or parts > 1,
+        dropout=hollow.dropout > 0 or parts > 1 or config.backend == "unsloth",
         samples=decoding is not None,
     )
     copies = 1 if lora else processes + (processes > 1)
@@ -138,7 +138,10 @@ def plan_model(
     of_one = held.activations(microbatch, recompute=gradient_checkpointing)
     memory = MemoryPlan(
         process=_processes_mib(processes) if device == "cpu" else 0.0,
-        weights=copies * held.served(total) / parts / MIB,
+        weights=copies
+        * (held.served(total) - saved_by_bits(config, hollow.model, dtype))
+        / parts
+        / MIB,
         trained=held.trained(trained, processes) / full / MIB,
         reference=held.plain(total) / parts / MIB if needs_reference and lora is None else 0.0,
         keys_and_values=processes * held.cache(decoding) / MIB if decoding else 0.0,

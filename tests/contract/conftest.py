@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.types import Learner, Sampler
+from tests import unsloth
 from tests.forked_zygote import fork_zygotes
 
 
@@ -26,6 +27,8 @@ class Pair:
     disturb: Callable[[], None]
     """Change the learner's weights."""
     close: Callable[[], None] = field(default=lambda: None)
+    exact: bool = True
+    """Whether results of the sampler are the same to the bit beside others; else their last digits differ."""
 
 
 def _fakes(folder: Path) -> Pair:
@@ -113,6 +116,40 @@ def _vllm(folder: Path) -> Pair:
         tokenizer.eos_token_id,
         lambda: _shift(trained(learner).parameters(), torch),
         close,
+    )
+
+
+def _unsloth(folder: Path) -> Pair:
+    """Both over a model that the stand-in of Unsloth has loaded."""
+    import torch
+
+    from groupwise.learner.torch_learner import TorchLearner
+    from groupwise.learner.weights import TrainedAdapter
+    from groupwise.models.tiny import tiny_tokenizer
+    from groupwise.sampler.queued import DecodeLayout
+    from groupwise.sampler.weights import ServedAdapter
+    from groupwise.unsloth.engine import UnslothEngine
+    from groupwise.unsloth.sampler import UnslothSampler
+
+    adapted = unsloth.tiny()
+    trained = TrainedAdapter(adapted, seed=1)
+    learner = TorchLearner(
+        trained,
+        engine=UnslothEngine(trained),
+        run="contract",
+        publish_folder=folder,
+        max_tokens_per_microbatch=4096,
+        seed=1,
+    )
+    tokenizer = tiny_tokenizer()
+    layout = DecodeLayout(slots=8, key_length=64)
+    return Pair(
+        UnslothSampler(ServedAdapter(adapted), tokenizer, layout),
+        learner,
+        tokenizer,
+        tokenizer.eos_token_id,
+        lambda: _shift(trained.parameters(), torch),
+        exact=False,
     )
 
 
@@ -276,6 +313,7 @@ MAKERS = {
     "torch-adapter": _torch_adapter,
     "torch-full": _torch_full,
     "vllm": _vllm,
+    "unsloth": _unsloth,
     "ranks": _ranks,
     "torch-added": partial(_added, 1),
     "ranks-added": partial(_added, 2),
@@ -315,6 +353,8 @@ def pair(
 ) -> Iterator[Pair]:
     if request.param.startswith("ranks"):
         fork_zygotes(monkeypatch)
+    if request.param == "unsloth":
+        unsloth.install(monkeypatch)
     made = MAKERS[request.param](tmp_path / "published")
     yield made
     made.close()

@@ -2,7 +2,8 @@
 
 1. One completion for each seed, in the order of the seeds, each naming its seed.
 2. As many log-probabilities as tokens, at most `max_tokens`; `stop` exactly where a stop token or text ended it.
-3. The same seeds give the same completion to the bit, whatever else is asked at the same time, before or after.
+3. The same seeds give the same completion, whatever else is asked at the same time, before or after: to the bit, or, by Unsloth, but for
+   the last digits of its log-probabilities.
 4. Distinct seeds draw differently; greedy completions do not depend on the seed.
 5. Every completion names version and fingerprint of the weights that were loaded; `fingerprint()` is of the tensors in memory.
 6. Other weights than the policy says are refused.
@@ -36,6 +37,18 @@ def request(pair, draw=0, members=4, max_tokens=12, prompt=PROMPT, **params) -> 
     )
 
 
+def same(pair, found, wanted) -> bool:
+    """To the bit where the sampler promises that, else but for the last digits of log-probabilities."""
+    if pair.exact:
+        return found == wanted
+    near = [
+        replace(each, logprobs=()) == replace(other, logprobs=())
+        and each.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        for each, other in zip(found, wanted, strict=True)
+    ]
+    return all(near)
+
+
 async def ready(pair) -> None:
     await pair.sampler.load(await pair.learner.publish(0))
 
@@ -64,8 +77,9 @@ async def test_results_do_not_depend_on_what_else_is_asked(pair):
     alone = await pair.sampler.generate(asked)
     others = [request(pair, draw, members=7, prompt="x" * (draw + 1)) for draw in range(10, 16)]
     crowd = await asyncio.gather(*map(pair.sampler.generate, [*others[:3], asked, *others[3:]]))
-    assert crowd[3] == alone
-    assert await pair.sampler.generate(replace(asked, seeds=asked.seeds[::-1])) == alone[::-1]
+    assert same(pair, crowd[3], alone)
+    again = await pair.sampler.generate(replace(asked, seeds=asked.seeds[::-1]))
+    assert same(pair, again, alone[::-1])
 
 
 async def test_seeds_differ_and_greedy_does_not_use_them(pair):
@@ -112,7 +126,7 @@ async def test_cancelling_disturbs_nobody(pair):
     kept = asyncio.ensure_future(pair.sampler.generate(asked))
     await asyncio.sleep(0)
     given_up.cancel()
-    assert await kept == alone
+    assert same(pair, await kept, alone)
     with pytest.raises(asyncio.CancelledError):
         await given_up
     assert await pair.sampler.generate(asked) == alone

@@ -310,7 +310,7 @@ def test_weights_of_another_run_travel_along(
         ({"preprocessing_pipeline": "generc"}, ["No preprocessing pipeline `generc`", "`generic`"]),
         ({"preprocessing_pipeline": "json:loads"}, ["json:loads failed on the row"]),
         ({"max_prompt_length": 1}, ["1 tokens"]),
-        ({"words": [*WORDS, "--use_unsloth"]}, ["there is no backend for Unsloth"]),
+        ({"words": [*WORDS, "--use_unsloth"]}, ["Unsloth is not installed", "pip install"]),
         ({"words": [*WORDS, "training.max_steps=3"]}, ["training.max_steps is --max_steps here"]),
         ({"words": [*WORDS, "training={seed: 3}"]}, ["training as a whole would replace"]),
         ({"words": [*WORDS, "algorithm.betaa=3"]}, ["algorithm.beta"]),

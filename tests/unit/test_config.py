@@ -39,7 +39,7 @@ def words(text: str) -> list[str]:
 
 KEYS = words("""
 model.name model.backend model.revision model.adapter model.adapter_revision model.dtype model.chat_template model.trust_remote_code
-model.max_seq_length model.mesh
+model.max_seq_length model.mesh model.load_in_4bit model.load_in_8bit
 lora lora.r lora.alpha lora.dropout lora.target_modules
 sampler.engine sampler.max_completion_length sampler.min_completion_length sampler.temperature
 sampler.temperature_schedule sampler.temperature_schedule.start sampler.temperature_schedule.end
@@ -378,10 +378,9 @@ def test_keys_of_other_frameworks_are_told_their_name_here(
 @pytest.mark.parametrize(
     "word",
     words("""
-    model.backend=unsloth model.load_in_4bit=true model.load_in_8bit=true
     sampler.engine=sglang sampler.engine=openai sampler.repetition_penalty=1.1 sampler.vllm_python=x
     training.optim=adamw_8bit
-    repetition_penalty=1.1 load_in_4bit=true
+    repetition_penalty=1.1
     """),
 )
 def test_parts_that_come_later_are_refused_as_such(tmp_path: Path, word: str) -> None:

@@ -17,7 +17,9 @@ VERBS = {
     *("help", "setup", "quickstart", "test", "test-server", "test-fleet", "check", "fix", "bench"),
     *("test-launch", "test-notebook", "test-tunix", "soak", "gpu", "clean"),
 }
-TENSOR_ROOMS = {"models", "learner", "sampler"}
+TENSOR_ROOMS = {"models", "learner", "sampler", "unsloth"}
+UNPINNED = {"unsloth"}
+"""It goes with older releases than those that are pinned; tests of the real one have an environment of their own."""
 HEAVY = ["torch", "transformers", "peft", "datasets", "numpy", "pandas", "safetensors"]
 
 
@@ -126,7 +128,9 @@ def test_every_dependency_has_a_lower_bound_and_is_pinned() -> None:
     pinned = pins()
     for requirement in declared():
         assert ">=" in requirement, requirement
-        assert distribution(requirement) in pinned, f"{requirement}: run scripts/lock.py"
+        assert distribution(requirement) in {*pinned, *UNPINNED}, (
+            f"{requirement}: run scripts/lock.py"
+        )
 
 
 def test_torch_is_pinned_once() -> None:

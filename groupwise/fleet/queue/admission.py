@@ -491,12 +491,7 @@ def _beyond(row: _Row, found: list[str]) -> Beyond | None:
 
 
 def _column_problems(columns: Columns) -> list[str]:
-    found = path_problems("output_dir", columns.output_dir)
-    if columns.use_unsloth:
-        found.append(
-            "use_unsloth: this version does not train with Unsloth; leave it out, models with fast paths use them anyway"
-        )
-    return found
+    return path_problems("output_dir", columns.output_dir)
 
 
 def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:

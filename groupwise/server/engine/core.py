@@ -43,7 +43,7 @@ from groupwise.loops.resume import (
 from groupwise.loops.rl import publish, take_step
 from groupwise.loops.run import Drawn
 from groupwise.loops.training import save_checkpoint
-from groupwise.machine_layout import refuse_learners
+from groupwise.machine_layout import refuse_on_server
 from groupwise.models.card import packages_used
 from groupwise.models.identity import identity
 from groupwise.models.tokens import completion_text, prompt_ids, rendered
@@ -138,7 +138,7 @@ class EngineCore:
 
     async def _open(self, order: OpenRun) -> Opened:
         loaded = load_config(dict(order.config))
-        refuse_learners(loaded.config)
+        refuse_on_server(loaded.config)
         build.expect_ranks(loaded.config)
         self._scope.callback(ahead.give_up)
         point = find_resume_point(loaded, True, order.run) if order.run is not None else None

@@ -215,7 +215,7 @@ def _read(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
 
 
 def _layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
-    machine_layout.refuse_learners(config)
+    machine_layout.refuse_on_server(config)
     most = max(machine_layout.MAX_PROCESSES, 2 * available_cores())
     if (config.run.processes or 1) > most:
         raise UsageError(

@@ -129,6 +129,17 @@ def test_values_are_read_as_they_were_given(value: Any) -> None:
     assert type(parse_override(f"a.b={word}")[1]) is type(value)
 
 
+@pytest.mark.parametrize("kind", [GRPO, SFT, EVAL])
+@pytest.mark.parametrize("use_unsloth", [False, True])
+def test_unsloth_is_asked_for_by_a_column(kind: TrainingKind, use_unsloth: bool) -> None:
+    given = {} if kind is GRPO else {"max_steps": 500, "reward_function": None}
+    if kind is EVAL:
+        given["reward_function"] = "correctness"
+    words = kind.expand(row(**given, use_unsloth=use_unsloth)).arguments
+    asked = {"--use_unsloth", 'model.backend="unsloth"'} & {*words}
+    assert len(asked) == use_unsloth
+
+
 def test_lengths_have_no_column_and_are_hyperparams(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = {"max_prompt_length": 9, "sampler": {"max_completion_length": 8}}
     flags, overrides = given_to_train(GRPO.expand(row(hyperparams=lengths)), monkeypatch)
@@ -157,7 +168,10 @@ def test_lengths_have_no_column_and_are_hyperparams(monkeypatch: pytest.MonkeyPa
         ({"model": "./mine"}, ["absolute path"]),
         ({"reward_function": "a:f,,b:f"}, ["--reward_function is empty"]),
         ({"output_dir": "../up"}, ["output_dir '../up'"]),
-        ({"use_unsloth": True, "model": ""}, ["no backend for Unsloth", "model is missing"]),
+        (
+            {"use_unsloth": True, "hyperparams": {"model.backend": "tunix"}},
+            ["model.backend is --use_unsloth here"],
+        ),
         ({"max_steps": 0, "learning_rate": -1.0}, ["--max_steps is 0", "--learning_rate is -1"]),
         ({"num_generations": 1}, ["compares the completions"]),
         ({"hyperparams": {"training.max_steps": 3}}, ["training.max_steps is --max_steps here"]),

@@ -159,7 +159,6 @@ def test_every_problem_at_once(database: Database) -> None:
         max_steps=0,
         priority=5000,
         output_dir="../elsewhere",
-        use_unsloth=True,
         request='{"after": ["nobody", "bad"], "resources": {"gpus": 0, "share_mb": 5}, "secrets": {"A": "x"}}',
     )
     admit_new(database)
@@ -170,14 +169,12 @@ def test_every_problem_at_once(database: Database) -> None:
         database,
         "bad2",
         output_dir="../elsewhere",
-        use_unsloth=True,
         request='{"after": ["nobody", "bad2"], "resources": {"gpus": 0, "share_mb": 5}, "secrets": {"A": "x"}}',
     )
     admit_new(database)
     said = failure(database, "bad2")
     for words in (
         "output_dir",
-        "Unsloth",
         "no job nobody",
         "after itself",
         "resources: gpus is 0",

@@ -1,0 +1,50 @@
+"""What does not go with the backend unsloth, and what goes with it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from groupwise.config import load_config
+from groupwise.errors import ConfigError
+from groupwise.sft_config import load_sft_config
+
+BACKEND = "model.backend=unsloth"
+
+
+@pytest.mark.parametrize("load", [load_config, load_sft_config])
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("lora=null", "the backend unsloth trains adapters"),
+        ("lora.dropout=0.1", "Unsloth computes without its own kernels"),
+        ("run.server=http://127.0.0.1:1", "one process samples and learns"),
+        ("run.processes=2", "one process samples and learns"),
+        ("scale.learners=2", "one process samples and learns"),
+        ("model.load_in_8bit=true", "load_in_4bit and load_in_8bit are both true"),
+        ("model.mesh=[1,1]", "no effect with the backend unsloth"),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(load: Any, word: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load({"model": {"name": "tiny"}}, [BACKEND, "model.load_in_4bit=true", word])
+
+
+@pytest.mark.parametrize("word", ["scale.samplers=1", "sampler.enforce_eager=true"])
+def test_nor_can_this_of_sampling(word: str) -> None:
+    with pytest.raises(ConfigError, match="the backend unsloth"):
+        load_config({"model": {"name": "tiny"}}, [BACKEND, word])
+
+
+@pytest.mark.parametrize("load", [load_config, load_sft_config])
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_fewer_bits_are_for_this_backend(load: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is true, which the backend transformers"):
+        load({"model": {"name": "tiny", key: True}})
+    assert load({"model": {"name": "tiny", "backend": "unsloth", key: True}}).config
+
+
+def test_servers_of_vllm_may_sample_for_it() -> None:
+    words = [BACKEND, "sampler.engine=vllm", "sampler.url=http://127.0.0.1:8000"]
+    assert load_config({"model": {"name": "tiny"}}, words).config.sampler.urls
