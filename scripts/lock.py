@@ -1,6 +1,6 @@
 """Remake constraints.txt: `.venv/bin/python scripts/lock.py`, and nothing else.
 
-uv resolves pyproject.toml with all extras for every platform and Python at once. Two things are then left out: the CUDA
+uv resolves pyproject.toml with all extras but those in APART for every platform and Python at once. Two things are then left out: the CUDA
 packages (a CPU machine must never download them; the CUDA build of torch pins its own) and hashes, which make `pip install -e`
 fail. torch stands at the release that `tool.groupwise.bootstrap` names.
 """
@@ -25,6 +25,10 @@ HEADER = """\
 """
 
 
+APART = {"unsloth"}
+"""Extras that go with older releases than the others."""
+
+
 def main() -> int:
     """Resolve, filter, write."""
     lines = [line for line in resolve().splitlines() if not CUDA_ONLY.match(line)]
@@ -35,12 +39,15 @@ def main() -> int:
 
 def resolve() -> str:
     """What `uv pip compile` prints, one line for each release."""
-    torch = tomllib.loads(PYPROJECT.read_text())["tool"]["groupwise"]["bootstrap"]["torch"]
+    project = tomllib.loads(PYPROJECT.read_text())
+    torch = project["tool"]["groupwise"]["bootstrap"]["torch"]
     with tempfile.TemporaryDirectory() as folder:
         pins = Path(folder) / "pins.txt"
         pins.write_text(f"torch=={torch}\n")
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal"]
-        command += ["--all-extras", "--python-version", "3.11", "--upgrade", "--no-header"]
+        for extra in sorted(project["project"]["optional-dependencies"].keys() - APART):
+            command += ["--extra", extra]
+        command += ["--python-version", "3.11", "--upgrade", "--no-header"]
         command += ["--no-annotate", "--no-config", "--constraint", str(pins), PYPROJECT.name]
         return subprocess.run(
             command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
