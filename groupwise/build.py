@@ -14,6 +14,7 @@ Over the base of a training, or over one that `start_base` loaded alone, `models
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from groupwise.ranks.hosted import Hosted
     from groupwise.remote.parts import RemoteParts, Wanted
     from groupwise.remote.session import Session
+    from groupwise.sampler.vllm.own import OwnServer
     from groupwise.sampler.vllm.sampler import VllmSampler
     from groupwise.tunix.messages import Open
     from groupwise.tunix.process import WorkerProcess
@@ -362,6 +364,19 @@ def _vllm_sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any
 
     wanted, timing = config.sampler, Timing()
     base = wanted.served_model or config.model.name
+    if wanted.vllm_python is not None:
+        own = _own_server(config, layout, served)
+        server = Server(own.endpoint, wanted.concurrency, timing)
+        return VllmSampler(
+            Servers([server], wanted.patience, timing),
+            Witness(served),
+            tokenizer,
+            base=base,
+            key_length=layout.key_length,
+            tolerance=wanted.logprob_tolerance,
+            begin=lambda: own.up(server, wanted.patience, timing),
+            end=own.close,
+        )
     servers = [
         Server(Endpoint(url, base, wanted.api_key_env, wanted.timeout), wanted.concurrency, timing)
         for url in wanted.urls
@@ -378,6 +393,35 @@ def _vllm_sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any
         key_length=layout.key_length,
         tolerance=wanted.logprob_tolerance,
         shared=shared,
+    )
+
+
+def _own_server(config: RunConfig, layout: Layout, served: Any) -> OwnServer:
+    """Not begun yet. UsageError where there are too few GPUs for it."""
+    from groupwise.cache import cache_folder
+    from groupwise.models.tokenizer import resolve
+    from groupwise.sampler.vllm import own
+
+    wanted, resolved = config.sampler, resolve(config.model)
+    assert wanted.vllm_python is not None
+    count = 0 if layout.device == "cpu" else ahead.gpu_count()
+    adapted = getattr(served, "adapted", None)
+    return own.OwnServer(
+        own.Wanted(
+            python=wanted.vllm_python,
+            location=resolved.location,
+            revision=resolved.revision,
+            name=config.model.name,
+            dtype=layout.dtype,
+            rank=1 if adapted is None else adapted.configs[served.name].r,
+            longest=wanted.max_model_len or layout.key_length,
+            memory=wanted.gpu_memory_utilization,
+            gpus=own.gpus_beside(count, wanted.tensor_parallel_size, wanted.gpu_memory_utilization),
+            parallel=wanted.tensor_parallel_size,
+            trust_remote_code=config.model.trust_remote_code,
+        ),
+        cache_folder("vllm") / f"server-{os.getpid()}.log",
+        timeout=wanted.timeout,
     )
 
 

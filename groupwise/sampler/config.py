@@ -51,8 +51,14 @@ SERVER_KEYS = (
     "timeout",
     "patience",
     "api_key_env",
+    "vllm_python",
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "max_model_len",
 )
 """Keys of the engine vllm, which say where and how it is asked, not what for."""
+OWN_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
+"""Of these, what a server is told that the run starts for itself."""
 
 
 class SamplerConfig(Strict):
@@ -63,10 +69,6 @@ class SamplerConfig(Strict):
             "engine=openai",
             "engine=sglang",
             "repetition_penalty",
-            "vllm_python",
-            "gpu_memory_utilization",
-            "tensor_parallel_size",
-            "max_model_len",
         }
     )
     refused: ClassVar[Mapping[str, str]] = {
@@ -78,7 +80,8 @@ class SamplerConfig(Strict):
 
     engine: Literal["torch", "vllm"] = setting(
         "torch",
-        "What samples: torch on this machine, in the processes of the run; vllm at servers that are reached over HTTP (url).",
+        "What samples: torch on this machine, in the processes of the run; vllm at servers that are reached over HTTP (url), or at one that "
+        "the run starts (vllm_python).",
     )
     url: str | tuple[str, ...] | None = setting(
         None,
@@ -130,6 +133,28 @@ class SamplerConfig(Strict):
         "VLLM_API_KEY",
         "The environment variable that holds the servers' key (vLLM's --api-key); without it they are asked without.",
         on_resume="free",
+    )
+    vllm_python: str | None = setting(
+        None,
+        "The Python of an environment that has vLLM, as /opt/vllm/bin/python: the run starts a server with it, on the GPUs after the first "
+        "one, and ends it. In place of url.",
+        on_resume="free",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Share of a GPU's memory that the server of vllm_python takes; 0.5 or less where the run learns on the same one.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    tensor_parallel_size: int = setting(
+        1, "GPUs that share each product in the server of vllm_python.", on_resume="free", ge=1
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Most tokens of prompt and completion that the server of vllm_python is laid out for; null: what the run needs.",
+        on_resume="free",
+        ge=1,
     )
     max_completion_length: int = setting(
         256, "Longest completion in tokens, the stop token included; longer ones are cut off.", ge=1
@@ -199,12 +224,13 @@ class SamplerConfig(Strict):
                 )
 
     def _of_servers(self) -> Iterator[Conflict]:
-        if not self.urls:
+        if not self.urls and self.vllm_python is None:
             yield Conflict(
                 "engine is vllm, but url does not say where it answers. Start vLLM and set url, as in "
-                "sampler.url=http://127.0.0.1:8000, or leave engine out.",
-                ("engine", "url"),
+                "sampler.url=http://127.0.0.1:8000, or have the run start it with vllm_python, or leave engine out.",
+                ("engine", "url", "vllm_python"),
             )
+        yield from self._of_own_server()
         if len(set(self.urls)) < len(self.urls):
             yield Conflict(
                 "url has an address twice; each server is asked for as many completions as concurrency says. Leave one out.",
@@ -221,6 +247,17 @@ class SamplerConfig(Strict):
                     f"{key} is {json.dumps(value)}, which has no effect with the engine vllm, whose servers have settings of their own. "
                     "Leave it out.",
                     (key, "engine"),
+                )
+
+    def _of_own_server(self) -> Iterator[Conflict]:
+        given = OWN_KEYS if self.vllm_python is None else ("url", "served_model", "adapter_folder")
+        why = "without vllm_python: only a server that the run starts is told it"
+        if self.vllm_python is not None:
+            why = "beside vllm_python, whose server is this run's own"
+        for key in given:
+            if getattr(self, key) != SamplerConfig.model_fields[key].default:
+                yield Conflict(
+                    f"{key} has no effect {why}. Leave one of them out.", (key, "vllm_python")
                 )
 
     @model_validator(mode="after")

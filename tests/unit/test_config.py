@@ -41,7 +41,8 @@ KEYS = words("""
 model.name model.backend model.revision model.adapter model.adapter_revision model.dtype model.chat_template model.trust_remote_code
 model.max_seq_length model.mesh model.load_in_4bit model.load_in_8bit
 lora lora.r lora.alpha lora.dropout lora.target_modules
-sampler.engine sampler.max_completion_length sampler.min_completion_length sampler.temperature
+sampler.engine sampler.vllm_python sampler.gpu_memory_utilization sampler.tensor_parallel_size sampler.max_model_len
+sampler.max_completion_length sampler.min_completion_length sampler.temperature
 sampler.temperature_schedule sampler.temperature_schedule.start sampler.temperature_schedule.end
 sampler.temperature_schedule.steps sampler.temperature_schedule.hot_every sampler.temperature_schedule.hot
 sampler.stop sampler.stop_token_ids sampler.slots sampler.enforce_eager
@@ -94,6 +95,7 @@ task
 FREE = words("""
 sampler.url sampler.served_model sampler.adapter_folder sampler.adapter_folder_there sampler.logprob_tolerance
 sampler.concurrency sampler.timeout sampler.patience sampler.api_key_env
+sampler.vllm_python sampler.gpu_memory_utilization sampler.tensor_parallel_size sampler.max_model_len
 algorithm.preset algorithm.adaptive_kl
 data.dataset_test_split
 training.max_steps training.num_train_epochs training.max_non_finite_steps rewards.time_limit rewards.start_limit rewards.workers
@@ -378,7 +380,7 @@ def test_keys_of_other_frameworks_are_told_their_name_here(
 @pytest.mark.parametrize(
     "word",
     words("""
-    sampler.engine=sglang sampler.engine=openai sampler.repetition_penalty=1.1 sampler.vllm_python=x
+    sampler.engine=sglang sampler.engine=openai sampler.repetition_penalty=1.1
     training.optim=adamw_8bit
     repetition_penalty=1.1
     """),

@@ -11,7 +11,7 @@ draw the same tokens twice; what was drawn, and how probable it was there, is wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -79,9 +79,12 @@ class VllmSampler:
         key_length: int,
         tolerance: float,
         shared: Shared | None = None,
+        begin: Callable[[], Awaitable[None]] | None = None,
+        end: Callable[[], None] | None = None,
     ) -> None:
         """`base`: what the servers call the base. `key_length`: most tokens of prompt and completion. `tolerance`: nats, see
-        `probe.judge`. `shared`: None where the servers see the folder of the publications."""
+        `probe.judge`. `shared`: None where the servers see the folder of the publications. `begin` and `end` are of a server of our
+        own: the first one waits until it answers, however often."""
         self._servers = servers
         self._witness = witness
         self._tokenizer = tokenizer
@@ -89,6 +92,8 @@ class VllmSampler:
         self._key_length = key_length
         self._tolerance = tolerance
         self._shared = shared
+        self._begin = begin
+        self._end = end
         self._served: Served | None = None
         self._under_way = 0
 
@@ -137,6 +142,10 @@ class VllmSampler:
 
     def close(self) -> None:
         """Have the servers forget the adapter. May be repeated."""
+        if self._end is not None:
+            self._served = None
+            self._end()
+            return
         served, self._served = self._served, None
         if served is None or served.policy is None:
             return
@@ -154,6 +163,8 @@ class VllmSampler:
 
     async def _serve(self, served: Served) -> None:
         """Make all servers ready that answer; at least one."""
+        if self._begin is not None:
+            await self._begin()
         self._served = served
         await gather_all(self._made_ready(server, served) for server in self._servers.all)
         await self._servers.ask(partial(self._ready, served=served))
