@@ -80,8 +80,8 @@ class SamplerConfig(Strict):
 
     engine: Literal["torch", "vllm"] = setting(
         "torch",
-        "What samples: torch on this machine, in the processes of the run; vllm at servers that are reached over HTTP (url), or at one that "
-        "the run starts (vllm_python).",
+        "What samples: torch on this machine, in the processes of the run; vllm at servers that are reached over HTTP (url), or at one "
+        "that the run starts (vllm_python).",
     )
     url: str | tuple[str, ...] | None = setting(
         None,

@@ -6,7 +6,6 @@ stands in the server's environment, never among its arguments. When this process
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
