@@ -26,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -52,6 +52,8 @@ from groupwise.fleet.verbs import status as fleet_status
 from groupwise.hosts.keys import parse
 from groupwise.http.declared import Route
 from groupwise.http.prometheus import Requests
+from groupwise.launch import preflight
+from groupwise.launch.preflight import Tried
 from groupwise.loops.metrics import TOKEN_MEANS
 from groupwise.models.bundled import ALIASES
 from groupwise.notebook import TrainingConfig
@@ -253,6 +255,8 @@ def run(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Run:
+    tried = once_each(preflight.try_verb)
+
     def run_one(words: list[str]) -> None:
         if serves(words):
             beside.begin(words[2:])
@@ -266,6 +270,7 @@ def run(
             return
         if words[:2] == ["groupwise", "launch"]:
             monkeypatch.setenv("HOME", str(place / "home"))
+            monkeypatch.setattr(preflight, "try_verb", tried)
             assert launched(words[1:]) == 0, f"{shlex.join(words)}\n{capfd.readouterr().err}"
             return
         here = os.environ.get("GROUPWISE_URL", SERVER)
@@ -334,6 +339,19 @@ def launched(words: list[str]) -> int:
             trust = ["--trust", parse(rows[0]["host_key"]).fingerprint]
         way = ["--key", rows[0]["ssh_key_path"], "--python", sys.executable]
         return main([*own[:2], *way, *trust, *own[2:], *adapted])
+
+
+def once_each(try_verb: Callable[..., Tried]) -> Callable[..., Tried]:
+    """Trying a command, which takes seconds; what was tried for one place is not tried for the next one."""
+    found: dict[tuple[object, ...], Tried] = {}
+
+    def tried(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
+        asked = (*words, project, *sorted(environment.items()))
+        if asked not in found:
+            found[asked] = try_verb(words, project, environment)
+        return found[asked]
+
+    return tried
 
 
 def known_there(rows: list[dict[str, Any]]) -> None:

@@ -701,8 +701,9 @@ def test_secrets_are_in_nothing_that_is_kept(
 
 
 def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
-    person: Person, python: list[str], account: Cloud
+    person: Person, python: list[str], account: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(spot_notice, "TO_SAVE", 12)  # half of which a job goes on as before
     script = job(person, SAVES_WHEN_TOLD)
     watching = person.begins(*python, "--spot", "--name", "moves", *script)
     person.sees("attempt 1 began with ''")

@@ -107,10 +107,10 @@ def test_whoever_watches_may_be_killed_and_another_machine_goes_on(person: Perso
 
 
 def test_a_training_that_was_killed_is_resumed_to_the_same_bits(person: Person) -> None:
-    steps = "training.max_steps=40"
-    person.types("local", "--detach", "--name", "whole", "--", *TRAINS, steps)
+    words = ("--no-preflight", "--", *TRAINS, "training.max_steps=40")
+    person.types("local", "--detach", "--name", "whole", *words)
     person.types("logs", "-f", "whole")
-    watching = person.begins("local", "--name", "killed", "--", *TRAINS, steps)
+    watching = person.begins("local", "--name", "killed", *words)
     person.sees("step 10/40")
     [pid] = pids_of("attempts/killed.1/work")
     os.kill(pid, signal.SIGKILL)
