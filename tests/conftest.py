@@ -31,6 +31,9 @@ if "torch" in sys.modules:  # a plugin brought it before the variables above sto
     sys.modules["torch"].set_num_threads(1)
 
 LONGEST = (
+    "contract/test_cloud_contract.py",
+    "integration/launch/test_aws.py",
+    "integration/launch/test_gang.py",
     "integration/fleet/test_chaos.py",
     "integration/fleet/test_entrances.py",
     "integration/fleet/test_up.py",
