@@ -324,14 +324,22 @@ MAKERS = {
 }
 
 
+TOLD_EVERYWHERE = ("exit code 3", "signal 9")
+"""Failures that are tried at every place for jobs."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test of several cases, ranks are in the usual run with the first one; with the others they are soak tests.
 
-    What needs Tunix's environment is a stage of its own.
+    What needs Tunix's environment is a stage of its own. Failures of jobs are classed by one function wherever these ran: all kinds are
+    tried on this machine, and at other places those that they report in ways of their own.
     """
     seen: set[tuple[Path, str, str]] = set()
     for item in items:
         call = getattr(item, "callspec", None)
+        if call and "failure" in call.params and call.params["place"] != "local":
+            if call.params["reason"] not in TOLD_EVERYWHERE:
+                item.add_marker(pytest.mark.soak)
         maker = call.params.get("pair") if call else None
         if isinstance(maker, str) and maker.startswith("tunix"):
             item.add_marker("tunix")  # whose workers take seconds to start
