@@ -337,9 +337,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: set[tuple[Path, str, str]] = set()
     for item in items:
         call = getattr(item, "callspec", None)
-        if call and "failure" in call.params and call.params["place"] != "local":
-            if call.params["reason"] not in TOLD_EVERYWHERE:
-                item.add_marker(pytest.mark.soak)
+        if call and _is_told_elsewhere(call.params):
+            item.add_marker(pytest.mark.soak)
         maker = call.params.get("pair") if call else None
         if isinstance(maker, str) and maker.startswith("tunix"):
             item.add_marker("tunix")  # whose workers take seconds to start
@@ -353,6 +352,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if test in seen:
             item.add_marker(pytest.mark.soak)
         seen.add(test)
+
+
+def _is_told_elsewhere(params: dict[str, Any]) -> bool:
+    """Whether it is a failure of a job at another place than this machine that is tried here."""
+    if not {"place", "failure", "reason"} <= params.keys():
+        return False
+    return params["place"] != "local" and params["reason"] not in TOLD_EVERYWHERE
 
 
 @pytest.fixture(params=MAKERS)

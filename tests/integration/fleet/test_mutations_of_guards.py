@@ -18,7 +18,7 @@ from tests.mutating import Mutation, Nursery, Outcomes, changed, tree
 
 pytestmark = pytest.mark.fleet
 
-DRAWN = 8
+DRAWN = 5
 """A minute's worth of the quick ones."""
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from typing import Any
 import pytest
 
 from groupwise.fleet.client import FleetClient
+from groupwise.fleet.settings import DATABASE_FILE
 from tests.ports import free_port
 
 pytestmark = pytest.mark.fleet
@@ -114,11 +116,15 @@ class Fleet:
         return sorted(each["role"] for each in found)
 
     def until(self, job_id: str, *statuses: str) -> dict[str, Any]:
-        def there() -> dict[str, Any] | None:
-            found = self.job(job_id)
-            return found if found["status"] in statuses else None
+        """What a person sees of it then; until then its database is looked at, which takes no second each time."""
+        until(lambda: self._status(job_id) in statuses, f"{job_id} is {' or '.join(statuses)}")
+        return self.job(job_id)
 
-        return until(there, f"{job_id} is {' or '.join(statuses)}")
+    def _status(self, job_id: str) -> str:
+        file = f"{(self.folder / DATABASE_FILE).as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(file, uri=True)) as database:
+            query = "SELECT status FROM jobs WHERE job_id = ?"
+            return database.execute(query, (job_id,)).fetchone()[0]
 
 
 @contextlib.contextmanager
