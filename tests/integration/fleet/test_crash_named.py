@@ -26,17 +26,17 @@ JOB = {"steps": 12, "pause": 0.05, "save": 4, "log": "binary", "chunk": 2000}
 
 POINTS = {
     "claimed": "job.claim:after",
-    "launching": "attempt.launching:after",
     "launch sent": "host.launch:during",
-    "launch answered": "host.launch:after",
     "running": "attempt.running:after",
-    "log appended": "log.append:after",
     "exit seen": "attempt.collecting:before",
     "artefacts published": "artefacts.publish:after",
-    "ended": "attempt.ended:after",
     "release checked": "host.release:after",
 }
-THE_OTHER_SIDE = {
+BESIDE_THEM = {
+    "launching": "attempt.launching:after",
+    "launch answered": "host.launch:after",
+    "log appended": "log.append:after",
+    "ended": "attempt.ended:after",
     "claimed, not committed": "job.claim:before",
     "launch about to be sent": "host.launch:before",
     "running, not committed": "attempt.running:before",
@@ -87,7 +87,7 @@ def judge(fleet: RealFleet) -> None:
         *(pytest.param(point, id=name) for name, point in POINTS.items()),
         *(
             pytest.param(point, id=name, marks=pytest.mark.soak)
-            for name, point in THE_OTHER_SIDE.items()
+            for name, point in BESIDE_THEM.items()
         ),
     ],
 )

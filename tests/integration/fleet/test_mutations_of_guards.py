@@ -19,7 +19,7 @@ from tests.mutating import Mutation, Nursery, Outcomes, changed, tree
 pytestmark = pytest.mark.fleet
 
 DRAWN = 5
-"""A minute's worth of the quick ones."""
+"""Half a minute's worth of the quick ones."""
 
 
 @pytest.fixture(scope="module")

@@ -556,7 +556,8 @@ def test_a_plan_needs_no_credentials(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     trains = ["rl", "--task-module", "task.py", "model.name=tiny", "training.max_steps=3"]
-    typed = person.types(*words, "--terminate-after", "--dry-run", "--", *trains)
+    dry = ("--terminate-after", "--dry-run", "--no-preflight")
+    typed = person.types(*words, *dry, "--", *trains)
     assert "not looked at: key pair, security group, instance type, quota, image" in typed.out
     assert "$1.21 an hour (on demand, June 2025)" in typed.out
     assert "at most $29.69" in typed.out
