@@ -4,6 +4,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 # Those of the fleet wait for their servers most of the time.
 FLEET_WORKERS ?= 3
+# Folders whose tests are all of other stages (tests/conftest.py): `make test` does not look through them.
+OTHERS := $(addprefix --ignore=tests/,integration/server integration/fleet integration/launch integration/notebook integration/tunix unit/fleet unit/hosts)
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -19,7 +21,7 @@ setup: ## make .venv with all that training, tests and checks need
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook and test-tunix
-	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "not server and not fleet and not launch and not notebook and not tunix and not soak and not gpu" $(ARGS)
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(OTHERS) -m "not server and not fleet and not launch and not notebook and not tunix and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)

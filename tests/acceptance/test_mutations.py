@@ -17,7 +17,7 @@ from tests.mutations import MUTATIONS
 
 pytestmark = pytest.mark.slow
 
-SLICE = 9
+SLICE = 12
 """One mistake of so many is made whenever the tests run; `make soak SUITE=mistake` makes the others."""
 SLICED = [
     pytest.param(mutation, id=mutation.name, marks=[pytest.mark.soak] if number % SLICE else [])
