@@ -34,6 +34,8 @@ LONGEST = (
     "contract/test_cloud_contract.py",
     "integration/launch/test_aws.py",
     "integration/launch/test_gang.py",
+    "integration/notebook/test_kernel.py",
+    "integration/notebook/test_notebooks.py",
     "integration/fleet/test_chaos.py",
     "integration/fleet/test_entrances.py",
     "integration/fleet/test_up.py",
