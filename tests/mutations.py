@@ -45,7 +45,7 @@ MUTATIONS = (
         "a row is trained on tokens that were written as text and read again",
         (
             (
-                "sampler/torch_sampler.py",
+                "sampler/queued.py",
                 "token_ids=tuple(member.token_ids),",
                 "token_ids=tuple(self._tokenizer(self._tokenizer.decode(member.token_ids, "
                 "skip_special_tokens=True))['input_ids']),",
@@ -132,7 +132,7 @@ MUTATIONS = (
         "only the first stop token stops",
         (
             (
-                "sampler/torch_sampler.py",
+                "sampler/queued.py",
                 "if token in params.stop_token_ids or",
                 "if token in params.stop_token_ids[:1] or",
             ),
@@ -237,7 +237,7 @@ MUTATIONS = (
         "all completions draw from one stream of random numbers",
         (
             (
-                "sampler/torch_sampler.py",
+                "sampler/queued.py",
                 "uniform(member.seed, len(member.token_ids)) for member",
                 "float(torch.rand(())) for member",
             ),
@@ -594,7 +594,7 @@ MUTATIONS = (
         "the sampler believes what it is told about its weights",
         (
             (
-                "sampler/torch_sampler.py",
+                "sampler/queued.py",
                 "self._fingerprint = fingerprint(self._weights.tensors())\n        refuse",
                 "self._fingerprint = policy.fingerprint\n        refuse",
             ),
