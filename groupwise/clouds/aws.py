@@ -45,6 +45,7 @@ from groupwise.clouds.port import (
     Rented,
     Status,
     Unreachable,
+    what,
 )
 from groupwise.hosts.answers import LogPart
 from groupwise.hosts.driver import Resume, Runner
@@ -159,8 +160,8 @@ class AwsBackend:
     def _expect_same(self, order: Order, machine: Machine | None, record: Record | None) -> None:
         known = machine.tags.get("order") if machine is not None else None
         if known is None and record is not None and record.order is not None:
-            known = digest(record.order)
-        if known not in (None, digest(order.document())):
+            known = digest(what(record.order))
+        if known not in (None, digest(what(order.document()))):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
@@ -342,7 +343,7 @@ class AwsBackend:
             "job": order.name,
             "attempt": str(attempt),
             "first": str(attempt),
-            "order": digest(order.document()),
+            "order": digest(what(order.document())),
             "owner": self._owner[:200],
             "by": uuid.uuid4().hex,
             "since": f"{time.time():.3f}",

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from groupwise.clouds.machine import MachineBackend
+from groupwise.clouds.machine import NAME_ALL, MachineBackend
 from groupwise.clouds.port import (
     Capabilities,
     CloudError,
@@ -54,7 +54,8 @@ class _Machine(MachineBackend):
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
         launch = await super()._launch(order, spec, epoch, attempt, resume)
-        told = meeting_of(self._rank, self._count, self._meets_at, f"{order.name}.{epoch}")
+        meets_at = order.meets_at or self._meets_at
+        told = meeting_of(self._rank, self._count, meets_at, f"{order.name}.{epoch}")
         return replace(
             launch,
             rank=self._rank,
@@ -162,6 +163,13 @@ class GangBackend(_Machine):
         except CloudError:
             await self.cancel(handle, 0.0)
             raise
+
+    def _expect_its_machines(self, order: Order, last: MemberState) -> None:
+        self._expect_all(order)
+        if last.rank:
+            raise UsageError(
+                f"{self._where} is not the machine that has what {order.name} made, but number {last.rank + 1} of its machines: {NAME_ALL}"
+            )
 
     async def cancel(self, handle: Handle, grace: float) -> None:
         """See `Backend.cancel`."""

@@ -29,6 +29,7 @@ from groupwise.clouds.port import (
     Plan,
     Status,
     Unreachable,
+    what,
 )
 from groupwise.errors import UsageError
 from groupwise.hosts.answers import (
@@ -62,6 +63,9 @@ MOST_ORDER = 64 << 20
 """Bytes of it: a job may have a hundred thousand files."""
 NO_PROBE = ("true",)
 """Nothing is asked of GPUs."""
+NAME_ALL = (
+    "name all of them, in the order in which they were named first: --at ssh:USER@HOST,USER@HOST."
+)
 TRIES = 3
 """Of what others may spoil meanwhile: a GPU that was free, a checkpoint that is removed while it is fetched."""
 GONE = {
@@ -127,7 +131,7 @@ class MachineBackend:
 
     async def _expect_same(self, order: Order, handle: Handle) -> None:
         """Raises NameTaken where the attempt is of a job that asks for something else."""
-        if (await self.order(handle)).document() != order.document():
+        if what((await self.order(handle)).document()) != what(order.document()):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
@@ -145,8 +149,16 @@ class MachineBackend:
             )
         order = (await self.order(self._handle(last))).with_secrets(secrets)
         refuse(order)
+        self._expect_its_machines(order, last)
         newest = await self._newest_checkpoint(attempts)
         return await self._begin(order, store, last.epoch + 1, len(attempts) + 1, newest)
+
+    def _expect_its_machines(self, order: Order, last: MemberState) -> None:
+        """Raises UsageError where this place is not all that the job ran on, as this attempt of it was begun."""
+        if order.nodes > 1 and not self.capabilities.nodes:
+            raise UsageError(
+                f"{order.name} runs on {order.nodes} machines at once, and {self._where} is one: {NAME_ALL}"
+            )
 
     async def take_over(
         self, order: Order, store: BlobStore, attempt: int, newest: Resume | None
@@ -211,6 +223,7 @@ class MachineBackend:
             environment={"ATTEMPT": str(attempt)},
             secrets=order.secrets,
             resume=resume,
+            python=order.python,
         )
 
     async def _launched(self, launch: Launch) -> MemberState:

@@ -119,6 +119,10 @@ class Order:
     """Values of the variables that `spec.secrets` names. They travel beside the job and are kept nowhere."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What only this kind of place understands, as JSON: a partition, a type of machine."""
+    python: str | None = None
+    """The interpreter there whose programs its command finds first; None: whatever the place has."""
+    meets_at: str | None = None
+    """Where the other machines reach the first one; None: as whoever submits does."""
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words; empty: nothing."""
@@ -143,6 +147,7 @@ class Order:
             "nodes": self.nodes,
             "spec": as_json(self.spec),
             "asks": dict(self.asks),
+            **{name: value for name in HOW if (value := getattr(self, name)) is not None},
         }
 
     @classmethod
@@ -154,11 +159,22 @@ class Order:
             document["gpus"],
             document.get("nodes") or 1,
             asks=document.get("asks") or {},
+            python=document.get("python"),
+            meets_at=document.get("meets_at"),
         )
 
     def with_secrets(self, secrets: Mapping[str, str]) -> Order:
         """The same with these values."""
         return replace(self, secrets=dict(secrets))
+
+
+HOW = ("python", "meets_at")
+"""What an order says of how the job is begun, and not of what it is."""
+
+
+def what(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an order's document, what makes it another job's or the same."""
+    return {name: value for name, value in document.items() if name not in HOW}
 
 
 @dataclass(frozen=True, slots=True)
