@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from groupwise.clouds.aws_checks import Access, Checked, check, price_of
-from groupwise.clouds.boot import host_key_in, user_data
+from groupwise.clouds.boot import ARM, host_key_in, user_data
 from groupwise.clouds.ec2 import DISK_GB, Ec2, Machine, Refused, Request
 from groupwise.clouds.folder import results_folder
 from groupwise.clouds.kept import Kept, Record, newest_checkpoint
@@ -203,10 +203,50 @@ class AwsBackend:
             await self.fetch(handle, self._results_of(name, record))
             await self._end(machine)
             return None
-        again = await on.resume(name, secrets, store)
+        begins = ending is not None and ending.outcome is not Outcome.SUCCEEDED
+        moved = begins and await self._give_time(machine, on, await on.order(handle))
+        try:
+            again = await on.resume(name, secrets, store)
+        except BaseException:  # Ctrl-C, too: it is there no longer than it was to be
+            if moved:
+                await to_its_end(asyncio.create_task(self._put_back(machine, on)))
+            raise
         await self._tag(machine, {"attempt": str(again.attempt)})
         await asyncio.to_thread(self._kept.begun, await on.order(again), again.attempt, store)
         return again
+
+    async def _give_time(self, machine: Machine, on: MachineBackend, order: Order) -> bool:
+        """Move the end of a machine that would come before this job's own time is over; whether that was so.
+
+        Its old end stays armed until the new one is, and the tag says nothing later than the machine has been told. Raises CloudError.
+        """
+        minutes, now = minutes_of(order), time.time()
+        enough = (minutes - MARGIN_MINUTES / 2) * 60
+        if float(machine.tags["deadline"]) - now >= enough:
+            return False
+        await self._arm(machine, on, now + minutes * 60, minutes)
+        return True
+
+    async def _arm(
+        self, machine: Machine, on: MachineBackend, deadline: float, minutes: int
+    ) -> None:
+        ran = await on.run("sudo", "-n", ARM, f"{deadline:.0f}", f"{minutes}")
+        if ran.code != 0:
+            ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(machine.tags["deadline"])))
+            name, why = machine.tags["job"], ran.err.strip() or f"code {ran.code}"
+            raise CloudError(
+                f"{machine.id} ends at {ends}, before another attempt of {name} has had its time, and that could not be moved: {why}. "
+                f"`groupwise launch fetch {name}` brings what it has, `groupwise launch sweep --name {name}` ends it, and `resume` goes on "
+                "on a new one then."
+            )
+        await self._tag(machine, {"deadline": f"{deadline:.0f}"})
+
+    async def _put_back(self, machine: Machine, on: MachineBackend) -> None:
+        """As it was before this attempt, which does not begin. What is told instead is why; it ends at the later moment then."""
+        deadline = float(machine.tags["deadline"])
+        minutes = max(0, math.ceil((deadline - time.time()) / 60))
+        with suppress(CloudError):
+            await self._arm(machine, on, deadline, minutes)
 
     def _results_of(self, name: str, record: Record | None) -> Path:
         if record is not None and record.results is not None:
@@ -371,6 +411,8 @@ class AwsBackend:
         """Wait for it, and begin the job on it, or find that it has begun."""
         attempt = _attempt(machine, None)
         on = await self._ready(machine)
+        if "begun" not in machine.tags:  # it may have been left by somebody who died hours ago
+            await self._give_time(machine, on, order)
         if attempt == 1:
             handle = await on.submit(order, store)
         else:

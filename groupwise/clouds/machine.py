@@ -38,6 +38,7 @@ from groupwise.hosts.answers import (
     Hello,
     LogPart,
     MemberState,
+    Ran,
     Refusal,
     RunnerState,
     WorkTree,
@@ -417,6 +418,11 @@ class MachineBackend:
     async def close(self) -> None:
         """See `Backend.close`."""
         await self._runner.host.close()
+
+    async def run(self, *arguments: str) -> Ran:
+        """Run a program of the machine to its end."""
+        with self._told():
+            return await self._runner.run(arguments)
 
     @contextmanager
     def _told(self) -> Generator[None]:

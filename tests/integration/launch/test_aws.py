@@ -21,7 +21,8 @@ import boto3
 import pytest
 
 from groupwise.clouds import spot_notice
-from groupwise.clouds.aws import AwsBackend, Patience
+from groupwise.clouds.aws import MARGIN_MINUTES, AwsBackend, Patience
+from groupwise.clouds.boot import ARM
 from groupwise.clouds.ec2 import BotoEc2
 from groupwise.clouds.machine import MachineBackend
 from groupwise.clouds.port import (
@@ -429,7 +430,8 @@ async def test_what_a_dead_laptop_left_is_taken_up(
         patched.setattr(AwsBackend, "_undo", lambda *_: asyncio.sleep(0))
         with pytest.raises(KeyboardInterrupt):
             await account.backend(tmp_path / "dead").submit(order("orphan"), store)
-    assert len(account.living()) == 1
+    [machine] = account.living()
+    account.ends_at(machine, time.time() + 600)
     backend = account.backend(tmp_path / "kept")
     handle = await backend.find("orphan")
     assert handle is not None
@@ -437,7 +439,9 @@ async def test_what_a_dead_laptop_left_is_taken_up(
     handle = await backend.submit(order("orphan"), store)
     assert (await until_ended(backend, handle)).ending.outcome is Outcome.SUCCEEDED
     await backend.close()
-    assert len(account.living()) == 1
+    assert account.living() == [machine]
+    assert len(account.sudo()) == 1
+    assert account.deadline(machine) > time.time() + 7200
 
 
 # --- gone -----------------------------------------------------------------------------------------
@@ -506,6 +510,57 @@ async def test_on_a_machine_that_is_there_it_goes_on_from_anywhere(
     assert len(account.requests) == 1
     for each in (laptop, other):
         await each.close()
+
+
+async def test_another_attempt_there_has_its_time_before_the_machine_ends(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    """All of its ends are moved, or none."""
+    backend = account.backend(tmp_path / "kept")
+    await until_ended(
+        backend, await backend.submit(order("later", "import sys; sys.exit(1)"), store)
+    )
+    [machine] = account.living()
+    assert account.sudo() == []
+    soon = round(time.time()) + 600
+    account.ends_at(machine, soon)
+    refuses = account.host.home / "sudo-refuses"
+    refuses.touch()
+    with pytest.raises(CloudError, match=r"a password is required.*sweep --name later"):
+        await backend.resume("later", {}, store)
+    refuses.unlink()
+    assert account.deadline(machine) == soon
+    assert (await backend.find("later")).attempt == 1
+    again = await backend.resume("later", {}, store)
+    assert again.attempt == 2
+    minutes = 7200 // 60 + MARGIN_MINUTES
+    [moved] = account.sudo()
+    assert moved == ["-n", ARM, f"{account.deadline(machine):.0f}", f"{minutes}"]
+    assert account.deadline(machine) == pytest.approx(time.time() + minutes * 60, abs=30)
+    await until_ended(backend, again)
+    await backend.close()
+
+
+async def test_an_attempt_that_does_not_begin_leaves_the_machine_its_end(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = account.backend(tmp_path / "kept")
+    await until_ended(
+        backend, await backend.submit(order("stays", "import sys; sys.exit(1)"), store)
+    )
+    [machine] = account.living()
+    soon = round(time.time()) + 600
+    account.ends_at(machine, soon)
+    monkeypatch.setattr(MachineBackend, "_begin", _cut_off)
+    with pytest.raises(asyncio.CancelledError):
+        await backend.resume("stays", {}, store)
+    assert account.deadline(machine) == soon
+    assert [words[2] for words in account.sudo()][1:] == [f"{soon}"]
+    await backend.close()
+
+
+async def _cut_off(*_: object) -> None:
+    raise asyncio.CancelledError
 
 
 async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
