@@ -211,7 +211,7 @@ def resume(
     """
     from groupwise.launch import notes
     from groupwise.launch.orders import files_here
-    from groupwise.launch.places import PAID
+    from groupwise.launch.places import RENTING
 
     note = note_of(name, at, key, trust, profile)
     secrets = environment_of(tuple(env_file or ()))
@@ -227,8 +227,8 @@ def resume(
     if detach:
         return
     say("Ctrl-C stops it and fetches what there is")
-    paid = note.place.kind in PAID
-    watch(note, to, as_json=as_json, stop=True, again=again if paid else None)
+    rents = note.place.kind in RENTING
+    watch(note, to, as_json=as_json, stop=True, again=again if rents else None)
 
 
 def remove(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from groupwise.clouds.aws_checks import Access, Checked, check, price_of
+from groupwise.clouds.bills import Stay, cost_of, stays_of
 from groupwise.clouds.boot import ARM, host_key_in, user_data
 from groupwise.clouds.ec2 import DISK_GB, Ec2, Machine, Refused, Request
 from groupwise.clouds.folder import results_folder
@@ -33,6 +34,7 @@ from groupwise.clouds.port import (
     KEEP_ON_FAILURE,
     Capabilities,
     CloudError,
+    Cost,
     Ending,
     Fetched,
     Handle,
@@ -61,6 +63,8 @@ MARGIN_MINUTES = 30
 LOG_PIECE = 1 << 20
 VOID = "void"
 """The tag of a machine that no job of that name is known by any more: its set-up failed, or the job was removed."""
+REMOVED = "removed"
+"""What that tag says in the latter case; what such a machine cost is not the cost of the next job of this name."""
 SET_UP = "its machine is made ready"
 
 T = TypeVar("T")
@@ -297,10 +301,10 @@ class AwsBackend:
                 f"deadline. End it by hand: aws ec2 terminate-instances --region {self._ec2.region} --instance-ids {machine.id}"
             ) from error
 
-    async def _make_void(self, machine: Machine) -> None:
+    async def _make_void(self, machine: Machine, why: str = "1") -> None:
         """Nobody takes it for the job's. That it cannot be said shall not keep it from being ended."""
         with suppress(CloudError):
-            await self._tag(machine, {VOID: "1"})
+            await self._tag(machine, {VOID: why})
 
     async def _settled(self, order: Order, machine: Machine, started: _Started) -> Machine:
         """Of several that were started for one attempt the same for all who started one; ours is ended where it is another."""
@@ -419,6 +423,8 @@ class AwsBackend:
             handle = await on.take_over(order, store, attempt, newest)
         await self._tag(machine, {"attempt": str(max(attempt, handle.attempt)), "begun": "1"})
         await asyncio.to_thread(self._kept.begun, order, handle.attempt, store)
+        seen = stays_of([machine], time.time())
+        await asyncio.to_thread(self._kept.seen, order.name, seen)
         return handle
 
     async def _ready(self, machine: Machine) -> MachineBackend:
@@ -662,8 +668,8 @@ class AwsBackend:
             return None
 
         await self._answered(handle, lambda on: on.cleanup(handle), nothing)
-        for machine in await self._all(handle.name):
-            await self._make_void(machine)
+        for machine in await asyncio.to_thread(self._ec2.machines, handle.name):
+            await self._make_void(machine, REMOVED)
             if machine.lives:
                 await self._end(machine)
         await self._forget_way(handle.name)
@@ -684,6 +690,17 @@ class AwsBackend:
         return [
             _rented(each) for each in found if each.state not in ("terminated", "shutting-down")
         ]
+
+    async def cost(self, handle: Handle) -> Cost | None:
+        """See `Priced.cost`: of all machines that the job has had, with those that did not get to begin it."""
+        return cost_of(await self._stays(handle.name))
+
+    async def _stays(self, name: str) -> Mapping[str, Stay]:
+        """Kept from now on, since AWS forgets."""
+        machines = await asyncio.to_thread(self._ec2.machines, name)
+        its = [each for each in machines if each.tags.get(VOID) != REMOVED]
+        seen = stays_of(its, time.time())
+        return await asyncio.to_thread(self._kept.seen, name, seen)
 
     async def give_back(self, rented: Rented) -> None:
         """See `Renting.give_back`."""

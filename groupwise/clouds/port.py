@@ -251,6 +251,15 @@ class Rented:
     """Dollars; None: nobody knows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a job has cost so far."""
+
+    dollars: float
+    counts: str
+    """What was counted, and what was not, for people."""
+
+
 TERMINATE_AFTER = "terminate_after"
 """In `Order.asks` of a place that is paid: what the job runs on ends as soon as its results are here, also after a success."""
 KEEP_ON_FAILURE = "keep_on_failure"
@@ -267,6 +276,15 @@ class Renting(Protocol):
 
     async def give_back(self, rented: Rented) -> None:
         """End it now, whatever runs on it. The job's name and its ending are remembered as far as they are known. May be repeated."""
+        ...
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """What a backend can do beside that can say what its jobs cost."""
+
+    async def cost(self, handle: Handle) -> Cost | None:
+        """Of all attempts so far, as far as is known. None: nothing is."""
         ...
 
 

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
 OF_HERE = frozenset({LOCAL, SLURM, RAY})
 """Kinds of places that this machine may have, or be given jobs for by itself."""
-PAID = frozenset({AWS})
-"""Kinds of places whose backends rent what jobs run on (`groupwise.clouds.port.Renting`)."""
+RENTING = frozenset({AWS})
+"""Kinds of places whose backends rent what jobs run on (`groupwise.clouds.port.Renting`), so that it may be left over. Containers of
+Modal, which is paid, too, end with their calls."""
 
 
 @dataclass(frozen=True, slots=True)

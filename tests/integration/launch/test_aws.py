@@ -8,6 +8,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ from groupwise.clouds.ec2 import BotoEc2
 from groupwise.clouds.machine import MachineBackend
 from groupwise.clouds.port import (
     CloudError,
+    Handle,
     NameTaken,
     Order,
     Outcome,
@@ -486,11 +488,39 @@ async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
     laptop = account.backend(tmp_path / "kept")
     second = await laptop.resume("goes-on", {}, BlobStore(tmp_path / "an-empty-store"))
     assert second.attempt == 2
+    both = {each.id for each in account.machines()[-2:]}
+    assert await counted(laptop, second) == both
+    _forget(account, account.machines()[-2])
+    assert await counted(laptop, second) == both
     assert (await until_ended(laptop, second)).ending.outcome is Outcome.SUCCEEDED
     said = (await laptop.log(second, 0, 1 << 16)).data.decode()
     assert said == "2 b'four' the input\n"
     assert (await laptop.status(first)).ending.outcome is Outcome.LOST
     await laptop.close()
+
+
+async def counted(backend: AwsBackend, handle: Handle) -> set[str]:
+    """The machines that a job's cost is of."""
+    found = await backend.cost(handle)
+    assert found is not None
+    return set(re.findall(r"(i-\w+) [\d.]+ h at", found.counts))
+
+
+async def test_machines_that_it_did_not_begin_on_are_its_cost_and_those_of_a_removed_job_are_not(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = account.backend(tmp_path / "kept")
+    with monkeypatch.context() as patched:
+        patched.setattr(MachineBackend, "_begin", _cut_off)
+        with pytest.raises(asyncio.CancelledError):
+            await backend.submit(order("counted"), store)
+    handle = await backend.submit(order("counted"), store)
+    assert await counted(backend, handle) == {each.id for each in account.machines()[-2:]}
+    await until_ended(backend, handle)
+    await backend.cleanup(handle)
+    again = await backend.submit(order("counted", "print('another')"), store)
+    assert await counted(backend, again) == set(account.living())
+    await backend.close()
 
 
 async def test_on_a_machine_that_is_there_it_goes_on_from_anywhere(
@@ -572,7 +602,7 @@ async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
     await backend.fetch(handle, tmp_path / "results")
     for each in await backend.rented():
         await backend.give_back(each)
-    _forget(account, "forgotten")
+    _forget(account, account.machines()[-1])
     assert await backend.find("forgotten") == handle
     status = await backend.status(handle)
     assert status.ending.outcome is Outcome.SUCCEEDED
@@ -589,12 +619,9 @@ async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
     assert await backend.find("forgotten") is None
 
 
-def _forget(account: Cloud, name: str) -> None:
-    """As AWS does an hour after their end."""
-    for each in account.machines():
-        tags = {tag["key"]: tag["value"] for tag in each.get_tags()}
-        if tags.get("groupwise:job") == name:
-            account.ec2.delete_tags([each.id], dict.fromkeys(tags))
+def _forget(account: Cloud, machine: Any) -> None:
+    """As AWS does an hour after its end."""
+    account.ec2.delete_tags([machine.id], {tag["key"]: None for tag in machine.get_tags()})
 
 
 # --- typed ----------------------------------------------------------------------------------------
@@ -661,7 +688,9 @@ def test_after_a_success_it_stays_until_it_is_removed(
     assert f"{machine} ({account.host.user}@{account.host.address}) stays until" in typed.err
     assert f"${PRICE:.2f} an hour; `groupwise launch remove stays` ends it" in typed.err
     assert (person.project / "launches/stays/outputs/made").read_text() == "it"
-    assert person.result("stays")["cost"] >= 0
+    found = person.result("stays")
+    assert found["cost"] >= 0
+    assert f"{machine} 0.0" in found["cost_counts"]
     assert person.types("logs", "stays").out == "done\n"
     person.types("remove", "stays")
     assert account.living() == []
