@@ -4,7 +4,8 @@ The main process may send `Call`s to the zygote, each answered by `Answered` or 
 socket for each rank. The zygote sends `Ready` or `Failed`, `Told`, and `Ended` when a rank has. To a rank it sends `Call` and `Cancel`; the
 rank sends `Answered` or `Failed`, and `Told`.
 
-A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last.
+A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. Where
+that was asked for, it says `Alive` now and then.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class PeerSetup:
     """For the first rank under torchrun, to be told to the others: host and port where they are to call, and a word that is a secret."""
     tells: bool = False
     """Whether it sends what the package logs; the others would say the same."""
+    beat: float | None = None
+    """Seconds between two signs of life; None: it gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,11 @@ class Told:
     """A record of the package's log."""
 
     record: logging.LogRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A sign of life: what the rank computes comes round to other work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def serve(line: Line) -> NoReturn:
                 line.receive()
             os._exit(1)
         line.send(Ready((os.getpid(),)))
-        asyncio.run(Answering(hosted, line).forever())
+        asyncio.run(Answering(hosted, line, wanted.beat).forever())
     except EOFError:
         os._exit(1)
     except BaseException:  # noqa: BLE001 — whatever it is, the process is to end at once

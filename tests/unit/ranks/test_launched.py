@@ -89,6 +89,10 @@ APART = {"model": {"name": "tiny"}, "scale": {"learners": 1, "samplers": 2}}
     ("more", "words"),
     [
         ({"scale": {"samplers": -1}}, r"scale\.samplers"),
+        (
+            {"scale": {"patience": 5}},
+            r"scale\.patience is 5, for samplers, but scale\.samplers is 0",
+        ),
         ({"scale": {"samplers": 65}}, r"scale\.samplers is 65, but a step has only 64 rows"),
         ({"run": {"processes": 2}}, r"scale\.samplers is 2 and run\.processes is 2"),
         ({"run": {"threads": 2}}, r"learners is 1 and scale\.samplers is 2, but run\.threads is 2"),
@@ -170,7 +174,7 @@ def test_each_sampler_needs_a_gpu_after_those_of_the_learners(monkeypatch):
         machine_layout.choose_layout(load_config(APART).config, 12)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setattr(started, "Popen", lambda command, env, **more: env["CUDA_VISIBLE_DEVICES"])
-    samplers = Samplers(2, 1, tells=False)
+    samplers = Samplers(2, 1, tells=False, patience=9.0)
     samplers._made = Setup("", {"layout": {"device": "cuda"}}, (), 0)
     assert [samplers._popen(rank, 0) for rank in range(2)] == ["5", "6"]
     for each in (samplers._wake, samplers._woken, samplers._selector):
