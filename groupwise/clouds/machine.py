@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from groupwise.clouds.folder import ResultsFolder, results_folder
 from groupwise.clouds.port import (
@@ -200,9 +201,16 @@ class MachineBackend:
         raise AssertionError("the last try returns or raises")
 
     async def _begin_at(
-        self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None
+        self,
+        order: Order,
+        store: BlobStore,
+        epoch: int,
+        attempt: int,
+        resume: Resume | None,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        spec = await asyncio.to_thread(_with_order, order, store)
+        """`beside`: files of its working folder that are no part of what was asked for."""
+        spec = await asyncio.to_thread(_with_order, order, store, beside)
         launch = await self._launch(order, spec, epoch, attempt, resume)
         with self._told():
             await self._runner.provide(store, spec.files)
@@ -464,11 +472,11 @@ def _offered(tree: WorkTree) -> Manifest:
     return {**tree.files, **of_checkpoints}
 
 
-def _with_order(order: Order, store: BlobStore) -> JobSpec:
-    """Its spec, with the file beside it that says what was asked for."""
-    data = json.dumps(order.document(), sort_keys=True).encode()
-    entry = FileEntry(store.put(data), 0o600, len(data))
-    return replace(order.spec, files={**order.spec.files, ORDER: entry})
+def _with_order(order: Order, store: BlobStore, beside: Mapping[str, bytes]) -> JobSpec:
+    """Its spec, with the file beside it that says what was asked for, and others."""
+    ours = {ORDER: json.dumps(order.document(), sort_keys=True).encode(), **beside}
+    entries = {path: FileEntry(store.put(data), 0o600, len(data)) for path, data in ours.items()}
+    return replace(order.spec, files={**order.spec.files, **entries})
 
 
 def _ended(record: ExitRecord) -> Ending:

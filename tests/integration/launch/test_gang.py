@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from groupwise.clouds.port import CloudError, Handle, NameTaken, Order, Outcome,
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
-from groupwise.hosts.meeting import port_of
+from groupwise.hosts.meeting import KEY, port_of
 from groupwise.hosts.spec import JobSpec, Limits
 from groupwise.hosts.ssh import Address, SshHost
 from tests import slurm
@@ -202,7 +203,11 @@ async def ended(backend: GangBackend, handle: Handle) -> Any:
     return status
 
 
-MARKS = "import os; open(os.path.expanduser('~/{}'), 'a').write(os.environ['NODE_RANK'])"
+MARKS = (
+    "import os; key = open(os.environ['GROUPWISE_KEY_FILE']).read(); "
+    "open(os.path.expanduser('~/{}'), 'a').write(os.environ['NODE_RANK'] + ' ' + key)"
+)
+"""Which machine it is, and the secret that all have."""
 
 
 async def test_submitted_by_several_at_once_each_machine_runs_it_once(
@@ -214,8 +219,13 @@ async def test_submitted_by_several_at_once_each_machine_runs_it_once(
     handles = await asyncio.gather(*(each.submit(asked, store) for each in people))
     assert len({each.attempt for each in handles}) == 1
     await ended(people[0], handles[0])
+    folders = [host.home / ROOT / "attempts/once.1/work" for host in hosts]
+    assert {stat.S_IMODE((folder / KEY).stat().st_mode) for folder in folders} == {0o600}
     await people[0].cleanup(handles[0])
-    assert [(host.home / "once").read_text() for host in hosts] == ["0", "1"]
+    marks = [(host.home / "once").read_text().split() for host in hosts]
+    assert [rank for rank, _ in marks] == ["0", "1"]
+    assert len(marks[0][1]) == 64
+    assert marks[0][1] == marks[1][1]
     for each in people:
         await each.close()
 
