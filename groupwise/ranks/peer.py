@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from groupwise.errors import UsageError
+from groupwise.errors import GroupwiseError, UsageError
 from groupwise.hosts.meeting import KEY_FILE
 from groupwise.ranks.handshake import GREETING, introduce, secret_of_attempt
 from groupwise.ranks.launched import Launched, gpu_of, watch_for_silence
@@ -49,6 +49,9 @@ def be_launched(place: Launched) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM):  # the first rank says when it is over
             signal.signal(number, signal.SIG_IGN)
         serve(line)
+    except GroupwiseError as error:
+        sys.stderr.write(f"{error}\n")
+        status = error.exit_code
     except BaseException:  # noqa: BLE001 — it must end as a rank, not as a command
         traceback.print_exc()
     sys.stdout.flush()
