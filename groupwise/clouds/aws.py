@@ -228,7 +228,11 @@ class AwsBackend:
         enough = (minutes - MARGIN_MINUTES / 2) * 60
         if float(machine.tags["deadline"]) - now >= enough:
             return False
-        await self._arm(machine, on, now + minutes * 60, minutes)
+        try:
+            await self._arm(machine, on, now + minutes * 60, minutes)
+        except BaseException:  # the machine may have been told, and the tag not
+            await to_its_end(asyncio.create_task(self._put_back(machine, on)))
+            raise
         return True
 
     async def _arm(

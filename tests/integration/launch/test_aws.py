@@ -571,19 +571,24 @@ async def test_another_attempt_there_has_its_time_before_the_machine_ends(
     await backend.close()
 
 
+@pytest.mark.parametrize("fails", [(MachineBackend, "_begin"), (AwsBackend, "_tag")])
 async def test_an_attempt_that_does_not_begin_leaves_the_machine_its_end(
-    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    account: Cloud,
+    store: BlobStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: tuple[type, str],
 ) -> None:
-    backend = account.backend(tmp_path / "kept")
-    await until_ended(
-        backend, await backend.submit(order("stays", "import sys; sys.exit(1)"), store)
-    )
+    backend, name = account.backend(tmp_path / "kept"), f"stays{fails[1]}"
+    failed = await backend.submit(order(name, "import sys; sys.exit(1)"), store)
+    await until_ended(backend, failed)
     [machine] = account.living()
     soon = round(time.time()) + 600
     account.ends_at(machine, soon)
-    monkeypatch.setattr(MachineBackend, "_begin", _cut_off)
-    with pytest.raises(asyncio.CancelledError):
-        await backend.resume("stays", {}, store)
+    with monkeypatch.context() as patched:
+        patched.setattr(*fails, _cut_off)
+        with pytest.raises(asyncio.CancelledError):
+            await backend.resume(name, {}, store)
     assert account.deadline(machine) == soon
     assert [words[2] for words in account.sudo()][1:] == [f"{soon}"]
     await backend.close()
