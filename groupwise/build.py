@@ -581,7 +581,7 @@ def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Cal
     if layout.processes == 1:
         return _made_here(kind, config, layout, **more)
     if layout.apart:
-        started = _started(kind, layout)
+        started = _started(kind, config, layout)
         started.make_now(MAKE, _described(kind, config, layout, **more))
         return started
     ranks = ahead.take()
@@ -594,7 +594,7 @@ async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> C
     if layout.processes == 1:
         return _made_here(kind, config, layout, **more)
     if layout.apart:
-        started = _started(kind, layout)
+        started = _started(kind, config, layout)
         await started.make(MAKE, _described(kind, config, layout, **more))
         return started
     ranks = ahead.take()
@@ -602,12 +602,18 @@ async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> C
     return ranks
 
 
-def _started(kind: Kind, layout: Layout) -> Started:
+def _started(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
     """Processes that have a model each: samplers for what only samples, where there are any. What was begun to be forked has answered its
     questions."""
     ahead.give_up()
     if layout.samplers and kind not in LEARNING:
-        return Samplers(layout.samplers, _first_gpu(layout), tells=kind != "sampling")
+        assert isinstance(config, RunConfig), "a supervised run samples nothing"
+        return Samplers(
+            layout.samplers,
+            _first_gpu(layout),
+            tells=kind != "sampling",
+            patience=config.scale.patience,
+        )
     return Peers(layout.learners, launched(), learning=kind in LEARNING)
 
 
@@ -646,7 +652,8 @@ def _halves(
     config: RunConfig, layout: Layout, run: str, folder: Path
 ) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
     """Those that learn, those that sample, and what they make. The end of the learners is that of the samplers."""
-    learners, samplers = _started("learning", layout), _started("sampling", layout)
+    learners = _started("learning", config, layout)
+    samplers = _started("sampling", config, layout)
     learners.take_along(samplers)
     learning = _described("learning", config, layout, run=run, folder=str(folder))
     return learners, samplers, (learning, _described("sampling", config, layout))

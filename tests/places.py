@@ -4,21 +4,23 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from groupwise.clouds.aws import AwsBackend
 from groupwise.clouds.aws_checks import Access
+from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.kept import Kept
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.modal.backend import ModalBackend
 from groupwise.clouds.modal.port import ModalPort
 from groupwise.clouds.modal.runner import ModalRunner
-from groupwise.clouds.port import Backend
+from groupwise.clouds.port import Backend, Handle, Order, Plan
 from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
 from groupwise.hosts.driver import Runner
+from groupwise.hosts.files import BlobStore
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.ray import RayRunner
 from groupwise.hosts.slurm import SlurmRunner
@@ -43,9 +45,16 @@ class Place:
     """The address of its head, and its token, where it is one of Ray."""
     access: dict[str, Any] | None = None
     """Where machines are rented: how one gets there. The variables of this process say where that is."""
+    nodes: int = 1
+    """Machines, each with a folder of its own in `home`, on all of which every job runs; 1: just this one."""
 
     def reach(self) -> Backend:
         """A new way to it, as from another machine."""
+        if self.nodes > 1:
+            homes = [Path(self.home, f"{n}") for n in range(self.nodes)]
+            runners = [Runner(_local(f"{each}"), root=ROOT) for each in homes]
+            machines = [(each, f"machine {n} of {self.kind}") for n, each in enumerate(runners)]
+            return _OnAll(self.kind, machines, "127.0.0.1")
         if self.kind == "modal":
             return modal_backend(FakeModal(Path(self.home)))
         if self.access is not None:
@@ -55,16 +64,30 @@ class Place:
         if self.login is not None:
             host = SshHost(Address(**self.login))
         else:
-            path = f"{Path(self.home, 'bin')}:{Path(sys.executable).parent}:/usr/bin:/bin"
             of_slurm = {"SLURM_CONF": self.slurm} if self.slurm else {}
             of_ray = {"RAY_AUTH_TOKEN": self.ray[1]} if self.ray else {}
-            host = LocalHost(environment={"HOME": self.home, "PATH": path, **of_slurm, **of_ray})
+            host = _local(self.home, **of_slurm, **of_ray)
         if self.slurm is not None:
             return SlurmBackend(self.kind, SlurmRunner(host, root=ROOT), f"the place {self.kind}")
         if self.ray is not None:
             runner = RayRunner(host, root=ROOT, address=self.ray[0])
             return RayBackend(self.kind, runner, f"the place {self.kind}")
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
+
+
+def _local(home: str, **more: str) -> LocalHost:
+    path = f"{Path(home, 'bin')}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    return LocalHost(environment={"HOME": home, "PATH": path, **more})
+
+
+class _OnAll(GangBackend):
+    """A job is asked for as of one machine, and runs on all."""
+
+    async def plan(self, order: Order) -> Plan:
+        return await super().plan(replace(order, nodes=self._count))
+
+    async def submit(self, order: Order, store: BlobStore) -> Handle:
+        return await super().submit(replace(order, nodes=self._count), store)
 
 
 def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:
@@ -85,6 +108,14 @@ def modal(home: Path) -> Iterator[Place]:
 def local(home: Path) -> Iterator[Place]:
     """This machine, with another home folder."""
     yield Place("local", str(home))
+
+
+@contextmanager
+def gang(home: Path) -> Iterator[Place]:
+    """Two machines of this one, as it were, on both of which each job runs."""
+    for n in range(2):
+        (home / f"{n}").mkdir()
+    yield Place("gang", str(home), nodes=2)
 
 
 @contextmanager
@@ -125,6 +156,7 @@ def rented(_: Path) -> Iterator[Place]:
 
 PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "local": local,
+    "gang": gang,
     "ssh": ssh,
     "slurm": slurm,
     "ray": ray,

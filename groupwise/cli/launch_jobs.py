@@ -15,6 +15,7 @@ from groupwise.cli.launch_options import (
     EnvFile,
     JobName,
     KeyOfPlace,
+    ProfileOfPlace,
     To,
     TrustOfPlace,
 )
@@ -119,6 +120,7 @@ def logs(
     at: At = None,
     key: KeyOfPlace = None,
     trust: TrustOfPlace = None,
+    profile: ProfileOfPlace = None,
     to: To = None,
 ) -> None:
     """What it has written, and with -f what it writes.
@@ -127,7 +129,7 @@ def logs(
     """
     if to is not None and not follow:
         raise UsageError("--to is for -f, which brings the results; `launch fetch` does so too.")
-    note = note_of(name, at, key, trust)
+    note = note_of(name, at, key, trust, profile)
     if follow:
         watch(note, to, as_json=False, stop=False)
     log = LogWriter()
@@ -149,13 +151,14 @@ def fetch(
     at: At = None,
     key: KeyOfPlace = None,
     trust: TrustOfPlace = None,
+    profile: ProfileOfPlace = None,
     to: To = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring its results here; while it runs, its checkpoints. Prints the folder."""
     from groupwise.launch import results
 
-    note = note_of(name, at, key, trust)
+    note = note_of(name, at, key, trust, profile)
     folder = folder_of(note, to)
 
     async def fetched(backend: Backend) -> dict[str, Any]:
@@ -172,12 +175,18 @@ def fetch(
         typer.echo(str(folder))
 
 
-def stop(name: JobName, at: At = None, key: KeyOfPlace = None, trust: TrustOfPlace = None) -> None:
+def stop(
+    name: JobName,
+    at: At = None,
+    key: KeyOfPlace = None,
+    trust: TrustOfPlace = None,
+    profile: ProfileOfPlace = None,
+) -> None:
     """Ask it to end.
 
     It saves what it can, and is ended a minute later at the latest.
     """
-    note = note_of(name, at, key, trust)
+    note = note_of(name, at, key, trust, profile)
     ended = ask(note.place, lambda backend: stop_job(backend, name))
     what = "had ended already" if ended else "was asked to end"
     say(f"{name} {what}; `groupwise launch fetch {name}` brings its results")
@@ -190,6 +199,7 @@ def resume(
     at: At = None,
     key: KeyOfPlace = None,
     trust: TrustOfPlace = None,
+    profile: ProfileOfPlace = None,
     to: To = None,
     detach: Detach = False,
     as_json: AsJson = False,
@@ -201,9 +211,9 @@ def resume(
     """
     from groupwise.launch import notes
     from groupwise.launch.orders import files_here
-    from groupwise.launch.places import PAID
+    from groupwise.launch.places import RENTING
 
-    note = note_of(name, at, key, trust)
+    note = note_of(name, at, key, trust, profile)
     secrets = environment_of(tuple(env_file or ()))
     store = files_here()
 
@@ -217,8 +227,8 @@ def resume(
     if detach:
         return
     say("Ctrl-C stops it and fetches what there is")
-    paid = note.place.kind in PAID
-    watch(note, to, as_json=as_json, stop=True, again=again if paid else None)
+    rents = note.place.kind in RENTING
+    watch(note, to, as_json=as_json, stop=True, again=again if rents else None)
 
 
 def remove(
@@ -226,6 +236,7 @@ def remove(
     at: At = None,
     key: KeyOfPlace = None,
     trust: TrustOfPlace = None,
+    profile: ProfileOfPlace = None,
     discard: Annotated[
         bool, typer.Option("--discard", help="Also where its results were not fetched.")
     ] = False,
@@ -237,7 +248,7 @@ def remove(
     from groupwise.clouds.port import NotHere
     from groupwise.launch import notes, results
 
-    note = note_of(name, at, key, trust)
+    note = note_of(name, at, key, trust, profile)
 
     async def removed(backend: Backend) -> None:
         handle = await find(backend, name)

@@ -124,6 +124,14 @@ TrustOfPlace = Annotated[
     str | None,
     typer.Option("--trust", metavar="FINGERPRINT", help="With --at: its host key, as SHA256:…."),
 ]
+ProfileOfPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="P",
+        help="With --at aws:REGION or modal: of the credentials; without it: as usual.",
+    ),
+]
 At = Annotated[
     str | None,
     typer.Option(

@@ -20,40 +20,59 @@ if TYPE_CHECKING:
     from groupwise.launch.places import Place
 
 
-def note_of(name: str, at: str | None, key: str | None, trust: str | None) -> Note:
+def note_of(
+    name: str, at: str | None, key: str | None, trust: str | None, profile: str | None = None
+) -> Note:
     """Where the job is. Raises UsageError."""
     check_name(name)
     from groupwise.launch import notes
+
+    if at is not None:
+        return notes.Note(name, _place_at(at, key, trust, profile), Path.cwd())
+    if key is not None or trust is not None or profile is not None:
+        raise UsageError(
+            "--key, --trust and --profile are for --at: of a job that was launched here they are known."
+        )
+    return notes.find(name)
+
+
+def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) -> Place:
+    """The place of that word. Raises UsageError."""
     from groupwise.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, Place
 
-    if at is None:
-        if key is not None or trust is not None:
-            raise UsageError(
-                "--key and --trust are for --at: of a job that was launched here they are known."
-            )
-        return notes.find(name)
     kind, _, rest = at.partition(":")
+    if profile is not None and kind not in (AWS, MODAL):
+        raise UsageError(
+            f"--profile {profile}: it is for --at aws:REGION and --at modal, whose credentials have profiles, and --at is {at}."
+        )
     if kind == LOCAL and not rest:
-        return notes.Note(name, Place(LOCAL), Path.cwd())
+        return Place(LOCAL)
     if kind == SSH and rest:
-        where = [_named(each, key, trust) for each in rest.split(",")]
-        return notes.Note(name, machines_together(where, None), Path.cwd())
+        return machines_together([_named(each, key, trust) for each in rest.split(",")], None)
     if kind in (SLURM, RAY):
         way, _, api = rest.partition(",")
         address, slash, folder = way.partition("/")
         login, shared = _named(address, key, trust), f"{slash}{folder}" or None
         if kind == RAY:
-            return notes.Note(name, ray_cluster(login, shared, api or None), Path.cwd())
+            return ray_cluster(login, shared, api or None)
         if not api:
-            return notes.Note(name, slurm_cluster(login, shared), Path.cwd())
+            return slurm_cluster(login, shared)
     if kind == AWS and rest and trust is None:
-        return notes.Note(name, Place(AWS, {"region": rest, "key_path": key}), Path.cwd())
+        return Place(AWS, {"region": rest, "profile": profile, "key_path": key})
     if kind == MODAL:
-        return notes.Note(name, Place(MODAL, {"profile": rest or None}), Path.cwd())
+        return Place(MODAL, {"profile": _one_profile(rest, profile)})
     raise UsageError(
         f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, slurm:USER@HOST:PORT/SHARED, "
         "ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; of the last three all behind the first word may be left out."
     )
+
+
+def _one_profile(in_word: str, profile: str | None) -> str | None:
+    if in_word and profile is not None:
+        raise UsageError(
+            f"--profile {profile}: --at modal:{in_word} names a profile already; leave one of the two out."
+        )
+    return in_word or profile
 
 
 def _named(word: str, key: str | None, trust: str | None) -> Place:

@@ -251,6 +251,8 @@ def launch(place: Place, asked: Asked) -> None:
             elsewhere=not place.is_here,
             root=place.root if place.root.startswith("/") else f"~/{place.root}",
             asks=asked.asks,
+            python=place.python,
+            meets_at=place.meets_at,
         ),
         store,
     )

@@ -47,7 +47,7 @@ def sweep(
     from groupwise.launch import paid
 
     async def swept(backend: Backend) -> Swept:
-        assert isinstance(backend, Renting), "that is what PAID says"
+        assert isinstance(backend, Renting), "that is what RENTING says"
         return await paid.sweep(backend, name, dry_run=dry_run)
 
     found: list[tuple[str, Swept]] = []
@@ -83,12 +83,12 @@ def _tell(found: list[tuple[str, Swept]], *, dry_run: bool) -> None:
 
 def _places(at: list[str] | None, profile: str | None) -> list[Place]:
     from groupwise.launch import notes
-    from groupwise.launch.places import AWS, PAID, Place
+    from groupwise.launch.places import AWS, MODAL, RENTING, Place
 
     if at is None:
         if profile is not None:
             raise UsageError("--profile is for --at.")
-        known = [each.place for each in notes.every() if each.place.kind in PAID]
+        known = [each.place for each in notes.every() if each.place.kind in RENTING]
         if not known:
             raise UsageError(
                 "no job was launched on a paid place from here; name one: --at aws:us-east-1"
@@ -100,7 +100,12 @@ def _places(at: list[str] | None, profile: str | None) -> list[Place]:
     for word in at:
         kind, _, region = word.partition(":")
         if kind != AWS or not region:
-            raise UsageError(f"--at {word}: a place that is paid is wanted, aws:REGION.")
+            why = "Modal ends its containers with their calls, so that none is left; " * (
+                kind == MODAL
+            )
+            raise UsageError(
+                f"--at {word}: {why}a place that rents machines is wanted, aws:REGION."
+            )
         places.append(Place(AWS, {"region": region, "profile": profile}))
     return places
 

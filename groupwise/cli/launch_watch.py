@@ -167,9 +167,9 @@ async def concluded(
     document = results.result(handle, str(note.place), status, fetched)
     results.write(folder, document)
     try:
-        cost = await paid.cost_of(backend, note.name)
-        if cost is not None:
-            document = {**document, "cost": cost}
+        cost = await paid.cost_of(backend, handle)
+        if cost:
+            document = {**document, **cost}
             results.write(folder, document)
         await paid.after(backend, handle, status, folder, say)
     except CloudError as error:  # the results are here, and shall not be lost over it
@@ -197,6 +197,8 @@ def _end(note: Note, folder: Path, document: Mapping[str, Any], *, as_json: bool
     after = "" if seconds is None else f" after {seconds:.0f} s"
     say(f"{note.name} {document['state']}{after}: {document['reason']}")
     say(f"{len(document['files'])} files came back to {folder}")
+    if document["cost"] is not None:
+        say(f"it has cost about ${document['cost']:.2f}: {document['cost_counts']}")
     for run in document["runs"]:
         say(f"  the run {run['run']}: {folder / run['folder']}")
     for path, why in document["left_out"].items():

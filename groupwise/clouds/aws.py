@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from groupwise.clouds.aws_checks import Access, Checked, check, price_of
-from groupwise.clouds.boot import host_key_in, user_data
+from groupwise.clouds.bills import Stay, cost_of, stays_of
+from groupwise.clouds.boot import ARM, host_key_in, user_data
 from groupwise.clouds.ec2 import DISK_GB, Ec2, Machine, Refused, Request
 from groupwise.clouds.folder import results_folder
 from groupwise.clouds.kept import Kept, Record, newest_checkpoint
@@ -33,6 +34,7 @@ from groupwise.clouds.port import (
     KEEP_ON_FAILURE,
     Capabilities,
     CloudError,
+    Cost,
     Ending,
     Fetched,
     Handle,
@@ -45,6 +47,7 @@ from groupwise.clouds.port import (
     Rented,
     Status,
     Unreachable,
+    what,
 )
 from groupwise.hosts.answers import LogPart
 from groupwise.hosts.driver import Resume, Runner
@@ -60,6 +63,8 @@ MARGIN_MINUTES = 30
 LOG_PIECE = 1 << 20
 VOID = "void"
 """The tag of a machine that no job of that name is known by any more: its set-up failed, or the job was removed."""
+REMOVED = "removed"
+"""What that tag says in the latter case; what such a machine cost is not the cost of the next job of this name."""
 SET_UP = "its machine is made ready"
 
 T = TypeVar("T")
@@ -159,8 +164,8 @@ class AwsBackend:
     def _expect_same(self, order: Order, machine: Machine | None, record: Record | None) -> None:
         known = machine.tags.get("order") if machine is not None else None
         if known is None and record is not None and record.order is not None:
-            known = digest(record.order)
-        if known not in (None, digest(order.document())):
+            known = digest(what(record.order))
+        if known not in (None, digest(what(order.document()))):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
@@ -202,10 +207,54 @@ class AwsBackend:
             await self.fetch(handle, self._results_of(name, record))
             await self._end(machine)
             return None
-        again = await on.resume(name, secrets, store)
+        begins = ending is not None and ending.outcome is not Outcome.SUCCEEDED
+        moved = begins and await self._give_time(machine, on, await on.order(handle))
+        try:
+            again = await on.resume(name, secrets, store)
+        except BaseException:  # Ctrl-C, too: it is there no longer than it was to be
+            if moved:
+                await to_its_end(asyncio.create_task(self._put_back(machine, on)))
+            raise
         await self._tag(machine, {"attempt": str(again.attempt)})
         await asyncio.to_thread(self._kept.begun, await on.order(again), again.attempt, store)
         return again
+
+    async def _give_time(self, machine: Machine, on: MachineBackend, order: Order) -> bool:
+        """Move the end of a machine that would come before this job's own time is over; whether that was so.
+
+        Its old end stays armed until the new one is, and the tag says nothing later than the machine has been told. Raises CloudError.
+        """
+        minutes, now = minutes_of(order), time.time()
+        enough = (minutes - MARGIN_MINUTES / 2) * 60
+        if float(machine.tags["deadline"]) - now >= enough:
+            return False
+        try:
+            await self._arm(machine, on, now + minutes * 60, minutes)
+        except BaseException:  # the machine may have been told, and the tag not
+            await to_its_end(asyncio.create_task(self._put_back(machine, on)))
+            raise
+        return True
+
+    async def _arm(
+        self, machine: Machine, on: MachineBackend, deadline: float, minutes: int
+    ) -> None:
+        ran = await on.run("sudo", "-n", ARM, f"{deadline:.0f}", f"{minutes}")
+        if ran.code != 0:
+            ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(machine.tags["deadline"])))
+            name, why = machine.tags["job"], ran.err.strip() or f"code {ran.code}"
+            raise CloudError(
+                f"{machine.id} ends at {ends}, before another attempt of {name} has had its time, and that could not be moved: {why}. "
+                f"`groupwise launch fetch {name}` brings what it has, `groupwise launch sweep --name {name}` ends it, and `resume` goes on "
+                "on a new one then."
+            )
+        await self._tag(machine, {"deadline": f"{deadline:.0f}"})
+
+    async def _put_back(self, machine: Machine, on: MachineBackend) -> None:
+        """As it was before this attempt, which does not begin. What is told instead is why; it ends at the later moment then."""
+        deadline = float(machine.tags["deadline"])
+        minutes = max(0, math.ceil((deadline - time.time()) / 60))
+        with suppress(CloudError):
+            await self._arm(machine, on, deadline, minutes)
 
     def _results_of(self, name: str, record: Record | None) -> Path:
         if record is not None and record.results is not None:
@@ -256,10 +305,10 @@ class AwsBackend:
                 f"deadline. End it by hand: aws ec2 terminate-instances --region {self._ec2.region} --instance-ids {machine.id}"
             ) from error
 
-    async def _make_void(self, machine: Machine) -> None:
+    async def _make_void(self, machine: Machine, why: str = "1") -> None:
         """Nobody takes it for the job's. That it cannot be said shall not keep it from being ended."""
         with suppress(CloudError):
-            await self._tag(machine, {VOID: "1"})
+            await self._tag(machine, {VOID: why})
 
     async def _settled(self, order: Order, machine: Machine, started: _Started) -> Machine:
         """Of several that were started for one attempt the same for all who started one; ours is ended where it is another."""
@@ -342,7 +391,7 @@ class AwsBackend:
             "job": order.name,
             "attempt": str(attempt),
             "first": str(attempt),
-            "order": digest(order.document()),
+            "order": digest(what(order.document())),
             "owner": self._owner[:200],
             "by": uuid.uuid4().hex,
             "since": f"{time.time():.3f}",
@@ -370,12 +419,16 @@ class AwsBackend:
         """Wait for it, and begin the job on it, or find that it has begun."""
         attempt = _attempt(machine, None)
         on = await self._ready(machine)
+        if "begun" not in machine.tags:  # it may have been left by somebody who died hours ago
+            await self._give_time(machine, on, order)
         if attempt == 1:
             handle = await on.submit(order, store)
         else:
             handle = await on.take_over(order, store, attempt, newest)
         await self._tag(machine, {"attempt": str(max(attempt, handle.attempt)), "begun": "1"})
         await asyncio.to_thread(self._kept.begun, order, handle.attempt, store)
+        seen = stays_of([machine], time.time())
+        await asyncio.to_thread(self._kept.seen, order.name, seen)
         return handle
 
     async def _ready(self, machine: Machine) -> MachineBackend:
@@ -619,8 +672,8 @@ class AwsBackend:
             return None
 
         await self._answered(handle, lambda on: on.cleanup(handle), nothing)
-        for machine in await self._all(handle.name):
-            await self._make_void(machine)
+        for machine in await asyncio.to_thread(self._ec2.machines, handle.name):
+            await self._make_void(machine, REMOVED)
             if machine.lives:
                 await self._end(machine)
         await self._forget_way(handle.name)
@@ -641,6 +694,17 @@ class AwsBackend:
         return [
             _rented(each) for each in found if each.state not in ("terminated", "shutting-down")
         ]
+
+    async def cost(self, handle: Handle) -> Cost | None:
+        """See `Priced.cost`: of all machines that the job has had, with those that did not get to begin it."""
+        return cost_of(await self._stays(handle.name))
+
+    async def _stays(self, name: str) -> Mapping[str, Stay]:
+        """Kept from now on, since AWS forgets."""
+        machines = await asyncio.to_thread(self._ec2.machines, name)
+        its = [each for each in machines if each.tags.get(VOID) != REMOVED]
+        seen = stays_of(its, time.time())
+        return await asyncio.to_thread(self._kept.seen, name, seen)
 
     async def give_back(self, rented: Rented) -> None:
         """See `Renting.give_back`."""

@@ -1,7 +1,8 @@
 """What a rented machine does as it starts, before anybody can reach it: arm its own end, then say which host key it has.
 
 The script is the machine's user data. Its first act is a shutdown that is already on its way, and until its last line any failure of the
-script ends the machine at once; every later start arms the same moment again. Nothing secret is in it: whoever may look at the machine in
+script ends the machine at once; every later start arms the same moment again. Root may move that moment (`ARM`): another attempt on the
+machine has its own time. A moment that cannot be read is now. Nothing secret is in it: whoever may look at the machine in
 AWS may read it, and so may every program on it.
 """
 
@@ -19,6 +20,9 @@ HOST_KEY = re.compile(
 """The line of the console; an ed25519 key has one length."""
 MOST_USER_DATA = 16384
 """Bytes that EC2 takes."""
+ARM = "/var/lib/groupwise/arm"
+"""The program that arms the end: at its first argument (seconds since the epoch), or so many minutes from now as its second says, if that
+is sooner. Without arguments: as it was told last."""
 NOTICE = Path(__file__).with_name("spot_notice.py")
 
 
@@ -35,15 +39,26 @@ def user_data(deadline: float, minutes: int, user: str, *, spot: bool) -> str:
         set -e
         shutdown --no-wall -P +{minutes}
         mkdir -p /var/lib/groupwise /var/lib/cloud/scripts/per-boot
+        echo {deadline:.0f} {minutes} > /var/lib/groupwise/end
+        cat > {ARM} <<'END_OF_FILE'
+        #!/bin/sh
+        set -e
+        if [ $# -eq 2 ]; then
+            echo "$1" "$2" > /var/lib/groupwise/end.new
+            mv /var/lib/groupwise/end.new /var/lib/groupwise/end
+        fi
+        read -r deadline minutes < /var/lib/groupwise/end || deadline=0
+        left=$(( (${{{{deadline:-0}}}} - $(date +%s) + 59) / 60 ))
+        [ "$left" -ge 0 ] || left=0
+        [ "$left" -le "${{{{minutes:-0}}}}" ] || left=${{{{minutes:-0}}}}
+        shutdown --no-wall -P +"$left"
+        END_OF_FILE
         cat > /var/lib/cloud/scripts/per-boot/groupwise <<'END_OF_FILE'
         #!/bin/sh
-        left=$(( ({deadline:.0f} - $(date +%s) + 59) / 60 ))
-        [ "$left" -ge 0 ] || left=0
-        [ "$left" -le {minutes} ] || left={minutes}
-        shutdown --no-wall -P +"$left"
+        {ARM} || shutdown --no-wall -P now
         {watch}
         END_OF_FILE
-        chmod 755 /var/lib/cloud/scripts/per-boot/groupwise
+        chmod 755 {ARM} /var/lib/cloud/scripts/per-boot/groupwise
         {{notice}}
         /var/lib/cloud/scripts/per-boot/groupwise
         python3 -c 'import ensurepip' || {{{{ apt-get update && apt-get -o DPkg::Lock::Timeout=120 install -y python3-venv; }}}} || true

@@ -8,10 +8,12 @@ makes them in threads.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
@@ -82,6 +84,8 @@ class Machine:
     spot: bool = False
     why: str = ""
     """What AWS says of how it came into this state: `Server.SpotInstanceTermination: …`."""
+    ended_at: float | None = None
+    """Seconds since the epoch, of one that has ended, where AWS says when."""
 
     @property
     def lives(self) -> bool:
@@ -447,7 +451,14 @@ def _machine(said: Mapping[str, Any]) -> Machine:
         said.get("PublicIpAddress") or said.get("PrivateIpAddress"),
         said.get("InstanceLifecycle") == "spot",
         f"{reason['Code']}: {reason.get('Message', '')}" if reason.get("Code") else "",
+        _moment(said.get("StateTransitionReason") or ""),
     )
+
+
+def _moment(reason: str) -> float | None:
+    """That stands in words as `User initiated (2026-05-01 10:00:00 GMT)`; of some ends there is none."""
+    found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", reason)
+    return None if found is None else datetime.fromisoformat(f"{found[1]}+00:00").timestamp()
 
 
 def _group(said: Mapping[str, Any]) -> Group:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
-from groupwise.clouds.machine import MachineBackend
+from groupwise.clouds.machine import NAME_ALL, MachineBackend
 from groupwise.clouds.port import (
     Capabilities,
     CloudError,
@@ -30,7 +31,7 @@ from groupwise.errors import UsageError
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Launch, Resume, Runner
 from groupwise.hosts.files import BlobStore
-from groupwise.hosts.meeting import meeting_of
+from groupwise.hosts.meeting import KEY, KEY_FILE, meeting_of, new_secret
 from groupwise.hosts.spec import JobSpec
 
 NODES = "nodes"
@@ -54,12 +55,13 @@ class _Machine(MachineBackend):
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
         launch = await super()._launch(order, spec, epoch, attempt, resume)
-        told = meeting_of(self._rank, self._count, self._meets_at, f"{order.name}.{epoch}")
+        meets_at = order.meets_at or self._meets_at
+        told = meeting_of(self._rank, self._count, meets_at, f"{order.name}.{epoch}")
         return replace(
             launch,
             rank=self._rank,
             members=self._count,
-            environment={**launch.environment, **told},
+            environment={**launch.environment, **told, KEY_FILE: KEY},
         )
 
 
@@ -81,9 +83,11 @@ class _Other(_Machine):
         if last is not None and last.state is not RunnerState.REFUSED:
             await self._expect_same(order, self._handle(last))
 
-    async def join(self, order: Order, store: BlobStore, epoch: int, attempt: int) -> MemberState:
-        """Begin its part of this epoch, unless that has been done. Raises CloudError where it will not."""
-        state = await self._begin_at(order, store, epoch, attempt, None)
+    async def join(
+        self, order: Order, store: BlobStore, epoch: int, attempt: int, secret: bytes
+    ) -> MemberState:
+        """Begin its part of this epoch, unless that has been done. `secret`: the first machine's. Raises CloudError where it will not."""
+        state = await self._begin_at(order, store, epoch, attempt, None, {KEY: secret})
         self._expect_begun(order, state)
         return state
 
@@ -155,13 +159,39 @@ class GangBackend(_Machine):
         await self._join(order, store, handle)
         return handle
 
+    async def _begin_at(
+        self,
+        order: Order,
+        store: BlobStore,
+        epoch: int,
+        attempt: int,
+        resume: Resume | None,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> MemberState:
+        mine = {**beside, KEY: new_secret().encode()}
+        return await super()._begin_at(order, store, epoch, attempt, resume, mine)
+
     async def _join(self, order: Order, store: BlobStore, handle: Handle) -> None:
+        """The secret is what the first machine has: somebody else may have begun it there."""
         attempt = len(await self._begun(order.name))
         try:
-            await _all(each.join(order, store, handle.attempt, attempt) for each in self._others)
+            with self._told():
+                await self._begun_with_its_files(handle)
+                secret = await self._read(handle, KEY)
+            joined = (
+                each.join(order, store, handle.attempt, attempt, secret) for each in self._others
+            )
+            await _all(joined)
         except CloudError:
             await self.cancel(handle, 0.0)
             raise
+
+    def _expect_its_machines(self, order: Order, last: MemberState) -> None:
+        self._expect_all(order)
+        if last.rank:
+            raise UsageError(
+                f"{self._where} is not the machine that has what {order.name} made, but number {last.rank + 1} of its machines: {NAME_ALL}"
+            )
 
     async def cancel(self, handle: Handle, grace: float) -> None:
         """See `Backend.cancel`."""

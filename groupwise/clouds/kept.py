@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from groupwise.clouds.bills import Stay, together
 from groupwise.clouds.folder import EARLIER, INCOMING
 from groupwise.clouds.port import Ending, Order, Outcome
 from groupwise.hosts.driver import Resume
@@ -35,6 +36,8 @@ class Record:
     """The folder that they were fetched to last."""
     endings: Mapping[int, Ending] = field(default_factory=dict[int, Ending])
     """Of attempts, as their machine told them."""
+    stays: Mapping[str, Stay] = field(default_factory=dict[str, Stay])
+    """Of its machines, as far as they were seen from here."""
 
 
 class Kept:
@@ -65,6 +68,7 @@ class Kept:
             "attempt": record.attempt,
             "results": record.results,
             "endings": endings,
+            "machines": {name: asdict(each) for name, each in record.stays.items()},
         }
         path = self._file(record.name)
         new = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -91,6 +95,15 @@ class Kept:
         endings = {**known.endings, **({} if ending is None else {attempt: ending})}
         newest = max(known.attempt, attempt)
         self.write(replace(known, attempt=newest, results=str(folder.absolute()), endings=endings))
+
+    def seen(self, name: str, stays: Mapping[str, Stay]) -> Mapping[str, Stay]:
+        """Machines of a job, as they are seen now; with those that were seen before. Nothing is kept of a job that is not known."""
+        known = self.find(name)
+        if known is None:
+            return stays
+        found = together(known.stays, stays)
+        self.write(replace(known, stays=found))
+        return found
 
     def remove(self, name: str) -> None:
         """Nothing of it is known afterwards, and its files go with the next collection."""
@@ -183,6 +196,7 @@ def _record(said: Mapping[str, Any]) -> Record:
         said["attempt"],
         said["results"],
         {int(n): _ending(each) for n, each in said["endings"].items()},
+        {name: Stay(**each) for name, each in said.get("machines", {}).items()},
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from groupwise.clouds.folder import ResultsFolder, results_folder
 from groupwise.clouds.port import (
@@ -29,6 +30,7 @@ from groupwise.clouds.port import (
     Plan,
     Status,
     Unreachable,
+    what,
 )
 from groupwise.errors import UsageError
 from groupwise.hosts.answers import (
@@ -37,6 +39,7 @@ from groupwise.hosts.answers import (
     Hello,
     LogPart,
     MemberState,
+    Ran,
     Refusal,
     RunnerState,
     WorkTree,
@@ -62,6 +65,9 @@ MOST_ORDER = 64 << 20
 """Bytes of it: a job may have a hundred thousand files."""
 NO_PROBE = ("true",)
 """Nothing is asked of GPUs."""
+NAME_ALL = (
+    "name all of them, in the order in which they were named first: --at ssh:USER@HOST,USER@HOST."
+)
 TRIES = 3
 """Of what others may spoil meanwhile: a GPU that was free, a checkpoint that is removed while it is fetched."""
 GONE = {
@@ -127,7 +133,7 @@ class MachineBackend:
 
     async def _expect_same(self, order: Order, handle: Handle) -> None:
         """Raises NameTaken where the attempt is of a job that asks for something else."""
-        if (await self.order(handle)).document() != order.document():
+        if what((await self.order(handle)).document()) != what(order.document()):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
@@ -145,8 +151,16 @@ class MachineBackend:
             )
         order = (await self.order(self._handle(last))).with_secrets(secrets)
         refuse(order)
+        self._expect_its_machines(order, last)
         newest = await self._newest_checkpoint(attempts)
         return await self._begin(order, store, last.epoch + 1, len(attempts) + 1, newest)
+
+    def _expect_its_machines(self, order: Order, last: MemberState) -> None:
+        """Raises UsageError where this place is not all that the job ran on, as this attempt of it was begun."""
+        if order.nodes > 1 and not self.capabilities.nodes:
+            raise UsageError(
+                f"{order.name} runs on {order.nodes} machines at once, and {self._where} is one: {NAME_ALL}"
+            )
 
     async def take_over(
         self, order: Order, store: BlobStore, attempt: int, newest: Resume | None
@@ -187,9 +201,16 @@ class MachineBackend:
         raise AssertionError("the last try returns or raises")
 
     async def _begin_at(
-        self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None
+        self,
+        order: Order,
+        store: BlobStore,
+        epoch: int,
+        attempt: int,
+        resume: Resume | None,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        spec = await asyncio.to_thread(_with_order, order, store)
+        """`beside`: files of its working folder that are no part of what was asked for."""
+        spec = await asyncio.to_thread(_with_order, order, store, beside)
         launch = await self._launch(order, spec, epoch, attempt, resume)
         with self._told():
             await self._runner.provide(store, spec.files)
@@ -211,6 +232,7 @@ class MachineBackend:
             environment={"ATTEMPT": str(attempt)},
             secrets=order.secrets,
             resume=resume,
+            python=order.python,
         )
 
     async def _launched(self, launch: Launch) -> MemberState:
@@ -405,6 +427,11 @@ class MachineBackend:
         """See `Backend.close`."""
         await self._runner.host.close()
 
+    async def run(self, *arguments: str) -> Ran:
+        """Run a program of the machine to its end."""
+        with self._told():
+            return await self._runner.run(arguments)
+
     @contextmanager
     def _told(self) -> Generator[None]:
         """What goes wrong with the machine, in words for people."""
@@ -445,11 +472,11 @@ def _offered(tree: WorkTree) -> Manifest:
     return {**tree.files, **of_checkpoints}
 
 
-def _with_order(order: Order, store: BlobStore) -> JobSpec:
-    """Its spec, with the file beside it that says what was asked for."""
-    data = json.dumps(order.document(), sort_keys=True).encode()
-    entry = FileEntry(store.put(data), 0o600, len(data))
-    return replace(order.spec, files={**order.spec.files, ORDER: entry})
+def _with_order(order: Order, store: BlobStore, beside: Mapping[str, bytes]) -> JobSpec:
+    """Its spec, with the file beside it that says what was asked for, and others."""
+    ours = {ORDER: json.dumps(order.document(), sort_keys=True).encode(), **beside}
+    entries = {path: FileEntry(store.put(data), 0o600, len(data)) for path, data in ours.items()}
+    return replace(order.spec, files={**order.spec.files, **entries})
 
 
 def _ended(record: ExitRecord) -> Ending:

@@ -119,6 +119,10 @@ class Order:
     """Values of the variables that `spec.secrets` names. They travel beside the job and are kept nowhere."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What only this kind of place understands, as JSON: a partition, a type of machine."""
+    python: str | None = None
+    """The interpreter there whose programs its command finds first; None: whatever the place has."""
+    meets_at: str | None = None
+    """Where the other machines reach the first one; None: as whoever submits does."""
 
     def problems(self) -> list[str]:
         """What is wrong with it, in words; empty: nothing."""
@@ -143,6 +147,7 @@ class Order:
             "nodes": self.nodes,
             "spec": as_json(self.spec),
             "asks": dict(self.asks),
+            **{name: value for name in HOW if (value := getattr(self, name)) is not None},
         }
 
     @classmethod
@@ -154,11 +159,22 @@ class Order:
             document["gpus"],
             document.get("nodes") or 1,
             asks=document.get("asks") or {},
+            python=document.get("python"),
+            meets_at=document.get("meets_at"),
         )
 
     def with_secrets(self, secrets: Mapping[str, str]) -> Order:
         """The same with these values."""
         return replace(self, secrets=dict(secrets))
+
+
+HOW = ("python", "meets_at")
+"""What an order says of how the job is begun, and not of what it is."""
+
+
+def what(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an order's document, what makes it another job's or the same."""
+    return {name: value for name, value in document.items() if name not in HOW}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +251,15 @@ class Rented:
     """Dollars; None: nobody knows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a job has cost so far."""
+
+    dollars: float
+    counts: str
+    """What was counted, and what was not, for people."""
+
+
 TERMINATE_AFTER = "terminate_after"
 """In `Order.asks` of a place that is paid: what the job runs on ends as soon as its results are here, also after a success."""
 KEEP_ON_FAILURE = "keep_on_failure"
@@ -251,6 +276,15 @@ class Renting(Protocol):
 
     async def give_back(self, rented: Rented) -> None:
         """End it now, whatever runs on it. The job's name and its ending are remembered as far as they are known. May be repeated."""
+        ...
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """What a backend can do beside that can say what its jobs cost."""
+
+    async def cost(self, handle: Handle) -> Cost | None:
+        """Of all attempts so far, as far as is known. None: nothing is."""
         ...
 
 

@@ -49,4 +49,5 @@ class EngineBackend(MachineBackend, ABC):
             secrets=order.secrets,
             resume=resume,
             engine=engine,
+            python=order.python,
         )

@@ -107,6 +107,8 @@ class Launch:
     """How to detach it; None: the best way that there is."""
     engine: Engine | None = None
     """What begins it; None: the machine itself, at once."""
+    python: str | None = None
+    """The interpreter whose programs the command finds first; None: that of the runner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ class Runner:
             "resume": None if launch.resume is None else _resume(launch.resume),
             "deadman": launch.deadman,
             "clock": launch.clock,
-            "python": self.python,
+            "python": launch.python or self.python,
         }
         if launch.method is not None:
             body["method"] = launch.method

@@ -1,9 +1,14 @@
-"""Where the machines of a gang meet: what each of them is told in its environment, for torchrun."""
+"""Where the machines of a gang meet: what each is told in its environment, for torchrun. And by which secret they know each other."""
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 
+KEY_FILE = "GROUPWISE_KEY_FILE"
+"""The variable that names the file with the secret of this attempt, the same on all its machines and known to nobody else."""
+KEY = ".groupwise-key"
+"""That file, in working folders that we make."""
 FIRST_PORT, PORTS = 20_000, 12_000
 """Below those that systems give to connections by themselves."""
 
@@ -17,6 +22,11 @@ def meeting_of(rank: int, count: int, host: str, attempt: str) -> dict[str, str]
         "MASTER_PORT": str(port_of(attempt)),
         "GROUPWISE_RENDEZVOUS": attempt,
     }
+
+
+def new_secret() -> str:
+    """For one attempt."""
+    return secrets.token_hex(32)
 
 
 def port_of(attempt: str) -> int:

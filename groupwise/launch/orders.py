@@ -79,6 +79,10 @@ class Wanted:
     """Of the place; environments are made below it."""
     asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What only this kind of place understands."""
+    python: str | None = None
+    """See `groupwise.clouds.port.Order`."""
+    meets_at: str | None = None
+    """Likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ def pack(wanted: Wanted, store: BlobStore) -> Packed:
         wanted.nodes,
         secrets=wanted.secrets,
         asks=wanted.asks,
+        python=wanted.python,
+        meets_at=wanted.meets_at,
     )
     return Packed(order, project)
 

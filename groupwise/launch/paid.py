@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from groupwise.clouds.port import (
     KEEP_ON_FAILURE,
@@ -18,6 +19,7 @@ from groupwise.clouds.port import (
     Handle,
     Order,
     Outcome,
+    Priced,
     Rented,
     Renting,
     Status,
@@ -73,12 +75,10 @@ async def of_job(backend: Renting, name: str) -> list[Rented]:
     return [each for each in await backend.rented() if each.job == name]
 
 
-async def cost_of(backend: Backend, name: str) -> float | None:
-    """Dollars so far, of what is there for this job now. None: nothing is, or nobody knows its price."""
-    found = await of_job(backend, name) if isinstance(backend, Renting) else []
-    hours = [(each.price_per_hour, (time.time() - each.since) / 3600) for each in found]
-    known = [price * hour for price, hour in hours if price is not None]
-    return round(sum(known), 2) if known else None
+async def cost_of(backend: Backend, handle: Handle) -> dict[str, Any]:
+    """What a result document says of it: dollars so far, and what they are of. Nothing where nobody knows."""
+    found = await backend.cost(handle) if isinstance(backend, Priced) else None
+    return {} if found is None else {"cost": found.dollars, "cost_counts": found.counts}
 
 
 def stays(rented: Rented) -> str:

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
 OF_HERE = frozenset({LOCAL, SLURM, RAY})
 """Kinds of places that this machine may have, or be given jobs for by itself."""
-PAID = frozenset({AWS})
-"""Kinds of places whose backends rent what jobs run on (`groupwise.clouds.port.Renting`)."""
+RENTING = frozenset({AWS})
+"""Kinds of places whose backends rent what jobs run on (`groupwise.clouds.port.Renting`), so that it may be left over. Containers of
+Modal, which is paid, too, end with their calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Place:
         detail = self.detail
         if "region" in detail:
             return f"{self.kind}:{detail['region']}"
-        machines = [detail, *detail.get("others", ())] if "host" in detail else []
+        machines = [detail, *self.others] if "host" in detail else []
         there = ",".join("{user}@{host}:{port}".format(**each) for each in machines)
         address = f",{detail['address']}" if detail.get("address") else ""
         word = f"{there}{detail.get('shared') or ''}{detail.get('profile') or ''}{address}"
@@ -69,6 +70,21 @@ class Place:
         """Where the runner keeps its files there."""
         shared = self.detail.get("shared")
         return f"{shared}/{ROOT}" if shared else ROOT
+
+    @property
+    def python(self) -> str | None:
+        """The interpreter there that jobs are begun with, where that is known here."""
+        return self.detail.get("python") or (sys.executable if self.is_here else None)
+
+    @property
+    def meets_at(self) -> str | None:
+        """Where the other machines reach the first one, if there are others."""
+        return (self.detail.get("meets_at") or self.detail["host"]) if self.others else None
+
+    @property
+    def others(self) -> Sequence[Mapping[str, Any]]:
+        """The machines beside the first one."""
+        return self.detail.get("others", ())
 
     def document(self) -> dict[str, Any]:
         """To be written down."""
@@ -92,12 +108,10 @@ def reach(place: Place) -> Backend:
 def _machine(place: Place) -> Backend:
     host, where, python = _spoken_to(place)
     runner = Runner(host, root=place.root, python=python)
-    others: Sequence[Mapping[str, Any]] = place.detail.get("others", ())
-    if not others:
+    if place.meets_at is None:
         return MachineBackend(place.kind, runner, where)
-    machines = [(runner, where), *(_other(place, each) for each in others)]
-    meets_at = place.detail.get("meets_at") or place.detail["host"]
-    return GangBackend(place.kind, machines, meets_at)
+    machines = [(runner, where), *(_other(place, each) for each in place.others)]
+    return GangBackend(place.kind, machines, place.meets_at)
 
 
 def _other(place: Place, detail: Mapping[str, Any]) -> tuple[Runner, str]:
@@ -147,8 +161,7 @@ def _modal(place: Place) -> Backend:
 def _spoken_to(place: Place, also: Iterable[str] = ()) -> tuple[Host, str, str]:
     """A way to the machine, its name for people, and its interpreter. `also`: variables that one of here is asked with."""
     host, where = (LocalHost(also=also), "this machine") if place.is_here else _ssh(place.detail)
-    python = place.detail.get("python") or (sys.executable if place.is_here else "python3")
-    return host, where, python
+    return host, where, place.python or "python3"
 
 
 def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:

@@ -30,10 +30,8 @@ def prepare(folder: Path) -> None:
             ignore.write_text("*\n", "utf-8")
 
 
-def result(
-    handle: Handle, place: str, status: Status, fetched: Fetched, cost: float | None = None
-) -> dict[str, Any]:
-    """The document. `cost`: dollars so far, of what is paid for the job."""
+def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict[str, Any]:
+    """The document; what the job has cost is not known yet."""
     ending = status.ending
     runs = [_run(fetched.folder, path) for path in fetched.files if _is_record(path)]
     return {
@@ -47,7 +45,8 @@ def result(
         "failure": None if ending is None else ending.failure,
         "exit_code": None if ending is None else ending.code,
         "seconds": None if ending is None else ending.seconds,
-        "cost": cost,
+        "cost": None,
+        "cost_counts": None,
         "runs": runs,
         "files": list(fetched.files),
         "left_out": dict(fetched.left_out),

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from groupwise.errors import WorkerLostError
 from groupwise.models.memory import lacks_memory
 
 PATIENCE = timedelta(minutes=30)
-"""That ranks wait for each other: for models to be read, and for the rank with the longest rows."""
+"""That ranks wait for each other: for the first one to have read its data, for models to be read, and for the rank with the longest rows.
+Whoever ends is heard of at once; this is how long one that hangs, or whose machine is gone without a word, is waited for."""
 GRACE = 5.0
 """Seconds after which a rank ends that cannot reach another one, if nobody has ended it: the end of the other one is to be heard of first,
 because it is the reason."""
@@ -47,8 +49,15 @@ def tell(name: str, value: str) -> None:
 
 
 def heard(name: str) -> str:
-    """What the first of them tells, when it does."""
-    return _launchers_store().get(name).decode()
+    """What the first of them tells, when it does. Raises WorkerLostError where it does not."""
+    try:
+        return _launchers_store().get(name).decode()
+    except dist.DistError as error:
+        minutes = PATIENCE.total_seconds() / 60
+        raise WorkerLostError(
+            f"The first process of this run is gone, or has told the others nothing for {minutes:g} minutes, in which it reads its data "
+            f"and checks its task. If that takes it longer, do it beforehand: `--dry-run` leaves what it has downloaded. ({error})"
+        ) from error
 
 
 def _launchers_store() -> Any:

@@ -13,11 +13,12 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 from groupwise.errors import EX_TEMPFAIL
-from groupwise.hosts.meeting import port_of
+from groupwise.hosts.meeting import KEY, KEY_FILE, new_secret, port_of
 
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
@@ -69,7 +70,18 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> NoReturn:
         step.append(f"--cpus-per-task={cores}")
     ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
     os.environ[BEGUN_BY_SRUN] = "1"
+    os.environ[KEY_FILE] = give_secret()
     os.execvp("srun", ["srun", *step, *ends, *own])
+
+
+def give_secret() -> str:
+    """To all machines of this job, which share the working folder. The path of the file."""
+    path = os.path.abspath(KEY)
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(new_secret())
+    return path
 
 
 def found_in(environment: Mapping[str, str]) -> Meeting | None:

@@ -11,7 +11,10 @@ from groupwise.settings.schema import Conflict, Strict, setting
 class ScaleConfig(Strict):
     """Several GPUs, or several machines."""
 
-    refused: ClassVar[Mapping[str, str]] = {"samplers": "a supervised run samples nothing"}
+    refused: ClassVar[Mapping[str, str]] = {
+        "samplers": "a supervised run samples nothing",
+        "patience": "a supervised run has no samplers to wait for",
+    }
 
     learners: int = setting(
         1,
@@ -29,6 +32,10 @@ class ScaleConfig(Strict):
     )
 
 
+PATIENCE = 300.0
+"""Longer than anything that a sampler does in one piece, as reading weights or computing the prompts of a step."""
+
+
 class SampledScaleConfig(ScaleConfig):
     """Several GPUs, or several machines, where there is something to sample."""
 
@@ -41,6 +48,13 @@ class SampledScaleConfig(ScaleConfig):
         on_resume="warn",
         ge=0,
     )
+    patience: float = setting(
+        PATIENCE,
+        "Seconds without a sign of life after which a sampler is killed and replaced. It gives one between any two tokens, so that this "
+        "has to be longer than what it does in one piece: reading weights, computing prompts.",
+        on_resume="free",
+        gt=0,
+    )
 
 
 def scale_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iterator[Conflict]:
@@ -52,6 +66,12 @@ def scale_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iterator[C
         yield from _conflicts(config, "scale.learners", learners, rows, keys)
     if samplers > 0:
         yield from _conflicts(config, "scale.samplers", samplers, rows, keys)
+    elif getattr(config.scale, "patience", PATIENCE) != PATIENCE:
+        yield Conflict(
+            f"scale.patience is {config.scale.patience:g}, for samplers, but scale.samplers is 0. Give the run samplers, or leave "
+            "scale.patience out.",
+            ("scale.patience", "scale.samplers"),
+        )
     if config.scale.strategy == "fsdp2":
         yield from _cannot_be_divided(
             learners, samplers if hasattr(config.scale, "samplers") else None

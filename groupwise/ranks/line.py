@@ -1,10 +1,12 @@
-"""Messages between the main process, the zygote and its ranks: pickled, because all of them are of the same trust.
+"""Messages between the main process, the zygote and its ranks: pickled, because all of them are of the same trust. What comes over a
+network is believed to be theirs by its seal (`groupwise.ranks.handshake`).
 
 The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number, and then sends `Setup`, with a
 socket for each rank. The zygote sends `Ready` or `Failed`, `Told`, and `Ended` when a rank has. To a rank it sends `Call` and `Cancel`; the
 rank sends `Answered` or `Failed`, and `Told`.
 
-A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last.
+A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. Where
+that was asked for, it says `Alive` now and then.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 from groupwise.errors import GroupwiseError, RunError
 from groupwise.plugins import explain
+from groupwise.ranks.handshake import Seal
 from groupwise.rewards.frames import FrameBuffer, framed
 
 _PIECE = 1 << 20
@@ -51,9 +54,12 @@ class PeerSetup:
     meeting: tuple[str, int] | None
     """Host and port where those that learn together meet; the first rank's socket that listens there comes with the message."""
     calls: str | None = None
-    """For the first rank under torchrun, to be told to the others: host and port where they are to call, and a word that is a secret."""
+    """For the first rank under torchrun, to be told to the others: host and port where they are to call, and a word in place of a secret
+    where they were given none."""
     tells: bool = False
     """Whether it sends what the package logs; the others would say the same."""
+    beat: float | None = None
+    """Seconds between two signs of life; None: it gives none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,11 @@ class Told:
     """A record of the package's log."""
 
     record: logging.LogRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A sign of life: what the rank computes comes round to other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +132,10 @@ class Failed:
 class Line:
     """One end of a connection: whole messages, in the order in which they were sent."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
+        """`seal`: of a connection that goes over a network."""
         self._connection = connection
+        self._seal = seal
         self._buffer = FrameBuffer()
         self._taken_over: list[socket.socket] = []
         self._sending = threading.Lock()
@@ -133,8 +146,9 @@ class Line:
 
     def send(self, message: object, sockets: Sequence[socket.socket] = ()) -> None:
         """May be called from any thread. The other end is given the sockets, too. OSError where it is gone."""
-        frame = framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
+            frame = framed(self._sealed(pickled))
             for start in range(0, len(sockets), _MOST_SOCKETS):
                 handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
                 frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]
@@ -149,14 +163,14 @@ class Line:
         """The next message, when it comes. Raises EOFError where the other end is gone."""
         while (frame := self._buffer.take()) is None:
             self._read()
-        return pickle.loads(frame)
+        return self._opened(frame)
 
     def arrived(self) -> list[Any]:
         """All messages that are complete after one more piece has been read, which must be there. EOFError as `receive`."""
         self._read()
         messages: list[Any] = []
         while (frame := self._buffer.take()) is not None:
-            messages.append(pickle.loads(frame))
+            messages.append(self._opened(frame))
         return messages
 
     def end(self) -> None:
@@ -169,6 +183,12 @@ class Line:
     def close(self) -> None:
         """Give up this process's hold on this end."""
         self._connection.close()
+
+    def _sealed(self, message: bytes) -> bytes:
+        return message if self._seal is None else self._seal.code(message) + message
+
+    def _opened(self, frame: bytes) -> Any:
+        return pickle.loads(frame if self._seal is None else self._seal.open(frame))
 
     def _read(self) -> None:
         try:

@@ -15,6 +15,9 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
+from groupwise.errors import GroupwiseError, UsageError
+from groupwise.hosts.meeting import KEY_FILE
+from groupwise.ranks.handshake import GREETING, introduce, secret_of_attempt
 from groupwise.ranks.launched import Launched, gpu_of, watch_for_silence
 from groupwise.ranks.line import Failed, Line, PeerSetup, Ready, Setup, portable
 from groupwise.ranks.rank import Answering, tell_log
@@ -22,9 +25,7 @@ from groupwise.ranks.zygote import make
 from groupwise.rewards.processes import signal_when_parent_ends
 
 LINE = "groupwise/line"
-"""In torchrun's store: where the first rank is to be called, and by what word."""
-GREETING = 10.0
-"""Seconds that a greeting may take."""
+"""In torchrun's store: where the first rank is to be called and, where ranks were given no secret, a word in its place."""
 
 
 def main(parent: int, descriptor: int) -> NoReturn:
@@ -44,19 +45,33 @@ def be_launched(place: Launched) -> NoReturn:
 
     status = 1
     try:
-        host, port, word = heard(LINE).split()
-        connection = socket.create_connection((host, int(port)), GREETING)
-        connection.sendall(f"{word} {place.rank:08d}".encode())
-        connection.settimeout(None)
-        watch_for_silence(connection)
+        line = _called(heard(LINE).split(), place.rank)
         for number in (signal.SIGINT, signal.SIGTERM):  # the first rank says when it is over
             signal.signal(number, signal.SIG_IGN)
-        serve(Line(connection))
+        serve(line)
+    except GroupwiseError as error:
+        sys.stderr.write(f"{error}\n")
+        status = error.exit_code
     except BaseException:  # noqa: BLE001 — it must end as a rank, not as a command
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _called(told: list[str], rank: int) -> Line:
+    """To the first rank, which each side has made sure of. Raises UsageError, Stranger, OSError."""
+    host, port, *word = told
+    secret = secret_of_attempt()
+    if secret is None and not word:
+        raise UsageError(
+            f"The first process of this job has a secret that the others are expected to know, and {KEY_FILE} is not set here. Give all of "
+            "them the same file, or none."
+        )
+    connection = socket.create_connection((host, int(port)), GREETING)
+    seal = introduce(connection, secret or word[0].encode(), rank)
+    watch_for_silence(connection)
+    return Line(connection, seal)
 
 
 def serve(line: Line) -> NoReturn:
@@ -76,7 +91,7 @@ def serve(line: Line) -> NoReturn:
                 line.receive()
             os._exit(1)
         line.send(Ready((os.getpid(),)))
-        asyncio.run(Answering(hosted, line).forever())
+        asyncio.run(Answering(hosted, line, wanted.beat).forever())
     except EOFError:
         os._exit(1)
     except BaseException:  # noqa: BLE001 — whatever it is, the process is to end at once

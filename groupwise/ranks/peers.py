@@ -1,7 +1,8 @@
 """The main process's side of learners that each have a model of their own: one on each GPU, or on several machines.
 
 On one machine they are started here. Under torchrun the process of its rank 0 runs the whole program and starts that rank beside it; the
-others, which are there already, hear by torchrun's store where to call, and are let in by a word that only they were told. From then on
+others, which are there already, hear by torchrun's store where to call, and are let in once each side has made sure of the other
+(`groupwise.ranks.handshake`). From then on
 there is no difference: calls go over lines, gradients are added up among the ranks (`groupwise.learner.collective`).
 
 The end of one of them ends all others, and every call then fails with the reason. Machines that are elsewhere have other disks: what they
@@ -10,6 +11,7 @@ are to load is sent with the call.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import selectors
 import socket
@@ -20,16 +22,18 @@ from typing import Any
 
 from groupwise.errors import WorkerLostError
 from groupwise.ranks.calls import RESUME, how
+from groupwise.ranks.handshake import Stranger, admit, secret_of_attempt
 from groupwise.ranks.launched import Launched, watch_for_silence
 from groupwise.ranks.line import Line, PeerSetup
-from groupwise.ranks.peer import GREETING
 from groupwise.ranks.started import HERE, Started
+
+logger = logging.getLogger(__name__)
 
 _LOADS = frozenset({"learner.load", "sampler.load"})
 """Calls that read a folder."""
 _READ = (".safetensors", ".json")
 _WORD = 32
-"""Bytes of the word that lets ranks in."""
+"""Letters of the word that is told where ranks have no other secret."""
 
 
 class Peers(Started):
@@ -42,7 +46,8 @@ class Peers(Started):
         self._learning = learning and count > 1
         self._meeting: socket.socket | None = None
         self._door: socket.socket | None = None
-        self._word = secrets.token_hex(_WORD // 2)
+        self._given = None if place is None else secret_of_attempt()
+        self._word = "" if self._given else secrets.token_hex(_WORD // 2)
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         if name in _LOADS and self._place is not None and self._place.elsewhere(rank):
@@ -70,25 +75,31 @@ class Peers(Started):
         return {"GLOO_SOCKET_IFNAME": "lo"} if near and sys.platform.startswith("linux") else {}
 
     def _called_in(self) -> None:
+        assert self._door is not None
         self._let_in()
+        if len(self._by_rank) == self.count:  # nobody else is waited for
+            self._selector.unregister(self._door)
+            self._door.close()
 
     def _let_in(self) -> None:
-        """Take a rank that calls; whoever does not know the word is not heard."""
+        """Take a rank that calls; whoever does not know the secret is not heard."""
         assert self._door is not None
-        connection, _ = self._door.accept()
-        connection.settimeout(GREETING)
+        connection, caller = self._door.accept()
         try:
-            word, _, rank = _exactly(connection, _WORD + 9).decode().partition(" ")
-            if not secrets.compare_digest(word.encode(), self._word.encode()):
-                raise ValueError(word)
-            number = int(rank)
-        except (OSError, ValueError):
+            rank, seal = admit(connection, self._given or self._word.encode())
+            if rank not in range(1, self.count) or rank in self._by_rank:
+                raise Stranger(f"rank {rank} is not waited for")
+        except (OSError, ValueError) as error:
             connection.close()
+            logger.warning(
+                "Somebody at %s called as a learner of this run, and was not let in: %s",
+                caller[0],
+                error,
+            )
             return
-        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch_for_silence(connection)
-        self._know(number, Line(connection))
+        self._know(rank, Line(connection, seal))
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
         assert self._made is not None
@@ -97,7 +108,7 @@ class Peers(Started):
         host = self._place.host if self._place and self._place.machines > 1 else HERE
         calls = None
         if rank == 0 and self._door is not None:
-            calls = f"{host} {self._door.getsockname()[1]} {self._word}"
+            calls = f"{host} {self._door.getsockname()[1]} {self._word}".rstrip()
         meeting = (host, port) if self._learning else None
         handed = [self._meeting] if rank == 0 and self._learning else []
         return PeerSetup(rank, self.count, self._made, meeting, calls, tells=rank == 0), handed
@@ -120,13 +131,3 @@ def _read(folder: Path) -> dict[str, bytes]:
     """The files of weights and optimiser."""
     found = [file for file in folder.iterdir() if file.suffix in _READ and file.is_file()]
     return {file.name: file.read_bytes() for file in found}
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        piece = connection.recv(count - len(found))
-        if not piece:
-            raise ConnectionError("it hung up")
-        found += piece
-    return found

@@ -19,7 +19,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NoReturn
 
-from groupwise.ranks.line import Answered, Call, Cancel, Failed, Leave, Line, Told, portable
+from groupwise.ranks.line import Alive, Answered, Call, Cancel, Failed, Leave, Line, Told, portable
 from groupwise.rewards.processes import signal_when_parent_ends
 
 
@@ -63,9 +63,11 @@ class _Teller(logging.Handler):
 class Answering:
     """The calls that are under way."""
 
-    def __init__(self, hosted: Any, line: Line) -> None:
+    def __init__(self, hosted: Any, line: Line, beat: float | None = None) -> None:
+        """`beat`: as in `PeerSetup`."""
         self._hosted = hosted
         self._line = line
+        self._beat = beat
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -73,7 +75,15 @@ class Answering:
         """Answer calls; never returns."""
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, daemon=True).start()
-        await asyncio.Event().wait()
+        if self._beat is None:
+            await asyncio.Event().wait()
+        while (
+            True
+        ):  # in the loop that computes, so that one which hangs in a computation is silent, too
+            assert self._beat is not None
+            with suppress(OSError):  # the main process is gone, which the thread hears
+                self._line.send(Alive())
+            await asyncio.sleep(self._beat)
 
     def _read(self) -> None:
         assert self._loop is not None

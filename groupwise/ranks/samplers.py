@@ -2,7 +2,8 @@
 
 Each serves what was published last, and what it draws follows from seeds. So nothing is lost with one of them: where one has ended,
 another is started in its place, takes the weights that were loaded last, and is sent again whatever had not been answered; those who wait
-for it see no difference. One that ends again and again without having drawn anything ends all.
+for it see no difference. One that is there and silent, because it hangs or was stopped, is killed after a while, and replaced likewise. One
+that ends again and again without having drawn anything ends all.
 
 Calls come from the main thread while the thread of `Started` replaces processes: what is sent, and what is to be sent again, changes in
 turns alone (`_turn`).
@@ -15,6 +16,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,13 +34,24 @@ _DRAW = "sampler.generate"
 _LOAD = "sampler.load"
 MOST_ENDS = 3
 """Of one sampler, without a completion in between: what it is asked, or the machine, is then likely to end the next one, too."""
+BEGINS = 1800.0
+"""Seconds that one may take until it has made its model: a large one comes slowly from a shared disk."""
+_BEGINS_LONG = f"it had not made its model after {BEGINS:g} s, and was killed."
+_LOOKS = 8
+"""At samplers, and signs of life of each, in the time of `scale.patience`."""
 
 
 class Samplers(Started):
-    """`count` samplers that are replaced when they end; with `tells`, the first one tells what the package logs."""
+    """`count` samplers that are replaced when they end, or are silent for longer than `patience` seconds; with `tells`, the first one tells
+    what the package logs."""
 
-    def __init__(self, count: int, first_gpu: int, *, tells: bool) -> None:
+    def __init__(self, count: int, first_gpu: int, *, tells: bool, patience: float) -> None:
         super().__init__(count, "sampler", first_gpu)
+        self._patience = patience
+        self._beat = self._look_every = patience / _LOOKS
+        self._silent: Counter[int] = Counter()
+        """Looks in a row at which nothing was heard of a sampler, each after `_beat` seconds."""
+        self._looked_at = time.monotonic()
         self._tells = tells
         self._turn = threading.RLock()
         self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
@@ -81,7 +94,8 @@ class Samplers(Started):
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
         assert self._made is not None
-        return PeerSetup(rank, self.count, self._made, None, tells=self._tells and rank == 0), []
+        tells = self._tells and rank == 0
+        return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
 
     def _take(self, rank: int, message: FromRank) -> None:
         match message:
@@ -132,10 +146,32 @@ class Samplers(Started):
         for call in self._unanswered[rank].values():
             self._send(self._by_rank[rank], call)
 
-    def _ended(self, rank: int) -> RunError | None:
-        """Replace it."""
+    def _looked(self, heard: set[int]) -> RunError | None:
+        """Replace who is silent. Looks are counted, not seconds: while this process is stopped itself, nobody is missed."""
+        for rank in heard:
+            self._silent[rank] = 0
+        now = time.monotonic()
+        if now - self._looked_at < self._beat:
+            return None
+        self._looked_at = now
+        for rank in {*self._by_rank} - heard:
+            self._silent[rank] += 1
+            begins = rank not in self._pids
+            if self._silent[rank] * self._beat > (BEGINS if begins else self._patience):
+                reason = self._ended(rank, _BEGINS_LONG if begins else self._hangs)
+                if reason is not None:
+                    return reason
+        return None
+
+    @property
+    def _hangs(self) -> str:
+        return f"it gave no sign of life for {self._patience:g} s (scale.patience), and was killed."
+
+    def _ended(self, rank: int, hangs: str = "") -> RunError | None:
+        """Replace it. `hangs`: what is said of one that is there."""
         if self._over is not None:
             return self._over
+        self._silent[rank] = 0
         with self._turn:
             self._up.discard(rank)
             self._catching_up = {n: each for n, each in self._catching_up.items() if each != rank}
@@ -148,15 +184,16 @@ class Samplers(Started):
         code, words = self._reaped(rank)
         self._ends[rank] += 1
         who = f"Sampler {rank + 1} of {self.count} (scale.samplers) ended"
+        so = hangs or how(code)
         if self._ends[rank] == MOST_ENDS:
             return RunError(
-                f"{who} {MOST_ENDS} times without having drawn anything in between, at last so: {how(code)} Another one would end "
+                f"{who} {MOST_ENDS} times without having drawn anything in between, at last so: {so} Another one would end "
                 f"likewise. {RESUME}{words}"
             )
         logger.warning(
             "%s: %s Another one takes its place, and draws again what was not finished%s",
             who,
-            how(code),
+            so,
             words,
         )
         self._start(rank)

@@ -24,7 +24,7 @@ from typing import Any
 from groupwise.errors import RunError
 from groupwise.ranks.calls import ENVIRONMENT, Calls, log_here, reason_of, settle
 from groupwise.ranks.launched import gpu_of
-from groupwise.ranks.line import Answered, Failed, Leave, Line, PeerSetup, Ready, Setup, Told
+from groupwise.ranks.line import Alive, Answered, Failed, Leave, Line, PeerSetup, Ready, Setup, Told
 from groupwise.rewards.output import Output
 from groupwise.rewards.processes import NO_GPU
 
@@ -34,7 +34,7 @@ _END_LIMIT = 10.0
 _LAST_WORDS = 1.0
 """Seconds that one may take to end whose line has ended."""
 
-FromRank = Ready | Answered | Failed | Told
+FromRank = Ready | Answered | Failed | Told | Alive
 """What a rank says."""
 
 
@@ -43,6 +43,9 @@ class Started(Calls):
 
     `called`: what one of them is, for people; `first_gpu`: the number of that of the first one started here, where there are GPUs.
     """
+
+    _look_every: float | None = None
+    """Seconds after which nothing more is waited for before `_looked`; None: it has time."""
 
     def __init__(self, count: int, called: str, first_gpu: int = 0) -> None:
         super().__init__()
@@ -139,6 +142,9 @@ class Started(Calls):
         """Something else that the selector watches is ready."""
         raise NotImplementedError
 
+    def _looked(self, heard: set[int]) -> RunError | None:
+        """Called after each look at what there is to hear, with the ranks that were heard of; as `_ended`."""
+
     def _is_ready(self, rank: int) -> None:
         """A rank has made what it hosts."""
         if len(self._pids) == self.count:
@@ -157,15 +163,20 @@ class Started(Calls):
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._open()
         while True:
-            for key, _ in self._selector.select():
+            heard: set[int] = set()
+            for key, _ in self._selector.select(self._look_every):
                 if key.fileobj is self._woken:
                     return RunError("The model workers are closed.")
                 if key.data is None:
                     self._called_in()
                     continue
+                heard.add(key.data)
                 reason = self._heard(key.data)
                 if reason is not None:
                     return reason
+            reason = self._looked(heard)
+            if reason is not None:
+                return reason
 
     def _heard(self, rank: int) -> RunError | None:
         """Take what a rank has said; why its end ends all, if it has and does."""
@@ -187,6 +198,8 @@ class Started(Calls):
                 settle(self._ready, error=error)
             case Failed(number, error):
                 settle(self._awaited(number), error=error)
+            case Alive():
+                pass  # that it was heard of is all
             case Ready((process,)):
                 self._pids[rank] = process
                 self.processes = tuple(self._pids[each] for each in sorted(self._pids))

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from groupwise.clouds.folder import INCOMING
+from groupwise.clouds.gang import NODES
 from groupwise.clouds.port import (
     Backend,
     CloudError,
@@ -133,7 +134,9 @@ async def running(backend: Backend, handle: Handle) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    files = (each for each in folder.rglob("*") if each.is_file() and each.parent.name != INCOMING)
+    """Files by their paths, but what other machines of a gang have said."""
+    found = (each for each in folder.rglob("*") if each.parent.name not in (INCOMING, NODES))
+    files = (each for each in found if each.is_file())
     return {each.relative_to(folder).as_posix(): each.read_bytes() for each in files}
 
 
@@ -141,7 +144,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 async def test_arguments_environment_and_files_arrive_exactly(
-    backend: Backend, store: BlobStore, name: str, tmp_path: Path
+    place: Place, backend: Backend, store: BlobStore, name: str, tmp_path: Path
 ) -> None:
     script = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD'], open('data/in', 'rb').read().hex()]))"
     (tmp_path / "in").write_bytes(bytes(range(256)))
@@ -157,7 +160,7 @@ async def test_arguments_environment_and_files_arrive_exactly(
         "".join(ODD),
         bytes(range(256)).hex(),
     ]
-    assert (await backend.order(handle)).document() == asked.document()
+    assert (await backend.order(handle)).document() == {**asked.document(), "nodes": place.nodes}
 
 
 async def test_a_plan_changes_nothing(backend: Backend, store: BlobStore, name: str) -> None:
@@ -199,7 +202,7 @@ async def test_submitted_again_and_at_once_it_runs_once(
     assert len({each.attempt for each in handles}) == 1
     await ended(backend, handles[0])
     assert await others[0].submit(asked, store) == handles[0]
-    assert marks.read_text() == "x"
+    assert marks.read_text() == "x" * place.nodes
     for each in others:
         await each.close()
 

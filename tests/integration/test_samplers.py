@@ -4,7 +4,7 @@
 2. With a lag, sampling goes on while learners learn.
 3. Learners hold no sampler, samplers no learner.
 4. A sampler that is killed is replaced, at whatever moment, and the run is the undisturbed one to the bit; one that ends again and again
-   ends the run, with the reason.
+   ends the run, with the reason. One that hangs is killed after `scale.patience`.
 5. A learner that is killed ends the run with code 75 and leaves no process; resumed, it equals the undisturbed run to the bit.
 6. So it does when the main process is killed.
 7. A run goes on with other numbers of both; after each load all learners have the same weights.
@@ -30,6 +30,7 @@ from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.sampler import RankSampler
 from groupwise.ranks.samplers import MOST_ENDS, Samplers
 from groupwise.review.replay import replay
+from groupwise.sampler.torch_sampler import TorchSampler
 from tests.forked_zygote import fork_peers
 from tests.integration.running import STEPS, TOY, begun_in_child, go_on, what_must_be_equal
 from tests.integration.test_learners import NAMES, Killed, assert_close, scaled, torchrun
@@ -200,6 +201,39 @@ def test_a_killed_sampler_is_replaced(alone, tmp_path, monkeypatch, lag, rank, n
     assert log.count(f"Sampler {rank + 1} of 2 (scale.samplers) ended: SIGKILL") == len(numbers)
     assert len(lost.seen) == 2 + len(numbers)
     assert all_gone(lost.seen)
+
+
+def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch):
+    """One of them in what it computes, once; the other one is stopped from outside."""
+    stopped, asked, decode = [], Samplers._ask, TorchSampler._decode_one_token
+    hangs = tmp_path / "hangs"
+
+    def ask(samplers, to, what, arguments):
+        if (to, what) == (1, "sampler.generate") and not stopped:
+            stopped.append(samplers._pids[1])
+            os.kill(stopped[0], signal.SIGSTOP)
+        return asked(samplers, to, what, arguments)
+
+    def hanging(sampler):
+        if not hangs.exists():
+            hangs.touch()
+            time.sleep(1000)
+        decode(sampler)
+
+    monkeypatch.setattr(Samplers, "_ask", ask)
+    monkeypatch.setattr(TorchSampler, "_decode_one_token", hanging)
+    settings = apart(tmp_path)
+    settings["scale"]["patience"] = 1.5
+    assert groupwise.rl(settings, TOY).exit_code == 0
+    assert hangs.exists()
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
+    log = (tmp_path / "toy/log.txt").read_text()
+    for sampler in (1, 2):
+        assert (
+            f"Sampler {sampler} of 2 (scale.samplers) ended: it gave no sign of life for 1.5 s"
+            in log
+        )
+    assert all_gone(stopped)
 
 
 def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):

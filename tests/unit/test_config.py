@@ -82,7 +82,7 @@ callbacks
 signals signals.start_steps signals.memory signals.noise signals.length_growth signals.length_correlation
 signals.truncation_rise signals.repetition_rise signals.diversity_fall signals.same_answers_rise signals.dominance
 signals.accuracy_part signals.held_out_metric
-scale.learners scale.samplers scale.strategy run.name run.dir run.save_steps run.save_total_limit run.logging_steps
+scale.learners scale.samplers scale.patience scale.strategy run.name run.dir run.save_steps run.save_total_limit run.logging_steps
 run.keep_tokens
 run.threads run.processes run.server
 run.profile
@@ -110,7 +110,7 @@ signals.accuracy_part signals.held_out_metric
 run.profile
 run.server
 run.report_to run.wandb_project run.wandb_entity run.wandb_group run.trackio_project run.mlflow_experiment run.num_completions_to_print
-run.log_unique_prompts run.license run.hub.repo_id run.hub.revision run.hub.private run.hub.overwrite
+run.log_unique_prompts run.license run.hub.repo_id run.hub.revision run.hub.private run.hub.overwrite scale.patience
 """)
 
 LAYOUT = words("""

@@ -13,7 +13,7 @@ from groupwise.clouds.machine import MachineBackend, refuse
 from groupwise.clouds.modal.port import MOST_SECONDS, SPARE_SECONDS, Call, Image
 from groupwise.clouds.modal.prices import PRICED_AT, per_hour
 from groupwise.clouds.modal.runner import ModalRunner, engine_of
-from groupwise.clouds.port import Capabilities, Handle, Order, Plan
+from groupwise.clouds.port import Capabilities, Cost, Handle, Order, Plan
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Launch, Resume
 from groupwise.hosts.files import BlobStore
@@ -87,6 +87,27 @@ class ModalBackend(MachineBackend):
             with self._told():
                 await self._deploy(await self.order(handle), store)
         return await super().resume(name, secrets, store)
+
+    async def cost(self, handle: Handle) -> Cost | None:
+        """See `Priced.cost`: an estimate, from how long attempts took and a list of prices."""
+        order = await self.order(handle)
+        price = per_hour(order.asks.get("gpu"), order.gpus)
+        if price is None:
+            return None
+        attempts = await self._begun(handle.name)
+        took = {each.epoch: each.exit.seconds for each in attempts if each.exit is not None}
+        seconds = sum(filter(None, took.values()))
+        unknown = sorted({each.epoch for each in attempts} - took.keys())
+        lacks = (
+            f"; attempt {', '.join(map(str, unknown))} is not counted, since no end of it is told"
+            if unknown
+            else ""
+        )
+        return Cost(
+            round(price * seconds / 3600, 2),
+            f"{seconds:.0f} s of {max(1, order.gpus)} {order.asks['gpu']} at list prices of {PRICED_AT}, from the first call's beginning "
+            f"to each attempt's end, without processors and memory{lacks}; Modal's bill is what counts",
+        )
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:
         """Its image is made where there is none yet."""

@@ -8,6 +8,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import sys
@@ -21,11 +22,13 @@ import boto3
 import pytest
 
 from groupwise.clouds import spot_notice
-from groupwise.clouds.aws import AwsBackend, Patience
+from groupwise.clouds.aws import MARGIN_MINUTES, AwsBackend, Patience
+from groupwise.clouds.boot import ARM
 from groupwise.clouds.ec2 import BotoEc2
 from groupwise.clouds.machine import MachineBackend
 from groupwise.clouds.port import (
     CloudError,
+    Handle,
     NameTaken,
     Order,
     Outcome,
@@ -429,7 +432,8 @@ async def test_what_a_dead_laptop_left_is_taken_up(
         patched.setattr(AwsBackend, "_undo", lambda *_: asyncio.sleep(0))
         with pytest.raises(KeyboardInterrupt):
             await account.backend(tmp_path / "dead").submit(order("orphan"), store)
-    assert len(account.living()) == 1
+    [machine] = account.living()
+    account.ends_at(machine, time.time() + 600)
     backend = account.backend(tmp_path / "kept")
     handle = await backend.find("orphan")
     assert handle is not None
@@ -437,7 +441,9 @@ async def test_what_a_dead_laptop_left_is_taken_up(
     handle = await backend.submit(order("orphan"), store)
     assert (await until_ended(backend, handle)).ending.outcome is Outcome.SUCCEEDED
     await backend.close()
-    assert len(account.living()) == 1
+    assert account.living() == [machine]
+    assert len(account.sudo()) == 1
+    assert account.deadline(machine) > time.time() + 7200
 
 
 # --- gone -----------------------------------------------------------------------------------------
@@ -482,11 +488,39 @@ async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
     laptop = account.backend(tmp_path / "kept")
     second = await laptop.resume("goes-on", {}, BlobStore(tmp_path / "an-empty-store"))
     assert second.attempt == 2
+    both = {each.id for each in account.machines()[-2:]}
+    assert await counted(laptop, second) == both
+    _forget(account, account.machines()[-2])
+    assert await counted(laptop, second) == both
     assert (await until_ended(laptop, second)).ending.outcome is Outcome.SUCCEEDED
     said = (await laptop.log(second, 0, 1 << 16)).data.decode()
     assert said == "2 b'four' the input\n"
     assert (await laptop.status(first)).ending.outcome is Outcome.LOST
     await laptop.close()
+
+
+async def counted(backend: AwsBackend, handle: Handle) -> set[str]:
+    """The machines that a job's cost is of."""
+    found = await backend.cost(handle)
+    assert found is not None
+    return set(re.findall(r"(i-\w+) [\d.]+ h at", found.counts))
+
+
+async def test_machines_that_it_did_not_begin_on_are_its_cost_and_those_of_a_removed_job_are_not(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = account.backend(tmp_path / "kept")
+    with monkeypatch.context() as patched:
+        patched.setattr(MachineBackend, "_begin", _cut_off)
+        with pytest.raises(asyncio.CancelledError):
+            await backend.submit(order("counted"), store)
+    handle = await backend.submit(order("counted"), store)
+    assert await counted(backend, handle) == {each.id for each in account.machines()[-2:]}
+    await until_ended(backend, handle)
+    await backend.cleanup(handle)
+    again = await backend.submit(order("counted", "print('another')"), store)
+    assert await counted(backend, again) == set(account.living())
+    await backend.close()
 
 
 async def test_on_a_machine_that_is_there_it_goes_on_from_anywhere(
@@ -508,6 +542,62 @@ async def test_on_a_machine_that_is_there_it_goes_on_from_anywhere(
         await each.close()
 
 
+async def test_another_attempt_there_has_its_time_before_the_machine_ends(
+    account: Cloud, store: BlobStore, tmp_path: Path
+) -> None:
+    """All of its ends are moved, or none."""
+    backend = account.backend(tmp_path / "kept")
+    await until_ended(
+        backend, await backend.submit(order("later", "import sys; sys.exit(1)"), store)
+    )
+    [machine] = account.living()
+    assert account.sudo() == []
+    soon = round(time.time()) + 600
+    account.ends_at(machine, soon)
+    refuses = account.host.home / "sudo-refuses"
+    refuses.touch()
+    with pytest.raises(CloudError, match=r"a password is required.*sweep --name later"):
+        await backend.resume("later", {}, store)
+    refuses.unlink()
+    assert account.deadline(machine) == soon
+    assert (await backend.find("later")).attempt == 1
+    again = await backend.resume("later", {}, store)
+    assert again.attempt == 2
+    minutes = 7200 // 60 + MARGIN_MINUTES
+    [moved] = account.sudo()
+    assert moved == ["-n", ARM, f"{account.deadline(machine):.0f}", f"{minutes}"]
+    assert account.deadline(machine) == pytest.approx(time.time() + minutes * 60, abs=30)
+    await until_ended(backend, again)
+    await backend.close()
+
+
+@pytest.mark.parametrize("fails", [(MachineBackend, "_begin"), (AwsBackend, "_tag")])
+async def test_an_attempt_that_does_not_begin_leaves_the_machine_its_end(
+    account: Cloud,
+    store: BlobStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: tuple[type, str],
+) -> None:
+    backend, name = account.backend(tmp_path / "kept"), f"stays{fails[1]}"
+    failed = await backend.submit(order(name, "import sys; sys.exit(1)"), store)
+    await until_ended(backend, failed)
+    [machine] = account.living()
+    soon = round(time.time()) + 600
+    account.ends_at(machine, soon)
+    with monkeypatch.context() as patched:
+        patched.setattr(*fails, _cut_off)
+        with pytest.raises(asyncio.CancelledError):
+            await backend.resume(name, {}, store)
+    assert account.deadline(machine) == soon
+    assert [words[2] for words in account.sudo()][1:] == [f"{soon}"]
+    await backend.close()
+
+
+async def _cut_off(*_: object) -> None:
+    raise asyncio.CancelledError
+
+
 async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
     account: Cloud, store: BlobStore, tmp_path: Path
 ) -> None:
@@ -517,7 +607,7 @@ async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
     await backend.fetch(handle, tmp_path / "results")
     for each in await backend.rented():
         await backend.give_back(each)
-    _forget(account, "forgotten")
+    _forget(account, account.machines()[-1])
     assert await backend.find("forgotten") == handle
     status = await backend.status(handle)
     assert status.ending.outcome is Outcome.SUCCEEDED
@@ -534,12 +624,9 @@ async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
     assert await backend.find("forgotten") is None
 
 
-def _forget(account: Cloud, name: str) -> None:
-    """As AWS does an hour after their end."""
-    for each in account.machines():
-        tags = {tag["key"]: tag["value"] for tag in each.get_tags()}
-        if tags.get("groupwise:job") == name:
-            account.ec2.delete_tags([each.id], dict.fromkeys(tags))
+def _forget(account: Cloud, machine: Any) -> None:
+    """As AWS does an hour after its end."""
+    account.ec2.delete_tags([machine.id], {tag["key"]: None for tag in machine.get_tags()})
 
 
 # --- typed ----------------------------------------------------------------------------------------
@@ -607,7 +694,9 @@ def test_after_a_success_it_stays_until_it_is_removed(
     assert f"{machine} ({account.host.user}@{account.host.address}) stays until" in typed.err
     assert f"${PRICE:.2f} an hour; `groupwise launch remove stays` ends it" in typed.err
     assert (person.project / "launches/stays/outputs/made").read_text() == "it"
-    assert person.result("stays")["cost"] >= 0
+    found = person.result("stays")
+    assert found["cost"] >= 0
+    assert f"{machine} 0.0" in found["cost_counts"]
     assert person.types("logs", "stays").out == "done\n"
     person.types("remove", "stays")
     assert account.living() == []

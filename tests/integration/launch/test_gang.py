@@ -11,19 +11,22 @@ import asyncio
 import json
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
-from groupwise.clouds.port import CloudError, NameTaken, Order, Outcome, Unreachable
+from groupwise.clouds.port import CloudError, Handle, NameTaken, Order, Outcome, Unreachable
+from groupwise.errors import UsageError
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
-from groupwise.hosts.meeting import port_of
+from groupwise.hosts.meeting import KEY, port_of
 from groupwise.hosts.spec import JobSpec, Limits
 from groupwise.hosts.ssh import Address, SshHost
 from tests import slurm
@@ -171,7 +174,7 @@ def test_what_does_not_go_together_is_said_before_anything_is_sent(
 # --- the backend -----------------------------------------------------------------------------------
 
 
-def gang(hosts: list[LoopbackHost]) -> GangBackend:
+def gang(hosts: list[LoopbackHost], meets_at: str = "127.0.0.1") -> GangBackend:
     rows = [host.vm_row() for host in hosts]
     ways = [
         SshHost(
@@ -186,15 +189,27 @@ def gang(hosts: list[LoopbackHost]) -> GangBackend:
         for row in rows
     ]
     machines = [(Runner(way, root=ROOT), f"machine {n}") for n, way in enumerate(ways)]
-    return GangBackend("ssh", machines, "127.0.0.1")
+    return GangBackend("ssh", machines, meets_at)
 
 
-def order(name: str, script: str) -> Order:
+def order(name: str, script: str, meets_at: str | None = None) -> Order:
     limits = Limits(time_seconds=600, grace_seconds=5)
-    return Order(name, JobSpec(("python3", "-c", script), limits=limits), nodes=2)
+    spec = JobSpec(("python3", "-c", script), limits=limits)
+    return Order(name, spec, nodes=2, meets_at=meets_at)
 
 
-MARKS = "import os; open(os.path.expanduser('~/{}'), 'a').write(os.environ['NODE_RANK'])"
+async def ended(backend: GangBackend, handle: Handle) -> Any:
+    status = await backend.status(handle)
+    while status.ending is None:
+        status = await backend.wait(handle, status, 20.0)
+    return status
+
+
+MARKS = (
+    "import os; key = open(os.environ['GROUPWISE_KEY_FILE']).read(); "
+    "open(os.path.expanduser('~/{}'), 'a').write(os.environ['NODE_RANK'] + ' ' + key)"
+)
+"""Which machine it is, and the secret that all have."""
 
 
 async def test_submitted_by_several_at_once_each_machine_runs_it_once(
@@ -205,11 +220,14 @@ async def test_submitted_by_several_at_once_each_machine_runs_it_once(
     people = [gang(hosts) for _ in range(3)]
     handles = await asyncio.gather(*(each.submit(asked, store) for each in people))
     assert len({each.attempt for each in handles}) == 1
-    status = await people[0].status(handles[0])
-    while status.ending is None:
-        status = await people[0].wait(handles[0], status, 20.0)
+    await ended(people[0], handles[0])
+    folders = [host.home / ROOT / "attempts/once.1/work" for host in hosts]
+    assert {stat.S_IMODE((folder / KEY).stat().st_mode) for folder in folders} == {0o600}
     await people[0].cleanup(handles[0])
-    assert [(host.home / "once").read_text() for host in hosts] == ["0", "1"]
+    marks = [(host.home / "once").read_text().split() for host in hosts]
+    assert [rank for rank, _ in marks] == ["0", "1"]
+    assert len(marks[0][1]) == 64
+    assert marks[0][1] == marks[1][1]
     for each in people:
         await each.close()
 
@@ -230,10 +248,7 @@ async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: P
         await backend.submit(order("none", waits), store)
     handle = await backend.find("none")
     assert handle is not None
-    status = await backend.status(handle)
-    while status.ending is None:
-        status = await backend.wait(handle, status, 20.0)
-    assert status.ending.outcome is Outcome.CANCELLED
+    assert (await ended(backend, handle)).ending.outcome is Outcome.CANCELLED
     other.join = join
 
     class CutOffError(BaseException):
@@ -257,6 +272,28 @@ async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: P
             status = await each.wait(handle, status, 20.0)
         assert status.ending.outcome is Outcome.CANCELLED
     await backend.close()
+
+
+async def test_from_another_machine_it_goes_on_as_it_was_begun(
+    hosts: list[LoopbackHost], tmp_path: Path
+) -> None:
+    """It meets where it did, and its machines keep their order."""
+    store = BlobStore(tmp_path / "blobs")
+    fails = (
+        "import os, sys; print(os.environ['MASTER_ADDR']); sys.exit(os.environ['ATTEMPT'] == '1')"
+    )
+    laptop, other = gang(hosts), gang(hosts, meets_at="192.0.2.1")
+    await ended(laptop, await laptop.submit(order("meets", fails, meets_at="10.0.0.1"), store))
+    swapped, alone = gang(hosts[::-1]), MachineBackend("ssh", laptop._runner, "machine 0")
+    for wrong, why in ((swapped, "but number 2 of its machines"), (alone, "on 2 machines at once")):
+        with pytest.raises(UsageError, match=why):
+            await wrong.resume("meets", {}, store)
+    second = await other.resume("meets", {}, store)
+    assert (await ended(other, second)).ending.outcome is Outcome.SUCCEEDED
+    for each in (other, other._others[0]):
+        assert (await each.log(second, 0, 100)).data == b"10.0.0.1\n"
+    for each in (laptop, other, swapped):
+        await each.close()
 
 
 async def test_what_others_have_on_a_machine_under_the_same_name_goes_on(
@@ -283,9 +320,7 @@ async def test_a_machine_that_is_away_keeps_nobody_from_the_results(
     handle = await backend.submit(
         order("away", "import os; os.mkdir('outputs'); open('outputs/x', 'w')"), store
     )
-    status = await backend.status(handle)
-    while status.ending is None:
-        status = await backend.wait(handle, status, 20.0)
+    await ended(backend, handle)
 
     async def away(*_: object) -> None:
         raise Unreachable("machine 1 cannot be reached")

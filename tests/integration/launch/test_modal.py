@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from groupwise.cli.main import main
 from groupwise.clouds.modal import runner as modal_runner
 from groupwise.clouds.modal.backend import ModalBackend
+from groupwise.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
 from groupwise.clouds.port import Backend, Handle, Order, Outcome, Phase, Status
 from groupwise.errors import UsageError
 from groupwise.hosts.files import BlobStore
@@ -58,7 +60,7 @@ pathlib.Path("outputs/done").write_text(str(step))
 
 
 @pytest.fixture
-async def modal(tmp_path: Path) -> AsyncIterator[FakeModal]:
+def modal(tmp_path: Path) -> Iterator[FakeModal]:
     found = FakeModal(tmp_path / "modal")
     yield found
     found.stop()
@@ -388,28 +390,68 @@ async def test_a_plan_needs_no_token_and_tells_what_it_costs(tmp_path: Path) -> 
         await backend.plan(order("x", asks={"timeout": 86_401}))
 
 
+async def test_a_job_costs_what_its_attempts_took(
+    backend: ModalBackend, store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DOLLARS_PER_SECOND, "H100", 10.0)
+    fails = "import os, sys; sys.exit(os.environ['ATTEMPT'] == '1')"
+    asked = replace(order(fails, asks={"gpu": "H100"}), gpus=2)
+    first = await backend.submit(asked, store)
+    none = await backend.cost(first)
+    one = (await ended(backend, first)).ending
+    second = await backend.resume("job", {}, store)
+    other = (await ended(backend, second)).ending
+    assert one is not None
+    assert other is not None
+    found = await backend.cost(second)
+    assert found is not None
+    seconds = (one.seconds or 0) + (other.seconds or 0)
+    assert found.dollars == pytest.approx(2 * 10 * seconds, abs=0.01)
+    assert f"2 H100 at list prices of {PRICED_AT}" in found.counts
+    assert none is not None
+    assert none.dollars < found.dollars
+    without = await backend.submit(order("print()", name="without"), store)
+    assert await backend.cost(without) is None
+
+
+@pytest.fixture
+def typing(person: Person, modal: FakeModal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is that of whoever types; Modal is the one of this machine."""
+    monkeypatch.setitem(places.WAYS, places.MODAL, lambda _: modal_backend(modal))
+    monkeypatch.chdir(person.project)
+    for name, value in person.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("typing")
+def test_a_price_that_is_too_high_is_refused(
+    person: Person, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (person.project / "job.py").write_text("")
+    words = ("--gpu", "H100", "--gpus", "2", "--max-price", "7.5", "--script", "job.py")
+    assert main(["launch", "modal", *words]) == 2
+    assert "costs $7.90 an hour, and --max-price is $7.50" in capfd.readouterr().err
+    assert main(["launch", "modal", "--dry-run", *words]) == 2
+
+
+@pytest.mark.usefixtures("typing")
 def test_typed_from_the_plan_to_the_results(
-    person: Person,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    person: Person, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """All but Modal itself is what a person has who types it."""
     canary = "canary-0c6e42"
     (person.project / "keys.env").write_text(f"TOKEN={canary}\n")
     (person.project / "job.py").write_text(TELLS)
-    modal = FakeModal(tmp_path / "modal")
-    monkeypatch.setitem(places.WAYS, places.MODAL, lambda _: modal_backend(modal))
-    monkeypatch.chdir(person.project)
-    for name, value in person.environment.items():
-        monkeypatch.setenv(name, value)
     words = ("--name", "typed", "--gpu", "A10G", "--env-file", "keys.env", "--script", "job.py")
     assert main(["launch", "modal", *words, "a b", "--", "--x"]) == 3
     said = capfd.readouterr()
     assert "['a b', '--', '--x'] 0" in said.out
     assert "typed is placed on modal" in said.err
     assert canary not in said.out + said.err
-    assert person.result("typed")["exit_code"] == 3
+    found = person.result("typed")
+    assert found["exit_code"] == 3
+    assert found["cost"] >= 0
+    assert f"A10G at list prices of {PRICED_AT}" in found["cost_counts"]
     told = (person.project / "launches/typed/outputs/told").read_text()
     assert told == hashlib.sha256(canary.encode()).hexdigest()
     assert not holding(tmp_path / "modal", canary)

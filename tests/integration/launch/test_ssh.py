@@ -100,7 +100,8 @@ def test_an_environment_that_cannot_be_made_ends_the_job_with_the_reason(
 def test_a_job_is_found_from_another_machine(
     person: Person, machine: LoopbackHost, trusted: list[str]
 ) -> None:
-    (person.project / "job.py").write_text("print('hello from afar')")
+    text = "import os, sys; print(os.environ['ATTEMPT'], sys.executable); sys.exit(os.environ['ATTEMPT'] == '1')"
+    (person.project / "job.py").write_text(text)
     words = ("ssh", *trusted, "--python", sys.executable, "--name", "afar")
     person.types(*words, "--detach", "--script", "job.py")
     row = machine.vm_row()
@@ -110,7 +111,8 @@ def test_a_job_is_found_from_another_machine(
     known.write_text(f"[{row['ip_address']}]:{row['port']} {machine.host_key}\n")
     at = f"ssh:{row['user']}@{row['ip_address']}:{row['port']}"
     place = ("--at", at, "--key", row["ssh_key_path"])
-    assert other.types("logs", "-f", "afar", *place).out == "hello from afar\n"
+    assert other.types("logs", "-f", "afar", *place, code=1).out == f"1 {sys.executable}\n"
+    assert other.types("resume", "afar", *place).out == f"2 {sys.executable}\n"
 
 
 def test_a_machine_that_is_away_is_told_as_such(person: Person) -> None:

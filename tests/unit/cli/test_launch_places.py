@@ -1,5 +1,6 @@
 """Places of jobs as words: what is said of one leads to it again."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,26 @@ def test_the_usual_address_is_no_part_of_it() -> None:
 def test_what_is_no_place_is_told_with_what_one_is(word: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         note_of("j", word, None, None)
+
+
+@pytest.mark.parametrize(("word", "profile"), [("aws:eu-west-1", "aws"), ("modal", "modal")])
+def test_credentials_of_a_cloud_may_be_those_of_a_profile(word: str, profile: str) -> None:
+    assert note_of("j", word, None, None, profile).place.detail["profile"] == profile
+
+
+@pytest.mark.parametrize("word", ["local", "slurm", "modal:mine", "ssh:u@h:22", None])
+def test_a_profile_that_would_have_no_effect_is_refused(word: str | None) -> None:
+    with pytest.raises(UsageError, match="profile"):
+        note_of("j", word, None, None, "mine")
+
+
+def test_a_place_tells_what_its_jobs_are_begun_with() -> None:
+    assert Place(LOCAL).python == sys.executable
+    assert Place("aws", {"region": "eu-west-1", "python": None}).python is None
+    first = {"host": "a", "user": "u", "port": 22, "python": "/env/bin/python"}
+    assert Place("ssh", first).meets_at is None
+    both = Place("ssh", {**first, "others": [{**first, "host": "b"}], "meets_at": None})
+    assert (both.python, both.meets_at) == ("/env/bin/python", "a")
 
 
 def test_the_note_is_for_the_project_that_one_is_in(

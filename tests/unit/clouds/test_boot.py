@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.clouds.boot import MOST_USER_DATA, host_key_in, user_data
+from groupwise.clouds.boot import ARM, MOST_USER_DATA, host_key_in, user_data
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKQAN3IRuil4D+PIQj7TMMs4z2sex5PNlpcvc8rj/TKP"
 HOURS = 3600.0
@@ -62,10 +62,39 @@ def test_each_later_start_arms_what_is_left(
     tmp_path: Path, deadline_in: float, minutes: int, expected: str
 ) -> None:
     ran(user_data(time.time() + deadline_in, minutes, "ubuntu", spot=False), tmp_path)
+    assert started_again(tmp_path) == [f"shutdown --no-wall -P +{expected}"]
+
+
+def started_again(tmp_path: Path) -> list[str]:
     again = tmp_path / "root/var/lib/cloud/scripts/per-boot/groupwise"
     assert os.access(again, os.X_OK)
-    said = ran(again.read_text(), tmp_path)
-    assert said == [f"shutdown --no-wall -P +{expected}"]
+    return called(tmp_path, again)
+
+
+def called(tmp_path: Path, program: Path, *words: str) -> list[str]:
+    """A program of that machine, as it was written there; what it has the others do."""
+    said = tmp_path / "said"
+    said.write_text("")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    subprocess.run([program, *words], env={"PATH": path}, check=False)
+    return said.read_text().splitlines()
+
+
+def test_its_end_may_be_moved_and_stays_so_at_later_starts(tmp_path: Path) -> None:
+    ran(script(hours=1.0), tmp_path)
+    arm = tmp_path / f"root{ARM}"
+    later = f"{time.time() + 119.5 * 60:.0f}"
+    assert called(tmp_path, arm, later, "180") == ["shutdown --no-wall -P +120"]
+    assert started_again(tmp_path) == ["shutdown --no-wall -P +120"]
+    assert called(tmp_path, arm, later, "90") == ["shutdown --no-wall -P +90"]
+
+
+@pytest.mark.parametrize("end", ["", "\n", "0x\n"])
+def test_an_end_that_cannot_be_read_is_now(tmp_path: Path, end: str) -> None:
+    ran(script(), tmp_path)
+    (tmp_path / "root/var/lib/groupwise/end").write_text(end)
+    said = started_again(tmp_path)
+    assert said[-1] in ("shutdown --no-wall -P +0", "shutdown --no-wall -P now")
 
 
 def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,15 @@ async def test_what_it_refuses_may_be_asked_for_in_another_way(
 async def test_an_order_is_read_as_it_was_written(backend: Backend) -> None:
     asked = order("job", 2, environment={"A": "b"}, secrets=("KEY",), artefacts=("runs",))
     assert Order.from_document(json.loads(json.dumps(asked.document()))) == asked
+
+
+async def test_with_another_interpreter_it_is_the_same_job(
+    backend: Backend, store: BlobStore
+) -> None:
+    asked = replace(order("job"), python="/one/bin/python")
+    handle = await backend.submit(asked, store)
+    assert await backend.submit(replace(asked, python="/another/bin/python"), store) == handle
+    assert await backend.order(handle) == asked
 
 
 async def test_who_cannot_be_reached_is_told_so(store: BlobStore) -> None:

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from groupwise.hosts.meeting import meeting_of, port_of
-from groupwise.learner.node import EX_USAGE, Meeting, found_in
+from groupwise.hosts.meeting import KEY, KEY_FILE, meeting_of, port_of
+from groupwise.learner.node import BEGUN_BY_SRUN, EX_USAGE, Meeting, begin_on_all, found_in
 
 FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
 KILLED = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
@@ -39,6 +41,27 @@ def test_what_srun_begins_meets_at_the_first_node() -> None:
     assert found_in(told) == Meeting(1, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
     by_hand = {name: word for name, word in told.items() if name != "GROUPWISE_ATTEMPT"}
     assert found_in(by_hand) == Meeting(1, 2, "10.0.0.1", port_of("slurm.7"), "slurm.7")
+
+
+def test_nodes_of_slurm_have_a_secret_in_the_folder_that_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    begun: list[tuple[str, ...]] = []
+    monkeypatch.setattr(os, "execvp", lambda _, words: begun.append(tuple(words)))
+    found = []
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setenv(BEGUN_BY_SRUN, "")
+            patched.setenv(KEY_FILE, "")
+            begin_on_all(2, ["--", "true"])
+            path = Path(os.environ[KEY_FILE])
+        found.append(path.read_text())
+        assert path == tmp_path / KEY
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len({*found}) == 2
+    assert not any(secret in word for secret in found for words in begun for word in words)
 
 
 def test_ports_of_attempts_in_a_row_differ() -> None:

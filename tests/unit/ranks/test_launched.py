@@ -1,6 +1,8 @@
 """What torchrun says in the environment, and configs that do not go with several learners, or with samplers apart from them."""
 
+import selectors
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from groupwise.errors import ConfigError, UsageError
 from groupwise.loops.rl_prepare import planned_sizes
 from groupwise.loops.sft_prepare import planned_sft_sizes
 from groupwise.models.footprint import bytes_of
-from groupwise.ranks import ahead, started
+from groupwise.ranks import ahead, peer, started
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.launched import Launched, gpu_of, launched, refuse_other_number
 from groupwise.ranks.line import Setup
@@ -89,6 +91,10 @@ APART = {"model": {"name": "tiny"}, "scale": {"learners": 1, "samplers": 2}}
     ("more", "words"),
     [
         ({"scale": {"samplers": -1}}, r"scale\.samplers"),
+        (
+            {"scale": {"patience": 5}},
+            r"scale\.patience is 5, for samplers, but scale\.samplers is 0",
+        ),
         ({"scale": {"samplers": 65}}, r"scale\.samplers is 65, but a step has only 64 rows"),
         ({"run": {"processes": 2}}, r"scale\.samplers is 2 and run\.processes is 2"),
         ({"run": {"threads": 2}}, r"learners is 1 and scale\.samplers is 2, but run\.threads is 2"),
@@ -170,7 +176,7 @@ def test_each_sampler_needs_a_gpu_after_those_of_the_learners(monkeypatch):
         machine_layout.choose_layout(load_config(APART).config, 12)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setattr(started, "Popen", lambda command, env, **more: env["CUDA_VISIBLE_DEVICES"])
-    samplers = Samplers(2, 1, tells=False)
+    samplers = Samplers(2, 1, tells=False, patience=9.0)
     samplers._made = Setup("", {"layout": {"device": "cuda"}}, (), 0)
     assert [samplers._popen(rank, 0) for rank in range(2)] == ["5", "6"]
     for each in (samplers._wake, samplers._woken, samplers._selector):
@@ -229,15 +235,39 @@ async def test_what_is_elsewhere_is_loaded_from_what_is_sent():
     )
 
 
-@pytest.mark.parametrize("greeting", [b"x" * 41, b"GET / HTTP/1.1\r\n"])
-def test_whoever_does_not_know_the_word_is_not_let_in(greeting):
-    peers = Peers(2, Launched(0, 2, 0, 2, "127.0.0.1"), learning=True)
-    peers._door = socket.create_server(("127.0.0.1", 0))
-    with peers._door, socket.create_connection(peers._door.getsockname()) as stranger:
+@pytest.fixture
+def peers():
+    found = Peers(3, Launched(0, 3, 0, 3, "127.0.0.1"), learning=True)
+    found._door = socket.create_server(("127.0.0.1", 0))
+    found._meeting = found._door
+    found._made = Setup("", {}, (), 0)
+    found._selector.register(found._door, selectors.EVENT_READ)
+    yield found
+    for each in (found._wake, found._woken, found._selector, found._door):
+        each.close()
+
+
+@pytest.mark.parametrize("greeting", [b"x" * 72, b"GET / HTTP/1.1\r\n"])
+def test_whoever_does_not_know_the_secret_is_not_let_in(peers, greeting):
+    with socket.create_connection(peers._door.getsockname()) as stranger:
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
-        peers._let_in()
+        peers._called_in()
+        assert len(stranger.recv(100)) == 32
         assert stranger.recv(1) == b""
     assert peers._by_rank == {}
-    for each in (peers._wake, peers._woken, peers._selector):
+
+
+def test_each_rank_is_let_in_once_and_nobody_after_the_last(peers):
+    peers._by_rank[0] = None
+    lines, calls = [], ["127.0.0.1", str(peers._door.getsockname()[1]), peers._word]
+    for rank, expected in ((1, {0, 1}), (1, {0, 1}), (3, {0, 1}), (2, {0, 1, 2})):
+        calling = threading.Thread(target=lambda rank=rank: lines.append(peer._called(calls, rank)))
+        calling.start()
+        peers._called_in()
+        calling.join()
+        assert {*peers._by_rank} == expected
+    assert peers._door.fileno() == -1
+    assert [lines[n].receive().rank for n in (0, 3)] == [1, 2]
+    for each in (*lines, peers._by_rank[1], peers._by_rank[2]):
         each.close()

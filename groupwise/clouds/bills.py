@@ -1,0 +1,69 @@
+"""What the machines of a job have cost so far, as far as that is known: each from its start to its end, at the price that it began with.
+
+AWS tells of machines for about an hour after their end; the machine that launches or fetches keeps what it has seen (`kept.py`). One whose
+end nobody has told is counted until it was found to be gone, or to its deadline. Disks, traffic and what a spot machine cost at another
+hour are in the bill of the cloud alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from groupwise.clouds.ec2 import Machine
+from groupwise.clouds.port import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A machine, while it was there. Moments are seconds since the epoch."""
+
+    since: float
+    until: float
+    """Its end, or when it was seen last."""
+    price: float | None
+    """Dollars an hour; None: nobody could say."""
+    ended: bool
+
+    @property
+    def hours(self) -> float:
+        return max(0.0, self.until - self.since) / 3600
+
+
+def stays_of(machines: Iterable[Machine], now: float) -> dict[str, Stay]:
+    """What AWS says of them, by their ids."""
+    return {each.id: _stay(each, now) for each in machines}
+
+
+def _stay(machine: Machine, now: float) -> Stay:
+    tags, price = machine.tags, machine.tags.get("price")
+    since = float(tags.get("since", now))
+    until, ended = now, machine.state in ("shutting-down", "terminated")
+    if ended:
+        latest = min(now, max(since, float(tags.get("deadline", now))))
+        until = latest if machine.ended_at is None else machine.ended_at
+    return Stay(since, until, None if price is None else float(price), ended)
+
+
+def together(known: Mapping[str, Stay], seen: Mapping[str, Stay]) -> dict[str, Stay]:
+    """What was seen before, and now; the end that was found first is nearest to the truth."""
+    ends = {name: stay for name, stay in known.items() if stay.ended}
+    return {**known, **seen, **ends}
+
+
+def cost_of(stays: Mapping[str, Stay]) -> Cost | None:
+    """Of all of them; None where there is no price that is known."""
+    priced = {name: (each, each.price) for name, each in stays.items() if each.price is not None}
+    if not priced:
+        return None
+    dollars = sum(price * each.hours for each, price in priced.values())
+    listed = [
+        f"{name} {each.hours:.2f} h at ${price:.2f}" for name, (each, price) in priced.items()
+    ]
+    unknown = [
+        f"{name} has no known price and is not counted" for name in sorted(set(stays) - set(priced))
+    ]
+    beyond = (
+        "without disks, and without machines that AWS has forgotten and this machine has never seen"
+    )
+    return Cost(round(dollars, 2), "; ".join((", ".join(listed), *unknown, beyond)))

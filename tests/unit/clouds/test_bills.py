@@ -1,0 +1,49 @@
+"""What a job has cost: all machines that it had, each from its start to its end, and words that say what was counted."""
+
+from groupwise.clouds.bills import cost_of, stays_of, together
+from groupwise.clouds.ec2 import Machine
+from groupwise.clouds.port import Cost
+
+HOUR = 3600.0
+
+
+def machine(name: str, state: str, ended_at: float | None = None, **tags: str) -> Machine:
+    return Machine(name, state, tags, ended_at=ended_at)
+
+
+def cost(*machines: Machine, now: float) -> Cost:
+    found = cost_of(stays_of(machines, now))
+    assert found is not None
+    return found
+
+
+def test_all_machines_are_counted_each_to_its_end() -> None:
+    gone = machine("i-1", "terminated", 2 * HOUR, since="0", price="1.5")
+    lives = machine("i-2", "running", since=f"{4 * HOUR}", price="2")
+    found = cost(gone, lives, now=5 * HOUR)
+    assert found.dollars == 1.5 * 2 + 2 * 1
+    assert "i-1 2.00 h at $1.50, i-2 1.00 h at $2.00" in found.counts
+
+
+def test_one_whose_end_nobody_tells_is_counted_to_its_deadline_at_most() -> None:
+    gone = machine("i-1", "terminated", since="0", price="1", deadline=f"{3 * HOUR}")
+    assert cost(gone, now=2 * HOUR).dollars == 2
+    assert cost(gone, now=9 * HOUR).dollars == 3
+
+
+def test_an_end_that_was_found_once_stays_and_a_living_one_grows() -> None:
+    before = stays_of([machine("i-1", "terminated", since="0", price="1")], HOUR)
+    later = stays_of([machine("i-1", "terminated", since="0", price="1")], 5 * HOUR)
+    assert together(before, later)["i-1"].hours == 1
+    forgotten = stays_of([machine("i-2", "running", since="0", price="1")], HOUR)
+    assert together(forgotten, {})["i-2"].hours == 1
+    lives = stays_of([machine("i-2", "running", since="0", price="1")], 2 * HOUR)
+    assert together(forgotten, lives)["i-2"].hours == 2
+
+
+def test_what_has_no_price_is_told_and_nothing_is_made_up() -> None:
+    unknown = machine("i-1", "running", since="0")
+    assert cost_of(stays_of([unknown], HOUR)) is None
+    found = cost(unknown, machine("i-2", "running", since="0", price="1"), now=HOUR)
+    assert found.dollars == 1
+    assert "i-1 has no known price and is not counted" in found.counts
