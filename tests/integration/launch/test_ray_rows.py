@@ -81,7 +81,7 @@ async def test_stopped_by_hand_or_for_its_time_and_cancelled(fleet: Rows, cluste
     fleet.add("none", row(cluster, "none-such=1"))
     here = {"gpus": 0, "vm": "ray"}
     fleet.submit("saves", SAVES, resources=here)
-    late = {"limits": {"time_seconds": 1.0}, "retries": {"charged": 0}, "resources": here}
+    late = {"limits": {"time_seconds": 1.0}, "retry": {"charged": 0}, "resources": here}
     fleet.submit("late", "import signal; signal.pause()", **late)
     fleet.submit("never", resources={"gpus": 0, "vm": "none"})
     fleet.begin()
