@@ -55,12 +55,17 @@ class Rows:
     """A poller and a dispatcher in this process, with real files and a real database."""
 
     def __init__(
-        self, database: Database, folder: Path, engine_says: Callable[[], str] = str
+        self,
+        database: Database,
+        folder: Path,
+        engine_says: Callable[[], str] = str,
+        pace: Pace = PACE,
     ) -> None:
         """`engine_says`: for whoever reads of a failure."""
         self.database = database
         self.folder = folder
         self.engine_says = engine_says
+        self.pace = pace
         self.told = folder / "told"
         """To which every execution adds a line."""
         self.hosts = Hosts()
@@ -75,7 +80,7 @@ class Rows:
     def begin(self, hook: Hook = nothing) -> None:
         """A dispatcher, and the poller unless there is one."""
         if not any(isinstance(each, Poller) for each in self._playing):
-            poller = Poller(self.database, pace=PACE, chance=NoChance())
+            poller = Poller(self.database, pace=self.pace, chance=NoChance())
             self._playing[poller] = asyncio.create_task(poller.run())
         gateway, store = Gateway(self.database, hook), BlobStore(self.folder / "blobs")
         parts = Parts(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.fleet.poller import Pace
 from groupwise.fleet.store.database import connect
 from groupwise.fleet.verbs import jobs
 from groupwise.hosts import engines
@@ -24,6 +25,8 @@ from tests.fleet_rows import SAVES, Rows
 from tests.ray import Ray
 
 pytestmark = pytest.mark.launch
+PACE = Pace(interval=1.0, longest=1.0, listed=0.1, spread=0.0, least=0.1)
+"""Each question to Ray is two processes: asked more often, they take the time of what is tested."""
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +40,10 @@ async def fleet(
     cluster: Ray, migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Rows]:
     monkeypatch.setenv("RAY_AUTH_TOKEN", cluster.token)
-    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(engines, "LOOK_SECONDS", PACE.interval)
     database = connect(copied(migrated_file, tmp_path))
-    made = Rows(database, tmp_path, lambda: (cluster.folder / "said").read_text()[-2000:])
+    said = cluster.folder / "said"
+    made = Rows(database, tmp_path, lambda: said.read_text()[-2000:], PACE)
     try:
         yield made
     finally:
