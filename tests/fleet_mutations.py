@@ -94,7 +94,7 @@ QUICK = (
         "what was begun is lost while Slurm is away",
         (
             (
-                "hosts/slurm.py",
+                "hosts/engines.py",
                 "            return replace(state, engine_says=str(error))\n        return as_running(state)\n",
                 "            return replace(state, engine_says=str(error))\n        return state\n",
             ),

@@ -16,7 +16,7 @@ from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.modal.backend import ModalBackend
 from groupwise.clouds.modal.port import ModalPort
 from groupwise.clouds.modal.runner import ModalRunner
-from groupwise.clouds.port import Backend, Handle, Order, Plan
+from groupwise.clouds.port import Backend, Handle, Order, Plan, Status
 from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
 from groupwise.hosts.driver import Runner
@@ -29,6 +29,9 @@ from groupwise.testing.fake_modal import FakeModal
 from tests import aws, ssh_hosts
 from tests import ray as real_ray
 from tests import slurm as real_slurm
+
+SOON = 20.0
+"""Seconds for an answer."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,26 @@ class _OnAll(GangBackend):
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         return await super().submit(replace(order, nodes=self._count), store)
+
+
+async def until(backend: Backend, handle: Handle, what: Callable[[Status], Any]) -> Status:
+    """The first status of which that holds."""
+    status = await backend.status(handle)
+    while not what(status):
+        status = await backend.wait(handle, status, SOON)
+    return status
+
+
+async def ending(backend: Backend, handle: Handle) -> Any:
+    """How it ends."""
+    return (await until(backend, handle, lambda status: status.ending)).ending
+
+
+async def said(backend: Backend, handle: Handle) -> str:
+    """All of its log that there is."""
+    part = await backend.log(handle, 0, 1 << 20)
+    assert part.size == len(part.data)
+    return part.data.decode()
 
 
 def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:

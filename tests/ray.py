@@ -106,7 +106,7 @@ class Ray:
     def environment(self) -> dict[str, str]:
         """Of Ray, and of what it runs."""
         return {
-            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PATH": f"{self.python.parent}:{Path(sys.executable).parent}:/usr/bin:/bin",
             "HOME": str(self.folder),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,

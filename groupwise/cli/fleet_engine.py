@@ -12,7 +12,7 @@ from groupwise.errors import UsageError
 
 EngineOption = Annotated[
     str | None,
-    typer.Option(metavar="E", help="What begins jobs there on machines of its own: slurm."),
+    typer.Option(metavar="E", help="What begins jobs there on machines of its own: slurm or ray."),
 ]
 SlotsOption = Annotated[
     int | None,
@@ -47,6 +47,22 @@ SbatchOption = Annotated[
     ),
 ]
 
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="URL",
+        help="Of Ray's dashboard, as that machine reaches it; without it: http://127.0.0.1:8265.",
+    ),
+]
+ResourceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=N",
+        help="Of Ray for each job: --resource accelerator_type:A100=0.001; may be repeated.",
+    ),
+]
+
 
 def engine_words(
     slots: int | None,
@@ -55,15 +71,23 @@ def engine_words(
     memory: str | None,
     partition: str | None,
     sbatch: Sequence[str] | None,
+    address: str | None,
+    resource: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """What was said of an engine. Options of sbatch stand together: those that are given take the place of all that were."""
-    options = [*([f"--partition={partition}"] if partition else []), *(sbatch or ())]
+    """What was said of an engine. Its options stand together: those that are given take the place of all that were."""
+    of_slurm = [*([f"--partition={partition}"] if partition else []), *(sbatch or ())]
+    if of_slurm and (resource or address):
+        raise UsageError(
+            "--partition and --sbatch are for Slurm, --address and --resource for Ray."
+        )
+    options = [*of_slurm, *(resource or ())]
     said = {
         "slots": slots,
         "gpus": gpus,
         "gpu_model": model,
         "gpu_memory_mb": None if memory is None else _megabytes(memory),
         "options": options or None,
+        "address": address,
     }
     return {name: value for name, value in said.items() if value is not None}
 
@@ -74,8 +98,8 @@ def new_engine(name: str | None, said: Mapping[str, Any]) -> dict[str, Any] | No
         return {"name": name, **said}
     if said:
         raise UsageError(
-            "--slots, --gpus-per-job, --gpu-model, --gpu-memory, --partition and --sbatch are for machines behind which an engine begins "
-            "jobs: say which, as --engine slurm."
+            "--slots, --gpus-per-job, --gpu-model, --gpu-memory, --partition, --sbatch, --address and --resource are for machines behind "
+            "which an engine begins jobs: say which, as --engine slurm."
         )
     return None
 

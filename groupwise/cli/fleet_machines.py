@@ -13,11 +13,13 @@ import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, MachineArgument, fleet
 from groupwise.cli.fleet_engine import (
+    AddressOption,
     EngineOption,
     GpusOption,
     MemoryOption,
     ModelOption,
     PartitionOption,
+    ResourceOption,
     SbatchOption,
     SlotsOption,
     engine_words,
@@ -142,6 +144,8 @@ def add(
     gpu_memory: MemoryOption = None,
     partition: PartitionOption = None,
     sbatch: SbatchOption = None,
+    address: AddressOption = None,
+    resource: ResourceOption = None,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Then do what `vm prepare` does.")
     ] = False,
@@ -151,7 +155,8 @@ def add(
 
     Its host key is read and shown; it is used once the key is trusted: by --trust, by --yes, or by your answer here.
 
-    With --engine slurm it is a login node, from which jobs are given to Slurm; without --host this machine is.
+    With --engine slurm it is a login node, from which jobs are given to Slurm, with --engine ray one that reaches Ray's dashboard;
+    without --host this machine is.
     """
     from groupwise.cli.fleet_words import pairs
 
@@ -173,7 +178,9 @@ def add(
         "idle_memory_mb": idle_memory_mb,
         "engine": new_engine(
             engine,
-            engine_words(slots, gpus_per_job, gpu_model, gpu_memory, partition, sbatch),
+            engine_words(
+                slots, gpus_per_job, gpu_model, gpu_memory, partition, sbatch, address, resource
+            ),
         ),
     }
     with fleet(told, make=True) as access:
@@ -468,6 +475,8 @@ def set_machine(
     gpu_memory: MemoryOption = None,
     partition: PartitionOption = None,
     sbatch: SbatchOption = None,
+    address: AddressOption = None,
+    resource: ResourceOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Change how a machine is reached, or what jobs run with."""
@@ -493,7 +502,9 @@ def set_machine(
             deadman=_deadman(deadman),
             probe=_command(probe),
             idle_memory_mb=idle_memory_mb,
-            engine=engine_words(slots, gpus_per_job, gpu_model, gpu_memory, partition, sbatch)
+            engine=engine_words(
+                slots, gpus_per_job, gpu_model, gpu_memory, partition, sbatch, address, resource
+            )
             or None,
         )
     if as_json:

@@ -385,6 +385,7 @@ def engine_line(vm: Document) -> str | None:
         *([model] if model else []),
         *([megabytes(memory)] if memory else []),
         *([shlex.join(engine["options"])] if engine.get("options") else []),
+        *([engine["address"]] if engine.get("address") else []),
     ]
     return f"{engine.get('name')}: {', '.join(told)}"
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -129,19 +128,11 @@ def slurm_cluster(login: Place, shared: str | None) -> Place:
 
 def ray_cluster(login: Place, shared: str | None, address: str | None) -> Place:
     """The Ray whose head this machine reaches by that address. Raises UsageError."""
+    from groupwise.clouds.ray import checked_address
     from groupwise.hosts.ray import ADDRESS
     from groupwise.launch.places import RAY, Place
 
-    found = (address or ADDRESS).rstrip("/")
-    try:
-        of_http = urlsplit(found)
-        is_one = of_http.scheme in ("http", "https") and of_http.hostname and of_http.port != 0
-    except ValueError:
-        is_one = False
-    if not is_one or "," in found:
-        raise UsageError(
-            f"--address {found}: the address of Ray's dashboard is expected, as that machine reaches it: {ADDRESS}."
-        )
+    found = checked_address(address or ADDRESS)
     detail = {**login.detail, **_shared(shared)}
     return Place(RAY, detail if found == ADDRESS else {**detail, "address": found})
 

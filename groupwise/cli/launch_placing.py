@@ -18,25 +18,32 @@ from groupwise.cli.launch_options import (
     EnvFile,
     Extra,
     Gpus,
+    Host,
     IndexUrl,
     KeepOnFailure,
+    Key,
     Lock,
     MaxHours,
     MaxPrice,
     Name,
     Nodes,
     NoPreflight,
+    Port,
     Processes,
     Python,
     Result,
     Script,
+    Shared,
     Take,
     TerminateAfter,
     To,
+    TrustHost,
+    TrustJump,
+    User,
     Wheelhouse,
     With,
 )
-from groupwise.cli.launch_places import check_name
+from groupwise.cli.launch_places import check_name, login_machine
 from groupwise.cli.launch_watch import ask, watch, while_placing
 from groupwise.cli.launch_words import Behind, behind, environment_of, new_name
 from groupwise.cli.output import say, write_json
@@ -207,6 +214,44 @@ def environment(
         wheelhouse,
         index_url,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """From which machine a cluster is given its jobs."""
+
+    host: str | None
+    """None: from this one."""
+    user: str | None
+    port: int | None
+    key: str | None
+    trust: str | None
+    trust_jump: str | None
+    shared: str | None
+    """The folder that it and all nodes have; None: its home."""
+
+    def plan(self, packages: Environment) -> EnvironmentPlan | None:
+        """Of the environment that is made there; None: there is one, as on this machine. Raises UsageError."""
+        return packages.plan() if self.host is not None or packages.is_made else None
+
+    def machine(self, packages: Environment) -> Place:
+        """The machine itself. Raises UsageError."""
+        return login_machine(
+            self.host, self.user, self.port, self.key, self.trust, self.trust_jump, packages.python
+        )
+
+
+def login(
+    host: Host = None,
+    user: User = None,
+    port: Port = None,
+    key: Key = None,
+    trust: TrustHost = None,
+    trust_jump: TrustJump = None,
+    shared: Shared = None,
+) -> Login:
+    """The options of clusters."""
+    return Login(host, user, port, key, trust, trust_jump, shared)
 
 
 def rental(

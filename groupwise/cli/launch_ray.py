@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch_options import (
-    Host,
-    Key,
-    Port,
-    Shared,
-    TrustHost,
-    TrustJump,
-    User,
-    place_command,
+from groupwise.cli.launch_options import place_command
+from groupwise.cli.launch_places import ray_cluster
+from groupwise.cli.launch_placing import (
+    Asked,
+    Environment,
+    Gang,
+    Login,
+    asked,
+    environment,
+    gang,
+    launch,
+    login,
 )
-from groupwise.cli.launch_places import login_machine, ray_cluster
-from groupwise.cli.launch_placing import Asked, Environment, asked, environment, launch
 from groupwise.errors import UsageError
 
 Address = Annotated[
@@ -47,39 +47,36 @@ UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 """Powers of two."""
 
 
-@place_command(packages=environment, job=asked)
+@place_command(by=login, packages=environment, machines=gang, job=asked)
 def ray(
-    host: Host = None,
-    user: User = None,
-    port: Port = None,
-    key: Key = None,
-    trust: TrustHost = None,
-    trust_jump: TrustJump = None,
     address: Address = None,
     cpus: Cpus = None,
     memory: Memory = None,
     resource: Resource = None,
-    shared: Shared = None,
     *,
+    by: Login,
     packages: Environment,
+    machines: Gang,
     job: Asked,
 ) -> None:
-    """On a node of a Ray cluster, as a job of Ray.
+    """On a node of a Ray cluster, or several, as a job of Ray.
 
     By this machine, or by the head node that is reached by SSH.
 
     groupwise launch ray --host head --gpus 1 -- rl --config C.yaml --task-module task.py
     """
-    plan = packages.plan() if host is not None or packages.is_made else None
-    login = login_machine(host, user, port, key, trust, trust_jump, packages.python)
+    from groupwise.clouds.ray import resources_of
+
+    plan, here = by.plan(packages), by.host is None
     asks = {
         "cpus": cpus,
         "memory": None if memory is None else _bytes(memory),
-        "resources": _resources(resource or ()),
+        "resources": resources_of(resource or ()),
     }
     given = {name: value for name, value in asks.items() if value}
-    place = ray_cluster(login, shared, address or (_of_environment() if host is None else None))
-    launch(place, replace(job, environment=plan, asks=given))
+    found = address or (_of_environment() if here else None)
+    place = ray_cluster(by.machine(packages), by.shared, found)
+    launch(place, replace(job, environment=plan, asks=given, gang=machines))
 
 
 def _of_environment() -> str | None:
@@ -94,19 +91,3 @@ def _bytes(word: str) -> int:
     if size < 1:
         raise UsageError(f"--memory {word}: a size is expected, as 500M or 32G.")
     return size
-
-
-def _resources(words: Sequence[str]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for word in words:
-        name, _, number = word.rpartition("=")
-        try:
-            amount = float(number)
-        except ValueError:
-            amount = 0.0
-        if not name or not 0 < amount < 1e9:
-            raise UsageError(f"--resource {word}: NAME=N is expected, with a number above 0.")
-        if name in found:
-            raise UsageError(f"--resource {word}: {name} stands there twice.")
-        found[name] = amount
-    return found

@@ -7,18 +7,19 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.launch_options import (
-    Host,
-    Key,
-    Port,
-    Shared,
-    TrustHost,
-    TrustJump,
-    User,
-    place_command,
+from groupwise.cli.launch_options import place_command
+from groupwise.cli.launch_places import slurm_cluster
+from groupwise.cli.launch_placing import (
+    Asked,
+    Environment,
+    Gang,
+    Login,
+    asked,
+    environment,
+    gang,
+    launch,
+    login,
 )
-from groupwise.cli.launch_places import login_machine, slurm_cluster
-from groupwise.cli.launch_placing import Asked, Environment, Gang, asked, environment, gang, launch
 from groupwise.errors import UsageError
 
 Partition = Annotated[str | None, typer.Option(metavar="P", help="Of Slurm.")]
@@ -37,14 +38,8 @@ Sbatch = Annotated[
 ]
 
 
-@place_command(packages=environment, machines=gang, job=asked)
+@place_command(by=login, packages=environment, machines=gang, job=asked)
 def slurm(
-    host: Host = None,
-    user: User = None,
-    port: Port = None,
-    key: Key = None,
-    trust: TrustHost = None,
-    trust_jump: TrustJump = None,
     partition: Partition = None,
     account: Account = None,
     qos: Qos = None,
@@ -52,8 +47,8 @@ def slurm(
     cpus: Cpus = None,
     memory: Memory = None,
     sbatch: Sbatch = None,
-    shared: Shared = None,
     *,
+    by: Login,
     packages: Environment,
     machines: Gang,
     job: Asked,
@@ -66,8 +61,7 @@ def slurm(
     """
     if gpu is not None and not job.gpus:
         raise UsageError(f"--gpu {gpu} says of which type GPUs are, and --gpus how many: --gpus 1.")
-    plan = packages.plan() if host is not None or packages.is_made else None
-    login = login_machine(host, user, port, key, trust, trust_jump, packages.python)
+    plan = by.plan(packages)
     asks = {
         "partition": partition,
         "account": account,
@@ -78,4 +72,5 @@ def slurm(
         "options": list(sbatch or ()),
     }
     given = {name: value for name, value in asks.items() if value}
-    launch(slurm_cluster(login, shared), replace(job, environment=plan, asks=given, gang=machines))
+    place = slurm_cluster(by.machine(packages), by.shared)
+    launch(place, replace(job, environment=plan, asks=given, gang=machines))

@@ -186,6 +186,27 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         raise error
 
 
+class TendedRunner(EngineRunner[Job]):
+    """Of somebody who tends attempts to their end, as a fleet does.
+
+    What the engine does not have is submitted again by whoever tends it (`MemberState.engine_has`), however long ago it was laid out. While
+    the engine is silent, what waits waits, and what was begun is taken to run: nothing has ended before both are silent, and the engine has
+    said so.
+    """
+
+    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
+        """See `EngineRunner.launch`. Where the engine does not answer it is laid out and waits."""
+        try:
+            return await super().launch(launch, timeout=timeout)
+        except HostUnreachable:
+            return await self.status(launch.job, launch.epoch)
+
+    def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
+        if state.state is RunnerState.QUEUED:
+            return replace(state, engine_says=str(error))
+        return as_running(state)
+
+
 def as_running(state: MemberState) -> MemberState:
     """Of what has begun and is not proved to have ended."""
     runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING

@@ -3,7 +3,7 @@
 What is asked of it when, and what its answers are worth, stands in `engines.py`. Ray is asked by the HTTP API of its head (the Jobs API),
 under an id that is the attempt's name, so that it has each once. It keeps all it knows in the head: one that was started anew knows nothing
 of what waited, and what has waited for a quarter of an hour it gives up. Both are submitted again by whoever looks, since what is asked of
-it stands with the attempt, and whether it begins is decided by its token.
+it stands with the attempt, and whether it begins is decided by its token; or by whom tends it, where somebody does (`TendedRay`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from groupwise.hosts.answers import MemberState
-from groupwise.hosts.engines import EngineRunner, name_of
+from groupwise.hosts.engines import EngineRunner, TendedRunner, name_of
 from groupwise.hosts.port import Host, HostUnreachable, RunnerRefused
 
 NAME = "ray"
@@ -41,6 +41,8 @@ WANTED = {
     "entrypoint_memory": "memory",
 }
 """What a job asks, and what Ray calls it."""
+GANG = "gang"
+"""In what is asked: that it is of several machines at once, which the Jobs API does not know (`ray_gang.py`)."""
 
 Call = tuple[str, str, Mapping[str, Any] | None]
 """Method, path, body."""
@@ -116,22 +118,23 @@ class RayRunner(EngineRunner[RayJob]):
     def _waits_for(self, state: MemberState, job: RayJob) -> str:
         """See `EngineRunner._waits_for`. Ray says of no job what it lacks."""
         asked = _asked(state.engine_options)
-        wants: dict[str, float] = {
-            word: asked[name] for name, word in WANTED.items() if name in asked
-        }
-        wants.update(asked.get("entrypoint_resources", {}))
+        gang: dict[str, Any] | None = asked.get(GANG)
+        wants = _wants(asked) if gang is None else gang["bundle"]
         words = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
+        on = "" if gang is None else f" on each of {gang['nodes']} nodes at once"
         free = _free(job.has, wants)
-        return f"{job}: it wants {words}" + (f"; free: {free}" if free else "")
+        return f"{job}: it wants {words}{on}" + (f"; free: {free}" if free else "")
 
     # --- giving ---------------------------------------------------------------------------------
 
     async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
         """See `EngineRunner._submit`."""
         asked = _asked(options)
+        gang = asked.pop(GANG, None)
+        begins = _entrypoint(state, asked) if gang is None else _gang_entrypoint(state, gang)
         body = {
             "submission_id": name_of(state),
-            "entrypoint": _entrypoint(state, asked),
+            "entrypoint": begins,
             "runtime_env": {
                 "env_vars": {
                     "RAY_JOB_STOP_SIGNAL": "SIGTERM",
@@ -157,18 +160,22 @@ class RayRunner(EngineRunner[RayJob]):
         if any(not each.gave_up for each in jobs):
             return await self._never_begins(state, str(jobs[-1]))
         await self._call(*(("DELETE", _path(each.name), None) for each in jobs))
+        return await self._unknown(replace(state, engine_says="it is on its way to Ray"))
+
+    async def _unknown(self, state: MemberState) -> MemberState:
+        """What becomes of an attempt that Ray does not have."""
         try:
             await self._submit(state, state.engine_options)
         except RunnerRefused as refusal:
             return await self._never_begins(state, refusal.message)
-        return replace(state, engine_says="it is on its way to Ray")
+        return state
 
     async def _call(self, *calls: Call) -> list[tuple[int, str]]:
         """Status and text of each. Raises HostUnreachable where one was not answered, or Ray does not know who asks."""
         if not calls:
             return []
         asked = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
-        ran = await self.run(("python3", "-I", "-S", "-c", _program(), json.dumps(asked)))
+        ran = await self.run(("python3", "-I", "-S", "-c", _text("ray_call.py"), json.dumps(asked)))
         if ran.code != 0:
             said = _last_line(ran.err) or "no answer in time"
             raise HostUnreachable(f"Ray does not answer there at {self.address}: {said}")
@@ -185,9 +192,20 @@ class RayRunner(EngineRunner[RayJob]):
         )
 
 
+class TendedRay(TendedRunner[RayJob], RayRunner):
+    """See `TendedRunner`. Its folder is that of no other engine, so that its attempts stay its own where Ray's address changes."""
+
+    async def word(self) -> str:
+        """See `EngineRunner.word`."""
+        return NAME
+
+    async def _unknown(self, state: MemberState) -> MemberState:
+        return replace(state, engine_has=False)
+
+
 @cache
-def _program() -> str:
-    return Path(__file__).with_name("ray_call.py").read_text("utf-8")
+def _text(program: str) -> str:
+    return Path(__file__).with_name(program).read_text("utf-8")
 
 
 def _asked(options: Sequence[str]) -> dict[str, Any]:
@@ -195,8 +213,20 @@ def _asked(options: Sequence[str]) -> dict[str, Any]:
     return json.loads(options[0]) if options else {}
 
 
+def _wants(asked: Mapping[str, Any]) -> dict[str, float]:
+    wants: dict[str, float] = {word: asked[name] for name, word in WANTED.items() if name in asked}
+    return {**wants, **asked.get("entrypoint_resources", {})}
+
+
 def _path(name: str) -> str:
     return f"/api/jobs/{quote(name, safe='')}"
+
+
+def _gang_entrypoint(state: MemberState, gang: Mapping[str, Any]) -> str:
+    """A line of shell that waits for all machines. It works on none of them."""
+    asked = shlex.quote(json.dumps({"folder": state.folder, **gang}))
+    log = shlex.quote(f"{state.folder}/engine.log")
+    return f"exec python3 -c {shlex.quote(_text('ray_gang.py'))} {asked} >>{log} 2>&1"
 
 
 def _entrypoint(state: MemberState, asked: Mapping[str, Any]) -> str:

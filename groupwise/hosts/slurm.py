@@ -13,9 +13,8 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from groupwise.hosts.answers import MemberState, Ran, RunnerState
-from groupwise.hosts.driver import USUAL, Launch
-from groupwise.hosts.engines import EngineRunner, as_running, name_of
+from groupwise.hosts.answers import MemberState, Ran
+from groupwise.hosts.engines import EngineRunner, TendedRunner, name_of
 from groupwise.hosts.port import HostUnreachable, RunnerRefused
 
 NAME = "slurm"
@@ -122,19 +121,8 @@ class SlurmRunner(EngineRunner[SlurmJob]):
             raise RunnerRefused(refusal.code, message) from None
 
 
-class TendedSlurm(SlurmRunner):
-    """Of somebody who tends attempts to their end.
-
-    What Slurm does not know is submitted again by whoever tends it (`MemberState.engine_has`), however long ago it was laid out. While
-    Slurm is silent, what waits waits, and what was begun is taken to run: nothing has ended before both are silent, and Slurm has said so.
-    """
-
-    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
-        """See `EngineRunner.launch`. Where Slurm does not answer it is laid out and waits."""
-        try:
-            return await super().launch(launch, timeout=timeout)
-        except HostUnreachable:
-            return await self.status(launch.job, launch.epoch)
+class TendedSlurm(TendedRunner[SlurmJob], SlurmRunner):
+    """See `TendedRunner`."""
 
     async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
         return await super()._not_queued(state, jobs) if jobs else _on_its_way(state)
@@ -144,11 +132,6 @@ class TendedSlurm(SlurmRunner):
             return await super()._asked(*arguments)
         except RunnerRefused as refusal:  # Slurm's programs are gone, and may be there again
             raise HostUnreachable(refusal.message) from None
-
-    def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
-        if state.state is RunnerState.QUEUED:
-            return replace(state, engine_says=str(error))
-        return as_running(state)
 
 
 def _on_its_way(state: MemberState) -> MemberState:

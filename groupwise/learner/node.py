@@ -2,7 +2,8 @@
 
 torchrun starts COMMAND so many times here, and tells each process which of all it is. Where the machines meet is said by whoever placed
 the job, in the environment (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, GROUPWISE_RENDEZVOUS), as `groupwise launch ssh` and a fleet do.
-Slurm begins a job on its first machine alone: there this program has srun begin it on all of them, and they meet at the first one.
+Slurm begins a job on its first machine alone: there this program has srun begin it on all of them, and they meet at the first one. On
+Ray, which keeps the machines (`hosts/ray_gang.py`), it writes down what the others are to begin, and says after them what they say.
 
 Exit code: that of the first process that failed; 75 where one was killed, since the same command begun again goes on.
 """
@@ -10,15 +11,18 @@ Exit code: that of the first process that failed; 75 where one was killed, since
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
 from typing import NoReturn
 
 from groupwise.errors import EX_TEMPFAIL
-from groupwise.hosts.meeting import KEY, KEY_FILE, new_secret, port_of
+from groupwise.hosts.meeting import KEY, KEY_FILE, meeting_of, new_secret, port_of
 
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
@@ -29,6 +33,10 @@ SAVING = 50
 """Seconds that processes have after TERM; whoever placed the job kills after 60."""
 OTHERS_PATIENCE = 60
 """Seconds that srun leaves the machines after the first of them has ended."""
+NODES, HOST, ORDER = "RAY_GROUPWISE_NODES", "RAY_GROUPWISE_HOST", "RAY_GROUPWISE_ORDER"
+"""As `hosts/ray_gang.py` has them."""
+LOOK_SECONDS = 1.0
+"""Between two looks at what other machines have said."""
 EX_USAGE = 64
 
 
@@ -52,11 +60,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
     known = parser.parse_args(arguments)
     if int(os.environ.get(MACHINES, "1")) > 1 and BEGUN_BY_SRUN not in os.environ:
         begin_on_all(int(os.environ[MACHINES]), arguments)
+    if ORDER in os.environ and "NODE_RANK" not in os.environ:
+        sys.exit(lead(os.environ, arguments, known.processes, known.command))
     meeting = found_in(os.environ)
     if meeting is None:
         sys.stderr.write(
             "Nothing says where the machines of this job meet: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT are expected in the "
-            "environment, or a job of Slurm with several nodes. `groupwise launch ssh|slurm --nodes N` and gangs of a fleet set them.\n"
+            "environment, or a job of Slurm with several nodes. `groupwise launch ssh|slurm|ray --nodes N` and gangs of a fleet set them.\n"
         )
         sys.exit(EX_USAGE)
     sys.exit(run(meeting, known.processes, known.command))
@@ -82,6 +92,73 @@ def give_secret() -> str:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(new_secret())
     return path
+
+
+def lead(
+    environment: Mapping[str, str], arguments: Sequence[str], processes: str, command: Sequence[str]
+) -> int:
+    """Be the first machine of those that Ray has. The exit code."""
+    count, path = int(environment[NODES]), Path(environment[ORDER])
+    told = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
+    os.environ[KEY_FILE] = told[KEY_FILE] = give_secret()
+    order = {
+        "arguments": [sys.executable, "-m", "groupwise.learner.node", *arguments],
+        "environment": {**environment, **told},
+        "folder": str(Path.cwd()),
+    }
+    others = Repeated([Path(f"{path}.{rank}.log") for rank in range(1, count)])
+    try:
+        _write_private(path, json.dumps(order).encode())
+        meeting = found_in({**environment, **told})
+        assert meeting is not None, "it has been told"
+        return run(meeting, processes, command)
+    finally:
+        path.unlink(missing_ok=True)
+        others.end()
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """At once, for this user alone."""
+    new = path.with_name(f"{path.name}.new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    new.rename(path)
+
+
+class Repeated:
+    """What other machines write to files that they share with this one, said here as it comes."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._said = dict.fromkeys(paths, 0)
+        self._over = Event()
+        self._thread = Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Once more, and never again."""
+        self._over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while True:
+            over = self._over.wait(LOOK_SECONDS)
+            for path, size in self._said.items():
+                self._said[path] = size + _say_from(path, size)
+            if over:
+                return
+
+
+def _say_from(path: Path, offset: int) -> int:
+    """How many bytes there were."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except OSError:
+        return 0
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return len(data)
 
 
 def found_in(environment: Mapping[str, str]) -> Meeting | None:

@@ -85,7 +85,7 @@ class FleetBody(BaseModel):
 class EngineBody(FleetBody):
     """What begins jobs in place of the machine that they are given to: such a machine is as large as it is said to be here."""
 
-    name: str = Field(min_length=1, max_length=63, description="`slurm`.")
+    name: str = Field(min_length=1, max_length=63, description="`slurm` or `ray`.")
     slots: int = Field(
         default=8, ge=1, le=MOST_SLOTS, description="Jobs that wait for it or run there, together."
     )
@@ -102,7 +102,14 @@ class EngineBody(FleetBody):
         default=None, ge=1, le=MOST_INTEGER, description="That each of its GPUs has, at least."
     )
     options: list[str] = Field(
-        default=[], description="Of the engine's own program for each job, as `--partition=gpu`."
+        default=[],
+        description="For each job, as the engine has them: `--partition=gpu` of sbatch, or `NAME=N`, a resource of Ray.",
+    )
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        description="Of Ray's dashboard, as that machine reaches it; null: `http://127.0.0.1:8265`. Its token is read there.",
     )
 
 

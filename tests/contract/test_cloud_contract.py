@@ -43,11 +43,10 @@ from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
 from tests import places
-from tests.places import Place
+from tests.places import SOON, Place, said, until
 
 pytestmark = pytest.mark.launch
 ROOT = Path(__file__).parents[2]
-SOON = 20.0
 ODD = (
     "",
     " ",
@@ -110,22 +109,8 @@ def order(name: str, script: str, *arguments: str, **fields: Any) -> Order:
     return Order(name, JobSpec(("python3", "-c", script, *arguments), **fields), secrets=secrets)
 
 
-async def until(backend: Backend, handle: Handle, what: Any) -> Status:
-    """The first status of which that holds."""
-    status = await backend.status(handle)
-    while not what(status):
-        status = await backend.wait(handle, status, SOON)
-    return status
-
-
 async def ended(backend: Backend, handle: Handle) -> Status:
     return await until(backend, handle, lambda status: status.ending is not None)
-
-
-async def said(backend: Backend, handle: Handle) -> str:
-    part = await backend.log(handle, 0, 1 << 20)
-    assert part.size == len(part.data)
-    return part.data.decode()
 
 
 async def running(backend: Backend, handle: Handle) -> None:

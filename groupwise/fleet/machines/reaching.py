@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.clouds.engines import ENGINES, Door
+from groupwise.clouds.engines import ENGINES, Door, EngineKind
+from groupwise.clouds.engines import Way as WayToEngine
 from groupwise.fleet.attempts.records import Machine
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.keys import HostKey
@@ -24,7 +25,8 @@ LOCAL = "local"
 def host_of(machine: Machine, patience: Patience | None = None) -> Host:
     """The machine, to be called; whoever made it closes it."""
     if machine.transport == LOCAL:
-        return LocalHost()
+        kind = _kind(machine)
+        return LocalHost(also=() if kind is None else kind.variables)
     return SshHost(_address(machine), jump=jump_address(machine.jump), patience=patience)
 
 
@@ -38,8 +40,15 @@ def runner_of(machine: Machine, host: Host) -> Runner:
 
 def door_of(machine: Machine, host: Host) -> Door | None:
     """To what stands behind it; None: nothing, or what this fleet does not know."""
-    kind = None if machine.engine is None else ENGINES.get(machine.engine.said.name)
-    return None if kind is None else kind.door(host, machine.workdir, machine.python)
+    kind = _kind(machine)
+    if kind is None or machine.engine is None:
+        return None
+    said = machine.engine.said
+    return kind.door(WayToEngine(host, machine.workdir, machine.python, said.address))
+
+
+def _kind(machine: Machine) -> EngineKind | None:
+    return None if machine.engine is None else ENGINES.get(machine.engine.said.name)
 
 
 async def shown_key(machine: Machine) -> HostKey:
@@ -53,7 +62,7 @@ def same_way(one: Machine, other: Machine) -> bool:
 
 
 def _way(machine: Machine) -> tuple[Any, ...]:
-    return machine.transport, _address(machine), machine.jump
+    return machine.transport, _address(machine), machine.jump, _kind(machine)
 
 
 def _address(machine: Machine) -> Address:

@@ -1,4 +1,5 @@
-"""Machines behind which an engine begins jobs: Slurm's login node as a row of the fleet, as large as its operator says.
+"""Machines behind which an engine begins jobs: Slurm's login node, or one that reaches Ray's head, as a row of the fleet, as large as its
+operator says.
 
 Such a row has places instead of GPUs (`slots`): so many jobs may wait for its engine or run there, together. Which machine a job gets, and
 which GPUs, is the engine's to decide, and nothing of it stands in the fleet's tables. So what a job asks for is compared with what the row
@@ -15,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from groupwise.clouds.engines import ENGINES
+from groupwise.clouds.engines import ENGINES, Wanted
 from groupwise.errors import UsageError
 from groupwise.fleet.queue.resources import Resources
 from groupwise.hosts.driver import Engine
@@ -40,14 +41,15 @@ class Elastic:
 
     def engine(self, resources: Resources, limits: Limits) -> Engine:
         """What is asked of it for a job. Raises UsageError where its options are none."""
-        asks = {
-            "cpus": resources.cpus,
-            "memory": None if resources.ram_mb is None else f"{resources.ram_mb}M",
-            "gpu": self.said.gpu_model,
-            "options": self.said.options,
-        }
-        options = ENGINES[self.said.name].options(asks, resources.gpu_count, limits)
-        return Engine(self.said.name, options)
+        wanted = Wanted(
+            resources.gpu_count,
+            self.said.gpu_model,
+            resources.cpus,
+            resources.ram_mb,
+            self.said.options,
+            limits,
+        )
+        return Engine(self.said.name, ENGINES[self.said.name].options(wanted))
 
 
 def elastic_of(document: object) -> Elastic | None:
@@ -82,7 +84,9 @@ def _unusable(said: EngineBody) -> str | None:
     if kind is None:
         return f"there is none called {said.name!r}: {', '.join(ENGINES)}"
     try:
-        kind.checked(said.options)
+        kind.options(Wanted(options=said.options))
+        if said.address is not None:
+            kind.check_address(said.address)
     except UsageError as error:
         return str(error)
     return None

@@ -23,6 +23,8 @@ UNTOLD = "why is told to keys that are bound to no project"
 OTHERS = "jobs of other projects"
 FACTS = ("load", "cpus", "ram_mb", "ram_free_mb", "disk_free_mb", "machine_time", "missed_at")
 """Of a machine; what stands there beside them names attempts."""
+OF_OPERATORS = ("options", "address")
+"""Of what is said of an engine."""
 TOLD_OF_GPU = ("quarantined", "accused", "detail")
 REASONS = ("blocked_reasons", "waiting", "waits")
 """Where the document of a job says why it waits."""
@@ -47,7 +49,7 @@ def machine(actor: Actor, document: Document) -> Document:
     nobodys: Document = dict.fromkeys(("user", "ssh_key_path", "jump", "workdir", "probe"))
     untold = {name: document[name] and UNTOLD for name in ("cordoned", "problem")}
     engine: Mapping[str, Any] = document["engine"] or {}
-    nobodys["engine"] = {name: engine[name] for name in engine if name != "options"} or None
+    nobodys["engine"] = {name: engine[name] for name in engine if name not in OF_OPERATORS} or None
     known: Mapping[str, Any] = document["facts"] or {}
     facts = {name: known[name] for name in FACTS if name in known}
     return {**document, **nobodys, **untold, "projects": own, "facts": facts}

@@ -7,64 +7,23 @@
 5. However often a dispatcher dies on the way, or the controller is away, a job is executed once.
 """
 
-import asyncio
-import contextlib
 import os
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sqlalchemy import select, update
 
-from groupwise.fleet.attempts.effects import Death, Gateway, Hook, Side
-from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts
-from groupwise.fleet.files.artefacts import Collector
-from groupwise.fleet.files.logs import LogMirror
-from groupwise.fleet.files.mirror import CheckpointMirror
-from groupwise.fleet.poller import Pace, Poller
-from groupwise.fleet.queue import admission
-from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.store.database import Database, connect
-from groupwise.fleet.store.tables import Attempt, Job, Reservation
-from groupwise.fleet.up import Hosts
-from groupwise.fleet.verbs import jobs, machines
-from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.verbs import jobs
 from groupwise.hosts import engines
-from groupwise.hosts.files import BlobStore
 from tests import slurm
 from tests.fleet_databases import copied
-from tests.fleet_rig import NoChance, SilentBell, nothing, quick
+from tests.fleet_rig import SOMEBODY
+from tests.fleet_rows import SAVES, SAYS, Rows
 from tests.integration.fleet.test_up import fleet_in, until
 from tests.slurm import Cluster
 
 pytestmark = pytest.mark.fleet
-LONGEST = 60.0
-"""Seconds for anything, on a machine with other work."""
-SOMEBODY = Actor("user:test")
-PACE = Pace(interval=0.3, longest=0.3, listed=0.1, spread=0.0, least=0.1)
-SAYS = """\
-import os, pathlib, sys
-with open(sys.argv[1], "a") as file:
-    file.write(os.environ["GROUPWISE_ATTEMPT"] + "\\n")
-pathlib.Path("outputs").mkdir(exist_ok=True)
-pathlib.Path("outputs/gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-print("on", os.environ.get("SLURM_JOB_PARTITION", "no node"), flush=True)
-"""
-SAVES = """\
-import hashlib, json, os, pathlib, signal, sys
-if "RESUME_FROM" in os.environ:
-    print("from", pathlib.Path(os.environ["RESUME_FROM"], "w").read_text(), os.environ["PREVIOUS_FAILURE"])
-    sys.exit(0)
-folder = pathlib.Path("outputs/checkpoints/step-1")
-folder.mkdir(parents=True)
-(folder / "w").write_bytes(b"one")
-entry = {"size": 3, "sha256": hashlib.sha256(b"one").hexdigest()}
-(folder / "manifest.json").write_text(json.dumps({"step": 1, "files": {"w": entry}}))
-pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
-signal.pause()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -73,135 +32,24 @@ def cluster() -> Iterator[Cluster]:
         yield found
 
 
-class Fleet:
-    """A poller and a dispatcher in this process, with real files and a real database."""
+class Fleet(Rows):
+    """With the Slurm behind its rows."""
 
     def __init__(self, database: Database, folder: Path, cluster: Cluster) -> None:
-        self.database = database
-        self.folder = folder
+        super().__init__(
+            database, folder, lambda: (cluster.folder / "controller.out").read_text()[-2000:]
+        )
         self.cluster = cluster
-        self.told = folder / "told"
-        """To which every execution adds a line."""
-        self.hosts = Hosts()
-        self._playing: dict[GlobalJobDispatcher | Poller, asyncio.Task[None]] = {}
-
-    def add(self, name: str, engine: Mapping[str, Any] | None = None, **more: Any) -> None:
-        new = machines.NewMachine(
-            name, transport="local", workdir=str(self.folder / name), engine=engine, **more
-        )
-        self.database.run(lambda s: machines.add(s, SOMEBODY, new))
-
-    def begin(self, hook: Hook = nothing) -> None:
-        """A dispatcher, and the poller unless there is one."""
-        if not any(isinstance(each, Poller) for each in self._playing):
-            poller = Poller(self.database, pace=PACE, chance=NoChance())
-            self._playing[poller] = asyncio.create_task(poller.run())
-        gateway, store = Gateway(self.database, hook), BlobStore(self.folder / "blobs")
-        parts = Parts(
-            database=self.database,
-            host=self.hosts,
-            bell=SilentBell(),
-            logs=LogMirror(self.folder / "logs", gateway),
-            checkpoints=CheckpointMirror(store, gateway, keep=2),
-            collector=Collector(self.folder / "artefacts", store, gateway),
-            store=store,
-        )
-        dispatcher = GlobalJobDispatcher(parts, quick(), gateway=gateway)
-        self._playing[dispatcher] = asyncio.create_task(dispatcher.run())
-
-    async def end(self) -> None:
-        for each, task in self._playing.items():
-            each.stop() if isinstance(each, GlobalJobDispatcher) else task.cancel()
-        await asyncio.gather(*self._playing.values(), return_exceptions=True)
-        self._playing.clear()
-        await self.hosts.close()
-
-    async def until_dead(self) -> None:
-        """The dispatcher whose hook says so."""
-        [task] = [t for each, t in self._playing.items() if not isinstance(each, Poller)]
-        await asyncio.wait([task], timeout=LONGEST)
-        assert isinstance(task.exception(), BaseExceptionGroup | Death)
-        self.database.run(lambda s: s.execute(update(Attempt).values(lease_until=0.0)))
-        self._playing = {each: t for each, t in self._playing.items() if t is not task}
-
-    # what people do
-
-    def submit(self, job_id: str, script: str = SAYS, **more: Any) -> None:
-        asked = {
-            "arguments": [sys.executable, "-c", script, str(self.told)],
-            "resources": {"gpus": 0},
-            "checkpoints": ["outputs"],
-            "artefacts": ["outputs"],
-        }
-        request = from_document({**asked, **more})
-        self.database.run(
-            lambda s: admission.submit(
-                s, request, actor="user:test", project="default", job_id=job_id
-            )
-        )
 
     def partition(self, state: str) -> None:
         """DOWN: what is in its queue waits; UP."""
         self.cluster.run("scontrol", "update", "PartitionName=gpu", f"State={state}")
-
-    # what is seen
-
-    def job(self, job_id: str) -> dict[str, Any]:
-        return self.database.read(lambda s: jobs.show(s, SOMEBODY, job_id))
-
-    def machine(self, name: str) -> dict[str, Any]:
-        return self.database.read(lambda s: machines.show(s, SOMEBODY, name))
-
-    def attempts(self, job_id: str) -> list[dict[str, Any]]:
-        """The oldest first."""
-        return sorted(self.job(job_id)["attempts"], key=lambda each: each["epoch"])
-
-    def states(self, job_id: str) -> list[str]:
-        return [each["state"] for each in self.attempts(job_id)]
-
-    def ends(self, job_id: str) -> list[tuple[str | None, str | None, bool | None]]:
-        """Of its attempts: outcome, class of failure, whether that is charged."""
-        found = self.attempts(job_id)
-        return [(each["outcome"], each["failure_class"], each["charged"]) for each in found]
-
-    def log(self, job_id: str) -> str:
-        return (self.folder / "logs" / f"{job_id}.log").read_text()
 
     def queue(self, job_id: str, states: str = "all") -> list[str]:
         """Numbers of Slurm's jobs for it."""
         lines = self.cluster.run("squeue", "-h", "-t", states, "-o", "%i|%j|%Z").splitlines()
         ours = (line.split("|") for line in lines if str(self.folder) in line)
         return [number for number, name, _ in ours if name.startswith(f"{job_id}.")]
-
-    def executions(self) -> list[str]:
-        """Jobs, in the order in which they were executed."""
-        lines = self.told.read_text().split() if self.told.exists() else []
-        return [line.rpartition(".")[0] for line in lines]
-
-    async def until(self, condition: Callable[[], Any], what: str) -> Any:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LONGEST):
-                while not (found := condition()):  # noqa: ASYNC110  (of what other processes do)
-                    await asyncio.sleep(0.05)
-                return found
-        rows = self.database.read(lambda s: [(j.job_id, j.status) for j in s.scalars(select(Job))])
-        said = (self.cluster.folder / "controller.out").read_text()[-2000:]
-        raise AssertionError(f"waited in vain for {what}: {rows}\n{said}")
-
-    async def until_is(self, job_id: str, status: str) -> None:
-        await self.until(lambda: self.job(job_id)["status"] == status, f"{job_id} is {status}")
-
-    async def until_waits(self, job_id: str, word: str) -> str:
-        def said() -> str:
-            return "; ".join(self.job(job_id)["waiting"])
-
-        return await self.until(lambda: word in said() and said(), f"{job_id} waits: {word}")
-
-    async def until_clean(self) -> None:
-        held = select(Reservation).where(Reservation.released_at.is_(None))
-        await self.until(
-            lambda: not self.database.read(lambda s: s.scalars(held).all()), "all is free"
-        )
 
 
 @pytest.fixture
@@ -226,7 +74,7 @@ async def test_a_job_waits_says_what_for_and_comes_back(fleet: Fleet) -> None:
     fleet.add("slurm", {"name": "slurm", "gpus": 2, "options": ["--cpus-per-task=1"]})
     fleet.partition("DOWN")
     fleet.begin()
-    await fleet.until(lambda: fleet.machine("slurm")["state"] == "ok", "the first look")
+    await fleet.until_looked_at("slurm")
     fleet.submit("job", resources={"gpus": 2})
     said = await fleet.until_waits("job", "pending")
     assert "it was placed on slurm: job " in said
@@ -268,7 +116,7 @@ async def test_ended_by_somebody_it_goes_on_from_its_checkpoint(
     fleet.add("slurm", {"name": "slurm"})
     fleet.submit("job", SAVES)
     fleet.begin()
-    await fleet.until(lambda: fleet.told.exists() and fleet.told.read_text(), "it has saved")
+    await fleet.until_saved()
     if how == "kill":
         os.kill(int(fleet.told.read_text()), 9)
     else:
@@ -327,17 +175,7 @@ async def test_a_dispatcher_that_dies_on_the_way_to_slurm(
     """Laid out; Slurm asked whether it has it; submitted, and nobody has heard that."""
     fleet.add("slurm", {"name": "slurm"})
     fleet.submit("job")
-    seen = 0
-
-    def dies(name: str, side: Side) -> None:
-        nonlocal seen
-        if name == effect and side is Side.AFTER:
-            # what is asked of Slurm before anything was launched is asked by reconciling
-            seen += fleet.job("job")["status"] == "running"
-            if seen == nth:
-                raise Death
-
-    fleet.begin(dies)
+    fleet.begin(fleet.death("job", effect, nth))
     await fleet.until_dead()
     fleet.begin()
     await fleet.until_is("job", "completed")
@@ -383,7 +221,7 @@ async def test_while_the_controller_is_away_nothing_is_lost_and_nothing_begins_t
 async def test_what_slurm_would_not_have_is_told_and_goes_elsewhere(fleet: Fleet) -> None:
     fleet.add("slurm", {"name": "slurm", "options": ["--partition=none-such"]})
     fleet.begin()
-    await fleet.until(lambda: fleet.machine("slurm")["state"] == "ok", "the first look")
+    await fleet.until_looked_at("slurm")
     fleet.submit("job")
     await fleet.until(lambda: fleet.ends("job")[:1] == [("void", "launch_failure", False)], "no")
     assert "invalid partition" in fleet.attempts("job")[0]["evidence"]["because"]

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fleet_databases import migrated_file
 from tests.integration.launch.person import Person
+
+__all__ = ["migrated_file", "person"]
 
 TOY = Path(__file__).parents[1] / "toy_task.py"
 

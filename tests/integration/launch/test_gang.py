@@ -1,4 +1,4 @@
-"""Jobs on several machines at once, two real sshds and two nodes of a real Slurm, as somebody types them.
+"""Jobs on several machines at once, two real sshds, two nodes of a real Slurm and of a real Ray, as somebody types them.
 
 1. A training on two machines, with samplers of its own, is that of one process up to rounding; what it makes comes from the first machine.
 2. A learner that is killed on the second machine ends all with code 75; resumed, it is the undisturbed training to the bit.
@@ -29,10 +29,11 @@ from groupwise.hosts.files import BlobStore
 from groupwise.hosts.meeting import KEY, port_of
 from groupwise.hosts.spec import JobSpec, Limits
 from groupwise.hosts.ssh import Address, SshHost
-from tests import slurm
+from tests import ray, slurm
 from tests.integration.launch.person import Person
 from tests.integration.launch.test_local import TRAINS, pids_of
 from tests.integration.running import what_must_be_equal
+from tests.ray import Ray
 from tests.slurm import Cluster
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 
@@ -48,7 +49,7 @@ names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 told = {name: os.environ[name] for name in names}
 os.makedirs("outputs", exist_ok=True)
 with open(f"outputs/{told['RANK']}.json", "w") as file:
-    json.dump({**told, "words": sys.argv[1:]}, file)
+    json.dump({**told, "words": sys.argv[1:], "ray": os.environ.get("RAY_ADDRESS")}, file)
 sys.stdout.write(f"process {told['RANK']}\\n")
 """
 NEAR = "GLOO_SOCKET_IFNAME=lo\n"
@@ -116,11 +117,11 @@ def test_two_machines_train_as_one_process_does_and_go_on_to_the_same_bits(
     assert (at / "whole/nodes/1.log").is_file()
 
 
-def process_of(rank: int) -> int:
+def process_of(rank: int, job: str = "killed") -> int:
     """The training that torchrun has begun as this rank."""
     [found] = [
         pid
-        for pid in pids_of("attempts/killed.1/work")
+        for pid in pids_of(f"attempts/{job}.1/work")
         if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     ]
     return found
@@ -392,3 +393,89 @@ def test_slurm_stopped_it_saves_and_goes_on(clerk: Person) -> None:
     steps = [int(each.name.removeprefix("step-")) for each in kept.glob("step-*")]
     assert max(steps) >= 3, "the step that was under way is saved"
     assert not pids_of("attempts/stopped.1/work")
+
+
+# --- Ray -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_of_ray() -> Iterator[Ray]:
+    with ray.cluster() as found:
+        found.start_node()
+        yield found
+
+
+@pytest.fixture
+def guest(two_of_ray: Ray, person: Person, monkeypatch: pytest.MonkeyPatch) -> Person:
+    """A person at the head of a Ray."""
+    monkeypatch.setenv("RAY_ADDRESS", two_of_ray.address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", two_of_ray.token)
+    (person.project / "near.env").write_text(f"{NEAR}CANARY=of-a-secret\n")
+    return person
+
+
+def test_on_ray_all_is_on_all_nodes_and_none_of_it_stays(guest: Person, two_of_ray: Ray) -> None:
+    (guest.project / "job.py").write_text(TELLS)
+    words = ("ray", "--gpus-per-node", "2", "--env-file", "near.env", "--name", "tells")
+    typed = guest.types(*words, "--nodes", "2", "--script", "job.py", "two words")
+    said = [line for line in typed.out.splitlines() if line.startswith("process ")]
+    assert sorted(said) == [f"process {rank}" for rank in range(4)]
+    folder = guest.project / "launches/tells/outputs"
+    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [each["LOCAL_RANK"] for each in told] == ["0", "1", "0", "1"]
+    assert {each["WORLD_SIZE"] for each in told} == {"4"}
+    assert all(each["words"] == ["two words"] for each in told)
+    assert {each["ray"] for each in told} == {f"{two_of_ray.host}:{two_of_ray.gcs}"}
+    two_of_ray.idle()
+    assert guest.holding("of-a-secret") == []
+
+
+ON_RAY = ("ray", "--nodes", "2", "--env-file", "near.env")
+
+
+def test_two_nodes_of_ray_train_as_one_process_does(guest: Person) -> None:
+    steps = "training.max_steps=3"
+    guest.types("local", "--detach", "--name", "one", "--", *ONE, steps)
+    guest.types(*ON_RAY, "--name", "group", "--", *BOTH, steps)
+    guest.types("logs", "-f", "one")
+    assert_close(*(guest.project / "launches" / name / "runs/toy" for name in ("one", "group")))
+
+
+@pytest.mark.soak
+def test_killed_and_resumed_on_ray_it_is_the_undisturbed_training_to_the_bit(
+    guest: Person,
+) -> None:
+    steps = "training.max_steps=40"
+    guest.types(*ON_RAY, "--name", "calm", "--", *BOTH, steps)
+    begun = guest.begins(*ON_RAY, "--name", "shaken", "--", *BOTH, steps)
+    guest.sees("step  4/40")
+    os.kill(process_of(1, "shaken"), signal.SIGKILL)
+    assert begun.wait(240) == 75
+    assert "Learner 2 of 2" in guest.said()
+    guest.types("resume", "shaken", "--env-file", "near.env")
+    assert guest.result("shaken")["attempt"] == 2
+    calm, shaken = (guest.project / "launches" / name / "runs/toy" for name in ("calm", "shaken"))
+    assert what_must_be_equal(calm) == what_must_be_equal(shaken)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("who", "code", "state"), [("person", 130, "cancelled"), ("ray", 143, "failed")]
+)
+def test_ended_on_ray_it_saves_and_nothing_is_left(
+    guest: Person, two_of_ray: Ray, who: str, code: int, state: str
+) -> None:
+    name = f"ended-by-{who}"
+    begun = guest.begins(*ON_RAY, "--name", name, "--", *LEARNERS, "training.max_steps=2000")
+    guest.sees("step    3/2000")
+    if who == "ray":
+        two_of_ray.stop(name)
+    else:
+        begun.send_signal(signal.SIGINT)
+    assert begun.wait(240) == code
+    assert guest.result(name)["state"] == state
+    kept = guest.project / "launches" / name / "runs/toy/checkpoints"
+    steps = [int(each.name.removeprefix("step-")) for each in kept.glob("step-*")]
+    assert max(steps) >= 3, "the step that was under way is saved"
+    two_of_ray.idle()
+    assert not pids_of(f"attempts/{name}.1/work")

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from groupwise.clouds.port import Backend, Handle, Order, Outcome, Phase, Status, Unreachable
+from groupwise.clouds.port import Backend, Order, Outcome, Phase, Unreachable
 from groupwise.hosts import ray as ray_host
 from groupwise.hosts.driver import Engine, Launch, Runner
 from groupwise.hosts.failures import FailureClass
@@ -17,7 +17,7 @@ from groupwise.hosts.port import OutcomeUnknown
 from groupwise.hosts.spec import JobSpec, Limits
 from tests import ray
 from tests.integration.launch.person import Person
-from tests.places import Place
+from tests.places import Place, ending, said, until
 from tests.ray import Ray
 
 pytestmark = pytest.mark.launch
@@ -102,21 +102,6 @@ def waits_for(go: Path) -> str:
         f"import os, time\nprint(os.environ['CUDA_VISIBLE_DEVICES'] or 'none', flush=True)\n"
         f"while not os.path.exists({str(go)!r}):\n    time.sleep(.05)"
     )
-
-
-async def until(backend: Backend, handle: Handle, what: Callable[[Status], Any]) -> Status:
-    status = await backend.status(handle)
-    while not what(status):
-        status = await backend.wait(handle, status, 20.0)
-    return status
-
-
-async def ending(backend: Backend, handle: Handle) -> Any:
-    return (await until(backend, handle, lambda status: status.ending)).ending
-
-
-async def said(backend: Backend, handle: Handle) -> str:
-    return (await backend.log(handle, 0, 1 << 20)).data.decode()
 
 
 # --- typed -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shlex
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,9 @@ import pytest
 from groupwise.clouds.port import (
     Backend,
     CloudError,
-    Handle,
     Order,
     Outcome,
     Phase,
-    Status,
     Unreachable,
 )
 from groupwise.hosts import slurm as slurm_host
@@ -26,7 +24,7 @@ from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
 from tests import slurm
 from tests.integration.launch.person import Person
-from tests.places import Place
+from tests.places import Place, ending, said, until
 from tests.slurm import Cluster
 
 pytestmark = pytest.mark.launch
@@ -96,21 +94,6 @@ def order(name: str, script: str, *options: str, **asks: Any) -> Order:
         limits=Limits(time_seconds=600, grace_seconds=5),
     )
     return Order(name, spec, asks.pop("gpus", 0), asks={**asks, "options": list(options)})
-
-
-async def until(backend: Backend, handle: Handle, what: Callable[[Status], Any]) -> Status:
-    status = await backend.status(handle)
-    while not what(status):
-        status = await backend.wait(handle, status, 20.0)
-    return status
-
-
-async def ending(backend: Backend, handle: Handle) -> Any:
-    return (await until(backend, handle, lambda status: status.ending)).ending
-
-
-async def said(backend: Backend, handle: Handle) -> str:
-    return (await backend.log(handle, 0, 1 << 20)).data.decode()
 
 
 def numbers(cluster: Cluster, name: str, states: str = "all") -> list[str]:

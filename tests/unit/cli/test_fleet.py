@@ -575,11 +575,18 @@ def test_the_events_of_a_job_say_why_it_began_to_wait(seen: Command, folder: Pat
         (("vm", "add", "x", "--host", "h", "--from-ssh-config", "y"), "contradict"),
         (("vm", "add", "x", "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
         (("vm", "add", "x", "--slots", "2"), "say which, as --engine slurm"),
-        (("vm", "add", "x", "--engine", "slum"), "there is none called 'slum': slurm"),
+        (("vm", "add", "x", "--engine", "slum"), "there is none called 'slum': slurm, ray"),
         (("vm", "add", "x", "--engine", "slurm", "--user", "u"), "--host ADDRESS"),
         (("vm", "add", "x", "--engine", "slurm", "--yes"), "--host ADDRESS"),
         (("vm", "add", "x", "--engine", "slurm", "--slots", "0"), "a whole number, 1 to 1024"),
         (("vm", "add", "x", "--engine", "slurm", "--sbatch=--wrap=x"), "is set by groupwise"),
+        (
+            ("vm", "add", "x", "--engine", "slurm", "--address", "http://h:1"),
+            "found by its programs",
+        ),
+        (("vm", "add", "x", "--engine", "ray", "--partition", "gpu"), "NAME=N is expected"),
+        (("vm", "add", "x", "--engine", "ray", "--address", "h:1"), "address of Ray's dashboard"),
+        (("vm", "set", "x", "--partition", "gpu", "--resource", "a=1"), "for Slurm, --address"),
         (("vm", "set", "vm-1", "--slots", "3"), "vm-1 begins jobs itself"),
         (("vm", "lost", "vm-1"), "say --yes"),
         (("vm", "trust", "vm-1"), "has not shown its host key"),
@@ -675,6 +682,21 @@ def test_a_machine_behind_which_slurm_begins_jobs(seen: Command) -> None:
     assert "of 9 slots free" in seen("vm", "show", "s")[1]
     assert "vm-1" in seen("vm", "list")[1]
     submitted(seen, "--vm", "s", "--", "true")
+
+
+def test_a_machine_behind_which_ray_begins_jobs(seen: Command) -> None:
+    way = ("--engine", "ray", "--address", "http://head:8265/", "--resource", "apart=1")
+    code, out, err = seen("vm", "add", "r", *way, "--gpus-per-job", "2", "--json")
+    assert code == 0, err
+    assert json.loads(out)["engine"] == {
+        "name": "ray",
+        "gpus": 2,
+        "options": ["apart=1"],
+        "address": "http://head:8265/",
+    }
+    said = seen("vm", "set", "r", "--address", "http://other:8265")[2]
+    assert "ray: 0 of 8 slots free, GPUs for a job: 2, apart=1, http://other:8265" in said
+    submitted(seen, "--vm", "r", "--", "true")
 
 
 # --- words

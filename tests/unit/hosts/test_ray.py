@@ -1,15 +1,19 @@
 """What is made of Ray's answers, and what Ray is told."""
 
+import inspect
 import json
+import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from groupwise.hosts import ray_gang
 from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Engine, Launch
 from groupwise.hosts.engines import LIVING_BEAT
 from groupwise.hosts.port import Answer, HostUnreachable, Request, RunnerRefused
-from groupwise.hosts.ray import ADDRESS, RayRunner
+from groupwise.hosts.ray import ADDRESS, RayRunner, TendedRay
 from groupwise.hosts.spec import JobSpec
 
 NAME = "j.1-0123abcd"
@@ -117,6 +121,26 @@ async def test_what_asks_for_no_gpu_is_shown_none() -> None:
     await head().launch(Launch("j", 1, JobSpec(("true",)), engine=Engine(WORD, ("{}",))))
     [(_, _, body)] = [each for each in head.told if each[0] == "POST"]
     assert body["entrypoint"].startswith("CUDA_VISIBLE_DEVICES= exec sh ")
+
+
+async def test_for_several_nodes_it_asks_what_has_them_at_once() -> None:
+    asked = json.dumps({"gang": {"nodes": 2, "bundle": {"CPU": 1, "GPU": 2}}})
+    head = Head(engine_options=[asked])
+    found = await head().launch(replace(LAUNCH, engine=Engine(WORD, (asked,))))
+    [(_, _, body)] = [each for each in head.told if each[0] == "POST"]
+    assert [word for word in body if word.startswith("entrypoint_")] == []
+    shell, _, log = body["entrypoint"].partition(" >>")
+    begins, python, dash, text, words = shlex.split(shell)
+    assert (begins, python, dash) == ("exec", "python3", "-c")
+    assert text == inspect.getsource(ray_gang)
+    folder = "/srv/it's/j.1"
+    assert json.loads(words) == {
+        "folder": folder,
+        "nodes": 2,
+        "bundle": {"CPU": 1, "GPU": 2},
+    }
+    assert shlex.split(log) == [f"{folder}/engine.log", "2>&1"]
+    assert "it wants 1 CPU, 2 GPU on each of 2 nodes at once; free: 1 of 4" in found.engine_says
 
 
 async def test_what_ray_has_is_not_submitted_again() -> None:
@@ -260,6 +284,44 @@ async def test_what_another_one_is_to_begin_is_left_alone(engine: str, address: 
     assert (await head(address).status("j", 1)).state is RunnerState.QUEUED
     await head(address).void("j", 1)
     assert head.told == []
+
+
+# --- of somebody who tends it ----------------------------------------------------------------------
+
+
+def tended(head: Head) -> TendedRay:
+    head.state["engine"] = "ray"
+    return TendedRay(head, root="root", address="http://another:8265")
+
+
+TENDED = replace(LAUNCH, engine=Engine("ray", (ASKED,)))
+
+
+async def test_tended_what_ray_forgot_or_gave_up_is_left_to_who_tends_it() -> None:
+    for jobs in ((), (job("FAILED", "…", error_type="JOB_SUPERVISOR_ACTOR_START_TIMEOUT"),)):
+        head = Head(*jobs)
+        found = await tended(head).status("j", 1)
+        assert (found.state, found.engine_has) == (RunnerState.QUEUED, False)
+        assert found.engine_says == "it is on its way to Ray"
+        assert ("POST", "/api/jobs/") not in head.changed()
+        found = await tended(head).launch(TENDED)
+        assert (found.state, found.engine_has) == (RunnerState.QUEUED, True)
+        assert head.changed()[-1] == ("POST", "/api/jobs/")
+
+
+async def test_tended_it_waits_while_its_head_is_away_and_has_not_ended() -> None:
+    head = Head()
+    head.dead = "Connection refused"
+    for found in (await tended(head).launch(TENDED), await tended(head).status("j", 1)):
+        assert (found.state, found.engine_has) == (RunnerState.QUEUED, None)
+        assert "Ray does not answer there at http://another:8265" in found.engine_says
+    head.state.update(state="lost", pid=3, beat_age=9999.0)
+    assert (await tended(head).status("j", 1)).state is RunnerState.RUNNING
+    head.dead = None
+    ended = await tended(head).status("j", 1)
+    assert ended.state is RunnerState.LOST
+    assert "knows nothing of it any more" in ended.engine_says
+    assert head.voided is None
 
 
 async def test_what_is_free_in_words() -> None:

@@ -1,15 +1,20 @@
 """The processes of one machine of several: where they meet, and with which code they end."""
 
+import json
 import os
 import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from groupwise.hosts.meeting import KEY, KEY_FILE, meeting_of, port_of
+from groupwise.learner import node
 from groupwise.learner.node import BEGUN_BY_SRUN, EX_USAGE, Meeting, begin_on_all, found_in
 
 FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
@@ -62,6 +67,41 @@ def test_nodes_of_slurm_have_a_secret_in_the_folder_that_they_share(
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len({*found}) == 2
     assert not any(secret in word for secret in found for words in begun for word in words)
+
+
+def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path, seen = tmp_path / "order.json", list[Any]()
+
+    def runs(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
+        seen.extend((meeting, processes, command, json.loads(path.read_text())))
+        seen.append(path.stat().st_mode & 0o777)
+        (tmp_path / "order.json.1.log").write_bytes(b"of the second\n")
+        return 5
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(KEY_FILE, "")
+    monkeypatch.setattr(node, "run", runs)
+    told = {
+        "RAY_GROUPWISE_NODES": "2",
+        "RAY_GROUPWISE_HOST": "10.0.0.1",
+        "RAY_GROUPWISE_ORDER": str(path),
+        "GROUPWISE_ATTEMPT": "sums.2",
+        "CANARY": "secret",
+    }
+    words = ["--processes", "2", "--", "job", "a b"]
+    assert node.lead(told, words, "2", ["job", "a b"]) == 5
+    meeting, processes, command, order, mode = seen
+    assert meeting == Meeting(0, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
+    assert (processes, command, mode) == ("2", ["job", "a b"], 0o600)
+    assert order["arguments"] == [sys.executable, "-m", "groupwise.learner.node", *words]
+    assert order["environment"]["CANARY"] == "secret"
+    assert order["environment"][KEY_FILE] == os.environ[KEY_FILE] == str(tmp_path / KEY)
+    assert found_in({**order["environment"], "NODE_RANK": "1"}) == replace(meeting, rank=1)
+    assert order["folder"] == os.getcwd()
+    assert not path.exists()
+    assert capfdbinary.readouterr().out == b"of the second\n"
 
 
 def test_ports_of_attempts_in_a_row_differ() -> None:

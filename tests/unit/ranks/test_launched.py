@@ -208,7 +208,7 @@ def test_a_layout_of_learners():
 def test_a_training_server_has_no_learners_to_give():
     for given in (TWO, APART):
         with pytest.raises(UsageError, match="training server"):
-            refuse_on_server(load_config(given).config)
+            machine_layout.refuse_on_server(load_config(given).config)
 
 
 class Loads:

@@ -1,5 +1,6 @@
 """What stands behind a machine: read from a row that people may write, and compared with what a job asks for."""
 
+import json
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def test_a_machine_without_an_engine_begins_jobs_itself() -> None:
 @pytest.mark.parametrize(
     ("document", "word"),
     [
-        ({"name": "slum"}, "there is none called 'slum': slurm"),
+        ({"name": "slum"}, "there is none called 'slum': slurm, ray"),
         ({}, "name"),
         ("slurm", "engine"),
         ([], "engine"),
@@ -32,6 +33,10 @@ def test_a_machine_without_an_engine_begins_jobs_itself() -> None:
         ({"name": "slurm", "queue": "gpu"}, "queue"),
         ({"name": "slurm", "options": ["--array=1-9"]}, "--array is set by groupwise"),
         ({"name": "slurm", "options": ["partition"]}, "an option of sbatch is expected"),
+        ({"name": "slurm", "address": "http://head:8265"}, "Slurm is found by its programs"),
+        ({"name": "ray", "options": ["--partition=gpu"]}, "NAME=N is expected"),
+        ({"name": "ray", "options": ["GPU=1"]}, "asked for by --gpus"),
+        ({"name": "ray", "address": "ray://head:10001"}, "address of Ray's dashboard"),
     ],
 )
 def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word: str) -> None:
@@ -45,6 +50,8 @@ def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word
 def test_what_is_sound_has_no_problem() -> None:
     assert elastic.problems({"name": "slurm", "slots": 3, "options": ["--qos=high"]}) == []
     assert slurm().problem is None
+    ray = {"name": "ray", "address": "http://head:8265", "options": ["apart=1"]}
+    assert elastic.problems(ray) == []
 
 
 @pytest.mark.parametrize(
@@ -86,3 +93,18 @@ def test_what_is_asked_of_the_engine_is_what_the_job_asked_for() -> None:
         "--account=lab",
     )
     assert slurm().engine(Resources(gpus=0), Limits()).options == ("--nodes=1",)
+
+
+def test_what_is_asked_of_ray_is_in_its_words() -> None:
+    row = elastic_of({"name": "ray", "gpus": 4, "gpu_model": "A100", "options": ["apart=1"]})
+    assert row is not None
+    found = row.engine(Resources(gpus=2, cpus=4, ram_mb=32_000), Limits(time_seconds=60.0))
+    assert found.name == "ray"
+    assert json.loads(found.options[0]) == {
+        "entrypoint_num_cpus": 4,
+        "entrypoint_num_gpus": 2,
+        "entrypoint_memory": 32 * 10**9,
+        "entrypoint_resources": {"apart": 1.0, "accelerator_type:A100": 0.001},
+    }
+    alone = row.engine(Resources(gpus=0), Limits()).options[0]
+    assert json.loads(alone) == {"entrypoint_num_cpus": 1, "entrypoint_resources": {"apart": 1.0}}

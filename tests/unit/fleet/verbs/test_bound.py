@@ -32,7 +32,9 @@ def spoken_of(small: Any) -> Any:
     way = {"user": CANARY, "ssh_key_path": CANARY, "workdir": CANARY, "probe": [CANARY]}
     for vm_id, gpus in (("vm-1", 2), ("vm-2", 1), ("vm-3", 1)):
         small.machine(vm_id, gpus=gpus, jump={"host": CANARY, "user": CANARY}, **way)
-    small.machine("vm-4", engine={"name": "slurm", "slots": 3, "options": [CANARY]})
+    small.machine(
+        "vm-4", engine={"name": "slurm", "slots": 3, "options": [CANARY], "address": CANARY}
+    )
     small.job("running", job_id=f"job-{CANARY}", project="theirs")
     small.attempt(f"job-{CANARY}", "vm-1", gpu=0)
 

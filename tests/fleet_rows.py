@@ -1,0 +1,201 @@
+"""A fleet in this process, with real files and a real database, whose rows have engines behind them: a real Slurm, a real Ray."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select, update
+
+from groupwise.fleet.attempts.effects import Death, Gateway, Hook, Side
+from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts
+from groupwise.fleet.files.artefacts import Collector
+from groupwise.fleet.files.logs import LogMirror
+from groupwise.fleet.files.mirror import CheckpointMirror
+from groupwise.fleet.poller import Pace, Poller
+from groupwise.fleet.queue import admission
+from groupwise.fleet.queue.request import from_document
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Attempt, Job, Reservation
+from groupwise.fleet.up import Hosts
+from groupwise.fleet.verbs import jobs, machines
+from groupwise.hosts.files import BlobStore
+from tests.fleet_rig import SOMEBODY, NoChance, SilentBell, nothing, quick
+
+LONGEST = 60.0
+"""Seconds for anything, on a machine with other work."""
+PACE = Pace(interval=0.3, longest=0.3, listed=0.1, spread=0.0, least=0.1)
+SAYS = """\
+import os, pathlib, sys
+with open(sys.argv[1], "a") as file:
+    file.write(os.environ["GROUPWISE_ATTEMPT"] + "\\n")
+pathlib.Path("outputs").mkdir(exist_ok=True)
+pathlib.Path("outputs/gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+ray = "a node of Ray" if "RAY_ADDRESS" in os.environ else "no node"
+print("on", os.environ.get("SLURM_JOB_PARTITION", ray), flush=True)
+"""
+SAVES = """\
+import hashlib, json, os, pathlib, signal, sys
+if "RESUME_FROM" in os.environ:
+    print("from", pathlib.Path(os.environ["RESUME_FROM"], "w").read_text(), os.environ["PREVIOUS_FAILURE"])
+    sys.exit(0)
+folder = pathlib.Path("outputs/checkpoints/step-1")
+folder.mkdir(parents=True)
+(folder / "w").write_bytes(b"one")
+entry = {"size": 3, "sha256": hashlib.sha256(b"one").hexdigest()}
+(folder / "manifest.json").write_text(json.dumps({"step": 1, "files": {"w": entry}}))
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+signal.pause()
+"""
+
+
+class Rows:
+    """A poller and a dispatcher in this process, with real files and a real database."""
+
+    def __init__(
+        self,
+        database: Database,
+        folder: Path,
+        engine_says: Callable[[], str] = str,
+        pace: Pace = PACE,
+    ) -> None:
+        """`engine_says`: for whoever reads of a failure."""
+        self.database = database
+        self.folder = folder
+        self.engine_says = engine_says
+        self.pace = pace
+        self.told = folder / "told"
+        """To which every execution adds a line."""
+        self.hosts = Hosts()
+        self._playing: dict[GlobalJobDispatcher | Poller, asyncio.Task[None]] = {}
+
+    def add(self, name: str, engine: Mapping[str, Any] | None = None, **more: Any) -> None:
+        new = machines.NewMachine(
+            name, transport="local", workdir=str(self.folder / name), engine=engine, **more
+        )
+        self.database.run(lambda s: machines.add(s, SOMEBODY, new))
+
+    def begin(self, hook: Hook = nothing) -> None:
+        """A dispatcher, and the poller unless there is one."""
+        if not any(isinstance(each, Poller) for each in self._playing):
+            poller = Poller(self.database, pace=self.pace, chance=NoChance())
+            self._playing[poller] = asyncio.create_task(poller.run())
+        gateway, store = Gateway(self.database, hook), BlobStore(self.folder / "blobs")
+        parts = Parts(
+            database=self.database,
+            host=self.hosts,
+            bell=SilentBell(),
+            logs=LogMirror(self.folder / "logs", gateway),
+            checkpoints=CheckpointMirror(store, gateway, keep=2),
+            collector=Collector(self.folder / "artefacts", store, gateway),
+            store=store,
+        )
+        dispatcher = GlobalJobDispatcher(parts, quick(), gateway=gateway)
+        self._playing[dispatcher] = asyncio.create_task(dispatcher.run())
+
+    async def end(self) -> None:
+        for each, task in self._playing.items():
+            each.stop() if isinstance(each, GlobalJobDispatcher) else task.cancel()
+        await asyncio.gather(*self._playing.values(), return_exceptions=True)
+        self._playing.clear()
+        await self.hosts.close()
+
+    async def until_dead(self) -> None:
+        """The dispatcher whose hook says so."""
+        [task] = [t for each, t in self._playing.items() if not isinstance(each, Poller)]
+        await asyncio.wait([task], timeout=LONGEST)
+        assert isinstance(task.exception(), BaseExceptionGroup | Death)
+        self.database.run(lambda s: s.execute(update(Attempt).values(lease_until=0.0)))
+        self._playing = {each: t for each, t in self._playing.items() if t is not task}
+
+    def death(self, job_id: str, effect: str, nth: int) -> Hook:
+        """Of a dispatcher, after it has done this for the nth time for a job that it has placed: what is asked of an engine before is asked
+        by reconciling."""
+        seen = 0
+
+        def dies(name: str, side: Side) -> None:
+            nonlocal seen
+            if name == effect and side is Side.AFTER:
+                seen += self.job(job_id)["status"] == "running"
+                if seen == nth:
+                    raise Death
+
+        return dies
+
+    # what people do
+
+    def submit(self, job_id: str, script: str = SAYS, **more: Any) -> None:
+        asked = {
+            "arguments": [sys.executable, "-c", script, str(self.told)],
+            "resources": {"gpus": 0},
+            "checkpoints": ["outputs"],
+            "artefacts": ["outputs"],
+        }
+        request = from_document({**asked, **more})
+        self.database.run(
+            lambda s: admission.submit(
+                s, request, actor="user:test", project="default", job_id=job_id
+            )
+        )
+
+    # what is seen
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return self.database.read(lambda s: jobs.show(s, SOMEBODY, job_id))
+
+    def machine(self, name: str) -> dict[str, Any]:
+        return self.database.read(lambda s: machines.show(s, SOMEBODY, name))
+
+    def attempts(self, job_id: str) -> list[dict[str, Any]]:
+        """The oldest first."""
+        return sorted(self.job(job_id)["attempts"], key=lambda each: each["epoch"])
+
+    def states(self, job_id: str) -> list[str]:
+        return [each["state"] for each in self.attempts(job_id)]
+
+    def ends(self, job_id: str) -> list[tuple[str | None, str | None, bool | None]]:
+        """Of its attempts: outcome, class of failure, whether that is charged."""
+        found = self.attempts(job_id)
+        return [(each["outcome"], each["failure_class"], each["charged"]) for each in found]
+
+    def log(self, job_id: str) -> str:
+        return (self.folder / "logs" / f"{job_id}.log").read_text()
+
+    def executions(self) -> list[str]:
+        """Jobs, in the order in which they were executed."""
+        lines = self.told.read_text().split() if self.told.exists() else []
+        return [line.rpartition(".")[0] for line in lines]
+
+    async def until(self, condition: Callable[[], Any], what: str) -> Any:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LONGEST):
+                while not (found := condition()):  # noqa: ASYNC110  (of what other processes do)
+                    await asyncio.sleep(0.05)
+                return found
+        rows = self.database.read(lambda s: [(j.job_id, j.status) for j in s.scalars(select(Job))])
+        raise AssertionError(f"waited in vain for {what}: {rows}\n{self.engine_says()}")
+
+    async def until_is(self, job_id: str, status: str) -> None:
+        await self.until(lambda: self.job(job_id)["status"] == status, f"{job_id} is {status}")
+
+    async def until_waits(self, job_id: str, word: str) -> str:
+        def said() -> str:
+            return "; ".join(self.job(job_id)["waiting"])
+
+        return await self.until(lambda: word in said() and said(), f"{job_id} waits: {word}")
+
+    async def until_looked_at(self, name: str) -> None:
+        """It takes jobs."""
+        await self.until(lambda: self.machine(name)["state"] == "ok", f"{name} is seen")
+
+    async def until_saved(self) -> None:
+        """The job that `SAVES` has."""
+        await self.until(lambda: self.told.exists() and self.told.read_text(), "it has saved")
+
+    async def until_clean(self) -> None:
+        held = select(Reservation).where(Reservation.released_at.is_(None))
+        await self.until(
+            lambda: not self.database.read(lambda s: s.scalars(held).all()), "all is free"
+        )
