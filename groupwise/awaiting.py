@@ -87,12 +87,14 @@ class Interruption:
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self._received is not None:
             # Raised between two steps of the loop, it may cost a task its next step, so that it would be waited for for ever.
-            self._loop.call_soon_threadsafe(self._loop.call_later, PATIENCE, _interrupt)
+            self._loop.call_soon_threadsafe(self._loop.call_later, PATIENCE, _interrupt, self._loop)
             raise KeyboardInterrupt(number)
         self.ask(number)
 
 
-def _interrupt() -> None:
+def _interrupt(loop: asyncio.AbstractEventLoop) -> None:
+    """And once more, where what was raised before was lost (in a finaliser, say), and this one but cancels tasks."""
+    loop.call_later(PATIENCE, _interrupt, loop)
     raise KeyboardInterrupt
 
 

@@ -111,6 +111,44 @@ def test_the_second_signal_ends_at_once():
         assert process.returncode != 0
 
 
+def test_the_second_signal_does_not_wait_for_a_task_where_its_own_exception_is_lost():
+    """As in a finaliser, out of which none comes."""
+    body = """
+    import time
+
+    async def deaf():
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    def loses():
+        try:
+            say("first")
+            time.sleep(30)
+        except KeyboardInterrupt:
+            pass
+
+    async def main():
+        from groupwise import awaiting
+        awaiting.PATIENCE = 0.01
+        with Interruption() as interruption:
+            ear = asyncio.ensure_future(deaf())
+            say("ready")
+            while not interruption._event.is_set():
+                await asyncio.sleep(0)
+            loses()
+            await asyncio.Event().wait()
+    """
+    with child(body) as process:
+        assert heard(process) == "ready"
+        process.send_signal(signal.SIGINT)
+        assert heard(process) == "first"
+        process.send_signal(signal.SIGINT)
+        assert any("KeyboardInterrupt" in line for line in rest(process))
+
+
 def test_the_second_signal_does_not_wait_for_a_task_that_will_not_end():
     """As one whose next step was lost, because the signal came between two steps of the loop."""
     body = """

@@ -101,7 +101,8 @@ def test_what_is_shared_means_the_same():
     shared = SftConfig.model_fields.keys() & RunConfig.model_fields.keys()
     for name in shared - {"training", "data", "eval", "scale"}:
         assert SftConfig.model_fields[name].annotation == RunConfig.model_fields[name].annotation
-    of_both = {**ScaleConfig.model_fields, "samplers": SampledScaleConfig.model_fields["samplers"]}
+    of_samplers = {name: SampledScaleConfig.model_fields[name] for name in ("samplers", "patience")}
+    of_both = {**ScaleConfig.model_fields, **of_samplers}
     assert issubclass(SampledScaleConfig, ScaleConfig)
     assert of_both.keys() == SampledScaleConfig.model_fields.keys(), "only samplers are RL's own"
 
