@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import pickle
 import socket
+import struct
 import threading
 import traceback
 from collections.abc import Sequence
@@ -140,6 +141,12 @@ class Line:
         self._taken_over: list[socket.socket] = []
         self._sending = threading.Lock()
 
+    def give_up_after(self, seconds: float) -> None:
+        """Of sending, where the other end takes nothing for so long: the connection is ended then, and `send` raises OSError."""
+        whole, part = int(seconds), int(seconds % 1 * 1e6)
+        limit = struct.pack("@ll", whole, part)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
     def fileno(self) -> int:
         """For selectors."""
         return self._connection.fileno()
@@ -152,7 +159,11 @@ class Line:
             for start in range(0, len(sockets), _MOST_SOCKETS):
                 handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
                 frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]
-            self._connection.sendall(frame)
+            try:
+                self._connection.sendall(frame)
+            except BlockingIOError:
+                self.end()  # half a message may have gone, and what comes after it would be none
+                raise
 
     def taken_over(self) -> list[socket.socket]:
         """The sockets that came with the messages so far."""

@@ -97,6 +97,11 @@ class Samplers(Started):
         tells = self._tells and rank == 0
         return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
 
+    def _know(self, rank: int, line: Line) -> None:
+        """See `Started._know`. Who sends has its turn, without which nobody is replaced: that must end, also where nothing is taken."""
+        line.give_up_after(self._patience)
+        super()._know(rank, line)
+
     def _take(self, rank: int, message: FromRank) -> None:
         match message:
             case Failed(0, error) if self._ready.done():

@@ -27,6 +27,7 @@ from groupwise import build
 from groupwise.errors import PolicyMismatchError, RunError, WorkerLostError
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.learner import RankLearner
+from groupwise.ranks.line import Cancel
 from groupwise.ranks.sampler import RankSampler
 from groupwise.ranks.samplers import MOST_ENDS, Samplers
 from groupwise.review.replay import replay
@@ -233,6 +234,28 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch):
             f"Sampler {sampler} of 2 (scale.samplers) ended: it gave no sign of life for 1.5 s"
             in log
         )
+    assert all_gone(stopped)
+
+
+def test_a_stopped_sampler_is_replaced_while_somebody_sends_it_more_than_it_can_hold(
+    alone, tmp_path, monkeypatch
+):
+    stopped, asked = [], Samplers._ask
+
+    def ask(samplers, to, what, arguments):
+        if (to, what) == (1, "sampler.generate") and not stopped:
+            stopped.append(samplers._pids[1])
+            os.kill(stopped[0], signal.SIGSTOP)
+            for _ in range(10_000):
+                samplers._send(samplers._by_rank[1], Cancel(10**9))
+        return asked(samplers, to, what, arguments)
+
+    monkeypatch.setattr(Samplers, "_ask", ask)
+    settings = apart(tmp_path)
+    settings["scale"]["patience"] = 1.5
+    assert groupwise.rl(settings, TOY).exit_code == 0
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
+    assert "Sampler 2 of 2 (scale.samplers) ended" in (tmp_path / "toy/log.txt").read_text()
     assert all_gone(stopped)
 
 

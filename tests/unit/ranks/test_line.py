@@ -27,6 +27,17 @@ def test_messages_arrive_whole_and_in_order(ends):
     sender.join()
 
 
+def test_who_takes_nothing_is_given_up(ends):
+    ours, theirs = ends
+    ours.give_up_after(0.05)
+    ours.send(Answered(1, "taken"))
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        ours.send(Answered(2, b"x" * (3 << 20)))
+    assert theirs.receive() == Answered(1, "taken")
+    with pytest.raises(EOFError):
+        theirs.receive()
+
+
 def test_what_is_there_is_taken_at_once(ends):
     ours, theirs = ends
     for number in range(3):
