@@ -368,7 +368,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any
         own = _own_server(config, layout, served)
         server = Server(own.endpoint, wanted.concurrency, timing)
         return VllmSampler(
-            Servers([server], wanted.patience, timing),
+            Servers([server], wanted.patience, timing, f"Read why in {own.log}"),
             Witness(served),
             tokenizer,
             base=base,
@@ -405,6 +405,11 @@ def _own_server(config: RunConfig, layout: Layout, served: Any) -> OwnServer:
     wanted, resolved = config.sampler, resolve(config.model)
     assert wanted.vllm_python is not None
     count = 0 if layout.device == "cpu" else ahead.gpu_count()
+    if wanted.max_model_len is not None and wanted.max_model_len < layout.key_length:
+        raise UsageError(
+            f"sampler.max_model_len is {wanted.max_model_len}, but prompt and completion of this run have up to {layout.key_length} tokens "
+            "together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
+        )
     adapted = getattr(served, "adapted", None)
     return own.OwnServer(
         own.Wanted(

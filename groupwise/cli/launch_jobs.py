@@ -222,7 +222,8 @@ def resume(
 
     with while_placing(note):
         handle = ask(note.place, again)
-    notes.write(note if to is None else replace(note, results=to.expanduser().absolute()))
+    if not notes.is_of_another(note):
+        notes.write(note if to is None else replace(note, results=to.expanduser().absolute()))
     say(f"{name} goes on: attempt {handle.attempt}")
     if detach:
         return
@@ -263,4 +264,4 @@ def remove(
         ask(note.place, removed)
     except NotHere:
         say(f"{name} was gone already")
-    notes.remove(name)
+    notes.remove(note)

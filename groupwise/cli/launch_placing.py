@@ -365,7 +365,7 @@ def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
         raise
     except GroupwiseError:
         if before is None and _is_nowhere(note):
-            notes.remove(name)
+            notes.remove(note)
         raise
     if before is None:
         say(f"{name} is placed on {note.place}")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from groupwise.clouds.aws_checks import Access, Checked, check, price_of
-from groupwise.clouds.bills import Stay, cost_of, stays_of
+from groupwise.clouds.bills import Stay, cost_of, stays_of, with_forgotten
 from groupwise.clouds.boot import ARM, host_key_in, user_data
 from groupwise.clouds.ec2 import DISK_GB, Ec2, Machine, Refused, Request
 from groupwise.clouds.folder import results_folder
@@ -250,11 +250,16 @@ class AwsBackend:
         await self._tag(machine, {"deadline": f"{deadline:.0f}"})
 
     async def _put_back(self, machine: Machine, on: MachineBackend) -> None:
-        """As it was before this attempt, which does not begin. What is told instead is why; it ends at the later moment then."""
+        """As it was before this attempt, unless one runs there: that was begun after all, or by somebody else, and has its time.
+
+        What is told instead of an error here is why; the machine ends at the later moment then.
+        """
         deadline = float(machine.tags["deadline"])
         minutes = max(0, math.ceil((deadline - time.time()) / 60))
         with suppress(CloudError):
-            await self._arm(machine, on, deadline, minutes)
+            handle = await on.find(machine.tags["job"])
+            if handle is None or (await on.status(handle)).phase is not Phase.RUNNING:
+                await self._arm(machine, on, deadline, minutes)
 
     def _results_of(self, name: str, record: Record | None) -> Path:
         if record is not None and record.results is not None:
@@ -703,8 +708,10 @@ class AwsBackend:
         """Kept from now on, since AWS forgets."""
         machines = await asyncio.to_thread(self._ec2.machines, name)
         its = [each for each in machines if each.tags.get(VOID) != REMOVED]
-        seen = stays_of(its, time.time())
-        return await asyncio.to_thread(self._kept.seen, name, seen)
+        now = time.time()
+        seen = stays_of(its, now)
+        kept = await asyncio.to_thread(self._kept.seen, name, seen)
+        return with_forgotten(kept, seen.keys(), now)
 
     async def give_back(self, rented: Rented) -> None:
         """See `Renting.give_back`."""

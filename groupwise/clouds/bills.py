@@ -1,14 +1,14 @@
 """What the machines of a job have cost so far, as far as that is known: each from its start to its end, at the price that it began with.
 
 AWS tells of machines for about an hour after their end; the machine that launches or fetches keeps what it has seen (`kept.py`). One whose
-end nobody has told is counted until it was found to be gone, or to its deadline. Disks, traffic and what a spot machine cost at another
-hour are in the bill of the cloud alone.
+end nobody has told is counted until it was found to be gone, or to its deadline: at most what it has cost, then. Disks, traffic and what a
+spot machine cost at another hour are in the bill of the cloud alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from groupwise.clouds.ec2 import Machine
 from groupwise.clouds.port import Cost
@@ -24,6 +24,8 @@ class Stay:
     price: float | None
     """Dollars an hour; None: nobody could say."""
     ended: bool
+    deadline: float | None = None
+    """When it ends by itself at the latest."""
 
     @property
     def hours(self) -> float:
@@ -42,13 +44,26 @@ def _stay(machine: Machine, now: float) -> Stay:
     if ended:
         latest = min(now, max(since, float(tags.get("deadline", now))))
         until = latest if machine.ended_at is None else machine.ended_at
-    return Stay(since, until, None if price is None else float(price), ended)
+    deadline = None if "deadline" not in tags else float(tags["deadline"])
+    return Stay(since, until, None if price is None else float(price), ended, deadline)
 
 
 def together(known: Mapping[str, Stay], seen: Mapping[str, Stay]) -> dict[str, Stay]:
     """What was seen before, and now; the end that was found first is nearest to the truth."""
     ends = {name: stay for name, stay in known.items() if stay.ended}
     return {**known, **seen, **ends}
+
+
+def with_forgotten(stays: Mapping[str, Stay], told: Collection[str], now: float) -> dict[str, Stay]:
+    """Those of which AWS tells nothing any more, and whose end nobody saw: they may have been there to their deadlines."""
+    return {
+        name: each if each.ended or name in told else replace(each, until=_at_most(each, now))
+        for name, each in stays.items()
+    }
+
+
+def _at_most(stay: Stay, now: float) -> float:
+    return stay.until if stay.deadline is None else max(stay.until, min(now, stay.deadline))
 
 
 def cost_of(stays: Mapping[str, Stay]) -> Cost | None:

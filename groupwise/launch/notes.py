@@ -64,9 +64,16 @@ def find(name: str) -> Note:
     return found
 
 
-def remove(name: str) -> None:
-    """It is not there afterwards."""
-    _file(name).unlink(missing_ok=True)
+def is_of_another(note: Note) -> bool:
+    """Whether a job of this name is known from here that is at another place."""
+    known = _read(_file(note.name))
+    return known is not None and str(known.place) != str(note.place)
+
+
+def remove(note: Note) -> None:
+    """It is not there afterwards. That of another job stays."""
+    if not is_of_another(note):
+        _file(note.name).unlink(missing_ok=True)
 
 
 def _file(name: str) -> Path:

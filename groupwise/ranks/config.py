@@ -125,8 +125,8 @@ def _conflicts(
             f"{here} is {count}, which has no effect where run.server computes. Leave one of the two out.",
             (here, "run.server"),
         )
-    if config.model.backend != "transformers":
+    if config.model.backend == "tunix":
         yield Conflict(
-            f"{here} is {count}, but the backend {config.model.backend} divides its work itself: model.mesh. Leave it out.",
+            f"{here} is {count}, but the backend tunix divides its work itself: model.mesh. Leave it out.",
             (here, "model.backend"),
         )

@@ -30,7 +30,8 @@ LINE = "groupwise/line"
 
 def main(parent: int, descriptor: int) -> NoReturn:
     """Serve the process `parent` on a socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # as in the zygote
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         signal_when_parent_ends(signal.SIGKILL, parent)
     serve(Line(socket.socket(fileno=descriptor)))

@@ -29,7 +29,11 @@ from groupwise.rewards.processes import NO_GPU, signal_when_parent_ends
 
 def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     """Serve the process `parent` on a socket, once the modules are imported."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a queue tells all processes of a job; the main one says when it is over
+        signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL, parent)
     _import(modules)
     line = Line(socket.socket(fileno=descriptor))

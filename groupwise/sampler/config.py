@@ -250,7 +250,8 @@ class SamplerConfig(Strict):
                 )
 
     def _of_own_server(self) -> Iterator[Conflict]:
-        given = OWN_KEYS if self.vllm_python is None else ("url", "served_model", "adapter_folder")
+        others = ("url", "served_model", "adapter_folder", "api_key_env")
+        given = OWN_KEYS if self.vllm_python is None else others
         why = "without vllm_python: only a server that the run starts is told it"
         if self.vllm_python is not None:
             why = "beside vllm_python, whose server is this run's own"

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false
+# pyright: basic, reportArgumentType=false, reportOptionalMemberAccess=false
 """A stand-in of the library Unsloth, for tests of the port to it: models and adapters of transformers and peft, with Unsloth's manners.
 
 It prints, has every logger write, wants to be imported before transformers, takes the arguments that Unsloth takes and no others, puts an

@@ -11,6 +11,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -308,14 +309,24 @@ def wait_for(what, main: subprocess.Popen[bytes], patience: float = 90.0) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ctrl_c_ends_a_real_run_cleanly(tmp_path):
-    main = started(tmp_path, "training.max_steps=10000")
-    wait_for((tmp_path / "toy/checkpoints/step-2").exists, main)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_all_of_its_processes_ends_a_real_run_cleanly(tmp_path, number, code):
+    """As a terminal sends Ctrl-C, and a queue TERM: the step under way is saved."""
+    main = started(tmp_path, "training.max_steps=10000", "run.save_steps=10000")
+    steps = re.compile(rb"step +(\d+)/10000")
+    seen = b""
+    while len(steps.findall(seen)) < 3:
+        seen += main.stderr.read1()
+        assert main.poll() is None, seen.decode()
     processes = below(main.pid)
-    os.killpg(main.pid, signal.SIGINT)
+    for each in (main.pid, *processes):
+        with suppress(ProcessLookupError):
+            os.kill(each, number)
     _, talk = main.communicate(timeout=60)
-    assert main.returncode == 130, talk.decode()
+    assert main.returncode == code, (seen + talk).decode()
     assert json.loads((tmp_path / "toy/summary.json").read_text())["state"] == "interrupted"
+    last = max(int(step) for step in steps.findall(seen + talk))
+    assert [each.name for each in (tmp_path / "toy/checkpoints").glob("step-*")] == [f"step-{last}"]
     assert all_gone(processes)
 
 

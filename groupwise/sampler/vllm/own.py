@@ -108,9 +108,10 @@ class OwnServer:
     """See the module. It begins with `up`."""
 
     def __init__(self, wanted: Wanted, log: Path, *, timeout: float) -> None:
-        """`log`: where its words go, anew each time that it begins. `timeout`: seconds of a request."""
+        """`log`: where its words go, anew for each run. `timeout`: seconds of a request."""
         self._wanted = wanted
-        self._log = log
+        self.log = log
+        """Of what it says."""
         self._secret = secrets.token_urlsafe(32)
         self._port = _free_port()
         self.endpoint = OwnEndpoint(
@@ -136,7 +137,7 @@ class OwnServer:
                 why = "ended" if self._gave_up else f"has not answered for {patience:g} s"
                 self.close()
                 raise UsageError(
-                    f"The vLLM of sampler.vllm_python ({self._wanted.python}) {why}. Its last words, in {self._log}:\n{self._last_words()}"
+                    f"The vLLM of sampler.vllm_python ({self._wanted.python}) {why}. Its last words, in {self.log}:\n{self._last_words()}"
                 )
             await timing.sleep(LOOKS_EVERY)
 
@@ -153,7 +154,8 @@ class OwnServer:
                 f"sampler.vllm_python is {self._wanted.python}, where there is no program. Name the Python of an environment that has "
                 "vLLM, as /opt/vllm/bin/python."
             )
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
         self._keeper = threading.Thread(target=self._keep, name="vllm", daemon=True)
         self._keeper.start()
 
@@ -161,7 +163,7 @@ class OwnServer:
         """Have one run until it is closed; the thread that started a server lives as long as that does."""
         failed = 0
         while not self._closing.is_set():
-            with self._log.open("wb") as log:
+            with self.log.open("ab") as log:
                 process = self._start(log)
                 while process.poll() is None and not self._closing.wait(LOOKS_EVERY):
                     pass
@@ -175,7 +177,7 @@ class OwnServer:
             logger.warning(
                 "the vLLM of this run ended (exit status %s) and is begun anew; its words are in %s",
                 process.returncode,
-                self._log,
+                self.log,
             )
 
     def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -195,7 +197,7 @@ class OwnServer:
 
     def _last_words(self) -> str:
         with suppress(OSError):
-            return self._log.read_text(errors="replace")[-LAST_WORDS:].strip() or "none"
+            return self.log.read_text(errors="replace")[-LAST_WORDS:].strip() or "none"
         return "none"
 
 

@@ -101,11 +101,18 @@ class Server:
 class Servers:
     """See the module."""
 
-    def __init__(self, servers: Sequence[Server], patience: float, timing: Timing) -> None:
-        """`patience`: seconds without an answer of any of them after which a request is given up."""
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        patience: float,
+        timing: Timing,
+        remedy: str = "Start vLLM there (sampler.url)",
+    ) -> None:
+        """`patience`: seconds without an answer of any of them after which a request is given up; `remedy`: what is to be done then."""
         self.all = tuple(servers)
         self._patience = patience
         self._timing = timing
+        self._remedy = remedy
 
     async def ask(self, work: Callable[[Server], Awaitable[T]]) -> T:
         """What `work` makes of one of the servers, tried again as long as it raises an EndpointError that may pass."""
@@ -145,7 +152,7 @@ class Servers:
         urls = ", ".join(server.url for server in self.all)
         said = "" if last is None else f" The last word: {last}"
         return EndpointError(
-            f"None of the servers in sampler.url ({urls}) has answered for {self._patience:g} s (sampler.patience). Start vLLM there, then "
-            f"go on with --resume.{said}",
+            f"None of the servers of vLLM ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
+            f"with --resume.{said}",
             None if last is None else last.status,
         )

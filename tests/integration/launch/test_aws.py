@@ -598,6 +598,36 @@ async def _cut_off(*_: object) -> None:
     raise asyncio.CancelledError
 
 
+async def test_an_attempt_that_was_begun_all_the_same_keeps_its_time(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between its beginning and the answer."""
+    backend, go = account.backend(tmp_path / "kept"), tmp_path / "go"
+    script = (
+        f"import os, sys, time\nif not os.path.exists({str(go)!r}): sys.exit(1)\ntime.sleep(600)"
+    )
+    await until_ended(backend, await backend.submit(order("goes-on", script), store))
+    [machine] = account.living()
+    soon = round(time.time()) + 600
+    account.ends_at(machine, soon)
+    go.touch()
+    begin = MachineBackend._begin
+
+    async def begun_and_cut_off(*words: Any, **more: Any) -> None:
+        await begin(*words, **more)
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MachineBackend, "_begin", begun_and_cut_off)
+        with pytest.raises(asyncio.CancelledError):
+            await backend.resume("goes-on", {}, store)
+    handle = await backend.find("goes-on")
+    assert (handle.attempt, (await backend.status(handle)).phase) == (2, Phase.RUNNING)
+    assert account.deadline(machine) > soon + 3600
+    await backend.cancel(handle, 0.0)
+    await backend.close()
+
+
 async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
     account: Cloud, store: BlobStore, tmp_path: Path
 ) -> None:

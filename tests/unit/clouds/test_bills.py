@@ -1,6 +1,6 @@
 """What a job has cost: all machines that it had, each from its start to its end, and words that say what was counted."""
 
-from groupwise.clouds.bills import cost_of, stays_of, together
+from groupwise.clouds.bills import cost_of, stays_of, together, with_forgotten
 from groupwise.clouds.ec2 import Machine
 from groupwise.clouds.port import Cost
 
@@ -39,6 +39,18 @@ def test_an_end_that_was_found_once_stays_and_a_living_one_grows() -> None:
     assert together(forgotten, {})["i-2"].hours == 1
     lives = stays_of([machine("i-2", "running", since="0", price="1")], 2 * HOUR)
     assert together(forgotten, lives)["i-2"].hours == 2
+
+
+def test_one_that_was_forgotten_unseen_may_have_been_there_to_its_deadline() -> None:
+    """As where the laptop was shut as soon as it began."""
+    seen = stays_of(
+        [machine("i-1", "running", since="0", price="1", deadline=f"{24 * HOUR}")], HOUR
+    )
+    assert with_forgotten(seen, {"i-1"}, 3 * HOUR)["i-1"].hours == 1
+    assert with_forgotten(seen, (), 3 * HOUR)["i-1"].hours == 3
+    assert with_forgotten(seen, (), 48 * HOUR)["i-1"].hours == 24
+    ended = stays_of([machine("i-1", "terminated", HOUR, since="0", price="1")], 2 * HOUR)
+    assert with_forgotten(ended, (), 48 * HOUR)["i-1"].hours == 1
 
 
 def test_what_has_no_price_is_told_and_nothing_is_made_up() -> None:

@@ -1,5 +1,6 @@
 """What a machine knows of the jobs that were launched from it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,21 @@ def test_a_note_comes_back_as_it_was() -> None:
     assert notes.every() == found
     assert notes.find("a") == found[0]
     assert str(notes.find("a").place) == "ssh:u@h:2"
-    notes.remove("a")
-    notes.remove("a")
+    notes.remove(found[0])
+    notes.remove(found[0])
     assert notes.every() == found[1:]
+
+
+def test_a_job_elsewhere_of_the_same_name_keeps_its_note() -> None:
+    kept, other = Note("a", AFAR, Path("/p")), Note("a", Place(LOCAL), Path("/p"))
+    notes.write(kept)
+    assert notes.is_of_another(other)
+    notes.remove(other)
+    assert notes.find("a") == kept
+    another_way = replace(kept, place=Place(SSH, {**AFAR.detail, "key": "/a/key"}))
+    assert not notes.is_of_another(another_way)
+    notes.remove(another_way)
+    assert notes.every() == []
 
 
 def test_an_unknown_name_is_told_with_those_that_there_are() -> None:

@@ -82,7 +82,7 @@ def test_weights_are_as_small_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_plan_knows_how_much_smaller_the_weights_are() -> None:
     """Of the tiny model's linear layers, in float32."""
 
-    def weights(**bits: bool) -> float:
+    def weights(**bits: Any) -> float:
         config = ModelConfig(name="tiny", backend="unsloth", **bits)
         planned = plan_model(
             config, LoraConfig(), dtype="float32", decoding=None, microbatch=64, needs_reference=False, device="cpu"
