@@ -250,7 +250,7 @@ class AwsBackend:
         await self._tag(machine, {"deadline": f"{deadline:.0f}"})
 
     async def _put_back(self, machine: Machine, on: MachineBackend) -> None:
-        """As it was before this attempt, unless one runs there: that was begun after all, or by somebody else, and has its time.
+        """As it was before this attempt, unless one goes on there: that was begun after all, or by somebody else, and has its time.
 
         What is told instead of an error here is why; the machine ends at the later moment then.
         """
@@ -258,7 +258,7 @@ class AwsBackend:
         minutes = max(0, math.ceil((deadline - time.time()) / 60))
         with suppress(CloudError):
             handle = await on.find(machine.tags["job"])
-            if handle is None or (await on.status(handle)).phase is not Phase.RUNNING:
+            if handle is None or (await on.status(handle)).ending is not None:
                 await self._arm(machine, on, deadline, minutes)
 
     def _results_of(self, name: str, record: Record | None) -> Path:

@@ -313,10 +313,11 @@ def wait_for(what, main: subprocess.Popen[bytes], patience: float = 90.0) -> Non
 def test_a_signal_to_all_of_its_processes_ends_a_real_run_cleanly(tmp_path, number, code):
     """As a terminal sends Ctrl-C, and a queue TERM: the step under way is saved."""
     main = started(tmp_path, "training.max_steps=10000", "run.save_steps=10000")
+    assert main.stderr is not None
     steps = re.compile(rb"step +(\d+)/10000")
     seen = b""
     while len(steps.findall(seen)) < 3:
-        seen += main.stderr.read1()
+        seen += os.read(main.stderr.fileno(), 1 << 16)
         assert main.poll() is None, seen.decode()
     processes = below(main.pid)
     for each in (main.pid, *processes):
