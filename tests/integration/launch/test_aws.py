@@ -606,7 +606,7 @@ async def test_an_attempt_that_was_begun_all_the_same_keeps_its_time(
     script = (
         f"import os, sys, time\nif not os.path.exists({str(go)!r}): sys.exit(1)\ntime.sleep(600)"
     )
-    await until_ended(backend, await backend.submit(order("goes-on", script), store))
+    await until_ended(backend, await backend.submit(order("all-the-same", script), store))
     [machine] = account.living()
     soon = round(time.time()) + 600
     account.ends_at(machine, soon)
@@ -620,8 +620,8 @@ async def test_an_attempt_that_was_begun_all_the_same_keeps_its_time(
     with monkeypatch.context() as patched:
         patched.setattr(MachineBackend, "_begin", begun_and_cut_off)
         with pytest.raises(asyncio.CancelledError):
-            await backend.resume("goes-on", {}, store)
-    handle: Any = await backend.find("goes-on")
+            await backend.resume("all-the-same", {}, store)
+    handle: Any = await backend.find("all-the-same")
     assert (handle.attempt, (await backend.status(handle)).ending) == (2, None)
     assert account.deadline(machine) > soon + 3600
     await backend.cancel(handle, 0.0)
