@@ -27,7 +27,7 @@ test-server: ## run the tests of the training server that start it, and kill it
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
 	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(FLEET_WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/unit/fleet tests/unit/hosts tests/unit/cli/test_fleet.py tests/acceptance/test_docs.py
 test-launch: ## run the tests of places for jobs: this machine, and real sshd, Slurm (installs them where it may) and Ray (made first: 380 MB)
-	$(READY) && $(BIN)/python scripts/real_servers.py && $(BIN)/python scripts/real_ray.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "launch and not soak and not gpu" $(ARGS) tests/integration/launch tests/contract/test_cloud_contract.py tests/acceptance/test_docs.py
+	$(READY) && $(BIN)/python scripts/real_servers.py && $(BIN)/python scripts/real_environment.py ray && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "launch and not soak and not gpu" $(ARGS) tests/integration/launch tests/contract/test_cloud_contract.py tests/acceptance/test_docs.py
 test-notebook: ## run the tests of notebooks, in real kernels
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "notebook and not soak and not gpu" $(ARGS) tests/integration/notebook tests/acceptance/test_docs.py
 test-tunix: ## run the tests of the backend tunix, in an environment of its own (made first: 1.5 GB, two minutes)
@@ -39,7 +39,7 @@ fix: ## mend what a machine can mend
 bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check"); SUITE=fleet: the fleet's figures, for 10
 	$(READY) && $(BIN)/python -m benchmarks.$(if $(filter fleet,$(SUITE)),fleet,against_trl) $(ARGS)
 soak: ## run the long tests (SUITE=kills or server_kills, with KILLS and SEED, SUITE=crash_points, with FIRST and LAST, SUITE=mistake, SUITE=the_game_says, SUITE=fleet, with SEED and CHAOS_SECONDS, SUITE=fleet_mutations, SUITE=notebooks, SUITE=tunix, SUITE=learning, SUITE=gap, SUITE=on_device, SUITE=unsloth, SUITE=launch, SUITE=test_ray or SUITE=plan)
-	$(READY) && $(if $(filter fleet% launch,$(SUITE)),$(BIN)/python scripts/real_servers.py && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter tunix,$(SUITE)),$(BIN)/groupwise fetch-tunix &&) $(if $(filter test_ray launch,$(SUITE)),$(BIN)/python scripts/real_ray.py &&) $(if $(filter unsloth,$(SUITE)),$(BIN)/python scripts/real_unsloth.py &&) $(PYTEST) -m soak -k "$(SUITE)" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
+	$(READY) && $(if $(filter fleet% launch,$(SUITE)),$(BIN)/python scripts/real_servers.py && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter tunix,$(SUITE)),$(BIN)/groupwise fetch-tunix &&) $(if $(filter test_ray launch,$(SUITE)),$(BIN)/python scripts/real_environment.py ray &&) $(if $(filter unsloth,$(SUITE)),$(BIN)/python scripts/real_environment.py unsloth &&) $(PYTEST) -m soak -k "$(SUITE)" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
 gpu: ## run the tests that need a GPU
 	$(READY) && $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here (TORCH=cuda sets up the build for one), so nothing was tested.")' && $(PYTEST) -m gpu $(ARGS) tests/gpu
 clean: ## remove what can be made again; runs/ stays

@@ -26,7 +26,8 @@ import pytest
 from tests.ports import free_port
 
 PYTHON = Path(
-    run_path(str(Path(__file__).parents[1] / "scripts/real_ray.py"))["where"](), "bin/python"
+    run_path(str(Path(__file__).parents[1] / "scripts/real_environment.py"))["where"]("ray"),
+    "bin/python",
 )
 """Of its environment, wherever a test has its home."""
 SOON = 90.0
@@ -68,7 +69,7 @@ def needed() -> Path:
     """The interpreter that has Ray; without it a test is skipped, or fails where a real one was promised."""
     if PYTHON.exists():
         return PYTHON
-    reason = "there is no Ray: scripts/real_ray.py makes an environment with it"
+    reason = "there is no Ray: scripts/real_environment.py makes an environment with it"
     if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
         pytest.fail(reason)
     pytest.skip(reason)

@@ -1,7 +1,10 @@
-"""The stand-in of Unsloth where tests import it."""
+"""The stand-in of Unsloth where tests import it, and commands with the real one."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,20 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have it be what `import unsloth` finds in this process."""
     monkeypatch.syspath_prepend(str(SITE))
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+
+
+def told(python: Path, folder: Path, verb: str, *words: str) -> dict[str, Any]:
+    """What a command says that a Python with the real one runs, which must succeed."""
+    done = subprocess.run(
+        [str(python), "-m", "groupwise", verb, "--json", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(SITE.parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def tiny(*, gradient_checkpointing: bool = False, longest: int = 64) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import socket
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 
 from groupwise.awaiting import run_to_end
 from groupwise.endpoints.client import Client, Endpoint
+from groupwise.endpoints.ports import free_port
 from groupwise.errors import EndpointError, RunError, UsageError
 from groupwise.models.artefact import TOKENIZER, is_adapter
 from groupwise.models.config import ModelConfig
@@ -107,7 +107,7 @@ def served(
 
     Raises RunError where the server ends, or does not answer within `time_limit` seconds.
     """
-    port = _free_port()
+    port = free_port()
     try:
         filled = [_filled(word, weights, folder, port) for word in words]
         with Family(filled, folder=Path.cwd(), log=folder / "server.txt", environment={}) as family:
@@ -161,11 +161,6 @@ def _gpus(weights: Weights) -> int:
     from groupwise.models.plan import all_parameters
 
     return gpus_for(all_parameters(weights.whole()))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:

@@ -55,6 +55,9 @@ def ready() -> None:
             "transformers was imported before Unsloth, which then cannot replace all that it would: slower, and more memory is needed. "
             "Begin a new process, and this command first"
         )
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+    # What it compiles would be put where the command is run.
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder("unsloth")))
     _fast()
 
 
@@ -123,9 +126,8 @@ def sampling(model: PreTrainedModel) -> None:
 
 
 def _fast() -> Any:
-    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
-    # What it compiles would be put where the command is run.
-    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder("unsloth")))
+    if "unsloth" in sys.modules:
+        return sys.modules["unsloth"].FastLanguageModel
     with _contained():
         try:
             from unsloth import FastLanguageModel  # pyright: ignore[reportAttributeAccessIssue]  # it is not here

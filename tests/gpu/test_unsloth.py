@@ -5,9 +5,7 @@ Each command runs in a process of its own, because Unsloth must be imported befo
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.learning import step_values
+from tests import unsloth
 
 ROOT = Path(__file__).parents[2]
 MODEL = os.environ.get("GROUPWISE_UNSLOTH_MODEL", "smollm2-135m-instruct")
@@ -30,16 +29,7 @@ pytestmark = [
 
 
 def told(folder: Path, *words: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "groupwise", "rl", "--json", *WORDS, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return unsloth.told(Path(sys.executable), folder, "rl", *WORDS, *words)
 
 
 @pytest.mark.parametrize("bits", [(), ("model.load_in_4bit=true",), ("model.load_in_8bit=true",)], ids=str)  # fmt: skip

@@ -7,9 +7,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -17,9 +14,10 @@ from typing import Any
 import pytest
 
 from benchmarks.learning import step_values
+from tests import unsloth
 
 ROOT = Path(__file__).parents[2]
-PYTHON = run_path(str(ROOT / "scripts/real_unsloth.py"))["where"]() / "bin/python"
+PYTHON = run_path(str(ROOT / "scripts/real_environment.py"))["where"]("unsloth") / "bin/python"
 TASK = str(ROOT / "examples/01_first_task/task.py")
 WORDS = ("--config", str(ROOT / "configs/quickstart.yaml"), "--task-module", TASK, "training.max_steps=3",
          "training.prompts_per_step=4", "eval.max_prompts=8", "run.processes=1")  # fmt: skip
@@ -27,21 +25,14 @@ WORDS = ("--config", str(ROOT / "configs/quickstart.yaml"), "--task-module", TAS
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON.exists(), reason="scripts/real_unsloth.py makes its environment"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="scripts/real_environment.py makes its environment"
+    ),
 ]
 
 
 def told(folder: Path, verb: str, *words: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [str(PYTHON), "-m", "groupwise", verb, "--json", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return unsloth.told(PYTHON, folder, verb, *words)
 
 
 def test_it_draws_and_learns_what_transformers_does(tmp_path: Path) -> None:

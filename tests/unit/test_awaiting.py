@@ -25,6 +25,13 @@ async def dropped_when_cancelled():
     except asyncio.CancelledError:
         say("dropped")
         raise
+
+async def deaf():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            continue
 """
 
 
@@ -116,13 +123,6 @@ def test_the_second_signal_does_not_wait_for_a_task_where_its_own_exception_is_l
     body = """
     import time
 
-    async def deaf():
-        while True:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                continue
-
     def loses():
         try:
             say("first")
@@ -152,13 +152,6 @@ def test_the_second_signal_does_not_wait_for_a_task_where_its_own_exception_is_l
 def test_the_second_signal_does_not_wait_for_a_task_that_will_not_end():
     """As one whose next step was lost, because the signal came between two steps of the loop."""
     body = """
-    async def deaf():
-        while True:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                continue
-
     async def main():
         from groupwise import awaiting
         awaiting.PATIENCE = 0.01

@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from groupwise.endpoints.client import Endpoint
+from groupwise.endpoints.ports import free_port
 from groupwise.endpoints.waiting import Timing
 from groupwise.errors import EndpointError, UsageError
 from groupwise.sampler.vllm.servers import Server
@@ -113,7 +113,7 @@ class OwnServer:
         self.log = log
         """Of what it says."""
         self._secret = secrets.token_urlsafe(32)
-        self._port = _free_port()
+        self._port = free_port()
         self.endpoint = OwnEndpoint(
             f"http://{HOST}:{self._port}", wanted.name, timeout=timeout, secret=self._secret
         )
@@ -234,11 +234,6 @@ def _plain_environment() -> dict[str, str]:
     """Without what is meant for this Python alone."""
     own = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     return {name: value for name, value in os.environ.items() if name not in own}
-
-
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def _anything(answer: bytes) -> bytes:

@@ -1,0 +1,11 @@
+"""Ports of services that are begun here."""
+
+from __future__ import annotations
+
+import socket
+
+
+def free_port() -> int:
+    """One of the loopback that nobody has now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

