@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,18 @@ class Person:
         places = (self.home, self.project / "launches")
         files = (path for place in places for path in place.rglob("*") if path.is_file())
         return [path for path in files if canary.encode() in path.read_bytes()]
+
+    @property
+    def holding_step(self) -> Path:
+        """While it is there, trainings of the project's task go no further than to the step that stands in it."""
+        return self.home.parent / "holding"
+
+    @contextmanager
+    def held_at(self, step: int) -> Iterator[None]:
+        """Trainings wait there."""
+        self.holding_step.write_text(f"{step}")
+        yield
+        self.holding_step.unlink()
 
     def leaves(self) -> None:
         """Nothing of the terminals goes on."""

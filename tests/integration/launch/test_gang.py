@@ -101,9 +101,10 @@ def test_two_machines_train_as_one_process_does_and_go_on_to_the_same_bits(
     typed = person.types("ssh", *way, "--nodes", "2", "--name", "whole", "--", *BOTH, steps)
     assert "step 20/20" in typed.out
     again = ("ssh", *way, "--name", "killed", "--no-preflight", "--", *BOTH, steps)
-    begun = person.begins(*again)
-    person.sees("step  4/20")
-    os.kill(process_of(rank=1), signal.SIGKILL)
+    with person.held_at(5):
+        begun = person.begins(*again)
+        person.sees("step  4/20")
+        os.kill(process_of(rank=1), signal.SIGKILL)
     assert begun.wait(240) == 75
     found = person.result("killed")
     assert (found["state"], found["exit_code"]) == ("failed", 75)
@@ -445,11 +446,12 @@ def test_two_nodes_of_ray_train_as_one_process_does(guest: Person) -> None:
 def test_killed_and_resumed_on_ray_it_is_the_undisturbed_training_to_the_bit(
     guest: Person,
 ) -> None:
-    steps = "training.max_steps=40"
+    steps = "training.max_steps=20"
     guest.types(*ON_RAY, "--name", "calm", "--", *BOTH, steps)
-    begun = guest.begins(*ON_RAY, "--name", "shaken", "--", *BOTH, steps)
-    guest.sees("step  4/40")
-    os.kill(process_of(1, "shaken"), signal.SIGKILL)
+    with guest.held_at(5):
+        begun = guest.begins(*ON_RAY, "--name", "shaken", "--", *BOTH, steps)
+        guest.sees("step  4/20")
+        os.kill(process_of(1, "shaken"), signal.SIGKILL)
     assert begun.wait(240) == 75
     assert "Learner 2 of 2" in guest.said()
     guest.types("resume", "shaken", "--env-file", "near.env")
