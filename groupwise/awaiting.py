@@ -1,6 +1,7 @@
 """Awaiting asynchronous work from code that is not async, and ending it by Ctrl-C or SIGTERM.
 
-The first signal asks the loop to end cleanly, the second ends it at once. Work that may be dropped half-way (sampling, a
+The first signal asks the loop to end cleanly, another Ctrl-C ends it at once. Queues and launchers tell all processes of a job, and pass
+on what they hear: one that is told the same in that way is not told to hurry. Work that may be dropped half-way (sampling, a
 partial gradient) is awaited through `Interruption.allow`; everything else (update, publication, record, checkpoint) runs
 undisturbed, and the request is noticed before the next droppable piece of work.
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import signal
 import socket
 import threading
+import time
 from collections.abc import Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -20,8 +23,10 @@ from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
+TOGETHER = 1.0
+"""Seconds in which several signals are one; a terminal's Ctrl-C too reaches torchrun and the process that torchrun passes it on to."""
 PATIENCE = 5.0
-"""Seconds after the second signal in which tasks may clean up, before they are left as they are."""
+"""Seconds after the signal to hurry in which tasks may clean up, before they are left as they are."""
 
 
 class Interrupted(Exception):
@@ -40,6 +45,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self._received: int | None = None
+        self._received_at = -math.inf
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._before: dict[int, Any] = {}
@@ -63,6 +69,8 @@ class Interruption:
 
     def ask(self, number: int = signal.SIGINT) -> None:
         """Ask the loop to end cleanly, from any thread."""
+        if self._received is None:
+            self._received_at = time.monotonic()
         self._received = number
         self._loop.call_soon_threadsafe(self._event.set)
 
@@ -85,11 +93,16 @@ class Interruption:
             await asyncio.gather(task, return_exceptions=True)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        if self._received is not None:
+        if self._hurries(number):
             # Raised between two steps of the loop, it may cost a task its next step, so that it would be waited for for ever.
             self._loop.call_soon_threadsafe(self._loop.call_later, PATIENCE, _interrupt, self._loop)
             raise KeyboardInterrupt(number)
         self.ask(number)
+
+    def _hurries(self, number: int) -> bool:
+        if self._received is None or time.monotonic() - self._received_at < TOGETHER:
+            return False
+        return (self._received, number) != (signal.SIGTERM, signal.SIGTERM)
 
 
 def _interrupt(loop: asyncio.AbstractEventLoop) -> None:

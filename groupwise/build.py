@@ -423,6 +423,7 @@ def _own_server(config: RunConfig, layout: Layout, served: Any) -> OwnServer:
             memory=wanted.gpu_memory_utilization,
             gpus=own.gpus_beside(count, wanted.tensor_parallel_size, wanted.gpu_memory_utilization),
             parallel=wanted.tensor_parallel_size,
+            in_4bit=config.model.load_in_4bit,
             trust_remote_code=config.model.trust_remote_code,
         ),
         cache_folder("vllm") / f"server-{os.getpid()}.log",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -31,6 +32,9 @@ NOTICE = 60.0
 """Seconds that the first machine has to notice that another one has ended."""
 SAVING = 60.0
 """Seconds that the others have after TERM; torchrun kills after 50."""
+EVICTED = 25.0
+"""Seconds that the job has, once it is to end."""
+SHARED = "all nodes of Ray need the folder of jobs under one path, on a disk that they share, and the same environment"
 LOST = 75
 """EX_TEMPFAIL: the same command begun again goes on."""
 NO_RAY = 69
@@ -71,24 +75,43 @@ class Machine:
             self._begin(begins, {**own, **told}, log, "/")
         return True
 
-    def follow(self, path: str, rank: int) -> bool:
-        """Begin what the first one has written down, once, and whether it has. What its processes say goes to a file beside that."""
+    def follow(self, path: str, rank: int) -> bool | str:
+        """Begin what the first one has written down, once, and whether it has; a string: why it never will. What its processes say goes
+        to a file beside that."""
         if self._child is not None:
             return True
         try:
             with open(path, encoding="utf-8") as file:
                 order = json.load(file)
-        except OSError:
-            return False
+        except FileNotFoundError:
+            folder = os.path.dirname(path)
+            return False if os.path.isdir(folder) else f"it has no {folder}: {SHARED}"
+        except OSError as error:
+            return f"it cannot read {path} ({error.strerror}): {SHARED}"
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         environment = {
             **order["environment"],
             "NODE_RANK": str(rank),
             "CUDA_VISIBLE_DEVICES": gpus,
         }
-        with open(f"{path}.{rank}.log", "ab") as log:
-            self._begin(order["arguments"], environment, log, order["folder"])
+        try:
+            with open(f"{path}.{rank}.log", "ab") as log:
+                self._begin(order["arguments"], environment, log, order["folder"])
+        except OSError as error:
+            return f"it cannot begin {order['arguments'][0]} in {order['folder']} ({error.strerror}): {SHARED}"
         return True
+
+    def note(self, folder: str, line: str) -> None:
+        """In the attempt's log."""
+        with open(os.path.join(folder, "engine.log"), "a", encoding="utf-8") as log:
+            log.write(line)
+
+    def evict(self, folder: str) -> None:
+        """Have the attempt, which this one leads, end: its runner looks for this file, and tells the job alone."""
+        new = os.path.join(folder, "evict.new")
+        with open(new, "w", encoding="ascii") as file:
+            file.write(f"{EVICTED:g}")
+        os.replace(new, os.path.join(folder, "evict"))
 
     def _begin(self, words: list[str], environment: dict[str, str], log: Any, folder: str) -> None:
         self._child = subprocess.Popen(
@@ -106,12 +129,17 @@ class Machine:
         code = None if self._child is None else self._child.poll()
         return code if code is None or code >= 0 else 128 - code
 
-    def tell(self, signum: int) -> None:
+    def end(self) -> None:
+        """What it has begun is to save. That passes it on to its own."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.terminate()
+
+    def kill(self) -> None:
         """All that it has begun."""
         if self._child is not None and self._child.poll() is None:
             for pid in below(self._child.pid):
                 with contextlib.suppress(OSError):
-                    os.kill(pid, signum)
+                    os.kill(pid, signal.SIGKILL)
 
 
 def below(first: int) -> list[int]:
@@ -146,6 +174,7 @@ class Gang:
         self._folder = folder
         self._order = os.path.join(folder, f"order.{os.urandom(8).hex()}.json")
         self._followed: set[int] = set()
+        self._cannot: set[int] = set()
         self._missed: float | None = None
         """Since when one of the others has been known to be gone."""
 
@@ -177,17 +206,29 @@ class Gang:
             late = self._missed is not None and time.monotonic() - self._missed > NOTICE
             if (self._stops or late) and not evicted:
                 evicted = True
-                self._asked(self._first.tell.remote(int(signal.SIGTERM)))
+                self._asked(self._first.evict.remote(self._folder))
             time.sleep(TICK)
 
     def _have_others_follow(self) -> None:
-        if len(self._followed) == len(self._others):
+        if len(self._followed | self._cannot) == len(self._others):
             return
         for rank, other in enumerate(self._others, 1):
-            if rank not in self._followed and self._asked(other.follow.remote(self._order, rank)):
+            if rank in self._followed | self._cannot:
+                continue
+            follows = self._asked(other.follow.remote(self._order, rank))
+            if isinstance(follows, str):
+                self._give_up(rank, follows)
+            elif follows:
                 self._followed.add(rank)
         if len(self._followed) == len(self._others):
             remove(self._order)
+
+    def _give_up(self, rank: int, why: str) -> None:
+        """Without this one there is nothing to wait for."""
+        self._cannot.add(rank)
+        line = f"Machine {rank + 1} of {len(self._others) + 1} cannot begin its part: {why}\n"
+        self._asked(self._first.note.remote(self._folder, line))
+        self._missed = -math.inf
 
     def _is_one_gone(self) -> bool:
         return any(self._asked(each.ended.remote(), LOST) is not None for each in self._others)
@@ -195,7 +236,7 @@ class Gang:
     def _end_others(self) -> None:
         until = time.monotonic() + SAVING
         for each in self._others:
-            self._asked(each.tell.remote(int(signal.SIGTERM)))
+            self._asked(each.end.remote())
         living = [rank - 1 for rank in self._followed]
         while living and time.monotonic() < until:
             living = [
@@ -205,7 +246,7 @@ class Gang:
             ]
             time.sleep(TICK)
         for each in living:
-            self._asked(self._others[each].tell.remote(int(signal.SIGKILL)))
+            self._asked(self._others[each].kill.remote())
 
     def _answered(self, method: Any, *asked: Any) -> Any:
         """Asked until it answers; None: it is gone."""

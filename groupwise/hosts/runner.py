@@ -208,6 +208,8 @@ TICK = 1.0
 """Seconds between looks of the supervisor, where nothing wakes it."""
 LEAVING = 0.3
 """Seconds for what goes by itself when the command has ended, before the rest is told to."""
+EVICT = "evict"
+"""A file that says how many seconds there are."""
 EVICT_GRACE = 25.0
 """Seconds from an engine's TERM to our KILL; Slurm kills after 30 (KillWait), and whatever it kills leaves no record."""
 RUN_PATIENCE = 60.0
@@ -2555,6 +2557,14 @@ def kill_leftovers(attempt: Attempt) -> None:
         belonging.group.remove()
 
 
+def evict(attempt: Attempt, seconds: float) -> None:
+    """Have the command end within that time; for whoever keeps its machine and is to give that back."""
+    new = attempt.at(f"{EVICT}.new")
+    write_file(new, f"{seconds:g}".encode("ascii"))
+    os.replace(new, attempt.at(EVICT))
+    ring(attempt)
+
+
 def ring(attempt: Attempt) -> None:
     """Wake the supervisor; without a bell it looks every TICK."""
     try:
@@ -3770,8 +3780,8 @@ class Supervisor:
         now = time.monotonic()
         if reason and not self.ending:
             self.ending = reason
-            # Engines tell all processes of a job, and being told twice is to hurry; one that told us alone may be waited for in vain.
-            self.tell_at = (now + reason.kill_at) / 2 if reason.reason == "evicted" else now
+            # An engine that told us tells all processes of a job, as a rule, and being told twice is to hurry for some programs.
+            self.tell_at = (now + reason.kill_at) / 2 if self.evicted else now
         elif reason and self.ending:
             self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
         if now >= self.tell_at:
@@ -3790,13 +3800,14 @@ class Supervisor:
             return Ending("cancelled", "", since + grace)
         if self.ending:
             return None
-        notice = number_in(cell_words(self.attempt.at("evict")))
+        notice = number_in(cell_words(self.attempt.at(EVICT)))
+        if notice is None and self.evicted:
+            notice = min(self.order.grace, EVICT_GRACE)
         if notice is not None:
             message = "its machine is wanted back by whom it was rented from"
+            if self.order.engine:
+                message = f"{self.order.engine} ended it: its machine was wanted back, its time was up, or somebody told it to"
             return Ending("evicted", message, now + notice)
-        if self.evicted:
-            message = f"{self.order.engine} ended it: its machine was wanted back, its time was up, or somebody told it to"
-            return Ending("evicted", message, now + min(self.order.grace, EVICT_GRACE))
         limit = self.order.limits.get("time_seconds")
         if limit is not None and self.child and now - self.begun >= limit:
             message = f"its time limit of {limit:g} s was reached"

@@ -13,7 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +30,9 @@ from groupwise.hosts.meeting import KEY, KEY_FILE, meeting_of, new_secret, port_
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
 BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
+"""The file in which tasks of srun are told to end."""
+TOLD = ".groupwise-told"
+"""That file, in the working folder, which all nodes share."""
 PATIENCE = 1800
 """Seconds that the first machine waits for the others: their environments may have to be made."""
 SAVING = 50
@@ -58,11 +64,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--processes", default="1", help="here, or gpu: one for each GPU")
     parser.add_argument("command", nargs="+")
     known = parser.parse_args(arguments)
-    if int(os.environ.get(MACHINES, "1")) > 1 and BEGUN_BY_SRUN not in os.environ:
-        begin_on_all(int(os.environ[MACHINES]), arguments)
-    if ORDER in os.environ and "NODE_RANK" not in os.environ:
-        sys.exit(lead(os.environ, arguments, known.processes, known.command))
     meeting = found_in(os.environ)
+    if BEGUN_BY_SRUN in os.environ:
+        Thread(target=heed, args=[Path(os.environ[BEGUN_BY_SRUN])], daemon=True).start()
+    if meeting is None and ORDER in os.environ:
+        sys.exit(lead(os.environ, arguments, known.processes, known.command))
+    if meeting is None and int(os.environ.get(MACHINES, "1")) > 1:
+        sys.exit(begin_on_all(int(os.environ[MACHINES]), arguments))
     if meeting is None:
         sys.stderr.write(
             "Nothing says where the machines of this job meet: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT are expected in the "
@@ -72,16 +80,30 @@ def main(arguments: Sequence[str]) -> NoReturn:
     sys.exit(run(meeting, known.processes, known.command))
 
 
-def begin_on_all(count: int, arguments: Sequence[str]) -> NoReturn:
-    """Become srun, which begins this program once on each node."""
+def begin_on_all(count: int, arguments: Sequence[str]) -> int:
+    """Have srun begin this program once on each node. Its exit code.
+
+    TERM, which srun answers by killing all tasks at once, is kept from it, and told them by a file instead.
+    """
     own = [sys.executable, "-m", "groupwise.learner.node", *arguments]
     step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     if cores := os.environ.get(CORES):  # srun does not take it over from the job (since 22.05)
         step.append(f"--cpus-per-task={cores}")
     ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
-    os.environ[BEGUN_BY_SRUN] = "1"
+    os.environ[BEGUN_BY_SRUN] = os.path.abspath(TOLD)
     os.environ[KEY_FILE] = give_secret()
-    os.execvp("srun", ["srun", *step, *ends, *own])
+    told = Path(TOLD)
+    told.write_text("")
+    signal.signal(signal.SIGTERM, lambda *_: told.write_text("TERM"))
+    code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
+    return code if code >= 0 else EX_TEMPFAIL
+
+
+def heed(path: Path) -> None:
+    """Tell this process what is said there. The file is there from the beginning: on a network's disk, a new one may be seen late."""
+    while not path.read_text():
+        time.sleep(LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def give_secret() -> str:

@@ -13,6 +13,7 @@ import hmac
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from groupwise.errors import UsageError
 from groupwise.hosts.meeting import KEY_FILE
 
 GREETING = 10.0
-"""Seconds that each step of it may take."""
+"""Seconds that it may take."""
 _CHALLENGE = 32
 _CODE = 32
 _RANK = 8
@@ -80,10 +81,10 @@ def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | No
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
     """The first process's side: who calls, and how what is said from now on is sealed. Raises Stranger, OSError."""
-    connection.settimeout(GREETING)
+    until = _begun(connection)
     ours = secrets.token_bytes(_CHALLENGE)
     connection.sendall(ours)
-    answer = _exactly(connection, _RANK + _CHALLENGE + _CODE)
+    answer = _exactly(connection, _RANK + _CHALLENGE + _CODE, until)
     said, code = answer[:-_CODE], answer[-_CODE:]
     asked = ours + said
     if not hmac.compare_digest(code, _code(secret, b"rank", asked)):
@@ -97,12 +98,12 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
 
 def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
     """The other side's: say who calls, and make sure of who is called. Raises Stranger, OSError."""
-    connection.settimeout(GREETING)
-    theirs = _exactly(connection, _CHALLENGE)
+    until = _begun(connection)
+    theirs = _exactly(connection, _CHALLENGE, until)
     said = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)
     asked = theirs + said
     connection.sendall(said + _code(secret, b"rank", asked))
-    if not hmac.compare_digest(_exactly(connection, _CODE), _code(secret, b"first", asked)):
+    if not hmac.compare_digest(_exactly(connection, _CODE, until), _code(secret, b"first", asked)):
         raise Stranger(
             "what was called is not the first process of this job: it does not know the secret"
         )
@@ -120,9 +121,19 @@ def _sealed(key: bytes, number: int, message: Any) -> bytes:
     return code.digest()
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _begun(connection: socket.socket) -> float:
+    """Until when it may take."""
+    connection.settimeout(GREETING)
+    return time.monotonic() + GREETING
+
+
+def _exactly(connection: socket.socket, count: int, until: float) -> bytes:
     found = b""
     while len(found) < count:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it took too long")
+        connection.settimeout(left)
         piece = connection.recv(count - len(found))
         if not piece:
             raise ConnectionError("it hung up")

@@ -11,19 +11,24 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from groupwise.errors import GroupwiseError, UsageError
+from groupwise.errors import GroupwiseError, UsageError, WorkerLostError
 from groupwise.hosts.meeting import KEY_FILE
-from groupwise.ranks.handshake import GREETING, introduce, secret_of_attempt
+from groupwise.ranks.calls import RESUME
+from groupwise.ranks.handshake import GREETING, Seal, Stranger, introduce, secret_of_attempt
 from groupwise.ranks.launched import Launched, gpu_of, watch_for_silence
 from groupwise.ranks.line import Failed, Line, PeerSetup, Ready, Setup, portable
 from groupwise.ranks.rank import Answering, tell_log
 from groupwise.ranks.zygote import make
 from groupwise.rewards.processes import signal_when_parent_ends
 
+PATIENCE = 60.0
+"""Seconds in which the first rank is called again and again."""
+AGAIN = 0.2
 LINE = "groupwise/line"
 """In torchrun's store: where the first rank is to be called and, where ranks were given no secret, a word in its place."""
 
@@ -61,7 +66,7 @@ def be_launched(place: Launched) -> NoReturn:
 
 
 def _called(told: list[str], rank: int) -> Line:
-    """To the first rank, which each side has made sure of. Raises UsageError, Stranger, OSError."""
+    """To the first rank, which each side has made sure of. Raises UsageError, WorkerLostError."""
     host, port, *word = told
     secret = secret_of_attempt()
     if secret is None and not word:
@@ -69,10 +74,28 @@ def _called(told: list[str], rank: int) -> Line:
             f"The first process of this job has a secret that the others are expected to know, and {KEY_FILE} is not set here. Give all of "
             "them the same file, or none."
         )
-    connection = socket.create_connection((host, int(port)), GREETING)
-    seal = introduce(connection, secret or word[0].encode(), rank)
+    connection, seal = _introduced((host, int(port)), secret or word[0].encode(), rank)
     watch_for_silence(connection)
     return Line(connection, seal)
+
+
+def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[socket.socket, Seal]:
+    """Tried again while the first rank may be busy with others: it hears one after the other."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        connection = None
+        try:
+            connection = socket.create_connection(address, GREETING)
+            return connection, introduce(connection, secret, rank)
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, Stranger) or time.monotonic() > until:
+                host, port = address
+                raise WorkerLostError(
+                    f"Learner {rank + 1} could not join the first one at {host}:{port}: {error}. {RESUME}"
+                ) from error
+        time.sleep(AGAIN)
 
 
 def serve(line: Line) -> NoReturn:

@@ -34,6 +34,12 @@ def conflicts(config: Any) -> Iterator[Conflict]:
             "sampler.enforce_eager has no effect with the backend unsloth, which samples in its own way. Leave it out.",
             ("sampler.enforce_eager", BACKEND),
         )
+    if sampler is not None and sampler.vllm_python is not None and config.model.load_in_8bit:
+        yield Conflict(
+            "model.load_in_8bit is true, and the vLLM of sampler.vllm_python holds weights in 16 or in 4 bits, so that it would sample "
+            "from another policy. Set load_in_4bit instead, or leave one of the two out.",
+            ("model.load_in_8bit", "sampler.vllm_python"),
+        )
 
 
 def _several(config: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -13,7 +13,10 @@ from groupwise.awaiting import Interrupted, Interruption, run_to_end, sigterm_in
 
 PREAMBLE = """
 import asyncio, signal
+from groupwise import awaiting
 from groupwise.awaiting import Interrupted, Interruption
+
+awaiting.TOGETHER = 0.0
 
 def say(*words):
     print(*words, flush=True)
@@ -97,6 +100,39 @@ def test_an_undisturbed_section_finishes_and_the_next_droppable_work_never_start
         assert rest(process)[:2] == ["whole", "asked SIGINT"]
 
 
+@pytest.mark.parametrize(
+    ("together", "again"), [(60.0, signal.SIGINT), (60.0, signal.SIGTERM), (0.0, signal.SIGTERM)]
+)
+def test_told_by_several_at_once_or_by_a_queue_again_it_does_not_hurry(together, again):
+    """A queue tells all processes of a job, and torchrun or srun pass on what they hear."""
+    body = f"""
+    async def main():
+        awaiting.TOGETHER = {together}
+        with Interruption() as interruption:
+            heard = []
+            receive = signal.getsignal(signal.SIGTERM)
+            def told(number, frame):
+                heard.append(number)
+                receive(number, frame)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, told)
+            say("ready")
+            while len(heard) < 1:
+                await asyncio.sleep(0)
+            say("first")
+            while len(heard) < 2:
+                await asyncio.sleep(0)
+            say("saved")
+    """
+    with child(body) as process:
+        assert heard(process) == "ready"
+        process.send_signal(signal.SIGTERM)
+        assert heard(process) == "first"
+        process.send_signal(again)
+        assert rest(process)[0] == "saved"
+        assert process.returncode == 0
+
+
 def test_the_second_signal_ends_at_once():
     body = """
     async def main():
@@ -131,7 +167,6 @@ def test_the_second_signal_does_not_wait_for_a_task_where_its_own_exception_is_l
             pass
 
     async def main():
-        from groupwise import awaiting
         awaiting.PATIENCE = 0.01
         with Interruption() as interruption:
             ear = asyncio.ensure_future(deaf())
@@ -153,7 +188,6 @@ def test_the_second_signal_does_not_wait_for_a_task_that_will_not_end():
     """As one whose next step was lost, because the signal came between two steps of the loop."""
     body = """
     async def main():
-        from groupwise import awaiting
         awaiting.PATIENCE = 0.01
         with Interruption() as interruption:
             ear = asyncio.ensure_future(deaf())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -261,7 +260,7 @@ class Stint:
 
     def leave(self, process: subprocess.Popen[bytes]) -> None:
         """The command may save; what it has saved is kept. Had it come to its end, that is kept as well."""
-        process.send_signal(signal.SIGTERM)
+        runner.evict(self.here, runner.EVICT_GRACE)
         try:
             process.wait(EVICTED_SECONDS)
         except subprocess.TimeoutExpired:

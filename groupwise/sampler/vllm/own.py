@@ -69,6 +69,8 @@ class Wanted:
     """The ones that it sees, as CUDA_VISIBLE_DEVICES names them; None: it computes where it likes."""
     parallel: int = 1
     """GPUs that share each product."""
+    in_4bit: bool = False
+    """As the learner holds the weights."""
     trust_remote_code: bool = False
 
     def arguments(self, port: int) -> tuple[str, ...]:
@@ -89,6 +91,7 @@ class Wanted:
             "--logprobs-mode=processed_logprobs",
             f"--gpu-memory-utilization={self.memory}",
             f"--tensor-parallel-size={self.parallel}",
+            *(["--quantization=bitsandbytes"] if self.in_4bit else []),
             *(["--trust-remote-code"] if self.trust_remote_code else []),
         )
 

@@ -10,6 +10,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import stat
 import sys
@@ -116,6 +117,18 @@ def test_two_machines_train_as_one_process_does_and_go_on_to_the_same_bits(
     assert what_must_be_equal(at / "whole/runs/toy") == what_must_be_equal(at / "killed/runs/toy")
     assert_close(at / "alone/runs/toy", at / "whole/runs/toy")
     assert (at / "whole/nodes/1.log").is_file()
+
+
+ENDLESS = ("training.max_steps=2000", "run.save_steps=1000")
+
+
+def assert_saved(person: Person, name: str) -> None:
+    """All steps that it has told of: however many processes were told to end, and how often, none hurried."""
+    kept = person.project / "launches" / name / "runs/toy/checkpoints"
+    steps = [int(each.name.removeprefix("step-")) for each in kept.glob("step-*")]
+    told = [int(each) for each in re.findall(r"step +(\d+)/2000", person.said())]
+    assert steps, person.said()
+    assert max(steps) >= max(told) >= 3
 
 
 def process_of(rank: int, job: str = "killed") -> int:
@@ -385,14 +398,12 @@ def test_two_nodes_of_slurm_train_as_one_process_does(clerk: Person) -> None:
 def test_slurm_stopped_it_saves_and_goes_on(clerk: Person) -> None:
     near = ("--env-file", "near.env")
     words = ("slurm", "--nodes", "2", *near, "--name", "stopped", "--no-preflight")
-    begun = clerk.begins(*words, "--", *LEARNERS, "training.max_steps=2000")
+    begun = clerk.begins(*words, "--", *LEARNERS, *ENDLESS)
     clerk.sees("step    3/2000")
     begun.send_signal(signal.SIGINT)
     assert begun.wait(240) == 130
     assert clerk.result("stopped")["state"] == "cancelled"
-    kept = clerk.project / "launches/stopped/runs/toy/checkpoints"
-    steps = [int(each.name.removeprefix("step-")) for each in kept.glob("step-*")]
-    assert max(steps) >= 3, "the step that was under way is saved"
+    assert_saved(clerk, "stopped")
     assert not pids_of("attempts/stopped.1/work")
 
 
@@ -468,7 +479,7 @@ def test_ended_on_ray_it_saves_and_nothing_is_left(
     guest: Person, two_of_ray: Ray, who: str, code: int, state: str
 ) -> None:
     name = f"ended-by-{who}"
-    begun = guest.begins(*ON_RAY, "--name", name, "--", *LEARNERS, "training.max_steps=2000")
+    begun = guest.begins(*ON_RAY, "--name", name, "--", *LEARNERS, *ENDLESS)
     guest.sees("step    3/2000")
     if who == "ray":
         two_of_ray.stop(name)
@@ -476,8 +487,6 @@ def test_ended_on_ray_it_saves_and_nothing_is_left(
         begun.send_signal(signal.SIGINT)
     assert begun.wait(240) == code
     assert guest.result(name)["state"] == state
-    kept = guest.project / "launches" / name / "runs/toy/checkpoints"
-    steps = [int(each.name.removeprefix("step-")) for each in kept.glob("step-*")]
-    assert max(steps) >= 3, "the step that was under way is saved"
+    assert_saved(guest, name)
     two_of_ray.idle()
     assert not pids_of(f"attempts/{name}.1/work")

@@ -17,6 +17,8 @@ from groupwise.hosts.ray_gang import Gang, Machine, below
 
 SOON = 20.0
 LIVES = "while true; do sleep 0.05; done"
+ENDS = "until [ -e {0}/evict ]; do sleep 0.05; done; cat {0}/evict; exit 9"
+"""What leads, until it is told to end, as a runner looks for it."""
 
 
 class RayError(Exception):
@@ -83,9 +85,9 @@ class Gangs:
         return Gang(ray, [*self.actors], str(self.folder), self.stops).run()
 
 
-def follow(*words: str) -> str:
+def follow(*words: str, at: str = "/") -> str:
     """A line that has the other one begin this, with a secret."""
-    order = {"arguments": words, "environment": {**os.environ, "CANARY": "secret"}, "folder": "/"}
+    order = {"arguments": words, "environment": {**os.environ, "CANARY": "secret"}, "folder": at}
     return f"cat >$RAY_GROUPWISE_ORDER.new <<'E'\n{json.dumps(order)}\nE\nmv $RAY_GROUPWISE_ORDER.new $RAY_GROUPWISE_ORDER\n"
 
 
@@ -99,7 +101,7 @@ def gang(tmp_path: Path) -> Iterator[Gangs]:
     found = Gangs(tmp_path)
     yield found
     for each in found.actors:
-        each.machine.tell(signal.SIGKILL)
+        each.machine.kill()
 
 
 def test_the_others_run_what_the_first_one_says_and_end_after_it(gang: Gangs) -> None:
@@ -120,10 +122,33 @@ def test_where_another_one_ends_all_do(
     monkeypatch.setattr(ray_gang, "NOTICE", 0.1)
     if how == "is gone":
         gang.actors[1].gone = True
-        leads = LIVES
+        leads = ENDS.format(gang.folder)
     else:
-        leads = f"{follow('false')}{LIVES}"
-    assert gang.run(leads) == 128 + signal.SIGTERM
+        leads = f"{follow('false')}{ENDS.format(gang.folder)}"
+    assert gang.run(leads) == 9
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("cannot begin", "it cannot begin true in /nowhere (No such file"),
+        ("sees nothing", "it has no {away}: all nodes of Ray need the folder of jobs"),
+    ],
+)
+def test_one_that_never_can_says_why_and_all_end(gang: Gangs, how: str, why: str) -> None:
+    away = gang.folder / "away"
+    if how == "sees nothing":
+        follows = gang.actors[1].machine.follow
+        gang.actors[1].machine.follow = lambda path, rank: follows(  # pyright: ignore
+            str(away / Path(path).name), rank
+        )
+        begins = ""
+    else:
+        begins = follow("true", at="/nowhere")
+    assert gang.run(f"{begins}{ENDS.format(gang.folder)}") == 9
+    said = (gang.folder / "engine.log").read_text()
+    assert f"Machine 2 of 2 cannot begin its part: {why.format(away=away)}" in said
+    assert not list(gang.folder.glob("order.*.json"))
 
 
 def test_the_first_one_has_time_to_notice_by_itself(gang: Gangs) -> None:
@@ -152,9 +177,9 @@ def test_what_ray_wants_ended_is_told_the_first_one(gang: Gangs) -> None:
             return ready.exists()
 
     gang.stops = Stops()
-    saves = f"trap 'echo saved; exit 9' TERM\necho >{ready}\n{LIVES}"
-    assert gang.run(saves) == 9
-    assert (gang.folder / "engine.log").read_text().endswith("saved\n")
+    told = "trap 'exit 8' TERM"  # its runner is to tell it, alone
+    assert gang.run(f"{told}\necho >{ready}\n{ENDS.format(gang.folder)}") == 9
+    assert (gang.folder / "engine.log").read_text() == "25"
 
 
 def test_what_does_not_end_is_killed(gang: Gangs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,30 @@ async def test_told_by_its_engine_as_well_it_is_not_told_again_while_it_saves(
     assert await said(runner) == "on\n1\n"
 
 
+async def test_evicted_by_whom_it_knows_alone_it_is_told_at_once(runner: Runner) -> None:
+    """As Modal and AWS do, whose notice nothing else of the job hears: all of it is for saving."""
+    saves = (
+        "import signal, sys, time\n"
+        "def save(number, frame):\n"
+        "    print(time.time(), flush=True)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('on', flush=True)\n"
+        "signal.pause()"
+    )
+    waits = await runner.launch(job(saves))
+    engine = begins(waits)
+    await until_said(runner, "on")
+    began = time.time()
+    (Path(str(waits.folder)) / "evict").write_text("60")
+    engine.communicate(timeout=PATIENCE)
+    found = await runner.status("j", 1)
+    assert found.exit is not None
+    assert found.exit.reason is ExitReason.EVICTED
+    assert "queue ended it" in found.exit.message
+    assert float((await said(runner)).split()[1]) - began < 15
+
+
 async def test_evicted_and_deaf_it_is_killed_in_time(runner: Runner) -> None:
     deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('on', flush=True); signal.pause(); signal.pause()"
     launch = job(deaf)

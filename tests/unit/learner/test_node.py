@@ -53,20 +53,71 @@ def test_nodes_of_slurm_have_a_secret_in_the_folder_that_they_share(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(KEY_FILE, raising=False)
-    begun: list[tuple[str, ...]] = []
-    monkeypatch.setattr(os, "execvp", lambda _, words: begun.append(tuple(words)))
+    srun = fake_srun(tmp_path, "printf '%s\\n' \"$@\" >>words")
+    monkeypatch.setenv("PATH", f"{srun}:{os.environ['PATH']}")
     found = []
     for _ in range(2):
         with monkeypatch.context() as patched:
             patched.setenv(BEGUN_BY_SRUN, "")
             patched.setenv(KEY_FILE, "")
-            begin_on_all(2, ["--", "true"])
+            assert begin_on_all(2, ["--", "true"]) == 0
             path = Path(os.environ[KEY_FILE])
         found.append(path.read_text())
         assert path == tmp_path / KEY
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len({*found}) == 2
-    assert not any(secret in word for secret in found for words in begun for word in words)
+    words = (tmp_path / "words").read_text()
+    assert "--nodes=2\n" in words
+    assert not any(secret in words for secret in found)
+
+
+def fake_srun(folder: Path, script: str) -> Path:
+    """The folder in which it is."""
+    (folder / "bin").mkdir()
+    (folder / "bin/srun").write_text(f"#!/bin/bash\n{script}\n")
+    (folder / "bin/srun").chmod(0o755)
+    return folder / "bin"
+
+
+def test_term_is_kept_from_srun_which_would_kill_and_told_its_tasks(tmp_path: Path) -> None:
+    """As the runner tells it: all of the command's session."""
+    tasks = (
+        'trap "exit 9" TERM\n'
+        "while [[ $1 == --* ]]; do shift; done\n"
+        'SLURM_NODEID=0 SLURM_NNODES=1 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 setsid "$@" &\n'
+        "wait $!"
+    )
+    path = f"{fake_srun(tmp_path, tasks)}:{os.environ['PATH']}"
+    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": f"{os.getpid()}", "PATH": path}
+    process = begun(
+        sys.executable, "-c", WAITS, told=False, at=tmp_path, **slurm, GLOO_SOCKET_IFNAME="lo"
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["on\n", "on\n"]
+    os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert sorted(said.splitlines()) == ["saved 0", "saved 1"]
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_in_an_allocation_of_slurm_ray_begins_what_ray_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv(node.ORDER, "/somewhere/order.json")
+    monkeypatch.delenv("NODE_RANK", raising=False)
+    monkeypatch.setattr(node, "lead", lambda *_: 5)
+    monkeypatch.setattr(node, "begin_on_all", lambda *_: 6)
+    with pytest.raises(SystemExit) as ended:
+        node.main(["--", "true"])
+    assert ended.value.code == 5
+
+
+def test_in_an_allocation_of_slurm_what_was_told_where_it_meets_needs_no_srun() -> None:
+    """Such as `launch ray` and `launch ssh` typed in one."""
+    process = begun(sys.executable, "-c", FAILS, SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 3, said
 
 
 def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
@@ -110,12 +161,16 @@ def test_ports_of_attempts_in_a_row_differ() -> None:
     assert all(20_000 <= port < 32_000 for port in ports)
 
 
-def begun(*command: str, told: bool = True) -> "subprocess.Popen[str]":
+def begun(
+    *command: str, told: bool = True, at: Path | None = None, **environment: str
+) -> "subprocess.Popen[str]":
     kept = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
     where = meeting_of(0, 1, "127.0.0.1", f"test-{os.getpid()}.1") if told else {}
     return subprocess.Popen(
         [sys.executable, "-m", "groupwise.learner.node", "--processes", "2", "--", *command],
-        env={**kept, **where, "OMP_NUM_THREADS": "1"},
+        env={**kept, **where, **environment, "OMP_NUM_THREADS": "1"},
+        cwd=at,
+        start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from groupwise.errors import UsageError
+from groupwise.errors import UsageError, WorkerLostError
 from groupwise.hosts.meeting import KEY_FILE
-from groupwise.ranks import peer
+from groupwise.ranks import handshake, peer
 from groupwise.ranks.handshake import (
     BrokenSeal,
     Seal,
@@ -167,3 +167,69 @@ def test_the_secret_is_in_a_file_that_is_named(tmp_path: Any, monkeypatch: Any) 
     monkeypatch.delenv(KEY_FILE, raising=False)
     with pytest.raises(UsageError, match="Give all of them the same file"):
         peer._called(["127.0.0.1", "1"], 1)
+
+
+def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(monkeypatch: Any) -> None:
+    monkeypatch.setattr(handshake, "GREETING", 0.3)
+    first, rank = socket.socketpair()
+    over = threading.Event()
+
+    def says() -> None:
+        while not over.wait(0.05):
+            rank.sendall(b"x")
+
+    thread = threading.Thread(target=says)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        admit(first, SECRET)
+    over.set()
+    thread.join()
+    for each in (first, rank):
+        each.close()
+
+
+def test_a_rank_calls_again_while_the_first_one_is_busy_with_others(monkeypatch: Any) -> None:
+    monkeypatch.setattr(peer, "AGAIN", 0.0)
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        found: list[int] = []
+
+        def first() -> None:
+            for _ in range(2):
+                door.accept()[0].close()
+            connection, _ = door.accept()
+            found.append(admit(connection, SECRET)[0])
+            connection.close()
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        line = peer._called(["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()], 2)
+        thread.join()
+        line.close()
+    assert found == [2]
+
+
+def test_a_rank_that_cannot_join_leaves_it_to_the_next_attempt(monkeypatch: Any) -> None:
+    monkeypatch.setattr(peer, "PATIENCE", 0.2)
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        address = ["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()]
+        thread = threading.Thread(target=_answers_wrongly, args=(door,))
+        thread.start()
+        with pytest.raises(WorkerLostError, match="not the first process of this job"):
+            peer._called(address, 2)
+        thread.join()
+    with pytest.raises(WorkerLostError, match=r"Learner 3 could not join .*--resume") as lost:
+        peer._called(address, 2)
+    assert lost.value.exit_code == 75
+
+
+def _answers_wrongly(door: socket.socket) -> None:
+    connection, _ = door.accept()
+    connection.sendall(b"c" * 32)
+    heard = b""
+    while len(heard) < 72:
+        heard += connection.recv(72)
+    connection.sendall(b"x" * 32)
+    connection.recv(1)
+    connection.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from groupwise.config import load_config
 from groupwise.errors import ConfigError
+from groupwise.sampler.vllm.own import Wanted
 from groupwise.sft_config import load_sft_config
 
 BACKEND = "model.backend=unsloth"
@@ -48,3 +50,24 @@ def test_fewer_bits_are_for_this_backend(load: Any, key: str) -> None:
 def test_servers_of_vllm_may_sample_for_it() -> None:
     words = [BACKEND, "sampler.engine=vllm", "sampler.url=http://127.0.0.1:8000"]
     assert load_config({"model": {"name": "tiny"}}, words).config.sampler.urls
+
+
+def test_a_vllm_of_its_own_holds_as_many_bits() -> None:
+    words = [BACKEND, "sampler.engine=vllm", "sampler.vllm_python=/opt/vllm/bin/python"]
+    assert load_config({"model": {"name": "tiny"}}, [*words, "model.load_in_4bit=true"])
+    with pytest.raises(ConfigError, match="Set load_in_4bit instead"):
+        load_config({"model": {"name": "tiny"}}, [*words, "model.load_in_8bit=true"])
+    wanted = Wanted(
+        python="python",
+        location="tiny",
+        revision=None,
+        name="tiny",
+        dtype="bfloat16",
+        rank=8,
+        longest=64,
+        memory=0.5,
+        gpus=None,
+    )
+    four = "--quantization=bitsandbytes"
+    assert four not in wanted.arguments(1)
+    assert four in replace(wanted, in_4bit=True).arguments(1)
