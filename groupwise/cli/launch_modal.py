@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from groupwise.cli.launch_options import (
     place_command,
 )
 from groupwise.cli.launch_placing import Asked, Environment, asked, launch
+from groupwise.cli.launch_words import environment_of
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +40,16 @@ Timeout = Annotated[
 Profile = Annotated[
     str | None, typer.Option(metavar="P", help="Of ~/.modal.toml; without it: the active one.")
 ]
+
+Secret = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VARIABLE",
+        help="A Secret of your workspace, and which of its variables the job has: huggingface=HF_TOKEN; several with commas. May be "
+        "repeated.",
+    ),
+]
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,7 @@ def packages(
 def modal(
     gpu: Gpu = "H100",
     profile: Profile = None,
+    secret: Secret = None,
     *,
     calls: Calls,
     packages: Environment,
@@ -82,6 +95,7 @@ def modal(
 
     groupwise launch modal --gpu A100 --timeout 24h -- sft --config C.yaml --task-module task.py
     """
+    from groupwise.clouds.modal.port import NAMED
     from groupwise.clouds.modal.prices import check_gpu
     from groupwise.launch.places import MODAL, Place
 
@@ -91,10 +105,31 @@ def modal(
         "gpu": check_gpu(gpu),
         "timeout": calls.timeout,
         "image": _image(plan, packages.base_python),
+        **({NAMED: _named(secret, environment_of(job.env_files))} if secret else {}),
     }
     hours = calls.timeout / 3600 if calls.is_all else job.max_hours
     given = replace(job, gpus=job.gpus or 1, max_hours=hours, asks=asks)
     launch(Place(MODAL, {"profile": profile}), given)
+
+
+def _named(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Secrets, with their variables. Raises UsageError."""
+    found: dict[str, list[str]] = {}
+    for each in given:
+        name, _, listed = each.partition("=")
+        variables = [word.strip() for word in listed.split(",")]
+        if not name or not all(map(VARIABLE.fullmatch, variables)):
+            raise UsageError(
+                f"--secret {each}: NAME=VARIABLE is expected, a Secret of your workspace at Modal and what the job has of it, as "
+                "huggingface=HF_TOKEN, or several: keys=HF_TOKEN,WANDB_API_KEY."
+            )
+        taken = {*values, *(word for words in found.values() for word in words)}
+        if twice := sorted(taken.intersection(variables)):
+            raise UsageError(
+                f"--secret {each}: {', '.join(twice)} is given twice; leave one out of --secret and --env-file."
+            )
+        found.setdefault(name, []).extend(variables)
+    return found
 
 
 def _image(plan: Plan, base_python: str | None) -> dict[str, Any]:

@@ -28,14 +28,17 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from groupwise.clouds.modal.desk import answer
 from groupwise.clouds.modal.port import Call, Image
 from groupwise.clouds.modal.work import Surroundings, work
+from groupwise.hosts.port import RunnerRefused
 
 THIS = "groupwise.testing.fake_modal"
 SECRETS = "GROUPWISE_SECRETS"
+EMPTY: Mapping[str, str] = MappingProxyType({})
 TICK = 0.02
 GRACE = 30.0
 """Seconds between SIGINT and the end of a container."""
@@ -48,8 +51,15 @@ SUBREAPER = 36
 class FakeModal:
     """See `groupwise.clouds.modal.port.ModalPort`. All of one folder are the same Modal."""
 
-    def __init__(self, folder: Path, *, owner: str | None = "somebody") -> None:
-        self.folder, self._owner = folder, owner
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        owner: str | None = "somebody",
+        secrets: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """`secrets`: of the workspace, by their names."""
+        self.folder, self._owner, self._secrets = folder, owner, secrets or {}
         for name in ("volume", "calls", "apps", "desk"):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -71,7 +81,13 @@ class FakeModal:
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
         """See `ModalPort.spawn`."""
-        return await in_thread(spawn, self.folder, call, secrets)
+        named: dict[str, str] = {}
+        for name, variables in call.named.items():
+            there = self._secrets.get(name, {})
+            if lacking := sorted({*variables} - there.keys()):
+                raise RunnerRefused("modal", f"Secret {name} has no {', '.join(lacking)}")
+            named.update(there)
+        return await in_thread(spawn, self.folder, call, secrets, named)
 
     async def lives(self, call: str) -> bool:
         """See `ModalPort.lives`."""
@@ -256,8 +272,10 @@ def desk(folder: Path, what: str, *arguments: Any) -> Any:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def spawn(folder: Path, call: Call, secrets: Mapping[str, str]) -> str:
-    """A call of the work, kept by a process of its own."""
+def spawn(
+    folder: Path, call: Call, secrets: Mapping[str, str], named: Mapping[str, str] = EMPTY
+) -> str:
+    """A call of the work, kept by a process of its own. `named`: variables of the workspace's secrets that it names."""
     name = f"fc-{time.time_ns():x}{uuid.uuid4().hex[:6]}"
     place = folder / "calls" / name
     place.mkdir()
@@ -265,7 +283,7 @@ def spawn(folder: Path, call: Call, secrets: Mapping[str, str]) -> str:
     with (place / "said").open("wb") as said:
         subprocess.run(
             [sys.executable, "-m", THIS, str(folder), name],
-            input=json.dumps(dict(secrets)).encode(),
+            input=json.dumps({SECRETS: json.dumps(dict(secrets)), **named}).encode(),
             stdout=said,
             stderr=said,
             start_new_session=True,
@@ -282,7 +300,7 @@ class Keeper:
         self.place = folder / "calls" / name
         self.timeout = json.loads((self.place / "input").read_text("utf-8"))["timeout"]
 
-    def keep(self, secrets: str) -> None:
+    def keep(self, secrets: Mapping[str, str]) -> None:
         """Container after container, until there is a result."""
         libc = ctypes.CDLL(None)
         libc.prctl(SUBREAPER, 1)
@@ -312,13 +330,13 @@ class Keeper:
             return False
         return True
 
-    def contain(self, number: int, secrets: str) -> str:
+    def contain(self, number: int, secrets: Mapping[str, str]) -> str:
         """One container; how the call ended in it, or `again`."""
         container = os.fork()
         if container == 0:
             os.setsid()
             Path("/proc/self/comm").write_text(CONTAINER)
-            os.environ[SECRETS] = secrets
+            os.environ.update(secrets)
             run_container(self.folder, self.name, number)
         try:
             return self.watch(container, time.monotonic() + self.timeout)
@@ -415,13 +433,15 @@ def contain(folder: Path, name: str, number: int) -> str:
     view.reload()
     secrets = json.loads(os.environ.pop(SECRETS))
     call = Call(**json.loads((folder / "calls" / name / "input").read_text("utf-8")))
+    named = {each: os.environ[each] for every in call.named.values() for each in every}
     around = Surroundings(
         str(view.here),
         str(place / "disk"),
         view,
         partial(desk, folder),
-        lambda following: spawn(folder, following, secrets),
+        lambda following: spawn(folder, following, secrets, named),
         {"HF_HOME": str(folder / "caches")},
+        os.environ,
     )
     said = work(call, name, secrets, around)
     view.commit()
@@ -431,7 +451,7 @@ def contain(folder: Path, name: str, number: int) -> str:
 def main() -> None:
     """As `python -m`: a keeper, which goes on by itself."""
     folder, name = sys.argv[1:]
-    secrets = sys.stdin.read()
+    secrets: dict[str, str] = json.loads(sys.stdin.read())
     if os.fork() == 0:
         Keeper(Path(folder), name).keep(secrets)
 

@@ -1,6 +1,7 @@
 """What is deployed at Modal: the desk, and for each image the work. This module is imported there as well, to find both functions.
 
-No job's secret is part of an app or an image: they come with each call, as one variable of its container's environment.
+No job's secret is part of an app or an image: they come with each call, as one variable of its container's environment, beside those of
+the workspace that it names.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def work(document: Mapping[str, Any]) -> str:
         desk=function(DESK_APP, "desk").remote,
         spawn=lambda call: called(call, secrets).spawn(call.document()).object_id,
         variables={"HF_HOME": f"{CACHE}/huggingface"},
+        environment=os.environ,
     )
     try:
         return works.work(Call(**document), me, secrets, around)
@@ -78,15 +80,19 @@ def function(app: str, name: str, client: modal.Client | None = None) -> Any:
 
 
 def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None = None) -> Any:
-    """The work, as this call wants it. Its secrets are named by nobody, and gone with it."""
+    """The work, as this call wants it. What is carried is named by nobody, and gone with it."""
     carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
+    named = [
+        modal.Secret.from_name(name, required_keys=list(variables), client=client)
+        for name, variables in call.named.items()
+    ]
     found = function(call.app or app_name(PLAIN), "work", client)
     return found.with_options(
         gpu=call.gpu,
         cpu=WORK_CORES,
         memory=WORK_MB,
         timeout=call.timeout,
-        secrets=carried,
+        secrets=[*carried, *named],
         retries=0,
     )
 

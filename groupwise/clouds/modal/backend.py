@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.clouds.machine import MachineBackend, refuse
-from groupwise.clouds.modal.port import MOST_SECONDS, SPARE_SECONDS, Call, Image
+from groupwise.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image
 from groupwise.clouds.modal.prices import PRICED_AT, per_hour
 from groupwise.clouds.modal.runner import ModalRunner, engine_of
 from groupwise.clouds.port import Capabilities, Cost, Handle, Order, Plan
@@ -57,6 +57,7 @@ class ModalBackend(MachineBackend):
         made = (
             f"have Modal make the image of app {call.app}, once" if image else "take a plain image"
         )
+        named = f", with {_listed(call.named)} of its workspace" if call.named else ""
         calls = math.ceil(call.limit / (call.timeout - call.spare)) if call.limit else 1
         more = (
             f", and gone on with by up to {calls - 1} more, from its checkpoints"
@@ -67,7 +68,7 @@ class ModalBackend(MachineBackend):
             token,
             made,
             f"send what it lacks of {len(files)} files ({sum(files.values())} bytes) to its volume",
-            f"spawn a call with {call.gpu or 'no GPU'}, ended by Modal after {call.timeout / 3600:.3g} h{more}",
+            f"spawn a call with {call.gpu or 'no GPU'}{named}, ended by Modal after {call.timeout / 3600:.3g} h{more}",
             f"prices as of {PRICED_AT}, of GPUs alone",
         )
         price = per_hour(order.asks.get("gpu"), order.gpus)
@@ -163,7 +164,12 @@ class ModalBackend(MachineBackend):
             limit=limit,
             python=f"{ENVIRONMENTS}/{image['name']}/bin/python" if image else None,
             every=self._every,
+            named=order.asks.get(NAMED) or {},
         )
+
+
+def _listed(named: Mapping[str, Sequence[str]]) -> str:
+    return " and ".join(f"{', '.join(variables)} of {name}" for name, variables in named.items())
 
 
 def _app(image: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ This file, `desk.py` and `work.py` are imported in containers that have Python, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ NAME = "modal"
 """Of this engine, in attempts."""
 ROOT = "groupwise-launch"
 """The runner's folder on the volume."""
+NAMED = "secrets"
+"""In `Order.asks`: as `Call.named`."""
 MOST_SECONDS = 86_400
 """Of one call; Modal has no longer ones."""
 SPARE_SECONDS = 180.0
@@ -45,6 +47,8 @@ class Call:
     """Interpreter of the job's packages in the image; None: that of the container."""
     every: float = 5.0
     """Seconds between two looks: what is new is committed, and whether it was cancelled is found out."""
+    named: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """Secrets of the workspace, and which of their variables the job has."""
 
     def document(self) -> dict[str, Any]:
         """As it travels."""

@@ -56,6 +56,8 @@ class Surroundings:
     """Another call, with the same secrets."""
     variables: Mapping[str, str]
     """For commands that do not set them: where caches are."""
+    environment: Mapping[str, str]
+    """In which secrets of the workspace are."""
 
 
 def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) -> str:
@@ -66,7 +68,9 @@ def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) 
     if turn["handed_over"]:  # and this container was taken away before it could spawn the next call
         return follow(call, around)
     around.volume.reload()
-    return Stint(call, me, around, turn["spent"]).run(secrets)
+    asked = {variable for variables in call.named.values() for variable in variables}
+    named = {name: around.environment[name] for name in asked if name in around.environment}
+    return Stint(call, me, around, turn["spent"]).run({**named, **secrets})
 
 
 def follow(call: Call, around: Surroundings) -> str:

@@ -15,7 +15,7 @@ from groupwise.cli.main import main
 from groupwise.clouds.modal import runner as modal_runner
 from groupwise.clouds.modal.backend import ModalBackend
 from groupwise.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
-from groupwise.clouds.port import Backend, Handle, Order, Outcome, Phase, Status
+from groupwise.clouds.port import Backend, CloudError, Handle, Order, Outcome, Phase, Status
 from groupwise.errors import UsageError
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
@@ -154,18 +154,21 @@ async def test_what_was_written_after_the_last_checkpoint_is_not_there_in_the_ne
     assert await said(backend, handle) == ["False", "False"]
 
 
+@pytest.mark.parametrize("secrets", ["of this machine", "of the workspace"])
 async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
-    modal: FakeModal, store: BlobStore, tmp_path: Path
+    store: BlobStore, tmp_path: Path, secrets: str
 ) -> None:
     canary = "canary-7d20b1"
+    modal = FakeModal(tmp_path / "modal", secrets={"keys": {"TOKEN": canary}})
+    ours = secrets == "of this machine"
     backend = modal_backend(modal, spare=4.0)
     asked = order(
         COUNTS,
         "2",
         str(tmp_path / "go"),
-        values={"TOKEN": canary},
+        values={"TOKEN": canary} if ours else {},
         limits=Limits(time_seconds=100),
-        asks={"timeout": 7},
+        asks={"timeout": 7, "secrets": {} if ours else {"keys": ["TOKEN"]}},
     )
     handle = await backend.submit(asked, store)
     await backend.close()
@@ -186,6 +189,7 @@ async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
     log = (await other.log(handle, 0, 1 << 16)).data.decode()
     assert log.count(hashlib.sha256(canary.encode()).hexdigest()[:8]) == 2
     assert not holding(tmp_path, canary)
+    modal.stop()
 
 
 async def test_a_call_that_made_no_checkpoint_is_not_repeated_for_ever(
@@ -259,6 +263,18 @@ async def test_results_of_calls_may_be_forgotten(
     second = await backend.resume("runs", {}, store)
     assert (await ended(backend, second)).step == 3
     assert await said(backend, second) == ["from 2"]
+
+
+async def test_a_secret_that_the_workspace_has_not_is_told(
+    tmp_path: Path, store: BlobStore
+) -> None:
+    modal = FakeModal(tmp_path / "modal", secrets={"keys": {"TOKEN": "x"}})
+    asked = order("print()", asks={"secrets": {"keys": ["TOKEN", "WANTED"]}})
+    backend = modal_backend(modal)
+    assert "with TOKEN, WANTED of keys of its" in " ".join((await backend.plan(asked)).steps)
+    with pytest.raises(CloudError, match="Secret keys has no WANTED"):
+        await backend.submit(asked, store)
+    assert await backend.find("job") is None
 
 
 async def test_of_calls_that_two_laptops_spawned_one_stays(
@@ -477,6 +493,17 @@ def test_the_documented_line_is_planned_without_a_token(person: Person) -> None:
         "modal", *words[:3], "1h", "--max-price", "2", "--script", "task.py", code=2
     )
     assert "$2.10 an hour" in typed.err
+    (person.project / "keys.env").write_text("TOKEN=x\n")
+    script = ("--dry-run", "--script", "task.py")
+    typed = person.types("modal", "--secret", "a=HF_TOKEN, WANDB_API_KEY", *script)
+    assert "HF_TOKEN, WANDB_API_KEY of a" in typed.out
+    for words, why in (
+        (("--secret", "huggingface"), "NAME=VARIABLE is expected"),
+        (("--secret", "a=B,"), "NAME=VARIABLE is expected"),
+        (("--secret", "a=B", "--secret", "b=C,B"), "B is given twice"),
+        (("--env-file", "keys.env", "--secret", "a=TOKEN"), "TOKEN is given twice"),
+    ):
+        assert why in person.types("modal", *words, *script, code=2).err
     typed = person.types("modal", "--detach", "--script", "task.py", code=None)
     assert typed.code != 0
     assert "modal token new" in typed.err

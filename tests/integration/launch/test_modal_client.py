@@ -107,6 +107,20 @@ async def test_a_call_has_its_gpu_its_time_and_its_secrets_and_nothing_else_has_
     assert not await port.lives(spawned)
 
 
+async def test_secrets_of_the_workspace_are_asked_for_by_name_and_variables(
+    server: Server, port: LiveModal
+) -> None:
+    await port.deploy(IMAGE)
+    server.answers = lambda *_: at_once(UNFINISHED)
+    named = {"huggingface": ["HF_TOKEN"], "keys": ["A", "B"]}
+    await port.spawn(Call("job", 1, app=IMAGE.app, named=named), {})
+    asked = server.of("SecretGetOrCreate")
+    assert {each.deployment_name: list(each.required_keys) for each in asked} == named
+    assert not any(each.env_dict for each in asked)
+    [bound] = server.of("FunctionBindParams")
+    assert len(bound.function_options.secret_ids) == 2
+
+
 def failed(status: str, error: Exception | None = None) -> Any:
     data = b"" if error is None else serialize(error)
     named = getattr(api_pb2.GenericResult, f"GENERIC_STATUS_{status}")

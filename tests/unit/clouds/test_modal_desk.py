@@ -84,7 +84,7 @@ def test_a_container_lost_between_handing_over_and_spawning_spawns_in_the_next(h
         return answer(home, what, arguments)
 
     def around() -> Surroundings:
-        return Surroundings(home, home, _Nothing(), desk, spawn, {})
+        return Surroundings(home, home, _Nothing(), desk, spawn, {}, {})
 
     call = Call("job", 1)
     assert "another call goes on" in work(call, "a", {}, around())
