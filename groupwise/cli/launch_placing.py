@@ -44,7 +44,7 @@ from groupwise.cli.launch_options import (
     With,
 )
 from groupwise.cli.launch_places import check_name, login_machine
-from groupwise.cli.launch_watch import ask, watch, while_placing
+from groupwise.cli.launch_watch import ask, folder_of, watch, while_placing
 from groupwise.cli.launch_words import Behind, behind, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
@@ -350,10 +350,12 @@ def _processes(asked: Asked) -> int:
 
 def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
     """Placed, or found to be there. It is noted first: interrupted in between, nobody would know of it."""
-    from groupwise.launch import notes
+    from groupwise.launch import notes, results
 
     name, before = note.name, ask(note.place, lambda backend: backend.find(note.name))
     _expect_no_other(note)
+    if before is None and (aside := results.set_aside(folder_of(note, None))) is not None:
+        say(f"what an earlier job called {name} brought back is in {aside} now")
     notes.write(note)
     try:
         with while_placing(note):

@@ -30,6 +30,19 @@ def prepare(folder: Path) -> None:
             ignore.write_text("*\n", "utf-8")
 
 
+def set_aside(folder: Path) -> Path | None:
+    """Before another job of this name begins: what an earlier one brought back is no part of what this one makes, nor proof that it is
+    here. A folder of ours gets another name, of which this is the new one; in somebody's own folder only the document does."""
+    if not (folder / RESULT).exists():
+        return None
+    kept = folder if folder.parent.name == FOLDER else folder / RESULT
+    number = 1
+    while (aside := kept.with_name(f"{kept.name}.{number}")).exists():
+        number += 1
+    kept.rename(aside)
+    return aside
+
+
 def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict[str, Any]:
     """The document; what the job has cost is not known yet."""
     ending = status.ending

@@ -77,6 +77,11 @@ def test_words_arrive_as_they_are_and_secrets_nowhere_else(person: Person) -> No
     assert ".env stays here: credentials" in typed.err
     assert person.holding(CANARY) == []
     assert CANARY not in typed.out + typed.err
+    person.types("remove", "odd")
+    typed = person.types(*words[:-2], "--detach", *words[-2:])
+    assert "launches/odd.1 now" in typed.err
+    assert (person.project / "launches/odd.1/outputs/told.json").read_text() == told
+    assert not (person.project / "launches/odd").exists()
 
 
 def test_ctrl_c_ends_it_in_order_and_fetches(person: Person) -> None:
