@@ -70,8 +70,7 @@ class Interruption:
     def ask(self, number: int = signal.SIGINT) -> None:
         """Ask the loop to end cleanly, from any thread."""
         if self._received is None:
-            self._received_at = time.monotonic()
-        self._received = number
+            self._received, self._received_at = number, time.monotonic()
         self._loop.call_soon_threadsafe(self._event.set)
 
     async def allow(self, work: Coroutine[Any, Any, T]) -> T:

@@ -13,6 +13,8 @@ from functools import cache
 from urllib.parse import urlsplit
 
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+TOKEN_ELSEWHERE = "GROUPWISE_HUB_TOKEN_ELSEWHERE"
+"""Set where a command is only tried, before it is sent to where its token is (`groupwise launch modal --secret`)."""
 PASSING = frozenset({408, 425, 429, *range(500, 600)})
 """HTTP statuses of a service that is busy or broken, whoever asks for whatever."""
 TRANSPORT = frozenset({"httpx", "httpcore", "requests", "urllib3", "aiohttp"})

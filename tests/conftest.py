@@ -122,6 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fleet")
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(PATIENCE))
+        if item.get_closest_marker("launch") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(2 * PATIENCE))
 
 
 hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=None, database=None)

@@ -87,7 +87,8 @@ def aws(
 ) -> None:
     """On a machine of AWS that is started for it.
 
-    It ends with the job, or at its deadline: `groupwise launch sweep` looks after what is left.
+    It ends with the job after a failure, after a success with --terminate-after, else at its deadline. `groupwise launch sweep` looks
+    after what is left.
 
     groupwise launch aws --key-name K --security-group SG -- rl --config C.yaml --task-module task.py
     """

@@ -49,7 +49,6 @@ Secret = Annotated[
         "repeated.",
     ),
 ]
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +113,17 @@ def modal(
 
 def _named(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
     """Secrets, with their variables. Raises UsageError."""
+    from groupwise.hosts.spec import name_problems
+
     found: dict[str, list[str]] = {}
     for each in given:
         name, _, listed = each.partition("=")
         variables = [word.strip() for word in listed.split(",")]
-        if not name or not all(map(VARIABLE.fullmatch, variables)):
+        wrong = name_problems("of its variables,", variables)
+        if not name or wrong:
             raise UsageError(
                 f"--secret {each}: NAME=VARIABLE is expected, a Secret of your workspace at Modal and what the job has of it, as "
-                "huggingface=HF_TOKEN, or several: keys=HF_TOKEN,WANDB_API_KEY."
+                f"huggingface=HF_TOKEN, or several: keys=HF_TOKEN,WANDB_API_KEY. {'; '.join(wrong)}".rstrip()
             )
         taken = {*values, *(word for words in found.values() for word in words)}
         if twice := sorted(taken.intersection(variables)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -354,7 +354,8 @@ def _submit(note: Note, packed: Packed, store: BlobStore) -> Handle:
 
     name, before = note.name, ask(note.place, lambda backend: backend.find(note.name))
     _expect_no_other(note)
-    if before is None and (aside := results.set_aside(folder_of(note, None))) is not None:
+    aside = results.set_aside(folder_of(note, None)) if before is None else None
+    if aside is not None:
         say(f"what an earlier job called {name} brought back is in {aside} now")
     notes.write(note)
     try:
@@ -408,6 +409,8 @@ def _expect_no_other(note: Note) -> None:
 
 def _tried(asked: Asked, project: Path, secrets: Mapping[str, str]) -> Tried:
     """What the command says of itself; UsageError where it would fail."""
+    from groupwise.clouds.modal.port import NAMED
+    from groupwise.hub import TOKEN_ELSEWHERE
     from groupwise.launch.preflight import Tried, first_of, results_of, try_verb
 
     if asked.behind.script is not None:
@@ -415,7 +418,9 @@ def _tried(asked: Asked, project: Path, secrets: Mapping[str, str]) -> Tried:
     if not asked.preflight:
         return Tried(results_of(asked.behind.words), "")
     first = first_of(asked.gang.nodes or 1, _processes(asked)) if asked.gang.is_one else {}
-    tried = try_verb(asked.behind.words, project, {**secrets, **first})
+    named: Mapping[str, Sequence[str]] = asked.asks.get(NAMED, {})
+    there = {TOKEN_ELSEWHERE: "1"} if any("HF_TOKEN" in each for each in named.values()) else {}
+    tried = try_verb(asked.behind.words, project, {**secrets, **first, **there})
     say(f"tried here: {tried.summary}")
     return tried
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -143,6 +144,46 @@ class ResultsFolder:
 @contextmanager
 def results_folder(folder: Path, of: str) -> Generator[ResultsFolder]:
     """The folder, for whoever fetches there alone. Raises Busy where somebody does, CloudError where it is another job's."""
+    with _alone(folder):
+        owner, brought = _read_note(folder / INCOMING / NOTE)
+        if owner not in (None, of):
+            raise CloudError(
+                f"{folder} holds the results of {owner}; those of {of} need a folder of their own: --to DIR."
+            )
+        yield ResultsFolder(folder, of, brought)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Before another job brings its results here: what earlier ones have brought goes to a folder in `earlier`, this one. None: there is
+    nothing. Raises Busy, CloudError."""
+    note = folder / INCOMING / NOTE
+    if not note.exists():
+        return None
+    with _alone(folder):
+        _, brought = _read_note(note)
+        target = _free(folder / EARLIER / "job")
+        target.mkdir(parents=True)
+        for path in filter(lambda path: (folder / path).is_file(), sorted(brought)):
+            place = target / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).replace(place)
+            _remove_empty(folder, (folder / path).parent)
+        note.unlink()
+        shutil.rmtree(note.parent)  # what of them is not whole
+    return target
+
+
+def _remove_empty(folder: Path, inside: Path) -> None:
+    """Folders in it that nothing is left in."""
+    with suppress(OSError):
+        while inside != folder:
+            inside.rmdir()
+            inside = inside.parent
+
+
+@contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Nobody else brings anything there. Raises Busy; CloudError where it cannot be written."""
     incoming = folder / INCOMING
     try:
         incoming.mkdir(parents=True, exist_ok=True)
@@ -151,12 +192,7 @@ def results_folder(folder: Path, of: str) -> Generator[ResultsFolder]:
         raise CloudError(f"nothing can be brought to {folder}: {error.strerror}.") from None
     try:
         _take(lock, folder)
-        owner, brought = _read_note(incoming / NOTE)
-        if owner not in (None, of):
-            raise CloudError(
-                f"{folder} holds the results of {owner}; those of {of} need a folder of their own: --to DIR."
-            )
-        yield ResultsFolder(folder, of, brought)
+        yield
     except OSError as error:
         raise CloudError(
             f"the results cannot be written to {folder}: {error.strerror}. They are at their place; make room here, and fetch again."

@@ -102,8 +102,8 @@ def problems(spec: JobSpec) -> list[str]:
     """What is wrong with it, in words for whoever wrote it; empty: nothing."""
     return [
         *_argument_problems(spec.arguments),
-        *_name_problems("environment", spec.environment),
-        *_name_problems("secret", spec.secrets),
+        *name_problems("environment", spec.environment),
+        *name_problems("secret", spec.secrets),
         *(
             f"environment variable {name} has a NUL character in its value"
             for name, value in spec.environment.items()
@@ -133,7 +133,8 @@ def _argument_problems(arguments: tuple[str, ...]) -> list[str]:
     return found
 
 
-def _name_problems(what: str, names: Iterable[str]) -> list[str]:
+def name_problems(what: str, names: Iterable[str]) -> list[str]:
+    """Of variables that a job is to have, in words; empty: nothing."""
     found: list[str] = []
     for name in names:
         if not ENVIRONMENT_NAME.fullmatch(name):

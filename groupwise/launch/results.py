@@ -6,6 +6,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from groupwise.clouds.folder import set_aside as set_files_aside
 from groupwise.clouds.port import Fetched, Handle, Status
 from groupwise.runs import durable
 from groupwise.runs.folder import RECORD, read_summary
@@ -31,15 +32,11 @@ def prepare(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Before another job of this name begins: what an earlier one brought back is no part of what this one makes, nor proof that it is
-    here. A folder of ours gets another name, of which this is the new one; in somebody's own folder only the document does."""
-    if not (folder / RESULT).exists():
-        return None
-    kept = folder if folder.parent.name == FOLDER else folder / RESULT
-    number = 1
-    while (aside := kept.with_name(f"{kept.name}.{number}")).exists():
-        number += 1
-    kept.rename(aside)
+    """Before another job of this name begins: what an earlier one brought back is no part of what this one makes, no checkpoint for it to
+    go on from, nor proof that its results are here. Where it is now; None: there was nothing. Raises CloudError."""
+    aside = set_files_aside(folder)
+    if aside is not None and (folder / RESULT).exists():
+        (folder / RESULT).replace(aside / RESULT)
     return aside
 
 

@@ -101,7 +101,10 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> int:
 
 def heed(path: Path) -> None:
     """Tell this process what is said there. The file is there from the beginning: on a network's disk, a new one may be seen late."""
-    while not path.read_text():
+    while True:
+        with suppress(OSError):  # of a network's disk; it may answer the next time
+            if path.read_text():
+                break
         time.sleep(LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Generator
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import EndpointError, UsageError
+from groupwise.hub import TOKEN_ELSEWHERE
 from groupwise.runs import durable
 from groupwise.runs.folder import FINAL
 
@@ -68,6 +70,10 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
     )
 
     _check_revision(target.revision)
+    if TOKEN_ELSEWHERE in os.environ:
+        return (
+            f"{target} is not looked at, since the token that may write there is where the job runs"
+        )
     try:
         api = _api()
         if _may_write(api, target.repo_id):

@@ -308,7 +308,7 @@ async def test_a_program_that_is_not_there(backend: Backend, store: BlobStore, n
 async def test_the_time_limit_ends_it_with_what_it_has_made(
     backend: Backend, store: BlobStore, name: str, tmp_path: Path
 ) -> None:
-    limits = Limits(time_seconds=2, grace_seconds=5)
+    limits = Limits(time_seconds=5, grace_seconds=5)
     handle = await backend.submit(
         order(name, SAVES + "save(1, b'one')\n" + WAITS, limits=limits), store
     )

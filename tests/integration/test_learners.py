@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -180,8 +181,7 @@ def test_under_torchrun_a_killed_rank_ends_all(undisturbed, tmp_path):
     while not first.exists() and agent.poll() is None:
         time.sleep(0.01)
     processes = below(agent.pid)
-    words = {each: Path(f"/proc/{each}/environ").read_bytes().split(b"\0") for each in processes}
-    (second,) = [each for each, found in words.items() if b"RANK=1" in found]
+    second = the_one_with(b"RANK=1", processes)
     os.kill(second, signal.SIGKILL)
     agent.communicate(timeout=100)
     assert agent.returncode != 0
@@ -190,6 +190,17 @@ def test_under_torchrun_a_killed_rank_ends_all(undisturbed, tmp_path):
     assert what_must_be_equal(tmp_path / "toy")["files"].keys() == (
         what_must_be_equal(undisturbed)["files"].keys()
     )
+
+
+def the_one_with(word: bytes, processes: list[int]) -> int:
+    """In its environment."""
+    found: list[int] = []
+    for each in processes:
+        with suppress(OSError):  # it ends meanwhile
+            if word in Path(f"/proc/{each}/environ").read_bytes().split(b"\0"):
+                found.append(each)
+    (process,) = found
+    return process
 
 
 def torchrun(runs: Path, machines: int, *words: str) -> list[subprocess.Popen[bytes]]:

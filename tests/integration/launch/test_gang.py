@@ -15,6 +15,7 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,13 @@ def assert_saved(person: Person, name: str) -> None:
 
 def process_of(rank: int, job: str = "killed") -> int:
     """The training that torchrun has begun as this rank."""
-    [found] = [
-        pid
-        for pid in pids_of(f"attempts/{job}.1/work")
-        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    ]
-    return found
+    found: list[int] = []
+    for pid in pids_of(f"attempts/{job}.1/work"):
+        with suppress(OSError):  # it ends meanwhile
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    [process] = found
+    return process
 
 
 def test_a_script_is_told_which_process_it_is_and_words_arrive_as_they_are(
@@ -360,7 +362,7 @@ def test_attempts_meet_at_ports_of_their_own() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with slurm.cluster(node_timeout=10) as found:
+    with slurm.cluster() as found:
         yield found
 
 

@@ -79,9 +79,10 @@ def test_words_arrive_as_they_are_and_secrets_nowhere_else(person: Person) -> No
     assert CANARY not in typed.out + typed.err
     person.types("remove", "odd")
     typed = person.types(*words[:-2], "--detach", *words[-2:])
-    assert "launches/odd.1 now" in typed.err
-    assert (person.project / "launches/odd.1/outputs/told.json").read_text() == told
-    assert not (person.project / "launches/odd").exists()
+    assert "launches/odd/earlier/job now" in typed.err
+    assert (person.project / "launches/odd/earlier/job/outputs/told.json").read_text() == told
+    assert not (person.project / "launches/odd/outputs").exists()
+    assert "not all here" in person.types("remove", "odd", code=2).err
 
 
 def test_ctrl_c_ends_it_in_order_and_fetches(person: Person) -> None:
@@ -225,7 +226,7 @@ def test_a_note_that_lacks_something_spoils_no_list(person: Person) -> None:
 
 def test_the_time_limit_ends_it_and_what_it_left_comes_back(person: Person) -> None:
     script(person, WAITS)
-    words = ("local", "--name", "long", "--max-hours", "0.001", "--script", "job.py")
+    words = ("local", "--name", "long", "--max-hours", "0.002", "--script", "job.py")
     typed = person.types(*words, code=None)
     assert typed.code != 0
     assert person.result("long")["state"] == "time_limit"

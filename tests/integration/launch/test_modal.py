@@ -22,6 +22,7 @@ from groupwise.hosts.spec import JobSpec, Limits
 from groupwise.launch import places
 from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
+from tests.integration.launch.test_local import TRAINS
 from tests.places import modal_backend
 
 pytestmark = pytest.mark.launch
@@ -161,14 +162,14 @@ async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
     canary = "canary-7d20b1"
     modal = FakeModal(tmp_path / "modal", secrets={"keys": {"TOKEN": canary}})
     ours = secrets == "of this machine"
-    backend = modal_backend(modal, spare=4.0)
+    backend = modal_backend(modal, spare=9.0)
     asked = order(
         COUNTS,
         "2",
         str(tmp_path / "go"),
         values={"TOKEN": canary} if ours else {},
         limits=Limits(time_seconds=100),
-        asks={"timeout": 7, "secrets": {} if ours else {"keys": ["TOKEN"]}},
+        asks={"timeout": 13, "secrets": {} if ours else {"keys": ["TOKEN"]}},
     )
     handle = await backend.submit(asked, store)
     await backend.close()
@@ -178,7 +179,7 @@ async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
 
     # Each call begins from the checkpoint before, and makes none of its own at step 2.
     await until(lambda: calls_are(2))
-    other = modal_backend(modal, spare=4.0)
+    other = modal_backend(modal, spare=9.0)
     (tmp_path / "go").touch()
     status = await ended(other, handle)
     assert status.ending is not None
@@ -195,9 +196,9 @@ async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
 async def test_a_call_that_made_no_checkpoint_is_not_repeated_for_ever(
     modal: FakeModal, store: BlobStore
 ) -> None:
-    backend = modal_backend(modal, spare=3.0)
+    backend = modal_backend(modal, spare=10.0)
     script = "import time; print('on', flush=True); time.sleep(1000)"
-    asked = order(script, limits=Limits(time_seconds=100), asks={"timeout": 4})
+    asked = order(script, limits=Limits(time_seconds=100), asks={"timeout": 12})
     handle = await backend.submit(asked, store)
     ending = (await ended(backend, handle)).ending
     assert ending is not None
@@ -209,15 +210,15 @@ async def test_a_call_that_made_no_checkpoint_is_not_repeated_for_ever(
 async def test_the_jobs_own_limit_holds_over_all_its_calls(
     modal: FakeModal, store: BlobStore, tmp_path: Path
 ) -> None:
-    backend = modal_backend(modal, spare=4.0)
+    backend = modal_backend(modal, spare=6.0)
     asked = order(
-        COUNTS, "1000", str(tmp_path), "free", limits=Limits(time_seconds=8), asks={"timeout": 7}
+        COUNTS, "1000", str(tmp_path), "free", limits=Limits(time_seconds=10), asks={"timeout": 9}
     )
     handle = await backend.submit(asked, store)
     status = await ended(backend, handle)
     assert status.ending is not None
     assert status.ending.outcome is Outcome.TIME_LIMIT
-    assert "8 s" in status.ending.reason
+    assert "10 s" in status.ending.reason
     assert len(modal.calls()) > 1
     assert (status.step or 0) > 2
 
@@ -229,7 +230,7 @@ async def test_modals_own_time_out_kills_and_what_was_committed_is_there(
     backend = modal_backend(modal, spare=0.5)
     script = COUNTS.replace("(save(), sys.exit(0))", "None") + "time.sleep(1000)"
     limits = Limits(time_seconds=100, grace_seconds=60)
-    asked = order(script, "2", str(tmp_path), limits=limits, asks={"timeout": 3})
+    asked = order(script, "2", str(tmp_path), limits=limits, asks={"timeout": 8})
     handle = await backend.submit(asked, store)
     ending = (await ended(backend, handle)).ending
     assert ending is not None
@@ -495,11 +496,16 @@ def test_the_documented_line_is_planned_without_a_token(person: Person) -> None:
     assert "$2.10 an hour" in typed.err
     (person.project / "keys.env").write_text("TOKEN=x\n")
     script = ("--dry-run", "--script", "task.py")
-    typed = person.types("modal", "--secret", "a=HF_TOKEN, WANDB_API_KEY", *script)
+    secret = ("--secret", "a=HF_TOKEN, WANDB_API_KEY")
+    typed = person.types("modal", *secret, *script)
     assert "HF_TOKEN, WANDB_API_KEY of a" in typed.out
+    uploads = (*TRAINS, "training.max_steps=1", "run.hub.repo_id=somebody/sums")
+    assert "hub" in person.types("modal", "--dry-run", "--", *uploads, code=2).err
+    assert "tried here" in person.types("modal", "--dry-run", *secret, "--", *uploads).err
     for words, why in (
         (("--secret", "huggingface"), "NAME=VARIABLE is expected"),
         (("--secret", "a=B,"), "NAME=VARIABLE is expected"),
+        (("--secret", "a=LD_PRELOAD"), "it decides which program runs"),
         (("--secret", "a=B", "--secret", "b=C,B"), "B is given twice"),
         (("--env-file", "keys.env", "--secret", "a=TOKEN"), "TOKEN is given twice"),
     ):

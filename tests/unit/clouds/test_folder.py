@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.clouds.folder import EARLIER, INCOMING, ResultsFolder, results_folder
-from groupwise.clouds.port import CloudError
+from groupwise.clouds.folder import EARLIER, INCOMING, ResultsFolder, results_folder, set_aside
+from groupwise.clouds.port import Busy, CloudError
 from groupwise.hosts.spec import FileEntry
 
 RUN = "runs/run"
@@ -200,3 +200,23 @@ def test_a_note_that_cannot_be_read_loses_nothing(tmp_path: Path) -> None:
     with results_folder(tmp_path, JOB) as results:
         come(results, {"a": b"2"}, attempt=2, ended=True)
     assert content(tmp_path) == {"a": b"2", f"{EARLIER}/changed/a": b"1"}
+
+
+def test_before_another_job_of_that_name_all_that_was_brought_is_set_aside(tmp_path: Path) -> None:
+    """Also where nobody wrote a result; what somebody else put there stays."""
+    (tmp_path / "mine").write_text("mine")
+    assert set_aside(tmp_path) is None
+    for number in (1, 2):
+        with results_folder(tmp_path, JOB) as results:
+            come(results, {**checkpoints(500 * number), "log": b"said"})
+            (results.incoming / "half").write_bytes(b"half")
+            with pytest.raises(Busy):
+                set_aside(tmp_path)
+        aside = set_aside(tmp_path)
+        assert aside == tmp_path / EARLIER / ("job" if number == 1 else "job.2")
+        assert content(aside) == {**checkpoints(500 * number), "log": b"said"}
+        assert sorted(each.name for each in tmp_path.iterdir()) == [EARLIER, "mine"]
+    with results_folder(tmp_path, JOB) as results:
+        come(results, checkpoints(10))
+        assert steps(results) == [10]
+        assert set(results.brought) == set(checkpoints(10))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.clouds.folder import results_folder
 from groupwise.clouds.port import Ending, Fetched, Handle, Outcome, Phase, Status
 from groupwise.hosts.failures import FailureClass
 from groupwise.launch import results
@@ -58,19 +59,17 @@ def test_whether_all_is_here(
 
 
 def test_what_an_earlier_job_of_the_name_brought_back_is_set_aside(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / results.FOLDER / "job", tmp_path / "mine"
-    for folder in (ours, theirs):
-        assert results.set_aside(folder) is None
-    for number in (1, 2):
-        for folder in (ours, theirs):
-            prepare(folder)
-            (folder / "weights").write_text(f"{number}")
-            write(folder, result(HANDLE, "local", FAILED, Fetched(folder, (), 0, {})))
-        assert results.set_aside(ours) == ours.with_name(f"job.{number}")
-        assert results.set_aside(theirs) == theirs / f"{results.RESULT}.{number}"
-        assert (ours.with_name(f"job.{number}") / "weights").read_text() == f"{number}"
-        assert not any(is_all_of(folder, HANDLE) for folder in (ours, theirs))
-    assert (theirs / "weights").read_text() == "2"
+    folder = tmp_path / results.FOLDER / "job"
+    assert results.set_aside(folder) is None
+    prepare(folder)
+    with results_folder(folder, "job on this machine") as brought:
+        brought.take({}, {}, 1, ended=True)
+    write(folder, result(HANDLE, "local", FAILED, Fetched(folder, (), 0, {})))
+    assert is_all_of(folder, HANDLE)
+    aside = results.set_aside(folder)
+    assert aside == folder / "earlier/job"
+    assert (aside / results.RESULT).exists()
+    assert not is_all_of(folder, HANDLE)
 
 
 def test_git_and_the_next_job_leave_the_folder_alone(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The processes of one machine of several: where they meet, and with which code they end."""
 
+import errno
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,8 +22,10 @@ FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
 KILLED = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
 WAITS = """\
 import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("saved", os.environ["RANK"], flush=True), sys.exit(0)))
-print("on", flush=True)
+def say(line):
+    os.write(1, f"{line}\\n".encode())  # at once: another process says its own there
+signal.signal(signal.SIGTERM, lambda *_: (say(f"saved {os.environ['RANK']}"), sys.exit(0)))
+say("on")
 time.sleep(1000)
 """
 
@@ -98,6 +101,24 @@ def test_term_is_kept_from_srun_which_would_kill_and_told_its_tasks(tmp_path: Pa
     said, _ = process.communicate(timeout=100)
     assert sorted(said.splitlines()) == ["saved 0", "saved 1"]
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_disk_that_does_not_answer_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disk:
+        answers: ClassVar[list[str | OSError]] = ["", OSError(errno.ESTALE, "stale"), "TERM"]
+
+        def read_text(self) -> str:
+            answer = self.answers.pop(0)
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+
+    told: list[int] = []
+    monkeypatch.setattr(node, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(os, "kill", lambda _, number: told.append(number))
+    disk: Any = Disk()
+    node.heed(disk)
+    assert told == [signal.SIGTERM]
 
 
 def test_in_an_allocation_of_slurm_ray_begins_what_ray_was_given(

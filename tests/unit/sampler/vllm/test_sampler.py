@@ -300,14 +300,14 @@ async def test_a_server_that_is_not_up_yet_is_waited_for(learner, server):
 
 
 async def test_what_takes_too_long_is_asked_for_again(learner, server):
-    sampler = vllm_sampler([server.url], learner, timeout=0.3)
+    sampler = vllm_sampler([server.url], learner, timeout=2.0)
     await sampler.load(await learner.publish(0))
     hung = []
 
     async def hangs(path, body):
         if path == "/completions" and not hung:
             hung.append(body)
-            await asyncio.sleep(3)
+            await asyncio.sleep(6)
         return
 
     server.interfere = hangs

@@ -124,7 +124,8 @@ async def test_a_call_that_nobody_waits_for_is_given_up():
 
 async def test_a_call_that_is_given_up_before_it_began_is_over_as_well():
     async with served(limits={"sample": 0.01}, grace=0.05, silence_limit=1.0) as engine:
-        pausing = asyncio.create_task(engine.call("pause", 0.2))
+        pausing = asyncio.create_task(engine.call("pause", 0.6))
+        await asyncio.sleep(0.2)
         call = asyncio.create_task(engine.call("sample"))
         await asyncio.sleep(0)
         call.cancel()  # so that both arrive while the engine's loop is busy, and are taken together
