@@ -152,8 +152,7 @@ class AwsBackend:
         """See `Backend.submit`."""
         refuse(order)
         before = await self._before(order.name)
-        machine = await self._newest(order.name)
-        record = self._kept.find(order.name)
+        machine, record = await self._known(order.name)
         if machine is None and record is None:
             return await self._on_new_machine(order, store, 1, None, before)
         self._expect_same(order, machine, record)
@@ -173,7 +172,7 @@ class AwsBackend:
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`. Where its machine is there it goes on on it, else on a new one."""
         before = await self._before(name)
-        machine, record = await self._newest(name), self._kept.find(name)
+        machine, record = await self._known(name)
         if machine is not None and machine.lives:
             going_on = await self._resumed_there(machine, name, secrets, store)
             if going_on is not None:
@@ -518,9 +517,18 @@ class AwsBackend:
         """Of the newest attempt; a living one before one that is gone, and of two that were started at once the same for all."""
         return max(await self._all(name), key=_newness, default=None)
 
+    async def _known(self, name: str) -> tuple[Machine | None, Record | None]:
+        """Its newest machine, and what is kept here. One that is gone before the job began on it is none: whoever started it died, and
+        nothing of the job was ever there."""
+        machine, record = await self._newest(name), self._kept.find(name)
+        if machine is not None and record is None and not machine.lives:
+            never_began = "begun" not in machine.tags and _attempt(machine, None) == 1
+            machine = None if never_began else machine
+        return machine, record
+
     async def find(self, name: str) -> Handle | None:
         """See `Backend.find`."""
-        machine, record = await self._newest(name), self._kept.find(name)
+        machine, record = await self._known(name)
         if machine is None:
             return None if record is None else self._handle(name, record.attempt)
         if machine.lives:

@@ -30,6 +30,7 @@ from groupwise.clouds.port import (
     CloudError,
     Handle,
     NameTaken,
+    NotHere,
     Order,
     Outcome,
     Phase,
@@ -419,10 +420,10 @@ async def test_one_that_cannot_be_ended_is_told_with_what_ends_it(
     )
 
 
-async def test_what_a_dead_laptop_left_is_taken_up(
-    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def dies_while_it_starts_one(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Killed between the machine's start and the job's beginning, it cleans up nothing."""
+    """A laptop that was killed between the machine's start and the job's beginning, so that it cleaned up nothing."""
 
     async def killed(self: AwsBackend, *_: Any) -> None:
         raise KeyboardInterrupt
@@ -431,7 +432,13 @@ async def test_what_a_dead_laptop_left_is_taken_up(
         patched.setattr(AwsBackend, "_set_up", killed)
         patched.setattr(AwsBackend, "_undo", lambda *_: asyncio.sleep(0))
         with pytest.raises(KeyboardInterrupt):
-            await account.backend(tmp_path / "dead").submit(order("orphan"), store)
+            await account.backend(tmp_path / "dead").submit(order(name), store)
+
+
+async def test_what_a_dead_laptop_left_is_taken_up(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await dies_while_it_starts_one(account, store, tmp_path, monkeypatch, "orphan")
     [machine] = account.living()
     account.ends_at(machine, time.time() + 600)
     backend = account.backend(tmp_path / "kept")
@@ -444,6 +451,25 @@ async def test_what_a_dead_laptop_left_is_taken_up(
     assert account.living() == [machine]
     assert len(account.sudo()) == 1
     assert account.deadline(machine) > time.time() + 7200
+
+
+async def test_what_a_dead_laptop_left_and_somebody_ended_is_begun_anew(
+    account: Cloud, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await dies_while_it_starts_one(account, store, tmp_path, monkeypatch, "ended")
+    [machine] = account.living()
+    backend = account.backend(tmp_path / "kept")
+    for each in await backend.rented():
+        if each.job == "ended":
+            await backend.give_back(each)
+    assert account.living() == []
+    assert await backend.find("ended") is None
+    with pytest.raises(NotHere):
+        await backend.resume("ended", {}, store)
+    handle = await backend.submit(order("ended"), store)
+    assert (await until_ended(backend, handle)).ending.outcome is Outcome.SUCCEEDED
+    assert account.living() != [machine]
+    await backend.close()
 
 
 # --- gone -----------------------------------------------------------------------------------------
@@ -823,7 +849,7 @@ def test_secrets_are_in_nothing_that_is_kept(
 def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
     person: Person, python: list[str], account: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spot_notice, "TO_SAVE", 12)  # half of which a job goes on as before
+    monkeypatch.setattr(spot_notice, "TO_SAVE", 12)
     script = job(person, SAVES_WHEN_TOLD)
     watching = person.begins(*python, "--spot", "--name", "moves", *script)
     person.sees("attempt 1 began with ''")

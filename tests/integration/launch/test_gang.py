@@ -397,7 +397,7 @@ def test_two_nodes_of_slurm_train_as_one_process_does(clerk: Person) -> None:
     assert_close(*folders)
 
 
-def test_slurm_stopped_it_saves_and_goes_on(clerk: Person) -> None:
+def test_slurm_stopped_it_saves(clerk: Person) -> None:
     near = ("--env-file", "near.env")
     words = ("slurm", "--nodes", "2", *near, "--name", "stopped", "--no-preflight")
     begun = clerk.begins(*words, "--", *LEARNERS, *ENDLESS)

@@ -212,8 +212,8 @@ def test_before_another_job_of_that_name_all_that_was_brought_is_set_aside(tmp_p
             (results.incoming / "half").write_bytes(b"half")
             with pytest.raises(Busy):
                 set_aside(tmp_path)
-        aside = set_aside(tmp_path)
-        assert aside == tmp_path / EARLIER / ("job" if number == 1 else "job.2")
+        aside = tmp_path / EARLIER / ("job" if number == 1 else "job.2")
+        assert set_aside(tmp_path) == aside
         assert content(aside) == {**checkpoints(500 * number), "log": b"said"}
         assert sorted(each.name for each in tmp_path.iterdir()) == [EARLIER, "mine"]
     with results_folder(tmp_path, JOB) as results:
