@@ -133,10 +133,23 @@ class MachineBackend:
 
     async def _expect_same(self, order: Order, handle: Handle) -> None:
         """Raises NameTaken where the attempt is of a job that asks for something else."""
-        if what((await self.order(handle)).document()) != what(order.document()):
+        try:
+            asked = await self.order(handle)
+        except CloudError:
+            if await self._was_refused(
+                handle
+            ):  # meanwhile, and its files are gone with that: nothing ran
+                return
+            raise
+        if what(asked.document()) != what(order.document()):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
+
+    async def _was_refused(self, handle: Handle) -> bool:
+        with self._told():
+            state = await self._runner.status(handle.name, handle.attempt)
+        return state.state is RunnerState.REFUSED
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`."""
