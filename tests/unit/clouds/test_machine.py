@@ -11,6 +11,7 @@ import pytest
 
 from groupwise.clouds.machine import MachineBackend
 from groupwise.clouds.port import Backend, CloudError, Handle, Order, Outcome, Phase
+from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
@@ -132,3 +133,26 @@ async def test_who_cannot_be_reached_is_told_so(store: BlobStore) -> None:
         ):
             await backend.find("job")
         await backend.close()
+
+
+async def test_refused_while_it_is_being_submitted_it_is_told_as_a_refusal(
+    backend: MachineBackend, store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are gone with that, and with them what it asked for."""
+    asked = order("refused", script="print()")
+    handle = await backend.submit(asked, store)
+    await ended(backend, handle)
+
+    async def gone(_: Handle) -> Order:
+        raise CloudError("no working folder")
+
+    monkeypatch.setattr(backend, "order", gone)
+    with pytest.raises(CloudError, match="no working folder"):
+        await backend.submit(asked, store)
+    status = backend._runner.status
+
+    async def refused(job: str, epoch: int) -> MemberState:
+        return replace(await status(job, epoch), state=RunnerState.REFUSED)
+
+    monkeypatch.setattr(backend._runner, "status", refused)
+    assert await backend.submit(asked, store) == handle
