@@ -90,10 +90,10 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> int:
     if cores := os.environ.get(CORES):  # srun does not take it over from the job (since 22.05)
         step.append(f"--cpus-per-task={cores}")
     ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
-    os.environ[BEGUN_BY_SRUN] = os.path.abspath(TOLD)
-    os.environ[KEY_FILE] = give_secret()
-    told = Path(TOLD)
+    told = Path(TOLD).absolute()
     told.write_text("")
+    os.environ[BEGUN_BY_SRUN] = str(told)
+    os.environ[KEY_FILE] = give_secret()
     signal.signal(signal.SIGTERM, lambda *_: told.write_text("TERM"))
     code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
     return code if code >= 0 else EX_TEMPFAIL

@@ -433,7 +433,7 @@ def contain(folder: Path, name: str, number: int) -> str:
     view.reload()
     secrets = json.loads(os.environ.pop(SECRETS))
     call = Call(**json.loads((folder / "calls" / name / "input").read_text("utf-8")))
-    named = {each: os.environ[each] for every in call.named.values() for each in every}
+    named = {name: os.environ[name] for name in call.variables}
     around = Surroundings(
         str(view.here),
         str(place / "disk"),

@@ -50,6 +50,11 @@ class Call:
     named: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     """Secrets of the workspace, and which of their variables the job has."""
 
+    @property
+    def variables(self) -> list[str]:
+        """Of `named`, all that the job has."""
+        return [variable for variables in self.named.values() for variable in variables]
+
     def document(self) -> dict[str, Any]:
         """As it travels."""
         return asdict(self)

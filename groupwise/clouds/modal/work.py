@@ -68,8 +68,8 @@ def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) 
     if turn["handed_over"]:  # and this container was taken away before it could spawn the next call
         return follow(call, around)
     around.volume.reload()
-    asked = {variable for variables in call.named.values() for variable in variables}
-    named = {name: around.environment[name] for name in asked if name in around.environment}
+    there = around.environment
+    named = {name: there[name] for name in call.variables if name in there}
     return Stint(call, me, around, turn["spent"]).run({**named, **secrets})
 
 

@@ -158,17 +158,21 @@ async def test_void_and_begin_race_and_one_of_them_decides(runner: Runner) -> No
         assert ran is (voided.state is not RunnerState.VOIDED)
 
 
-async def test_evicted_it_has_time_to_save(runner: Runner) -> None:
-    saves = (
-        "import signal, sys\n"
+def saves(says: str) -> str:
+    """A script that prints this when it is told to end."""
+    return (
+        "import signal, sys, time\n"
         "def save(number, frame):\n"
-        "    print('saved', flush=True)\n"
+        f"    print({says}, flush=True)\n"
         "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "print('on', flush=True)\n"
         "signal.pause()"
     )
-    waits = await runner.launch(job(saves))
+
+
+async def test_evicted_it_has_time_to_save(runner: Runner) -> None:
+    waits = await runner.launch(job(saves("'saved'")))
     engine = begins(waits)
     await until_said(runner, "on")
     engine.send_signal(signal.SIGTERM)
@@ -209,16 +213,7 @@ async def test_told_by_its_engine_as_well_it_is_not_told_again_while_it_saves(
 
 async def test_evicted_by_whom_it_knows_alone_it_is_told_at_once(runner: Runner) -> None:
     """As Modal and AWS do, whose notice nothing else of the job hears: all of it is for saving."""
-    saves = (
-        "import signal, sys, time\n"
-        "def save(number, frame):\n"
-        "    print(time.time(), flush=True)\n"
-        "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
-        "print('on', flush=True)\n"
-        "signal.pause()"
-    )
-    waits = await runner.launch(job(saves))
+    waits = await runner.launch(job(saves("time.time()")))
     engine = begins(waits)
     await until_said(runner, "on")
     began = time.time()
