@@ -136,11 +136,9 @@ class MachineBackend:
         try:
             asked = await self.order(handle)
         except CloudError:
-            if await self._was_refused(
-                handle
-            ):  # meanwhile, and its files are gone with that: nothing ran
-                return
-            raise
+            if not await self._was_refused(handle):
+                raise
+            return  # nothing ran, and what it asked for is gone with its files
         if what(asked.document()) != what(order.document()):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
