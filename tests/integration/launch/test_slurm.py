@@ -323,8 +323,7 @@ async def test_a_node_that_slurm_gives_up_keeps_its_job(
         go.touch()
         assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
     finally:
-        cluster.start("n2")
-        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+        cluster.start("n2")  # and it is back as soon as it has told so (ReturnToService=2)
         cluster.until_ready()
 
 
