@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
@@ -43,7 +43,9 @@ class Interruption:
     open_ones: ClassVar[list[Interruption]] = []
     """Those of this process, the newest last."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[], None] | None = None) -> None:
+        """`told`: called by the loop once somebody has asked it to end, to say so."""
+        self._told = told
         self._received: int | None = None
         self._received_at = -math.inf
         self._event = asyncio.Event()
@@ -71,7 +73,13 @@ class Interruption:
         """Ask the loop to end cleanly, from any thread."""
         if self._received is None:
             self._received, self._received_at = number, time.monotonic()
-        self._loop.call_soon_threadsafe(self._event.set)
+        self._loop.call_soon_threadsafe(self._notice)
+
+    def _notice(self) -> None:
+        told, self._told = self._told, None
+        self._event.set()
+        if told is not None:
+            told()
 
     async def allow(self, work: Coroutine[Any, Any, T]) -> T:
         """Await droppable work; raises `Interrupted`, with the work cancelled, when a signal has come or comes."""

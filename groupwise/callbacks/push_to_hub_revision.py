@@ -187,7 +187,8 @@ class PushToHubRevision(Callback):
                     continue
                 self._uploading = entry.step
             try:
-                logger.info("uploaded %s", entry.push())
+                pushed = entry.push()
+                logger.info("uploaded %s, commit %s", pushed.url, pushed.commit)
                 self._told = {cause for cause in self._told if not cause.startswith(AWAY)}
             except UsageError as error:
                 self._warn_once(entry.target.revision, str(error))

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from groupwise.fleet.machines.plans import Plan
 
 Gpu = Annotated[
-    str, typer.Option("--gpu", metavar="TYPE", help="A10G, A100 (40 GB), A100-80GB or H100.")
+    str,
+    typer.Option(
+        "--gpu",
+        metavar="TYPE",
+        help="T4, L4, A10G, L40S, A100 (40 GB), A100-80GB, H100, H200 or B200.",
+    ),
 ]
 Timeout = Annotated[
     str,

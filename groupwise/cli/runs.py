@@ -287,7 +287,9 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
 def _uploaded(summary: Mapping[str, Any] | None) -> str | None:
     """Where the result is on the hub, or why it is not there; None where it was not to be, or the run has not ended."""
     hub: Mapping[str, str] = {} if summary is None else summary.get("hub", {})
-    return f"not uploaded: {hub['error']}" if "error" in hub else hub.get("url")
+    if "error" in hub:
+        return f"not uploaded: {hub['error']}"
+    return f"{hub['url']} (commit {hub['commit']})" if "commit" in hub else hub.get("url")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -32,6 +32,8 @@ NOTICE = 60.0
 """Seconds that the first machine has to notice that another one has ended."""
 SAVING = 60.0
 """Seconds that the others have after TERM; torchrun kills after 50."""
+UNREAD = 15.0
+"""Seconds in which a disk may come round that does not give what is on it."""
 EVICTED = 25.0
 """Seconds that the job has, once it is to end."""
 SHARED = "all nodes of Ray need the folder of jobs under one path, on a disk that they share, and the same environment"
@@ -60,6 +62,8 @@ class Machine:
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
+        self._unread: float | None = None
+        """Since when the order has been there and could not be read."""
 
     def host(self) -> str:
         """Where the others reach it."""
@@ -86,7 +90,11 @@ class Machine:
         except FileNotFoundError:
             folder = os.path.dirname(path)
             return False if os.path.isdir(folder) else f"it has no {folder}: {SHARED}"
-        except OSError as error:
+        except OSError as error:  # of a network's disk; it may answer the next time
+            now = time.monotonic()
+            self._unread = now if self._unread is None else self._unread
+            if now - self._unread < UNREAD:
+                return False
             return f"it cannot read {path} ({error.strerror}): {SHARED}"
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         environment = {

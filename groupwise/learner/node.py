@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -94,9 +94,21 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> int:
     told.write_text("")
     os.environ[BEGUN_BY_SRUN] = str(told)
     os.environ[KEY_FILE] = give_secret()
-    signal.signal(signal.SIGTERM, lambda *_: told.write_text("TERM"))
-    code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
+    with _told_instead(told):
+        code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
     return code if code >= 0 else EX_TEMPFAIL
+
+
+@contextmanager
+def _told_instead(path: Path) -> Generator[None]:
+    """TERM is written down there, and so is Ctrl-C, where somebody types this command."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {each: signal.signal(each, lambda *_: path.write_text("TERM")) for each in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def heed(path: Path) -> None:

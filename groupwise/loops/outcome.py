@@ -22,7 +22,7 @@ from groupwise.loops.prepare import Prepared
 from groupwise.loops.training import Training
 from groupwise.models.artefact import CARD
 from groupwise.models.card import Place, model_card, results_of
-from groupwise.models.hub_push import Target, push
+from groupwise.models.hub_push import Pushed, Target, push
 from groupwise.rewards.threads import DaemonThreads
 from groupwise.runs import durable, find
 from groupwise.runs.folder import FINAL_STEP
@@ -129,7 +129,7 @@ async def _uploaded(run: Training, policy: str) -> dict[str, Any]:
     thread = DaemonThreads([_Uploader()], "hub")
     try:
         job = thread.submit((run.folder.final, target, policy, run.folder.path))
-        return {"hub": {"url": await run.interruption.allow(_awaited(job))}}
+        return {"hub": asdict(await run.interruption.allow(_awaited(job)))}
     except (GroupwiseError, Interrupted) as error:
         why = str(error).rstrip(".") or "interrupted"
         ways = " with --overwrite or --revision BRANCH" if isinstance(error, UsageError) else ""
@@ -142,7 +142,7 @@ async def _uploaded(run: Training, policy: str) -> dict[str, Any]:
         thread.close()
 
 
-async def _awaited(job: Future[str]) -> str:
+async def _awaited(job: Future[Pushed]) -> Pushed:
     return await asyncio.wrap_future(job)
 
 
@@ -152,7 +152,7 @@ class _Uploader:
     def begin(self) -> None:
         pass
 
-    def do(self, job: tuple[Path, Target, str, Path]) -> str:
+    def do(self, job: tuple[Path, Target, str, Path]) -> Pushed:
         return push(*job)
 
     def end(self) -> None:

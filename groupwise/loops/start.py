@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
 
+ENDS = (
+    "asked to end: what has been done is saved first; Ctrl-C once more ends at once, without that"
+)
 MOST_IN_VAIN = 3
 """Losses in a row without a new checkpoint after which a run does not go on by itself."""
 
@@ -254,7 +257,8 @@ def watched(
         start_step=resumption.point.step if resumption else 0,
         logging_steps=prepared.config.run.logging_steps,
     )
-    with Interruption() as interruption, progress, _shown_warnings(progress):
+    ends = Interruption(lambda: progress.note(ENDS))
+    with ends as interruption, progress, _shown_warnings(progress):
         if warning := crowding(prepared.layout, elsewhere=prepared.config.run.server is not None):
             logger.warning(warning)
         progress.phase("loading")

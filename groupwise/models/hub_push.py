@@ -55,6 +55,16 @@ class Target:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What an upload has made."""
+
+    url: str
+    """Of the branch, for people."""
+    commit: str
+    """What the branch was at then: by it the same files are found again, whatever comes later."""
+
+
 def check_access(target: Target, run: Path | None = None) -> str | None:
     """Before a run: UsageError where one may not write there, or may not overwrite what is there. Nothing is made.
 
@@ -95,7 +105,7 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
     return None
 
 
-def push(folder: Path, target: Target, message: str, run: Path | None = None) -> str:
+def push(folder: Path, target: Target, message: str, run: Path | None = None) -> Pushed:
     """Make a branch hold exactly what the folder holds, as one commit; returns where it is.
 
     `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError where the branch holds
@@ -120,11 +130,12 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
                 delete_patterns="*",
                 parent_commit=parent,
             )
-            if run is not None:
-                _note_commit(run, target, made.oid)
-        elif run is not None:
-            _note_commit(run, target, _head(api, target))  # a process may have died before it could
-        return f"{api.endpoint}/{target.repo_id}/tree/{target.revision}"
+            commit = made.oid
+        else:
+            commit = _head(api, target)  # a process may have died before it could note it
+        if run is not None:
+            _note_commit(run, target, commit)
+        return Pushed(f"{api.endpoint}/{target.repo_id}/tree/{target.revision}", commit)
 
 
 class _Refused(Exception):

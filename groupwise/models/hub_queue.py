@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from groupwise.models.artefact import keep_artefact
-from groupwise.models.hub_push import Target, push
+from groupwise.models.hub_push import Pushed, Target, push
 from groupwise.runs import durable
 
 QUEUES = "hub"
@@ -35,15 +35,15 @@ class Waiting:
     folder: Path
     target: Target
 
-    def push(self, *, overwrite: bool = False) -> str:
-        """Upload it, and let it go; returns where it is. Raises what `groupwise.models.hub_push.push` raises, and then it stays."""
+    def push(self, *, overwrite: bool = False) -> Pushed:
+        """Upload it, and let it go. Raises what `groupwise.models.hub_push.push` raises, and then it stays."""
         target = Target(
             **{**self.target.as_dict(), "overwrite": overwrite or self.target.overwrite}
         )
         run = self.folder.parents[2]
-        url = push(self.folder / FILES, target, f"{run.name}@{self.step}", run)
+        pushed = push(self.folder / FILES, target, f"{run.name}@{self.step}", run)
         self.drop()
-        return url
+        return pushed
 
     def drop(self) -> None:
         """Let it go."""

@@ -54,12 +54,12 @@ def push(
             f"--revision names the branch of the final weights, of which {path.name} has none to upload; the branches of checkpoints are "
             "given by the callback. Leave it out."
         )
-    places = [entry.push(overwrite=overwrite) for entry in entries]
+    places = [entry.push(overwrite=overwrite).url for entry in entries]
     if hub.repo_id is not None and final.is_dir():
         branch = revision or hub.revision
         target = Target(hub.repo_id, branch, hub.private, overwrite or hub.overwrite)
         with nullcontext(final) if revision is None else _for_another(path, final, target) as made:
-            places.append(upload(made, target, label_of(path, final), path))
+            places.append(upload(made, target, label_of(path, final), path).url)
     return places
 
 

@@ -68,8 +68,9 @@ def warnings_of(run: Path) -> str:
 def test_checkpoints_and_the_final_weights_stand_on_the_hub(tmp_path, hub, alone):
     result = groupwise.rl(settings(tmp_path, final=True), TOY)
     assert result.exit_code == 0
-    assert result.summary["hub"] == {"url": f"{hub.url}/{REPO}/tree/main"}
     repository = hub.repositories[REPO]
+    url, commit = f"{hub.url}/{REPO}/tree/main", repository.branches["main"][-1]
+    assert result.summary["hub"] == {"url": url, "commit": commit}
     assert repository.private
     assert list(repository.branches) == ["main", *BRANCHES]
     assert [len(repository.branches[branch]) for branch in BRANCHES] == [2, 2, 2]

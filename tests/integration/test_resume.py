@@ -241,13 +241,14 @@ def test_steps_without_a_reward_are_counted_across_a_resume(tmp_path):
 
 @pytest.mark.parametrize("place", ["sampling", "gradient", "between"])
 @pytest.mark.parametrize("step", [0, 3])
-def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, place, step):
-    """Ctrl-C keeps finished rollouts, checkpoints the last whole step, and exits with 130."""
+def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, capsys, place, step):
+    """Ctrl-C is said to be heard, keeps finished rollouts, checkpoints the last whole step, and exits with 130."""
     interrupt_at(monkeypatch, place, step)
     result = groupwise.rl(config(tmp_path), TOY)
     monkeypatch.undo()
     folder = tmp_path / "toy"
     assert (result.exit_code, result.summary["state"]) == (130, "interrupted")
+    assert capsys.readouterr().err.count("Ctrl-C once more ends at once") == 1
     done = step + (place == "between")
     with Store.open(folder / "run.db", readonly=True) as store:
         assert store.last_step() == (done - 1 if done else None)

@@ -7,10 +7,15 @@ from groupwise.errors import UsageError
 PRICED_AT = "May 2026"
 """modal.com/pricing, list prices of the base region."""
 DOLLARS_PER_SECOND = {
+    "T4": 0.000164,
+    "L4": 0.000222,
     "A10G": 0.000306,
+    "L40S": 0.000542,
     "A100": 0.000583,
     "A100-80GB": 0.000694,
     "H100": 0.001097,
+    "H200": 0.001261,
+    "B200": 0.001736,
 }
 """By Modal's names; A100 is the one with 40 GB."""
 USUAL_GPU = "H100"

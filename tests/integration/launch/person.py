@@ -77,9 +77,9 @@ class Person:
         """What stands in `launch-result.json`."""
         return json.loads((self.project / "launches" / name / "launch-result.json").read_text())
 
-    def holding(self, canary: str) -> list[Path]:
-        """Files of the home and of what came back that hold it."""
-        places = (self.home, self.project / "launches")
+    def holding(self, canary: str, *others: Path) -> list[Path]:
+        """Files of the home, of what came back and of other folders that hold it."""
+        places = (self.home, self.project / "launches", *others)
         files = (path for place in places for path in place.rglob("*") if path.is_file())
         return [path for path in files if canary.encode() in path.read_bytes()]
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.integration.launch.person import Person
+from tests.integration.launch.stopping import WAITS, ctrl_c_ends_it
 from tests.integration.running import what_must_be_equal
 
 CANARY = "canary-of-a-secret-4711"
@@ -19,17 +20,6 @@ TRAINS = (
     *("training.num_generations=4", "training.learning_rate=0.01", "training.seed=3"),
     *("rewards.in_process=true", "run.name=toy", "run.save_steps=2", "run.threads=1"),
 )
-WAITS = """\
-import pathlib, signal, sys, time
-def end(number, frame):
-    pathlib.Path("outputs/ended").write_text("in order")
-    sys.exit(3)
-signal.signal(signal.SIGTERM, end)
-pathlib.Path("outputs").mkdir()
-print("it waits", flush=True)
-while True:
-    signal.pause()
-"""
 TELLS = """\
 import hashlib, json, os, sys
 secret = hashlib.sha256(os.environ["TOKEN"].encode()).hexdigest()
@@ -86,15 +76,7 @@ def test_words_arrive_as_they_are_and_secrets_nowhere_else(person: Person) -> No
 
 
 def test_ctrl_c_ends_it_in_order_and_fetches(person: Person) -> None:
-    script(person, WAITS)
-    watching = person.begins("local", "--name", "waits", "--script", "job.py")
-    person.sees("it waits")
-    watching.send_signal(signal.SIGINT)
-    assert watching.wait(60) == 130
-    assert "stopping waits" in person.said()
-    assert person.said().count("it waits") == 1
-    assert (person.project / "launches/waits/outputs/ended").read_text() == "in order"
-    assert person.result("waits")["state"] == "cancelled"
+    ctrl_c_ends_it(person, "local")
 
 
 def test_whoever_watches_may_be_killed_and_another_machine_goes_on(person: Person) -> None:

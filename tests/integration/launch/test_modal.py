@@ -3,10 +3,15 @@
 import asyncio
 import hashlib
 import json
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -22,6 +27,7 @@ from groupwise.hosts.spec import JobSpec, Limits
 from groupwise.launch import places
 from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
+from tests.integration.launch.stopping import asked, assert_stopped
 from tests.integration.launch.test_local import TRAINS
 from tests.places import modal_backend
 
@@ -477,6 +483,28 @@ def test_typed_from_the_plan_to_the_results(
     assert (tmp_path / "here/outputs/told").read_text() == told
     assert main(["launch", "remove", "typed"]) == 0
     assert not list((tmp_path / "modal/volume/groupwise-launch/attempts").glob("typed*"))
+
+
+@pytest.mark.usefixtures("typing")
+def test_ctrl_c_ends_it_in_order_and_fetches(person: Person, tmp_path: Path) -> None:
+    shown, over = BytesIO(), Event()
+
+    def press() -> None:
+        while not over.wait(0.02):
+            if b"it waits" in shown.getvalue():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    screen = TextIOWrapper(shown, "utf-8", write_through=True)
+    keyboard = Thread(target=press)
+    keyboard.start()
+    with redirect_stdout(screen), redirect_stderr(screen):
+        code = main(["launch", "modal", "--gpu", "A10G", *asked(person, "stopped")])
+    over.set()
+    keyboard.join()
+    said = shown.getvalue().decode()
+    assert code == 130, said
+    assert_stopped(person, "stopped", said, tmp_path / "modal")
 
 
 def test_the_documented_line_is_planned_without_a_token(person: Person) -> None:

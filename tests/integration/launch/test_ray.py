@@ -17,6 +17,7 @@ from groupwise.hosts.port import OutcomeUnknown
 from groupwise.hosts.spec import JobSpec, Limits
 from tests import ray
 from tests.integration.launch.person import Person
+from tests.integration.launch.stopping import ctrl_c_ends_it
 from tests.places import Place, ending, said, until
 from tests.ray import Ray
 
@@ -143,6 +144,10 @@ def test_a_plan_asks_ray_and_changes_nothing(
     assert "Traceback" not in typed.err
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 40)
     assert "does not take its token" in clerk.types(*dry, "--script", "job.py", code=1).err
+
+
+def test_ctrl_c_ends_it_in_order_and_fetches(clerk: Person, cluster: Ray) -> None:
+    ctrl_c_ends_it(clerk, "ray", far=(cluster.folder,))
 
 
 def test_what_waits_says_what_for_and_is_stopped(clerk: Person, cluster: Ray) -> None:

@@ -24,6 +24,7 @@ from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
 from tests import slurm
 from tests.integration.launch.person import Person
+from tests.integration.launch.stopping import ctrl_c_ends_it
 from tests.places import Place, ending, said, until
 from tests.slurm import Cluster
 
@@ -152,6 +153,10 @@ def test_a_plan_asks_slurm_and_changes_nothing(clerk: Person, cluster: Cluster) 
         assert typed.code != 0
         assert why in typed.err
         assert "Traceback" not in typed.err
+
+
+def test_ctrl_c_ends_it_in_order_and_fetches(clerk: Person, cluster: Cluster) -> None:
+    ctrl_c_ends_it(clerk, "slurm", far=(cluster.folder,))
 
 
 def test_what_waits_says_what_for_and_is_stopped(clerk: Person, cluster: Cluster) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from groupwise.hosts.keys import parse
 from tests.integration.launch.person import Person
+from tests.integration.launch.stopping import ctrl_c_ends_it
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.wheels import fill_wheelhouse, lock_of
 
@@ -58,6 +59,13 @@ def test_nothing_is_said_to_a_machine_that_nobody_trusts(
     typed = person.types(*words, "--trust", "SHA256:another", "--script", "job.py", code=2)
     assert "not SHA256:another" in typed.err
     assert machine.log().count("Accepted publickey") == before
+
+
+def test_ctrl_c_ends_it_in_order_and_fetches(
+    person: Person, machine: LoopbackHost, trusted: list[str]
+) -> None:
+    words = ("ssh", *trusted, "--python", sys.executable)
+    ctrl_c_ends_it(person, *words, far=(machine.home,))
 
 
 def test_an_environment_is_made_there_once(

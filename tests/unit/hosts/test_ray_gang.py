@@ -1,5 +1,6 @@
 """Several machines of Ray at once, without Ray: each is an object here, and what it begins are real processes."""
 
+import errno
 import json
 import os
 import signal
@@ -149,6 +150,33 @@ def test_one_that_never_can_says_why_and_all_end(gang: Gangs, how: str, why: str
     said = (gang.folder / "engine.log").read_text()
     assert f"Machine 2 of 2 cannot begin its part: {why.format(away=away)}" in said
     assert not list(gang.folder.glob("order.*.json"))
+
+
+@pytest.mark.parametrize(("patience", "code"), [(60.0, 3), (0.0, 9)])
+def test_a_disk_that_does_not_give_the_order_is_asked_for_a_while(
+    gang: Gangs, monkeypatch: pytest.MonkeyPatch, patience: float, code: int
+) -> None:
+    told, stale = gang.folder / "told", [errno.ESTALE] * 3
+
+    def read(path: Any, mode: str = "r", **how: Any) -> Any:
+        if stale and mode == "r" and str(path).endswith(".json") and Path(path).exists():
+            raise OSError(stale.pop(), "Stale file handle")
+        return open(path, mode, **how)
+
+    monkeypatch.setattr(ray_gang, "UNREAD", patience)
+    monkeypatch.setattr(ray_gang, "open", read, raising=False)
+    follows = follow("sh", "-c", f"echo >{told}; {LIVES}")
+    evict = gang.folder / "evict"
+    ends = (
+        f"until [ -e {told} -o -e {evict} ]; do sleep 0.05; done; [ -e {evict} ] && exit 9; exit 3"
+    )
+    assert gang.run(follows + ends) == code
+    assert ("cannot read" in engine_said(gang)) == (code == 9)
+
+
+def engine_said(gang: Gangs) -> str:
+    log = gang.folder / "engine.log"
+    return log.read_text() if log.exists() else ""
 
 
 def test_the_first_one_has_time_to_notice_by_itself(gang: Gangs) -> None:

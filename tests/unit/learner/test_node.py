@@ -82,8 +82,11 @@ def fake_srun(folder: Path, script: str) -> Path:
     return folder / "bin"
 
 
-def test_term_is_kept_from_srun_which_would_kill_and_told_its_tasks(tmp_path: Path) -> None:
-    """As the runner tells it: all of the command's session."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_is_kept_from_srun_which_would_kill_and_told_its_tasks(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As the runner tells it, all of the command's session; or typed in an allocation."""
     tasks = (
         'trap "exit 9" TERM\n'
         "while [[ $1 == --* ]]; do shift; done\n"
@@ -97,7 +100,7 @@ def test_term_is_kept_from_srun_which_would_kill_and_told_its_tasks(tmp_path: Pa
     )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["on\n", "on\n"]
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     said, _ = process.communicate(timeout=100)
     assert sorted(said.splitlines()) == ["saved 0", "saved 1"]
     assert process.returncode == 128 + signal.SIGTERM

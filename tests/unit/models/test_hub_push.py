@@ -49,7 +49,7 @@ def commits(hub: Hub, branch: str = BRANCH) -> int:
 
 def test_a_branch_holds_exactly_the_folder_and_the_others_are_left_alone(hub, folder):
     hub.add("me/model", {"README.md": b"of main", "old.txt": b"x"})
-    where = push(folder, Target("me/model", BRANCH), "run@120")
+    pushed = push(folder, Target("me/model", BRANCH), "run@120")
     repository = hub.repositories["me/model"]
     assert repository.files(BRANCH) == {
         "README.md": CARD.encode(),
@@ -57,7 +57,8 @@ def test_a_branch_holds_exactly_the_folder_and_the_others_are_left_alone(hub, fo
         "adapter_model.safetensors": WEIGHTS,
     }
     assert repository.files("main") == {"README.md": b"of main", "old.txt": b"x"}
-    assert where == f"{hub.url}/me/model/tree/{BRANCH}"
+    assert pushed.url == f"{hub.url}/me/model/tree/{BRANCH}"
+    assert pushed.commit == repository.branches[BRANCH][-1]
     assert repository.messages[repository.branches[BRANCH][-1]] == "run@120"
 
 
@@ -69,11 +70,11 @@ def test_a_repository_is_made_private_unless_it_is_to_be_seen(hub, folder, priva
 
 
 def test_doing_it_again_finds_it_done(hub, folder):
-    push(folder, Target("me/model", BRANCH), "m")
+    first = push(folder, Target("me/model", BRANCH), "m")
     before = len(hub.asked)
-    push(folder, Target("me/model", BRANCH), "m")
+    assert push(folder, Target("me/model", BRANCH), "m") == first
     assert commits(hub) == 2  # the hub's own, and one
-    assert [verb for verb, _ in hub.asked[before:]] == ["POST", "GET", "GET"]
+    assert [verb for verb, _ in hub.asked[before:]] == ["POST", "GET", "GET", "GET"]
 
 
 def test_an_upload_that_ended_before_its_commit_goes_on(hub, folder):
