@@ -44,7 +44,7 @@ from groupwise.cli.launch_options import (
     With,
 )
 from groupwise.cli.launch_places import check_name, login_machine
-from groupwise.cli.launch_watch import ask, folder_of, watch, while_placing
+from groupwise.cli.launch_watch import ask, folder_of, tell_of_rented, watch, while_placing
 from groupwise.cli.launch_words import Behind, behind, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from groupwise.launch.places import Place
     from groupwise.launch.preflight import Tried
 
+UNWATCHED = (
+    ". It stays whatever becomes of the job, and what was not fetched by then is gone with it"
+)
 SHARED = ("rl", "sft")
 """Verbs whose work several machines share."""
 SHOWN = 5
@@ -317,6 +320,7 @@ def launch(place: Place, asked: Asked) -> None:
         say(
             f"`groupwise launch logs -f {name}` watches it, `groupwise launch fetch {name}` brings its results"
         )
+        tell_of_rented(note, UNWATCHED)
         if asked.as_json:
             write_json({"name": name, "place": str(place), "attempt": handle.attempt})
         else:

@@ -54,15 +54,15 @@ async def find(backend: Backend, name: str) -> Handle:
     return handle
 
 
-def tell_of_rented(note: Note) -> None:
-    """After a failure: what is there for this job all the same, and costs money."""
+def tell_of_rented(note: Note, beside: str = "") -> None:
+    """What is there for this job and costs money: after a failure all the same, or with nobody watching. `beside`: said after each."""
     from groupwise.clouds.port import CloudError, Renting
     from groupwise.launch.paid import of_job, stays
 
     async def told(backend: Backend) -> None:
         if isinstance(backend, Renting):
             for each in await of_job(backend, note.name):
-                say(f"{stays(each)}; `groupwise launch sweep --name {note.name}` ends it")
+                say(f"{stays(each)}; `groupwise launch sweep --name {note.name}` ends it{beside}")
 
     try:
         ask(note.place, told)

@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -81,13 +81,16 @@ class FakeModal:
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
         """See `ModalPort.spawn`."""
-        named: dict[str, str] = {}
-        for name, variables in call.named.items():
+        await self.expect_secrets(call.named)
+        named = {n: word for name in call.named for n, word in self._secrets[name].items()}
+        return await in_thread(spawn, self.folder, call, secrets, named)
+
+    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+        """See `ModalPort.expect_secrets`."""
+        for name, variables in named.items():
             there = self._secrets.get(name, {})
             if lacking := sorted({*variables} - there.keys()):
-                raise RunnerRefused("modal", f"Secret {name} has no {', '.join(lacking)}")
-            named.update(there)
-        return await in_thread(spawn, self.folder, call, secrets, named)
+                raise RunnerRefused("secret", f"Secret {name} has no {', '.join(lacking)}")
 
     async def lives(self, call: str) -> bool:
         """See `ModalPort.lives`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,13 +79,20 @@ def function(app: str, name: str, client: modal.Client | None = None) -> Any:
     return cast("Any", found)
 
 
+def named_secrets(
+    named: Mapping[str, Sequence[str]], client: modal.Client | None = None
+) -> list[modal.Secret]:
+    """Of the workspace; whether it has them, with these variables, is found out when they are asked."""
+    return [
+        modal.Secret.from_name(name, required_keys=list(variables), client=client)
+        for name, variables in named.items()
+    ]
+
+
 def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None = None) -> Any:
     """The work, as this call wants it. What is carried is named by nobody, and gone with it."""
     carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
-    named = [
-        modal.Secret.from_name(name, required_keys=list(variables), client=client)
-        for name, variables in call.named.items()
-    ]
+    named = named_secrets(call.named, client)
     found = function(call.app or app_name(PLAIN), "work", client)
     return found.with_options(
         gpu=call.gpu,

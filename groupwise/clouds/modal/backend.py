@@ -78,6 +78,7 @@ class ModalBackend(MachineBackend):
         """See `Backend.submit`."""
         refuse(order)
         with self._told():
+            await self._modal.port.expect_secrets(order.asks.get(NAMED) or {})
             await self._deploy(order, store)
         return await super().submit(order, store)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cached_property
 from importlib.util import find_spec
@@ -119,6 +119,15 @@ class LiveModal:
         with _told("spawn"):
             spawned = await app.called(call, secrets, client).spawn.aio(call.document())
         return str(spawned.object_id)
+
+    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+        """See `ModalPort.expect_secrets`."""
+        from groupwise.clouds.modal import app
+
+        client = await self._connected()
+        with _told("secret"):
+            for each in app.named_secrets(named, client):
+                await each.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def lives(self, call: str) -> bool:
         """See `ModalPort.lives`. What goes wrong on the way is no end."""

@@ -98,6 +98,10 @@ class ModalPort(Protocol):
         """Begin a call and let it go on by itself. Its id."""
         ...
 
+    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+        """Raises RunnerRefused where the workspace lacks one of them, or it one of its variables."""
+        ...
+
     async def lives(self, call: str) -> bool:
         """It waits for a container, or runs. False once it has ended, and when Modal knows nothing of it any more."""
         ...

@@ -763,8 +763,10 @@ def test_terminated_after_its_results_are_here_and_not_before(
     person: Person, python: list[str], account: Cloud
 ) -> None:
     script = job(person)
-    person.types(*python, "--terminate-after", "--detach", "--name", "ends", *script)
-    assert len(account.living()) == 1
+    typed = person.types(*python, "--terminate-after", "--detach", "--name", "ends", *script)
+    [machine] = account.living()
+    assert f"{machine} (" in typed.err
+    assert "whatever becomes of the job, and what was not fetched by then is gone" in typed.err
     typed = person.types("logs", "-f", "ends")
     assert "is ended" in typed.err
     assert account.living() == []

@@ -276,11 +276,13 @@ async def test_a_secret_that_the_workspace_has_not_is_told(
     tmp_path: Path, store: BlobStore
 ) -> None:
     modal = FakeModal(tmp_path / "modal", secrets={"keys": {"TOKEN": "x"}})
-    asked = order("print()", asks={"secrets": {"keys": ["TOKEN", "WANTED"]}})
+    image = {"name": "env", "python": "3.11", "files": {}}
+    asked = order("print()", asks={"secrets": {"keys": ["TOKEN", "WANTED"]}, "image": image})
     backend = modal_backend(modal)
     assert "with TOKEN, WANTED of keys of its" in " ".join((await backend.plan(asked)).steps)
     with pytest.raises(CloudError, match="Secret keys has no WANTED"):
         await backend.submit(asked, store)
+    assert not list((tmp_path / "modal/apps").iterdir()), "no image was made in vain"
     assert await backend.find("job") is None
 
 

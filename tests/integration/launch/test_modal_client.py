@@ -113,9 +113,12 @@ async def test_secrets_of_the_workspace_are_asked_for_by_name_and_variables(
     await port.deploy(IMAGE)
     server.answers = lambda *_: at_once(UNFINISHED)
     named = {"huggingface": ["HF_TOKEN"], "keys": ["A", "B"]}
+    await port.expect_secrets(named)
     await port.spawn(Call("job", 1, app=IMAGE.app, named=named), {})
     asked = server.of("SecretGetOrCreate")
-    assert {each.deployment_name: list(each.required_keys) for each in asked} == named
+    assert len(asked) == 4
+    for each in (asked[:2], asked[2:]):
+        assert {one.deployment_name: list(one.required_keys) for one in each} == named
     assert not any(each.env_dict for each in asked)
     [bound] = server.of("FunctionBindParams")
     assert len(bound.function_options.secret_ids) == 2
