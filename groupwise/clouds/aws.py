@@ -78,6 +78,8 @@ class Patience:
     """Between two looks at a machine that is not ready."""
     ready: float = 900.0
     """From the start of a machine to the first answer of its sshd; a console may be minutes late."""
+    known: float = 120.0
+    """For AWS to know the machine that it has started."""
     other: float = 30.0
     """For the machine that somebody else starts at this moment to be seen."""
 
@@ -299,10 +301,18 @@ class AwsBackend:
             raise
 
     async def _undo(self, machine: Machine) -> None:
-        """End a machine on which nothing has begun. Raises CloudError that says that it is still there."""
+        """End a machine on which nothing has begun. Raises CloudError that says that it is still there.
+
+        AWS may not know for some seconds what it has just started: it is told until it does.
+        """
+        until = time.monotonic() + self._patience.known
         try:
             await self._make_void(machine)
-            await self._end(machine)
+            while not await self._end(machine):
+                if time.monotonic() > until:
+                    raise CloudError("AWS says that there is no such machine.")
+                await asyncio.sleep(self._patience.look)
+            await self._make_void(machine)
         except CloudError as error:
             raise CloudError(
                 f"{machine.id} in {self._ec2.region} was started and could NOT be ended: {error.message} It costs money until its "
@@ -498,9 +508,11 @@ class AwsBackend:
     async def _tag(self, machine: Machine, tags: dict[str, str]) -> None:
         await asyncio.to_thread(self._ec2.tag, machine.id, tags)
 
-    async def _end(self, machine: Machine) -> None:
-        await asyncio.to_thread(self._ec2.terminate, machine.id)
+    async def _end(self, machine: Machine) -> bool:
+        """False: AWS knows no such machine."""
+        known = await asyncio.to_thread(self._ec2.terminate, machine.id)
         await self._forget_way(machine.tags["job"])
+        return known
 
     async def _forget_way(self, name: str) -> None:
         known = self._reached.pop(name, None)

@@ -187,8 +187,8 @@ class Ec2(Protocol):
         """Set tags of ours."""
         ...
 
-    def terminate(self, machine: str) -> None:
-        """End it for good; nothing happens to one that has ended, or that nobody knows."""
+    def terminate(self, machine: str) -> bool:
+        """End it for good; nothing happens to one that has ended. False: AWS does not know it any more, or not yet."""
         ...
 
     def image(self, wanted: str | None) -> tuple[str, str]:
@@ -265,13 +265,15 @@ class BotoEc2:
         found = [{"Key": f"{TAG}{key}", "Value": value} for key, value in tags.items()]
         self._ask("ec2", "create_tags", Resources=[machine], Tags=found)
 
-    def terminate(self, machine: str) -> None:
+    def terminate(self, machine: str) -> bool:
         """See `Ec2.terminate`."""
         try:
             self._ask("ec2", "terminate_instances", InstanceIds=[machine])
         except Refused as refused:
             if refused.aws != "InvalidInstanceID.NotFound":
                 raise
+            return False
+        return True
 
     def image(self, wanted: str | None) -> tuple[str, str]:
         """See `Ec2.image`."""

@@ -74,8 +74,7 @@ class _Other(_Machine):
 
     async def highest(self, name: str) -> int:
         """The newest epoch that it knows of this job; 0: none."""
-        last = await self._newest(name)
-        return 0 if last is None else last.epoch
+        return max((each.epoch for each in await self._attempts(name)), default=0)
 
     async def expect_no_other(self, order: Order) -> None:
         """Raises NameTaken where a job of this name that asks for something else is here."""
@@ -91,11 +90,15 @@ class _Other(_Machine):
         self._expect_begun(order, state)
         return state
 
-    async def end(self, name: str) -> None:
-        """Whatever of this job lives here, at once, and wait for it. Raises CloudError for what does not end."""
+    async def end(self, name: str, newest: int) -> None:
+        """What of this job lives here of epochs up to this one, at once, and wait for it. Raises CloudError for what does not end."""
         for state in await self._attempts(name):
-            if self._status(state).ending is None:
+            if state.epoch <= newest and self._status(state).ending is None:
                 await self._end(self._handle(state))
+
+    async def end_all(self, name: str) -> None:
+        """See `end`, of all epochs."""
+        await self.end(name, await self.highest(name))
 
     async def _end(self, handle: Handle) -> None:
         await self.cancel(handle, 0.0)
@@ -141,22 +144,30 @@ class GangBackend(_Machine):
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         self._expect_all(order)
-        handle = await super().submit(order, store)
-        if (await self.status(handle)).ending is None:
-            await self._join(order, store, handle)
-        return handle
+        return await self._completed(order, store, await super().submit(order, store))
 
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
+        """What the others have of earlier attempts is ended first. What they have of one that is on the first machine is not: the first
+        machine is asked after them, and an attempt begins there before it does elsewhere."""
         await _all(each.expect_no_other(order) for each in self._others)
-        await _all(each.end(order.name) for each in self._others)
-        await _all(each.expect_room(order) for each in self._others)
         known = await _all(each.highest(order.name) for each in self._others)
+        if (handle := await self._since(order, epoch)) is not None:
+            return await self._completed(order, store, handle)
+        ends = zip(self._others, known, strict=True)
+        await _all(each.end(order.name, newest) for each, newest in ends)
+        await _all(each.expect_room(order) for each in self._others)
         handle = await super()._begin(
             order, store, max(epoch, *(each + 1 for each in known)), attempt, resume
         )
         await self._join(order, store, handle)
+        return handle
+
+    async def _completed(self, order: Order, store: BlobStore, handle: Handle) -> Handle:
+        """What somebody has begun on the first machine, on all of them; nothing is begun of what has ended."""
+        if (await self.status(handle)).ending is None:
+            await self._join(order, store, handle)
         return handle
 
     async def _begin_at(
@@ -224,7 +235,7 @@ class GangBackend(_Machine):
     async def cleanup(self, handle: Handle) -> None:
         """See `Backend.cleanup`."""
         if (await self.status(handle)).ending is not None:
-            await _all(each.end(handle.name) for each in self._others)
+            await _all(each.end_all(handle.name) for each in self._others)
             await _all(each.forget(handle.name) for each in self._others)
         await super().cleanup(handle)
 

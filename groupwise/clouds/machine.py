@@ -75,7 +75,8 @@ GONE = {
     RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was started anew while it ran"),
 }
 
-OTHERS = frozenset({"lower_epoch", "gpu_busy", "foreign_busy"})
+OVERTAKEN = "lower_epoch"
+OTHERS = frozenset({OVERTAKEN, "gpu_busy", "foreign_busy"})
 """Refusals of a launch that somebody else came before."""
 ENDED_BY_RUNNER = {
     ExitReason.TIME_LIMIT: Outcome.TIME_LIMIT,
@@ -151,7 +152,8 @@ class MachineBackend:
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`."""
-        attempts = await self._begun(name)
+        there = await self._attempts(name)
+        attempts = self._begun_of(name, there)
         last = attempts[-1]
         status = self._status(last)
         if status.ending is None:
@@ -164,7 +166,7 @@ class MachineBackend:
         refuse(order)
         self._expect_its_machines(order, last)
         newest = await self._newest_checkpoint(attempts)
-        return await self._begin(order, store, last.epoch + 1, len(attempts) + 1, newest)
+        return await self._begin(order, store, there[-1].epoch + 1, len(attempts) + 1, newest)
 
     def _expect_its_machines(self, order: Order, last: MemberState) -> None:
         """Raises UsageError where this place is not all that the job ran on, as this attempt of it was begun."""
@@ -202,14 +204,25 @@ class MachineBackend:
     async def _begin(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
-        """Begin it under this epoch or, where others were removed, a later one."""
+        """Begin it under this epoch or, where others were removed, a later one; or find what somebody else began meanwhile."""
         for left in reversed(range(TRIES)):
             state = await self._begin_at(order, store, epoch, attempt, resume)
             if not left or state.refused is None or state.refused.code not in OTHERS:
                 self._expect_begun(order, state)
                 return self._handle(state)
+            if state.refused.code == OVERTAKEN and (other := await self._since(order, epoch)):
+                return other
             epoch = max(epoch, state.refused.highest or 0) + 1
         raise AssertionError("the last try returns or raises")
+
+    async def _since(self, order: Order, epoch: int) -> Handle | None:
+        """What of this job was begun here under this epoch or a later one. Raises NameTaken where that is another job."""
+        newest = await self._newest(order.name)
+        if newest is None or newest.epoch < epoch or newest.state is RunnerState.REFUSED:
+            return None
+        handle = self._handle(newest)
+        await self._expect_same(order, handle)
+        return handle
 
     async def _begin_at(
         self,
@@ -281,8 +294,9 @@ class MachineBackend:
 
     async def list(self) -> list[Handle]:
         """See `Backend.list`."""
-        newest = {each.job: each for each in await self._attempts()}
-        return [self._handle(each) for _, each in sorted(newest.items())]
+        attempts = await self._attempts()
+        by_job = {each.job: [one for one in attempts if one.job == each.job] for each in attempts}
+        return [self._handle(_newest_of(by_job[name])) for name in sorted(by_job)]
 
     async def order(self, handle: Handle) -> Order:
         """See `Backend.order`."""
@@ -319,13 +333,16 @@ class MachineBackend:
         return sorted(found, key=lambda each: each.epoch)
 
     async def _newest(self, name: str) -> MemberState | None:
-        return next(reversed(await self._attempts(name)), None)
+        """Its last attempt that was begun or waits; where there is none, the last that was refused."""
+        there = await self._attempts(name)
+        return _newest_of(there) if there else None
 
     async def _begun(self, name: str) -> list[MemberState]:
         """Its attempts but those that the machine would not begin. Raises NotHere where there are none."""
-        found = [
-            each for each in await self._attempts(name) if each.state is not RunnerState.REFUSED
-        ]
+        return self._begun_of(name, await self._attempts(name))
+
+    def _begun_of(self, name: str, attempts: Sequence[MemberState]) -> list[MemberState]:
+        found = [each for each in attempts if each.state is not RunnerState.REFUSED]
         if not found:
             raise NotHere(f"{self._where} has no job called {name}.")
         return found
@@ -468,6 +485,12 @@ def refuse(order: Order) -> None:
     """Raises UsageError for an order with problems."""
     if found := order.problems():
         raise UsageError("this job cannot be placed:" + "".join(f"\n  {each}" for each in found))
+
+
+def _newest_of(attempts: Sequence[MemberState]) -> MemberState:
+    """Of these, oldest first: one that was refused has made nothing, and stands in the way of nothing that was made before."""
+    begun = [each for each in attempts if each.state is not RunnerState.REFUSED]
+    return (begun or attempts)[-1]
 
 
 def _words(refused: Refusal) -> str:

@@ -24,7 +24,7 @@ import pytest
 from groupwise.clouds import spot_notice
 from groupwise.clouds.aws import MARGIN_MINUTES, AwsBackend, Patience
 from groupwise.clouds.boot import ARM
-from groupwise.clouds.ec2 import BotoEc2
+from groupwise.clouds.ec2 import BotoEc2, Refused
 from groupwise.clouds.machine import MachineBackend
 from groupwise.clouds.port import (
     CloudError,
@@ -418,6 +418,29 @@ async def test_one_that_cannot_be_ended_is_told_with_what_ends_it(
     assert f"aws ec2 terminate-instances --region {REGION} --instance-ids {machine}" in str(
         told.value
     )
+
+
+@pytest.mark.parametrize("knows", [True, False])
+async def test_one_that_aws_does_not_know_yet_is_ended_once_it_does(
+    account: Cloud, store: BlobStore, tmp_path: Path, knows: bool
+) -> None:
+    """It is consistent only after some seconds."""
+    unknown = [*range(3)] if knows else [*range(10_000)]
+
+    def fails(_: int, verb: str) -> None:
+        if verb == "create_tags":
+            raise Refused("no such machine", "InvalidInstanceID.NotFound")
+        if verb == "terminate_instances" and unknown:
+            unknown.pop()
+            raise Refused("no such machine", "InvalidInstanceID.NotFound")
+        if verb == "get_console_output":
+            raise CloudError("the set-up fails")
+
+    patience = Patience(look=0.01, known=0.2)
+    backend = account.backend(tmp_path / "kept", patience, ec2=Faulty(fails))
+    with pytest.raises(CloudError, match="set-up fails" if knows else "could NOT be ended"):
+        await backend.submit(order(f"unknown-{knows}"), store)
+    assert bool(account.living()) is not knows
 
 
 async def dies_while_it_starts_one(

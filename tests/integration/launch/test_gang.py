@@ -249,6 +249,31 @@ async def test_submitted_by_several_at_once_each_machine_runs_it_once(
         await each.close()
 
 
+async def test_who_asks_late_ends_nothing_of_what_another_has_begun(
+    hosts: list[LoopbackHost], tmp_path: Path
+) -> None:
+    """It was placed, or gone on with, between this one's question and its deed."""
+    store = BlobStore(tmp_path / "blobs")
+    waits = "import os, time; os.environ['ATTEMPT'] == '1' and exit(3); time.sleep(1000)"
+    asked = order("late", waits)
+    people = [gang(hosts) for _ in range(2)]
+    await ended(people[0], await people[0].submit(asked, store))
+    second = await people[0].resume("late", {}, store)
+    attempts = people[1]._attempts
+
+    async def before(name: str | None = None) -> list[Any]:
+        people[1]._attempts = attempts  # pyright: ignore[reportAttributeAccessIssue]
+        return [each for each in await attempts(name) if each.epoch == 1]
+
+    people[1]._attempts = before  # pyright: ignore[reportAttributeAccessIssue]
+    assert await people[1].resume("late", {}, store) == second
+    for each in (people[0], people[0]._others[0]):
+        assert (await each.status(second)).ending is None
+    await people[0].cancel(second, 0.1)
+    for each in people:
+        await each.close()
+
+
 async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: Path) -> None:
     """Who was cut off between the first machine and the second left half of it, which the next one completes."""
     store = BlobStore(tmp_path / "blobs")

@@ -77,8 +77,9 @@ def test_a_console_of_an_older_type_is_read_all_the_same() -> None:
     ]
 
 
-def test_one_that_is_gone_is_ended() -> None:
-    aws(refusal("InvalidInstanceID.NotFound"))[0].terminate("i-1")
+def test_one_that_is_gone_or_not_there_yet_is_told_from_one_that_is_ended() -> None:
+    assert aws({})[0].terminate("i-1")
+    assert not aws(refusal("InvalidInstanceID.NotFound"))[0].terminate("i-1")
     with pytest.raises(Refused):
         aws(refusal("OperationNotPermitted"))[0].terminate("i-1")
 

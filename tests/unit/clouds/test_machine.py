@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 
 from groupwise.clouds.machine import MachineBackend
-from groupwise.clouds.port import Backend, CloudError, Handle, Order, Outcome, Phase
+from groupwise.clouds.port import Backend, CloudError, Handle, NameTaken, Order, Outcome, Phase
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
 from groupwise.hosts.ssh import Address, SshHost
 from tests import places
+from tests.contract.test_cloud_contract import SAVES
 from tests.ssh_hosts import fake_gpus
 
 SOON = 20.0
@@ -107,6 +109,62 @@ async def test_what_it_refuses_may_be_asked_for_in_another_way(
     again = await backend.submit(order("job", script="print('on')"), store)
     assert await said(backend, again) == "on"
     assert again.attempt == refused.attempt + 1
+
+
+def sees_nothing_at_first(backend: Any) -> None:
+    """It asks before another laptop has placed the job, and goes on after."""
+    newest, asked = backend._newest, []
+
+    async def late(name: str) -> Any:
+        asked.append(name)
+        return None if len(asked) == 1 else await newest(name)
+
+    backend._newest = late
+
+
+async def test_placed_by_two_at_once_under_a_name_that_was_free_again_it_runs_once(
+    backend: Backend, store: BlobStore
+) -> None:
+    asked = order("job", script="import time; print('on', flush=True); time.sleep(1000)")
+    first = await backend.submit(order("job", script="print()"), store)
+    await ended(backend, first)
+    await backend.cleanup(first)
+    placed = await backend.submit(asked, store)
+    sees_nothing_at_first(backend)
+    assert await backend.submit(asked, store) == placed
+    assert placed.attempt == 2
+    sees_nothing_at_first(backend)
+    with pytest.raises(NameTaken):
+        await backend.submit(order("job", script="print('another')"), store)
+    await backend.cancel(placed, 0.1)
+
+
+async def test_an_attempt_that_was_refused_stands_in_the_way_of_nothing(
+    backend: Backend, store: BlobStore, tmp_path: Path
+) -> None:
+    """The environment was gone when the job was resumed, and was made again."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    tells = "print(os.environ['ATTEMPT'], os.path.exists(os.environ.get('RESUME_FROM', '-')))"
+    saves = f"{SAVES}save(int(os.environ['ATTEMPT']), b'one'); {tells}; raise SystemExit(3)"
+    spec = JobSpec((str(python), "-c", saves), artefacts=("outputs",), checkpoints=("outputs",))
+    first = await backend.submit(Order("job", spec), store)
+    await ended(backend, first)
+    python.unlink()
+    for _ in range(2):
+        with pytest.raises(CloudError, match="does not begin job"):
+            await backend.resume("job", {}, store)
+    assert await backend.find("job") == first, "and what it has made is found"
+    assert await backend.list() == [first]
+    assert await backend.submit(Order("job", spec), store) == first
+    fetched = await backend.fetch(first, tmp_path / "results")
+    assert any(path.endswith("manifest.json") for path in fetched.files)
+    python.symlink_to(sys.executable)
+    again = await backend.resume("job", {}, store)
+    assert await said(backend, again) == "2 True"
+    await backend.cleanup(again)
+    assert await backend.find("job") is None
 
 
 async def test_an_order_is_read_as_it_was_written(backend: Backend) -> None:
