@@ -181,12 +181,12 @@ def machine(
     if find_spec("asyncssh") is None:
         raise UsageError("Other machines are reached by asyncssh: pip install 'groupwise[launch]'.")
     from groupwise.cli.fleet_reach import Way
-    from groupwise.launch.places import SSH, Place
+    from groupwise.launch.places import AGENT, SSH, Place
 
     before, _, name = host.rpartition("@")
     name, port = _with_port(name, port)
     where = Way(None, port, user or before or None, key, name).of_new(trust)
-    agent = None if where.key is not None else _agent()
+    agent = where.key is None and AGENT in os.environ
     jump = where.jump
     detail: dict[str, Any] = {
         "host": where.host,
@@ -214,10 +214,6 @@ def _with_port(name: str, port: int | None) -> tuple[str, int | None]:
     if colon and number.isdecimal() and ":" not in host:
         return host, int(number)
     return name, port
-
-
-def _agent() -> str | None:
-    return os.environ.get("SSH_AUTH_SOCK")
 
 
 def _host_key(name: str, where: Where, trust: Trust) -> str:

@@ -405,7 +405,7 @@ def _expect_no_other(note: Note) -> None:
     from groupwise.launch import notes
 
     other = next((each for each in notes.every() if each.name == note.name), None)
-    if other is not None and other.place != note.place:
+    if other is not None and not other.place.is_same(note.place):
         raise UsageError(
             f"{note.name} is a job on {other.place} already: give this one another name, or `groupwise launch remove {note.name}`."
         )

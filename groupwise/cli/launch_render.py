@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -91,8 +92,9 @@ def render(
     )
     if pvc is None:
         say("without --pvc what the job makes is gone with its pod")
-    for file in env_file or ():
+    if env_file:
+        files = " ".join(f"--from-env-file={quote(str(file))}" for file in env_file)
         say(
-            f"its variables are expected in the cluster: kubectl create secret generic {named} --from-env-file={file}"
+            f"its variables are expected in the cluster: kubectl create secret generic {quote(named)} {files}"
         )
     typer.echo(as_yaml(documents), nl=False)

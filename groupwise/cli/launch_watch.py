@@ -162,10 +162,12 @@ async def concluded(
 ) -> dict[str, Any]:
     """The result, written beside what was fetched; then what is paid for is ended, or told."""
     from groupwise.clouds.port import CloudError
-    from groupwise.launch import paid, results
+    from groupwise.launch import notes, paid, results
 
     document = results.result(handle, str(note.place), status, fetched)
     results.write(folder, document)
+    if status.ending is not None and folder != folder_of(note, None):
+        notes.note_folder(note, folder)
     try:
         cost = await paid.cost_of(backend, handle)
         if cost:

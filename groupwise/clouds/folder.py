@@ -8,10 +8,11 @@ few: one that was brought here and is gone there is removed here too, once a lat
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -64,6 +65,20 @@ class ResultsFolder:
             if self._has(path):
                 self.brought[path] = Brought(attempt, entry.sha256)
         self._remove_old_checkpoints(offered)
+        self._write_note()
+
+    def take_written(self, files: Mapping[str, bytes], attempt: int) -> None:
+        """Put in place what is told of an attempt beside what it offers; what an earlier one had there is set aside, too."""
+        entries: Manifest = {}
+        for path, data in files.items():
+            new = self.incoming / path
+            new.parent.mkdir(parents=True, exist_ok=True)
+            new.write_bytes(data)
+            entries[path] = FileEntry(hashlib.sha256(data).hexdigest(), 0o644, len(data))
+        self._set_aside(entries, set(entries), attempt, ended=False)
+        _put_in_place(self.folder, entries)
+        for path, entry in entries.items():
+            self.brought[path] = Brought(attempt, entry.sha256)
         self._write_note()
 
     def _is_here(self, path: str, entry: FileEntry) -> bool:

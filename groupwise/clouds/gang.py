@@ -12,10 +12,10 @@ import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from groupwise.clouds.folder import ResultsFolder
 from groupwise.clouds.machine import NAME_ALL, MachineBackend
 from groupwise.clouds.port import (
     Capabilities,
@@ -209,10 +209,10 @@ class GangBackend(_Machine):
         others = (_unless_away(each.cancel(handle, grace)) for each in self._others)
         await _all((super().cancel(handle, grace), *others))
 
-    async def fetch(self, handle: Handle, folder: Path) -> Fetched:
-        """See `Backend.fetch`. What the other machines have said comes, too, at the end."""
-        fetched = await super().fetch(handle, folder)
-        if (await self.status(handle)).ending is None:
+    async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
+        """What the other machines have said comes, too, at the end."""
+        fetched = await super()._fetched(handle, results, ended=ended)
+        if not ended:
             return fetched
         said: dict[str, bytes] = {}
         away: dict[str, str] = {}
@@ -222,7 +222,7 @@ class GangBackend(_Machine):
                 said[name] = await self._said(other, handle)
             except Unreachable as error:  # it may be why the job ended
                 away[name] = error.message
-        await asyncio.to_thread(_write, folder, said)
+        await asyncio.to_thread(results.take_written, said, handle.attempt)
         return replace(fetched, left_out={**fetched.left_out, **away})
 
     async def _said(self, other: MachineBackend, handle: Handle) -> bytes:
@@ -263,10 +263,3 @@ async def _unless_away(asked: Awaitable[None]) -> None:
     """A machine that cannot be told ends its part by itself, once it misses the first one."""
     with suppress(Unreachable):
         await asked
-
-
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    for name, data in files.items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)

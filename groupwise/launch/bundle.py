@@ -207,19 +207,39 @@ def _around(root: Path, path: str) -> tuple[str, str] | None:
 
 def _why_not(root: Path, path: str) -> str:
     """Empty for what travels."""
-    *folders, name = path.split("/")
-    if any(each in SECRET_FOLDERS for each in folders):
-        return "in a folder of credentials"
-    if _is_one_of(name, SECRET_FILES) and not _is_one_of(name, SHOW_HOW):
-        return "credentials, by its name"
+    if reason := _secret_by_name(path):
+        return reason
     place = root / path
-    if place.is_symlink() and not place.resolve().is_relative_to(root.resolve()):
-        return "a link to what is outside of the project"
+    if reason := _why_not_followed(root, place):
+        return reason
     if not place.is_file():
         return "a link to a folder" if place.is_dir() else "no file"
     if PRIVATE_KEY.match(_beginning(place, LOOKED_AT).lstrip()):
         return "a private key"
     return ""
+
+
+def _secret_by_name(path: str) -> str:
+    *folders, name = path.split("/")
+    if any(each in SECRET_FOLDERS for each in folders):
+        return "in a folder of credentials"
+    if _is_one_of(name, SECRET_FILES) and not _is_one_of(name, SHOW_HOW):
+        return "credentials, by its name"
+    return ""
+
+
+def _why_not_followed(root: Path, place: Path) -> str:
+    """Of what is a link, or lies behind one: by its content it would travel as what it leads to, under a name that says nothing of it."""
+    target, within = place.resolve(), root.resolve()
+    if not target.is_relative_to(within):
+        return "a link to what is outside of the project"
+    real = target.relative_to(within).as_posix()
+    if real == place.relative_to(root).as_posix():
+        return ""
+    if reason := _secret_by_name(real):
+        return f"a link to {real}: {reason}"
+    around = _around(within, real)
+    return "" if around is None else f"a link into {around[0]}: {around[1]}"
 
 
 def _is_one_of(name: str, patterns: Iterable[str]) -> bool:

@@ -6,7 +6,7 @@ A note is no more than a shorthand: whoever says where a job is (`--at`) finds i
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,14 @@ def find(name: str) -> Note:
 def is_of_another(note: Note) -> bool:
     """Whether a job of this name is known from here that is at another place."""
     known = _read(_file(note.name))
-    return known is not None and str(known.place) != str(note.place)
+    return known is not None and not known.place.is_same(note.place)
+
+
+def note_folder(note: Note, results: Path) -> None:
+    """What the job has made is in this folder: said of a job that is known from here."""
+    known = _read(_file(note.name))
+    if known is not None and known.place.is_same(note.place):
+        write(replace(known, results=results.absolute()))
 
 
 def remove(note: Note) -> None:

@@ -8,6 +8,7 @@ A place is called by a word, on the command line and in lists: `local`, `ssh:gpu
 from __future__ import annotations
 
 import getpass
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,8 @@ from groupwise.launch.state import state_folder
 if TYPE_CHECKING:
     from groupwise.clouds.ec2 import Ec2
 
+AGENT = "SSH_AUTH_SOCK"
+"""The variable by which an agent is found, which is another one with each login."""
 LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
 OF_HERE = frozenset({LOCAL, SLURM, RAY})
 """Kinds of places that this machine may have, or be given jobs for by itself."""
@@ -59,6 +62,11 @@ class Place:
         address = f",{detail['address']}" if detail.get("address") else ""
         word = f"{there}{detail.get('shared') or ''}{detail.get('profile') or ''}{address}"
         return f"{self.kind}:{word}" if word else self.kind
+
+    def is_same(self, other: Place) -> bool:
+        """Whether jobs of one name would be the same job here and there, however it is reached."""
+        mine, theirs = ((str(each), each.detail.get("profile")) for each in (self, other))
+        return mine == theirs
 
     @property
     def is_here(self) -> bool:
@@ -175,7 +183,7 @@ def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
     host = SshHost(
         address(detail),
         jump=None if jump is None else address(jump),
-        agent_path=detail.get("agent"),
+        agent_path=os.environ.get(AGENT) if detail.get("agent") else None,
     )
     return host, str(address(detail))
 

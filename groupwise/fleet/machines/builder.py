@@ -65,8 +65,8 @@ COMPLAINTS = (
     ),
     (
         r"\b401\b|\b403\b|User for .*:|Credentials",
-        "the index wants a name and a password: `--secret PIP_INDEX_URL=env:NAME` takes the address with them from a variable here, "
-        "so that they stand in no argument list.",
+        "the index wants a name and a password: give the address with them as the variable PIP_INDEX_URL, so that they stand in no "
+        "argument list (`vm prepare --secret PIP_INDEX_URL=env:NAME`, or a line of the file of `launch --env-file`).",
     ),
     (
         r"NewConnectionError|NameResolutionError|Temporary failure in name resolution|Connection (refused|timed out)|ReadTimeout",

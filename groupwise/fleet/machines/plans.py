@@ -225,7 +225,8 @@ def _check_address(url: str) -> None:
     if "@" in parts.netloc:
         raise UsageError(
             "an address of a package index has a name or a password in it. Everybody on this machine can read the arguments of a command: "
-            "put the whole address into a variable here, and name that: --secret PIP_INDEX_URL=env:NAME, or PIP_EXTRA_INDEX_URL=file:/path."
+            "give the whole address as the variable PIP_INDEX_URL or PIP_EXTRA_INDEX_URL: `vm prepare --secret PIP_INDEX_URL=env:NAME`, "
+            "or a line of the file of `launch --env-file`. Images of Modal are made without either: --wheelhouse."
         )
     if parts.scheme not in ("https", "http", "file") or " " in url:
         raise UsageError(

@@ -325,7 +325,11 @@ async def test_from_another_machine_it_goes_on_as_it_was_begun(
         "import os, sys; print(os.environ['MASTER_ADDR']); sys.exit(os.environ['ATTEMPT'] == '1')"
     )
     laptop, other = gang(hosts), gang(hosts, meets_at="192.0.2.1")
-    await ended(laptop, await laptop.submit(order("meets", fails, meets_at="10.0.0.1"), store))
+    first = await laptop.submit(order("meets", fails, meets_at="10.0.0.1"), store)
+    await ended(laptop, first)
+    results = tmp_path / "results"
+    await laptop.fetch(first, results)
+    assert (results / "nodes/1.log").read_bytes() == b"10.0.0.1\n"
     swapped, alone = gang(hosts[::-1]), MachineBackend("ssh", laptop._runner, "machine 0")
     for wrong, why in ((swapped, "but number 2 of its machines"), (alone, "on 2 machines at once")):
         with pytest.raises(UsageError, match=why):
@@ -334,6 +338,11 @@ async def test_from_another_machine_it_goes_on_as_it_was_begun(
     assert (await ended(other, second)).ending.outcome is Outcome.SUCCEEDED
     for each in (other, other._others[0]):
         assert (await each.log(second, 0, 100)).data == b"10.0.0.1\n"
+    (results / "nodes/1.log").write_bytes(b"changed here")
+    for attempt in (2, 2):
+        await other.fetch(second, results)
+        assert (results / "nodes/1.log").read_bytes() == b"10.0.0.1\n", attempt
+    assert (results / "earlier/changed/nodes/1.log").read_bytes() == b"changed here"
     for each in (laptop, other, swapped):
         await each.close()
 

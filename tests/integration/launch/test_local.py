@@ -183,6 +183,22 @@ def test_what_was_not_fetched_is_not_removed(person: Person) -> None:
     assert person.types("list").out == ""
 
 
+def test_what_was_fetched_to_another_folder_may_be_removed(person: Person) -> None:
+    script(person, "import os; os.mkdir('outputs'); open('outputs/x', 'w').write('x')")
+    person.types("local", "--detach", "--name", "short", "--script", "job.py")
+    person.types("logs", "-f", "short", "--to", "there")
+    person.types("remove", "short")
+    person.types("local", "--detach", "--name", "short", "--script", "job.py")
+    person.types("logs", "short")
+    typed = person.types("fetch", "short", "--to", "elsewhere")
+    while not (person.project / "elsewhere/outputs/x").exists():
+        typed = person.types("fetch", "short", "--to", "elsewhere")
+    assert typed.out == "elsewhere\n"
+    person.types("remove", "short")
+    assert (person.project / "elsewhere/outputs/x").exists()
+    assert not (person.project / "launches").exists()
+
+
 def test_names_are_looked_at_first_and_make_no_folders(person: Person) -> None:
     script(person, "")
     assert (

@@ -125,6 +125,24 @@ def test_runs_stay_here_with_all_that_is_in_them(project: Path) -> None:
     assert found.left_out == {"runs/one/": "the folder of a run"}
 
 
+def test_no_link_takes_a_secret_or_a_run_along(project: Path) -> None:
+    made = {".env": f"TOKEN={CANARY}\n", ".aws/config": "x", "runs/one/run.db": "x"}
+    write(project, {**made, "runs/one/config.json": "{}", "runs/one/log.txt": "x"})
+    (project / "settings.txt").symlink_to(".env")
+    (project / "again.txt").symlink_to("settings.txt")
+    (project / "cloud.txt").symlink_to(".aws/config")
+    (project / "log.txt").symlink_to("runs/one/log.txt")
+    found = bundle(project)
+    assert set(found.files) == USUAL
+    links = {path: why for path, why in found.left_out.items() if (project / path).is_symlink()}
+    assert links == {
+        "settings.txt": "a link to .env: credentials, by its name",
+        "again.txt": "a link to .env: credentials, by its name",
+        "cloud.txt": "a link to .aws/config: in a folder of credentials",
+        "log.txt": "a link into runs/one/: the folder of a run",
+    }
+
+
 def test_links_travel_as_what_they_lead_to_within_the_project(
     project: Path, tmp_path: Path
 ) -> None:

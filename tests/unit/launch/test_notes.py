@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from groupwise.errors import UsageError
 from groupwise.launch import notes
 from groupwise.launch.notes import Note
-from groupwise.launch.places import LOCAL, SSH, Place
+from groupwise.launch.places import LOCAL, SSH, Place, reach
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,28 @@ def test_a_job_elsewhere_of_the_same_name_keeps_its_note() -> None:
     assert not notes.is_of_another(another_way)
     notes.remove(another_way)
     assert notes.every() == []
+
+
+def test_an_agent_is_the_one_of_the_login_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket is another one the next day, and one that was written down is dead by then."""
+    place = Place(SSH, {**AFAR.detail, "agent": True})
+    for socket in ("/run/yesterday", "/run/today"):
+        monkeypatch.setenv("SSH_AUTH_SOCK", socket)
+        backend: Any = reach(Place.from_document(place.document()))
+        assert backend._runner.host._agent_path == socket
+    assert "/run" not in str(place.document())
+
+
+def test_a_note_may_say_later_where_the_results_are() -> None:
+    note = Note("a", AFAR, Path("/p"))
+    notes.note_folder(note, Path("/there"))
+    assert notes.every() == [], "it is not known from here"
+    notes.write(note)
+    notes.note_folder(note, Path("/there"))
+    assert notes.find("a").results == Path("/there")
+    other = replace(note, place=Place(LOCAL))
+    notes.note_folder(other, Path("/elsewhere"))
+    assert notes.find("a").results == Path("/there")
 
 
 def test_an_unknown_name_is_told_with_those_that_there_are() -> None:
