@@ -17,7 +17,7 @@ import asyncio
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,6 +43,7 @@ from groupwise.ranks.peers import Peers
 from groupwise.ranks.sampler import RankSampler
 from groupwise.ranks.samplers import Samplers
 from groupwise.ranks.started import Started
+from groupwise.ranks.witness import RankWitness
 from groupwise.runs import publications
 from groupwise.sft_config import SftConfig, load_sft_config
 from groupwise.task_parts import longest_completion
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from groupwise.remote.parts import RemoteParts, Wanted
     from groupwise.remote.session import Session
     from groupwise.sampler.vllm.own import OwnServer
-    from groupwise.sampler.vllm.sampler import VllmSampler
+    from groupwise.sampler.vllm.sampler import Knows, VllmSampler
     from groupwise.tunix.messages import Open
     from groupwise.tunix.process import WorkerProcess
     from groupwise.wire.parts import PartsKind
@@ -222,6 +223,8 @@ async def start_training(
     if layout.samplers:
         return await _apart(config, layout, run, publish_folder)
     made = await _made("training", config, layout, run=run, folder=str(publish_folder))
+    if isinstance(made, Calls) and config.sampler.engine == "vllm":
+        return _with_servers(made, config, layout)
     return _training(made)
 
 
@@ -251,6 +254,8 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
         found = await _by_tunix(config, layout, "served", Path(), weights)
         return ServingParts(found.sampler, found.stop_token_ids, worker=found.worker)
     folder = None if weights is None else str(weights)
+    if config.sampler.engine == "vllm":  # one model is enough to check what servers answer
+        layout = replace(layout, processes=1, learners=1)
     made = await _made("serving", config, layout, weights=folder)
     if isinstance(made, Calls):
         return ServingParts(RankSampler(made), _stop_token_ids(made), ranks=made)
@@ -305,6 +310,20 @@ def _training(made: Calls | Hosted) -> Parts:
     )
 
 
+def _with_servers(ranks: Calls, config: RunConfig, layout: Layout) -> Parts:
+    """Ranks that only learn, of which the first checks what the servers answer."""
+    try:
+        sampler = _vllm_sampler(
+            config, layout, RankWitness(ranks), ahead.load_tokenizer(config.model)
+        )
+        return Parts(
+            sampler, RankLearner(ranks), _stop_token_ids(ranks), ranks=ranks, by_http=sampler
+        )
+    except BaseException:
+        ranks.close()
+        raise
+
+
 def _supervised(made: Calls | Hosted, layout: Layout) -> LearningParts:
     if isinstance(made, Calls):
         return LearningParts(RankLearner(made, divided=layout.parts > 1), ranks=made)
@@ -354,22 +373,21 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
         raise
 
 
-def _vllm_sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> VllmSampler:
+def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: Any) -> VllmSampler:
     from groupwise.endpoints.client import Endpoint
     from groupwise.endpoints.waiting import Timing
     from groupwise.sampler.vllm.adapters import Shared
     from groupwise.sampler.vllm.sampler import VllmSampler
     from groupwise.sampler.vllm.servers import Server, Servers
-    from groupwise.sampler.vllm.witness import Witness
 
     wanted, timing = config.sampler, Timing()
     base = wanted.served_model or config.model.name
     if wanted.vllm_python is not None:
-        own = _own_server(config, layout, served)
+        own = _own_server(config, layout, witness.rank)
         server = Server(own.endpoint, wanted.concurrency, timing)
         return VllmSampler(
             Servers([server], wanted.patience, timing, f"Read why in {own.log}"),
-            Witness(served),
+            witness,
             tokenizer,
             base=base,
             key_length=layout.key_length,
@@ -387,7 +405,7 @@ def _vllm_sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any
         shared = Shared(here, (wanted.adapter_folder_there or str(here)).rstrip("/"))
     return VllmSampler(
         Servers(servers, wanted.patience, timing),
-        Witness(served),
+        witness,
         tokenizer,
         base=base,
         key_length=layout.key_length,
@@ -396,8 +414,8 @@ def _vllm_sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any
     )
 
 
-def _own_server(config: RunConfig, layout: Layout, served: Any) -> OwnServer:
-    """Not begun yet. UsageError where there are too few GPUs for it."""
+def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
+    """Not begun yet. `rank`: of the adapters. UsageError where there are too few GPUs for it."""
     from groupwise.cache import cache_folder
     from groupwise.models.tokenizer import resolve
     from groupwise.sampler.vllm import own
@@ -410,7 +428,6 @@ def _own_server(config: RunConfig, layout: Layout, served: Any) -> OwnServer:
             f"sampler.max_model_len is {wanted.max_model_len}, but prompt and completion of this run have up to {layout.key_length} tokens "
             "together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
-    adapted = getattr(served, "adapted", None)
     return own.OwnServer(
         own.Wanted(
             python=wanted.vllm_python,
@@ -418,10 +435,15 @@ def _own_server(config: RunConfig, layout: Layout, served: Any) -> OwnServer:
             revision=resolved.revision,
             name=config.model.name,
             dtype=layout.dtype,
-            rank=1 if adapted is None else adapted.configs[served.name].r,
+            rank=rank,
             longest=wanted.max_model_len or layout.key_length,
             memory=wanted.gpu_memory_utilization,
-            gpus=own.gpus_beside(count, wanted.tensor_parallel_size, wanted.gpu_memory_utilization),
+            gpus=own.gpus_beside(
+                count,
+                wanted.tensor_parallel_size,
+                wanted.gpu_memory_utilization,
+                _first_gpu(layout),
+            ),
             parallel=wanted.tensor_parallel_size,
             in_4bit=config.model.load_in_4bit,
             trust_remote_code=config.model.trust_remote_code,
@@ -726,16 +748,23 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     )
     replicas = _replicas(layout, trained)
     learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
-    sampler = _sampler(config, layout, served, tokenizer)
+    by_servers = config.sampler.engine == "vllm" and layout.learners > 1
     return Hosted(
         layout.threads_each,
-        sampler,
+        None if by_servers else _sampler(config, layout, served, tokenizer),
         learner,
         _with_configured(stops, config),
         trained,
         replicas,
+        witness=_witness(served) if by_servers else None,
         bench=_bench(config, layout, trained.adapted, tokenizer) if _hosts_others(config) else None,
     )
+
+
+def _witness(served: Any) -> Any:
+    from groupwise.sampler.vllm.witness import Witness
+
+    return Witness(served)
 
 
 def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
@@ -844,7 +873,7 @@ def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> 
     from groupwise.sampler.torch_sampler import TorchSampler
 
     if config.sampler.engine == "vllm":
-        return _vllm_sampler(config, layout, served, tokenizer)
+        return _vllm_sampler(config, layout, _witness(served), tokenizer)
     if config.model.backend == "unsloth":
         from groupwise.unsloth.sampler import UnslothSampler
 

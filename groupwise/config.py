@@ -404,7 +404,7 @@ class RunConfig(Strict):
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
-            "scale.learners": ((self.scale.learners or 1) > 1, str(self.scale.learners), "answers are checked with one learner's model"),
+            "scale.strategy": (self.scale.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),
             "scale.samplers": (self.scale.samplers > 0, str(self.scale.samplers), "the servers sample"),
         }  # fmt: skip
         for key, (clashes, value, why) in given.items():

@@ -38,6 +38,8 @@ class Hosted:
     replicas: Summed | None = None
     """What its learner has in common with those of the other ranks; None where it learns alone, or not at all."""
     tracing: Tracing | None = None
+    witness: Any = None
+    """Of what servers of vLLM answer, which sample in the ranks' place (`groupwise.sampler.vllm.witness`)."""
     bench: Bench | None = None
     """Where models beside this one stand; None where all weights of the base are trained."""
 

@@ -117,7 +117,10 @@ def test_it_has_the_gpus_that_the_learner_leaves(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus_beside(0, 1, 0.9) is None
     assert gpus_beside(4, 2, 0.9) == ("1", "2")
+    assert gpus_beside(4, 1, 0.9, learners=3) == ("3",)
     assert gpus_beside(1, 1, 0.5) == ("0",)
+    with pytest.raises(UsageError, match="need 4 GPUs, and there are 3"):
+        gpus_beside(3, 2, 0.9, learners=2)
     with pytest.raises(UsageError, match="on which the run learns, too"):
         gpus_beside(1, 1, 0.9)
     with pytest.raises(UsageError, match="tensor_parallel_size is 2, but beside"):

@@ -95,6 +95,24 @@ def test_the_reward_rises(tmp_path):
     assert max(curve(trained, "sampling/logprob_gap")) < 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_several_learners_train_as_one_does(tmp_path, server, lag):
+    """What the server answers is checked with the first one's model; no other one is asked."""
+    folders = []
+    for learners in (1, 2):
+        made = settings(tmp_path / f"{learners}", server.url)
+        made["training"] |= {"lag": lag, "lr_scheduler_type": "constant"}
+        made |= {"scale": {"learners": learners}, "eval": {"before_and_after": True}}
+        made["run"]["threads"] = 2
+        folders.append(groupwise.rl(made, TOY).folder)
+    one, two = folders
+    for name in ("reward", "loss", "grad_norm", "sampling/ratio_mean"):
+        assert curve(two, name) == pytest.approx(curve(one, name), rel=1e-3, abs=1e-4), name
+    assert server.adapters == []
+
+
 def test_with_a_lag_the_earlier_version_is_served(tmp_path, server):
     made = settings(tmp_path, server.url)
     made["training"]["lag"] = 1
@@ -149,12 +167,13 @@ def test_a_run_goes_on_after_its_server_was_lost(tmp_path, server):
     assert len(curve(result.folder, "reward")) == STEPS
 
 
-def test_another_base_ends_the_run_before_it_learns(tmp_path):
-    with (
-        VllmServer(logprobs_mode=PROCESSED, seed=1) as other,
-        pytest.raises(PolicyMismatchError, match="serves other weights"),
-    ):
-        groupwise.rl(settings(tmp_path, other.url), TOY)
+@pytest.mark.parametrize("learners", [1, 2])
+def test_another_base_ends_the_run_before_it_learns(tmp_path, learners):
+    with VllmServer(logprobs_mode=PROCESSED, seed=1) as other:
+        made = {**settings(tmp_path, other.url), "scale": {"learners": learners}}
+        made["run"]["threads"] = learners
+        with pytest.raises(PolicyMismatchError, match="serves other weights"):
+            groupwise.rl(made, TOY)
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
         assert store.last_step() is None
 
@@ -175,7 +194,8 @@ def test_a_policy_is_evaluated_by_the_server_as_here(tmp_path, server):
     groupwise.rl(made, TOY)
     alone = {"max_completion_length": 6, "slots": 8}
     for policy in ("toy", "base"):
-        there = groupwise.evaluate(made, TOY, policy=policy)
+        several = {"scale": {"learners": 2}, "run": {**made["run"], "threads": 2}}
+        there = groupwise.evaluate({**made, **several}, TOY, policy=policy)
         here = groupwise.evaluate({**made, "sampler": alone}, TOY, policy=policy)
         assert there.rows == here.rows
     assert server.adapters == []

@@ -204,14 +204,21 @@ class OwnServer:
         return "none"
 
 
-def gpus_beside(count: int, parallel: int, memory: float) -> tuple[str, ...] | None:
-    """Those for a server beside a learner on the first of `count`; None on a machine without. UsageError where they do not suffice."""
+def gpus_beside(
+    count: int, parallel: int, memory: float, learners: int = 1
+) -> tuple[str, ...] | None:
+    """Those for a server beside learners on the first of `count`; None on a machine without. UsageError where they do not suffice."""
     if count == 0:
         return None
     named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     there = [each for each in named if each] or [str(number) for number in range(count)]
-    if len(there) > parallel:
-        return tuple(there[1 : 1 + parallel])
+    if len(there) >= learners + parallel:
+        return tuple(there[learners : learners + parallel])
+    if learners > 1:
+        raise UsageError(
+            f"{learners} learners of this machine and sampler.tensor_parallel_size {parallel} need {learners + parallel} GPUs, and there "
+            f"are {len(there)}. Lower scale.learners, or add GPUs."
+        )
     if parallel > 1:
         raise UsageError(
             f"sampler.tensor_parallel_size is {parallel}, but beside the learner's GPU there are {len(there) - 1}. Lower it."

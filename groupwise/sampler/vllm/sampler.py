@@ -41,6 +41,8 @@ class Knows(Protocol):
 
     @property
     def vocabulary(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
     def read(self, folder: str) -> None: ...
     def fingerprint(self) -> str: ...
     def logprobs(
@@ -48,7 +50,6 @@ class Knows(Protocol):
         prompt_ids: Sequence[int],
         token_ids: Sequence[int],
         temperature: float,
-        *,
         plain: bool = False,
     ) -> list[float]: ...
 

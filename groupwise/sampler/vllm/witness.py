@@ -25,6 +25,12 @@ class Witness:
         """Ids of tokens that the model has."""
         return int(cast("Any", self._weights.model.get_input_embeddings()).weight.shape[0])
 
+    @property
+    def rank(self) -> int:
+        """Of the adapter; 1 where there is none."""
+        weights = self._weights
+        return weights.adapted.configs[weights.name].r if isinstance(weights, ServedAdapter) else 1
+
     def read(self, folder: str) -> None:
         """Take a publication; raises `ModelError` unless all names and shapes match."""
         self._weights.read(Path(folder))
@@ -38,7 +44,6 @@ class Witness:
         prompt_ids: Sequence[int],
         token_ids: Sequence[int],
         temperature: float,
-        *,
         plain: bool = False,
     ) -> list[float]:
         """Log-probabilities (nats) of the tokens after the prompt; `plain`: by the base without its adapter."""
