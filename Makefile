@@ -5,14 +5,14 @@ WORKERS ?= 2
 # Those of the fleet wait for their servers most of the time.
 FLEET_WORKERS ?= 3
 # Folders whose tests are all of other stages (tests/conftest.py): `make test` does not look through them.
-OTHERS := $(addprefix --ignore=tests/,integration/server integration/fleet integration/launch integration/notebook integration/tunix unit/fleet unit/hosts)
+OTHERS := $(addprefix --ignore=tests/,integration/server integration/fleet integration/launch integration/notebook integration/tunix integration/web unit/fleet unit/hosts)
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 # Its heap has room for torch and transformers: with what node has by itself, 4 GB, it forgets them forty times and reads them again.
 PYRIGHT := NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart test test-server test-fleet test-launch test-notebook test-tunix check fix bench soak gpu clean
+.PHONY: help setup quickstart test test-server test-fleet test-launch test-notebook test-tunix test-web check fix bench soak gpu clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -20,8 +20,8 @@ setup: ## make .venv with all that training, tests and checks need
 	$(READY)
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
-test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook and test-tunix
-	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(OTHERS) -m "not server and not fleet and not launch and not notebook and not tunix and not soak and not gpu" $(ARGS)
+test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix and test-web
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(OTHERS) -m "not server and not fleet and not launch and not notebook and not tunix and not web and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
@@ -32,6 +32,8 @@ test-notebook: ## run the tests of notebooks, in real kernels
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "notebook and not soak and not gpu" $(ARGS) tests/integration/notebook tests/acceptance/test_docs.py
 test-tunix: ## run the tests of the backend tunix, in an environment of its own (made first: 1.5 GB, two minutes)
 	$(READY) && $(BIN)/groupwise fetch-tunix && $(PYTEST) -n $(WORKERS) --dist loadfile -m "tunix and not soak and not gpu" $(ARGS) tests/integration/tunix tests/contract
+test-web: ## run the tests of the dashboard in a real Chromium (installs it where it may)
+	$(READY) && $(BIN)/python scripts/real_servers.py chromium && $(PYTEST) -n $(WORKERS) --dist loadfile -m "web and not soak and not gpu" $(ARGS) tests/integration/web
 check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(PYRIGHT) && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend

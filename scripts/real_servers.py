@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the servers present that the fleet's tests talk to: PostgreSQL, NATS, sshd, Slurm, and what makes hosts of namespaces.
+"""Make the servers present that tests talk to: PostgreSQL, NATS, sshd, Slurm, and what makes hosts of namespaces; or a browser.
 
 Nothing is started here, and nothing of the machine is configured: the tests start each server as a child of their own, in a folder
 of their own. On Debian and Ubuntu, as root, what is missing is installed; elsewhere this says what to install. A package that wants to
@@ -33,6 +33,8 @@ NEEDED = {
     "squeue": "slurm-client",
 }
 """Program → Debian package."""
+BROWSER = {"chromium": "chromium"}
+"""Likewise, where that is all that is wanted: `real_servers.py chromium`."""
 
 
 def main() -> int:
@@ -42,7 +44,7 @@ def main() -> int:
         return 0
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         print(
-            f"The fleet's tests need {', '.join(missing)}. On Debian or Ubuntu: sudo apt-get install {' '.join(missing)}",
+            f"These tests need {', '.join(missing)}. On Debian or Ubuntu: sudo apt-get install {' '.join(missing)}",
             file=sys.stderr,
         )
         return 1
@@ -69,6 +71,8 @@ def main() -> int:
 
 def missing_packages() -> list[str]:
     """Debian packages of the programs that are not there."""
+    if sys.argv[1:] == ["chromium"]:
+        return [package for program, package in BROWSER.items() if program_at(program) is None]
     missing = {package for program, package in NEEDED.items() if program_at(program) is None}
     if not any(POSTGRES.glob("*/bin/postgres")) and program_at("postgres") is None:
         missing.add("postgresql")

@@ -100,6 +100,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+OWN_STAGES = ("server", "notebook", "tunix", "launch", "web")
+"""Folders of `integration`, and markers."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, all others in their order; those that are stages of their own are marked."""
     places = {name: place for place, name in enumerate(LONGEST)}
@@ -110,14 +114,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
     for item in items:
-        if root / "integration" / "server" in item.path.parents:
-            item.add_marker("server")
-        if root / "integration" / "notebook" in item.path.parents:
-            item.add_marker("notebook")
-        if root / "integration" / "tunix" in item.path.parents:
-            item.add_marker("tunix")
-        if root / "integration" / "launch" in item.path.parents:
-            item.add_marker("launch")
+        for stage in OWN_STAGES:
+            if root / "integration" / stage in item.path.parents:
+                item.add_marker(stage)
         if any(root / folder in item.path.parents for folder in OF_THE_FLEET):
             item.add_marker("fleet")
             if item.get_closest_marker("timeout") is None:

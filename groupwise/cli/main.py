@@ -24,18 +24,11 @@ from groupwise.cli.output import PROGRAM, Stopped, run_command
 from groupwise.cli.rl import rl
 from groupwise.cli.serve import serve
 from groupwise.cli.sft import sft
-
-LATER = frozenset({"web"})
-"""Commands of parts that are not in this version."""
+from groupwise.cli.web import web
 
 
 class Verbs(TyperGroup):
-    """The top-level commands; one that comes later is refused as such."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in LATER:
-            ctx.fail(f"`{PROGRAM} {args[0]}` is not in this version.")
-        return super().resolve_command(ctx, args)
+    """The top-level commands."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -131,6 +124,7 @@ app.command("check")(check)
 app.command("doctor")(doctor)
 app.command("generate")(generate)
 app.command("serve")(serve)
+app.command("web")(web)
 app.command("fetch-model")(fetch_model)
 app.command("fetch-tunix")(fetch_tunix)
 app.add_typer(

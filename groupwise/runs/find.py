@@ -71,10 +71,10 @@ def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
         return whole
     name, step = _split(reference)
     if step is None:
-        raise RunNotFoundError(_no_such_run(name, runs_dir))
+        raise RunNotFoundError(no_such_run(name, runs_dir))
     run = _find_folder(name, runs_dir)
     if run is None:
-        raise RunNotFoundError(_no_such_run(name, runs_dir))
+        raise RunNotFoundError(no_such_run(name, runs_dir))
     return Address(run.path, _checkpoint_at(run.path, step))
 
 
@@ -86,7 +86,7 @@ def resolve_run(reference: str, runs_dir: Path = Path("runs")) -> tuple[Path, in
     name, step = _split(reference)
     run = _find_folder(name, runs_dir)
     if run is None or step is None:
-        raise RunNotFoundError(_no_such_run(name, runs_dir))
+        raise RunNotFoundError(no_such_run(name, runs_dir))
     return run.path, step
 
 
@@ -100,7 +100,7 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
         own = _find_folder(name, runs_dir)
         if own is not None:
             Store.facts(own.path / RECORD)
-        raise RunNotFoundError(_no_such_run(name, runs_dir))
+        raise RunNotFoundError(no_such_run(name, runs_dir))
     unfinished = [(path, facts) for path, facts in found if facts.get("state") != "finished"]
     if not unfinished:
         names = ", ".join(path.name for path, _ in found)
@@ -113,7 +113,7 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
 
 def list_runs(runs_dir: Path = Path("runs")) -> list[RunInfo]:
     """All runs in a folder, oldest first; folders that cannot be read come last, with the reason."""
-    infos = [run_info(path) for path in _run_folders(runs_dir)]
+    infos = [run_info(path) for path in run_folders(runs_dir)]
     return sorted(infos, key=lambda info: (info.broken is not None, info.started or 0.0, info.name))
 
 
@@ -236,8 +236,9 @@ def _checkpoint_at(path: Path, step: int) -> Checkpoint:
     )
 
 
-def _no_such_run(name: str, runs_dir: Path) -> str:
-    names = [path.name for path in _run_folders(runs_dir)]
+def no_such_run(name: str, runs_dir: Path) -> str:
+    """What is said where there is no run of that name: which ones there are, and which was perhaps meant."""
+    names = [path.name for path in run_folders(runs_dir)]
     if not names:
         return f"there is no run '{name}': {runs_dir} holds no runs. Give a path, or --dir."
     near = difflib.get_close_matches(name, names, n=1)
@@ -246,8 +247,8 @@ def _no_such_run(name: str, runs_dir: Path) -> str:
     return f"there is no run '{name}' in {runs_dir}.{hint} There are: {shown}."
 
 
-def _run_folders(runs_dir: Path) -> list[Path]:
-    """Every folder that is or tries to be a run."""
+def run_folders(runs_dir: Path) -> list[Path]:
+    """Every folder in this one that is or tries to be a run, by name."""
     if not runs_dir.is_dir():
         return []
     return sorted(
@@ -257,7 +258,7 @@ def _run_folders(runs_dir: Path) -> list[Path]:
 
 def _readable(runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     found: list[tuple[Path, dict[str, Any]]] = []
-    for path in _run_folders(runs_dir):
+    for path in run_folders(runs_dir):
         try:
             found.append((path, Store.facts(path / RECORD)))
         except StoreError:

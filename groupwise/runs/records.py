@@ -40,6 +40,18 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """What a curve is in some steps that follow each other; the values are None where it has no finite one there."""
+
+    first: int
+    last: int
+    """Steps, equal where it is a single one."""
+    mean: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Rewound:
     """What a resume deleted in order to do it again."""
 
@@ -103,6 +115,11 @@ class RolloutFilter:
     """Only rollouts that have this reward part; `min_reward`, `max_reward`, `best` and `worst` are then about its value."""
     min_reward: float | None = None
     max_reward: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    """Of what the policy wrote."""
+    truncated: bool | None = None
+    """Whether a limit cut it off."""
     text: str | None = None
     """Words that stand, in this order, in the prompt or the completion."""
     order: Order = "draw"

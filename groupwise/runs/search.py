@@ -60,6 +60,9 @@ def _conditions(wanted: RolloutFilter, measured: str, indexed: bool) -> tuple[li
         # A NaN is stored as text, which sorts above every number.
         (f"{measured} BETWEEN ? AND 9e999", wanted.min_reward),
         (f"{measured} <= ?", wanted.max_reward),
+        ("completion_tokens >= ?", wanted.min_tokens),
+        ("completion_tokens <= ?", wanted.max_tokens),
+        ("truncated = ?", wanted.truncated),
     ]
     clauses = [clause for clause, value in simple if value is not None]
     values = [value for _, value in simple if value is not None]

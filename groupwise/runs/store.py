@@ -19,6 +19,7 @@ from groupwise.runs.database import Database
 from groupwise.runs.encoding import label, pack_json, plain_text, text, unpack_json
 from groupwise.runs.records import (
     TIMING_PREFIXES,
+    CurvePoint,
     EvaluationRecord,
     GroupReward,
     ResumeRecord,
@@ -184,6 +185,23 @@ class Store:
         curves = {name: self._curve(name, since or 0) for name in wanted}
         return {name: curve for name, curve in curves.items() if curve}
 
+    def thinned_curve(self, name: str, columns: int) -> list[CurvePoint]:
+        """A curve for a picture that is so many columns wide: each column's mean, smallest and largest value, so that nothing that stands
+        out is lost. A curve of no more steps than that comes as it is."""
+        key = label(name)
+        first, last = self._db.one(
+            "SELECT min(step), max(step) FROM metrics WHERE name = ?", (key,)
+        )
+        if first is None:
+            return []
+        width = max(1.0, (last - first + 1) / columns)
+        rows = self._db.all(
+            "SELECT min(step), max(step), avg(value), min(value), max(value) FROM metrics WHERE name = ?"
+            " GROUP BY CAST((step - ?) / ? AS INTEGER) ORDER BY 1",
+            (key, first, width),
+        )
+        return [CurvePoint(*columns) for columns in rows]
+
     def step_metrics(self, step: int) -> dict[str, float]:
         """All metrics of one step."""
         rows = self._db.all("SELECT name, value FROM metrics WHERE step = ? ORDER BY name", (step,))
@@ -220,6 +238,20 @@ class Store:
         """One page of the rollouts that the filter asks for."""
         with self._db.snapshot():
             return find_rollouts(self._db, wanted)
+
+    def draw_of(self, rollout: int) -> int | None:
+        """The group of a rollout, by the id that lists of rollouts have; None: there is no such rollout."""
+        found = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
+        return found[0][0] if found else None
+
+    def failures(self, most: int = 20) -> list[tuple[str, int]]:
+        """Why rollouts were not scored, and how many for each reason, the most frequent first."""
+        rows = self._db.all(
+            "SELECT coalesce(reason, 'no reason given'), count(*) FROM rollouts WHERE outcome IN ('failed', 'timed_out')"
+            " GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT ?",
+            (most,),
+        )
+        return [(plain_text(reason) or "", count) for reason, count in rows]
 
     def rollout_details(self, step: int) -> dict[int, RolloutDetail]:
         """What the views of a step's rollouts leave out, by their ids."""

@@ -147,6 +147,21 @@ class Keyring:
             return Caller(stored.id, stored.role, stored.projects)
         return Caller(PLAIN_ID, Role.ADMIN) if plain and self._has_plain else None
 
+    def named(self, id: str) -> Caller | None:
+        """Whose key has this id; None: there is none."""
+        if id == PLAIN_ID and self._has_plain:
+            return Caller(PLAIN_ID, Role.ADMIN)
+        stored = self._stored.get(id)
+        return None if stored is None else Caller(stored.id, stored.role, stored.projects)
+
+    def sealed(self, id: str, text: str) -> str | None:
+        """A seal of this text that can be made only with what is kept of the key, and is another once that is; None: there is no such."""
+        if self.named(id) is None:
+            return None
+        own = id == PLAIN_ID and self._has_plain
+        secret = self._plain if own else self._stored[id].digest
+        return hmac.new(secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+
 
 def caller_of(ring: Keyring | None, headers: Mapping[str, str]) -> Caller:
     """Who sends a request with these headers. `ring` None: the server has no keys. Raises `unauthorised`."""

@@ -18,14 +18,17 @@ finds that run as the quickstart left it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -261,6 +264,9 @@ def run(
         if serves(words):
             beside.begin(words[2:])
             return
+        if words[:2] == ["groupwise", "web"]:
+            look_at(words[2:])
+            return
         if words[0] == "python":
             subprocess.run([sys.executable, *words[1:]], check=True, stdout=subprocess.PIPE)
             return
@@ -288,6 +294,21 @@ def run(
         assert code == 0, f"{shlex.join(words)}\nrun as {adapted}\n{capfd.readouterr().err}"
 
     return run_one
+
+
+def look_at(words: list[str]) -> None:
+    """Begin a dashboard, ask it for its first page, and end it."""
+    command = [sys.executable, "-m", "groupwise", "web", "--port", "0", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as dashboard:
+        assert dashboard.stderr is not None
+        said = dashboard.stderr.readline()
+        try:
+            [address] = re.findall(r"http://127\.0\.0\.1:\d+", said)
+            with urllib.request.urlopen(f"{address}/runs?format=json") as page:
+                assert "runs" in json.load(page)
+        finally:
+            dashboard.send_signal(signal.SIGINT)
+        assert dashboard.wait(30) == 0, said
 
 
 def within_seconds(words: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERBS = {
     *("help", "setup", "quickstart", "test", "test-server", "test-fleet", "check", "fix", "bench"),
-    *("test-launch", "test-notebook", "test-tunix", "soak", "gpu", "clean"),
+    *("test-launch", "test-notebook", "test-tunix", "test-web", "soak", "gpu", "clean"),
 }
 TENSOR_ROOMS = {"models", "learner", "sampler", "unsloth"}
 UNPINNED = {"unsloth"}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from groupwise.cli.main import LATER, main
+from groupwise.cli.main import main
 from groupwise.errors import ConfigError, NothingScoredError
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "numpy", "ruamel", "rich")
@@ -288,14 +288,6 @@ def test_a_wrong_command_line_exits_with_2_and_says_what_was_meant(
     assert shown.out == ""
     assert main([*words, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage"
-
-
-@pytest.mark.parametrize("name", sorted(LATER))
-def test_commands_of_later_parts_are_refused_as_such(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([name, "--config", "c"]) == 2
-    assert f"`groupwise {name}` is not in this version." in capsys.readouterr().err
 
 
 def test_without_words_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,59 @@
+"""`groupwise web`: the dashboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.output import say
+
+
+def web(
+    dir: Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")] = Path("runs"),
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="0 takes any that is free.")
+    ] = 8080,
+    key_file: Annotated[
+        Path | None, typer.Option(metavar="F", help="The file with the keys' lines.")
+    ] = None,
+    tls_certificate: Annotated[str | None, typer.Option(metavar="PEM", help="For https.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="PEM", help="Its private key.")] = None,
+    proxy: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of a proxy in front that has TLS.")
+    ] = None,
+) -> None:
+    """See what your models are doing, in a browser.
+
+    Nobody but this machine is answered unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
+    makes one. Pages bring themselves up to date.
+    """
+    import os
+
+    from groupwise.wire.keys import VARIABLE
+
+    _expect_installed()
+    from groupwise.web.serve import Settings, serve
+
+    settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy)
+    raise typer.Exit(
+        serve(
+            settings,
+            os.environ.get(VARIABLE),
+            lambda address: say(f"the runs of {dir} are shown at {address} (Ctrl-C ends it)"),
+        )
+    )
+
+
+def _expect_installed() -> None:
+    from importlib.util import find_spec
+
+    from groupwise.errors import UsageError
+
+    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"The dashboard needs {' and '.join(missing)}: pip install 'groupwise[web]'."
+        )

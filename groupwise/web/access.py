@@ -1,0 +1,80 @@
+"""Who may look at the dashboard.
+
+    a key, typed once      → a cookie that no script can read, sealed with what the server keeps of the key: it holds for a week, outlives a
+                             restart, and ends with the key
+    a key with each request→ for programs, as the other servers take it
+    no keys at all         → whoever sits at this machine, and no page of another site that has a browser ask for it
+
+Nothing can be changed by it, so that no other site could make anybody do so.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from groupwise.http.middleware import Buckets, check_local
+from groupwise.wire.keys import LOCAL, Caller, Keyring, caller_of, presented_key
+from groupwise.wire.problems import Refusal
+
+COOKIE = "groupwise"
+LASTS = 7 * 86_400
+"""Seconds for which a cookie is good."""
+TRIES_PER_SECOND, TRIES_AT_ONCE = 0.5, 10
+"""Keys that may be tried from one address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """Who asks for a page."""
+
+    caller: Caller
+    by_cookie: bool = False
+    """Whether there is something to sign out of."""
+
+
+class Door:
+    """Of one dashboard."""
+
+    def __init__(self, keys: Keyring | None, clock: Callable[[], float] = time.time) -> None:
+        self._keys, self._clock = keys, clock
+        self._tries = Buckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody needs a key, and nobody elsewhere is answered."""
+        return self._keys is None
+
+    def visitor(self, headers: Mapping[str, str], cookie: str | None) -> Visitor | None:
+        """Who sends a request; None: nobody that is known. Raises `unauthorised` for a wrong key, `forbidden` for another site."""
+        if self._keys is None:
+            check_local(headers)
+            return Visitor(LOCAL)
+        if presented_key(headers) is not None:
+            return Visitor(caller_of(self._keys, headers))
+        return self._of_cookie(self._keys, cookie) if cookie else None
+
+    def admit(self, key: str, address: str) -> str | None:
+        """The cookie of whoever has this key; None: nobody has it. Raises `rate_limited`."""
+        if seconds := self._tries.take(address):
+            raise Refusal("rate_limited", retry_after=seconds)
+        caller = self._keys.caller(key.strip()) if self._keys is not None else None
+        if caller is None or self._keys is None:
+            return None
+        told = f"{caller.id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
+        return f"{told}.{self._keys.sealed(caller.id, f'cookie {told}')}"
+
+    def _of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:
+        told, _, seal = cookie.rpartition(".")
+        name, _, rest = told.partition(".")
+        until = rest.partition(".")[0]
+        own = keys.sealed(name, f"cookie {told}")
+        caller = keys.named(name)
+        if own is None or caller is None or not hmac.compare_digest(own.encode(), seal.encode()):
+            return None
+        if not until.isdecimal() or int(until) < self._clock():
+            return None
+        return Visitor(caller, by_cookie=True)

@@ -1,0 +1,112 @@
+"""The dashboard's application: its pages, its files, and what goes with every answer.
+
+A page is a template and data (`pages.py`), rendered here; nothing is built beforehand, and nothing is loaded from elsewhere. One module of
+ours draws plots, keeps pages up to date and is not needed for the rest (`static/page.js`).
+"""
+
+from __future__ import annotations
+
+import mimetypes
+from typing import cast
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from groupwise.errors import GroupwiseError
+from groupwise.web import sign_in
+from groupwise.web.live import Streams, live
+from groupwise.web.pages import failed, respond_not_found
+from groupwise.web.place import Place
+from groupwise.web.runs import comparing, curves, evaluating, files, overview, reading
+from groupwise.web.runs import listing as runs
+from groupwise.web.templates import STATIC
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Of every answer: scripts and styles are files of ours, and no other site may frame, read or be told of a page."""
+KEPT = "public, max-age=31536000, immutable"
+"""Of files whose address has their content's hash."""
+
+
+def make_app(place: Place) -> ASGIApp:
+    """The application. Its `state.place` is what all pages are made of."""
+    routes = [
+        Route("/", _first),
+        *runs.ROUTES,
+        *comparing.ROUTES,
+        *curves.ROUTES,
+        *overview.ROUTES,
+        *files.ROUTES,
+        *reading.ROUTES,
+        *evaluating.ROUTES,
+        *sign_in.ROUTES,
+        Route("/live", live),
+        Route("/healthz", _lives),
+        Mount("/static", _Static(directory=STATIC)),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            GroupwiseError: failed,
+            HTTPException: respond_not_found,
+            Exception: failed,
+        },
+    )
+    app.state.place = place
+    app.state.streams = Streams()
+    return _WithHeaders(app)
+
+
+def _first(_: Request) -> Response:
+    return RedirectResponse("/runs", 303)
+
+
+def _lives(_: Request) -> Response:
+    return Response("ok", media_type="text/plain")
+
+
+class _Static(StaticFiles):
+    """Files of ours, which browsers keep."""
+
+    def file_response(self, *args: object, **kwargs: object) -> Response:
+        """See `StaticFiles.file_response`."""
+        found = super().file_response(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        scope = cast("Scope", args[2] if len(args) > 2 else kwargs["scope"])
+        if Request(scope).query_params.get("v"):
+            found.headers["Cache-Control"] = KEPT
+        return found
+
+
+class _WithHeaders:
+    """Adds what goes with every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self._app(scope, receive, sending)
+
+
+mimetypes.add_type("text/javascript", ".js")

@@ -1,0 +1,147 @@
+"""The list of all runs, kept in memory: what it says of a run is read once, and again only when its files have changed.
+
+A thousand runs are looked at in some milliseconds that way. The first look reads them all, in the background: a page that cannot wait shows
+what is known, and how much is still to be read.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from groupwise.errors import StoreError
+from groupwise.runs.find import RunInfo, run_folders, run_info
+from groupwise.runs.folder import RECORD, shown_state
+from groupwise.runs.store import Store
+
+Stamp = tuple[tuple[int, int], ...]
+"""Of the files of a record: when each was written to, and its size."""
+SPARK = 48
+"""Columns of a small picture of a curve."""
+PATIENCE = 0.1
+"""Seconds that a page waits for runs that nobody has read yet."""
+FILES = (RECORD, f"{RECORD}-wal")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A run in the list."""
+
+    info: RunInfo
+    metric: str | None
+    """What the small picture shows: the reward, or the loss where there is none."""
+    curve: tuple[float, ...]
+    written: float
+    """When its record was written to last; seconds since 1970."""
+
+    @property
+    def live(self) -> bool:
+        """Whether a process works on it."""
+        return self.info.state == "running"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of all runs."""
+
+    runs: tuple[Listed, ...]
+    """The newest first; broken ones last."""
+    unread: int
+
+
+class RunsIndex:
+    """Of one folder. Any thread may ask."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[str, tuple[Stamp, Listed]] = {}
+        self._lock = threading.Lock()
+        self._reader: threading.Thread | None = None
+
+    def known(self, patience: float = PATIENCE) -> Known:
+        """All runs; those that were not read within so many seconds are only counted."""
+        stamps = {path: stamp_of(path) for path in run_folders(self.folder)}
+        with self._lock:
+            stale = [path for path in stamps if self._is_stale(path, stamps[path])]
+            if stale and (self._reader is None or not self._reader.is_alive()):
+                self._reader = threading.Thread(target=self._read, args=[stale], daemon=True)
+                self._reader.start()
+            reader = self._reader
+        if stale and reader is not None:
+            reader.join(patience)
+        with self._lock:
+            for gone in self._known.keys() - {path.name for path in stamps}:
+                del self._known[gone]
+            found = [each for _, each in self._known.values()]
+        return Known(tuple(_sorted(map(_as_now, found))), len(stamps) - len(found))
+
+    def one(self, path: Path) -> Listed:
+        """What the list says of this run, as it is now."""
+        stamp = stamp_of(path)
+        with self._lock:
+            if not self._is_stale(path, stamp):
+                return _as_now(self._known[path.name][1])
+        listed = read(path, stamp)
+        with self._lock:
+            self._known[path.name] = (stamp, listed)
+        return listed
+
+    def _is_stale(self, path: Path, stamp: Stamp) -> bool:
+        known = self._known.get(path.name)
+        return known is None or known[0] != stamp
+
+    def _read(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            stamp = stamp_of(path)  # before it is read: what is written meanwhile is read again
+            listed = read(path, stamp)
+            with self._lock:
+                self._known[path.name] = (stamp, listed)
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Of a run's record; equal stamps mean that it was not written to."""
+    found: list[tuple[int, int]] = []
+    for name in FILES:
+        with suppress(OSError):
+            facts = os.stat(path / name)
+            if facts.st_size:  # a reader leaves an empty one behind
+                found.append((facts.st_mtime_ns, facts.st_size))
+    return tuple(found)
+
+
+def read(path: Path, stamp: Stamp) -> Listed:
+    """What the list says of a run; never raises for a broken one."""
+    info = run_info(path)
+    metric, curve = None, ()
+    if info.broken is None:
+        with suppress(StoreError), Store.glance(path / RECORD) as store:
+            metric, curve = _spark(store)
+    written = max((moment for moment, _ in stamp), default=0) / 1e9
+    return Listed(info, metric, curve, written)
+
+
+def _spark(store: Store) -> tuple[str | None, tuple[float, ...]]:
+    for name in ("reward", "loss"):
+        points = store.thinned_curve(name, SPARK)
+        if points:
+            return name, tuple(point.mean for point in points if point.mean is not None)
+    return None, ()
+
+
+def _as_now(listed: Listed) -> Listed:
+    """A process that ended leaves no trace in the record: whether one works on a run is asked each time."""
+    if listed.info.state not in ("running", "crashed"):
+        return listed
+    state = shown_state(listed.info.path, "running")
+    return replace(listed, info=replace(listed.info, state=state))
+
+
+def _sorted(runs: Iterable[Listed]) -> list[Listed]:
+    def place(listed: Listed) -> tuple[bool, float, str]:
+        return listed.info.broken is not None, -(listed.info.started or 0.0), listed.info.name
+
+    return sorted(runs, key=place)

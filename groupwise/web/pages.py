@@ -1,0 +1,201 @@
+"""What a page is: a template and the data that it shows. The same data is the answer to whoever asks for JSON.
+
+A page is a function of a `Visit` that returns a `Page`, or a response of its own where it gives a file. It may block: it runs in a thread.
+What a user did wrong is raised as everywhere (`GroupwiseError`, `Refusal`), and becomes a page that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlencode
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_jsonable_python
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from groupwise.errors import GroupwiseError, RunNotFoundError, UsageError
+from groupwise.runs.durable import without_nan
+from groupwise.web.access import COOKIE, Visitor
+from groupwise.web.place import Place
+from groupwise.web.templates import render
+from groupwise.wire.problems import MEDIA_TYPE, Refusal
+
+Q = TypeVar("Q", bound="Query")
+FORM = "application/x-www-form-urlencoded"
+MOST_FORM = 64 * 1024
+"""Bytes of a form."""
+
+
+class Query(BaseModel):
+    """What an address may say behind its question mark; an empty value is none."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What is shown."""
+
+    template: str
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Also the answer as JSON."""
+    status: int = 200
+    live: str = ""
+    """The address of events after which the page is to be brought up to date; empty: it stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A request for a page."""
+
+    place: Place
+    request: Request
+    visitor: Visitor
+
+    def named(self, name: str) -> str:
+        """A part of the address's path."""
+        return str(self.request.path_params[name])
+
+    def query(self, kind: type[Q]) -> Q:
+        """What the address says. Raises UsageError."""
+        given: dict[str, Any] = {}
+        several = {name for name, each in kind.model_fields.items() if _is_several(each.annotation)}
+        for name in self.request.query_params:
+            values = [each for each in self.request.query_params.getlist(name) if each != ""]
+            if values:
+                given[name] = values if name in several else values[-1]
+        try:
+            return kind.model_validate(given)
+        except ValidationError as error:
+            [first, *_] = error.errors(include_url=False)
+            where = ".".join(str(each) for each in first["loc"])
+            raise UsageError(f"{where}={first['input']!s:.100}: {first['msg']}.") from None
+
+    def said_with(self, **changed: Any) -> str:
+        """This page's address with other words behind its question mark; None takes one away."""
+        kept = [(n, v) for n, v in self.request.query_params.multi_items() if n not in changed]
+        new = [(name, str(value)) for name, value in changed.items() if value not in (None, "")]
+        return str(self.request.url.replace(query="").path) + _as_query([*kept, *new])
+
+
+Show = Callable[[Visit], Page | Response]
+
+
+def shown(path: str, show: Show) -> Route:
+    """A page at this address."""
+    return Route(
+        path, partial(_answer, show), methods=["GET"], name=getattr(show, "__name__", path)
+    )
+
+
+async def _answer(show: Show, request: Request) -> Response:
+    place: Place = request.app.state.place
+    visitor = place.door.visitor(request.headers, request.cookies.get(COOKIE))
+    if visitor is None:
+        return _sign_in_first(request)
+    visit = Visit(place, request, visitor)
+    return await run_in_threadpool(_shown, visit, show)
+
+
+def _shown(visit: Visit, show: Show) -> Response:
+    found = show(visit)
+    return found if isinstance(found, Response) else respond(visit, found)
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """The fields of a form, each once. Raises `too_large`, and `unsupported_media_type` for what no form of ours sends."""
+    if request.headers.get("content-type", "").partition(";")[0] != FORM:
+        raise Refusal("unsupported_media_type")
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_FORM:
+            raise Refusal("too_large")
+    return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
+
+
+def _sign_in_first(request: Request) -> Response:
+    if wants_json(request):
+        raise Refusal("unauthorised")
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse("/sign-in" + _as_query([("next", path)]), 303)
+
+
+def respond(visit: Visit, page: Page) -> Response:
+    """The page, as the visitor wants it."""
+    if wants_json(visit.request):
+        plain = to_jsonable_python(page.data, inf_nan_mode="null", fallback=str)
+        return JSONResponse(without_nan(plain), page.status)
+    text = render(
+        page.template,
+        {
+            **page.data,
+            "visit": visit,
+            "visitor": visit.visitor,
+            "live": page.live,
+        },
+    )
+    return HTMLResponse(text, page.status)
+
+
+def wants_json(request: Request) -> bool:
+    """Whether whoever asks is a program: `?format=json`, or it accepts JSON and no page."""
+    if request.query_params.get("format") == "json":
+        return True
+    accepts = request.headers.get("accept", "")
+    return "application/json" in accepts and "text/html" not in accepts
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """What went wrong, as a page or a problem that says what to do."""
+    status, code, title, message = _explained(error)
+    headers = error.headers if isinstance(error, Refusal) else {}
+    if wants_json(request):
+        body = {
+            "type": "about:blank",
+            "title": title,
+            "status": status,
+            "code": code,
+            "detail": message,
+        }
+        return JSONResponse(body, status, headers, media_type=MEDIA_TYPE)
+    text = render("failed.html", {"title": title, "message": message, "status": status})
+    return HTMLResponse(text, status, headers)
+
+
+def _explained(error: Exception) -> tuple[int, str, str, str]:
+    if isinstance(error, Refusal):
+        return error.status, error.code, error.kind.title, error.detail
+    if isinstance(error, RunNotFoundError):
+        return 404, error.code, "There is no such thing", error.message
+    if isinstance(error, UsageError):
+        return 400, error.code, "This cannot be shown", error.message
+    if isinstance(error, GroupwiseError):
+        return 409, error.code, "This cannot be read", error.message
+    return (
+        500,
+        "internal",
+        "Something went wrong here",
+        "Its details are in the log of the dashboard.",
+    )
+
+
+def _is_several(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) in (tuple, list)
+
+
+def _as_query(pairs: list[tuple[str, str]]) -> str:
+    return f"?{urlencode(pairs)}" if pairs else ""
+
+
+async def respond_not_found(request: Request, error: Exception) -> Response:
+    """An address that is none of ours, or a way of asking that it does not take."""
+    status = getattr(error, "status_code", 404)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+    return await failed(request, Refusal(code, f"There is no page {request.url.path[:200]}."))

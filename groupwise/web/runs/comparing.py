@@ -1,0 +1,95 @@
+"""Several runs beside each other: one metric of all in one plot, and the settings in which they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from groupwise.errors import StoreError, UsageError
+from groupwise.runs.folder import RECORD, read_config
+from groupwise.runs.store import Store
+from groupwise.web.pages import Page, Query, Visit, shown
+
+MOST = 12
+USUAL = ("reward", "loss")
+PLACES = frozenset({"run.name", "run.dir"})
+"""Settings in which runs always differ."""
+
+
+class Asked(Query):
+    """Which runs, and what of them."""
+
+    run: list[str] = Field(default_factory=list)
+    metric: str = ""
+
+
+def compare(visit: Visit) -> Page:
+    """The page."""
+    asked = visit.query(Asked)
+    names = list(dict.fromkeys(asked.run))
+    if len(names) < 2:
+        raise UsageError("Choose at least two runs in the list, then press Compare.")
+    if len(names) > MOST:
+        raise UsageError(
+            f"{len(names)} runs are chosen; {MOST} of them can be told apart in a plot."
+        )
+    there = {name: visit.place.runs.one(visit.place.run(name)) for name in names}
+    metrics = sorted({metric for name in names for metric in _metrics(visit, name)})
+    usual = next((each for each in USUAL if each in metrics), metrics[0] if metrics else "")
+    configs = {name: _config(visit, name) for name in names}
+    data: dict[str, Any] = {
+        "names": names,
+        "runs": {
+            name: {
+                "state": each.info.state,
+                "steps": each.info.steps,
+                "first": each.info.reward_first,
+                "last": each.info.reward_last,
+                "model": each.info.model,
+                "task": each.info.task,
+            }
+            for name, each in there.items()
+        },
+        "metric": asked.metric if asked.metric in metrics else usual,
+        "metrics": metrics,
+        "differences": differences(configs),
+    }
+    live = "&".join(f"run={each}" for each in names)
+    return Page("compare.html", data, live=f"/live?{live}")
+
+
+def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Settings that are not the same in all of these: dotted key -> the value in each, in their order."""
+    flat = {name: flattened(config) for name, config in configs.items()}
+    keys = sorted({key for each in flat.values() for key in each} - PLACES)
+    rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def flattened(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Dotted keys and their values, as JSON."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            found |= flattened(value, f"{before}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            found[f"{before}{key}"] = json.dumps(value, ensure_ascii=False)
+    return found
+
+
+def _metrics(visit: Visit, name: str) -> list[str]:
+    with Store.glance(visit.place.run(name) / RECORD) as store:
+        return store.metric_names()
+
+
+def _config(visit: Visit, name: str) -> dict[str, Any]:
+    try:
+        return read_config(visit.place.run(name))
+    except StoreError:  # of a run that ended before it had one
+        return {}
+
+
+ROUTES = (shown("/compare", compare),)

@@ -1,0 +1,100 @@
+"""All runs: what state each is in, how its reward goes, and those of a search."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import Field
+
+from groupwise.web.index import Listed
+from groupwise.web.pages import Page, Query, Visit, shown
+
+PER_PAGE = 50
+SORTS = {
+    "newest": "newest first",
+    "changed": "last written to",
+    "reward": "highest reward",
+    "name": "name",
+}
+Sort = Literal["newest", "changed", "reward", "name"]
+
+
+class Asked(Query):
+    """Which runs."""
+
+    q: str = ""
+    """Words that stand in name, model or task."""
+    state: str = ""
+    sort: Sort = "newest"
+    page: int = Field(1, ge=1)
+
+
+def runs(visit: Visit) -> Page:
+    """The list."""
+    asked, known = visit.query(Asked), visit.place.runs.known()
+    matching = [each for each in known.runs if _matches(each, asked)]
+    matching = _in_order(matching, asked.sort)
+    pages = max(1, -(-len(matching) // PER_PAGE))
+    page = min(asked.page, pages)
+    shown_now = matching[(page - 1) * PER_PAGE : page * PER_PAGE]
+    data: dict[str, Any] = {
+        "folder": str(visit.place.runs.folder),
+        "runs": [_document(each) for each in shown_now],
+        "all": len(known.runs),
+        "matching": len(matching),
+        "unread": known.unread,
+        "states": dict(Counter(each.info.state or "broken" for each in known.runs)),
+        "asked": asked.model_dump(),
+        "page": page,
+        "pages": pages,
+        "sorts": SORTS,
+    }
+    return Page("runs.html", data, live="/live")
+
+
+def _matches(listed: Listed, asked: Asked) -> bool:
+    info = listed.info
+    if asked.state and (info.state or "broken") != asked.state:
+        return False
+    there = " ".join(filter(None, (info.name, info.model, info.task))).casefold()
+    return all(word in there for word in asked.q.casefold().split())
+
+
+def _in_order(runs: Iterable[Listed], sort: Sort) -> list[Listed]:
+    found = list(runs)  # the newest first
+    if sort == "changed":
+        return sorted(found, key=lambda each: -each.written)
+    if sort == "name":
+        return sorted(found, key=lambda each: each.info.name.casefold())
+    if sort == "reward":
+        return sorted(found, key=_by_reward)
+    return found
+
+
+def _by_reward(listed: Listed) -> tuple[bool, float]:
+    reward = listed.info.reward_last
+    return reward is None, -(reward or 0.0)
+
+
+def _document(listed: Listed) -> dict[str, Any]:
+    info = listed.info
+    return {
+        "name": info.name,
+        "state": info.state or "broken",
+        "broken": info.broken,
+        "steps": info.steps,
+        "max_steps": info.max_steps,
+        "metric": listed.metric,
+        "first": info.reward_first if listed.metric != "loss" else info.loss_first,
+        "last": info.reward_last if listed.metric != "loss" else info.loss_last,
+        "curve": listed.curve,
+        "started": info.started,
+        "written": listed.written,
+        "model": info.model,
+        "task": info.task,
+    }
+
+
+ROUTES = (shown("/runs", runs),)

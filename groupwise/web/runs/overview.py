@@ -1,0 +1,130 @@
+"""One run: its state and last numbers, its plots, what they say in words, its checkpoints, evaluations and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import GroupwiseError, StoreError
+from groupwise.runs import checkpoints
+from groupwise.runs.find import final_step
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, read_config, read_summary
+from groupwise.runs.lock import holder
+from groupwise.runs.store import Store
+from groupwise.web.pages import Page, Visit, shown
+from groupwise.web.runs.advice import advice_on
+from groupwise.web.runs.comparing import flattened
+from groupwise.web.runs.curves import plots_of
+
+LOG = "log.txt"
+LOG_BYTES = 16_384
+"""Of the end of the log."""
+
+
+def run(visit: Visit) -> Page:
+    """The page of a run."""
+    path = visit.place.run(visit.named("run"))
+    listed = visit.place.runs.one(path)
+    with Store.open(path / RECORD, readonly=True) as store:
+        names = store.metric_names()
+        last = store.last_step()
+        meta = store.get_meta()
+        data: dict[str, Any] = {
+            **head_of(visit, path),
+            "metrics": {} if last is None else store.step_metrics(last),
+            "plots": {
+                section: [asdict(plot) for plot in plots]
+                for section, plots in plots_of(names).items()
+            },
+            "advice": advice_on(store),
+            "warnings": [asdict(each) for each in store.warnings()],
+            "failures": store.failures(),
+            "evaluations": [
+                {"step": e.step, "name": e.name, "policy": e.policy, "metrics": dict(e.metrics)}
+                for e in store.evaluations(rows=False)
+            ],
+            "resumes": [asdict(each) for each in store.resumes()],
+            "error": meta.get("error"),
+            "curve": listed.curve,
+            "metric": listed.metric,
+        }
+    data |= {
+        "checkpoints": _checkpoints(path),
+        "final_step": final_step(path) if (path / FINAL).is_dir() else None,
+        "summary": _quietly(read_summary, path),
+        "log": _end_of(path / LOG),
+    }
+    return Page("run.html", data, live=f"/live?run={path.name}")
+
+
+def config(visit: Visit) -> Page:
+    """All settings of a run, resolved."""
+    path = visit.place.run(visit.named("run"))
+    tree = read_config(path)
+    data = {**head_of(visit, path), "config": tree, "settings": flattened(tree)}
+    return Page("config.html", data)
+
+
+def head_of(visit: Visit, path: Path) -> dict[str, Any]:
+    """What stands above every page of a run."""
+    listed = visit.place.runs.one(path)
+    info = listed.info
+    held = holder(path) if info.state == "running" else None
+    return {
+        "run": {
+            "name": info.name,
+            "state": info.state or "broken",
+            "broken": info.broken,
+            "steps": info.steps,
+            "max_steps": info.max_steps,
+            "reward_first": info.reward_first,
+            "reward_last": info.reward_last,
+            "loss_first": info.loss_first,
+            "loss_last": info.loss_last,
+            "started": info.started,
+            "written": listed.written,
+            "model": info.model,
+            "task": info.task,
+            "folder": str(path),
+            "process": None if held is None else held.pid,
+        }
+    }
+
+
+def _checkpoints(path: Path) -> list[dict[str, Any]]:
+    with suppress(GroupwiseError):
+        found = checkpoints.complete(path / CHECKPOINTS)
+        whole = [
+            {"step": each.step, "bytes": _bytes_of(each.path), "damaged": None} for each in found
+        ]
+        damaged = [
+            {"step": None, "bytes": None, "damaged": str(skipped)} for skipped in found.skipped
+        ]
+        return [*whole, *damaged]
+    return []
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def _quietly(read: Any, path: Path) -> Mapping[str, Any] | None:
+    try:
+        return read(path)
+    except StoreError:  # a page shows what else there is
+        return None
+
+
+def _end_of(file: Path) -> str:
+    """The last lines of a log."""
+    with suppress(OSError), file.open("rb") as log:
+        log.seek(max(0, file.stat().st_size - LOG_BYTES))
+        text = log.read().decode("utf-8", "replace")
+        return text if len(text) < LOG_BYTES else text.partition("\n")[2]
+    return ""
+
+
+ROUTES = (shown("/runs/{run}", run), shown("/runs/{run}/config", config))

@@ -1,0 +1,71 @@
+"""The page where a key is typed, once."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from groupwise.web.access import COOKIE, LASTS
+from groupwise.web.pages import read_form
+from groupwise.web.place import Place
+from groupwise.web.templates import render
+
+
+async def show(request: Request) -> Response:
+    """The form."""
+    place: Place = request.app.state.place
+    there = _here(request.query_params.get("next"))
+    if place.door.is_open or place.door.visitor(request.headers, request.cookies.get(COOKIE)):
+        return RedirectResponse(there, 303)
+    return _form(there)
+
+
+async def enter(request: Request) -> Response:
+    """Take the key, and give a cookie for it. Whoever may sign in has a key, so that no other site could make somebody do it."""
+    place: Place = request.app.state.place
+    form = await read_form(request)
+    address = request.client.host if request.client else ""
+    there = _here(form.get("next"))
+    cookie = await run_in_threadpool(place.door.admit, form.get("key", ""), address)
+    if cookie is None:
+        return _form(there, wrong=True)
+    response = RedirectResponse(there, 303)
+    secure = request.url.scheme == "https"
+    response.set_cookie(
+        COOKIE, cookie, max_age=LASTS, httponly=True, samesite="lax", secure=secure, path="/"
+    )
+    return response
+
+
+async def leave(request: Request) -> Response:
+    """Forget the cookie."""
+    response = RedirectResponse("/sign-in", 303)
+    response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
+    return response
+
+
+def _form(there: str, *, wrong: bool = False) -> Response:
+    page = render("sign_in.html", {"next": there, "wrong": wrong})
+    return HTMLResponse(page, 401 if wrong else 200)
+
+
+def _here(address: str | None) -> str:
+    """A page of this dashboard; anything else is its first one."""
+    if not address or not address.startswith("/") or address.startswith(("//", "/\\")):
+        return "/runs"
+    try:
+        found = urlsplit(address)
+    except ValueError:
+        return "/runs"
+    return "/runs" if found.netloc or found.scheme else address
+
+
+ROUTES = (
+    Route("/sign-in", show, methods=["GET"]),
+    Route("/sign-in", enter, methods=["POST"]),
+    Route("/sign-out", leave, methods=["POST"]),
+)

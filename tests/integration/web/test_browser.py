@@ -1,0 +1,301 @@
+"""The dashboard in a real Chromium: every page is walked, by mouse and by keyboard, while a run writes, on a phone, and with hostile texts.
+
+Chromium is Debian's; on a machine without one these tests say so and are skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from groupwise.runs.lock import RunLock
+from groupwise.runs.store import Store
+from groupwise.web.access import Door
+from groupwise.web.app import make_app
+from groupwise.web.index import RunsIndex
+from groupwise.web.place import Place
+from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
+from tests.serving import listening
+from tests.web_runs import HOSTILE, add_step, write_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+SOON = 15_000
+"""Milliseconds."""
+PHONE = {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as player:
+        started = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@contextmanager
+def shown(runs: Path, keys: Keyring | None = None) -> Iterator[str]:
+    place = Place(RunsIndex(runs), Door(keys))
+    with listening(make_app(place)) as address:
+        yield address
+        place.ending.set()
+
+
+class Visitor:
+    """A page, and what went wrong in it."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page, self.address = page, address
+        self.wrong: list[str] = []
+        page.set_default_timeout(SOON)
+        page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        page.on("console", self._heard)
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
+            self.wrong.append(message.text)
+
+    def goes(self, path: str) -> None:
+        self.page.goto(self.address + path)
+
+    def drawn(self) -> int:
+        """Plots that have a picture."""
+        return self.page.locator(".plot canvas").count()
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Callable[..., Visitor]]:
+    opened: list[Any] = []
+
+    def begin(address: str, **how: Any) -> Visitor:
+        context = browser.new_context(
+            viewport=how.pop("viewport", {"width": 1280, "height": 900}), **how
+        )
+        opened.append(context)
+        return Visitor(context.new_page(), address)
+
+    yield begin
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, steps in (("first", 30), ("second", 20)):
+        write_run(folder / name, steps)
+    write_run(folder / "hostile", 3, write=lambda *_: HOSTILE, facts={"task": HOSTILE[:80]})
+    return folder
+
+
+def test_from_the_list_to_a_token_and_back(visit: Callable[..., Visitor], runs: Path) -> None:
+    with shown(runs) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/")
+        expect(page.get_by_role("heading", name="Runs")).to_be_visible()
+        assert page.locator(".spark").count() == 3
+        page.get_by_label("Search").fill("sec")
+        page.get_by_role("button", name="Show").click()
+        expect(page.locator("#runs tbody tr")).to_have_count(1)
+        visitor.goes("/runs")
+        page.get_by_role("link", name="first").click()
+        expect(page.get_by_role("heading", name="first")).to_be_visible()
+        expect(page.get_by_text("groups all members earn the same")).to_be_visible()
+        expect(page.locator(".plot canvas").first).to_be_visible()
+        page.get_by_role("link", name="Rollouts").click()
+        page.get_by_label("Text").fill("answer 2 of step 9")
+        page.get_by_role("button", name="Show").click()
+        expect(page.locator(".rollout")).to_have_count(2)
+        page.locator(".rollout header a").first.click()
+        tokens = page.locator(".tokens")
+        expect(tokens).to_be_visible()
+        assert page.locator(".token").count() == 12
+        page.get_by_label("advantage").check()
+        assert "by-advantage" in (tokens.get_attribute("class") or "")
+        page.get_by_role("link", name=re.compile(r"^group \d")).first.click()
+        expect(page.locator(".members .rollout")).to_have_count(4)
+        page.get_by_role("link", name=re.compile(r"^example \d")).first.click()
+        assert page.locator(".members").count() > 1
+        page.get_by_role("link", name="Evaluation").click()
+        expect(page.locator(".plot canvas")).to_be_visible()
+        page.get_by_role("button", name="Compare A and B").click()
+        expect(page.get_by_role("row", name="reward").first).to_contain_text("+0.400")
+        page.go_back()
+        page.get_by_role("link", name="Settings").click()
+        expect(page.get_by_text("training.learning_rate")).to_be_visible()
+        assert visitor.wrong == []
+
+
+def test_several_runs_are_in_one_plot(visit: Callable[..., Visitor], runs: Path) -> None:
+    with shown(runs) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs")
+        for name in ("first", "second"):
+            page.get_by_label(f"Compare {name}").check()
+        page.get_by_role("button", name="Compare those chosen").click()
+        expect(page.locator(".plot canvas")).to_be_visible()
+        expect(page.locator(".u-legend")).to_contain_text("second")
+        expect(page.get_by_text("training.max_steps")).to_be_visible()
+        page.get_by_label("Metric").select_option("entropy")
+        page.get_by_role("button", name="Show").click()
+        expect(page.locator("figcaption")).to_contain_text("entropy")
+        assert visitor.wrong == []
+
+
+def test_a_page_follows_a_run_that_goes_on(visit: Callable[..., Visitor], tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", 1, state="running", facts={"max_steps": 50})
+    lock = RunLock.acquire(path)
+    over = threading.Event()
+
+    def train() -> None:
+        with Store.open(path / "run.db") as store:
+            step = 1
+            while not over.wait(0.2):
+                add_step(store, step)
+                step += 1
+
+    training = threading.Thread(target=train)
+    try:
+        with shown(tmp_path) as address:
+            visitor = visit(address)
+            page = visitor.page
+            visitor.goes("/runs/live")
+            expect(page.locator(".title .state")).to_have_text("running")
+            expect(page.locator("#live.on")).to_be_visible()
+            expect(page.locator(".progress")).to_contain_text("1 of 50 steps")
+            training.start()
+            expect(page.locator(".progress")).not_to_contain_text("1 of 50 steps", timeout=SOON)
+            expect(page.locator("body")).to_have_attribute(
+                "data-refreshed", re.compile(r"[2-9]|\d\d")
+            )
+            over.set()
+            training.join()
+            lock.release()
+            visitor.goes("/runs/live")
+            expect(page.locator(".title .state")).to_have_text("crashed")
+            assert visitor.wrong == []
+    finally:
+        over.set()
+        lock.release()
+
+
+def test_hostile_texts_are_shown_and_do_nothing(visit: Callable[..., Visitor], runs: Path) -> None:
+    with shown(runs) as address:
+        visitor = visit(address)
+        for path in ("/runs", "/runs/hostile", "/runs/hostile/rollouts", "/runs/hostile/rollouts/1",
+                     "/runs/hostile/groups/0", "/runs/hostile/examples/0", "/runs/hostile/rollouts?text=<script>"):  # fmt: skip
+            visitor.goes(path)
+            page = visitor.page
+            assert page.evaluate("document.body.dataset.owned") is None, path
+            assert page.evaluate("document.title") != "owned"
+            assert page.locator("main script, main img, main iframe").count() == 0, path
+        expect(visitor.page.locator(".rollout").first).to_be_visible()
+        assert visitor.wrong == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, PHONE], ids=["desk", "phone"])
+def test_every_page_is_accessible_and_fits(
+    visit: Callable[..., Visitor], runs: Path, scheme: str, viewport: dict[str, int]
+) -> None:
+    with shown(runs) as address:
+        visitor = visit(address, color_scheme=scheme, viewport=viewport)
+        for path in ("/runs", "/runs/first", "/runs/first/rollouts", "/runs/first/rollouts/2", "/runs/first/groups/1",
+                     "/runs/first/examples/1", "/runs/first/evaluations", "/evaluations/compare?a=first@0&b=first@30",
+                     "/compare?run=first&run=second", "/runs/first/config", "/runs/none"):  # fmt: skip
+            visitor.goes(path)
+            found = Axe().run(visitor.page).response["violations"]
+            serious = [
+                (each["id"], each["nodes"][0]["html"][:200])
+                for each in found
+                if each["impact"] in ("serious", "critical")
+            ]
+            assert serious == [], path
+            wide = visitor.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, f"{path} is {wide} pixels too wide"
+
+
+def test_by_keyboard(visit: Callable[..., Visitor], runs: Path) -> None:
+    with shown(runs) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/first/rollouts")
+        page.keyboard.press("Tab")
+        expect(page.locator(".skip")).to_be_focused()
+        page.keyboard.press("/")
+        expect(page.get_by_label("Text")).to_be_focused()
+        page.keyboard.type("step 4")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**text=step**")
+        page.locator("h1").click()
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        expect(page.locator(".rollout header a:first-child").nth(1)).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(page.locator(".tokens")).to_be_visible()
+
+
+def test_a_key_is_typed_once(visit: Callable[..., Visitor], runs: Path) -> None:
+    key = new_key(Role.READ)
+    with shown(runs, Keyring(read_key_file(key.line, "keys"))) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/first/rollouts?step=3")
+        page.get_by_label("Key").fill("gw-wrong")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("alert")).to_contain_text("Nobody here has this key")
+        page.get_by_label("Key").fill(key.key)
+        page.get_by_role("button", name="Sign in").click()
+        page.wait_for_url("**/runs/first/rollouts?step=3")
+        assert page.evaluate("document.cookie") == ""
+        visitor.goes("/runs/first")
+        expect(page.locator(".plot canvas").first).to_be_visible()
+        expect(page.locator("#live.on")).to_be_visible()
+        page.get_by_role("button", name="Sign out").click()
+        page.wait_for_url("**/sign-in")
+        visitor.goes("/runs/first")
+        expect(page.get_by_label("Key")).to_be_visible()
+        assert visitor.wrong == []
+
+
+def test_the_colours_that_somebody_chose_stay(visit: Callable[..., Visitor], runs: Path) -> None:
+    with shown(runs) as address:
+        visitor = visit(address, color_scheme="light")
+        page = visitor.page
+        visitor.goes("/runs")
+        before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.get_by_label("Dark or light").click()
+        after = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert before != after
+        visitor.goes("/runs/first")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == after
+
+
+def test_plots_of_a_long_run_are_drawn_as_they_come_into_sight(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    write_run(tmp_path / "long", 120, groups=1, members=2)
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        visitor.goes("/runs/long")
+        page = visitor.page
+        expect(page.locator(".plot canvas").first).to_be_visible()
+        early = visitor.drawn()
+        page.mouse.wheel(0, 6000)
+        until = time.monotonic() + SOON / 1000
+        while visitor.drawn() <= early and time.monotonic() < until:
+            page.wait_for_timeout(50)
+        assert visitor.drawn() > early
+        assert visitor.wrong == []

@@ -1,0 +1,72 @@
+"""The list of runs: read once, again where a record has changed, and right about what lives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from groupwise.runs.lock import RunLock
+from groupwise.runs.store import Store
+from groupwise.web import index as module
+from groupwise.web.index import RunsIndex
+from tests.web_runs import add_step, write_run
+
+
+def names(index: RunsIndex) -> dict[str, tuple[str | None, int]]:
+    return {each.info.name: (each.info.state, each.info.steps) for each in index.known(10.0).runs}
+
+
+def test_only_what_has_changed_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        write_run(tmp_path / name, 2)
+    index, read, seen = RunsIndex(tmp_path), module.read, []
+
+    def noted(path: Path, stamp: module.Stamp) -> module.Listed:
+        seen.append(path.name)
+        return read(path, stamp)
+
+    monkeypatch.setattr(module, "read", noted)
+    assert names(index) == {"one": ("finished", 2), "two": ("finished", 2)}
+    assert names(index) == names(index)
+    assert sorted(seen) == ["one", "two"]
+    with Store.open(tmp_path / "two" / "run.db") as store:
+        add_step(store, 2)
+        assert names(index)["two"] == ("finished", 3), "while it is written to"
+    assert seen.count("one") == 1
+    shutil.rmtree(tmp_path / "one")
+    assert set(names(index)) == {"two"}
+
+
+def test_whether_a_process_works_on_it_is_asked_each_time(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one", 1, state="running")
+    index = RunsIndex(tmp_path)
+    assert names(index)["one"][0] == "crashed"
+    held = RunLock.acquire(path)
+    assert names(index)["one"][0] == "running"
+    held.release()
+    assert names(index)["one"][0] == "crashed"
+
+
+def test_a_page_does_not_wait_for_all_of_them(tmp_path: Path) -> None:
+    for number in range(20):
+        write_run(tmp_path / f"run-{number}", 1)
+    index = RunsIndex(tmp_path)
+    first = index.known(patience=0.0)
+    assert len(first.runs) + first.unread == 20
+    assert len(index.known(patience=10.0).runs) == 20
+
+
+def test_what_cannot_be_read_is_listed_last(tmp_path: Path) -> None:
+    write_run(tmp_path / "fine", 1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.db").write_bytes(os.urandom(5000))
+    found = RunsIndex(tmp_path).known(10.0).runs
+    assert [each.info.name for each in found] == ["fine", "empty", "odd"]
+    assert all(each.info.broken for each in found[1:])
+    assert RunsIndex(tmp_path / "nowhere").known().runs == ()

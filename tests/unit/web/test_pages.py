@@ -1,0 +1,312 @@
+"""All pages, asked as a browser and as a program does; what is wrong, and what is hostile."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.web.access import Door
+from groupwise.web.app import make_app
+from groupwise.web.index import RunsIndex
+from groupwise.web.place import Place
+from groupwise.web.templates import STATIC
+from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
+from tests.web_runs import HOSTILE, write_run
+
+PAGES = (
+    "/runs",
+    "/runs?q=one&state=finished&sort=reward",
+    "/compare?run=one&run=two&metric=entropy",
+    "/runs/one",
+    "/runs/one/config",
+    "/runs/one/rollouts",
+    "/runs/one/rollouts?step=1&order=best&part=correct&low=0.1&high=0.9",
+    "/runs/one/rollouts?text=answer&outcome=scored&truncated=yes&shortest=1&longest=99&example=2",
+    "/runs/one/rollouts/3",
+    "/runs/one/groups/1",
+    "/runs/one/examples/2",
+    "/runs/one/evaluations",
+    "/evaluations/compare?a=one@0&b=one@4",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "one", 4)
+    write_run(folder / "two", 3, state="running")
+    write_run(folder / "new", 0)
+    write_run(folder / "hostile <b>", 2, write=lambda *_: HOSTILE, facts={"task": HOSTILE[:60]})
+    (folder / "broken").mkdir()
+    (folder / "broken" / "run.db").write_bytes(b"no database at all, but long enough to look at")
+    return folder
+
+
+def place_of(runs: Path, keys: Keyring | None = None) -> Place:
+    index = RunsIndex(runs)
+    index.known(patience=10.0)
+    return Place(index, Door(keys))
+
+
+@pytest.fixture
+async def client(runs: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(make_app(place_of(runs)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as found:
+        yield found
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_each_page_is_html_and_the_same_as_json(
+    client: httpx2.AsyncClient, path: str
+) -> None:
+    page = await client.get(path, headers={"accept": "text/html"})
+    assert page.status_code == 200, page.text
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.text.startswith("<!doctype html>")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert page.headers["cache-control"] == "no-store"
+    assert not re.search(r"<script(?![^>]*\ssrc=)|\son\w+=|\sstyle=", page.text)
+    data = (await client.get(path, headers={"accept": "application/json"})).json()
+    assert isinstance(data, dict)
+    assert (await client.get(path + ("&" if "?" in path else "?") + "format=json")).json() == data
+
+
+async def test_what_pages_say(client: httpx2.AsyncClient) -> None:
+    listed = (await client.get("/runs?format=json")).json()
+    states = {each["name"]: each["state"] for each in listed["runs"]}
+    assert states["one"] == "finished"
+    assert states["two"] == "crashed", "no process works on it"
+    assert states["broken"] == "broken"
+    one = (await client.get("/runs/one?format=json")).json()
+    assert one["run"]["steps"] == 4
+    assert [each["metric"] for each in one["advice"]] == [
+        "frac_reward_zero_std",
+        "rollouts/unscored",
+    ]
+    assert one["failures"][0][1] >= 1
+    assert [plot["title"] for plot in one["plots"]["Reward"]][:2] == ["Reward", "Part: correct"]
+    assert one["plots"]["More"][-1]["title"] == "own/number"
+    found = (await client.get("/runs/one/rollouts?format=json&order=best")).json()
+    rewards = [each["reward"] for each in found["rollouts"]]
+    assert rewards == sorted(rewards, reverse=True)
+    assert all(each["outcome"] == "scored" for each in found["rollouts"])
+    failed = (await client.get("/runs/one/rollouts?format=json&outcome=failed")).json()
+    assert {each["member"] for each in failed["rollouts"]} == {3}
+    first = found["rollouts"][0]
+    one_of = (await client.get(f"/runs/one/rollouts/{first['id']}?format=json")).json()
+    assert one_of["rollout"]["completion"] == first["completion"]
+    [segment] = one_of["segments"]
+    assert len(segment["tokens"]) == 12
+    assert all(0 <= each["shade"] <= 8 for each in segment["tokens"])
+    group = (await client.get(f"/runs/one/groups/{first['draw']}?format=json")).json()
+    assert len(group["members"]) == 4
+    history = (await client.get(f"/runs/one/examples/{first['example']}?format=json")).json()
+    assert first["draw"] in [each["draw"] for each in history["groups"]]
+    compared = (await client.get("/evaluations/compare?a=one@0&b=one@4&format=json")).json()
+    reward = next(each for each in compared["metrics"] if each["name"] == "reward")
+    assert reward["change"]["value"] == pytest.approx(0.4)
+    assert reward["change"]["low"] <= 0.4 <= reward["change"]["high"]
+    assert reward["better"] == 4
+    differs = (await client.get("/compare?run=one&run=two&format=json")).json()["differences"]
+    assert differs == {"training.max_steps": ["4", "3"]}
+
+
+async def test_pages_of_a_search_follow_each_other(client: httpx2.AsyncClient) -> None:
+    seen: list[int] = []
+    page = 1
+    while True:
+        found = (await client.get(f"/runs/one/rollouts?format=json&page={page}")).json()
+        seen += [each["id"] for each in found["rollouts"]]
+        if not found["more"]:
+            break
+        page += 1
+    assert seen == sorted(range(1, 33), reverse=True)
+    lines = (await client.get("/runs/one/rollouts.jsonl?order=draw")).text.splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [*range(1, 33)]
+    some = (await client.get("/runs/one/rollouts.jsonl?outcome=failed")).text.splitlines()
+    assert len(some) == 8
+
+
+async def test_curves_come_thinned_with_what_stands_out(
+    client: httpx2.AsyncClient, runs: Path
+) -> None:
+    query = "/curves?run=one&run=two&name=own/number&name=none&columns=2"
+    found = (await client.get(query)).json()["runs"]
+    assert found["one"]["own/number"] == {
+        "first": [0, 2],
+        "last": [1, 3],
+        "mean": [0.5, 2.5],
+        "low": [0.0, 2.0],
+        "high": [1.0, 3.0],
+    }
+    assert found["one"]["none"]["first"] == []
+    assert (
+        len(
+            (await client.get("/curves?run=one&name=reward")).json()["runs"]["one"]["reward"][
+                "first"
+            ]
+        )
+        == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("/runs/none", 404, "There are: broken"),
+        ("/runs/%2e%2e%2f%2e%2e%2fetc", 404, ""),
+        ("/runs/one/rollouts/999999", 404, "no rollout 999999"),
+        ("/runs/one/rollouts/x", 404, "no number of a rollout"),
+        ("/runs/one/groups/99", 404, "no group of draw 99"),
+        ("/runs/one/examples/99", 404, "example 99"),
+        ("/runs/one/rollouts?step=-1", 400, "step=-1"),
+        ("/runs/one/rollouts?order=odd", 400, "order=odd"),
+        ("/runs/one/rollouts?page=99999999", 400, "page"),
+        ("/runs/one/weights/checkpoints", 404, "no weights"),
+        ("/runs/one/weights/step-9/x", 404, "no weights"),
+        ("/runs/one/weights/final", 404, "no weights"),
+        ("/compare?run=one", 400, "at least two runs"),
+        ("/compare?run=one&run=none", 404, "no run 'none'"),
+        ("/evaluations/compare?a=/etc/passwd&b=one@0", 404, "no run"),
+        ("/evaluations/compare?a=one@0&b=one@3", 404, "one@3"),
+        ("/curves?run=none&name=reward", 404, "no run"),
+        ("/nothing/here", 404, "no page"),
+    ],
+)
+async def test_what_cannot_be_shown_says_why(
+    client: httpx2.AsyncClient, path: str, status: int, says: str
+) -> None:
+    page = await client.get(path, headers={"accept": "text/html"})
+    assert page.status_code == status
+    assert "Traceback" not in page.text
+    problem = await client.get(path, headers={"accept": "application/json"})
+    assert problem.status_code == status
+    assert problem.headers["content-type"] == "application/problem+json"
+    assert says in problem.json()["detail"]
+    assert page.headers["content-security-policy"]
+
+
+async def test_a_broken_record_is_told_as_such(client: httpx2.AsyncClient) -> None:
+    page = await client.get("/runs/broken", headers={"accept": "application/json"})
+    assert page.status_code == 409
+    assert "run.db" in page.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/rollouts", "/rollouts/1", "/groups/0", "/examples/0", "/config"]
+)
+async def test_hostile_text_is_shown_and_does_nothing(
+    client: httpx2.AsyncClient, path: str
+) -> None:
+    page = (
+        await client.get(f"/runs/hostile%20%3Cb%3E{path}", headers={"accept": "text/html"})
+    ).text
+    assert "<script>document" not in page
+    assert "<img src=x" not in page
+    assert "hostile &lt;b&gt;" in page
+    assert "\x1b" not in page
+    assert "\x00" not in page
+    assert "\u202e" not in page
+    assert "49" not in re.sub(r"[0-9a-f]{12}|\d{4,}|\d\.\d+", "", page) or "7*7" in page
+
+
+async def test_files_of_ours_are_kept_by_browsers_under_the_hash_of_their_content(
+    client: httpx2.AsyncClient,
+) -> None:
+    page = (await client.get("/runs")).text
+    for address in re.findall(r'(?:src|href)="(/static/[^"]+)"', page):
+        answer = await client.get(address)
+        assert answer.status_code == 200
+        assert "immutable" in answer.headers["cache-control"]
+        digest = address.rpartition("v=")[2]
+        assert hashlib.sha256(answer.content).hexdigest().startswith(digest)
+
+
+def test_files_of_others_are_as_they_were_published() -> None:
+    told = (STATIC / "vendor" / "VENDOR.md").read_text()
+    rows = re.findall(r"\| `([^`]+)` \|.*`sha384-([^`]+)` \|", told)
+    there = {path.name for path in (STATIC / "vendor").iterdir()} - {"VENDOR.md"}
+    assert {name for name, _ in rows} == {n for n in there if not n.endswith("LICENSE")}
+    for name, expected in rows:
+        data = (STATIC / "vendor" / name).read_bytes()
+        assert base64.b64encode(hashlib.sha384(data).digest()).decode() == expected, name
+
+
+# --- with keys -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def key() -> Any:
+    return new_key(Role.READ)
+
+
+@pytest.fixture
+async def guarded(runs: Path, key: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    keys = Keyring(read_key_file(key.line, "keys"))
+    transport = httpx2.ASGITransport(make_app(place_of(runs, keys)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://box.lan:8080") as found:
+        yield found
+
+
+async def test_whoever_has_no_key_sees_nothing_but_where_it_is_typed(
+    guarded: httpx2.AsyncClient,
+) -> None:
+    for path in (*PAGES, "/runs/one/rollouts.jsonl", "/curves?run=one&name=reward", "/live"):
+        page = await guarded.get(path, headers={"accept": "text/html"})
+        assert page.status_code in (303, 401), path
+        assert "question" not in page.text
+        program = await guarded.get(path, headers={"accept": "application/json"})
+        assert program.status_code == 401, path
+    form = await guarded.get("/sign-in")
+    assert form.status_code == 200
+    assert 'type="password"' in form.text
+
+
+async def test_signed_in_by_a_key_and_out_again(guarded: httpx2.AsyncClient, key: Any) -> None:
+    first = await guarded.get("/runs/one?x=1", headers={"accept": "text/html"})
+    assert first.headers["location"] == "/sign-in?next=%2Fruns%2Fone%3Fx%3D1"
+    wrong = await guarded.post("/sign-in", data={"key": "gw-x-y", "next": "/runs"})
+    assert wrong.status_code == 401
+    assert "Nobody here has this key" in wrong.text
+    entered = await guarded.post("/sign-in", data={"key": key.key, "next": "/runs/one?x=1"})
+    assert (entered.status_code, entered.headers["location"]) == (303, "/runs/one?x=1")
+    cookie = entered.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=lax" in cookie
+    assert key.key.lower() not in cookie
+    page = await guarded.get("/runs/one", headers={"accept": "text/html"})
+    assert page.status_code == 200
+    assert key.key not in page.text
+    assert "Sign out" in page.text
+    await guarded.post("/sign-out")
+    assert (await guarded.get("/runs/one")).status_code == 303
+    told = {"authorization": f"Bearer {key.key}", "accept": "application/json"}
+    assert (await guarded.get("/runs/one", headers=told)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "there", ["https://evil.example/", "//evil.example", "/\\evil.example", "javascript:x"]
+)
+async def test_signing_in_leads_nowhere_else(
+    guarded: httpx2.AsyncClient, key: Any, there: str
+) -> None:
+    entered = await guarded.post("/sign-in", data={"key": key.key, "next": there})
+    assert entered.headers["location"] == "/runs"
+
+
+async def test_a_form_of_another_kind_or_size_is_refused(guarded: httpx2.AsyncClient) -> None:
+    large = await guarded.post("/sign-in", data={"key": "x" * 100_000})
+    assert large.status_code == 413
+    other = await guarded.post("/sign-in", content=b"{}", headers={"content-type": "text/plain"})
+    assert other.status_code == 415

@@ -1,0 +1,153 @@
+"""Records for the dashboard's tests, written without a training: any number of steps, groups and texts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
+from groupwise.runs.store import Store
+from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
+
+HOSTILE = (
+    "<script>document.body.dataset.owned='yes'</script><img src=x onerror=\"document.body.dataset.owned='yes'\">"
+    "\x1b[2J\x1b]0;owned\x07 {{ 7*7 }} \u202eevil\u202c \x00\x07 'quoted' \"double\" &amp; ﷽ \ud83d"
+)
+"""What must be shown as it stands, and do nothing."""
+Write = Callable[[int, int], str]
+"""The completion of a step's member."""
+
+
+def plainly(step: int, member: int) -> str:
+    return f"answer {member} of step {step}: it is {member * step}"
+
+
+def groups_of(step: int, write: Write, groups: int, members: int) -> list[Group]:
+    """Of one step, by a seed of its own."""
+    dice = random.Random(step)
+    return [
+        Group(
+            draw := step * groups + number,
+            Example(draw % 7, f"question {draw % 7}", {"answer": str(draw), "task": "sums"}),
+            tuple(_rollout(draw, member, step, write, dice) for member in range(members)),
+        )
+        for number in range(groups)
+    ]
+
+
+def _rollout(draw: int, member: int, step: int, write: Write, dice: random.Random) -> Rollout:
+    text = write(step, member)
+    ids = tuple(ord(each) % 90 + 5 for each in text[:12])
+    segment = Segment(
+        "policy",
+        ids,
+        tuple(-dice.random() * 4 for _ in ids),
+        step,
+        f"weights-{step}",
+        SamplingParams(16),
+        member,
+        "length" if member == 1 else "stop",
+    )
+    known = {"draw": draw, "member": member, "attempt": 0, "prompt_ids": (1, 2)}
+    if member == 3:
+        return Rollout(
+            **known,
+            segments=(segment,),
+            completion=text,
+            outcome="failed",
+            reason=f"grader: {text[:40]}",
+        )
+    reward = round(dice.random(), 3)
+    return Rollout(
+        **known,
+        segments=(segment,),
+        completion=text,
+        outcome="scored",
+        reward=reward,
+        parts=(RewardPart("correct", reward), RewardPart("brief", 1.0 - reward, 0.5)),
+        advantage=reward - 0.5,
+        notes={"found": text[:20]},
+    )
+
+
+def write_run(
+    folder: Path,
+    steps: int,
+    *,
+    write: Write = plainly,
+    groups: int = 2,
+    members: int = 4,
+    state: str = "finished",
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """A run's folder, with a record, settings and a log."""
+    folder.mkdir(parents=True)
+    config = {"model": {"name": "tiny"}, "training": {"learning_rate": 0.01, "max_steps": steps}}
+    (folder / "config.json").write_text(json.dumps({**config, "run": {"name": folder.name}}))
+    (folder / "log.txt").write_text("it began\nit went on\n")
+    with Store.create(folder / "run.db") as store:
+        known = {"state": state, "created_at": 1.7e9, "model": "tiny", "task": "sums"}
+        store.set_meta({**known, "max_steps": steps, **(facts or {})})
+        for step in range(steps):
+            add_step(store, step, write=write, groups=groups, members=members)
+        if steps:
+            for after, share in ((0, 0.2), (steps, 0.6)):
+                store.add_evaluation(_evaluation(folder.name, after, share))
+    return folder
+
+
+def add_step(
+    store: Store, step: int, *, write: Write = plainly, groups: int = 2, members: int = 4
+) -> None:
+    """The next one."""
+    made = groups_of(step, write, groups, members)
+    scored = [r.reward for g in made for r in g.rollouts if r.reward is not None]
+    metrics = {
+        "reward": sum(scored) / len(scored),
+        "reward_std": 0.2,
+        "rewards/correct/mean": 0.5,
+        "rewards/correct/std": 0.1,
+        "frac_reward_zero_std": 0.9,
+        "entropy": 2.0,
+        "completions/mean_length": 12.0,
+        "completions/clipped_ratio": 0.25,
+        "rollouts/scored": float(len(scored)),
+        "rollouts/failed": float(groups),
+        "rollouts/timed_out": 0.0,
+        "time/sampling": 1.0,
+        "time/learning": 2.0,
+        "time/step": 3.0,
+        "own/number": float(step),
+    }
+    warnings = (
+        [WarningRecord(step + 1, "length", "begins", "longer than before")] if step == 1 else []
+    )
+    record = StepRecord(
+        step, step, step + 1, f"w{step}", tuple(g.draw for g in made), 0.01, 1.7e9 + step
+    )
+    store.commit_step(record, made, metrics, warnings)
+
+
+def _evaluation(run: str, step: int, share: float) -> EvaluationRecord:
+    rows = [
+        {
+            "example": n,
+            "sample": 0,
+            "prompt": f"question {n}",
+            "completion": f"answer {n} after {step}",
+            "outcome": "scored",
+            "reward": float(n < share * 10),
+            "parts": {"correct": float(n < share * 10)},
+            "tokens": 5,
+            "truncated": False,
+            "key": f"k{n}",
+            "answer": None,
+            "success": n < share * 10,
+        }
+        for n in range(10)
+    ]
+    metrics = {"reward": share, "pass@1": share, "pass@4": min(1.0, share + 0.2)}
+    return EvaluationRecord(step, "held-out", f"{run}@{step}", metrics, rows, "asked")
