@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from groupwise.cli.output import say
+
+if TYPE_CHECKING:
+    from groupwise.web.fleet.watched import WatchedFleet
 
 
 def web(
@@ -24,6 +29,19 @@ def web(
     proxy: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Of a proxy in front that has TLS.")
     ] = None,
+    fleet: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F", help="Show this fleet, too: its folder, or the address of its API."
+        ),
+    ] = None,
+    allow_actions: Annotated[
+        bool,
+        typer.Option(
+            "--allow-actions",
+            help="Let keys with the role train or admin change jobs and machines.",
+        ),
+    ] = False,
 ) -> None:
     """See what your models are doing, in a browser.
 
@@ -37,14 +55,27 @@ def web(
     _expect_installed()
     from groupwise.web.serve import Settings, serve
 
-    settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy)
-    raise typer.Exit(
-        serve(
-            settings,
-            os.environ.get(VARIABLE),
-            lambda address: say(f"the runs of {dir} are shown at {address} (Ctrl-C ends it)"),
-        )
-    )
+    settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
+
+    def tell(address: str) -> None:
+        say(f"the runs of {dir} are shown at {address} (Ctrl-C ends it)")
+
+    with _watched(fleet) as found:
+        raise typer.Exit(serve(settings, os.environ.get(VARIABLE), tell, found))
+
+
+@contextmanager
+def _watched(told: str | None) -> Generator[WatchedFleet | None]:
+    """The fleet that is to be shown; None: none is."""
+    if told is None:
+        yield None
+        return
+    from groupwise.cli.fleet_access import fleet, require_installed
+    from groupwise.web.fleet.watched import WatchedFleet
+
+    require_installed()
+    with fleet(told) as found:
+        yield WatchedFleet(found)
 
 
 def _expect_installed() -> None:

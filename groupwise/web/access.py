@@ -5,7 +5,8 @@
     a key with each request→ for programs, as the other servers take it
     no keys at all         → whoever sits at this machine, and no page of another site that has a browser ask for it
 
-Nothing can be changed by it, so that no other site could make anybody do so.
+What changes something is a form of ours: it carries a token that other sites cannot read, and comes from a page of this host. So a link or
+a page elsewhere changes nothing, whatever a browser sends along with it. And nothing can be changed at all unless that was allowed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from groupwise.http.middleware import Buckets, check_local
-from groupwise.wire.keys import LOCAL, Caller, Keyring, caller_of, presented_key
+from groupwise.wire.keys import LOCAL, Caller, Keyring, Role, caller_of, presented_key
 from groupwise.wire.problems import Refusal
 
 COOKIE = "groupwise"
@@ -32,6 +34,8 @@ class Visitor:
     """Who asks for a page."""
 
     caller: Caller
+    token: str = field(default="", repr=False)
+    """Of the forms that they are given; empty: a program with a key, which no other site can make ask."""
     by_cookie: bool = False
     """Whether there is something to sign out of."""
 
@@ -39,8 +43,16 @@ class Visitor:
 class Door:
     """Of one dashboard."""
 
-    def __init__(self, keys: Keyring | None, clock: Callable[[], float] = time.time) -> None:
-        self._keys, self._clock = keys, clock
+    def __init__(
+        self,
+        keys: Keyring | None,
+        clock: Callable[[], float] = time.time,
+        *,
+        acts: bool = False,
+    ) -> None:
+        """`acts`: whether anything may be changed here."""
+        self._keys, self._clock, self._acts = keys, clock, acts
+        self._own = secrets.token_hex(32)
         self._tries = Buckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
 
     @property
@@ -52,7 +64,7 @@ class Door:
         """Who sends a request; None: nobody that is known. Raises `unauthorised` for a wrong key, `forbidden` for another site."""
         if self._keys is None:
             check_local(headers)
-            return Visitor(LOCAL)
+            return Visitor(LOCAL, self._own)
         if presented_key(headers) is not None:
             return Visitor(caller_of(self._keys, headers))
         return self._of_cookie(self._keys, cookie) if cookie else None
@@ -67,14 +79,47 @@ class Door:
         told = f"{caller.id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
         return f"{told}.{self._keys.sealed(caller.id, f'cookie {told}')}"
 
+    def may_act(self, visitor: Visitor) -> bool:
+        """Whether they are shown what changes something."""
+        return self._acts and visitor.caller.role >= Role.ACT
+
+    def expect_actor(self, visitor: Visitor, headers: Mapping[str, str], token: str) -> None:
+        """Raise `forbidden` unless they may change something, by a form of ours that a page of ours has sent."""
+        if visitor.token and not (
+            hmac.compare_digest(visitor.token.encode(), token.encode()) and _is_of_here(headers)
+        ):
+            raise Refusal(
+                "forbidden",
+                "This was not sent by a page of this dashboard, or by one that is out of date. Load the page anew, and try again.",
+            )
+        if not self._acts:
+            raise Refusal(
+                "forbidden",
+                "This dashboard only shows. Whoever runs it may begin it with --allow-actions.",
+            )
+        if visitor.caller.role < Role.ACT:
+            raise Refusal(
+                "forbidden",
+                f"The key {visitor.caller.id} may only look; changing something needs the role train or admin.",
+            )
+
     def _of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:
         told, _, seal = cookie.rpartition(".")
         name, _, rest = told.partition(".")
-        until = rest.partition(".")[0]
+        until, _, nonce = rest.partition(".")
         own = keys.sealed(name, f"cookie {told}")
         caller = keys.named(name)
         if own is None or caller is None or not hmac.compare_digest(own.encode(), seal.encode()):
             return None
         if not until.isdecimal() or int(until) < self._clock():
             return None
-        return Visitor(caller, by_cookie=True)
+        return Visitor(caller, keys.sealed(name, f"form {nonce}") or "", by_cookie=True)
+
+
+def _is_of_here(headers: Mapping[str, str]) -> bool:
+    """Whether a browser says that a page of this host has sent it; old ones say so by Referer alone."""
+    page = headers.get("origin") or headers.get("referer")
+    try:
+        return page is not None and urlsplit(page).netloc == headers.get("host", "")
+    except ValueError:
+        return False

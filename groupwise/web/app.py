@@ -20,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from groupwise.errors import GroupwiseError
 from groupwise.web import sign_in
+from groupwise.web.fleet import jobs as fleet_jobs
+from groupwise.web.fleet import machines as fleet_machines
 from groupwise.web.live import Streams, live
 from groupwise.web.pages import failed, respond_not_found
 from groupwise.web.place import Place
@@ -52,6 +54,8 @@ def make_app(place: Place) -> ASGIApp:
         *files.ROUTES,
         *reading.ROUTES,
         *evaluating.ROUTES,
+        *fleet_machines.ROUTES,
+        *fleet_jobs.ROUTES,
         *sign_in.ROUTES,
         Route("/live", live),
         Route("/healthz", _lives),

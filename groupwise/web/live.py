@@ -49,7 +49,7 @@ class Streams:
 
 
 async def live(request: Request) -> Response:
-    """The stream of what the address names: `?run=NAME`, several times if need be; without, of the list of all."""
+    """The stream of what the address names: `?run=NAME`, several times if need be, or `?fleet`; without, of the list of all runs."""
     place: Place = request.app.state.place
     if place.door.visitor(request.headers, request.cookies.get(COOKIE)) is None:
         raise Refusal("unauthorised")
@@ -67,6 +67,8 @@ def _look_of(place: Place, request: Request) -> Look:
     runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
     if runs:
         return lambda: [(stamp_of(path), place.runs.one(path).info.state) for path in runs]
+    if "fleet" in request.query_params and place.fleet is not None:
+        return place.fleet.stamp
     return lambda: _of_all(place)
 
 

@@ -27,6 +27,8 @@ from groupwise.web.templates import render
 from groupwise.wire.problems import MEDIA_TYPE, Refusal
 
 Q = TypeVar("Q", bound="Query")
+TOKEN = "token"
+"""Field of every form that changes something."""
 FORM = "application/x-www-form-urlencoded"
 MOST_FORM = 64 * 1024
 """Bytes of a form."""
@@ -94,6 +96,28 @@ def shown(path: str, show: Show) -> Route:
     )
 
 
+Do = Callable[[Visit, Mapping[str, str]], str]
+"""Changes something as a form asks, and returns the address that is shown then."""
+
+
+def done(path: str, do: Do) -> Route:
+    """What a form changes, where its visitor may."""
+    return Route(path, partial(_do, do), methods=["POST"], name=getattr(do, "__name__", path))
+
+
+async def _do(do: Do, request: Request) -> Response:
+    place: Place = request.app.state.place
+    visitor = place.door.visitor(request.headers, request.cookies.get(COOKIE))
+    if visitor is None:
+        raise Refusal("unauthorised")
+    form = await read_form(request)
+    place.door.expect_actor(visitor, request.headers, form.get(TOKEN, ""))
+    there = await run_in_threadpool(do, Visit(place, request, visitor), form)
+    if wants_json(request):
+        return JSONResponse({"location": there})
+    return RedirectResponse(there, 303)
+
+
 async def _answer(show: Show, request: Request) -> Response:
     place: Place = request.app.state.place
     visitor = place.door.visitor(request.headers, request.cookies.get(COOKIE))
@@ -138,6 +162,8 @@ def respond(visit: Visit, page: Page) -> Response:
             **page.data,
             "visit": visit,
             "visitor": visit.visitor,
+            "acts": visit.place.door.may_act(visit.visitor),
+            "has_fleet": visit.place.fleet is not None,
             "live": page.live,
         },
     )

@@ -1,4 +1,4 @@
-"""What a dashboard shows, and to whom: the folder of runs, and the door."""
+"""What a dashboard shows, and to whom: the folder of runs, a fleet where there is one, and the door."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from groupwise.errors import RunNotFoundError
 from groupwise.runs.find import no_such_run
 from groupwise.runs.folder import RECORD
 from groupwise.web.access import Door
+from groupwise.web.fleet.watched import WatchedFleet
 from groupwise.web.index import RunsIndex
 
 
@@ -19,6 +20,7 @@ class Place:
 
     runs: RunsIndex
     door: Door
+    fleet: WatchedFleet | None = None
     ending: threading.Event = field(default_factory=threading.Event)
     """Set once it ends, so that streams do."""
 

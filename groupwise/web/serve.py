@@ -14,6 +14,7 @@ from groupwise.http.addresses import is_loopback
 from groupwise.http.listening import Uvicorn, bound, check_tls, uvicorn_config
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
+from groupwise.web.fleet.watched import WatchedFleet
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
 from groupwise.wire.keys import VARIABLE, Keyring, StoredKey, read_key_file
@@ -37,6 +38,8 @@ class Settings:
     """PEM files, for TLS."""
     proxy: str | None = None
     """Address of a proxy in front, whose forwarded headers are believed."""
+    acts: bool = False
+    """Whether buttons may change something."""
 
 
 def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
@@ -73,12 +76,18 @@ def _keys_in(path: Path) -> tuple[StoredKey, ...]:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
 
 
-def serve(settings: Settings, plain: str | None, say: Callable[[str], None]) -> int:
+def serve(
+    settings: Settings,
+    plain: str | None,
+    say: Callable[[str], None],
+    fleet: WatchedFleet | None = None,
+) -> int:
     """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin."""
     if (settings.certificate is None) != (settings.key is None):
         raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     check_tls(settings.certificate, settings.key)
-    place = Place(RunsIndex(settings.runs), Door(keys_of(settings, plain)))
+    door = Door(keys_of(settings, plain), acts=settings.acts)
+    place = Place(RunsIndex(settings.runs), door, fleet)
     with bound(settings.host, settings.port) as listening:
         return asyncio.run(_served(place, settings, listening, say))
 

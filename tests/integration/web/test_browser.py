@@ -18,16 +18,20 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from groupwise.fleet.direct import DirectFleet
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
+from groupwise.web.fleet.watched import WatchedFleet
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
 from tests.serving import listening
+from tests.unit.web.test_fleet import direct, migrated_file, small
 from tests.web_runs import HOSTILE, add_step, write_run
 
+__all__ = ["direct", "migrated_file", "small"]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 SOON = 15_000
@@ -44,8 +48,11 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def shown(runs: Path, keys: Keyring | None = None) -> Iterator[str]:
-    place = Place(RunsIndex(runs), Door(keys))
+def shown(
+    runs: Path, keys: Keyring | None = None, fleet: DirectFleet | None = None
+) -> Iterator[str]:
+    watched = None if fleet is None else WatchedFleet(fleet)
+    place = Place(RunsIndex(runs), Door(keys, acts=True), watched)
     with listening(make_app(place)) as address:
         yield address
         place.ending.set()
@@ -205,6 +212,15 @@ def test_hostile_texts_are_shown_and_do_nothing(visit: Callable[..., Visitor], r
         assert visitor.wrong == []
 
 
+def serious_in(page: Page) -> list[tuple[str, str]]:
+    """What axe finds that keeps somebody out: the rule, and where."""
+    return [
+        (each["id"], each["nodes"][0]["html"][:200])
+        for each in Axe().run(page).response["violations"]
+        if each["impact"] in ("serious", "critical")
+    ]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, PHONE], ids=["desk", "phone"])
 def test_every_page_is_accessible_and_fits(
@@ -216,13 +232,7 @@ def test_every_page_is_accessible_and_fits(
                      "/runs/first/examples/1", "/runs/first/evaluations", "/evaluations/compare?a=first@0&b=first@30",
                      "/compare?run=first&run=second", "/runs/first/config", "/runs/none"):  # fmt: skip
             visitor.goes(path)
-            found = Axe().run(visitor.page).response["violations"]
-            serious = [
-                (each["id"], each["nodes"][0]["html"][:200])
-                for each in found
-                if each["impact"] in ("serious", "critical")
-            ]
-            assert serious == [], path
+            assert serious_in(visitor.page) == [], path
             wide = visitor.page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, f"{path} is {wide} pixels too wide"
 
@@ -298,4 +308,35 @@ def test_plots_of_a_long_run_are_drawn_as_they_come_into_sight(
         while visitor.drawn() <= early and time.monotonic() < until:
             page.wait_for_timeout(50)
         assert visitor.drawn() > early
+        assert visitor.wrong == []
+
+
+@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, PHONE], ids=["desk", "phone"])
+def test_a_fleet_is_shown_changed_and_followed(
+    visit: Callable[..., Visitor], direct: DirectFleet, tmp_path: Path, viewport: dict[str, int]
+) -> None:
+    with shown(tmp_path / "runs", fleet=direct) as address:
+        visitor = visit(address, viewport=viewport)
+        page = visitor.page
+        visitor.goes("/fleet")
+        expect(page.locator(".gpus li.held")).to_have_count(1)
+        expect(page.get_by_text("no part of the control plane is running")).to_be_visible()
+        page.get_by_role("link", name="waiting-1").click()
+        expect(page.get_by_text("It waits: no dispatcher")).to_be_visible()
+        expect(page.locator("#live.on")).to_be_visible()
+        page.get_by_role("button", name="Hold").click()
+        expect(page.locator(".title .state")).to_have_text("held")
+        expect(page.get_by_role("button", name="Release")).to_be_visible()
+        page.locator("h1").click()
+        elsewhere = threading.Thread(target=direct.release, args=["waiting-1"])
+        elsewhere.start()  # in this thread the browser's driver has its loop
+        elsewhere.join()
+        expect(page.locator(".title .state")).to_have_text("queued", timeout=SOON)
+        for path in ("/fleet", "/fleet/jobs", "/fleet/jobs/running-1", "/fleet/machines/box-1"):
+            visitor.goes(path)
+            assert serious_in(page) == [], path
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, path
+        visitor.goes("/fleet/jobs/running-1")
+        expect(page.locator(".log")).to_contain_text("<script>x</script>")
+        expect(page.locator(".timeline rect").first).to_be_visible()
         assert visitor.wrong == []

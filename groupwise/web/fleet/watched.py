@@ -1,0 +1,91 @@
+"""A fleet as the dashboard asks it: one question at a time, and what all pages ask often is answered once a second for all of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from groupwise.errors import GroupwiseError
+from groupwise.wire.fleet import LogPart
+
+T = TypeVar("T")
+Document = dict[str, Any]
+FRESH = 1.0
+"""Seconds for which the answer to what many pages ask is the same."""
+PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
+"""What is another value each second, and no news."""
+
+
+class FleetLike(Protocol):
+    """What `DirectFleet` and `FleetClient` have in common, as far as it is needed here."""
+
+    def jobs(self, **wanted: Any) -> list[Document]: ...
+    def show(self, job_id: str) -> Document: ...
+    def log(self, job_id: str, *, epoch: int | None = None, tail: int | None = None) -> LogPart: ...
+    def machines(self) -> list[Document]: ...
+    def machine(self, vm_id: str) -> Document: ...
+    def status(self) -> Document: ...
+    def projects(self) -> list[Document]: ...
+    def cancel(self, job_id: str, reason: str | None = None) -> Document: ...
+    def hold(self, job_id: str) -> Document: ...
+    def release(self, job_id: str) -> Document: ...
+    def retry(self, job_id: str) -> Document: ...
+    def drain(self, vm_id: str) -> Document: ...
+    def undrain(self, vm_id: str) -> Document: ...
+
+
+class WatchedFleet:
+    """One fleet. Any thread may ask."""
+
+    def __init__(self, fleet: FleetLike, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleet, self._clock = fleet, clock
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[float, Any]] = {}
+
+    def ask(self, question: Callable[[FleetLike], T]) -> T:
+        """What it answers. Raises Refusal, and `FleetAway` where it does not answer."""
+        with self._lock:
+            return question(self._fleet)
+
+    def status(self) -> Document:
+        """How it is doing; see `FleetLike.status`."""
+        return self._lately("status", lambda fleet: fleet.status())
+
+    def machines(self) -> list[Document]:
+        """All machines with their GPUs."""
+        return self._lately("machines", lambda fleet: fleet.machines())
+
+    def newest(self) -> list[Document]:
+        """The newest jobs."""
+        return self._lately("jobs", lambda fleet: fleet.jobs(limit=50))
+
+    def stamp(self) -> str:
+        """Another text once anything has changed that pages show."""
+        try:
+            found = (self.status(), self.machines(), self.newest())
+        except GroupwiseError as error:
+            return error.code
+        return json.dumps(_lasting(found), sort_keys=True, default=str)
+
+    def _lately(self, name: str, question: Callable[[FleetLike], T]) -> T:
+        kept = self._kept.get(name)
+        if kept is not None and self._clock() - kept[0] < FRESH:
+            return kept[1]
+        found = self.ask(question)
+        self._kept[name] = (self._clock(), found)
+        return found
+
+    def forget(self) -> None:
+        """Something was changed here: the next page shows it."""
+        self._kept.clear()
+
+
+def _lasting(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, list | tuple):
+        return [_lasting(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
