@@ -1,0 +1,195 @@
+"""How fast the dashboard answers: `make bench SUITE=web`, `python -m benchmarks.web --check`.
+
+    first page    the list of a folder with 1,000 runs: as soon as it listens, and later
+    rollouts      a run with 1,000,000 rollouts: its overview, curves, pages and filters of its rollouts
+
+The data is generated (a quarter of an hour of it; `--data FOLDER` keeps it for the next time), the dashboard is a process of its own, asked
+over HTTP. Of each page the median and the worst of so many tries are told; what is asked for the first time, with nothing in SQLite's
+cache, stands by itself. With --check the exit code is 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+from benchmarks.step import RESULTS, machine, slug
+from groupwise.runs.store import Store
+from tests.web_runs import add_step, write_run
+
+RUNS = 1000
+STEPS_OF_EACH = 200
+ROLLOUTS = 1_000_000
+GROUPS, MEMBERS = 16, 8
+"""Of each step of the large run."""
+TRIES = 15
+FIRST_PAGE, PAGE = 0.2, 0.3
+"""Seconds: the targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A page, and how long it took: seconds."""
+
+    name: str
+    first: float
+    median: float
+    worst: float
+    most: float
+
+    @property
+    def ok(self) -> bool:
+        """The usual time is within the target."""
+        return self.median <= self.most
+
+
+PAGES = (
+    ("overview", ""),
+    ("newest rollouts", "/rollouts"),
+    ("page 100", "/rollouts?page=100"),
+    ("page 4000", "/rollouts?page=4000"),
+    ("one step", "/rollouts?step={step}&order=draw"),
+    ("one example", "/rollouts?example=3"),
+    ("highest rewards", "/rollouts?order=best"),
+    ("rewards between", "/rollouts?low=0.4&high=0.41"),
+    ("by a part", "/rollouts?part=correct&order=best"),
+    ("by a part, newest", "/rollouts?part=correct"),
+    ("failed", "/rollouts?outcome=failed"),
+    ("a rare text", "/rollouts?text=step+{step}"),
+    ("a common word", "/rollouts?text=answer"),
+    ("a common word, best", "/rollouts?text=answer&order=best"),
+    ("cut off", "/rollouts?truncated=yes"),
+    ("lengths that none has", "/rollouts?shortest=500"),
+    ("a rollout", "/rollouts/{rollout}"),
+    ("a group", "/groups/{draw}"),
+    ("an example", "/examples/3"),
+    ("evaluation", "/evaluations"),
+)
+
+
+def main() -> int:
+    """Generate, measure, tell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail where a target is missed")
+    parser.add_argument("--data", type=Path, help="keep what is generated there")
+    parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
+    words = parser.parse_args()
+    print(f"{'milliseconds':<28} {'first':>7}   {'median':>7}   {'worst':>7}")
+    with _folder(words.data) as folder:
+        make_runs(folder / "many")
+        make_large(folder / "large", words.rollouts)
+        figures = [*of_the_list(folder / "many"), *of_the_run(folder / "large", words.rollouts)]
+    for each in figures:
+        times = (each.first, each.median, each.worst)
+        shown_times = "   ".join(f"{1000 * seconds:7.1f}" for seconds in times)
+        verdict = "" if each.ok else f"   more than {each.most * 1000:.0f} ms"
+        print(f"{each.name:<28} {shown_times}{verdict}")
+    document = {
+        "machine": machine(),
+        "rollouts": words.rollouts,
+        "figures": [asdict(f) for f in figures],
+    }
+    (RESULTS / f"web-{slug(machine())}.json").write_text(json.dumps(document, indent=1) + "\n")
+    return int(words.check and not all(each.ok for each in figures))
+
+
+@contextmanager
+def _folder(kept: Path | None) -> Generator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="gw-web-") as made:
+        yield Path(made)
+
+
+def make_runs(folder: Path) -> None:
+    """A thousand, alike but for their names."""
+    if folder.exists():
+        return
+    first = write_run(folder / "run-0000", STEPS_OF_EACH)
+    for number in range(1, RUNS):
+        shutil.copytree(first, folder / f"run-{number:04}")
+
+
+def make_large(folder: Path, rollouts: int) -> None:
+    """One run with so many."""
+    path = folder / "large"
+    if path.exists():
+        return
+    steps = -(-rollouts // (GROUPS * MEMBERS))
+    write_run(path, 0, facts={"max_steps": steps})
+    began = time.monotonic()
+    with Store.open(path / "run.db") as store:
+        for step in range(steps):
+            add_step(store, step, groups=GROUPS, members=MEMBERS)
+            if step % 500 == 0:
+                print(f"step {step} of {steps}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+@contextmanager
+def shown(folder: Path) -> Iterator[str]:
+    """A dashboard of its own; yields its address."""
+    command = [sys.executable, "-m", "groupwise", "web", "--port", "0", "--dir", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        [address] = re.findall(r"http://\S+:\d+", process.stderr.readline())
+        try:
+            yield address
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def seconds_of(address: str) -> float:
+    """How long an answer took, to its last byte."""
+    began = time.perf_counter()
+    with urlopen(address) as page:
+        page.read()
+    return time.perf_counter() - began
+
+
+def measured(name: str, address: str, most: float) -> Figure:
+    """A page, asked again and again."""
+    first, *later = [seconds_of(address) for _ in range(TRIES + 1)]
+    return Figure(name, first, statistics.median(later), max(later), most)
+
+
+def of_the_list(folder: Path) -> list[Figure]:
+    """The first page."""
+    with shown(folder) as address:
+        return [
+            measured("1,000 runs", f"{address}/runs", FIRST_PAGE),
+            measured("1,000 runs, searched", f"{address}/runs?q=run-09&sort=reward", FIRST_PAGE),
+        ]
+
+
+def of_the_run(folder: Path, rollouts: int) -> list[Figure]:
+    """All pages of the large one."""
+    with shown(folder) as address:
+        run = f"{address}/runs/large"
+        names = "&name=".join(("reward", "reward_std", "entropy", "time/sampling"))
+        curves = f"{address}/curves?run=large&name={names}&columns=700"
+        middle = {
+            "rollout": rollouts // 2,
+            "draw": rollouts // MEMBERS // 2,
+            "step": rollouts // MEMBERS // GROUPS // 2,
+        }
+        pages = [measured(name, run + path.format(**middle), PAGE) for name, path in PAGES]
+        return [*pages, measured("four curves", curves, PAGE)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
