@@ -253,7 +253,8 @@ def remove(
 
     async def removed(backend: Backend) -> None:
         handle = await find(backend, name)
-        if not discard and not results.is_all_of(folder_of(note, None), handle):
+        folders = filter(None, (folder_of(note, None), note.fetched))
+        if not discard and not any(results.is_all_of(each, handle) for each in folders):
             raise UsageError(
                 f"what {name} has made is not all here, and would be lost. `groupwise launch fetch {name}` brings it; "
                 "--discard does without."

@@ -167,7 +167,7 @@ async def concluded(
     document = results.result(handle, str(note.place), status, fetched)
     results.write(folder, document)
     if status.ending is not None and folder != folder_of(note, None):
-        notes.note_folder(note, folder)
+        notes.note_fetched(note, folder)
     try:
         cost = await paid.cost_of(backend, handle)
         if cost:

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from groupwise.clouds.folder import ResultsFolder
-from groupwise.clouds.machine import NAME_ALL, MachineBackend
+from groupwise.clouds.machine import NAME_ALL, OVERTAKEN, TRIES, MachineBackend
 from groupwise.clouds.port import (
     Capabilities,
     CloudError,
@@ -30,6 +30,7 @@ from groupwise.clouds.port import (
 from groupwise.errors import UsageError
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Launch, Resume, Runner
+from groupwise.hosts.fetching import to_its_end
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.meeting import KEY, KEY_FILE, meeting_of, new_secret
 from groupwise.hosts.spec import JobSpec
@@ -40,6 +41,17 @@ ENDED_WITHIN = 60.0
 """Seconds for what is killed."""
 PIECE = 1 << 20
 Found = TypeVar("Found")
+
+
+class _Overtaken(CloudError):
+    """A machine has seen a later epoch of this name, of a job that was removed there."""
+
+    def __init__(self, message: str, highest: int) -> None:
+        super().__init__(message)
+        self.highest = highest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.highest)
 
 
 class _Machine(MachineBackend):
@@ -64,6 +76,18 @@ class _Machine(MachineBackend):
             environment={**launch.environment, **told, KEY_FILE: KEY},
         )
 
+    async def _end(self, handle: Handle) -> None:
+        """At once, and wait for it. Raises CloudError where it does not end."""
+        await self.cancel(handle, 0.0)
+        status, until = await self.status(handle), time.monotonic() + ENDED_WITHIN
+        while status.ending is None:
+            if time.monotonic() > until:
+                raise CloudError(
+                    f"{handle.name} does not end on {self._where}, although it was killed: look there for processes that hang, as in the "
+                    "driver of a GPU."
+                )
+            status = await self.wait(handle, status, 1.0)
+
 
 class _Other(_Machine):
     """Any but the first."""
@@ -87,6 +111,8 @@ class _Other(_Machine):
     ) -> MemberState:
         """Begin its part of this epoch, unless that has been done. `secret`: the first machine's. Raises CloudError where it will not."""
         state = await self._begin_at(order, store, epoch, attempt, None, {KEY: secret})
+        if state.refused is not None and state.refused.code == OVERTAKEN:
+            raise _Overtaken(state.refused.message, state.refused.highest or epoch)
         self._expect_begun(order, state)
         return state
 
@@ -99,17 +125,6 @@ class _Other(_Machine):
     async def end_all(self, name: str) -> None:
         """See `end`, of all epochs."""
         await self.end(name, await self.highest(name))
-
-    async def _end(self, handle: Handle) -> None:
-        await self.cancel(handle, 0.0)
-        status, until = await self.status(handle), time.monotonic() + ENDED_WITHIN
-        while status.ending is None:
-            if time.monotonic() > until:
-                raise CloudError(
-                    f"{handle.name} does not end on {self._where}, although it was killed: look there for processes that hang, as in the "
-                    "driver of a GPU."
-                )
-            status = await self.wait(handle, status, 1.0)
 
     async def forget(self, name: str) -> None:
         """Remove what it has of this job."""
@@ -128,6 +143,8 @@ class GangBackend(_Machine):
         count = len(machines)
         (runner, where), *others = machines
         super().__init__(name, runner, where, 0, count, meets_at)
+        self._own: set[bytes] = set()
+        """Secrets of attempts that this one has begun, or tried to: the first machine has that of whoever did."""
         self._others = [
             _Other(name, runner, where, rank, count, meets_at)
             for rank, (runner, where) in enumerate(others, 1)
@@ -158,16 +175,38 @@ class GangBackend(_Machine):
         ends = zip(self._others, known, strict=True)
         await _all(each.end(order.name, newest) for each, newest in ends)
         await _all(each.expect_room(order) for each in self._others)
-        handle = await super()._begin(
-            order, store, max(epoch, *(each + 1 for each in known)), attempt, resume
-        )
-        await self._join(order, store, handle)
-        return handle
+        epoch = max(epoch, *(each + 1 for each in known))
+        for left in reversed(range(TRIES)):
+            handle = await super()._begin(order, store, epoch, attempt, resume)
+            try:
+                return await self._completed(order, store, handle)
+            except _Overtaken as other:
+                if not left:
+                    raise
+                await self._end(handle)
+                epoch = max(handle.attempt, other.highest) + 1
+        raise AssertionError("the last try returns or raises")
 
     async def _completed(self, order: Order, store: BlobStore, handle: Handle) -> Handle:
-        """What somebody has begun on the first machine, on all of them; nothing is begun of what has ended."""
-        if (await self.status(handle)).ending is None:
-            await self._join(order, store, handle)
+        """What has begun on the first machine, on all of them. Of what somebody else has begun nothing is begun once it has ended, and it
+        is not ended where another machine will not."""
+        ended = (await self.status(handle)).ending is not None
+        if ended and not self._own:
+            return handle
+        with self._told():
+            await self._begun_with_its_files(handle)
+            secret = await self._read(handle, KEY)
+        if ended and secret not in self._own:
+            return handle
+        attempt = len(await self._begun(order.name))
+        try:
+            await _all(
+                each.join(order, store, handle.attempt, attempt, secret) for each in self._others
+            )
+        except CloudError:
+            if secret in self._own:
+                await self.cancel(handle, 0.0)
+            raise
         return handle
 
     async def _begin_at(
@@ -179,23 +218,10 @@ class GangBackend(_Machine):
         resume: Resume | None,
         beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        mine = {**beside, KEY: new_secret().encode()}
+        secret = new_secret().encode()
+        self._own.add(secret)
+        mine = {**beside, KEY: secret}
         return await super()._begin_at(order, store, epoch, attempt, resume, mine)
-
-    async def _join(self, order: Order, store: BlobStore, handle: Handle) -> None:
-        """The secret is what the first machine has: somebody else may have begun it there."""
-        attempt = len(await self._begun(order.name))
-        try:
-            with self._told():
-                await self._begun_with_its_files(handle)
-                secret = await self._read(handle, KEY)
-            joined = (
-                each.join(order, store, handle.attempt, attempt, secret) for each in self._others
-            )
-            await _all(joined)
-        except CloudError:
-            await self.cancel(handle, 0.0)
-            raise
 
     def _expect_its_machines(self, order: Order, last: MemberState) -> None:
         self._expect_all(order)
@@ -222,7 +248,7 @@ class GangBackend(_Machine):
                 said[name] = await self._said(other, handle)
             except Unreachable as error:  # it may be why the job ended
                 away[name] = error.message
-        await asyncio.to_thread(results.take_written, said, handle.attempt)
+        await to_its_end(asyncio.to_thread(results.take_written, said, handle.attempt))
         return replace(fetched, left_out={**fetched.left_out, **away})
 
     async def _said(self, other: MachineBackend, handle: Handle) -> bytes:

@@ -78,6 +78,7 @@ GONE = {
 OVERTAKEN = "lower_epoch"
 OTHERS = frozenset({OVERTAKEN, "gpu_busy", "foreign_busy"})
 """Refusals of a launch that somebody else came before."""
+BEGUN = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.EXITED})
 ENDED_BY_RUNNER = {
     ExitReason.TIME_LIMIT: Outcome.TIME_LIMIT,
     ExitReason.DEADMAN: Outcome.LOST,
@@ -146,9 +147,10 @@ class MachineBackend:
             )
 
     async def _was_refused(self, handle: Handle) -> bool:
+        """Or was ended before it had begun."""
         with self._told():
             state = await self._runner.status(handle.name, handle.attempt)
-        return state.state is RunnerState.REFUSED
+        return state.state in (RunnerState.REFUSED, RunnerState.VOIDED)
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`."""
@@ -233,7 +235,11 @@ class MachineBackend:
         resume: Resume | None,
         beside: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        """`beside`: files of its working folder that are no part of what was asked for."""
+        """`beside`: files of its working folder that are no part of what was asked for. One that has begun is found, whatever it holds."""
+        with self._told():
+            there = await self._runner.status(order.name, epoch)
+        if there.state in BEGUN:
+            return there
         spec = await asyncio.to_thread(_with_order, order, store, beside)
         launch = await self._launch(order, spec, epoch, attempt, resume)
         with self._told():

@@ -98,7 +98,7 @@ def bundle(
     for path in dict.fromkeys([*_of_project(root), *sorted(wanted)]):
         if path not in wanted and (around := _around(root, path)) is not None:
             left_out[around[0]] = around[1]
-        elif reason := _why_not(root, path):
+        elif reason := _why_not(root, path, named=path in wanted):
             left_out[path] = reason
         else:
             files[path] = root / path
@@ -205,12 +205,12 @@ def _around(root: Path, path: str) -> tuple[str, str] | None:
     return None if found is None else (f"{found[0].as_posix()}/", MADE[found[1]])
 
 
-def _why_not(root: Path, path: str) -> str:
-    """Empty for what travels."""
+def _why_not(root: Path, path: str, *, named: bool) -> str:
+    """Empty for what travels. `named`: somebody wants it, whatever it came of."""
     if reason := _secret_by_name(path):
         return reason
     place = root / path
-    if reason := _why_not_followed(root, place):
+    if reason := _why_not_followed(root, place, named=named):
         return reason
     if not place.is_file():
         return "a link to a folder" if place.is_dir() else "no file"
@@ -228,7 +228,7 @@ def _secret_by_name(path: str) -> str:
     return ""
 
 
-def _why_not_followed(root: Path, place: Path) -> str:
+def _why_not_followed(root: Path, place: Path, *, named: bool) -> str:
     """Of what is a link, or lies behind one: by its content it would travel as what it leads to, under a name that says nothing of it."""
     target, within = place.resolve(), root.resolve()
     if not target.is_relative_to(within):
@@ -238,7 +238,7 @@ def _why_not_followed(root: Path, place: Path) -> str:
         return ""
     if reason := _secret_by_name(real):
         return f"a link to {real}: {reason}"
-    around = _around(within, real)
+    around = None if named else _around(within, real)
     return "" if around is None else f"a link into {around[0]}: {around[1]}"
 
 

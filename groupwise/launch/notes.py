@@ -26,6 +26,8 @@ class Note:
     """The folder that it was launched from."""
     results: Path | None = None
     """Where what it makes goes, if that was said."""
+    fetched: Path | None = None
+    """Another folder that all it had made by its end was fetched to."""
 
 
 def folder() -> Path:
@@ -41,6 +43,7 @@ def write(note: Note) -> None:
         "place": note.place.document(),
         "project": str(note.project),
         "results": None if note.results is None else str(note.results),
+        "fetched": None if note.fetched is None else str(note.fetched),
     }
     folder().mkdir(parents=True, exist_ok=True)
     durable.write_json(_file(note.name), document)
@@ -70,11 +73,11 @@ def is_of_another(note: Note) -> bool:
     return known is not None and not known.place.is_same(note.place)
 
 
-def note_folder(note: Note, results: Path) -> None:
+def note_fetched(note: Note, folder: Path) -> None:
     """What the job has made is in this folder: said of a job that is known from here."""
     known = _read(_file(note.name))
     if known is not None and known.place.is_same(note.place):
-        write(replace(known, results=results.absolute()))
+        write(replace(known, fetched=folder.absolute()))
 
 
 def remove(note: Note) -> None:
@@ -91,12 +94,13 @@ def _read(path: Path) -> Note | None:
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
         place = Place.from_document(document["place"])
-        results = document.get("results")
+        results, fetched = (document.get(name) for name in ("results", "fetched"))
         return Note(
             document["name"],
             place,
             Path(document["project"]),
             None if results is None else Path(results),
+            None if fetched is None else Path(fetched),
         )
     except (OSError, ValueError, KeyError, TypeError, UsageError):
         return None

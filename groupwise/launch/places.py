@@ -65,8 +65,13 @@ class Place:
 
     def is_same(self, other: Place) -> bool:
         """Whether jobs of one name would be the same job here and there, however it is reached."""
-        mine, theirs = ((str(each), each.detail.get("profile")) for each in (self, other))
-        return mine == theirs
+        return self._identity == other._identity
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        """Behind one address there may be several machines, by tunnels: a machine is known by its key."""
+        keys = [each.get("host_key") for each in (self.detail, *self.others)]
+        return str(self), self.detail.get("profile"), tuple(keys)
 
     @property
     def is_here(self) -> bool:
@@ -183,9 +188,16 @@ def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
     host = SshHost(
         address(detail),
         jump=None if jump is None else address(jump),
-        agent_path=os.environ.get(AGENT) if detail.get("agent") else None,
+        agent_path=_agent(detail.get("agent")),
     )
     return host, str(address(detail))
+
+
+def _agent(used: bool | str | None) -> str | None:
+    """Its socket, where one is used; notes of earlier releases have the one of that day."""
+    if not used:
+        return None
+    return os.environ.get(AGENT) or (used if isinstance(used, str) else None)
 
 
 WAYS: dict[str, Callable[[Place], Backend]] = {

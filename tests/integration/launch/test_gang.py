@@ -215,11 +215,15 @@ def order(name: str, script: str, meets_at: str | None = None) -> Order:
     return Order(name, spec, nodes=2, meets_at=meets_at)
 
 
-async def ended(backend: GangBackend, handle: Handle) -> Any:
+async def ended_on(backend: MachineBackend, handle: Handle) -> Any:
     status = await backend.status(handle)
     while status.ending is None:
         status = await backend.wait(handle, status, 20.0)
     return status
+
+
+async def ended(backend: GangBackend, handle: Handle) -> Any:
+    return await ended_on(backend, handle)
 
 
 MARKS = (
@@ -274,6 +278,55 @@ async def test_who_asks_late_ends_nothing_of_what_another_has_begun(
         await each.close()
 
 
+async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
+    hosts: list[LoopbackHost], tmp_path: Path
+) -> None:
+    """It holds all that there are: asked for again, or by another laptop, it is found, and not taken for what is in its own way."""
+    for host in hosts:
+        host.gpus(1)
+    store = BlobStore(tmp_path / "blobs")
+    limits = Limits(time_seconds=600, grace_seconds=5)
+    waits = JobSpec(("python3", "-c", "import time; time.sleep(1000)"), limits=limits)
+    asked = Order("whole", waits, 1, nodes=2)
+    people = [gang(hosts) for _ in range(2)]
+    first = await people[0].submit(asked, store)
+    assert await people[1].submit(asked, store) == first
+    assert await people[1]._begin(asked, store, first.attempt, 1) == first
+
+    async def away(*_: object) -> None:
+        raise Unreachable("machine 1 cannot be reached")
+
+    people[1]._others[0].join = away  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(Unreachable):
+        await people[1].submit(asked, store)
+    for each in (people[0], people[0]._others[0]):
+        assert (await each.status(first)).ending is None, "somebody else has begun it"
+    await people[0].cancel(first, 0.1)
+    for each in people:
+        await each.close()
+    for host in hosts:
+        host.gpus(0)
+
+
+async def test_a_name_that_a_machine_has_seen_more_of_is_begun_beyond_that(
+    hosts: list[LoopbackHost], tmp_path: Path
+) -> None:
+    store = BlobStore(tmp_path / "blobs")
+    backend = gang(hosts)
+    alone = MachineBackend("ssh", backend._others[0]._runner, "machine 1")
+    fails = JobSpec(("python3", "-c", "raise SystemExit(3)"))
+    handle = await alone.submit(Order("seen", fails), store)
+    for _ in range(2):
+        await ended_on(alone, handle)
+        handle = await alone.resume("seen", {}, store)
+    await ended_on(alone, handle)
+    await alone.cleanup(handle)
+    begun = await backend.submit(order("seen", "print('on')"), store)
+    assert begun.attempt == 4
+    assert (await ended(backend, begun)).ending.outcome is Outcome.SUCCEEDED
+    await backend.close()
+
+
 async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: Path) -> None:
     """Who was cut off between the first machine and the second left half of it, which the next one completes."""
     store = BlobStore(tmp_path / "blobs")
@@ -292,6 +345,10 @@ async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: P
     assert handle is not None
     assert (await ended(backend, handle)).ending.outcome is Outcome.CANCELLED
     other.join = join
+    second = await backend.resume("none", {}, store)
+    assert (await other.status(second)).ending is None
+    await backend.cancel(second, 0.1)
+    await ended(backend, second)
 
     class CutOffError(BaseException):
         pass

@@ -143,6 +143,18 @@ def test_no_link_takes_a_secret_or_a_run_along(project: Path) -> None:
     }
 
 
+def test_a_link_that_somebody_names_takes_a_run_along_and_no_secret(project: Path) -> None:
+    write(
+        project,
+        {".env": "x", "runs/one/run.db": "x", "runs/one/config.json": "{}", "runs/one/w": "y"},
+    )
+    (project / "start").symlink_to("runs/one/w")
+    (project / "hidden").symlink_to(".env")
+    found = bundle(project, take=["start", "hidden"])
+    assert "start" in found.files
+    assert found.left_out["hidden"] == "a link to .env: credentials, by its name"
+
+
 def test_links_travel_as_what_they_lead_to_within_the_project(
     project: Path, tmp_path: Path
 ) -> None:

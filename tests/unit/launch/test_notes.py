@@ -55,16 +55,30 @@ def test_an_agent_is_the_one_of_the_login_that_asks(monkeypatch: pytest.MonkeyPa
     assert "/run" not in str(place.document())
 
 
+def test_behind_one_address_there_may_be_several_machines() -> None:
+    another = Place(SSH, {**AFAR.detail, "host_key": "another"})
+    assert not AFAR.is_same(another)
+    assert AFAR.is_same(Place(SSH, {**AFAR.detail, "key": "/k", "python": "p", "agent": True}))
+
+
+def test_the_agent_of_an_earlier_note_is_asked_where_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    backend: Any = reach(Place(SSH, {**AFAR.detail, "agent": "/run/kept"}))
+    assert backend._runner.host._agent_path == "/run/kept"
+
+
 def test_a_note_may_say_later_where_the_results_are() -> None:
     note = Note("a", AFAR, Path("/p"))
-    notes.note_folder(note, Path("/there"))
+    notes.note_fetched(note, Path("/there"))
     assert notes.every() == [], "it is not known from here"
     notes.write(note)
-    notes.note_folder(note, Path("/there"))
-    assert notes.find("a").results == Path("/there")
+    notes.note_fetched(note, Path("/there"))
+    assert notes.find("a") == replace(note, fetched=Path("/there"))
     other = replace(note, place=Place(LOCAL))
-    notes.note_folder(other, Path("/elsewhere"))
-    assert notes.find("a").results == Path("/there")
+    notes.note_fetched(other, Path("/elsewhere"))
+    assert notes.find("a").fetched == Path("/there")
 
 
 def test_an_unknown_name_is_told_with_those_that_there_are() -> None:
