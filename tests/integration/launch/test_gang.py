@@ -287,7 +287,7 @@ async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
     store = BlobStore(tmp_path / "blobs")
     limits = Limits(time_seconds=600, grace_seconds=5)
     waits = JobSpec(("python3", "-c", "import time; time.sleep(1000)"), limits=limits)
-    asked = Order("whole", waits, 1, nodes=2)
+    asked = Order("holds-all", waits, 1, nodes=2)
     people = [gang(hosts) for _ in range(2)]
     first = await people[0].submit(asked, store)
     assert await people[1].submit(asked, store) == first
