@@ -627,6 +627,35 @@ class TestRollouts:
         assert any(index in line for line in plan), plan
 
     @pytest.mark.parametrize(
+        "wanted",
+        [
+            RolloutFilter(part="right", order="newest"),
+            RolloutFilter(part="right", step=3),
+            RolloutFilter(part="right", step=3, order="best"),
+        ],
+    )
+    def test_of_each_rollout_only_its_own_parts_are_read(
+        self, crowded: sqlite3.Connection, wanted: RolloutFilter
+    ) -> None:
+        query, values = rollout_query(wanted, indexed=True)
+        plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
+        assert "SEARCH part USING PRIMARY KEY (rollout=?)" in plan, plan
+
+    def test_a_common_word_is_found_as_a_rare_one_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Store.create(tmp_path / "run.db") as store:
+            fill(store, 3)
+            for order in ("newest", "best", "draw"):
+                wanted = RolloutFilter(text="answer", order=order, limit=100)
+                rare = store.rollouts(wanted)
+                with monkeypatch.context() as patched:
+                    patched.setattr("groupwise.runs.search.COMMON", 1)
+                    assert store.rollouts(wanted) == rare
+                    assert store.rollouts(replace(wanted, text="nowhere at all")) == []
+                assert rare
+
+    @pytest.mark.parametrize(
         ("order", "part"),
         [
             ("best", None),
@@ -635,6 +664,8 @@ class TestRollouts:
             ("newest", None),
             ("best", "right"),
             ("worst", "right"),
+            ("newest", "right"),
+            ("draw", "right"),
         ],
     )
     def test_the_first_page_sorts_nothing(
