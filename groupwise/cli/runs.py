@@ -6,14 +6,13 @@ model wrote is shown as harmless plain text.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +39,7 @@ from groupwise.display.text import one_line, shorten
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.runs import checkpoints
 from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
-from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, read_config, read_summary
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
@@ -281,7 +280,7 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     for evaluation in facts["evaluations"]:
         title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
         print_section(title, [(k, rounded(v)) for k, v in evaluation["metrics"].items()])
-    print_section("configuration", list(_flat(facts["config"])))
+    print_section("configuration", list(flattened(facts["config"]).items()))
 
 
 def _uploaded(summary: Mapping[str, Any] | None) -> str | None:
@@ -290,14 +289,6 @@ def _uploaded(summary: Mapping[str, Any] | None) -> str | None:
     if "error" in hub:
         return f"not uploaded: {hub['error']}"
     return f"{hub['url']} (commit {hub['commit']})" if "commit" in hub else hub.get("url")
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(cast("dict[str, Any]", value), f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False)
 
 
 # Rollouts

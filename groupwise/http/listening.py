@@ -19,7 +19,9 @@ HEADER_SIZE = 64 * 1024
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
-    """Raise UsageError where they cannot be used."""
+    """Raise UsageError where they cannot be used, or there is but one of them."""
+    if (certificate is None) != (key is None):
+        raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     if certificate is None or key is None:
         return
     try:
@@ -48,6 +50,11 @@ def bound(host: str, port: int) -> Generator[socket.socket]:
         ) from None
     with bound:
         yield bound
+
+
+def address(scheme: str, host: str, port: int) -> str:
+    """As a URL has it; an address of IPv6 stands in brackets."""
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Uvicorn(uvicorn.Server):

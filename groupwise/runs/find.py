@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from groupwise.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
@@ -18,6 +18,7 @@ from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.folder import CHECKPOINTS, FINAL, FINAL_STEP, RECORD, ShownState, shown_state
 from groupwise.runs.store import Store
 
+T = TypeVar("T")
 ENDS = 5
 """The first and the last reward of a run are means of so many steps, at most half of them: one step says little."""
 
@@ -119,11 +120,16 @@ def list_runs(runs_dir: Path = Path("runs")) -> list[RunInfo]:
 
 def run_info(path: Path) -> RunInfo:
     """What a list says about one run; never raises for a broken one."""
+    return run_info_and(path, lambda _: None)[0]
+
+
+def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | None]:
+    """The same, and what `look` finds in the record while that is open; None for a broken one."""
     try:
         with Store.glance(path / RECORD) as store:
-            return _describe(path, store)
+            return _describe(path, store), look(store)
     except (StoreError, LookupError, TypeError, ValueError) as error:
-        return RunInfo(path.name, path, state=None, broken=str(error))
+        return RunInfo(path.name, path, state=None, broken=str(error)), None
 
 
 def final_step(path: Path) -> int:
@@ -180,10 +186,11 @@ def _describe(path: Path, store: Store) -> RunInfo:
 def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean reward (or loss) of the first and of the last few of some steps; None where none of them has one."""
     ends = max(1, min(ENDS, len(rewards) // 2))
-    return _mean(rewards[:ends]), _mean(rewards[-ends:])
+    return mean_of(rewards[:ends]), mean_of(rewards[-ends:])
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean_of(values: Sequence[float]) -> float | None:
+    """Of those that are numbers; None: none is."""
     known = [value for value in values if value == value]
     return sum(known) / len(known) if known else None
 

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp
 from groupwise.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
 from groupwise.http.caller import Caller
 from groupwise.http.listening import Uvicorn, bound, check_tls, uvicorn_config
+from groupwise.http.listening import address as listening_at
 from groupwise.http.logs import configure
 from groupwise.runs.lock import RunLock, holder
 from groupwise.server.app import make_app
@@ -318,7 +319,7 @@ class _Server:
         config = self._config
         host, port = self._listening.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        address = f"{config.scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        address = listening_at(config.scheme, shown, port)
         need = (
             "no key is needed, and only this machine can ask"
             if self._keys is None

@@ -19,7 +19,7 @@ from groupwise.settings.overrides import override
 from groupwise.settings.schema import Conflict, Strict, setting
 from groupwise.settings.tree import Tree, read_yaml
 from groupwise.settings.validation import validate
-from groupwise.wire.keys import VARIABLE, Keyring, read_key_file
+from groupwise.wire.keys import VARIABLE, Keyring, read_keys_in
 
 ENVIRONMENT = "GROUPWISE_SERVE_"
 """Beginning of the variables that are settings."""
@@ -172,7 +172,7 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring |
     Raises UsageError where others could, ConfigError for a key file that cannot be read.
     """
     plain = environment.get(VARIABLE)
-    stored = () if config.key_file is None else _keys_in(Path(config.key_file).expanduser())
+    stored = () if config.key_file is None else read_keys_in(Path(config.key_file).expanduser())
     if plain is None and not stored:
         if config.key_file is not None:
             raise ConfigError(
@@ -186,13 +186,3 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring |
             )
         return None
     return Keyring(stored, plain)
-
-
-def _keys_in(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"key_file {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"key_file {path} is not a text file in UTF-8.") from None
-    return read_key_file(text, str(path))

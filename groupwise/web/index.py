@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from groupwise.errors import StoreError
-from groupwise.runs.find import RunInfo, run_folders, run_info
+from groupwise.runs.find import RunInfo, run_folders, run_info_and
 from groupwise.runs.folder import RECORD, shown_state
 from groupwise.runs.store import Store
 
@@ -37,11 +36,6 @@ class Listed:
     curve: tuple[float, ...]
     written: float
     """When its record was written to last; seconds since 1970."""
-
-    @property
-    def live(self) -> bool:
-        """Whether a process works on it."""
-        return self.info.state == "running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +109,8 @@ def stamp_of(path: Path) -> Stamp:
 
 def read(path: Path, stamp: Stamp) -> Listed:
     """What the list says of a run; never raises for a broken one."""
-    info = run_info(path)
-    metric, curve = None, ()
-    if info.broken is None:
-        with suppress(StoreError), Store.glance(path / RECORD) as store:
-            metric, curve = _spark(store)
+    info, found = run_info_and(path, _spark)
+    metric, curve = found or (None, ())
     written = max((moment for moment, _ in stamp), default=0) / 1e9
     return Listed(info, metric, curve, written)
 

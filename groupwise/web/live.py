@@ -14,8 +14,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from groupwise.web.access import COOKIE
 from groupwise.web.index import stamp_of
+from groupwise.web.pages import visitor_of
 from groupwise.web.place import Place
 from groupwise.wire.problems import Refusal
 
@@ -51,7 +51,7 @@ class Streams:
 async def live(request: Request) -> Response:
     """The stream of what the address names: `?run=NAME`, several times if need be, or `?fleet`; without, of the list of all runs."""
     place: Place = request.app.state.place
-    if place.door.visitor(request.headers, request.cookies.get(COOKIE)) is None:
+    if visitor_of(request) is None:
         raise Refusal("unauthorised")
     look = _look_of(place, request)
     streams: Streams = request.app.state.streams

@@ -20,7 +20,6 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from groupwise.errors import GroupwiseError, RunNotFoundError, UsageError
-from groupwise.runs.durable import without_nan
 from groupwise.web.access import COOKIE, Visitor
 from groupwise.web.place import Place
 from groupwise.web.templates import render
@@ -47,7 +46,6 @@ class Page:
     template: str
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Also the answer as JSON."""
-    status: int = 200
     live: str = ""
     """The address of events after which the page is to be brought up to date; empty: it stays as it is."""
 
@@ -105,9 +103,15 @@ def done(path: str, do: Do) -> Route:
     return Route(path, partial(_do, do), methods=["POST"], name=getattr(do, "__name__", path))
 
 
+def visitor_of(request: Request) -> Visitor | None:
+    """See `Door.visitor`."""
+    place: Place = request.app.state.place
+    return place.door.visitor(request.headers, request.cookies.get(COOKIE))
+
+
 async def _do(do: Do, request: Request) -> Response:
     place: Place = request.app.state.place
-    visitor = place.door.visitor(request.headers, request.cookies.get(COOKIE))
+    visitor = visitor_of(request)
     if visitor is None:
         raise Refusal("unauthorised")
     form = await read_form(request)
@@ -120,7 +124,7 @@ async def _do(do: Do, request: Request) -> Response:
 
 async def _answer(show: Show, request: Request) -> Response:
     place: Place = request.app.state.place
-    visitor = place.door.visitor(request.headers, request.cookies.get(COOKIE))
+    visitor = visitor_of(request)
     if visitor is None:
         return _sign_in_first(request)
     visit = Visit(place, request, visitor)
@@ -154,8 +158,7 @@ def _sign_in_first(request: Request) -> Response:
 def respond(visit: Visit, page: Page) -> Response:
     """The page, as the visitor wants it."""
     if wants_json(visit.request):
-        plain = to_jsonable_python(page.data, inf_nan_mode="null", fallback=str)
-        return JSONResponse(without_nan(plain), page.status)
+        return JSONResponse(to_jsonable_python(page.data, inf_nan_mode="null", fallback=str))
     text = render(
         page.template,
         {
@@ -167,7 +170,7 @@ def respond(visit: Visit, page: Page) -> Response:
             "live": page.live,
         },
     )
-    return HTMLResponse(text, page.status)
+    return HTMLResponse(text)
 
 
 def wants_json(request: Request) -> bool:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from groupwise.errors import ConfigError, UsageError
 from groupwise.http.addresses import is_loopback
-from groupwise.http.listening import Uvicorn, bound, check_tls, uvicorn_config
+from groupwise.http.listening import Uvicorn, address, bound, check_tls, uvicorn_config
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
 from groupwise.web.fleet.watched import WatchedFleet
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
-from groupwise.wire.keys import VARIABLE, Keyring, StoredKey, read_key_file
+from groupwise.wire.keys import VARIABLE, Keyring, read_keys_in
 
 END_SECONDS = 5
 """For connections to be closed."""
@@ -47,7 +47,7 @@ def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
 
     Raises UsageError where others could look without one, or a key would travel in the clear.
     """
-    stored = () if settings.key_file is None else _keys_in(settings.key_file)
+    stored = () if settings.key_file is None else read_keys_in(settings.key_file.expanduser())
     if settings.key_file is not None and not stored:
         raise ConfigError(
             f"{settings.key_file} holds no key, so that nobody could look. `groupwise serve --new-key read` makes one."
@@ -69,13 +69,6 @@ def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
     return keys
 
 
-def _keys_in(path: Path) -> tuple[StoredKey, ...]:
-    try:
-        return read_key_file(path.expanduser().read_text("utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
-
-
 def serve(
     settings: Settings,
     plain: str | None,
@@ -83,8 +76,6 @@ def serve(
     fleet: WatchedFleet | None = None,
 ) -> int:
     """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin."""
-    if (settings.certificate is None) != (settings.key is None):
-        raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     check_tls(settings.certificate, settings.key)
     door = Door(keys_of(settings, plain), acts=settings.acts)
     place = Place(RunsIndex(settings.runs), door, fleet)
@@ -111,16 +102,10 @@ async def _served(
         loop.add_signal_handler(number, ended.set)
     answering = asyncio.create_task(http.serve(sockets=[listening]))
     await http.listening.wait()
-    say(_where(settings, listening))
+    host, port = listening.getsockname()[:2]
+    say(address("http" if settings.certificate is None else "https", host, port))
     await ended.wait()
     place.ending.set()
     http.should_exit = True
     await answering
     return 0
-
-
-def _where(settings: Settings, listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    scheme = "http" if settings.certificate is None else "https"
-    shown = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{shown}:{port}"

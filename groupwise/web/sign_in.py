@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from groupwise.web.access import COOKIE, LASTS
-from groupwise.web.pages import read_form
+from groupwise.web.pages import read_form, visitor_of
 from groupwise.web.place import Place
 from groupwise.web.templates import render
 
@@ -19,7 +19,7 @@ async def show(request: Request) -> Response:
     """The form."""
     place: Place = request.app.state.place
     there = _here(request.query_params.get("next"))
-    if place.door.is_open or place.door.visitor(request.headers, request.cookies.get(COOKIE)):
+    if place.door.is_open or visitor_of(request):
         return RedirectResponse(there, 303)
     return _form(there)
 

@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 
 from groupwise.errors import ConfigError, UsageError
 from groupwise.wire.problems import Refusal
@@ -201,6 +202,17 @@ def id_in(presented: str) -> str | None:
     """The id that a key names, for whoever keeps keys where they are looked up by it; None: it has not the form of a key."""
     match = _KEY.fullmatch(presented) if len(presented) <= LONGEST else None
     return match["id"] if match else None
+
+
+def read_keys_in(path: Path) -> tuple[StoredKey, ...]:
+    """The keys of the key file there. Raises ConfigError, also where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"key_file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"key_file {path} is not a text file in UTF-8.") from None
+    return read_key_file(text, str(path))
 
 
 def read_key_file(text: str, source: str) -> tuple[StoredKey, ...]:

@@ -24,6 +24,7 @@ from groupwise.fleet.store.database import Database
 from groupwise.hosts.files import BlobStore
 from groupwise.http.addresses import is_loopback
 from groupwise.http.listening import Uvicorn, bound, check_tls, uvicorn_config
+from groupwise.http.listening import address as listening_at
 from groupwise.wire.keys import VARIABLE, Keyring
 
 END_SECONDS = 10
@@ -49,8 +50,6 @@ class Address:
 
 def check(address: Address, database: Database, environment: Mapping[str, str]) -> None:
     """Raise UsageError where others could ask without a key, or a key would travel in the clear."""
-    if (address.certificate is None) != (address.key is None):
-        raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     check_tls(address.certificate, address.key)
     Keyring(plain=environment.get(VARIABLE))
     if is_loopback(address.host):
@@ -99,7 +98,7 @@ async def serving(
         try:
             await http.listening.wait()
             host, port = listening.getsockname()[:2]
-            yield f"{address.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+            yield listening_at(address.scheme, host, port)
         finally:
             shared.end()
             http.should_exit = True

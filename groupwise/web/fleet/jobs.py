@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from groupwise.errors import RunNotFoundError
-from groupwise.fleet.states import JobStatus
+from groupwise.fleet.states import FINAL, JobStatus
 from groupwise.web.fleet.machines import LIVE, of
 from groupwise.web.fleet.watched import Document, FleetLike
 from groupwise.web.pages import Page, Query, Visit, done, shown
@@ -18,7 +18,6 @@ TAIL = 300
 """Lines of a log that a page shows."""
 TEXT_LIMIT = 200_000
 """Characters of them."""
-ENDED = ("completed", "failed", "cancelled")
 Action = Callable[[FleetLike, str], Document]
 ACTIONS: Mapping[str, tuple[str, tuple[str, ...], Action]] = {
     "cancel": ("Cancel", ("queued", "pending", "held", "running"), lambda f, job: f.cancel(job)),
@@ -77,7 +76,7 @@ def job(visit: Visit) -> Page:
             if found["status"] in statuses
         },
     }
-    return Page("fleet_job.html", data, live=LIVE if found["status"] not in ENDED else "")
+    return Page("fleet_job.html", data, live=LIVE if found["status"] not in FINAL else "")
 
 
 def change(visit: Visit, form: Mapping[str, str]) -> str:

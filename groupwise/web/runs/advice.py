@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.runs.find import mean_of
 from groupwise.runs.store import Store
 
 RECENT = 10
@@ -101,14 +102,9 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
 def _means(store: Store, since: int) -> Mapping[str, float]:
     outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
     curves = store.metrics([*(each.metric for each in ALL), *outcomes], since=since)
-    means = {name: _mean([value for _, value in curve]) for name, curve in curves.items()}
+    means = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
     known = {name: value for name, value in means.items() if value is not None}
     scored, *others = (known.get(name, 0.0) for name in outcomes)
     if total := scored + sum(others):
         known["rollouts/unscored"] = sum(others) / total
     return known
-
-
-def _mean(values: list[float]) -> float | None:
-    finite = [value for value in values if value == value]
-    return sum(finite) / len(finite) if finite else None

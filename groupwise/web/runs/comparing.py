@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
 from groupwise.errors import StoreError, UsageError
-from groupwise.runs.folder import RECORD, read_config
+from groupwise.review.compare import PLACES
+from groupwise.runs.folder import RECORD, flattened, read_config
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, shown
 
 MOST = 12
 USUAL = ("reward", "loss")
-PLACES = frozenset({"run.name", "run.dir"})
-"""Settings in which runs always differ."""
 
 
 class Asked(Query):
@@ -67,17 +65,6 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]
     keys = sorted({key for each in flat.values() for key in each} - PLACES)
     rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
-def flattened(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Dotted keys and their values, as JSON."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            found |= flattened(value, f"{before}{key}.")  # pyright: ignore[reportUnknownArgumentType]
-        else:
-            found[f"{before}{key}"] = json.dumps(value, ensure_ascii=False)
-    return found
 
 
 def _metrics(visit: Visit, name: str) -> list[str]:

@@ -12,7 +12,7 @@ from groupwise.runs.folder import RECORD
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, shown
-from groupwise.web.runs.overview import head_of
+from groupwise.web.runs.overview import head_of, told
 
 PASS = re.compile(r"pass@(\d+)")
 CHANGED = 100
@@ -27,10 +27,7 @@ def evaluations(visit: Visit) -> Page:
     names = sorted({name for each in found for name in each.metrics})
     data = {
         **head_of(visit, path),
-        "evaluations": [
-            {"step": e.step, "name": e.name, "policy": e.policy, "metrics": dict(e.metrics)}
-            for e in found
-        ],
+        "evaluations": told(found),
         "names": names,
         "pass_at": pass_curves(found),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -11,12 +11,12 @@ from typing import Any
 from groupwise.errors import GroupwiseError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.find import final_step
-from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, read_config, read_summary
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.lock import holder
+from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Visit, shown
 from groupwise.web.runs.advice import advice_on
-from groupwise.web.runs.comparing import flattened
 from groupwise.web.runs.curves import plots_of
 
 LOG = "log.txt"
@@ -42,10 +42,7 @@ def run(visit: Visit) -> Page:
             "advice": advice_on(store),
             "warnings": [asdict(each) for each in store.warnings()],
             "failures": store.failures(),
-            "evaluations": [
-                {"step": e.step, "name": e.name, "policy": e.policy, "metrics": dict(e.metrics)}
-                for e in store.evaluations(rows=False)
-            ],
+            "evaluations": told(store.evaluations(rows=False)),
             "resumes": [asdict(each) for each in store.resumes()],
             "error": meta.get("error"),
             "curve": listed.curve,
@@ -58,6 +55,14 @@ def run(visit: Visit) -> Page:
         "log": _end_of(path / LOG),
     }
     return Page("run.html", data, live=f"/live?run={path.name}")
+
+
+def told(evaluations: Iterable[EvaluationRecord]) -> list[dict[str, Any]]:
+    """What evaluations say as a whole."""
+    return [
+        {"step": e.step, "name": e.name, "policy": e.policy, "metrics": dict(e.metrics)}
+        for e in evaluations
+    ]
 
 
 def config(visit: Visit) -> Page:

@@ -73,7 +73,7 @@ def rollouts(visit: Visit) -> Page:
         found = store.rollouts(asked.wanted)
         data: dict[str, Any] = {
             **head_of(visit, path),
-            "rollouts": [view_of(each) for each in found[:PER_PAGE]],
+            "rollouts": [asdict(each) for each in found[:PER_PAGE]],
             "more": len(found) > PER_PAGE,
             "asked": asked.model_dump(),
             "part_names": store.part_names(),
@@ -104,7 +104,7 @@ def group(visit: Visit) -> Page:
         "columns": whole.example.columns,
         "origin": whole.origin,
         "again": whole.again,
-        "members": [view_of(each) for each in found],
+        "members": [asdict(each) for each in found],
     }
     return Page("group.html", data)
 
@@ -146,7 +146,7 @@ def rollout(visit: Visit) -> Page:
     found = _member(whole, view)
     data = {
         **head_of(visit, path),
-        "rollout": view_of(view),
+        "rollout": asdict(view),
         "prompt": view.prompt,
         "columns": whole.example.columns,
         "notes": found.notes,
@@ -173,11 +173,6 @@ def _member(group: Group, view: RolloutView) -> Rollout:
     )
 
 
-def view_of(view: RolloutView) -> dict[str, Any]:
-    """As lists show it."""
-    return asdict(view)
-
-
 def _summed(members: list[RolloutView]) -> dict[str, Any]:
     rewards = [each.reward for each in members if each.reward is not None]
     return {
@@ -185,7 +180,7 @@ def _summed(members: list[RolloutView]) -> dict[str, Any]:
         "step": members[0].step,
         "mean": sum(rewards) / len(rewards) if rewards else None,
         "best": max(rewards, default=None),
-        "members": [view_of(each) for each in sorted(members, key=lambda each: each.member)],
+        "members": [asdict(each) for each in sorted(members, key=lambda each: each.member)],
     }
 
 
