@@ -23,7 +23,7 @@ from groupwise.web import sign_in
 from groupwise.web.fleet import jobs as fleet_jobs
 from groupwise.web.fleet import machines as fleet_machines
 from groupwise.web.live import Streams, live
-from groupwise.web.pages import failed, respond_not_found
+from groupwise.web.pages import above, failed, respond_not_found
 from groupwise.web.place import Place
 from groupwise.web.runs import comparing, curves, evaluating, files, overview, reading
 from groupwise.web.runs import listing as runs
@@ -74,8 +74,8 @@ def make_app(place: Place) -> ASGIApp:
     return _WithHeaders(app)
 
 
-def _first(_: Request) -> Response:
-    return RedirectResponse("/runs", 303)
+def _first(request: Request) -> Response:
+    return RedirectResponse(above(request) + "/runs", 303)
 
 
 def _lives(_: Request) -> Response:

@@ -148,11 +148,16 @@ async def read_form(request: Request) -> dict[str, str]:
     return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
 
 
+def above(request: Request) -> str:
+    """What stands before our paths in addresses: empty, or where another server has put us."""
+    return str(request.scope.get("root_path", ""))
+
+
 def _sign_in_first(request: Request) -> Response:
     if wants_json(request):
         raise Refusal("unauthorised")
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return RedirectResponse("/sign-in" + _as_query([("next", path)]), 303)
+    return RedirectResponse(above(request) + "/sign-in" + _as_query([("next", path)]), 303)
 
 
 def respond(visit: Visit, page: Page) -> Response:
@@ -169,6 +174,7 @@ def respond(visit: Visit, page: Page) -> Response:
             "has_fleet": visit.place.fleet is not None,
             "live": page.live,
         },
+        above(visit.request),
     )
     return HTMLResponse(text)
 
@@ -194,7 +200,8 @@ async def failed(request: Request, error: Exception) -> Response:
             "detail": message,
         }
         return JSONResponse(body, status, headers, media_type=MEDIA_TYPE)
-    text = render("failed.html", {"title": title, "message": message, "status": status})
+    data = {"title": title, "message": message, "status": status}
+    text = render("failed.html", data, above(request))
     return HTMLResponse(text, status, headers)
 
 

@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from groupwise.web.access import COOKIE, LASTS
-from groupwise.web.pages import read_form, visitor_of
+from groupwise.web.pages import above, read_form, visitor_of
 from groupwise.web.place import Place
 from groupwise.web.templates import render
 
@@ -18,10 +18,10 @@ from groupwise.web.templates import render
 async def show(request: Request) -> Response:
     """The form."""
     place: Place = request.app.state.place
-    there = _here(request.query_params.get("next"))
+    there = _here(request, request.query_params.get("next"))
     if place.door.is_open or visitor_of(request):
         return RedirectResponse(there, 303)
-    return _form(there)
+    return _form(request, there)
 
 
 async def enter(request: Request) -> Response:
@@ -29,39 +29,53 @@ async def enter(request: Request) -> Response:
     place: Place = request.app.state.place
     form = await read_form(request)
     address = request.client.host if request.client else ""
-    there = _here(form.get("next"))
+    there = _here(request, form.get("next"))
     cookie = await run_in_threadpool(place.door.admit, form.get("key", ""), address)
     if cookie is None:
-        return _form(there, wrong=True)
+        return _form(request, there, wrong=True)
     response = RedirectResponse(there, 303)
     secure = request.url.scheme == "https"
     response.set_cookie(
-        COOKIE, cookie, max_age=LASTS, httponly=True, samesite="lax", secure=secure, path="/"
+        COOKIE,
+        cookie,
+        max_age=LASTS,
+        httponly=True,
+        samesite="lax",
+        secure=secure,
+        path=_own(request),
     )
     return response
 
 
 async def leave(request: Request) -> Response:
     """Forget the cookie."""
-    response = RedirectResponse("/sign-in", 303)
-    response.delete_cookie(COOKIE, path="/", httponly=True, samesite="lax")
+    response = RedirectResponse(above(request) + "/sign-in", 303)
+    response.delete_cookie(COOKIE, path=_own(request), httponly=True, samesite="lax")
     return response
 
 
-def _form(there: str, *, wrong: bool = False) -> Response:
-    page = render("sign_in.html", {"next": there, "wrong": wrong})
+def _own(request: Request) -> str:
+    """The paths to which a cookie is sent."""
+    return above(request) or "/"
+
+
+def _form(request: Request, there: str, *, wrong: bool = False) -> Response:
+    page = render("sign_in.html", {"next": there, "wrong": wrong}, above(request))
     return HTMLResponse(page, 401 if wrong else 200)
 
 
-def _here(address: str | None) -> str:
+def _here(request: Request, address: str | None) -> str:
     """A page of this dashboard; anything else is its first one."""
-    if not address or not address.startswith("/") or address.startswith(("//", "/\\")):
-        return "/runs"
+    first = f"{above(request)}/runs"
+    if not address or not address.startswith(f"{above(request)}/"):
+        return first
+    if address.startswith(("//", "/\\")):
+        return first
     try:
         found = urlsplit(address)
     except ValueError:
-        return "/runs"
-    return "/runs" if found.netloc or found.scheme else address
+        return first
+    return first if found.netloc or found.scheme else address
 
 
 ROUTES = (

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -33,8 +33,8 @@ LONGEST = 200_000
 
 
 @cache
-def environment() -> Environment:
-    """All templates."""
+def environment(at: str = "") -> Environment:
+    """All templates. `at` stands before each path of ours: `/dashboard` where another server has put us below it."""
     made = Environment(
         loader=PackageLoader("groupwise.web"),
         autoescape=True,
@@ -45,21 +45,22 @@ def environment() -> Environment:
     filters = cast("dict[str, Any]", made.filters)  # pyright: ignore[reportUnknownMemberType]
     filters.update(FILTERS)
     shared = cast("dict[str, Any]", made.globals)  # pyright: ignore[reportUnknownMemberType]
-    shared["static"] = static
+    shared["at"] = at
+    shared["static"] = partial(static, at)
     shared["parts"] = made.get_template("parts.html").module
     return made
 
 
-def render(template: str, data: Mapping[str, Any]) -> str:
-    """A whole page."""
-    return environment().get_template(template).render(data)
+def render(template: str, data: Mapping[str, Any], at: str = "") -> str:
+    """A whole page; see `environment`."""
+    return environment(at).get_template(template).render(data)
 
 
 @cache
-def static(name: str) -> str:
+def static(at: str, name: str) -> str:
     """The address of a file of ours, which changes with its content, so that browsers may keep it."""
     digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
-    return f"/static/{name}?v={digest}"
+    return f"{at}/static/{name}?v={digest}"
 
 
 def text(value: Any, most: int = LONGEST) -> str:

@@ -2,6 +2,7 @@
 // Everything else is links and forms. What comes from elsewhere is put into pages as text, never as markup, but for pages of this server.
 
 const WIDTH = 700;
+const AT = document.body.dataset.at; // what stands before all our paths
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (index) => style(`--c${index % 8}`);
 
@@ -70,7 +71,7 @@ function place(first, last) {
 
 async function fetched(runs, names) {
   const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...names.map((name) => ["name", name]), ["columns", WIDTH]]);
-  const answer = await fetch(`/curves?${query}`, { headers: { Accept: "application/json" } });
+  const answer = await fetch(`${AT}/curves?${query}`, { headers: { Accept: "application/json" } });
   if (!answer.ok) throw new Error(`curves: ${answer.status}`);
   return (await answer.json()).runs;
 }
@@ -179,7 +180,7 @@ async function refresh() {
   underway = true;
   try {
     const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
-    if (answer.redirected && new URL(answer.url).pathname === "/sign-in") return location.reload();
+    if (answer.redirected && new URL(answer.url).pathname === `${AT}/sign-in`) return location.reload();
     if (!answer.ok) return;
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     for (const region of document.querySelectorAll("[data-fresh]")) {
