@@ -382,6 +382,15 @@ class Learner(Protocol):
         """
         ...
 
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """Log-probabilities (nats) of the completion tokens of the rows that `forward_backward` was last given, as it computed them.
+
+        For whoever wants to see them: no other forward pass is made. They are float32, have their row's temperature and, where
+        there is any, the dropout of that pass; of tokens with mask 0 they mean nothing. To be asked before `update` or
+        `discard`. None: this learner cannot tell them.
+        """
+        ...
+
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """Clip, step the optimiser, and clear the gradient."""
         ...

@@ -19,6 +19,7 @@ from groupwise.types import (
 )
 
 SUMS = {"loss/policy": 0.1 + 0.2, "tokens": 3.0, "ratio/max": float("inf")}
+TRAINED = [(-0.1 - 0.2, float("-inf")), ()]
 LAYOUT = {"device": "cpu", "slots": 8}
 
 
@@ -60,6 +61,10 @@ class FakeParts:
     async def forward_backward(self, rows: Sequence[Row], loss: LossSpec, denominators: Any) -> Any:
         await self._at("forward_backward")
         return SUMS
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]]:
+        await self._at("trained_logprobs")
+        return TRAINED
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         await self._at("update")

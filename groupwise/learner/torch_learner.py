@@ -98,6 +98,8 @@ class TorchLearner:
         self._optimiser = torch.optim.AdamW(self._parameters.values(), foreach=True)
         self._updates = 0
         self._replicas = replicas
+        self._trained: tuple[Sequence[Row], list[tuple[Batch, Tensor]]] = ((), [])
+        """What `forward_backward` was last given, and the log-probabilities that it found, by micro-batch."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -107,13 +109,21 @@ class TorchLearner:
         sums: dict[str, float] = {}
         self._seed_dropout()
         wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy, trained_only=True)
+        seen: list[tuple[Batch, Tensor]] = []
+        self._trained = (rows, seen)
         for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
-            _add(sums, self._backward(batch, wanted, found, denominators))
+            result, logprobs_BT = self._backward(batch, wanted, found, denominators)
+            _add(sums, result)
+            seen.append((batch, logprobs_BT))
             if not self._divided:  # else all do the same in the same order, and nothing between
                 with self._own_dropout():
                     await asyncio.sleep(0)
         self._engine.keep_step("policy", gradient=True)
         return sums
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.types.Learner.trained_logprobs`."""
+        return _by_row(*self._trained)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`. A gradient that is not finite is left out.
@@ -136,6 +146,7 @@ class TorchLearner:
         """See `groupwise.types.Learner.discard`."""
         # Not to zeros: those would move weights by their momentum, and would not come back with a checkpoint.
         self._optimiser.zero_grad(set_to_none=True)
+        self._trained = ((), [])
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.types.Learner.publish`. Old publications are removed.
@@ -235,9 +246,11 @@ class TorchLearner:
     @memory_explained("learning")
     def _backward(
         self, batch: Batch, wanted: Wanted, loss: Loss, denominators: Mapping[str, float]
-    ) -> LossResult:
+    ) -> tuple[LossResult, Tensor]:
+        """The sums of a micro-batch, whose gradient is added, and the log-probabilities that they are made of."""
         with self._engine.acting("policy", gradient=True) as compute:
-            result = loss.loss(token_batch(batch, compute(batch, wanted)))
+            forward = compute(batch, wanted)
+            result = loss.loss(token_batch(batch, forward))
             total = sum(
                 value / denominators[name]
                 for name, value in result.components.items()
@@ -245,7 +258,7 @@ class TorchLearner:
             )
             if isinstance(total, Tensor):
                 total.backward()
-        return result
+        return result, forward.logprobs_BT.detach()
 
     def _clip(self, gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
         if max_norm is not None and norm > max_norm:

@@ -76,6 +76,10 @@ class MarkedLearner:
         with record_function("learner.forward_backward"):
             return await self._learner.forward_backward(rows, loss, denominators)
 
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.types.Learner.trained_logprobs`."""
+        return await self._learner.trained_logprobs()
+
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`."""
         with record_function("learner.update"):

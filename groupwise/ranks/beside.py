@@ -164,6 +164,10 @@ class ModelLearner:
             "learner.forward_backward", [*rows], loss, dict(denominators), droppable=True
         )
 
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.types.Learner.trained_logprobs`."""
+        return await self._model.call("learner.trained_logprobs")
+
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`."""
         return await self._model.call("learner.update", params)

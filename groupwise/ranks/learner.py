@@ -34,14 +34,17 @@ class RankLearner:
         self._divided = divided
         self._failed = False
         """Whether ranks wait for one that has failed."""
+        self._trained: list[list[int]] = []
+        """Of the rows that `forward_backward` was last given, the share of each rank."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.types.Learner.forward_backward`. Sums are added up in the order of the ranks."""
+        self._trained = cut_rows(rows, self._ranks.count)
         calls = [
             (rank, "learner.forward_backward", (_taken(rows, share), loss, dict(denominators)))
-            for rank, share in enumerate(cut_rows(rows, self._ranks.count))
+            for rank, share in enumerate(self._trained)
             if share or self._divided
         ]
         sums: dict[str, float] = {}
@@ -50,17 +53,27 @@ class RankLearner:
                 sums[name] = sums.get(name, 0.0) + value
         return sums
 
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.types.Learner.trained_logprobs`. Each rank tells those of its rows."""
+        asked = {rank: share for rank, share in enumerate(self._trained) if share}
+        told = await self._ranks.call_each(
+            [(rank, "learner.trained_logprobs", ()) for rank in asked], droppable=True
+        )
+        return _in_order([*asked.values()], told)
+
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`. Raises RunError if the ranks did not do the same."""
         ranks = range(self._ranks.count)
         found: list[UpdateResult] = await self._together(
             [(rank, "learner.update", (params,)) for rank in ranks]
         )
+        self._trained = []
         agreed("the norms of the gradient", [repr(each.grad_norm) for each in found])
         return found[0]
 
     def discard(self) -> None:
         """See `groupwise.types.Learner.discard`."""
+        self._trained = []
         if self._divided and self._failed:
             return  # those that wait would not answer; the run is over
         self._ranks.call_all_now("learner.discard")
@@ -129,13 +142,8 @@ class RankLearner:
             for rank, share in enumerate(shares)
             if share or self._divided
         ]
-        found: list[Any] = [None] * len(rows)
         told = await self._computed(calls)
-        asked = [share for share in shares if share or self._divided]
-        for share, values in zip(asked, told, strict=True):
-            for index, value in zip(share, values, strict=True):
-                found[index] = value
-        return found
+        return _in_order([share for share in shares if share or self._divided], told)
 
 
 class RankTrace:
@@ -151,6 +159,15 @@ class RankTrace:
     def table(self) -> str:
         """See `groupwise.models.profile.Trace.table`."""
         return self._ranks.call_each_now([(0, "tracing.trace.table", ())])[0]
+
+
+def _in_order(shares: Sequence[Sequence[int]], told: Sequence[Sequence[Any]]) -> list[Any]:
+    """What was told of each share of some rows, in the order of all of them."""
+    found: list[Any] = [None] * sum(map(len, shares))
+    for share, values in zip(shares, told, strict=True):
+        for index, value in zip(share, values, strict=True):
+            found[index] = value
+    return found
 
 
 def _taken(rows: Sequence[Row], share: Sequence[int]) -> list[Row]:

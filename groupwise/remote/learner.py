@@ -29,6 +29,7 @@ from groupwise.wire.parts import (
     Predictions,
     Publish,
     SaveState,
+    TrainedLogprobs,
     Update,
 )
 
@@ -38,6 +39,7 @@ _SUMS = TypeAdapter(dict[str, float])
 _RESULT = TypeAdapter(UpdateResult)
 _POLICY = TypeAdapter(Policy)
 _LOGPROBS = TypeAdapter(list[tuple[float, ...]])
+_TRAINED = TypeAdapter(list[tuple[float, ...]] | None)
 _PREDICTIONS = TypeAdapter(list[Prediction])
 
 
@@ -51,14 +53,18 @@ class RemoteLearner:
         published: dict[str, Published],
         keep_publications: int = 2,
         base: str | None = None,
+        *,
+        tells_trained_logprobs: bool = True,
     ) -> None:
         """`published` is told of publications; see `RemoteSampler`. `keep_publications`: the newest ones whose files stay. `base`: what
-        adapters call the model that they belong to, which has another place on the server."""
+        adapters call the model that they belong to, which has another place on the server. `tells_trained_logprobs`: see
+        `groupwise.wire.parts.PartsOpenedAnswer`."""
         self._session = session
         self._publish_folder = publish_folder
         self._published = published
         self._keep = keep_publications
         self._base = base
+        self._tells_trained_logprobs = tells_trained_logprobs
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -66,6 +72,13 @@ class RemoteLearner:
         """See `groupwise.types.Learner.forward_backward`."""
         do = ForwardBackward(rows=[*rows], loss=loss, denominators=dict(denominators))
         return _SUMS.validate_python(await self._session.call(do, ordered=True))
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.types.Learner.trained_logprobs`; None where the server's version does not tell them."""
+        if not self._tells_trained_logprobs:
+            return None
+        found = await self._session.call(TrainedLogprobs(), ordered=True)
+        return _TRAINED.validate_python(found)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`."""

@@ -138,6 +138,7 @@ async def start(
             published,
             wanted.keep_publications,
             wanted.called,
+            tells_trained_logprobs=opened.tells_trained_logprobs,
         ),
         opened.stop_token_ids,
         opened.layout,

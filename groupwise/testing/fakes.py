@@ -109,15 +109,20 @@ class FakeLearner:
         self.table = [0.0] * len(ALPHABET)
         self.start = list(self.table)
         self.gradient = [0.0] * len(ALPHABET)
+        self.trained: list[tuple[float, ...]] = []
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         sums = {"loss/policy": 0.0, "tokens": 0.0}
+        self.trained = await self.logprobs(rows)
         for row in rows:
             await asyncio.sleep(0)
             self._add(row, denominators["policy"], sums)
         return sums
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        return self.trained
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         norm = math.sqrt(sum(value * value for value in self.gradient))
@@ -132,6 +137,7 @@ class FakeLearner:
 
     def discard(self) -> None:
         self.gradient = [0.0] * len(ALPHABET)
+        self.trained = []
 
     async def publish(self, version: int) -> Policy:
         folder = self.folder / f"v{version}"

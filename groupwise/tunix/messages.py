@@ -21,6 +21,7 @@ from groupwise.wire.parts import (
     Logprobs,
     Predictions,
     Publish,
+    TrainedLogprobs,
     Update,
 )
 
@@ -112,6 +113,7 @@ Verb = Annotated[
     | Generate
     | Load
     | ForwardBackward
+    | TrainedLogprobs
     | Update
     | Discard
     | Publish

@@ -47,6 +47,7 @@ from groupwise.wire.parts import (
     Logprobs,
     Predictions,
     Publish,
+    TrainedLogprobs,
     Update,
 )
 
@@ -107,6 +108,10 @@ class TunixLearner:
         """See `groupwise.types.Learner.forward_backward`."""
         do = ForwardBackward(rows=[*rows], loss=loss, denominators=dict(denominators))
         return _SUMS.validate_python(await self._worker.call(do))
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.types.Learner.trained_logprobs`."""
+        return _LOGPROBS.validate_python(await self._worker.call(TrainedLogprobs()))
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`."""

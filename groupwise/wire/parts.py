@@ -145,6 +145,12 @@ class ForwardBackward(_Body):
     denominators: dict[str, float]
 
 
+class TrainedLogprobs(_Body):
+    """`Learner.trained_logprobs`, of the rows of the last `forward_backward`."""
+
+    verb: Literal["trained_logprobs"] = "trained_logprobs"
+
+
 class Update(_Body):
     """`Learner.update`; gives its result."""
 
@@ -205,6 +211,7 @@ AnyVerb = Annotated[
     | Generate
     | Load
     | ForwardBackward
+    | TrainedLogprobs
     | Update
     | Discard
     | Publish
@@ -226,6 +233,9 @@ class PartsOpenedAnswer(BaseModel):
     layout: dict[str, Any]
     fingerprint: str = Field(
         description="Of the weights that are served; empty where there is no sampler."
+    )
+    tells_trained_logprobs: bool = Field(
+        default=False, description="Whether there is the verb `trained_logprobs`."
     )
 
 

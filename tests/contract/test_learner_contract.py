@@ -10,6 +10,8 @@
    tokens were withheld, which have probability 0 for policy and reference.
 8. A gradient that is not finite is not applied.
 9. Log-probabilities come back in the order of the rows, one for each token; so does which tokens are the likeliest.
+10. The pass that learns tells the log-probabilities of the tokens that teach, those of the weights before the update; being asked
+   changes nothing.
 """
 
 from __future__ import annotations
@@ -209,6 +211,28 @@ async def test_logprobs_come_back_in_order(pair):
     assert [len(values) for values in found] == [len(row.completion_ids) for row in rows]
     one_by_one = [(await pair.learner.logprobs([row]))[0] for row in rows]
     assert flat(found) == pytest.approx(flat(one_by_one), abs=2e-5, rel=5e-6)
+
+
+async def test_the_pass_that_learns_tells_its_logprobs(pair, tmp_path):
+    """Of the rows that were last given, in their order, each token that teaches."""
+    pair.disturb()
+    rows = await sampled_rows(pair)
+    rows[5] = replace(rows[5], mask=(0, *rows[5].mask[1:]))
+    pair.learner.save(str(tmp_path))
+    norm, after = await learnt(pair, rows, cuts=2)
+    pair.learner.load(str(tmp_path))
+    known = await pair.learner.logprobs(rows)
+    for part in (slice(0, 6), slice(6, None)):
+        await pair.learner.forward_backward(rows[part], DR_GRPO, {"policy": tokens(rows)})
+        told = await pair.learner.trained_logprobs()
+        assert told is not None
+        assert [len(values) for values in told] == [len(row.mask) for row in rows[part]]
+        teaches = [counts for row in rows[part] for counts in row.mask]
+        both = zip(flat(told), flat(known[part]), teaches, strict=True)
+        seen = [pair for *pair, counts in both if counts]
+        assert [one for one, _ in seen] == pytest.approx([other for _, other in seen], abs=2e-5)
+    assert (await pair.learner.update(STEP)).grad_norm == norm
+    assert flat(await pair.learner.logprobs(rows)) == after
 
 
 async def test_the_likeliest_tokens_are_right(pair):

@@ -152,6 +152,10 @@ class EngineParts:
                 f"denominators has no {component!r}, a component of the loss {loss.name}; each one is divided by its own."
             ) from None
 
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.types.Learner.trained_logprobs`."""
+        return await self._here.learner.trained_logprobs()
+
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`."""
         learner = self._here.learner

@@ -210,6 +210,8 @@ class PartsOpened:
     """As `groupwise.machine_layout.Layout` has it."""
     fingerprint: str
     """Of the weights that the sampler serves; empty where there is none."""
+    tells_trained_logprobs: bool = True
+    """Said to clients, because servers of an earlier version do not."""
 
 
 class Engine(Protocol):

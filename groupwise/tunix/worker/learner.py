@@ -69,6 +69,8 @@ class Learner:
         places = _places(factors, moments)
         self._moments = jax.device_put(moments, places[1])
         self._gradient: Factors | None = None
+        self._trained: list[tuple[Batch, Any]] = []
+        """The batches of the last `forward_backward` and the log-probabilities [B, L] that it found."""
         self._run, self._publish_folder, self._described = run, publish_folder, described
         self._vocabulary = vocabulary
         self._cut = functools.partial(cut, longest=longest, tokens=max_tokens, multiple=multiple)
@@ -84,8 +86,9 @@ class Learner:
         compute = self._gradient_of(loss)
         sums: dict[str, float] = {}
         shares = {name: 1 / value if value else 0.0 for name, value in denominators.items()}
+        self._trained = []
         for batch in self._cut(rows):
-            (_, told), gradient = compute(
+            (_, (told, logprobs_BL)), gradient = compute(
                 self._factors,
                 self.adapted.base,
                 batch.sequences(self._vocabulary),
@@ -97,13 +100,19 @@ class Learner:
                 if self._gradient is None
                 else jax.tree.map(jnp.add, self._gradient, gradient)
             )
+            self._trained.append((batch, logprobs_BL))
             for name, value in told.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
+    def trained_logprobs(self) -> list[tuple[float, ...]]:
+        """See `groupwise.types.Learner.trained_logprobs`."""
+        return _by_row(self._trained)
+
     def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`. Raises `NonFiniteError` if the step itself made weights that are not finite."""
-        gradient, self._gradient = self._gradient, None
+        gradient = self._gradient
+        self.discard()
         norm = 0.0 if gradient is None else float(optax.global_norm(gradient))
         applied = math.isfinite(norm)
         if gradient is None or not applied:
@@ -128,6 +137,7 @@ class Learner:
     def discard(self) -> None:
         """See `groupwise.types.Learner.discard`."""
         self._gradient = None
+        self._trained = []
 
     def publish(self, version: int) -> Policy:
         """See `groupwise.types.Learner.publish`."""
@@ -137,11 +147,7 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
         """See `groupwise.types.Learner.logprobs`."""
-        found: list[tuple[float, ...]] = [()] * len(rows)
-        for batch, told in self._computed(rows, role):
-            for index, values in zip(batch.indices, batch.gathered(told.logprobs_BL), strict=True):
-                found[index] = values
-        return found
+        return _by_row([(batch, told.logprobs_BL) for batch, told in self._computed(rows, role)])
 
     def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.types.Learner.predictions`."""
@@ -168,7 +174,7 @@ class Learner:
         wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._moments)
         with ocp.StandardCheckpointer() as checkpointer:
             self._moments = checkpointer.restore((folder / STATE).resolve(), wanted)
-        self._gradient = None
+        self.discard()
 
     def _computed(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[Batch, Numbers]]:
         factors = self._factors if role == "policy" else self._reference
@@ -198,14 +204,22 @@ class Learner:
                 given: Sequences,
                 about: dict[str, Any],
                 shares: dict[str, Any],
-            ) -> tuple[Any, dict[str, Any]]:
+            ) -> tuple[Any, tuple[dict[str, Any], Any]]:
                 told = self._numbers(factors, base, given)
                 found = loss.loss(_token_batch(told, about, loss))
                 whole = sum(value.value * shares[name] for name, value in found.components.items())
-                return whole, _sums(found)
+                return whole, (_sums(found), told.logprobs_BL)
 
             self._gradients[key] = jax.jit(jax.value_and_grad(total, has_aux=True))
         return self._gradients[key]
+
+
+def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
+    """Values [B, L] of all batches of some rows, for each row."""
+    told: dict[int, tuple[float, ...]] = {}
+    for batch, values_BL in found:
+        told.update(zip(batch.indices, batch.gathered(values_BL), strict=True))
+    return [told[index] for index in range(len(told))]
 
 
 def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:

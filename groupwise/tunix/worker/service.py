@@ -53,6 +53,7 @@ from groupwise.wire.parts import (
     Logprobs,
     Predictions,
     Publish,
+    TrainedLogprobs,
     Update,
 )
 
@@ -250,6 +251,10 @@ class Service:
     @do.register
     def _(self, order: ForwardBackward) -> Any:
         return self.learner.forward_backward(order.rows, order.loss, order.denominators)
+
+    @do.register
+    def _(self, order: TrainedLogprobs) -> Any:
+        return self.learner.trained_logprobs()
 
     @do.register
     def _(self, order: Update) -> Any:

@@ -29,8 +29,8 @@ from groupwise.remote.sampler import RemoteSampler, weight_files
 from groupwise.remote.session import Session
 from groupwise.server.parts.files import Files
 from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
-from groupwise.wire.parts import Discard, FileFacts, FolderAnswer, Update
-from tests.fake_parts import SUMS, FakeCore, FakeParts
+from groupwise.wire.parts import Discard, FileFacts, FolderAnswer, PartsOpenedAnswer, Update
+from tests.fake_parts import SUMS, TRAINED, FakeCore, FakeParts
 from tests.parts_server import HERE, PartsServer
 
 STEP = OptimiserParams(0.1)
@@ -100,13 +100,27 @@ async def test_over_a_bad_network_every_call_is_done_once(
     sampler = RemoteSampler(pair.session, "f0", {})
     for _ in range(10):
         assert await learner.forward_backward([ROW], LossSpec("x"), {"policy": 1.0}) == SUMS
+        assert await learner.trained_logprobs() == TRAINED
         result = await learner.update(STEP)
         assert (str(result.grad_norm), result.applied) == ("nan", False)
         completions = await sampler.generate(REQUEST)
         assert [each.seed for each in completions] == [2**63, 5]
         learner.discard()
-    assert pair.parts.done == ["forward_backward", "update", "generate", "discard"] * 10
+    verbs = ["forward_backward", "trained_logprobs", "update", "generate", "discard"]
+    assert pair.parts.done == verbs * 10
     assert pair.network.lost > 20
+
+
+async def test_a_server_of_an_earlier_version_is_not_asked_what_it_cannot_tell(
+    pair_of: Callable[..., Pair], tmp_path: Path
+) -> None:
+    assert not PartsOpenedAnswer(
+        stop_token_ids=(), layout={}, fingerprint="f0"
+    ).tells_trained_logprobs
+    pair = await asyncio.to_thread(pair_of)
+    learner = RemoteLearner(pair.session, tmp_path / "of", {}, tells_trained_logprobs=False)
+    assert await learner.trained_logprobs() is None
+    assert pair.parts.done == []
 
 
 async def test_files_go_to_and_fro_whole(
