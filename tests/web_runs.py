@@ -25,13 +25,18 @@ def plainly(step: int, member: int) -> str:
     return f"answer {member} of step {step}: it is {member * step}"
 
 
+def task_of(draw: int) -> str:
+    """Most are of one task, some of another, and very few of a third."""
+    return "proofs" if draw % 5000 == 3 else "products" if draw % 7 < 2 else "sums"
+
+
 def groups_of(step: int, write: Write, groups: int, members: int) -> list[Group]:
     """Of one step, by a seed of its own."""
     dice = random.Random(step)
     return [
         Group(
             draw := step * groups + number,
-            Example(draw % 7, f"question {draw % 7}", {"answer": str(draw), "task": "sums"}),
+            Example(draw % 7, f"question {draw % 7}", {"answer": str(draw), "task": task_of(draw)}),
             tuple(_rollout(draw, member, step, write, dice) for member in range(members)),
         )
         for number in range(groups)

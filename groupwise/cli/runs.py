@@ -45,6 +45,8 @@ from groupwise.runs.store import Store
 
 LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
 """The keys of the `rollout` section by what they ended."""
+MOST_NAMED = 100
+"""Tasks of a run among which a name is looked for before the search, which says what there is."""
 
 app = typer.Typer(
     name="runs",
@@ -99,6 +101,10 @@ def rollouts(
     part: Annotated[
         str | None, typer.Option(help="Only with this reward part; --best and --worst go by it.")
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Of a mixture: only this task, by its label or its data set's name."),
+    ] = None,
     text: Annotated[
         str | None, typer.Option(help="Only with this text in the prompt or the completion.")
     ] = None,
@@ -109,7 +115,7 @@ def rollouts(
 ) -> None:
     """Read rollouts: each prompt once, then what the members of its group answered and earned.
 
-    Without --step, the last step is shown; with --failed, --part, --text, --best or --worst all steps are searched.
+    Without --step, the last step is shown; with --failed, --part, --task, --text, --best or --worst all steps are searched.
     """
     if best and worst:
         raise UsageError("--best and --worst contradict each other: choose one.")
@@ -117,16 +123,20 @@ def rollouts(
         raise UsageError("--step and --all contradict each other: choose one.")
     path = resolve(run, dir).path
     order: Order = "best" if best else "worst" if worst else "draw"
-    searching = all_steps or failed or best or worst or part is not None or text is not None
+    named = (part, task, text) != (None, None, None)
+    searching = all_steps or failed or best or worst or named
     with Store.open(path / RECORD, readonly=True) as store:
         if part is not None:
             _expect_name(f"reward part '{part}'", part, store.part_names())
+        if task is not None:
+            _expect_task(task, store.tasks(MOST_NAMED))
         if step is not None:
             _expect_step(step, store.last_step())
         wanted = RolloutFilter(
             step=step if step is not None or searching else store.last_step(),
             outcome=("failed", "timed_out") if failed else None,
             part=part,
+            task=task,
             text=text,
             order=order,
             limit=limit,
@@ -299,6 +309,16 @@ def _expect_name(what: str, name: str, names: Sequence[str]) -> None:
         raise RunNotFoundError(f"this run has no {what}. There are: {', '.join(names)}.")
     if not names:
         raise RunNotFoundError(f"this run has no {what}: it has recorded no step yet.")
+
+
+def _expect_task(task: str, tasks: Sequence[str]) -> None:
+    """What a run without tasks, or with very many, answers is told by the search."""
+    if not tasks:
+        raise RunNotFoundError(
+            f"this run has no task '{task}': its examples name none. Those of a mixture do, see docs/how-to/data.md."
+        )
+    if len(tasks) < MOST_NAMED:
+        _expect_name(f"task '{task}'", task, tasks)
 
 
 def _expect_step(step: int, last: int | None) -> None:

@@ -117,6 +117,26 @@ class Database:
         with self._lock, explained(self.path):
             return self._connection.execute(query, values).fetchall()
 
+    def stream(self, query: str, values: Row, at_once: int) -> Generator[list[Row]]:
+        """All rows that a query yields, so many at a time, of one and the same state; each lot may be asked for in another thread.
+
+        Until it ends this connection sees that state alone, and what a writer commits meanwhile stays in the file beside the record.
+        """
+        with explained(self.path):
+            with self._lock:
+                self._connection.execute("BEGIN")
+                cursor = self._connection.execute(query, values)
+            try:
+                while rows := self._next(cursor, at_once):
+                    yield rows
+            finally:
+                with self._lock:
+                    self._connection.execute("ROLLBACK")
+
+    def _next(self, cursor: sqlite3.Cursor, at_once: int) -> list[Row]:
+        with self._lock:
+            return cursor.fetchmany(at_once)
+
     def one(self, query: str, values: Row = ()) -> Row:
         """The first row that a query yields."""
         return self.all(query, values)[0]

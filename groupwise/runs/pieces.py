@@ -28,6 +28,7 @@ from pathlib import Path
 from groupwise.errors import StoreError
 from groupwise.runs import durable
 from groupwise.runs.database import FORMAT, explained
+from groupwise.runs.schema import FILL_TASKS
 from groupwise.runs.sqlite_file import begin_migration, connect
 from groupwise.runs.store import Store
 
@@ -269,6 +270,7 @@ def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
         _copy_facts(connection)
         connection.execute("COMMIT")
         connection.execute("DETACH other")
+    connection.executescript(FILL_TASKS)  # of pieces that were written before there were any
 
 
 def _set_aside(record: Path) -> Path | None:

@@ -110,6 +110,8 @@ class RolloutFilter:
     step: int | None = None
     draw: int | None = None
     example: int | None = None
+    task: str | None = None
+    """Of a mixture: the label of its example, or the name of its data set."""
     outcome: Outcome | tuple[Outcome, ...] | None = None
     part: str | None = None
     """Only rollouts that have this reward part; `min_reward`, `max_reward`, `best` and `worst` are then about its value."""
@@ -149,6 +151,8 @@ class RolloutView:
     completion: str
     ended_by: EndedBy | None = None
     """Where an environment answered: what ended the rollout."""
+    task: str | None = None
+    """As `RolloutFilter.task` asks for it; None where its example says none."""
 
 
 @dataclass(frozen=True, slots=True)

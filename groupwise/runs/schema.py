@@ -18,6 +18,18 @@ from __future__ import annotations
 APPLICATION_ID = 0x47525057
 """Marks the file as a run record (`GRPW`)."""
 
+FILL_TASKS = """
+    UPDATE groups SET task = CASE
+        WHEN json_type(columns, '$.task') = 'text' AND json_extract(columns, '$.task') <> ''
+            THEN substr(json_extract(columns, '$.task'), 1, 200)
+        WHEN json_type(columns, '$.dataset_name') = 'text' AND json_extract(columns, '$.dataset_name') <> ''
+            THEN substr(json_extract(columns, '$.dataset_name'), 1, 200)
+    END WHERE task IS NULL AND json_valid(columns);
+    UPDATE rollouts SET task = (SELECT task FROM groups WHERE groups.draw = rollouts.draw)
+        WHERE task IS NULL AND EXISTS (SELECT 1 FROM groups WHERE task IS NOT NULL);
+    """
+"""Says of groups that were written before there was the column which task they are of; part of a migration, so never edited."""
+
 MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE meta (
@@ -163,6 +175,16 @@ MIGRATIONS: tuple[str, ...] = (
         numbers TEXT NOT NULL,                     -- JSON
         PRIMARY KEY (step, name)
     ) WITHOUT ROWID;
+    """,
+    """
+    ALTER TABLE groups ADD COLUMN task TEXT;       -- of a mixture: the label or data set of its example
+    ALTER TABLE rollouts ADD COLUMN task TEXT;     -- of its group, repeated for the indexes
+    """
+    + FILL_TASKS
+    + """
+    CREATE INDEX groups_by_task ON groups (task, draw) WHERE task IS NOT NULL;
+    CREATE INDEX rollouts_by_task ON rollouts (task, id) WHERE task IS NOT NULL;
+    CREATE INDEX rollouts_by_task_and_reward ON rollouts (task, reward, id) WHERE task IS NOT NULL;
     """,
 )
 

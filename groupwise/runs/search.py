@@ -3,76 +3,128 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import label, plain_number, plain_text
 from groupwise.runs.records import RolloutFilter, RolloutView
-from groupwise.runs.tables import read_parts
+from groupwise.runs.tables import read_parts, task_label
 from groupwise.types import RewardPart
 
 
 def find_rollouts(db: Database, wanted: RolloutFilter) -> list[RolloutView]:
     """One page of the rollouts that the filter asks for."""
+    return _views(db, [id for (id,) in db.all(*_query(db, wanted))])
+
+
+def every_rollout(db: Database, wanted: RolloutFilter) -> Generator[RolloutView]:
+    """All rollouts that the filter asks for, as they are found; its limit and offset are not looked at."""
+    query, values = _query(db, replace(wanted, limit=-1, offset=0))
+    for rows in db.stream(query, values, AT_ONCE):
+        yield from _views(db, [id for (id,) in rows])
+
+
+def _query(db: Database, wanted: RolloutFilter) -> tuple[str, Row]:
     common = db.indexed and wanted.text is not None and _is_common(db, wanted.text)
-    query, values = rollout_query(wanted, indexed=db.indexed, common=common)
-    rows = db.all(query, values)
-    parts = read_parts(db, [row[0] for row in rows])
-    return [_view(row, parts.get(row[0], ())) for row in rows]
+    few = wanted.part is not None and wanted.task is not None and _is_rare(db, wanted.task)
+    return rollout_query(wanted, indexed=db.indexed, common=common, few=few)
 
 
+def _views(db: Database, ids: Sequence[int]) -> list[RolloutView]:
+    """These rollouts, in this order."""
+    rows = db.all(
+        f"SELECT {_VIEW} FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.id = chosen.value"
+        " CROSS JOIN groups ON groups.draw = rollouts.draw",
+        (json.dumps(ids),),
+    )
+    found, parts = {row[0]: row for row in rows}, read_parts(db, ids)
+    return [_view(found[id], parts.get(id, ())) for id in ids]
+
+
+AT_ONCE = 500
+"""Rollouts of a long list whose texts are in memory together."""
 COMMON = 20_000
-"""Texts, from which on a word is so common that rollouts that have it are soon come upon."""
+"""Texts from which on a word, and rollouts from which on a task, is so common that rollouts that have it are soon come upon."""
 PROMPT = "coalesce(prompt_seen, prompt_text)"
 """The prompt as it is shown and searched, of a row of `groups`; the view `prompts`, which the index is made of, says the same."""
 _VIEW = (
     "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
-    f" truncated, completion_tokens, {PROMPT}, completion, ended_by"
+    f" truncated, completion_tokens, {PROMPT}, completion, ended_by, rollouts.task"
 )
 
 
-def rollout_query(wanted: RolloutFilter, *, indexed: bool, common: bool = False) -> tuple[str, Row]:
-    """The SQL of one page of rollouts and its values. `indexed`: the full-text index is there. `common`: very many have the text, so that
-    rollouts are gone through in order and asked whether they do, instead of all that do being found first."""
+def rollout_query(
+    wanted: RolloutFilter, *, indexed: bool, common: bool = False, few: bool = False
+) -> tuple[str, Row]:
+    """The SQL of the ids of one page of rollouts, and its values; of what is passed over no more is read than the index has.
+
+    `indexed`: the full-text index is there. `common`: very many have the text, so that rollouts are gone through in order and asked
+    whether they do, instead of all that do being found first. `few`: the task has so few that all are collected, instead of the values of
+    a part being gone through.
+    """
     measured = "part.value" if wanted.part is not None else "reward"
-    clauses, values = _conditions(wanted, measured, indexed, common)
+    clauses, values = _conditions(wanted, measured, indexed, common, few)
     where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
     query = (
-        f"SELECT {_VIEW} FROM {_source(wanted)} CROSS JOIN groups ON groups.draw = rollouts.draw{where}"
+        f"SELECT {_id(wanted)} FROM {_source(wanted, few)}{where}"
         f" ORDER BY {_order(wanted, measured)} LIMIT ? OFFSET ?"
     )
     return query, (*values, wanted.limit, wanted.offset)
 
 
-def _source(wanted: RolloutFilter) -> str:
+def _source(wanted: RolloutFilter, few: bool) -> str:
     """The tables in the order in which SQLite is to look into them (CROSS JOIN keeps it): the narrowest first."""
-    if wanted.part is None:
-        return "rollouts"
-    if _by_value(wanted):
-        return "parts AS part CROSS JOIN rollouts ON rollouts.id = part.rollout"
-    return "rollouts CROSS JOIN parts AS part ON part.rollout = rollouts.id"
+    parts = "" if wanted.part is None else " CROSS JOIN parts AS part ON part.rollout = rollouts.id"
+    if _by_task(wanted):
+        return f"groups CROSS JOIN rollouts ON rollouts.draw = groups.draw{parts}"
+    groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if wanted.text is not None else ""
+    if _by_value(wanted, few):
+        if _only_of_parts(wanted):
+            return "parts AS part"
+        return f"parts AS part CROSS JOIN rollouts ON rollouts.id = part.rollout{groups}"
+    return f"rollouts{parts}{groups}"
 
 
-def _by_value(wanted: RolloutFilter) -> bool:
+def _only_of_parts(wanted: RolloutFilter) -> bool:
+    """Whether nothing is asked but of the part itself."""
+    rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
+    return rest in (RolloutFilter(order="best", limit=0), RolloutFilter(order="worst", limit=0))
+
+
+def _id(wanted: RolloutFilter) -> str:
+    return "rollouts.id" if wanted.part is None else "part.rollout"
+
+
+def _by_task(wanted: RolloutFilter) -> bool:
+    """Whether the draws of a task are gone through, in their order."""
+    narrower = (wanted.step, wanted.draw, wanted.example, wanted.text)
+    return wanted.task is not None and wanted.order == "draw" and narrower == (None,) * 4
+
+
+def _by_value(wanted: RolloutFilter, few: bool) -> bool:
     """Whether the values of a part say best where to begin."""
     asked = (wanted.min_reward, wanted.max_reward) != (None, None)
     sorted_so = wanted.order in ("best", "worst")
-    return wanted.step is None and wanted.draw is None and (asked or sorted_so)
+    narrower = wanted.step is not None or wanted.draw is not None or few or _by_task(wanted)
+    return wanted.part is not None and not narrower and (asked or sorted_so)
 
 
 def _conditions(
-    wanted: RolloutFilter, measured: str, indexed: bool, common: bool
+    wanted: RolloutFilter, measured: str, indexed: bool, common: bool, few: bool
 ) -> tuple[list[str], list[Any]]:
     outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
     simple: list[tuple[str, Any]] = [
         # The plus keeps SQLite from going through all parts of the name for each rollout.
         (
-            "part.name = ?" if _by_value(wanted) else "+part.name = ?",
+            "part.name = ?" if _by_value(wanted, few) else "+part.name = ?",
             wanted.part and label(wanted.part),
         ),
         ("rollouts.step = ?", wanted.step),
         ("rollouts.draw = ?", wanted.draw),
         ("rollouts.example = ?", wanted.example),
+        (_task_condition(wanted, indexed and not common), wanted.task and task_label(wanted.task)),
         ("outcome IN (SELECT value FROM json_each(?))", outcomes and json.dumps(outcomes)),
         # A NaN is stored as text, which sorts above every number.
         (f"{measured} BETWEEN ? AND 9e999", wanted.min_reward),
@@ -90,6 +142,15 @@ def _conditions(
         clauses.append(clause)
         values += [searched, searched]
     return clauses, values
+
+
+def _task_condition(wanted: RolloutFilter, texts_first: bool) -> str:
+    """The plus keeps SQLite from its index where a step, an example or a rare text is narrower."""
+    if _by_task(wanted):
+        return "groups.task = ?"
+    narrower = wanted.step is not None or wanted.example is not None
+    found_by_text = texts_first and wanted.text is not None and _can_be_indexed(wanted.text)
+    return "+rollouts.task = ?" if narrower or found_by_text else "rollouts.task = ?"
 
 
 def _text_condition(words: str, indexed: bool, common: bool) -> tuple[str, str]:
@@ -122,6 +183,12 @@ def _is_common(db: Database, words: str) -> bool:
     return any(count == COMMON for count in found)
 
 
+def _is_rare(db: Database, task: str) -> bool:
+    """Whether so few rollouts are of a task that all of them may be collected for one page."""
+    count = f"SELECT count(*) FROM (SELECT 1 FROM rollouts WHERE task = ? LIMIT {COMMON})"
+    return db.one(count, (task_label(task),))[0] < COMMON
+
+
 def _can_be_indexed(words: str) -> bool:
     return any(letter.isalnum() for letter in words)
 
@@ -132,9 +199,9 @@ def _phrase(words: str) -> str:
 
 def _order(wanted: RolloutFilter, measured: str) -> str:
     """Ties go by id in the index's own direction, so that a page is read from it and nothing is sorted."""
-    id = "rollouts.id" if wanted.part is None else "part.rollout"
+    id = _id(wanted)
     return {
-        "draw": "rollouts.draw, member, attempt",
+        "draw": f"{'groups' if _by_task(wanted) else 'rollouts'}.draw, member, attempt",
         "newest": "rollouts.id DESC",
         "best": f"{measured} DESC, {id} DESC",
         "worst": f"{measured}, {id}",
@@ -143,7 +210,7 @@ def _order(wanted: RolloutFilter, measured: str) -> str:
 
 def _view(row: Row, parts: tuple[RewardPart, ...]) -> RolloutView:
     id, step, draw, member, attempt, example, outcome, reason, reward, advantage, *rest = row
-    truncated, completion_tokens, prompt, completion, ended_by = rest
+    truncated, completion_tokens, prompt, completion, ended_by, task = rest
     return RolloutView(
         id,
         step,
@@ -161,4 +228,5 @@ def _view(row: Row, parts: tuple[RewardPart, ...]) -> RolloutView:
         plain_text(prompt) or "",
         plain_text(completion) or "",
         ended_by,
+        task,
     )

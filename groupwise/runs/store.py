@@ -9,7 +9,7 @@ committed step are kept without one (`keep_unfinished`). A resume takes the reco
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from groupwise.runs.records import (
     StepRecord,
     WarningRecord,
 )
-from groupwise.runs.search import find_rollouts
+from groupwise.runs.search import every_rollout, find_rollouts
 from groupwise.runs.tables import delete_groups, insert_group, read_groups
 from groupwise.types import Group, Prompt
 
@@ -175,7 +175,7 @@ class Store:
 
     def metric_names(self) -> list[str]:
         """The names of all metrics of the run, sorted."""
-        return self._names("metrics")
+        return self._names("metrics", "name")
 
     def metrics(
         self, names: Sequence[str] | None = None, since: int | None = None
@@ -239,6 +239,13 @@ class Store:
         with self._db.snapshot():
             return find_rollouts(self._db, wanted)
 
+    def every_rollout(self, wanted: RolloutFilter) -> Generator[RolloutView]:
+        """All rollouts that the filter asks for, one after the other, of one state of the record; its limit and offset are not looked at.
+
+        For a store that nothing else is asked meanwhile; of a million some hundred are in memory.
+        """
+        return every_rollout(self._db, wanted)
+
     def draw_of(self, rollout: int) -> int | None:
         """The group of a rollout, by the id that lists of rollouts have; None: there is no such rollout."""
         found = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
@@ -285,7 +292,11 @@ class Store:
 
     def part_names(self) -> list[str]:
         """The names of all reward parts that any rollout has, sorted."""
-        return self._names("parts")
+        return self._names("parts", "name")
+
+    def tasks(self, most: int) -> list[str]:
+        """The tasks of a mixture, sorted, at most so many."""
+        return self._names("groups", "task", most)
 
     def rebuild_text_index(self) -> None:
         """Make the full-text index anew from the tables. Nothing where SQLite lacks FTS5: search then reads every text."""
@@ -433,14 +444,15 @@ class Store:
             }
         return json.dumps(content, sort_keys=True, indent=1).encode()
 
-    def _names(self, table: str) -> list[str]:
-        """Every name in a table that has an index by name; goes from one to the next, DISTINCT would read every row."""
+    def _names(self, table: str, column: str, most: int = -1) -> list[str]:
+        """Every value of a column that an index begins with; goes from one to the next, DISTINCT would read every row."""
         rows = self._db.all(
-            f"WITH RECURSIVE names (name) AS (SELECT min(name) FROM {table} UNION ALL"
-            f" SELECT (SELECT min(name) FROM {table} WHERE name > names.name) FROM names"
-            " WHERE names.name IS NOT NULL) SELECT name FROM names WHERE name IS NOT NULL"
+            f"WITH RECURSIVE names (name) AS (SELECT min({column}) FROM {table} WHERE {column} IS NOT NULL UNION ALL"
+            f" SELECT (SELECT min({column}) FROM {table} WHERE {column} > names.name) FROM names"
+            " WHERE names.name IS NOT NULL) SELECT CAST(name AS BLOB) FROM names WHERE name IS NOT NULL LIMIT ?",
+            (most,),
         )
-        return [name for (name,) in rows]
+        return [name.decode("utf-8", "replace") for (name,) in rows]
 
     def _expect_step(self, step: int) -> None:
         last = self.last_step()

@@ -7,7 +7,7 @@ equals what was written, to the last bit of every log-probability.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -29,7 +29,20 @@ from groupwise.runs.encoding import (
     unpack_tokens,
     unsigned,
 )
-from groupwise.types import Example, Group, Prompt, RewardPart, Rollout, SamplingParams, Segment
+from groupwise.types import (
+    DATASET_COLUMN,
+    TASK_COLUMN,
+    Example,
+    Group,
+    Prompt,
+    RewardPart,
+    Rollout,
+    SamplingParams,
+    Segment,
+)
+
+LONGEST_TASK = 200
+"""Characters of a task's name; the schema's migration says the same."""
 
 
 def insert_group(
@@ -38,12 +51,14 @@ def insert_group(
     """Add a group, within a transaction. StoreError if its draw belongs to a step already."""
     _refuse_strangers(db, group)
     prompt_ids = group.rollouts[0].prompt_ids if group.rollouts else ()
+    task = task_of(group.example.columns)
     db.insert(
         "groups",
         draw=group.draw,
         step=step,
         position=position,
         example=group.example.index,
+        task=task,
         prompt=pack_json(group.example.prompt),
         prompt_text=text(prompt_text(group.example.prompt)),
         prompt_seen=text(group.prompt_seen),
@@ -54,7 +69,7 @@ def insert_group(
         again=group.again,
     )
     for rollout in group.rollouts:
-        added = _insert_rollout(db, rollout, step, group.example.index)
+        added = _insert_rollout(db, rollout, step, group.example.index, task)
         if keep_tokens and rollout.prompt_ids != prompt_ids:
             own = pack_tokens(rollout.prompt_ids)
             db.execute("UPDATE rollouts SET prompt_ids = ? WHERE id = ?", (own, added))
@@ -126,6 +141,18 @@ def prompt_text(prompt: Prompt) -> str:
     )
 
 
+def task_of(columns: Mapping[str, Any]) -> str | None:
+    """Which task of a mixture an example is of, by its label or its data set; None where it says neither."""
+    said = (columns.get(column) for column in (TASK_COLUMN, DATASET_COLUMN))
+    found = next((each for each in said if isinstance(each, str) and each), None)
+    return None if found is None else task_label(found)
+
+
+def task_label(task: str) -> str:
+    """A task as the tables have it: a column of that name may hold anything, also long texts."""
+    return label(task[:LONGEST_TASK])
+
+
 def _refuse_strangers(db: Database, group: Group) -> None:
     (taken,) = db.one("SELECT max(step) FROM groups WHERE draw = ?", (group.draw,))
     if taken is not None:
@@ -137,7 +164,9 @@ def _refuse_strangers(db: Database, group: Group) -> None:
         raise StoreError(f"the group of draw {group.draw} has rollouts of the draws {strangers}.")
 
 
-def _insert_rollout(db: Database, rollout: Rollout, step: int | None, example: int) -> int:
+def _insert_rollout(
+    db: Database, rollout: Rollout, step: int | None, example: int, task: str | None
+) -> int:
     return db.insert(
         "rollouts",
         draw=rollout.draw,
@@ -145,6 +174,7 @@ def _insert_rollout(db: Database, rollout: Rollout, step: int | None, example: i
         attempt=rollout.attempt,
         step=step,
         example=example,
+        task=task,
         outcome=rollout.outcome,
         reason=text(rollout.reason),
         reward=number(rollout.reward),

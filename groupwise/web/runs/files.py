@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from starlette.responses import FileResponse, Response, StreamingResponse
@@ -17,9 +17,6 @@ from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Visit, shown
 from groupwise.web.runs.overview import head_of
 from groupwise.web.runs.reading import Asked
-
-AT_ONCE = 500
-"""Rollouts that are read at once for an export."""
 
 
 def weights(visit: Visit) -> Page:
@@ -60,12 +57,9 @@ def export(visit: Visit) -> Response:
 
 def _lines(path: Path, wanted: RolloutFilter) -> Iterator[bytes]:
     with Store.open(path / RECORD, readonly=True) as store:
-        offset = 0
-        while found := store.rollouts(replace(wanted, limit=AT_ONCE, offset=offset)):
-            for each in found:
-                line = json.dumps(without_nan(asdict(each)), ensure_ascii=False)
-                yield line.encode("utf-8", "surrogatepass") + b"\n"
-            offset += len(found)
+        for each in store.every_rollout(wanted):
+            line = json.dumps(without_nan(asdict(each)), ensure_ascii=False)
+            yield line.encode("utf-8", "surrogatepass") + b"\n"
 
 
 def _folder(run: Path, where: str) -> Path:

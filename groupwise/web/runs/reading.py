@@ -20,6 +20,8 @@ from groupwise.web.runs.tokens import segments_of, tokenizer_of
 PER_PAGE = 30
 MOST_PAGES = 4000
 """Beyond that one says what is looked for: rows that are passed over have to be read."""
+MOST_TASKS = 200
+"""That are offered to choose from; of more than that one writes which is meant."""
 ORDERS = {
     "newest": "newest first",
     "draw": "as drawn",
@@ -34,6 +36,7 @@ class Asked(Query):
 
     step: int | None = Field(None, ge=0)
     example: int | None = Field(None, ge=0)
+    task: str | None = None
     outcome: Literal["scored", "failed", "timed_out", "pending"] | None = None
     part: str | None = None
     low: float | None = None
@@ -51,6 +54,7 @@ class Asked(Query):
         return RolloutFilter(
             step=self.step,
             example=self.example,
+            task=self.task,
             outcome=self.outcome,
             part=self.part,
             min_reward=self.low,
@@ -77,6 +81,8 @@ def rollouts(visit: Visit) -> Page:
             "more": len(found) > PER_PAGE,
             "asked": asked.model_dump(),
             "part_names": store.part_names(),
+            "tasks": store.tasks(MOST_TASKS + 1),
+            "most_tasks": MOST_TASKS,
             "last_step": store.last_step(),
             "orders": ORDERS,
             "outcomes": OUTCOMES,

@@ -51,7 +51,8 @@ def runs(tmp_path: Path) -> Path:
     with RunFolder.create(tmp_path, "sort", config, meta) as run:
         for step in range(4):
             members = (rollout(step, 0, step / 4), rollout(step, 1, 1.0), failed(step))
-            group = Group(step, Example(step, f"Sort {step}"), members)
+            label = {"task": ("even", "odd")[step % 2]}
+            group = Group(step, Example(step, f"Sort {step}", label), members)
             metrics = {"reward": step / 4, "odd": math.nan}
             run.store.commit_step(
                 StepRecord(step, step, step + 1, "f", (step,), 1e-5, 0.0), [group], metrics
@@ -209,6 +210,8 @@ class TestRollouts:
             (["--worst", "--limit", "2"], [(0, 0), (1, 0)]),
             (["--best", "--limit", "1"], [(3, 1)]),
             (["--part", "order", "--worst", "--limit", "1"], [(0, 0)]),
+            (["--task", "odd", "--failed"], [(1, 2), (3, 2)]),
+            (["--task", "even", "--best", "--limit", "1"], [(2, 1)]),
             (["--all", "--limit", "4"], [(0, 0), (0, 1), (0, 2), (1, 0)]),
         ],
     )
@@ -233,6 +236,10 @@ class TestRollouts:
             call(runs, "rollouts", "sort", "--step", "1", "--all")
         with pytest.raises(RunNotFoundError, match="There are: order, style, turns"):
             call(runs, "rollouts", "sort", "--part", "ordr")
+        with pytest.raises(RunNotFoundError, match=r"no task 'od'\. There are: even, odd"):
+            call(runs, "rollouts", "sort", "--task", "od")
+        with pytest.raises(RunNotFoundError, match="its examples name none"):
+            call(runs, "rollouts", "empty", "--task", "odd")
 
 
 class TestPlot:

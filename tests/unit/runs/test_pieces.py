@@ -30,6 +30,7 @@ from groupwise.runs.records import (
 )
 from groupwise.runs.recovery import recover
 from groupwise.runs.schema import MIGRATIONS
+from groupwise.runs.store import Store
 from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 
 TABLES = ("steps", "metrics", "groups", "rollouts", "segments", "parts", "warnings")
@@ -150,10 +151,14 @@ def test_a_piece_of_a_format_without_warnings_gives_the_rest(tmp_path):
         connection.executescript(
             "".join(MIGRATIONS[: MIGRATIONS.index(next(m for m in MIGRATIONS if "warnings" in m))])
             + "INSERT INTO steps VALUES (0, 0, 1, 'f', '[0]', 0.1, 2.0, '[]');"
+            "INSERT INTO groups (draw, step, position, example, prompt, prompt_text, columns, metrics)"
+            " VALUES (0, 0, 0, 0, '\"p\"', 'p', '{\"task\": \"sums\"}', '{}');"
         )
     pieces._put_together(tmp_path / "run.db", [tmp_path / "old.db"])
     found = rows(tmp_path / "run.db")
     assert (len(found["steps"]), found["warnings"]) == (1, [])
+    with Store.open(tmp_path / "run.db", readonly=True) as store:
+        assert store.tasks(9) == ["sums"], "which older ones did not say by themselves"
 
 
 def test_text_is_found_again(run):

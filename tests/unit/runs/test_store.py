@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sqlite3
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from groupwise.runs.records import (
 )
 from groupwise.runs.search import rollout_query
 from groupwise.runs.store import Store
+from groupwise.runs.tables import task_of
 from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 
 WORDS = st.text(st.characters(exclude_categories=()), max_size=12)
@@ -617,6 +620,16 @@ class TestRollouts:
             (RolloutFilter(draw=3), "sqlite_autoindex_rollouts"),
             (RolloutFilter(), "sqlite_autoindex_rollouts"),
             (RolloutFilter(text="answer"), "INTEGER PRIMARY KEY"),
+            (RolloutFilter(task="even"), "groups_by_task"),
+            (RolloutFilter(task="even", part="right"), "groups_by_task"),
+            (RolloutFilter(task="even", order="newest"), "rollouts_by_task"),
+            (RolloutFilter(task="even", order="best"), "rollouts_by_task_and_reward"),
+            (RolloutFilter(task="even", step=3), "rollouts_by_step"),
+            (RolloutFilter(task="even", step=3, order="best"), "rollouts_by_step_and_reward"),
+            (RolloutFilter(task="even", example=3), "rollouts_by_example"),
+            (RolloutFilter(task="even", text="answer"), "INTEGER PRIMARY KEY"),
+            (RolloutFilter(task="even", text="?!", order="newest"), "rollouts_by_task"),
+            (RolloutFilter(task="even", part="right", order="best"), "parts_by_name"),
         ],
     )
     def test_pages_come_from_an_index(
@@ -671,9 +684,82 @@ class TestRollouts:
     def test_the_first_page_sorts_nothing(
         self, crowded: sqlite3.Connection, order: Any, part: str | None
     ) -> None:
-        query, values = rollout_query(RolloutFilter(order=order, part=part), indexed=True)
-        plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
-        assert not any("TEMP B-TREE" in line for line in plan), plan
+        for task in (None, "even"):
+            wanted = RolloutFilter(order=order, part=part, task=task)
+            query, values = rollout_query(wanted, indexed=True)
+            plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
+            assert not any("TEMP B-TREE" in line for line in plan), plan
+
+    @pytest.mark.parametrize("order", ["draw", "newest", "best", "worst"])
+    @pytest.mark.parametrize("part", [None, "right"])
+    @pytest.mark.parametrize("words", [None, "answer", "?!"])
+    def test_a_task_has_its_own_whatever_way_they_are_looked_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Any, part: str, words: str
+    ) -> None:
+        with Store.create(tmp_path / "run.db") as store:
+            mixed = [mixture(draw, columns) for draw, columns in enumerate(MIXTURE)]
+            for each in mixed:
+                store.commit_step(
+                    StepRecord(each.draw, 0, 1, "f", (each.draw,), 0.1, 0.0), [each], {}
+                )
+            for task, draws in (("sums", {0, 3}), ("grid", {1}), ("x" * 300, {2}), ("none", set())):
+                wanted = RolloutFilter(task=task, order=order, part=part, text=words)
+                found = store.rollouts(wanted)
+                assert {view.draw for view in found} == (set() if words == "?!" else draws)
+                assert {view.task for view in found} <= {task[:200]}
+                with monkeypatch.context() as patched:
+                    patched.setattr("groupwise.runs.search.COMMON", 1)
+                    assert store.rollouts(wanted) == found
+            everything = store.rollouts(RolloutFilter(order=order, part=part, text="answer"))
+            between = RolloutFilter(order=order, part=part, min_reward=0.0, max_reward=0.5)
+            values = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.0]
+            assert sorted(view.reward for view in store.rollouts(between)) == pytest.approx(
+                sorted(values)
+            )
+            of_sums = [view for view in everything if view.task == "sums"]
+            assert store.rollouts(RolloutFilter(task="sums", order=order, part=part)) == of_sums
+
+    def test_a_long_list_is_of_one_state_and_may_be_asked_for_by_any_thread(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("groupwise.runs.search.AT_ONCE", 2)
+        path = tmp_path / "run.db"
+        with Store.create(path) as writer, Store.open(path, readonly=True) as reader:
+            fill(writer, 2)
+            wanted = RolloutFilter(order="best", min_reward=0.5, limit=1, offset=3)
+            expected = reader.rollouts(replace(wanted, limit=99, offset=0))
+            found = reader.every_rollout(wanted)
+            views = [next(found)]
+            fill(writer, 1, start=2)
+            with ThreadPoolExecutor(1) as elsewhere:
+                views += elsewhere.submit(list, found).result()
+            assert views == expected != []
+            assert len(reader.rollouts(replace(wanted, limit=99, offset=0))) > len(expected)
+            broken_off = reader.every_rollout(RolloutFilter())
+            next(broken_off)
+            broken_off.close()
+            assert [*reader.every_rollout(RolloutFilter(step=9))] == []
+
+
+MIXTURE: tuple[dict[str, Any], ...] = (
+    {"task": "sums", "dataset_name": "grid"},
+    {"task": "", "dataset_name": "grid"},
+    {"task": "x" * 300},
+    {"task": ["no", "label"], "dataset_name": "sums"},
+    {"task": 3},
+    {},
+)
+"""What examples say of their task."""
+
+
+def mixture(draw: int, columns: dict[str, Any]) -> Group:
+    """Two scored members, alike but for their rewards."""
+    parts = [(RewardPart("right", reward),) for reward in (0.1 * draw, 1.0 - draw)]
+    members = tuple(
+        Rollout(draw, i, 0, (), (), "answer", "scored", reward=part.value, parts=(part,))
+        for i, (part,) in enumerate(parts)
+    )
+    return Group(draw, Example(draw, f"prompt {draw}", columns), members)
 
 
 def _chat(draw: int, seen: str | None) -> Group:
@@ -813,6 +899,37 @@ class TestFormat:
         with Store.open(path, readonly=True) as store:
             assert store.steps() == [StepRecord(0, 0, 1, "f", (0,), 0.1, 2.0)]
             assert store.evaluations() == [EvaluationRecord(1, "after", "r@1", {})]
+
+    def test_what_was_written_without_tasks_gets_them(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.db"
+        before = next(n for n, each in enumerate(schema.MIGRATIONS) if schema.FILL_TASKS in each)
+        connection = sqlite3.connect(path)
+        connection.executescript("PRAGMA journal_mode = WAL;" + "".join(schema.MIGRATIONS[:before]))
+        told = (*MIXTURE, {"task": math.nan})
+        for draw, columns in enumerate(told):
+            connection.execute(
+                "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
+                " VALUES (?, 0, ?, '\"p\"', 'p', ?, '{}')",
+                (draw, draw, json.dumps(columns)),
+            )
+            connection.execute(
+                "INSERT INTO rollouts (draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
+                " VALUES (?, 0, 0, 0, 'failed', 0, 1, 'fig', '{}')",
+                (draw,),
+            )
+        connection.commit()
+        connection.executescript(
+            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {before};"
+        )
+        connection.close()
+        expected = ["sums", "grid", "x" * 200, "sums", None, None, None]
+        assert [task_of(columns) for columns in told] == expected
+        for readonly in (True, False):
+            with Store.open(path, readonly) as store:
+                assert [view.task for view in store.rollouts(RolloutFilter())] == expected
+                assert store.tasks(9) == ["grid", "sums", "x" * 200]
+                assert store.tasks(2) == ["grid", "sums"]
+                assert [v.draw for v in store.rollouts(RolloutFilter(task="sums"))] == [0, 3]
 
     def test_other_files_are_refused(self, tmp_path: Path) -> None:
         foreign = tmp_path / "foreign.db"

@@ -13,6 +13,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from groupwise.runs.store import Store
+from groupwise.types import Example, Group
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
 from groupwise.web.index import RunsIndex
@@ -136,6 +138,36 @@ async def test_pages_of_a_search_follow_each_other(client: httpx2.AsyncClient) -
     assert [json.loads(line)["id"] for line in lines] == [*range(1, 33)]
     some = (await client.get("/runs/one/rollouts.jsonl?outcome=failed")).text.splitlines()
     assert len(some) == 8
+
+
+async def test_rollouts_are_those_of_a_task(client: httpx2.AsyncClient, runs: Path) -> None:
+    page = "/runs/one/rollouts?order=draw&format=json"
+    everything = (await client.get(page)).json()
+    assert everything["tasks"] == ["products", "proofs", "sums"]
+    for task in everything["tasks"]:
+        found = (await client.get(f"{page}&task={task}")).json()["rollouts"]
+        on_page = [each for each in everything["rollouts"] if each["task"] == task]
+        assert found[: len(on_page)] == on_page != []
+        lines = (await client.get(f"/runs/one/rollouts.jsonl?task={task}")).text.splitlines()
+        assert {json.loads(line)["task"] for line in lines} == {task}
+        assert len(lines) >= len(found)
+    assert '<select name="task">' in (await client.get("/runs/one/rollouts?task=sums")).text
+    assert 'name="task"' not in (await client.get("/runs/new/rollouts")).text
+    path = write_run(runs.parent / "labels" / "many", 1)
+    with Store.open(path / "run.db") as store:
+        for draw in range(10, 212):
+            label = {"task": f"{draw} {HOSTILE}"}
+            store.keep_unfinished([Group(draw, Example(draw, "?", label), ())])
+    transport = httpx2.ASGITransport(make_app(place_of(path.parent)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as other:
+        many = (await other.get("/runs/many/rollouts")).text
+        assert '<input name="task"' in many, "they are too many to choose from"
+        with Store.open(path / "run.db") as store:
+            store.rewind(1)
+            store.keep_unfinished([Group(9, Example(9, "?", {"task": HOSTILE}), ())])
+        few = (await other.get("/runs/many/rollouts")).text
+        assert '<select name="task">' in few
+        assert "<script>document" not in few
 
 
 async def test_curves_come_thinned_with_what_stands_out(
