@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from groupwise.server.serve import InFrontOf
     from groupwise.server.settings import ServerConfig
+    from groupwise.wire.keys import Keyring
 
 
 def serve(
@@ -98,7 +100,16 @@ def _serve(settings: ServerConfig, start_with: Path | None) -> None:
     from groupwise.server.serve import read_start, serve
 
     request = None if start_with is None else read_start(start_with)
-    raise typer.Exit(serve(settings, keys, request))
+    raise typer.Exit(serve(settings, keys, request, in_front=_dashboard(settings, keys)))
+
+
+def _dashboard(settings: ServerConfig, keys: Keyring | None) -> InFrontOf | None:
+    """The pages for browsers; None: it is to have none."""
+    if not settings.dashboard:
+        return None
+    from groupwise.web.server.mounted import in_front
+
+    return in_front(settings, keys)
 
 
 def _refuse_key() -> None:
@@ -133,7 +144,7 @@ def _check_installed() -> None:
 
     from groupwise.errors import UsageError
 
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn", "jinja2") if find_spec(name) is None]
     if missing:
         raise UsageError(
             f"The server needs {' and '.join(missing)}: pip install 'groupwise[server]'. Clients need neither."

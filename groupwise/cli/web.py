@@ -13,6 +13,7 @@ from groupwise.cli.output import say
 
 if TYPE_CHECKING:
     from groupwise.web.fleet.watched import WatchedFleet
+    from groupwise.web.server.watched import WatchedServer
 
 
 def web(
@@ -34,6 +35,10 @@ def web(
         typer.Option(
             metavar="F", help="Show this fleet, too: its folder, or the address of its API."
         ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Show this training server, too."),
     ] = None,
     allow_actions: Annotated[
         bool,
@@ -60,8 +65,8 @@ def web(
     def tell(address: str) -> None:
         say(f"the runs of {dir} are shown at {address} (Ctrl-C ends it)")
 
-    with _watched(fleet) as found:
-        raise typer.Exit(serve(settings, os.environ.get(VARIABLE), tell, found))
+    with _watched(fleet) as of_fleet, _watched_server(server) as of_server:
+        raise typer.Exit(serve(settings, os.environ.get(VARIABLE), tell, of_fleet, of_server))
 
 
 @contextmanager
@@ -76,6 +81,19 @@ def _watched(told: str | None) -> Generator[WatchedFleet | None]:
     require_installed()
     with fleet(told) as found:
         yield WatchedFleet(found)
+
+
+@contextmanager
+def _watched_server(url: str | None) -> Generator[WatchedServer | None]:
+    """The training server that is to be shown; None: none is. Its key is the one in GROUPWISE_API_KEY."""
+    if url is None:
+        yield None
+        return
+    from groupwise.client import TrainingClient
+    from groupwise.web.server.watched import PATIENCE, TIMEOUT, WatchedServer
+
+    with TrainingClient(url, patience=PATIENCE, timeout=TIMEOUT) as client:
+        yield WatchedServer(client)
 
 
 def _expect_installed() -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from groupwise.client.errors import InvalidRequest
 from groupwise.client.exchange import Call
 from groupwise.types import Prompt
+from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.problems import FieldError, Refusal
 from groupwise.wire.training import (
     DEFAULT_WAIT,
@@ -155,6 +156,11 @@ def step(
 def status() -> Call[StatusAnswer]:
     """Where server and run stand."""
     return _call("GET", "/status", StatusAnswer)
+
+
+def activity() -> Call[ActivityAnswer]:
+    """What goes on at this instant."""
+    return _call("GET", "/activity", ActivityAnswer)
 
 
 def checkpoints() -> Call[CheckpointsAnswer]:

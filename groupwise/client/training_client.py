@@ -39,6 +39,7 @@ from groupwise.client.exchange import (
 from groupwise.client.streams import Download, EventReader, checked_target
 from groupwise.errors import UsageError
 from groupwise.types import Prompt
+from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.training import (
     DEFAULT_WAIT,
     CheckpointAnswer,
@@ -192,6 +193,10 @@ class TrainingClient:
     def status(self) -> StatusAnswer:
         """Where server and run stand."""
         return self._ask(calls.status())
+
+    def activity(self) -> ActivityAnswer:
+        """What goes on there at this instant: living groups, who waits, steps to come, clients and their sessions."""
+        return self._ask(calls.activity())
 
     def checkpoints(self) -> CheckpointsAnswer:
         """The checkpoints that a run can go on from."""

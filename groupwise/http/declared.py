@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from groupwise.http.bodies import Bodies
 from groupwise.http.caller import Caller
+from groupwise.http.clients import Clients
 from groupwise.http.prometheus import Requests
 from groupwise.wire.keys import WORDS, Role
 from groupwise.wire.problems import Refusal
@@ -105,6 +106,7 @@ class Shared:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.metrics = Requests()
+        self.clients = Clients()
         self.ending = asyncio.Event()
         """Set when the server has been asked to end."""
         self.bodies = Bodies(limits.max_body_bytes)

@@ -115,6 +115,9 @@ class Observed:
             logger.warning(
                 "%s answered %s, which its description lacks", facts.route.name, facts.code
             )
+        if facts.caller is not None:
+            name = facts.route.name if facts.route else self._others
+            self._shared.clients.note(facts.caller, name, facts.code)
         log_request(
             request_id=facts.request_id,
             method=scope["method"],

@@ -14,6 +14,7 @@ With `steps: manual` nobody but the client knows what a step will take; then onl
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -63,10 +64,13 @@ class Traffic:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class Waiting:
     """One request."""
 
     draws: tuple[int | None, ...]
+    who: str
+    """The id of the key that asks."""
+    since: float = field(default_factory=time.monotonic)
     let_in: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -82,13 +86,17 @@ class Admission:
         """Groups that are being sampled."""
         self._traffic = traffic
         self._next_draw = next_draw
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[Waiting] = deque()
         self._ended: Refusal | None = None
 
     @property
     def waiting(self) -> int:
         """Requests that wait."""
         return len(self._queue)
+
+    def in_line(self) -> tuple[Waiting, ...]:
+        """They, in the order in which they came."""
+        return tuple(self._queue)
 
     def now(self, traffic: Traffic) -> None:
         """A step is done, or groups have come or gone."""
@@ -105,16 +113,17 @@ class Admission:
 
     @asynccontextmanager
     async def admitted(
-        self, draws: Sequence[int | None], limit: float
+        self, draws: Sequence[int | None], limit: float, who: str
     ) -> AsyncGenerator[tuple[int, ...]]:
-        """Wait for room for so many groups, at most `limit` seconds; gives the draws, those that were not named chosen.
+        """Wait for room for so many groups, at most `limit` seconds; gives the draws, those that were not named chosen. `who`: the id of
+        the key that asks.
 
         While it is open they count as being sampled; whoever has kept groups says so by `now` before it is left. Raises Refusal:
         `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
         can ever be room for.
         """
         self._check_possible(len(draws))
-        await self._turn(draws, limit)
+        await self._turn(draws, limit, who)
         self.sampling += len(draws)
         try:
             yield tuple(self._numbered(draw) for draw in draws)
@@ -122,10 +131,10 @@ class Admission:
             self.sampling -= len(draws)
             self._let_in()
 
-    async def _turn(self, draws: Sequence[int | None], limit: float) -> None:
+    async def _turn(self, draws: Sequence[int | None], limit: float, who: str) -> None:
         if self._ended is not None:
             raise self._ended
-        waiting = _Waiting(tuple(draws))
+        waiting = Waiting(tuple(draws), who)
         self._queue.append(waiting)
         self._let_in()
         try:
@@ -138,7 +147,7 @@ class Admission:
             raise
         self._gone(waiting)
 
-    async def _let_in_within(self, waiting: _Waiting, limit: float) -> None:
+    async def _let_in_within(self, waiting: Waiting, limit: float) -> None:
         """TimeoutError where the time is over, or there is nothing to wait for."""
         first = min(limit, IDLE_SECONDS)
         with suppress(TimeoutError):
@@ -153,7 +162,7 @@ class Admission:
         """Whether nothing goes on that will end, and so bring the turn of a draw nearer."""
         return self._traffic.under_way + self.sampling + self._expected() == 0
 
-    def _too_busy(self, waiting: _Waiting) -> Refusal:
+    def _too_busy(self, waiting: Waiting) -> Refusal:
         early = [draw for draw in waiting.draws if draw is not None and not self._is_due(draw)]
         if not early:
             return Refusal("too_busy", retry_after=RETRY_SECONDS)
@@ -169,7 +178,7 @@ class Admission:
             retry_after=RETRY_SECONDS,
         )
 
-    def _gone(self, waiting: _Waiting) -> None:
+    def _gone(self, waiting: Waiting) -> None:
         if waiting in self._queue:
             self._queue.remove(waiting)
 

@@ -52,7 +52,7 @@ class AskPost:
         self._check_tokenizer(request.tokenizer_hash, conductor)
         await self._ledger.do(keeping.check_draws, conductor.now.run, request.all_draws)
         wait = self._config.completions_wait
-        async with conductor.room.admitted(request.all_draws, wait) as draws:
+        async with conductor.room.admitted(request.all_draws, wait, caller.key_id) as draws:
             orders = [
                 _order_of_sample(request, prompt, draw)
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)

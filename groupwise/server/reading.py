@@ -21,6 +21,11 @@ from groupwise.wire.problems import Refusal
 from groupwise.wire.training import EventData, StatusAnswer, TokenizerAnswer
 
 
+def event_data(event: events.Event) -> EventData:
+    """As clients are told."""
+    return EventData(id=event.id, kind=event.kind, at=event.at, run_id=event.run, **event.data)
+
+
 class Reading:
     """Of the run that is, or was last."""
 
@@ -46,10 +51,7 @@ class Reading:
         if after is None:
             return []
         found = await self._ledger.do(events.events_after, after, limit)
-        return [
-            EventData(id=each.id, kind=each.kind, at=each.at, run_id=each.run, **each.data)
-            for each in found
-        ]
+        return [event_data(each) for each in found]
 
     async def last_event(self) -> int:
         """The id of the newest event."""

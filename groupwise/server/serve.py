@@ -113,6 +113,8 @@ class Built:
 
 
 Build = Callable[[ServerConfig], Awaitable[Built]]
+InFrontOf = Callable[[ASGIApp, Serving], ASGIApp]
+"""Puts something before all routes: it answers what is its own, and passes the rest on."""
 
 
 async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
@@ -172,6 +174,7 @@ def serve(
     keys: Keyring | None,
     start_with: StartRequest | None = None,
     build: Build = build_service,
+    in_front: InFrontOf | None = None,
 ) -> int:
     """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin, or `start_with` is refused."""
     check_tls(config.tls_certificate, config.tls_key)
@@ -179,7 +182,7 @@ def serve(
     handler = configure(config.log_format)
     try:
         with bound(config.host, config.port) as listening:
-            return asyncio.run(_Server(config, keys, start_with, build, listening).run())
+            return asyncio.run(_Server(config, keys, start_with, build, listening, in_front).run())
     finally:
         logging.getLogger().removeHandler(handler)
         lock.release()
@@ -225,12 +228,14 @@ class _Server:
         start_with: StartRequest | None,
         build: Build,
         listening: socket.socket,
+        in_front: InFrontOf | None,
     ) -> None:
         self._config = config
         self._keys = keys
         self._start_with = start_with
         self._build = build
         self._listening = listening
+        self._in_front = in_front
         self._refused: UsageError | None = None
         """Why `start_with` was."""
 
@@ -239,6 +244,8 @@ class _Server:
         built = await self._build(self._config)
         await built.begin()
         serving, answers = built.application(self._config, self._keys)
+        if self._in_front is not None:
+            answers = self._in_front(answers, serving)
         self._listen_for_signals(serving.ending)
         http = Uvicorn(
             uvicorn_config(
@@ -331,6 +338,8 @@ class _Server:
             f"  everything is kept in {config.folder}; the routes stand in {address}/openapi.json",
             f"  next: curl -X POST {address}/start{header} -H 'Content-Type: application/json' -d '{{\"model_id\": \"tiny\"}}'",
         )
+        if self._in_front is not None:
+            lines += (f"  watch: {address}/dashboard in a browser",)
         if not (config.is_local or config.tls_certificate or config.proxy_headers):
             lines += (
                 "  keys and prompts can be read on their way: give tls_certificate and tls_key, or put a proxy in front",

@@ -6,6 +6,7 @@ returns when what it tells is on the disk. Here its parts are put together; each
     start_stop.py    begins runs and ends them
     ask_post.py      completions, rewards, steps by hand
     reading.py       status, events, files of a version
+    activity.py      what goes on at one instant
     checkpoints.py   what can be gone on from
     clockwork.py     what is done every few seconds, whoever asks
     current.py       the run that is, or was last: what they all look at
@@ -20,6 +21,7 @@ from typing import TypeVar
 from groupwise.errors import GroupwiseError
 from groupwise.http.caller import Caller
 from groupwise.server import keeping
+from groupwise.server.activity import Activity
 from groupwise.server.ask_post import AskPost
 from groupwise.server.checkpoints import Checkpoints
 from groupwise.server.clockwork import Clockwork
@@ -35,6 +37,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.reading import Reading
 from groupwise.server.settings import ServerConfig
 from groupwise.server.start_stop import Beside, StartStop
+from groupwise.wire.activity import ActivityAnswer, LoopElsewhere, Session
 from groupwise.wire.training import (
     ByVerbs,
     CheckpointAnswer,
@@ -77,12 +80,15 @@ class Service:
         self._start_stop = StartStop(self._current, ledger, self._keeper, self._checkpoints)
         self._ask_post = AskPost(self._current, ledger)
         self._clockwork = Clockwork(self._current, ledger)
+        self._activity = Activity(self._current, ledger)
         self._reading = Reading(self._current, ledger, self._keeper, self._clockwork)
         self.beside: dict[str, Beside] = {}
         """What else may have the machine, by its name: models of clients, parts of a loop elsewhere."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
         """What the status says of models that clients drive; to begin with, that there are none."""
-        self.loop_elsewhere: Callable[[], str | None] = lambda: None
+        self.sessions: Callable[[], list[Session]] = list
+        """Those clients, for people."""
+        self.loop_elsewhere: Callable[[], LoopElsewhere | None] = lambda: None
         """Who drives sampler and learner from elsewhere."""
         self.turn = self._start_stop.turn
         """Held while a run is begun or ended, or an engine for something else is."""
@@ -155,8 +161,14 @@ class Service:
 
     async def status(self) -> StatusAnswer:
         """Where server and run stand."""
-        beside = {"verbs": self.by_verbs(), "loop_elsewhere": self.loop_elsewhere()}
+        loop = self.loop_elsewhere()
+        beside = {"verbs": self.by_verbs(), "loop_elsewhere": loop and loop.owner}
         return (await self._reading.status()).model_copy(update=beside)
+
+    async def activity(self) -> ActivityAnswer:
+        """What goes on at this instant."""
+        found = await self._activity.answer(self.sessions())
+        return found.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
 
     async def events(self, after: int | None, limit: int) -> list[EventData]:
         """At most so many events after this one, the oldest first; None: those that come from now on."""

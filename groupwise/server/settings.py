@@ -68,6 +68,10 @@ class ServerConfig(Strict):
         min_length=1,
     )
 
+    dashboard: bool = setting(
+        True, "Whether /dashboard has pages for browsers, for those who have a key."
+    )
+
     completions_wait: float = setting(
         30.0, "Seconds for which a request for completions waits for room before 429.", gt=0
     )

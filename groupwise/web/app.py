@@ -27,6 +27,7 @@ from groupwise.web.pages import above, failed, respond_not_found
 from groupwise.web.place import Place
 from groupwise.web.runs import comparing, curves, evaluating, files, overview, reading
 from groupwise.web.runs import listing as runs
+from groupwise.web.server import page as server_page
 from groupwise.web.templates import STATIC
 
 HEADERS = {
@@ -56,6 +57,7 @@ def make_app(place: Place) -> ASGIApp:
         *evaluating.ROUTES,
         *fleet_machines.ROUTES,
         *fleet_jobs.ROUTES,
+        *server_page.ROUTES,
         *sign_in.ROUTES,
         Route("/live", live),
         Route("/healthz", _lives),

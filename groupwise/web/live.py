@@ -49,7 +49,7 @@ class Streams:
 
 
 async def live(request: Request) -> Response:
-    """The stream of what the address names: `?run=NAME`, several times if need be, or `?fleet`; without, of the list of all runs."""
+    """The stream of what the address names: `?run=NAME` (also several), `?fleet` or `?server`; without, of the list of all runs."""
     place: Place = request.app.state.place
     if visitor_of(request) is None:
         raise Refusal("unauthorised")
@@ -67,8 +67,9 @@ def _look_of(place: Place, request: Request) -> Look:
     runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
     if runs:
         return lambda: [(stamp_of(path), place.runs.one(path).info.state) for path in runs]
-    if "fleet" in request.query_params and place.fleet is not None:
-        return place.fleet.stamp
+    for name, watched in (("fleet", place.fleet), ("server", place.server)):
+        if name in request.query_params and watched is not None:
+            return watched.stamp
     return lambda: _of_all(place)
 
 

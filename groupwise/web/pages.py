@@ -172,6 +172,7 @@ def respond(visit: Visit, page: Page) -> Response:
             "visitor": visit.visitor,
             "acts": visit.place.door.may_act(visit.visitor),
             "has_fleet": visit.place.fleet is not None,
+            "has_server": visit.place.server is not None,
             "live": page.live,
         },
         above(visit.request),

@@ -1,10 +1,11 @@
-"""What a dashboard shows, and to whom: the folder of runs, a fleet where there is one, and the door."""
+"""What a dashboard shows, and to whom: the folder of runs, a fleet and a training server where there are any, and the door."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from groupwise.errors import RunNotFoundError
 from groupwise.runs.find import no_such_run
@@ -12,6 +13,14 @@ from groupwise.runs.folder import RECORD
 from groupwise.web.access import Door
 from groupwise.web.fleet.watched import WatchedFleet
 from groupwise.web.index import RunsIndex
+from groupwise.web.server.watched import WatchedServer
+
+
+class Ending(Protocol):
+    """An event of a thread or of a loop."""
+
+    def is_set(self) -> bool: ...
+    def set(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -21,13 +30,17 @@ class Place:
     runs: RunsIndex
     door: Door
     fleet: WatchedFleet | None = None
-    ending: threading.Event = field(default_factory=threading.Event)
+    server: WatchedServer | None = None
+    ending: Ending = field(default_factory=threading.Event)
     """Set once it ends, so that streams do."""
 
     def run(self, name: str) -> Path:
         """The folder of a run of this dashboard. Raises RunNotFoundError, for whatever is no name of one, too."""
-        folder = self.runs.folder
+        if self.has(name):
+            return self.runs.folder / name
+        raise RunNotFoundError(no_such_run(name, self.runs.folder))
+
+    def has(self, name: str) -> bool:
+        """Whether it has a run of this name."""
         plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
-        if plain and (folder / name / RECORD).is_file():
-            return folder / name
-        raise RunNotFoundError(no_such_run(name, folder))
+        return plain and (self.runs.folder / name / RECORD).is_file()

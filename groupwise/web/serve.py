@@ -17,6 +17,7 @@ from groupwise.web.app import make_app
 from groupwise.web.fleet.watched import WatchedFleet
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
+from groupwise.web.server.watched import WatchedServer
 from groupwise.wire.keys import VARIABLE, Keyring, read_keys_in
 
 END_SECONDS = 5
@@ -74,11 +75,12 @@ def serve(
     plain: str | None,
     say: Callable[[str], None],
     fleet: WatchedFleet | None = None,
+    server: WatchedServer | None = None,
 ) -> int:
     """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin."""
     check_tls(settings.certificate, settings.key)
     door = Door(keys_of(settings, plain), acts=settings.acts)
-    place = Place(RunsIndex(settings.runs), door, fleet)
+    place = Place(RunsIndex(settings.runs), door, fleet, server)
     with bound(settings.host, settings.port) as listening:
         return asyncio.run(_served(place, settings, listening, say))
 

@@ -205,6 +205,11 @@ def steps_of(transaction: Transaction, model: str) -> list[StepRow]:
     return [StepRow(rate, norm, unpack_json(metrics)) for rate, norm, metrics in rows]
 
 
+def steps_done(transaction: Transaction) -> dict[str, int]:
+    """How many updates each model has had."""
+    return dict(transaction.all("SELECT model, count(*) FROM verb_steps GROUP BY model"))
+
+
 def everything(transaction: Transaction) -> Everything:
     """All that is open, for a server that begins."""
     models = transaction.all(

@@ -57,6 +57,11 @@ def events_after(transaction: Transaction, event: int, limit: int) -> list[Event
     return [Event(number, run, kind, unpack_json(data), at) for number, run, kind, data, at in rows]
 
 
+def newest_events(transaction: Transaction, limit: int) -> list[Event]:
+    """The newest, the last one first."""
+    return events_after(transaction, max(last_event(transaction) - limit, 0), limit)[::-1]
+
+
 def last_event(transaction: Transaction) -> int:
     """The id of the newest event; 0 before the first."""
     return transaction.value("SELECT coalesce(max(id), 0) FROM events")

@@ -139,6 +139,19 @@ def groups_in(transaction: Transaction, run: str, states: Sequence[State]) -> li
     ]
 
 
+LIVING: tuple[State, ...] = ("open", "rewarded", "held", "planned")
+"""A step may still learn from them."""
+
+
+def living(transaction: Transaction, run: str, most: int) -> list[GroupRow]:
+    """The run's groups that have not ended, the oldest first."""
+    return _rows(
+        transaction,
+        f"run = ? AND state IN ({_marks(LIVING)}) ORDER BY opened_at, draw LIMIT ?",
+        (run, *LIVING, most),
+    )
+
+
 def count_groups(
     transaction: Transaction, run: str, states: Sequence[State] = tuple(TABLE)
 ) -> dict[State, int]:

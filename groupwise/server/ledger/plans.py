@@ -135,6 +135,14 @@ def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None
     return None if found is None else _read(transaction, found)
 
 
+def plans_ahead(transaction: Transaction, run: str) -> list[PlanRow]:
+    """Those that are made and not done, in order."""
+    found = transaction.all(
+        "SELECT id FROM plans WHERE run = ? AND state = 'planned' ORDER BY step", (run,)
+    )
+    return [_read(transaction, plan) for (plan,) in found]
+
+
 def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
     """The living plans of a run from a step on, in order: what an engine whose checkpoint has so many steps is given again."""
     found = transaction.all(

@@ -267,7 +267,7 @@ class OpenAIService:
         group = storing.new_group_id()
         progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
-        async with conductor.room.admitted((None,), wait) as (draw,):
+        async with conductor.room.admitted((None,), wait, keeping.caller.key_id) as (draw,):
             order = SampleOrder(draw, ask.prompts[0], size, ask.sampling)
             (sampled,) = await self._sampled(ask, [order], ask.n, conductor, progress)
             choices = await self._written(ask, sampled.group.rollouts[: ask.n], conductor)

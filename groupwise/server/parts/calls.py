@@ -112,6 +112,11 @@ class Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def pending(self) -> int:
+        """Those that wait or are under way."""
+        return sum(not call.over for call in self._calls.values())
+
     def forget(self) -> None:
         """Let go of answers that the client has."""
         before = self._clock() - TOLD_KEPT

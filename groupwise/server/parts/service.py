@@ -31,6 +31,7 @@ from groupwise.server.orders import Allowed, allowed_model
 from groupwise.server.parts.calls import Calls
 from groupwise.server.parts.files import Files
 from groupwise.wire import parts as wire
+from groupwise.wire.activity import LoopElsewhere
 from groupwise.wire.parts import (
     OF_RUN,
     PIECE,
@@ -164,9 +165,15 @@ class PartsService:
             self._spare = None
             await self._keeper.end()
 
-    def in_use(self) -> str | None:
-        """Who has parts open, in their own words."""
-        return None if self._parts is None else self._parts.owner
+    def in_use(self) -> LoopElsewhere | None:
+        """Who has parts open."""
+        parts = self._parts
+        if parts is None:
+            return None
+        silent = max(self._clock() - parts.seen, 0.0)
+        return LoopElsewhere(
+            id=parts.id, owner=parts.owner, silent_seconds=silent, calls=parts.calls.pending
+        )
 
     # --- opening and ending ----------------------------------------------------------------------
 

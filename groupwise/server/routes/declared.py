@@ -18,11 +18,13 @@ from fastapi.responses import Response
 
 from groupwise.http.caller import AnswerKey, Caller
 from groupwise.http.declared import Facts, Limits, Shared, facts_of
+from groupwise.server.activity import known_clients
 from groupwise.server.downloads import OpenVersion
 from groupwise.server.idempotent import UnderWay
 from groupwise.server.ledger.answers import Answer
 from groupwise.server.ledger.file import DiskFull
 from groupwise.server.settings import ServerConfig
+from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.idempotency import body_hash, idempotency_key
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import (
@@ -111,6 +113,10 @@ class ServiceLike(Protocol):
         """Where everything stands."""
         ...
 
+    async def activity(self) -> ActivityAnswer:
+        """What goes on at this instant, but for who has asked."""
+        ...
+
     async def last_event(self) -> int:
         """The id of the newest event; 0 before the first."""
         ...
@@ -157,6 +163,11 @@ class Serving(Shared):
         self.service = service
         self.config = config
         self.under_way = UnderWay()
+
+    async def activity(self) -> ActivityAnswer:
+        """What goes on at this instant."""
+        clients = known_clients(self.clients.all(), self.clients.clock())
+        return (await self.service.activity()).model_copy(update={"clients": clients})
 
     def refusal_of(self, error: Exception) -> Refusal | None:
         """A full disk is no mistake."""

@@ -22,6 +22,7 @@ from groupwise.server.idempotent import (
 )
 from groupwise.server.ledger.answers import Answer
 from groupwise.server.routes.declared import AskedHere
+from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.keys import Role
 from groupwise.wire.training import (
     GROUP_ID_PATTERN,
@@ -122,6 +123,11 @@ async def step(body: StepRequest, asked: AskedHere) -> Response:
 async def status(asked: AskedHere) -> Response:
     """Where the server and its run stand."""
     return sent_model(await asked.service.status())
+
+
+async def activity(asked: AskedHere) -> Response:
+    """What goes on at this instant: living groups with their leases, who waits, steps to come, clients and their sessions."""
+    return sent_model(await asked.serving.activity())
 
 
 ROUTES = (
@@ -258,5 +264,13 @@ ROUTES = (
         role=Role.READ,
         tag=TAG,
         answer=StatusAnswer,
+    ),
+    Route(
+        method="GET",
+        path="/activity",
+        handler=activity,
+        role=Role.READ,
+        tag=TAG,
+        answer=ActivityAnswer,
     ),
 )

@@ -377,6 +377,11 @@ class Line:
         self._worker: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def pending(self) -> int:
+        """Calls that wait for their turn or are under way."""
+        return len(self._turns)
+
     def submit(self, sequence: int, content: bytes, work: Work | Exception, kind: str = "") -> str:
         """The id of the call with this number; its work is begun when all numbers before it are done.
 

@@ -61,6 +61,7 @@ class Verbs:
         self.service = VerbService(self._host, journal=journal, keep_every=config.keep_models_every)
         runs.beside[NAME] = self
         runs.by_verbs = self.service.told
+        runs.sessions = self.service.opened.told
 
     async def begin(self) -> None:
         """Know what clients have opened before, and go on with their calls."""

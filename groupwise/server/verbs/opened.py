@@ -8,7 +8,7 @@ journal before clients are told, and a new process knows it again (`restore`).
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from groupwise.server.verbs.futures import Futures, Line
 from groupwise.server.verbs.journal import Journal
 from groupwise.server.verbs.paths import path_of
 from groupwise.server.verbs.port import ModelSpec, Stored, VerbEngine
+from groupwise.wire import activity as wire
 
 EPHEMERAL = "_sampler-"
 """Begins the names of weights that were saved for one sampler; names that clients give begin with a letter or digit."""
@@ -150,6 +151,21 @@ class Opened:
             if each.models
         }
 
+    def told(self) -> list[wire.Session]:
+        """All sessions, for people; the steps of their models are known elsewhere."""
+        now = self._clock()
+        samplers = Counter(session_of(id) for id in self._samplers)
+        return [
+            wire.Session(
+                id=each.id,
+                silent_seconds=max(now - each.seen, 0.0),
+                let_go_seconds=max(each.seen + SESSION_SILENCE - now, 0.0),
+                models=[_told_model(self.models[id]) for id in sorted(each.models)],
+                samplers=samplers[each.id],
+            )
+            for each in self._sessions.values()
+        ]
+
     def session(self, id: str) -> Session:
         """One that has just shown that it is there. NotThere where it is none."""
         if id not in self._sessions:
@@ -215,6 +231,16 @@ class Opened:
                 f"There is no sampler {id!r}: its session has ended, or the server was restarted. Make a new sampling client."
             )
         return self._samplers[id]
+
+
+def _told_model(model: Model) -> wire.SessionModel:
+    spec = model.spec
+    return wire.SessionModel(
+        id=model.id,
+        base=None if spec is None else spec.base,
+        rank=None if spec is None else spec.rank,
+        waiting=model.line.pending,
+    )
 
 
 def session_of(model: str) -> str:

@@ -14,6 +14,7 @@ from groupwise.server.idempotent import (
     step_answer,
 )
 from groupwise.server.ledger.answers import Answer
+from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import (
     CheckpointAnswer,
@@ -173,6 +174,10 @@ class FakeService:
         await self._called("status")
         last = self.happened[-1].id if self.happened else None
         return StatusAnswer(phase="running", run_id=RUN, step=0, last_event_id=last)
+
+    async def activity(self) -> ActivityAnswer:
+        await self._called("activity")
+        return ActivityAnswer(at=0.0, run_id=RUN)
 
     async def last_event(self) -> int:
         await self._called("last_event")

@@ -31,7 +31,7 @@ class Client:
         self.task = asyncio.create_task(self._ask(room, draws, limit))
 
     async def _ask(self, room: Admission, draws: Sequence[int | None], limit: float) -> None:
-        async with room.admitted(draws, limit) as self.draws:
+        async with room.admitted(draws, limit, "somebody") as self.draws:
             await self._left.wait()
 
     async def leave(self) -> None:
@@ -94,7 +94,7 @@ async def test_draws_that_are_lost_make_later_ones_due() -> None:
 async def test_whoever_waits_too_long_is_told_when_to_ask_again() -> None:
     room = admission(size=1, staleness=0, under_way=1)
     with pytest.raises(Refusal) as refused:
-        async with room.admitted([None], 0.01):
+        async with room.admitted([None], 0.01, "somebody"):
             raise AssertionError("there was no room")
     assert (refused.value.code, refused.value.status) == ("too_busy", 429)
     assert refused.value.headers["Retry-After"] == "2"
@@ -109,13 +109,13 @@ async def test_a_draw_that_nothing_brings_nearer_is_named_and_not_waited_for(
     said = "not the turn of draw 3: 0 steps are done.* draws below 2 may be sampled; none of their"
     async with asyncio.timeout(PATIENT / 2):
         with pytest.raises(Refusal, match=said) as refused:
-            async with room.admitted([3], PATIENT):
+            async with room.admitted([3], PATIENT, "somebody"):
                 raise AssertionError("it was not its turn")
     assert (refused.value.code, refused.value.retry_after) == ("too_busy", 2)
     assert room.waiting == 0
     room.now(Traffic(under_way=1))  # somebody is about to post rewards
     with pytest.raises(Refusal, match="1 of their groups is under way"):
-        async with room.admitted([3], 0.05):
+        async with room.admitted([3], 0.05, "somebody"):
             raise AssertionError("it was not its turn")
     waiting = Client(room, [3])
     await asyncio.sleep(0.05)
@@ -128,7 +128,7 @@ async def test_a_draw_that_nothing_brings_nearer_is_named_and_not_waited_for(
 
 async def test_more_than_ever_fits_is_refused_at_once() -> None:
     with pytest.raises(Refusal, match="5 prompts") as refused:
-        async with admission().admitted([None] * 5, PATIENT):
+        async with admission().admitted([None] * 5, PATIENT, "somebody"):
             raise AssertionError("there was no room")
     assert refused.value.code == "invalid_request"
     assert [error.field for error in refused.value.errors] == ["prompts"]
@@ -137,7 +137,7 @@ async def test_more_than_ever_fits_is_refused_at_once() -> None:
 async def test_a_request_that_fails_or_is_given_up_leaves_its_room_to_others() -> None:
     room = admission(size=1, staleness=0)
     with pytest.raises(OSError, match="sampling failed"):
-        async with room.admitted([None], PATIENT):
+        async with room.admitted([None], PATIENT, "somebody"):
             raise OSError("sampling failed")
     one = Client(room, [None])
     await settled()
@@ -170,7 +170,7 @@ async def test_one_who_gives_up_in_the_instant_of_being_let_in_takes_no_room() -
 async def test_manual_steps_bound_the_number_alone() -> None:
     room = admission(manual=True)
     async with AsyncExitStack() as stack:
-        draws = await stack.enter_async_context(room.admitted([900, None, 3], PATIENT))
+        draws = await stack.enter_async_context(room.admitted([900, None, 3], PATIENT, "somebody"))
         assert draws == (900, 901, 3)
         waiting = Client(room, [None] * 3)
         await settled()
@@ -192,5 +192,5 @@ async def test_those_who_wait_are_told_when_the_run_ends_and_nobody_is_let_in() 
     with pytest.raises(Refusal, match="max_steps"):
         await waiting.task
     with pytest.raises(Refusal, match="max_steps"):
-        async with room.admitted([None], PATIENT):
+        async with room.admitted([None], PATIENT, "somebody"):
             raise AssertionError("the run has ended")

@@ -281,6 +281,7 @@ ROLES = {
     "POST /rewards": Role.TRAIN,
     "POST /step": Role.TRAIN,
     "GET /status": Role.READ,
+    "GET /activity": Role.READ,
     "GET /events": Role.READ,
     "GET /model": Role.READ,
     "POST /model": Role.READ,

@@ -313,7 +313,7 @@ async def test_a_run_and_models_keep_parts_away_and_parts_a_run(tmp_path: Path) 
         assert (await ask.open()).status_code == 200
         with pytest.raises(Refusal, match=f"DELETE /parts/{ID}"):
             await ask.server.service.make_way()
-        assert ask.server.service.in_use() == "me"
+        assert ask.server.service.in_use().owner == "me"
         await ask.server.service.let_go()
         await ask.server.service.make_way()
         gone = await ask.call(1, DISCARD)

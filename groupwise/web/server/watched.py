@@ -1,0 +1,67 @@
+"""A training server as the dashboard asks it: what all pages ask is answered once a second for all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from groupwise.errors import GroupwiseError
+from groupwise.wire.activity import ActivityAnswer
+from groupwise.wire.training import StatusAnswer
+
+FRESH = 1.0
+"""Seconds for which the answer is the same."""
+CLOCKS_RUN = 10.0
+"""Seconds after which a page is brought up to date although nothing has happened: leases and silences grow shorter and longer."""
+PATIENCE, TIMEOUT = 3.0, 10.0
+"""Seconds for which a server elsewhere is asked again, and within which it has to say something."""
+PASSING = {
+    "at": True,
+    "clients": True,
+    "loop_elsewhere": {"silent_seconds"},
+    "groups": {"__all__": {"lease_seconds"}},
+    "waiting": {"__all__": {"seconds"}},
+    "sessions": {"__all__": {"silent_seconds", "let_go_seconds"}},
+}
+"""What is another value each second, or because we have asked, and no news."""
+
+
+class ServerLike(Protocol):
+    """What `TrainingClient` and a server in this process have in common, as far as it is needed here."""
+
+    def status(self) -> StatusAnswer: ...
+    def activity(self) -> ActivityAnswer: ...
+
+
+class WatchedServer:
+    """One training server. Any thread may ask."""
+
+    def __init__(self, server: ServerLike, clock: Callable[[], float] = time.monotonic) -> None:
+        self._server, self._clock = server, clock
+        self._lock = threading.Lock()
+        self._kept: tuple[float, StatusAnswer, ActivityAnswer] | None = None
+
+    def ask(self) -> tuple[StatusAnswer, ActivityAnswer]:
+        """Where it stands, and what goes on. Raises ClientError where it does not answer."""
+        with self._lock:
+            if self._kept is None or self._clock() - self._kept[0] >= FRESH:
+                found = self._server.status(), self._server.activity()
+                self._kept = (self._clock(), *found)
+            return self._kept[1:]
+
+    def stamp(self) -> str:
+        """Another text once anything has changed that the page shows."""
+        try:
+            status, activity = self.ask()
+        except GroupwiseError as error:
+            return error.code
+        ticks = int(self._clock() // CLOCKS_RUN)
+        shown = (
+            status.model_dump_json(exclude={"memory"}),
+            activity.model_dump_json(
+                exclude=PASSING  # pyright: ignore[reportArgumentType]
+            ),
+        )
+        return f"{ticks} {' '.join(shown)}"

@@ -1,0 +1,287 @@
+"""The page of a training server, alone and mounted on the server itself, where the same keys open it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.client import TrainingClient
+from groupwise.server.serve import Built
+from groupwise.server.settings import ServerConfig
+from groupwise.web.access import Door
+from groupwise.web.app import make_app
+from groupwise.web.index import RunsIndex
+from groupwise.web.place import Place
+from groupwise.web.server.mounted import in_front
+from groupwise.web.server.page import advice
+from groupwise.web.server.watched import CLOCKS_RUN, WatchedServer
+from groupwise.wire.activity import (
+    ActivityAnswer,
+    KnownClient,
+    LivingGroup,
+    LoopElsewhere,
+    PlannedStep,
+    Session,
+    SessionModel,
+    WaitingRequest,
+)
+from groupwise.wire.keys import Keyring, Role
+from groupwise.wire.training import Counters, EventData, StatusAnswer
+from tests.unit.server.asking import keyring
+from tests.unit.server.fake_service import RUN, FakeService
+from tests.web_runs import HOSTILE, write_run
+
+HERE = "http://127.0.0.1:8000"
+TEXT = HOSTILE.replace("\ud83d", "")
+
+
+class Told:
+    """A training server whose words are given."""
+
+    def __init__(self, status: StatusAnswer, activity: ActivityAnswer) -> None:
+        self.said = (status, activity)
+        self.asked = 0
+
+    def status(self) -> StatusAnswer:
+        self.asked += 1
+        return self.said[0]
+
+    def activity(self) -> ActivityAnswer:
+        return self.said[1]
+
+
+def everything() -> Told:
+    group: dict[str, Any] = {"draw": 3, "members": 4, "sampled_step": 7, "opened_at": 1e9}
+    return Told(
+        StatusAnswer(
+            phase="running",
+            run_id="first",
+            step=8,
+            max_steps=20,
+            training_settings={"model_id": TEXT},
+            counters=Counters(served=40, open=1, rewarded=1, trained=32, refused={"too_busy": 3}),
+            queue_depth=1,
+            last_error=TEXT,
+        ),
+        ActivityAnswer(
+            at=1e9,
+            run_id="first",
+            capacity=8,
+            groups=[
+                LivingGroup(
+                    group_id="g-1",
+                    state="open",
+                    key_id="ada",
+                    prompt=TEXT,
+                    lease_seconds=90.0,
+                    **group,
+                ),
+                LivingGroup(
+                    group_id="g-2",
+                    state="held",
+                    key_id="bob",
+                    prompt="b",
+                    mean_reward=0.25,
+                    **group,
+                ),
+            ],
+            waiting=[WaitingRequest(key_id="bob", groups=2, draws=[5, 6], seconds=12.0)],
+            planned=[PlannedStep(step=8, group_ids=["g-3"], engines_lost=1)],
+            clients=[
+                KnownClient(
+                    key_id="ada",
+                    role="train",
+                    requests=41,
+                    refused=3,
+                    last_request="POST /rewards",
+                    last_problem="too_busy",
+                    idle_seconds=2.0,
+                )
+            ],
+            sessions=[
+                Session(
+                    id="s-1",
+                    silent_seconds=4.0,
+                    let_go_seconds=596.0,
+                    models=[SessionModel(id="s-1:train:0", base=TEXT, rank=8, steps=3, waiting=2)],
+                    samplers=1,
+                ),
+                Session(id="s-2", silent_seconds=4.0, let_go_seconds=596.0),
+            ],
+            loop_elsewhere=LoopElsewhere(id="p", owner=TEXT, silent_seconds=1.0, calls=1),
+            events=[EventData(id=9, kind="engine_lost", at=1e9, run_id="first", message=TEXT)],
+        ),
+    )
+
+
+def client_of(server: Any, runs: Path) -> httpx2.AsyncClient:
+    place = Place(RunsIndex(runs), Door(None), server=server and WatchedServer(server))
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(place)), base_url=HERE)
+
+
+async def test_everything_is_shown_and_nothing_of_it_becomes_markup(tmp_path: Path) -> None:
+    write_run(tmp_path / "first", 2)
+    async with client_of(everything(), tmp_path) as client:
+        page = await client.get("/server")
+        data = (await client.get("/server?format=json")).json()
+    assert page.status_code == 200, page.text
+    for words in ("g-1", "g-2", "1 min 30 s", "12 s", "5, 6", "Step 8 learns from 1 groups", "s-1:train:0", "no model", "ada", "too_busy",
+                  "engine lost", 'href="/runs/first"'):  # fmt: skip
+        assert words in page.text, words
+    for wrong in ("<script>", "<img src=x", "\x1b", "\u202e"):
+        assert wrong not in page.text.replace('<script src="', ""), wrong
+    assert data["activity"]["groups"][1]["mean_reward"] == 0.25
+    assert data["status"]["counters"]["refused"] == {"too_busy": 3}
+
+
+async def test_a_server_on_which_nothing_was_begun(tmp_path: Path) -> None:
+    nothing = Told(StatusAnswer(phase="idle"), ActivityAnswer(at=1e9))
+    async with client_of(nothing, tmp_path) as client:
+        page = await client.get("/server")
+    assert "Nothing was started yet" in page.text
+    assert "No client trains by verbs" in page.text
+
+
+async def test_without_a_server_the_page_says_how_to_have_one(tmp_path: Path) -> None:
+    async with client_of(None, tmp_path) as client:
+        page = await client.get("/server")
+        runs = await client.get("/runs")
+    assert page.status_code == 404
+    assert "groupwise web --server URL" in page.text
+    assert "/server" not in runs.text
+
+
+async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> None:
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ConnectError("refused", request=request)
+
+    with TrainingClient(HERE, patience=0.0, transport=httpx2.MockTransport(refuse)) as away:
+        async with client_of(away, tmp_path) as client:
+            page = await client.get("/server")
+        stamp = WatchedServer(away).stamp()
+    assert page.status_code == 409
+    assert "Traceback" not in page.text
+    assert HERE in page.text
+    assert stamp
+
+
+def test_pages_are_told_of_news_and_of_nothing_else() -> None:
+    now, told = [1000.0], everything()
+    watched = WatchedServer(told, lambda: now[0])
+    before = watched.stamp()
+    assert watched.stamp() == before
+    assert told.asked == 1  # what many pages ask within a second is asked once
+    status, activity = told.said
+    passing = [each.model_copy(update={"lease_seconds": 80.0}) for each in activity.groups]
+    told.said = (
+        status,
+        activity.model_copy(update={"at": 2e9, "groups": passing, "clients": [], "sessions": []}),
+    )
+    now[0] += 2
+    without_sessions = watched.stamp()
+    assert without_sessions != before
+    told.said = status, told.said[1].model_copy(update={"groups": activity.groups, "at": 3e9})
+    now[0] += 2
+    assert watched.stamp() == without_sessions
+    now[0] += CLOCKS_RUN
+    assert watched.stamp() != without_sessions  # leases have become shorter
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ({"expired": 9, "trained": 4}, "lease_seconds"),
+        ({"stale": 9, "trained": 4}, "staleness"),
+        ({"open": 4}, "the clients' rewards are what everything waits for"),
+    ],
+)
+def test_what_the_counts_say(counts: dict[str, int], words: str) -> None:
+    status = StatusAnswer(phase="running", counters=Counters(**counts), queue_depth=2)
+    assert any(words in each for each in advice(status))
+    assert advice(StatusAnswer(phase="running", counters=Counters(trained=9, open=2))) == []
+    assert "engine has ended" in advice(StatusAnswer(phase="recovering"))[0]
+
+
+# Mounted on the server
+
+
+def mounted(folder: Path, keys: Keyring | None) -> Any:
+    config = ServerConfig(output_dir=str(folder))
+    serving, answers = Built(FakeService()).application(config, keys)
+    return in_front(config, keys)(answers, serving)
+
+
+@pytest.fixture
+async def below(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    write_run(tmp_path / RUN, 3)
+    transport = httpx2.ASGITransport(mounted(tmp_path, None))
+    async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
+        yield client
+
+
+async def test_the_server_answers_as_before_beside_its_dashboard(below: httpx2.AsyncClient) -> None:
+    assert (await below.get("/status")).json()["run_id"] == RUN
+    assert (await below.get("/dashboards")).json()["code"] == "not_found"
+    assert (await below.get("/runs")).json()["code"] == "not_found"
+    first = await below.get("/dashboard")
+    assert (first.status_code, first.headers["location"]) == (303, "/dashboard/server")
+    assert (await below.get("/dashboard/")).headers["location"] == "/dashboard/runs"
+
+
+async def test_every_address_of_its_pages_is_below_its_path(below: httpx2.AsyncClient) -> None:
+    for path in ("/server", "/runs", f"/runs/{RUN}", f"/runs/{RUN}/rollouts", f"/runs/{RUN}/rollouts/1", f"/runs/{RUN}/groups/0",
+                 f"/runs/{RUN}/evaluations", f"/compare?run={RUN}", "/none"):  # fmt: skip
+        page = await below.get(f"/dashboard{path}")
+        assert page.headers["content-security-policy"]
+        found = re.findall(r'(?:href|src|action|data-live)="(/[^"]*)"', page.text)
+        assert found, path
+        assert [each for each in found if not each.startswith("/dashboard/")] == [], path
+        for each in {each.replace("&amp;", "&") for each in found if "/live" not in each}:
+            assert (await below.get(each)).status_code in (200, 303, 400, 405), each
+    shown = (await below.get("/dashboard/server")).text
+    assert f'href="/dashboard/runs/{RUN}"' in shown
+    assert 'aria-current="true">Server' in shown
+
+
+async def test_the_servers_own_keys_open_it(tmp_path: Path) -> None:
+    ring, keys = keyring()
+    transport = httpx2.ASGITransport(mounted(tmp_path, ring))
+    async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
+        first = await client.get("/dashboard/server")
+        assert first.headers["location"] == "/dashboard/sign-in?next=%2Fdashboard%2Fserver"
+        form = {"key": keys[Role.READ], "next": "/dashboard/server"}
+        entered = await client.post("/dashboard/sign-in", data=form)
+        assert entered.headers["location"] == "/dashboard/server"
+        cookie = entered.headers["set-cookie"]
+        assert "Path=/dashboard;" in cookie.replace("path=", "Path=")
+        assert "httponly" in cookie.lower()
+        assert (await client.get("/dashboard/server")).status_code == 200
+        assert (await client.get("/status")).status_code == 401  # the cookie is no key
+        elsewhere = await client.post("/dashboard/sign-in", data={**form, "next": "/start"})
+        assert elsewhere.headers["location"] == "/dashboard/runs"
+        nobody = await client.get("/dashboard/server", headers={"Authorization": "Bearer gw-no"})
+        assert nobody.status_code == 401
+        left = await client.post("/dashboard/sign-out")
+        assert left.headers["location"] == "/dashboard/sign-in"
+        assert (await client.get("/dashboard/server")).status_code == 303
+
+
+async def test_a_server_that_is_busy_is_waited_for_and_then_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = FakeService()
+    hanging = asyncio.Event()
+    service.status = hanging.wait  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr("groupwise.web.server.mounted.TIMEOUT", 0.01)
+    config = ServerConfig(output_dir=str(tmp_path))
+    serving, answers = Built(service).application(config, None)
+    transport = httpx2.ASGITransport(in_front(config, None)(answers, serving))
+    async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
+        page = await client.get("/dashboard/server")
+    assert page.status_code == 429
