@@ -12,6 +12,7 @@ from typing import TypeVar
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from groupwise.server.orders import RUNS
 from groupwise.server.routes.declared import Serving
 from groupwise.server.serve import InFrontOf
 from groupwise.server.settings import ServerConfig
@@ -34,7 +35,9 @@ def in_front(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
 
     def put(behind: ASGIApp, serving: Serving) -> ASGIApp:
         server = WatchedServer(Here(serving, asyncio.get_running_loop()))
-        place = Place(RunsIndex(config.folder), Door(keys), server=server, ending=serving.ending)
+        place = Place(
+            RunsIndex(config.folder / RUNS), Door(keys), server=server, ending=serving.ending
+        )
         return _Below(make_app(place), behind)
 
     return put

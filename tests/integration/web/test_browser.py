@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from groupwise.client import TrainingClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
@@ -27,6 +29,7 @@ from groupwise.web.fleet.watched import WatchedFleet
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
+from tests.integration.server.running import running
 from tests.serving import listening
 from tests.unit.web.test_fleet import direct, migrated_file, small
 from tests.web_runs import HOSTILE, add_step, write_run
@@ -37,6 +40,13 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium o
 SOON = 15_000
 """Milliseconds."""
 PHONE = {"width": 390, "height": 844}
+SMALL: dict[str, Any] = {
+    "model_id": "tiny",
+    "num_completions_per_prompt": 2,
+    "max_completion_length": 8,
+    "groups_per_step": 1,
+}
+"""A run of a training server."""
 
 
 @pytest.fixture(scope="module")
@@ -340,3 +350,52 @@ def test_a_fleet_is_shown_changed_and_followed(
         expect(page.locator(".log")).to_contain_text("<script>x</script>")
         expect(page.locator(".timeline rect").first).to_be_visible()
         assert visitor.wrong == []
+
+
+def test_a_training_server_is_followed_while_clients_use_it(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with running(tmp_path / "out") as server, Driver(server.url) as driver:
+        visitor = visit(f"{server.url}/dashboard")
+        page = visitor.page
+        visitor.goes("")
+        expect(page.get_by_text("Nothing was started yet")).to_be_visible()
+        expect(page.locator("#live.on")).to_be_visible()
+        driver.does(lambda client: client.start(run_name="words", max_steps=3, **SMALL))
+        expect(page.locator(".progress")).to_contain_text("0 of 3 steps", timeout=SOON)
+        group = driver.does(lambda client: client.completions("<b>abc</b>"))
+        expect(page.get_by_role("row", name=group.group_id)).to_contain_text("open", timeout=SOON)
+        expect(page.get_by_role("row", name=group.group_id)).to_contain_text("<b>abc</b>")
+        driver.does(lambda client: client.rewards(group, [1.0, 0.0], wait=True))
+        expect(page.locator(".progress")).to_contain_text("1 of 3 steps", timeout=SOON)
+        expect(page.get_by_role("row", name="POST /rewards")).to_contain_text("local")
+        for viewport in ({"width": 1280, "height": 900}, PHONE):
+            page.set_viewport_size(viewport)
+            assert serious_in(page) == []
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.get_by_role("link", name="words", exact=True).click()
+        page.wait_for_url("**/dashboard/runs/words")
+        expect(page.locator(".plot canvas").first).to_be_visible()
+        page.get_by_role("link", name="Rollouts").click()
+        expect(page.locator(".rollout")).to_have_count(2)
+        assert visitor.wrong == []
+
+
+class Driver:
+    """Asks a training server from a thread of its own: in that of a test the browser's driver has its loop."""
+
+    def __init__(self, url: str) -> None:
+        self._client = TrainingClient(url)
+        self._thread = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        self._client.close()
+
+    def does(self, work: Callable[[TrainingClient], Any]) -> Any:
+        """What it answers."""
+        return self._thread.submit(work, self._client).result(60)

@@ -219,7 +219,7 @@ def mounted(folder: Path, keys: Keyring | None) -> Any:
 
 @pytest.fixture
 async def below(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    write_run(tmp_path / RUN, 3)
+    write_run(tmp_path / "runs" / RUN, 3)
     transport = httpx2.ASGITransport(mounted(tmp_path, None))
     async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
         yield client
