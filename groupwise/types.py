@@ -129,6 +129,10 @@ class Segment:
     prompt_ids: tuple[int, ...] | None = None
     """Where a new row begins: all that the policy saw before this segment, because the chat template wrote earlier turns
     anew. None: the segment goes on with the row before it."""
+    learner_logprobs: tuple[float, ...] | None = None
+    """By the learner in the first pass of its step that learnt from these tokens, before that pass's update (nats, float32): as
+    `Learner.trained_logprobs` tells them. Less `sampling_logprobs` they are the logarithms of the ratios. None where the
+    tokens did not teach, or nobody kept them."""
 
 
 @dataclass(frozen=True, slots=True)

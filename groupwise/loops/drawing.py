@@ -16,7 +16,7 @@ from groupwise.models.tokens import rendered
 from groupwise.rollouts.asking import Ask
 from groupwise.rollouts.score import score_group
 from groupwise.rollouts.seeds import member_seed
-from groupwise.types import Example, Group, Policy
+from groupwise.types import Example, Group, Policy, Rollout
 
 
 async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
@@ -45,10 +45,16 @@ def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
     """The group of an earlier draw as that of this one: its rollouts with their rewards, and no credit yet."""
     group = run.folder.store.group(again)
     assert group is not None, f"draw {again} is in the record"
-    rollouts = [replace(rollout, draw=draw, advantage=None) for rollout in group.rollouts]
+    rollouts = [replace(_before_learning(rollout), draw=draw) for rollout in group.rollouts]
     return replace(
         group, draw=draw, example=example, rollouts=tuple(rollouts), origin="replay", again=again
     )
+
+
+def _before_learning(rollout: Rollout) -> Rollout:
+    """A recorded rollout without what the learning of its step said of it."""
+    segments = [replace(segment, learner_logprobs=None) for segment in rollout.segments]
+    return replace(rollout, advantage=None, segments=tuple(segments))
 
 
 async def score(run: TaskRun, group: Group, step: int) -> Group:

@@ -6,12 +6,14 @@ start of the step), so that the clip holds all updates of a step near it.
 
 Where an algorithm takes one ratio for a rollout (`Algorithm.ratio_of_rollout`) and a rollout has several rows, each row is told before
 an update how likely the weights of this update make its other rows; this costs another forward pass of those rows.
+
+What the first pass over a group found its tokens' log-probabilities to be goes into the record, where tokens are kept (`noted`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
@@ -20,7 +22,13 @@ from groupwise.learner.config import TrainingConfig
 from groupwise.loops.metrics import loss_metrics
 from groupwise.loops.run import Learning
 from groupwise.loops.training import count_non_finite, update
-from groupwise.rollouts.rows import Weights, training_rows, with_others
+from groupwise.rollouts.rows import (
+    Weights,
+    training_rows,
+    with_advantages,
+    with_learner_logprobs,
+    with_others,
+)
 from groupwise.types import Group, Row
 
 
@@ -31,6 +39,18 @@ class Learned:
     changed: bool = False
     """Whether an update was applied."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    logprobs: Mapping[int, Sequence[tuple[float, ...]]] = field(
+        default_factory=dict[int, Sequence[tuple[float, ...]]]
+    )
+    """By the place of a group in the step, the log-probabilities of its rows in the first pass over them; not all groups have any."""
+
+
+def noted(groups: Sequence[Group], weights: Sequence[Weights], learned: Learned) -> list[Group]:
+    """The groups of a step as they are recorded: with the credit of each rollout, and what the learner said of its tokens."""
+    return [
+        with_learner_logprobs(with_advantages(group, credit), credit, learned.logprobs.get(place))
+        for place, (group, credit) in enumerate(zip(groups, weights, strict=True))
+    ]
 
 
 async def learn(
@@ -57,6 +77,7 @@ async def _updates(
     losses: list[tuple[dict[str, float], dict[str, float]]] = []
     norms: list[float] = []
     left_out = 0
+    logprobs: dict[int, Sequence[tuple[float, ...]]] = {}
     for part in parts(len(groups), run.config.training):
         rows = [row for index in part for row in rows_by_group[index]]
         if not rows:
@@ -66,6 +87,8 @@ async def _updates(
         )
         rows = await _with_ratios(run, rows, droppable=not norms)
         sums = await _forward_backward(run, rows, denominators, droppable=not norms)
+        if run.config.run.keep_tokens and logprobs.keys().isdisjoint(part):
+            logprobs |= await _trained_logprobs(run, part, rows_by_group)
         result = await update(run, rows, sums, rate)
         left_out += not result.applied
         losses.append((sums, denominators))
@@ -75,7 +98,7 @@ async def _updates(
     metrics = {**loss_metrics(losses), "grad_norm": fmean(norms)}
     if left_out:
         metrics["updates/left_out"] = float(left_out)
-    return Learned(changed=left_out < len(norms), metrics=metrics)
+    return Learned(changed=left_out < len(norms), metrics=metrics, logprobs=logprobs)
 
 
 def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
@@ -96,6 +119,19 @@ async def _forward_backward(
     except BaseException:
         run.learner.discard()
         raise
+
+
+async def _trained_logprobs(
+    run: Learning, part: Iterable[int], rows_by_group: Sequence[Sequence[Row]]
+) -> dict[int, Sequence[tuple[float, ...]]]:
+    """What the pass that has just been made found, by group; nothing where this learner cannot tell it."""
+    found = await run.learner.trained_logprobs()
+    if found is None:
+        return {}
+    left = iter(found)
+    return {
+        index: [next(left) for _ in rows_by_group[index]] for index in part if rows_by_group[index]
+    }
 
 
 async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) -> list[list[Row]]:

@@ -20,14 +20,13 @@ from dataclasses import replace
 from groupwise.learner.schedule import learning_rate
 from groupwise.loops.drawing import serve
 from groupwise.loops.held_out import evaluate_now_and_then
-from groupwise.loops.learning import learn
+from groupwise.loops.learning import learn, noted
 from groupwise.loops.metrics import Timings
 from groupwise.loops.profiling import profiled
 from groupwise.loops.recording import check_something_scored, commit
 from groupwise.loops.run import Drawn, Run, TaskRun
 from groupwise.loops.schedules import make_schedule
 from groupwise.loops.training import save_checkpoint
-from groupwise.rollouts.rows import with_advantages
 
 
 async def train(run: TaskRun) -> None:
@@ -70,10 +69,10 @@ async def take_step(
     learned = await learn(run, drawn.groups, weights, rate)
     if learned.changed:
         await publish(run, policy_in.version + 1)
-    noted = [with_advantages(*each) for each in zip(drawn.groups, weights, strict=True)]
-    check_something_scored(run, noted)
+    groups = noted(drawn.groups, weights, learned)
+    check_something_scored(run, groups)
     run.timings.step = time.perf_counter() - begun
-    metrics = commit(run, replace(drawn, groups=noted), policy_in, rate, learned.metrics)
+    metrics = commit(run, replace(drawn, groups=groups), policy_in, rate, learned.metrics)
     await run.callbacks.step_committed(metrics)
     return metrics
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from groupwise.types import Group, OtherRows, Rollout, Row, Segment, Weight, Withheld
@@ -56,15 +56,49 @@ def with_advantages(group: Group, weights: Weights) -> Group:
     return replace(group, rollouts=tuple(noted))
 
 
+def with_learner_logprobs(
+    group: Group, weights: Weights, told: Sequence[Sequence[float]] | None
+) -> Group:
+    """The group with what the learner said of the tokens that taught, for the record.
+
+    `told` has the log-probabilities of each row that `training_rows` makes of the group with these weights; None: nobody kept any.
+    """
+    left = iter(told or ())
+    learnt = [weight is not None and told is not None for weight in weights]
+    rollouts = [
+        replace(rollout, segments=tuple(_learnt(rollout, left))) if taught else rollout
+        for rollout, taught in zip(group.rollouts, learnt, strict=True)
+    ]
+    assert next(left, None) is None, "log-probabilities of more rows than the group has"
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def _learnt(rollout: Rollout, told: Iterator[Sequence[float]]) -> Iterator[Segment]:
+    """The segments of a rollout whose rows come next."""
+    for _, segments in _parts(rollout):
+        values = next(told) if any(map(_teaches, segments)) else ()
+        start = 0
+        for segment in segments:
+            end = start + len(segment.token_ids)
+            own = tuple(values[start:end]) if _teaches(segment) else None
+            yield replace(segment, learner_logprobs=own)
+            start = end
+
+
 def _rows(rollout: Rollout, weight: Weight) -> list[Row]:
+    written = [part for part in _parts(rollout) if any(map(_teaches, part[1]))]
+    key = (rollout.draw, rollout.member)
+    return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in written]
+
+
+def _parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
+    """The segments, cut where a new row begins, each part with its prompt."""
     parts: list[tuple[tuple[int, ...], list[Segment]]] = [(rollout.prompt_ids, [])]
     for segment in rollout.segments:
         if segment.prompt_ids is not None:
             parts.append((segment.prompt_ids, []))
         parts[-1][1].append(segment)
-    written = [(prompt, segments) for prompt, segments in parts if any(map(_teaches, segments))]
-    key = (rollout.draw, rollout.member)
-    return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in written]
+    return parts
 
 
 def _teaches(segment: Segment) -> bool:

@@ -35,6 +35,16 @@ def unpack_floats(blob: bytes | None) -> tuple[float, ...] | None:
     return None if blob is None else struct.unpack(f"<{len(blob) // 8}d", blob)
 
 
+def pack_singles(values: Sequence[float] | None) -> bytes | None:
+    """Floats as little-endian float32: those that have no more digits keep every bit."""
+    return None if values is None else struct.pack(f"<{len(values)}f", *values)
+
+
+def unpack_singles(blob: bytes | None) -> tuple[float, ...] | None:
+    """The inverse of `pack_singles`."""
+    return None if blob is None else struct.unpack(f"<{len(blob) // 4}f", blob)
+
+
 def signed(seed: int | None) -> int | None:
     """An unsigned 64-bit number as the signed one with the same bits; OverflowError beyond 64 bits."""
     return None if seed is None else int.from_bytes(seed.to_bytes(8, "big"), "big", signed=True)

@@ -8,9 +8,10 @@ worst and the failed ones, one reward part over all rollouts (`parts` as rows), 
 (a full-text index beside the tables, which can be rebuilt from them and is left out where SQLite lacks FTS5).
 
 Conventions: a step is an index from 0; a group without a step was finished but belongs to no committed step. Seeds are
-unsigned 64-bit numbers in SQLite's signed ones (two's complement). Token ids are little-endian int32, log-probabilities
-little-endian float64, both bit-exact; NULL where they were not kept. A NaN is the text 'nan' in `rollouts` and `parts`,
-where NULL means "none", and NULL in `metrics`. Text that UTF-8 cannot hold is a BLOB.
+unsigned 64-bit numbers in SQLite's signed ones (two's complement). Token ids are little-endian int32, the sampler's
+log-probabilities little-endian float64, those of the learner, which has no more digits, float32, all bit-exact; NULL where they were not
+kept. A NaN is the text 'nan' in `rollouts` and `parts`, where NULL means "none", and NULL in `metrics`. Text that UTF-8 cannot hold is a
+BLOB.
 """
 
 from __future__ import annotations
@@ -185,6 +186,9 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX groups_by_task ON groups (task, draw) WHERE task IS NOT NULL;
     CREATE INDEX rollouts_by_task ON rollouts (task, id) WHERE task IS NOT NULL;
     CREATE INDEX rollouts_by_task_and_reward ON rollouts (task, reward, id) WHERE task IS NOT NULL;
+    """,
+    """
+    ALTER TABLE segments ADD COLUMN learner_logprobs BLOB;  -- of tokens that taught: by the first pass of the step over them
     """,
 )
 

@@ -19,6 +19,7 @@ from groupwise.runs.encoding import (
     number,
     pack_floats,
     pack_json,
+    pack_singles,
     pack_tokens,
     plain_number,
     plain_text,
@@ -26,6 +27,7 @@ from groupwise.runs.encoding import (
     text,
     unpack_floats,
     unpack_json,
+    unpack_singles,
     unpack_tokens,
     unsigned,
 )
@@ -201,6 +203,7 @@ _SEGMENT = (
     "seed",
     "finish_reason",
     "prompt_ids",
+    "learner_logprobs",
 )
 
 
@@ -222,6 +225,7 @@ def _insert_segments(
             pack_tokens(segment.prompt_ids)
             if keep_tokens and segment.prompt_ids is not None
             else None,
+            pack_singles(segment.learner_logprobs) if keep_tokens else None,
         )
         for position, segment in enumerate(segments)
     ]
@@ -292,8 +296,9 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
             seed=unsigned(seed),
             finish_reason=reason,
             prompt_ids=None if prompt_ids is None else unpack_tokens(prompt_ids),
+            learner_logprobs=unpack_singles(learnt),
         )
-        for source, token_ids, logprobs, version, fingerprint, params, seed, reason, prompt_ids in rows
+        for source, token_ids, logprobs, version, fingerprint, params, seed, reason, prompt_ids, learnt in rows
     )
 
 

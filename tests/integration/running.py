@@ -58,6 +58,26 @@ def what_must_be_equal(folder: Path) -> dict[str, Any]:
     return {"record": record, "files": files}
 
 
+def ratios_of(folder: Path) -> list[float]:
+    """The learner's log-probability of every token that taught, less the sampler's, in the order of the record."""
+    with Store.open(folder / "run.db", readonly=True) as store:
+        segments = [
+            segment
+            for record in store.steps()
+            for group in store.groups(record.step)
+            for rollout in group.rollouts
+            for segment in rollout.segments
+            if segment.learner_logprobs is not None
+        ]
+    return [
+        learnt - sampled
+        for segment in segments
+        for learnt, sampled in zip(
+            segment.learner_logprobs or (), segment.sampling_logprobs or (), strict=True
+        )
+    ]
+
+
 def go_on(
     settings: dict[str, Any], task: str = TOY, command: Callable[..., Any] = groupwise.rl
 ) -> None:

@@ -25,7 +25,7 @@ from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.line import Line
 from tests.forked_zygote import fork_peers
-from tests.integration.running import TOY, go_on, what_must_be_equal
+from tests.integration.running import TOY, go_on, ratios_of, what_must_be_equal
 from tests.integration.test_learners import NAMES, Killed, assert_close, scaled
 from tests.integration.test_ranks import SFT, metrics, supervised
 
@@ -82,6 +82,8 @@ def test_the_run_of_one_process(tmp_path, learners, training, more):
     assert metrics(other, *NAMES) == pytest.approx(metrics(one, *NAMES), rel=1e-3, abs=1e-5)
     file = "adapter_model.safetensors" if more.get("lora", 0) is not None else "model.safetensors"
     assert_close(one, other, file)
+    assert len(ratios_of(one)) > 100
+    assert ratios_of(other) == pytest.approx(ratios_of(one), abs=1e-3)
     assert files(one) == files(other)
 
 

@@ -1,7 +1,8 @@
 """What is sampled is what is trained, seen on real runs:
 
 1. in a synchronous run every step begins at a ratio of 1, and sampler and learner differ by rounding alone, also where stop
-   tokens are withheld at the beginning of completions;
+   tokens are withheld at the beginning of completions; the record says so of each token that taught, also where further updates
+   are made on it;
 2. a run stops where the sampler serves other weights than the learner published, and learns nothing from them.
 """
 
@@ -19,7 +20,7 @@ from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.errors import PolicyMismatchError
 from groupwise.runs.store import Store
 from groupwise.sampler.torch_sampler import TorchSampler
-from tests.integration.running import STEPS, TOY, config
+from tests.integration.running import STEPS, TOY, config, ratios_of
 
 
 def settings(runs: Path, **sections: Any) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def test_every_step_begins_at_a_ratio_of_1(tmp_path, algorithm, temperature):
     assert folder
     assert curve(folder, "sampling/ratio_mean") == pytest.approx([1.0] * STEPS, abs=1e-5)
     assert max(curve(folder, "sampling/logprob_gap")) < 1e-5
+    assert 0 < max(map(abs, ratios_of(folder))) < 1e-4
     assert max(curve(folder, "clip_ratio/region_mean")) == 0.0
     assert max(map(abs, curve(folder, "grad_norm"))) > 0
     assert "sampler and learner differ" not in (folder / "log.txt").read_text()

@@ -38,6 +38,7 @@ from tests.integration.running import (
     config,
     crash_at,
     go_on,
+    ratios_of,
     what_must_be_equal,
 )
 from tests.unit.ranks.toys import all_gone, is_gone
@@ -95,6 +96,9 @@ def test_a_run_with_ranks_is_that_of_one_process(uninterrupted, tmp_path):
         metrics(tmp_path / "toy", *names), rel=1e-3, abs=1e-5
     )
     assert metrics(uninterrupted, "sampling/logprob_gap") == pytest.approx([0.0] * STEPS, abs=1e-4)
+    alone = ratios_of(tmp_path / "toy")
+    assert len(alone) > 100
+    assert ratios_of(uninterrupted) == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -4,7 +4,8 @@
 2. each update is divided by the groups that it takes;
 3. reference and proximal log-probabilities are those of the start of the step, for every update of it;
 4. a step in which nothing teaches asks nothing of the learner;
-5. a row knows the other rows of its rollout: their weights as of the start of the step, their ratios as of each update.
+5. a row knows the other rows of its rollout: their weights as of the start of the step, their ratios as of each update;
+6. what the first pass over a group found is noted beside its tokens; nobody asks for it where tokens are not kept.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 
 from groupwise.algorithms.registry import make
 from groupwise.learner.config import TrainingConfig
-from groupwise.loops.learning import Learned, learn
+from groupwise.loops.learning import Learned, learn, noted
 from groupwise.loops.metrics import Timings
 from groupwise.types import (
     Example,
@@ -40,7 +41,10 @@ LONGEST = 10
 class Recorder:
     """A learner whose log-probabilities tell how many updates it has made."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells: bool) -> None:
+        self.tells = tells
+        self.asked = 0
+        """How often somebody wanted to know what a pass had found."""
         self.calls: list[str] = []
         self.rows: list[list[Row]] = []
         self.denominators: list[dict[str, float]] = []
@@ -53,6 +57,12 @@ class Recorder:
         self.rows.append(list(rows))
         self.denominators.append(dict(denominators))
         return {"tokens": 1.0, **{f"loss/{name}": 0.0 for name in denominators}}
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        self.asked += 1
+        if not self.tells:
+            return None
+        return [(-1.0 - self.updates,) * len(row.completion_ids) for row in self.rows[-1]]
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         self.calls.append("update")
@@ -78,9 +88,15 @@ def group(draw: int, *rewards: float | None, tokens: int = 2) -> Group:
 
 
 def learnt(
-    groups: Sequence[Group], name: str, knobs: dict[str, Any] | None = None, **training: Any
+    groups: Sequence[Group],
+    name: str,
+    knobs: dict[str, Any] | None = None,
+    *,
+    keep_tokens: bool = True,
+    tells: bool = True,
+    **training: Any,
 ) -> tuple[Recorder, Learned]:
-    learner, algorithm = Recorder(), make(name, knobs or {})
+    learner, algorithm = Recorder(tells=tells), make(name, knobs or {})
 
     async def allow(work: Coroutine[Any, Any, Any]) -> Any:
         return await work
@@ -88,7 +104,10 @@ def learnt(
     run: Any = SimpleNamespace(
         algorithm=algorithm,
         learner=learner,
-        config=SimpleNamespace(training=TrainingConfig(prompts_per_step=len(groups), **training)),
+        config=SimpleNamespace(
+            training=TrainingConfig(prompts_per_step=len(groups), **training),
+            run=SimpleNamespace(keep_tokens=keep_tokens),
+        ),
         progress=SimpleNamespace(phase=lambda *_: None),
         interruption=SimpleNamespace(allow=allow),
         longest_completion=LONGEST,
@@ -215,3 +234,34 @@ def test_other_rows_cost_nothing_where_each_token_has_its_own_ratio():
     learner, _ = learnt([in_two_rows(0)], "grpo", knobs, num_iterations=2)
     assert learner.calls == ["policy", *["gradient", "update"] * 2]
     assert others_of(learner.rows[1]) == [None, (3, 1.5, 0.0), (2, 0.0, 0.0)]
+
+
+def said(groups: Sequence[Group], learned: Learned, name: str) -> list[list[Any]]:
+    """What is noted of the segments of each group."""
+    weights = make(name, {}).weights(groups)
+    return [
+        [each.learner_logprobs for rollout in group.rollouts for each in rollout.segments]
+        for group in noted(groups, weights, learned)
+    ]
+
+
+def test_what_the_first_pass_found_is_noted():
+    """The second update of the step is by other weights; both groups of it are passed twice."""
+    groups = [*STEP, in_two_rows(3)]
+    learner, learned = learnt(groups, "grpo", minibatches=2, num_iterations=3)
+    assert learner.calls == ["gradient", "update"] * 6
+    assert learner.asked == 2
+    assert said(groups, learned, "grpo") == [
+        [(-1.0, -1.0)] * 2,
+        [None] * 2,
+        [*[(-2.0,) * 3] * 2, None],
+        [(-2.0, -2.0), (-2.0, -2.0), (-2.0,) * 3],
+    ]
+
+
+@pytest.mark.parametrize("missing", ["keep_tokens", "tells"])
+def test_nothing_is_noted_where_nobody_keeps_or_tells_it(missing):
+    learner, learned = learnt(STEP, "grpo", **{missing: False})
+    assert learned.logprobs == {}
+    assert said(STEP, learned, "grpo") == [[None] * 2, [None] * 2, [None] * 3]
+    assert learner.asked == (0 if missing == "keep_tokens" else 1)

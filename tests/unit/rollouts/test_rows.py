@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rollouts.rows import training_rows, with_advantages, with_others
+from groupwise.rollouts.rows import (
+    training_rows,
+    with_advantages,
+    with_learner_logprobs,
+    with_others,
+)
 from groupwise.types import (
     Example,
     Group,
@@ -186,6 +191,30 @@ def test_advantages_are_noted_beside_the_reward(make_group, written):
     noted = with_advantages(group, (Weight(-0.5, 1), None))
     assert [each.advantage for each in noted.rollouts] == [-0.5, None]
     assert [each.reward for each in noted.rollouts] == [2.0, None]
+
+
+def test_what_the_learner_said_comes_to_the_tokens_that_taught(make_group, written):
+    """Through rows of several segments, and rollouts of several rows."""
+    anew = replace(written(7, 8), prompt_ids=(50, 51, 9))
+    only_read = replace(Segment("environment", (92,)), prompt_ids=(50, 3))
+    group = make_group(
+        (written(5, 6), Segment("inserted", (90, 91)), written(4), only_read, anew),
+        (written(1),),
+        (written(2),),
+    )
+    weights = (Weight(1, 1), None, Weight(-1, 1))
+    rows = training_rows([group], [weights])
+    told = [
+        [-100.0 * number - token for token in row.completion_ids] for number, row in enumerate(rows)
+    ]
+    learnt = with_learner_logprobs(group, weights, told)
+    assert [[each.learner_logprobs for each in r.segments] for r in learnt.rollouts] == [
+        [(-5.0, -6.0), None, (-4.0,), None, (-107.0, -108.0)],
+        [None],
+        [(-202.0,)],
+    ]
+    assert training_rows([learnt], [weights]) == rows
+    assert with_learner_logprobs(group, weights, None) == group
 
 
 def test_what_is_not_finite_in_a_row_can_be_told_apart_when_it_is_kept():

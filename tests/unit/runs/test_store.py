@@ -76,6 +76,8 @@ SEGMENTS = st.builds(
     seed=st.none() | st.integers(0, 2**64 - 1),
     finish_reason=st.sampled_from([None, "stop", "length"]),
     prompt_ids=st.none() | TOKENS,
+    learner_logprobs=st.none()
+    | st.lists(st.floats(width=32, allow_nan=False), max_size=5).map(tuple),
 )
 PARTS = st.builds(
     RewardPart,
@@ -183,6 +185,18 @@ class TestRoundTrip:
         assert read is not None
         assert struct.pack("<5d", *read) == struct.pack("<5d", *values)
 
+    def test_what_the_learner_said_keeps_every_bit_that_it_has(self, store: Store) -> None:
+        values = (-0.0, -math.inf, math.nan, struct.unpack("<f", struct.pack("<f", -0.1))[0])
+        segment = Segment("policy", (1, 2, 3, 4), learner_logprobs=values)
+        store.keep_unfinished([group(0, rollouts=(Rollout(0, 0, 0, (), (segment,), ""),))])
+        read = store.unfinished_groups()[0].rollouts[0].segments[0].learner_logprobs
+        assert read is not None
+        assert struct.pack("<4d", *read) == struct.pack("<4d", *values)
+        connection = sqlite3.connect(store.path)
+        (stored,) = connection.execute("SELECT length(learner_logprobs) FROM segments").fetchone()
+        connection.close()
+        assert stored == 4 * len(values), "bytes"
+
     def test_a_nan_reward_is_not_taken_for_none(self, store: Store) -> None:
         part = RewardPart("odd", math.nan)
         odd = Rollout(0, 0, 0, (), (), "", "failed", "NaN", math.nan, (part,))
@@ -215,11 +229,17 @@ class TestRoundTrip:
 
     def test_without_tokens_everything_else_stays(self, tmp_path: Path) -> None:
         with Store.create(tmp_path / "slim.db", keep_tokens=False) as slim:
-            slim.commit_step(step(0, (0,)), [group(0)], {})
+            given = group(0)
+            learnt = tuple(
+                replace(rollout, segments=(replace(rollout.segments[0], learner_logprobs=(-1.0,)),))
+                for rollout in given.rollouts
+            )
+            slim.commit_step(step(0, (0,)), [replace(given, rollouts=learnt)], {})
             (read,) = slim.groups(0)
             (view, _) = slim.rollouts(RolloutFilter())
         assert read.rollouts[0].segments[0].token_ids == ()
         assert read.rollouts[0].segments[0].sampling_logprobs is None
+        assert read.rollouts[0].segments[0].learner_logprobs is None
         assert read.rollouts[0].prompt_ids == ()
         assert (view.completion_tokens, view.completion) == (2, "answer 0 of draw 0")
 
@@ -899,6 +919,27 @@ class TestFormat:
         with Store.open(path, readonly=True) as store:
             assert store.steps() == [StepRecord(0, 0, 1, "f", (0,), 0.1, 2.0)]
             assert store.evaluations() == [EvaluationRecord(1, "after", "r@1", {})]
+
+    def test_what_was_written_without_the_learners_word_has_none(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.db"
+        before = next(n for n, e in enumerate(schema.MIGRATIONS) if "learner_logprobs" in e)
+        connection = sqlite3.connect(path)
+        connection.executescript(
+            "PRAGMA journal_mode = WAL;"
+            + "".join(schema.MIGRATIONS[:before])
+            + "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
+            " VALUES (0, 0, 0, '\"p\"', 'p', '{}', '{}');"
+            "INSERT INTO rollouts (id, draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
+            " VALUES (1, 0, 0, 0, 0, 'scored', 0, 1, 'fig', '{}');"
+            "INSERT INTO segments (rollout, position, source, token_ids, logprobs)"
+            " VALUES (1, 0, 'policy', x'05000000', x'000000000000E0BF');"
+            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {before};"
+        )
+        connection.close()
+        for readonly in (True, False):
+            with Store.open(path, readonly) as store:
+                (rollout,) = store.unfinished_groups()[0].rollouts
+                assert rollout.segments == (Segment("policy", (5,), (-0.5,)),)
 
     def test_what_was_written_without_tasks_gets_them(self, tmp_path: Path) -> None:
         path = tmp_path / "run.db"
