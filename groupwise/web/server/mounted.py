@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from groupwise.server.orders import RUNS
 from groupwise.server.routes.declared import Serving
-from groupwise.server.serve import InFrontOf
 from groupwise.server.settings import ServerConfig
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
@@ -25,6 +24,9 @@ from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.keys import Keyring
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import StatusAnswer
+
+if TYPE_CHECKING:
+    from groupwise.server.serve import InFrontOf
 
 PREFIX = "/dashboard"
 T = TypeVar("T")

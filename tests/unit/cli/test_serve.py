@@ -18,8 +18,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     fake: Any = ModuleType("groupwise.server.serve")
 
-    def serve(*given: Any) -> int:
-        calls.append(given)
+    def serve(*given: Any, in_front: Any) -> int:
+        calls.append((*given, in_front))
         return 0
 
     fake.serve = serve
@@ -31,7 +31,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_the_folder_suffices(served: list[tuple[Any, ...]]) -> None:
     assert main(["serve", "--output-dir", "D"]) == 0
-    ((config, keys, start),) = served
+    ((config, keys, start, in_front),) = served
+    assert callable(in_front)
     assert (config.output_dir, config.host, config.port) == ("D", "127.0.0.1", 8000)
     assert keys is start is None
 
@@ -39,9 +40,19 @@ def test_the_folder_suffices(served: list[tuple[Any, ...]]) -> None:
 def test_options_and_words_are_settings(served: list[tuple[Any, ...]], tmp_path: Path) -> None:
     file = tmp_path / "S.yaml"
     file.write_text("port: 1\nlog_format: json\n")
-    words = ["--config", str(file), "--port", "2", "--start-with", "s.yaml", "burst=9"]
+    words = [
+        "--config",
+        str(file),
+        "--port",
+        "2",
+        "--start-with",
+        "s.yaml",
+        "burst=9",
+        "dashboard=false",
+    ]
     assert main(["serve", "--output-dir", "D", *words, "requests_per_second=3"]) == 0
-    ((config, _, start),) = served
+    ((config, _, start, in_front),) = served
+    assert in_front is None
     assert (config.port, config.log_format, config.burst) == (2, "json", 9)
     assert start == "read s.yaml"
 

@@ -1,0 +1,104 @@
+"""Pictures of the dashboard for README and docs: of real runs, a fleet and a training server, as somebody has them.
+
+    .venv/bin/python scripts/screenshots.py --runs runs --run quickstart --other quickstart-2 [--fleet F --job J] [--server URL]
+
+Pages are shown by Debian's Chromium (`scripts/real_servers.py chromium`), and their pictures go into docs/images/dashboard-*.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from playwright.sync_api import Page, ViewportSize, sync_playwright
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+DESK: ViewportSize = {"width": 1180, "height": 820}
+PHONE: ViewportSize = {"width": 390, "height": 760}
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+
+
+@contextmanager
+def dashboard(runs: Path, *words: str) -> Generator[str]:
+    """Its address."""
+    command = [sys.executable, "-m", "groupwise", "web", "--port", "0", "--dir", str(runs), *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as served:
+        try:
+            assert served.stdout is not None
+            found = next(filter(None, map(ADDRESS.search, served.stdout)))
+            yield found[0]
+        finally:
+            served.terminate()
+
+
+class Album:
+    """Takes pictures of pages."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self._page, self._address = page, address
+
+    def take(self, name: str, path: str, *, click: str = "", below: str = "") -> None:
+        """`click`: what is chosen before, by its label. `below`: the picture begins at this element."""
+        page = self._page
+        page.goto(self._address + path)
+        page.wait_for_load_state("load")
+        if click:
+            page.get_by_label(click).check()
+        if below:
+            page.locator(below).first.evaluate("each => each.scrollIntoView()")
+        page.wait_for_timeout(800)  # plots are drawn as they come into sight
+        page.screenshot(path=IMAGES / f"dashboard-{name}.png")
+        print(f"docs/images/dashboard-{name}.png  {path}")
+
+
+def of_runs(album: Album, run: str, other: str, rollout: int, draw: int) -> None:
+    """The list, a run, its rollouts, and two runs beside each other."""
+    album.take("runs", "/runs")
+    album.take("run", f"/runs/{quote(run)}")
+    album.take("rollouts", f"/runs/{quote(run)}/rollouts?order=best")
+    album.take("group", f"/runs/{quote(run)}/groups/{draw}")
+    album.take("tokens", f"/runs/{quote(run)}/rollouts/{rollout}", click="log-probability")
+    album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
+    album.take("evaluation", f"/runs/{quote(run)}/evaluations")
+
+
+def main() -> None:
+    """Take those that are asked for."""
+    parser = argparse.ArgumentParser(description="Take pictures of the dashboard.")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--other", required=True)
+    parser.add_argument("--rollout", type=int, default=1, help="whose tokens are shown")
+    parser.add_argument("--draw", type=int, default=0, help="whose members are shown")
+    parser.add_argument("--fleet", help="folder or address")
+    parser.add_argument("--job", help="of the fleet")
+    parser.add_argument("--server", help="address of a training server")
+    given = parser.parse_args()
+    beside = [each for name in ("fleet", "server") if (value := getattr(given, name)) for each in (f"--{name}", value)]  # fmt: skip
+    with dashboard(given.runs, *beside) as address, sync_playwright() as player:
+        browser = player.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        desk = Album(browser.new_page(viewport=DESK), address)
+        of_runs(desk, given.run, given.other, given.rollout, given.draw)
+        if given.fleet:
+            desk.take("fleet", "/fleet")
+            desk.take("job", f"/fleet/jobs/{quote(given.job)}")
+        if given.server:
+            desk.take("server", "/server")
+        dark = browser.new_page(viewport=PHONE, color_scheme="dark", device_scale_factor=2)
+        Album(dark, address).take("phone", f"/runs/{quote(given.run)}")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
