@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ def _rollout(draw: int, member: int, step: int, write: Write, dice: random.Rando
     reward = round(dice.random(), 3)
     return Rollout(
         **known,
-        segments=(segment,),
+        segments=(replace(segment, learner_logprobs=_learnt(segment)),),
         completion=text,
         outcome="scored",
         reward=reward,
@@ -76,6 +78,12 @@ def _rollout(draw: int, member: int, step: int, write: Write, dice: random.Rando
         advantage=reward - 0.5,
         notes={"found": text[:20]},
     )
+
+
+def _learnt(segment: Segment) -> tuple[float, ...]:
+    """As a learner's whose weights are some updates further: some tokens more probable, others less."""
+    drawn = segment.sampling_logprobs or ()
+    return tuple(min(each + math.sin(17 * each) / 2, -0.001) for each in drawn)
 
 
 def write_run(

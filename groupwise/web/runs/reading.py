@@ -15,7 +15,7 @@ from groupwise.runs.store import Store
 from groupwise.types import Group, Rollout
 from groupwise.web.pages import Page, Query, Visit, shown
 from groupwise.web.runs.overview import head_of
-from groupwise.web.runs.tokens import segments_of, tokenizer_of
+from groupwise.web.runs.tokens import segments_of, tokenizer_of, without_ratios
 
 PER_PAGE = 30
 MOST_PAGES = 4000
@@ -158,6 +158,7 @@ def rollout(visit: Visit) -> Page:
         "notes": found.notes,
         "messages": found.messages,
         "segments": _segments(path, found),
+        "without_ratios": without_ratios(found, whole),
         "seeds": [each.seed for each in found.segments if each.seed is not None],
         "before": beside[place - 1] if place else None,
         "after": beside[place + 1] if place + 1 < len(beside) else None,

@@ -1,4 +1,4 @@
-"""The tokens of a rollout as they were drawn, each with what it reads and how probable it was.
+"""The tokens of a rollout as they were drawn, each with what it reads, how probable it was, and how probable the learner found it.
 
 The record has ids. What they read is told by the tokenizer that the run has left beside its weights, else by that of its model, where this
 machine has it; where there is none, the ids are shown.
@@ -16,13 +16,16 @@ from typing import Any, Protocol
 
 from groupwise.errors import GroupwiseError
 from groupwise.runs.folder import FINAL, read_config
-from groupwise.types import Rollout
+from groupwise.types import Group, Rollout, Segment
 
 FILE = "tokenizer.json"
 STEPS = 8
 """Shades of a colour."""
 LEAST_NATS = 6.0
 """Below which a token is shown as improbable as can be."""
+MOST_RATIO = 1.5
+"""From which on a ratio has the deepest colour, and below 1 at its inverse: so the usual bounds of the clip, 0.8 and 1.2, are in the
+middle of the scale, and the rounding of bfloat16, some hundredths, has none or the palest."""
 
 
 class Reads(Protocol):
@@ -97,20 +100,30 @@ def segments_of(rollout: Rollout, reads: Reads) -> list[dict[str, Any]]:
             "source": segment.source,
             "version": segment.policy_version,
             "finish": segment.finish_reason,
-            "tokens": _tokens(segment.token_ids, segment.sampling_logprobs, reads),
+            "tokens": _tokens(segment, reads),
         }
         for segment in rollout.segments
     ]
 
 
-def _tokens(
-    ids: Sequence[int], logprobs: Sequence[float] | None, reads: Reads
-) -> list[dict[str, Any]]:
+def _tokens(segment: Segment, reads: Reads) -> list[dict[str, Any]]:
+    ids = segment.token_ids
     pieces = reads.pieces(ids)
-    told = logprobs if logprobs is not None else [None] * len(ids)
+    sampled, learnt = (
+        logprobs if logprobs is not None else [None] * len(ids)
+        for logprobs in (segment.sampling_logprobs, segment.learner_logprobs)
+    )
     return [
-        {"id": id, "text": piece, "logprob": logprob, "shade": shade_of(logprob)}
-        for id, piece, logprob in zip(ids, pieces, told, strict=True)
+        {
+            "id": id,
+            "text": piece,
+            "logprob": logprob,
+            "shade": shade_of(logprob),
+            "learner_logprob": by_learner,
+            "ratio": (ratio := ratio_of(by_learner, logprob)),
+            "ratio_shade": ratio_shade_of(ratio),
+        }
+        for id, piece, logprob, by_learner in zip(ids, pieces, sampled, learnt, strict=True)
     ]
 
 
@@ -119,3 +132,32 @@ def shade_of(logprob: float | None) -> int | None:
     if logprob is None or not math.isfinite(logprob):
         return None
     return min(STEPS, round(-logprob / LEAST_NATS * STEPS))
+
+
+def ratio_of(learner: float | None, sampler: float | None) -> float | None:
+    """The learner's probability of a token over the sampler's; None where one of them said none, or it is no number."""
+    if learner is None or sampler is None or not math.isfinite(learner - sampler):
+        return None
+    return math.exp(min(learner - sampler, 700.0))  # beyond it would be no number
+
+
+def ratio_shade_of(ratio: float | None) -> int | None:
+    """0: the same to both; 8: far more probable to the learner, -8: far less; in equal steps of the logarithm."""
+    if ratio is None:
+        return None
+    nats = math.log(ratio) if ratio else -math.inf
+    return round(max(-1.0, min(1.0, nats / math.log(MOST_RATIO))) * STEPS)
+
+
+def without_ratios(rollout: Rollout, group: Group) -> str | None:
+    """Why the tokens of a rollout have no ratios, for people; None where they have."""
+    if any(segment.learner_logprobs for segment in rollout.segments):
+        return None
+    if rollout.advantage is None:
+        return "no step has learnt from it"
+    if not any(each.advantage for each in group.rollouts):
+        return "no rollout of its group had an advantage, so that the learner did not compute them"
+    return (
+        "what this run's learner said of them was not kept, because an earlier version of Groupwise wrote the record, or runs on the "
+        "server that it was trained on"
+    )

@@ -247,12 +247,15 @@ function theme() {
 }
 
 function colours() {
+  const paint = (choice) => {
+    const tokens = document.querySelector(".tokens");
+    tokens.classList.remove("by-logprob", "by-advantage", "by-ratio", "by-none");
+    tokens.classList.add(`by-${choice.value}`);
+    for (const scale of document.querySelectorAll(".scale")) scale.hidden = scale.dataset.of !== choice.value;
+  };
   for (const choice of document.querySelectorAll('input[name="colour"]')) {
-    choice.addEventListener("change", () => {
-      const tokens = document.querySelector(".tokens");
-      tokens.classList.remove("by-logprob", "by-advantage", "by-none");
-      tokens.classList.add(`by-${choice.value}`);
-    });
+    choice.addEventListener("change", () => paint(choice));
+    if (choice.checked) paint(choice); // a browser that comes back to a page may have another one than the page says
   }
 }
 

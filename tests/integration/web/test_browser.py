@@ -140,6 +140,20 @@ def test_from_the_list_to_a_token_and_back(visit: Callable[..., Visitor], runs: 
         assert page.locator(".token").count() == 12
         page.get_by_label("advantage").check()
         assert "by-advantage" in (tokens.get_attribute("class") or "")
+        page.get_by_label("ratio").check()
+        expect(page.get_by_text("learner ÷ sampler")).to_be_visible()
+        expect(page.get_by_text("improbable")).to_be_hidden()
+        assert "by-ratio" in (tokens.get_attribute("class") or "")
+        shown_as = "element => getComputedStyle(element).backgroundColor"
+        paints = {
+            kind: {
+                each.evaluate(shown_as) for each in page.locator(f'.token[class*="{kind}"]').all()
+            }
+            for kind in ("less", "more")
+        }
+        assert paints["less"]
+        assert paints["more"]
+        assert not paints["less"] & paints["more"]
         page.get_by_role("link", name=re.compile(r"^group \d")).first.click()
         expect(page.locator(".members .rollout")).to_have_count(4)
         page.get_by_role("link", name=re.compile(r"^example \d")).first.click()
