@@ -2,6 +2,7 @@
 
     first page    the list of a folder with 1,000 runs: as soon as it listens, and later
     rollouts      a run with 1,000,000 rollouts: its overview, curves, pages and filters of its rollouts
+    answers       two runs that have answered 20,000 prompts each, twice: what they answered to the same ones
 
 The data is generated (a quarter of an hour of it; `--data FOLDER` keeps it for the next time), the dashboard is a process of its own, asked
 over HTTP. Of each page the median and the worst of so many tries are told; what is asked for the first time, with nothing in SQLite's
@@ -35,6 +36,8 @@ STEPS_OF_EACH = 200
 ROLLOUTS = 1_000_000
 GROUPS, MEMBERS = 16, 8
 """Of each step of the large run."""
+EXAMPLES = 20_000
+"""Of each of the two runs that are compared."""
 TRIES = 15
 FIRST_PAGE, PAGE = 0.2, 0.3
 """Seconds: the targets."""
@@ -112,7 +115,12 @@ def main() -> int:
     with _folder(words.data) as folder:
         make_runs(folder / "many")
         make_large(folder / "large", words.rollouts)
-        figures = [*of_the_list(folder / "many"), *of_the_run(folder / "large", words.rollouts)]
+        make_two(folder / "two")
+        figures = [
+            *of_the_list(folder / "many"),
+            *of_the_run(folder / "large", words.rollouts),
+            *of_answers(folder / "two"),
+        ]
     for each in figures:
         times = (each.first, each.median, each.worst)
         shown_times = "   ".join(f"{1000 * seconds:7.1f}" for seconds in times)
@@ -159,6 +167,19 @@ def make_large(folder: Path, rollouts: int) -> None:
             add_step(store, step, groups=GROUPS, members=MEMBERS)
             if step % 500 == 0:
                 print(f"step {step} of {steps}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def make_two(folder: Path) -> None:
+    """Two runs of the same data."""
+    for name in ("one", "other"):
+        path = folder / name
+        if path.exists():
+            continue
+        steps = 2 * EXAMPLES // GROUPS
+        write_run(path, 0, facts={"max_steps": steps})
+        with Store.open(path / "run.db") as store:
+            for step in range(steps):
+                add_step(store, step, groups=GROUPS, members=MEMBERS, examples=EXAMPLES)
 
 
 @contextmanager
@@ -210,6 +231,21 @@ def of_the_run(folder: Path, rollouts: int) -> list[Figure]:
         }
         pages = [measured(name, run + path.format(**middle), PAGE) for name, path in PAGES]
         return [*pages, measured("four curves", curves, PAGE)]
+
+
+def of_answers(folder: Path) -> list[Figure]:
+    """What two policies answered."""
+    with shown(folder) as address:
+        pages = (
+            ("answers of two runs", "a=one&b=other"),
+            ("of a run, first and now", "a=one&b=one"),
+            ("of a step and now", "a=one@1000&b=other&page=20"),
+            ("to one example", "a=one&b=other&example=77"),
+            ("of a task", "a=one&b=other&task=products&order=worse"),
+        )
+        return [
+            measured(name, f"{address}/rollouts/compare?{query}", PAGE) for name, query in pages
+        ]
 
 
 if __name__ == "__main__":

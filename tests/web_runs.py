@@ -32,13 +32,17 @@ def task_of(draw: int) -> str:
     return "proofs" if draw % 5000 == 3 else "products" if draw % 7 < 2 else "sums"
 
 
-def groups_of(step: int, write: Write, groups: int, members: int) -> list[Group]:
+def groups_of(step: int, write: Write, groups: int, members: int, examples: int = 7) -> list[Group]:
     """Of one step, by a seed of its own."""
     dice = random.Random(step)
     return [
         Group(
             draw := step * groups + number,
-            Example(draw % 7, f"question {draw % 7}", {"answer": str(draw), "task": task_of(draw)}),
+            Example(
+                draw % examples,
+                f"question {draw % examples}",
+                {"answer": str(draw), "task": task_of(draw)},
+            ),
             tuple(_rollout(draw, member, step, write, dice) for member in range(members)),
         )
         for number in range(groups)
@@ -113,10 +117,16 @@ def write_run(
 
 
 def add_step(
-    store: Store, step: int, *, write: Write = plainly, groups: int = 2, members: int = 4
+    store: Store,
+    step: int,
+    *,
+    write: Write = plainly,
+    groups: int = 2,
+    members: int = 4,
+    examples: int = 7,
 ) -> None:
     """The next one."""
-    made = groups_of(step, write, groups, members)
+    made = groups_of(step, write, groups, members, examples)
     scored = [r.reward for g in made for r in g.rollouts if r.reward is not None]
     metrics = {
         "reward": sum(scored) / len(scored),

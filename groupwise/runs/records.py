@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from groupwise.types import EndedBy, Outcome, RewardPart
 
@@ -181,3 +181,21 @@ class GroupReward:
     """As text; equal for equal prompts."""
     mean: float
     """Mean reward of its scored rollouts."""
+
+
+class GroupAsked(NamedTuple):
+    """That a prompt was answered in a committed step; a tuple, because ten thousand of them are made for a page."""
+
+    draw: int
+    step: int
+    example: int
+    prompt: str
+    """As text, as the task gave it; equal for equal prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """What the members of a group earned; None where none of them was scored."""
+
+    mean: float | None
+    best: float | None

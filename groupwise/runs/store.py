@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import StoreError
+from groupwise.runs.asked import AskedFilter, find_asked, read_scores
 from groupwise.runs.database import Database
 from groupwise.runs.encoding import label, pack_json, plain_text, text, unpack_json
 from groupwise.runs.records import (
     TIMING_PREFIXES,
     CurvePoint,
     EvaluationRecord,
+    GroupAsked,
     GroupReward,
+    GroupScore,
     ResumeRecord,
     Rewound,
     RolloutDetail,
@@ -245,6 +248,14 @@ class Store:
         For a store that nothing else is asked meanwhile; of a million some hundred are in memory.
         """
         return every_rollout(self._db, wanted)
+
+    def asked(self, wanted: AskedFilter) -> list[GroupAsked]:
+        """Which prompts were answered in the steps that the filter asks for."""
+        return find_asked(self._db, wanted)
+
+    def scores(self, draws: Iterable[int]) -> dict[int, GroupScore]:
+        """What the members of these groups earned, by draw; without those of which none was scored."""
+        return read_scores(self._db, draws)
 
     def draw_of(self, rollout: int) -> int | None:
         """The group of a rollout, by the id that lists of rollouts have; None: there is no such rollout."""

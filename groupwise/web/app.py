@@ -25,7 +25,7 @@ from groupwise.web.fleet import machines as fleet_machines
 from groupwise.web.live import Streams, live
 from groupwise.web.pages import above, failed, respond_not_found
 from groupwise.web.place import Place
-from groupwise.web.runs import comparing, curves, evaluating, files, overview, reading
+from groupwise.web.runs import answers, comparing, curves, evaluating, files, overview, reading
 from groupwise.web.runs import listing as runs
 from groupwise.web.server import page as server_page
 from groupwise.web.templates import STATIC
@@ -50,6 +50,7 @@ def make_app(place: Place) -> ASGIApp:
         Route("/", _first),
         *runs.ROUTES,
         *comparing.ROUTES,
+        *answers.ROUTES,
         *curves.ROUTES,
         *overview.ROUTES,
         *files.ROUTES,

@@ -22,6 +22,8 @@ MOST_PAGES = 4000
 """Beyond that one says what is looked for: rows that are passed over have to be read."""
 MOST_TASKS = 200
 """That are offered to choose from; of more than that one writes which is meant."""
+MOST_OTHERS = 100
+"""Runs that are offered to compare with."""
 ORDERS = {
     "newest": "newest first",
     "draw": "as drawn",
@@ -132,8 +134,16 @@ def example(visit: Visit) -> Page:
         "prompt": found[0].prompt,
         "groups": [_summed(members) for members in draws.values()],
         "cut": len(found) == 400,
+        "steps": sorted({each.step for each in found if each.step is not None}),
+        "others": _others(visit, path.name),
     }
     return Page("example.html", data)
+
+
+def _others(visit: Visit, name: str) -> list[str]:
+    """The newest runs beside this one."""
+    known = (each.info for each in visit.place.runs.known().runs)
+    return [info.name for info in known if not info.broken and info.name != name][:MOST_OTHERS]
 
 
 def rollout(visit: Visit) -> Page:

@@ -185,6 +185,25 @@ def test_several_runs_are_in_one_plot(visit: Callable[..., Visitor], runs: Path)
         assert visitor.wrong == []
 
 
+def test_what_two_steps_and_two_runs_have_answered(
+    visit: Callable[..., Visitor], runs: Path
+) -> None:
+    with shown(runs) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/first/examples/3")
+        page.get_by_role("button", name="Compare their answers").click()
+        expect(page.locator(".pair")).to_have_count(1)
+        expect(page.locator(".pair .answer")).to_have_count(8)
+        expect(page.locator(".pair details")).to_have_count(1)
+        visitor.goes("/compare?run=first&run=second")
+        page.get_by_role("link", name="what they answered").click()
+        expect(page.locator(".pair")).to_have_count(7)
+        page.locator(".pair section details").first.locator("summary").click()
+        expect(page.locator(".pair section details").first.locator(".answer")).to_have_count(3)
+        assert visitor.wrong == []
+
+
 def test_a_page_follows_a_run_that_goes_on(visit: Callable[..., Visitor], tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", 1, state="running", facts={"max_steps": 50})
     lock = RunLock.acquire(path)
@@ -254,7 +273,7 @@ def test_every_page_is_accessible_and_fits(
         visitor = visit(address, color_scheme=scheme, viewport=viewport)
         for path in ("/runs", "/runs/first", "/runs/first/rollouts", "/runs/first/rollouts/2", "/runs/first/groups/1",
                      "/runs/first/examples/1", "/runs/first/evaluations", "/evaluations/compare?a=first@0&b=first@30",
-                     "/compare?run=first&run=second", "/runs/first/config", "/runs/none"):  # fmt: skip
+                     "/compare?run=first&run=second", "/rollouts/compare?a=first&b=second", "/runs/first/config", "/runs/none"):  # fmt: skip
             visitor.goes(path)
             assert serious_in(visitor.page) == [], path
             wide = visitor.page.evaluate("document.documentElement.scrollWidth - innerWidth")

@@ -37,6 +37,9 @@ PAGES = (
     "/runs/one/examples/2",
     "/runs/one/evaluations",
     "/evaluations/compare?a=one@0&b=one@4",
+    "/rollouts/compare?a=one&b=two",
+    "/rollouts/compare?a=one&b=one&order=worse&task=sums",
+    "/rollouts/compare?a=one@1&b=one@3&example=1&order=better",
 )
 
 
@@ -212,6 +215,9 @@ async def test_curves_come_thinned_with_what_stands_out(
         ("/compare?run=one&run=none", 404, "no run 'none'"),
         ("/evaluations/compare?a=/etc/passwd&b=one@0", 404, "no run"),
         ("/evaluations/compare?a=one@0&b=one@3", 404, "one@3"),
+        ("/rollouts/compare?a=one", 400, "?a=RUN&b=RUN"),
+        ("/rollouts/compare?a=one&b=none@3", 404, "no run 'none'"),
+        ("/rollouts/compare?a=one&b=two&page=0", 400, "page=0"),
         ("/curves?run=none&name=reward", 404, "no run"),
         ("/nothing/here", 404, "no page"),
     ],
@@ -233,6 +239,14 @@ async def test_a_broken_record_is_told_as_such(client: httpx2.AsyncClient) -> No
     page = await client.get("/runs/broken", headers={"accept": "application/json"})
     assert page.status_code == 409
     assert "run.db" in page.json()["detail"]
+
+
+async def test_hostile_answers_are_compared_as_text(client: httpx2.AsyncClient) -> None:
+    query = "a=hostile%20%3Cb%3E&b=one"
+    page = (await client.get(f"/rollouts/compare?{query}")).text
+    assert "hostile &lt;b&gt;" in page
+    assert "<script>document" not in page
+    assert "\x1b" not in page
 
 
 @pytest.mark.parametrize(

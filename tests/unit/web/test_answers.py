@@ -1,0 +1,186 @@
+"""What two policies answered to the same prompts.
+
+1. Of each prompt that both have answered the newest groups stand side by side, those that differ most first.
+2. A side ends where its step says; a run beside itself is shown first against now.
+3. Prompts are the same by number and text, or by text alone where the data differ.
+4. What is looked at is bounded, and the page says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.runs.asked import AskedFilter
+from groupwise.runs.records import GroupAsked, StepRecord
+from groupwise.runs.store import Store
+from groupwise.types import Example, Group, Rollout
+from groupwise.web.app import make_app
+from groupwise.web.runs import answers
+from groupwise.web.runs.answers import matches
+from tests.unit.web.test_pages import place_of
+from tests.web_runs import write_run
+
+Answered = Sequence[tuple[int, str, Sequence[float | None]]]
+"""Of a step: examples with their prompts and rewards."""
+
+
+def record(runs: Path, name: str, steps: Sequence[Answered], **columns: Any) -> None:
+    path = write_run(runs / name, 0)
+    draw = 0
+    with Store.open(path / "run.db") as store:
+        for step, asked in enumerate(steps):
+            made: list[Group] = []
+            for example, prompt, rewards in asked:
+                members = tuple(answer(draw, i, step, each) for i, each in enumerate(rewards))
+                made.append(Group(draw, Example(example, prompt, dict(columns)), members))
+                draw += 1
+            draws = tuple(each.draw for each in made)
+            store.commit_step(StepRecord(step, step, step + 1, "w", draws, 0.1, 0.0), made, {})
+
+
+def answer(draw: int, member: int, step: int, reward: float | None) -> Rollout:
+    text = f"{member} at {step}"
+    outcome = "failed" if reward is None else "scored"
+    return Rollout(draw, member, 0, (), (), text, outcome, reward=reward)
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    record(
+        tmp_path,
+        "old",
+        [
+            [(0, "p", [0.0, 0.5]), (1, "q", [1.0, 1.0]), (2, "r", [0.5])],
+            [(0, "p", [0.25, 0.75]), (3, "only here", [1.0]), (4, "s", [None, None])],
+        ],
+        task="sums",
+    )
+    record(
+        tmp_path,
+        "new",
+        [[(0, "p", [1.0, 1.0, 0.25]), (1, "q", [0.0]), (2, "r", [0.5]), (4, "s", [1.0])]],
+    )
+    record(tmp_path, "elsewhere", [[(7, "q", [0.5]), (8, "p", [0.0])]])
+    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as found:
+        yield found
+
+
+async def page(client: httpx2.AsyncClient, query: str) -> Mapping[str, Any]:
+    found = await client.get(f"/rollouts/compare?format=json&{query}")
+    assert found.status_code == 200, found.text
+    return found.json()
+
+
+def differences(found: Mapping[str, Any]) -> list[tuple[int, float | None]]:
+    return [(each["a"]["example"], each["difference"]) for each in found["pairs"]]
+
+
+async def test_the_newest_answers_of_both_stand_side_by_side(client: httpx2.AsyncClient) -> None:
+    found = await page(client, "a=old&b=new")
+    assert differences(found) == [(1, -1.0), (0, 0.25), (2, 0.0), (4, None)]
+    first = found["pairs"][1]
+    assert (first["a"]["step"], first["a"]["mean"], first["a"]["best"]) == (1, 0.5, 0.75)
+    assert (first["b"]["mean"], first["b"]["best"]) == (0.75, 1.0)
+    assert [each["reward"] for each in first["b"]["members"]] == [1.0, 1.0, 0.25]
+    assert [each["completion"] for each in first["a"]["members"]] == ["1 at 1", "0 at 1"]
+    assert found["pairs"][3]["a"]["mean"] is None
+    assert found["summary"] == {
+        "prompts": 4,
+        "compared": 3,
+        "mean_a": pytest.approx(2 / 3),
+        "mean_b": pytest.approx(1.25 / 3),
+        "better": 1,
+        "worse": 1,
+        "equal": 1,
+    }
+    assert differences(await page(client, "a=old&b=new&order=better")) == [(0, 0.25)]
+    assert differences(await page(client, "a=old&b=new&order=worse")) == [(1, -1.0)]
+    assert differences(await page(client, "a=old&b=new&task=sums")) == []
+    shown = (await client.get("/rollouts/compare?a=old&b=new")).text
+    assert "mean 0.500 → 0.750" in shown
+
+
+async def test_a_side_ends_at_its_step(client: httpx2.AsyncClient) -> None:
+    assert differences(await page(client, "a=old@0&b=new"))[1] == (0, 0.5)
+    found = await page(client, "a=old@0&b=old@1&example=0")
+    assert differences(found) == [(0, 0.25)]
+    assert [each["step"] for each in (found["pairs"][0]["a"], found["pairs"][0]["b"])] == [0, 1]
+    assert differences(await page(client, "a=old@1&b=old@1&example=0")) == [], "it is the same"
+
+
+async def test_a_run_beside_itself_is_first_against_now(client: httpx2.AsyncClient) -> None:
+    found = await page(client, "a=old&b=old")
+    assert differences(found) == [(0, 0.25)]
+    assert differences(await page(client, "a=old&b=old&task=sums")) == [(0, 0.25)]
+    assert differences(await page(client, "a=old&b=old&task=none")) == []
+    assert "old, first → old, now" in (await client.get("/rollouts/compare?a=old&b=old")).text
+
+
+async def test_prompts_of_other_data_are_the_same_by_their_text(client: httpx2.AsyncClient) -> None:
+    assert differences(await page(client, "a=old&b=elsewhere")) == [(0, -0.5), (1, -0.5)]
+    assert differences(await page(client, "a=old&b=elsewhere&example=1")) == [(1, -0.5)]
+    assert differences(await page(client, "a=new&b=old&example=1")) == [(1, 1.0)]
+
+
+def test_equal_prompts_of_several_examples_are_told_apart_where_they_can_be() -> None:
+    a = [GroupAsked(5, 2, 0, "play"), GroupAsked(4, 2, 1, "play")]
+    b = [GroupAsked(9, 3, 1, "play"), GroupAsked(8, 3, 0, "play"), GroupAsked(1, 0, 0, "play")]
+    assert matches(a, b) == [(a[0], b[1]), (a[1], b[0])]
+    others = [GroupAsked(9, 3, 7, "play")]
+    assert matches(a, others) == [(a[0], others[0])]
+    assert matches(a, [GroupAsked(9, 3, 0, "work")]) == []
+
+
+async def test_what_is_looked_at_is_bounded(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MOST_GROUPS", 3)
+    found = await page(client, "a=old&b=new")
+    assert differences(found) == [(4, None)], "which alone is among the newest three of both"
+    assert found["limits"] == {"groups": 3, "prompts": None}
+    assert "3 groups of each" in (await client.get("/rollouts/compare?a=old&b=new")).text
+    monkeypatch.setattr(answers, "MOST_GROUPS", 100)
+    monkeypatch.setattr(answers, "MOST_PROMPTS", 2)
+    found = await page(client, "a=old&b=new")
+    assert found["summary"]["prompts"] == 2
+    assert found["limits"] == {"groups": None, "prompts": 2}
+
+
+async def test_rewards_that_are_computed_otherwise_are_told(
+    client: httpx2.AsyncClient, tmp_path: Path
+) -> None:
+    assert (await page(client, "a=old&b=new"))["scored_otherwise"] == []
+    (tmp_path / "new" / "config.json").write_text('{"rewards": {"weights": {"x": 2}}}')
+    assert (await page(client, "a=old&b=new"))["scored_otherwise"] == ["rewards.weights.x"]
+    (tmp_path / "new" / "config.json").unlink()
+    assert (await page(client, "a=old&b=new"))["scored_otherwise"] == []
+
+
+async def test_it_is_linked_from_where_one_reads(client: httpx2.AsyncClient) -> None:
+    compared = (await client.get("/compare?run=old&run=new")).text
+    assert 'href="/rollouts/compare?a=old&amp;b=new"' in compared
+    example = (await client.get("/runs/old/examples/0")).text
+    for option in ("old@0", "old@1", "new"):
+        assert f'<option value="{option}"' in example
+    assert (
+        'href="/rollouts/compare?a=old&amp;b=old"' in (await client.get("/runs/old/rollouts")).text
+    )
+
+
+def test_completions_of_an_earlier_draw_are_nobodys_answer_anew(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        groups = [
+            Group(0, Example(0, "p"), (answer(0, 0, 0, float("nan")),)),
+            Group(1, Example(0, "p"), (answer(1, 0, 0, 1.0),), again=0, origin="replay"),
+        ]
+        store.commit_step(StepRecord(0, 0, 1, "w", (0, 1), 0.1, 0.0), groups, {})
+        store.keep_unfinished([Group(2, Example(0, "p"), ())])
+        assert [each.draw for each in store.asked(AskedFilter())] == [0]
+        assert store.scores([0]) == {}, "no number"
+        assert store.scores([1])[1].best == 1.0
