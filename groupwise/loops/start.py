@@ -239,6 +239,8 @@ def opened(
             if start.weights is not None:
                 loaded = keep_start(folder, prepared.loaded, start.weights)
                 prepared = replace(prepared, loaded=loaded)
+            if prepared.config.run.keep_tokens:
+                folder.keep_tokenizer(prepared.tokenizer.save_pretrained)
             yield folder, prepared
     except UsageError:
         if start.point is None and not find.run_info(folder.path).steps:

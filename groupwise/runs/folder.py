@@ -8,6 +8,7 @@
         records/        step-N.db, the pieces of the record from checkpoints that are gone (`groupwise.runs.pieces`)
         final/          the trained adapter or model with its tokenizer
         start/          the weights that it was started from, where those of another run were given
+        tokenizer/      what reads the record's token ids, there from the beginning
         results/        what evaluations wrote, never overwritten
         reward.svg      the curve
         log.txt         what the package logged
@@ -48,6 +49,7 @@ CHECKPOINTS = "checkpoints"
 FINAL = "final"
 START = "start"
 """Holds the weights that the run was started from by `--init-from`."""
+TOKENIZER = "tokenizer"
 FINAL_STEP = "final_step"
 """The fact about a run that says after which step the weights in `final/` are."""
 
@@ -159,6 +161,12 @@ class RunFolder:
         """Note that the run goes on, with this configuration from now on."""
         self.store.record_resume(record)
         durable.write_json(self.path / CONFIG, dict(config))
+
+    def keep_tokenizer(self, fill: Callable[[Path], None]) -> None:
+        """Make `tokenizer/` of the files that `fill` writes, where there is none: so tokens can be read before the run has ended."""
+        place = self.path / TOKENIZER
+        if not place.is_dir():
+            durable.make_folder(place, fill, replace=False)
 
     def write_final(self, fill: Callable[[Path], None], step: int | None = None) -> Path:
         """Make `final/` from the files that `fill` writes into the folder that it is given; an earlier one is replaced.

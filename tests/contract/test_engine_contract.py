@@ -121,6 +121,8 @@ async def test_a_new_run(host: Host):
     assert (opened.manifests, opened.longest_prompt) == ((), LONGEST_PROMPT)
     assert opened.longest_completion == 6
     assert Path(opened.folder) == Path(host.config["run"]["dir"], "contract")
+    words = Path(opened.folder, "tokenizer", "tokenizer.json")
+    assert words.is_file() == host.grows, "the fakes have none"
     await engine.close()
 
 

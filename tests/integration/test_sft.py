@@ -175,7 +175,8 @@ def test_packing_and_micro_batches_change_nothing_but_rounding(uninterrupted, tm
 def test_full_fine_tuning(tmp_path):
     groupwise.sft(config(tmp_path, lora=None, training={"learning_rate": 0.005}), TASK)
     assert (tmp_path / "sft" / "final" / "model.safetensors").is_file()
-    assert (tmp_path / "sft" / "final" / "tokenizer.json").is_file()
+    for folder in ("final", "tokenizer"):
+        assert (tmp_path / "sft" / folder / "tokenizer.json").is_file()
 
 
 def test_whole_epochs_end_with_what_is_left(tmp_path):

@@ -48,6 +48,7 @@ def test_a_finished_run_leaves_everything_in_its_folder(tmp_path):
         "summary.json",
         "checkpoints",
         "final",
+        "tokenizer",
         "results",
         "reward.svg",
         "log.txt",

@@ -200,6 +200,8 @@ class EngineCore:
         if weights is not None:
             kept = keep_start(folder, prepared.loaded, Path(weights))
             prepared = replace(prepared, loaded=kept)
+        if prepared.config.run.keep_tokens:
+            folder.keep_tokenizer(prepared.tokenizer.save_pretrained)
         return folder, prepared
 
     def _shared(self) -> Shared | None:

@@ -1,7 +1,7 @@
 """The tokens of a rollout as they were drawn, each with what it reads, how probable it was, and how probable the learner found it.
 
-The record has ids. What they read is told by the tokenizer that the run has left beside its weights, else by that of its model, where this
-machine has it; where there is none, the ids are shown.
+The record has ids. What they read is told by the tokenizer that the run has left in its folder when it began, else by that of its final
+weights or of its model, where this machine has it; where there is none, the ids are shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.errors import GroupwiseError
-from groupwise.runs.folder import FINAL, read_config
+from groupwise.runs.folder import FINAL, TOKENIZER, read_config
 from groupwise.types import Group, Rollout, Segment
 
 FILE = "tokenizer.json"
@@ -58,7 +58,11 @@ class ByFile:
 
 def tokenizer_of(run: Path) -> Reads:
     """The tokenizer of a run."""
-    for file in (run / FINAL / FILE, *sorted(run.glob(f"hub/*/*/files/{FILE}"))):
+    for file in (
+        run / TOKENIZER / FILE,
+        run / FINAL / FILE,
+        *sorted(run.glob(f"hub/*/*/files/{FILE}")),
+    ):
         if file.is_file() and (found := _read(str(file), file.stat().st_mtime_ns)) is not None:
             return found
     return _of_model(run) or Ids()

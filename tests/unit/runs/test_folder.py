@@ -90,6 +90,15 @@ class TestNew:
         with create(tmp_path), pytest.raises(RunInUseError, match=f"process {os.getpid()}"):
             create(tmp_path)
 
+    def test_keeps_its_tokenizer_from_the_beginning_on(self, tmp_path: Path) -> None:
+        def fill(folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("{}")
+
+        with create(tmp_path) as run:
+            run.keep_tokenizer(fill)
+            assert (run.path / "tokenizer" / "tokenizer.json").read_text() == "{}"
+            run.keep_tokenizer(pytest.fail)
+
     def test_is_refused_where_something_else_lies(self, tmp_path: Path) -> None:
         (tmp_path / "sort").mkdir()
         with pytest.raises(UsageError, match="not a run folder"):

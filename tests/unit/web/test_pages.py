@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx2
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group
@@ -171,6 +173,25 @@ async def test_rollouts_are_those_of_a_task(client: httpx2.AsyncClient, runs: Pa
         few = (await other.get("/runs/many/rollouts")).text
         assert '<select name="task">' in few
         assert "<script>document" not in few
+
+
+async def test_tokens_read_as_the_tokenizer_of_the_run_says(
+    client: httpx2.AsyncClient, runs: Path
+) -> None:
+    words = write_run(runs.parent / "spoken" / "words", 1, state="interrupted")
+    vocabulary = {f"<{id}>": id for id in range(200)}
+    kept = words / "tokenizer"
+    kept.mkdir()
+    model = WordLevel(vocabulary, unk_token="<0>")
+    Tokenizer(model).save(str(kept / "tokenizer.json"))
+    transport = httpx2.ASGITransport(make_app(place_of(words.parent)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as other:
+        [segment] = (await other.get("/runs/words/rollouts/1?format=json")).json()["segments"]
+    assert [each["text"].strip() for each in segment["tokens"]] == [
+        f"<{each['id']}>" for each in segment["tokens"]
+    ]
+    [segment] = (await client.get("/runs/one/rollouts/1?format=json")).json()["segments"]
+    assert segment["tokens"][0]["text"] == f"⟨{segment['tokens'][0]['id']}⟩", "nobody says"
 
 
 async def test_curves_come_thinned_with_what_stands_out(
