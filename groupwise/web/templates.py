@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +30,8 @@ OUTCOMES = {
     "timed_out": "timed out",
     "pending": "not scored yet",
 }
+MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:start_of_turn|end_of_turn|bos|eos|s)>")
+"""Of chat templates."""
 LONGEST = 200_000
 """Characters of one text in a page; more of it is in the file that the page links to."""
 
@@ -81,6 +85,8 @@ def number(value: float | None, digits: int = 4) -> str:
         return "–"
     if isinstance(value, int) or not math.isfinite(value):
         return str(value)
+    if value.is_integer() and abs(value) < 1e6:
+        return str(int(value))
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.{digits - 1}g}"
     return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.3f}"
@@ -117,6 +123,22 @@ def short(value: Any, most: int = 60) -> str:
     return shorten(line(value), most)
 
 
+def gist(value: Any, most: int = 160) -> str:
+    """The end of a prompt in one line, where its question stands, without the marks of a chat template between its messages."""
+    plain = " ".join(clean(MARKS.sub(" ", _plain(value)[-20 * most :])).split())
+    return plain if len(plain) <= most else f"…{plain[-most:]}"
+
+
+def written(iso: str | None) -> str:
+    """A point in time as an API writes it, for people; the time of the dashboard's machine."""
+    return "" if not iso else moment(datetime.fromisoformat(iso).timestamp())
+
+
+def since(iso: str | None) -> str:
+    """How long it is since then."""
+    return "" if not iso else ago(datetime.fromisoformat(iso).timestamp())
+
+
 def signed(value: float | None) -> str:
     """A difference."""
     return "–" if value is None else f"{value:+.3f}".replace("-", "−")
@@ -150,6 +172,9 @@ FILTERS: Mapping[str, Any] = {
     "text": text,
     "line": line,
     "short": short,
+    "gist": gist,
+    "written": written,
+    "since": since,
     "number": number,
     "signed": signed,
     "percent": percent,
