@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import groupwise
 from groupwise.errors import ConfigError, TaskError
 from groupwise.runs import durable
 from groupwise.runs.store import Store
-from groupwise.types import Group
+from groupwise.types import Group, Rollout, Segment
 from tests.integration import toy_task
 from tests.integration.running import TOY, config, crash_at, go_on
 
@@ -62,16 +63,27 @@ def test_replayed_completions_are_those_of_the_draw_that_they_name(tmp_path):
         assert first.again is None
         assert group.example == first.example
         for mine, theirs in zip(group.rollouts, first.rollouts, strict=True):
-            assert mine.segments == theirs.segments, "sampled then, by the policy of then"
+            assert sampled(mine) == sampled(theirs), "sampled then, by the policy of then"
+            (said,), (before,) = map(said_by_learner, (mine, theirs))
+            assert said is None or said != before, "learnt from now, by the policy of now"
             assert (mine.reward, mine.parts, mine.completion) == (
                 theirs.reward,
                 theirs.parts,
                 theirs.completion,
             )
+    assert any(said_by_learner(rollout) != [None] for group in again for rollout in group.rollouts)
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
         assert any(
             age > 0 for _, age in store.metrics(["sampling/staleness"])["sampling/staleness"]
         )
+
+
+def sampled(rollout: Rollout) -> list[Segment]:
+    return [replace(segment, learner_logprobs=None) for segment in rollout.segments]
+
+
+def said_by_learner(rollout: Rollout) -> list[tuple[float, ...] | None]:
+    return [segment.learner_logprobs for segment in rollout.segments]
 
 
 def test_every_token_of_a_step_is_drawn_at_its_temperature(tmp_path):

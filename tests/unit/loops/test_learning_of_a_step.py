@@ -259,9 +259,9 @@ def test_what_the_first_pass_found_is_noted():
     ]
 
 
-@pytest.mark.parametrize("missing", ["keep_tokens", "tells"])
-def test_nothing_is_noted_where_nobody_keeps_or_tells_it(missing):
-    learner, learned = learnt(STEP, "grpo", **{missing: False})
+@pytest.mark.parametrize(("keep_tokens", "tells"), [(False, True), (True, False)])
+def test_nothing_is_noted_where_nobody_keeps_or_tells_it(keep_tokens, tells):
+    learner, learned = learnt(STEP, "grpo", keep_tokens=keep_tokens, tells=tells)
     assert learned.logprobs == {}
     assert said(STEP, learned, "grpo") == [[None] * 2, [None] * 2, [None] * 3]
-    assert learner.asked == (0 if missing == "keep_tokens" else 1)
+    assert learner.asked == keep_tokens
