@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
+from starlette.responses import JSONResponse, Response
 
-from groupwise.errors import RunNotFoundError
 from groupwise.fleet.states import FINAL, JobStatus
-from groupwise.web.fleet.machines import LIVE, of
-from groupwise.web.fleet.watched import Document, FleetLike
+from groupwise.web.fleet.machines import LIVE, Action, changes, of, words_of
+from groupwise.web.fleet.watched import Document
 from groupwise.web.pages import Page, Query, Visit, done, shown
+from groupwise.web.templates import text
 
 PER_PAGE = 50
 TAIL = 300
 """Lines of a log that a page shows."""
 TEXT_LIMIT = 200_000
 """Characters of them."""
-Action = Callable[[FleetLike, str], Document]
-ACTIONS: Mapping[str, tuple[str, tuple[str, ...], Action]] = {
-    "cancel": ("Cancel", ("queued", "pending", "held", "running"), lambda f, job: f.cancel(job)),
-    "hold": ("Hold", ("queued", "pending"), lambda f, job: f.hold(job)),
-    "release": ("Release", ("held",), lambda f, job: f.release(job)),
-    "retry": ("Retry", ("failed", "cancelled"), lambda f, job: f.retry(job)),
-}
-"""What may be done with a job: its word, the statuses in which that is offered, and the verb."""
+ACTIONS: Mapping[str, Action] = {
+    "cancel": Action("Cancel", lambda fleet, job: fleet.cancel(job), ("queued", "pending", "held", "running")),
+    "hold": Action("Hold", lambda fleet, job: fleet.hold(job), ("queued", "pending")),
+    "release": Action("Release", lambda fleet, job: fleet.release(job), ("held",)),
+    "retry": Action("Retry", lambda fleet, job: fleet.retry(job), ("failed", "cancelled")),
+}  # fmt: skip
+"""What may be done with a job."""
 WIDTH = 1000.0
 """Of the picture of its attempts, in units of its own."""
 
@@ -44,6 +44,7 @@ class Log(Query):
     """Which part of a log."""
 
     epoch: int | None = Field(None, ge=1)
+    offset: int = Field(0, ge=0)
 
 
 def jobs(visit: Visit) -> Page:
@@ -65,28 +66,46 @@ def job(visit: Visit) -> Page:
     asked, name = visit.query(Log), visit.named("job")
     found = of(visit).ask(lambda fleet: fleet.show(name))
     part = of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, tail=TAIL))
+    over = found["status"] in FINAL
+    follows = not over and asked.epoch is None
+    beginning = whole_letters(part.data) if follows else part.data
     data = {
         "job": found,
-        "log": part.data.decode("utf-8", "replace")[-TEXT_LIMIT:],
+        "log": beginning.decode("utf-8", "replace")[-TEXT_LIMIT:],
         "epoch": part.epoch,
+        "offset": part.offset - len(part.data) + len(beginning),
+        "follows": follows,
         "timeline": timeline(found["attempts"], of(visit).status()["time"]),
-        "actions": {
-            name: word
-            for name, (word, statuses, _) in ACTIONS.items()
-            if found["status"] in statuses
-        },
+        "actions": words_of(ACTIONS, found["status"]),
     }
-    return Page("fleet_job.html", data, live=LIVE if found["status"] not in FINAL else "")
+    return Page("fleet_job.html", data, live="" if over else LIVE)
 
 
-def change(visit: Visit, form: Mapping[str, str]) -> str:
-    """Cancel, hold, release or retry it."""
-    name, action = visit.named("job"), form.get("action", "")
-    if action not in ACTIONS:
-        raise RunNotFoundError(f"{action[:40]!r} is nothing that can be done with a job here.")
-    of(visit).ask(lambda fleet: ACTIONS[action][2](fleet, name))
-    of(visit).forget()
-    return visit.request.url.path
+def log(visit: Visit) -> Response:
+    """What a log has from some place on, at most a piece of it; and where the next one begins."""
+    asked, name = visit.query(Log), visit.named("job")
+    part = of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, offset=asked.offset))
+    data = part.data if part.ended else whole_letters(part.data)
+    return JSONResponse(
+        {
+            "text": text(data.decode("utf-8", "replace"), len(data)),
+            "epoch": part.epoch,
+            "offset": part.offset - len(part.data) + len(data),
+            "ended": part.ended,
+        }
+    )
+
+
+def whole_letters(data: bytes) -> bytes:
+    """Without the beginning of a letter whose end is still to come."""
+    for back in range(1, min(4, len(data)) + 1):
+        first = data[-back]
+        if first >= 0b1100_0000:
+            length = 2 if first < 0b1110_0000 else 3 if first < 0b1111_0000 else 4
+            return data[:-back] if back < length else data
+        if first < 0b1000_0000:
+            break
+    return data
 
 
 def timeline(attempts: list[Document], now: float) -> list[Document]:
@@ -116,5 +135,6 @@ def timeline(attempts: list[Document], now: float) -> list[Document]:
 ROUTES = (
     shown("/fleet/jobs", jobs),
     shown("/fleet/jobs/{job}", job),
-    done("/fleet/jobs/{job}", change),
+    done("/fleet/jobs/{job}", changes("job", ACTIONS)),
+    shown("/fleet/jobs/{job}/log", log),
 )

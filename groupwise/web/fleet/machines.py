@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from groupwise.errors import RunNotFoundError
 from groupwise.fleet.states import Observed
 from groupwise.web.fleet.watched import Document, FleetLike, WatchedFleet
-from groupwise.web.pages import Page, Visit, done, shown
+from groupwise.web.pages import Do, Page, Visit, done, shown
 
 LIVE = "/live?fleet"
-ACTIONS = {"drain": "place nothing new there", "undrain": "place work there again"}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What can be done with a job or a machine."""
+
+    word: str
+    """Of its button."""
+    verb: Callable[[FleetLike, str], Document]
+    statuses: tuple[str, ...] = ()
+    """In which it is offered; none: in each."""
+
+
+ACTIONS: Mapping[str, Action] = {
+    "drain": Action("place nothing new there", lambda fleet, vm: fleet.drain(vm)),
+    "undrain": Action("place work there again", lambda fleet, vm: fleet.undrain(vm)),
+}
 
 
 def of(visit: Visit) -> WatchedFleet:
@@ -32,24 +50,35 @@ def fleet(visit: Visit) -> Page:
 
 def machine(visit: Visit) -> Page:
     """One machine."""
-    document = of(visit).ask(lambda fleet: fleet.machine(visit.named("vm")))
-    jobs = of(visit).ask(lambda fleet: fleet.jobs(vm=visit.named("vm"), limit=20))
-    data = {"machine": described(document), "jobs": jobs, "actions": ACTIONS}
+    document = of(visit).ask(lambda fleet: fleet.machine(visit.named("machine")))
+    jobs = of(visit).ask(lambda fleet: fleet.jobs(vm=visit.named("machine"), limit=20))
+    data = {"machine": described(document), "jobs": jobs, "actions": words_of(ACTIONS)}
     return Page("machine.html", data, live=LIVE)
 
 
-def change(visit: Visit, form: Any) -> str:
-    """Drain a machine, or have it work again."""
-    vm, action = visit.named("vm"), form.get("action", "")
-    if action not in ACTIONS:
-        raise RunNotFoundError(f"{action[:40]!r} is nothing that can be done with a machine here.")
+def changes(kind: str, actions: Mapping[str, Action]) -> Do:
+    """What a form does with one of the fleet's things, which the address names as `kind`: one of these actions."""
 
-    def changed(fleet: FleetLike) -> Document:
-        return fleet.drain(vm) if action == "drain" else fleet.undrain(vm)
+    def change(visit: Visit, form: Mapping[str, str]) -> str:
+        name, action = visit.named(kind), form.get("action", "")
+        if action not in actions:
+            raise RunNotFoundError(
+                f"{action[:40]!r} is nothing that can be done with a {kind} here. There are: {', '.join(actions)}."
+            )
+        of(visit).ask(lambda fleet: actions[action].verb(fleet, name))
+        of(visit).forget()
+        return visit.request.url.path
 
-    of(visit).ask(changed)
-    of(visit).forget()
-    return visit.request.url.path
+    return change
+
+
+def words_of(actions: Mapping[str, Action], status: str | None = None) -> dict[str, str]:
+    """The buttons that are offered for what has this status."""
+    return {
+        name: action.word
+        for name, action in actions.items()
+        if not action.statuses or status in action.statuses
+    }
 
 
 def described(machine: Document) -> Document:
@@ -69,6 +98,6 @@ def _of_gpu(gpu: Document) -> str:
 
 ROUTES = (
     shown("/fleet", fleet),
-    shown("/fleet/machines/{vm}", machine),
-    done("/fleet/machines/{vm}", change),
+    shown("/fleet/machines/{machine}", machine),
+    done("/fleet/machines/{machine}", changes("machine", ACTIONS)),
 )

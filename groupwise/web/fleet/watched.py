@@ -24,7 +24,9 @@ class FleetLike(Protocol):
 
     def jobs(self, **wanted: Any) -> list[Document]: ...
     def show(self, job_id: str) -> Document: ...
-    def log(self, job_id: str, *, epoch: int | None = None, tail: int | None = None) -> LogPart: ...
+    def log(
+        self, job_id: str, *, epoch: int | None = None, offset: int = 0, tail: int | None = None
+    ) -> LogPart: ...
     def machines(self) -> list[Document]: ...
     def machine(self, vm_id: str) -> Document: ...
     def status(self) -> Document: ...
@@ -41,7 +43,7 @@ class WatchedFleet:
 
     def __init__(self, fleet: FleetLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet, self._clock = fleet, clock
-        self._lock = threading.Lock()
+        self._lock, self._asking = threading.Lock(), threading.Lock()
         self._kept: dict[str, tuple[float, Any]] = {}
 
     def ask(self, question: Callable[[FleetLike], T]) -> T:
@@ -67,24 +69,35 @@ class WatchedFleet:
             found = (self.status(), self.machines(), self.newest())
         except GroupwiseError as error:
             return error.code
-        return json.dumps(_lasting(found), sort_keys=True, default=str)
+        return json.dumps(lasting(found), sort_keys=True, default=str)
 
     def _lately(self, name: str, question: Callable[[FleetLike], T]) -> T:
-        kept = self._kept.get(name)
-        if kept is not None and self._clock() - kept[0] < FRESH:
-            return kept[1]
-        found = self.ask(question)
-        self._kept[name] = (self._clock(), found)
-        return found
+        """What it answered a moment ago, or that it did not: many pages wait for the one that asks."""
+        with self._asking:
+            kept = self._kept.get(name)
+            if kept is None or self._clock() - kept[0] >= FRESH:
+                found = self._answer(question)
+                kept = self._kept[name] = (self._clock(), found)
+        answer: Any = kept[1]
+        if isinstance(answer, GroupwiseError):
+            raise answer.with_traceback(None)
+        return answer
+
+    def _answer(self, question: Callable[[FleetLike], T]) -> T | GroupwiseError:
+        try:
+            return self.ask(question)
+        except GroupwiseError as error:
+            return error
 
     def forget(self) -> None:
         """Something was changed here: the next page shows it."""
         self._kept.clear()
 
 
-def _lasting(value: Any) -> Any:
+def lasting(value: Any) -> Any:
+    """Without what is another value each second."""
     if isinstance(value, dict):
-        return {str(k): _lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return {str(k): lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):
-        return [_lasting(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+        return [lasting(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
     return value

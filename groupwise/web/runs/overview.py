@@ -15,6 +15,7 @@ from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_co
 from groupwise.runs.lock import holder
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
+from groupwise.web.index import Listed
 from groupwise.web.pages import Page, Visit, shown
 from groupwise.web.runs.advice import advice_on
 from groupwise.web.runs.curves import plots_of
@@ -33,7 +34,7 @@ def run(visit: Visit) -> Page:
         last = store.last_step()
         meta = store.get_meta()
         data: dict[str, Any] = {
-            **head_of(visit, path),
+            **_head(path, listed),
             "metrics": {} if last is None else store.step_metrics(last),
             "plots": {
                 section: [asdict(plot) for plot in plots]
@@ -75,7 +76,10 @@ def config(visit: Visit) -> Page:
 
 def head_of(visit: Visit, path: Path) -> dict[str, Any]:
     """What stands above every page of a run."""
-    listed = visit.place.runs.one(path)
+    return _head(path, visit.place.runs.one(path))
+
+
+def _head(path: Path, listed: Listed) -> dict[str, Any]:
     info = listed.info
     held = holder(path) if info.state == "running" else None
     return {

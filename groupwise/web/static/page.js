@@ -232,6 +232,55 @@ function listen(address) {
   begin();
 }
 
+// --- logs ----------------------------------------------------------------------------------------
+
+const LOG_EVERY = 2000; // milliseconds
+const PIECES = 16; // that are asked for at once
+const MOST_OF_LOG = 1_000_000; // characters that stay in the page
+
+function add(element, text) {
+  const atEnd = element.scrollHeight - element.scrollTop - element.clientHeight < 40;
+  element.append(document.createTextNode(text));
+  let size = element.textContent.length;
+  while (size > MOST_OF_LOG && element.childNodes.length > 1) {
+    const height = element.scrollHeight;
+    size -= element.firstChild.length;
+    element.firstChild.remove();
+    element.scrollTop -= height - element.scrollHeight; // whoever reads further up stays there
+  }
+  if (atEnd) element.scrollTop = element.scrollHeight;
+}
+
+// What is new is put to the end, as text. An attempt may follow another.
+async function follow(element) {
+  let { epoch, offset } = element.dataset;
+  const more = async () => {
+    const query = new URLSearchParams({ epoch, offset });
+    const answer = await fetch(`${element.dataset.log}?${query}`, { headers: { Accept: "application/json" } });
+    if (!answer.ok) return "nothing";
+    const found = await answer.json();
+    if (found.text) add(element, found.text);
+    if (epoch && found.epoch && String(found.epoch) !== epoch) add(element, `\n— attempt ${found.epoch} —\n`);
+    epoch = String(found.epoch ?? "");
+    offset = String(found.offset);
+    return found.ended ? "ended" : found.text ? "more" : "nothing";
+  };
+  element.scrollTop = element.scrollHeight;
+  for (;;) {
+    let said = "nothing";
+    try {
+      for (let piece = 0; !document.hidden && piece < PIECES; piece += 1) {
+        said = await more();
+        if (said !== "more") break;
+      }
+    } catch {
+      // the server is away: it is asked again
+    }
+    if (said === "ended") return;
+    await new Promise((resolve) => setTimeout(resolve, LOG_EVERY));
+  }
+}
+
 // --- small things --------------------------------------------------------------------------------
 
 function theme() {
@@ -281,4 +330,5 @@ watchPlots();
 theme();
 colours();
 keys();
+for (const element of document.querySelectorAll("[data-log]")) follow(element);
 if (document.body.dataset.live) listen(document.body.dataset.live);

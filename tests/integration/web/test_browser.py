@@ -21,6 +21,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from groupwise.client import TrainingClient
 from groupwise.fleet.direct import DirectFleet
+from groupwise.fleet.files.logs import append, make
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from groupwise.web.access import Door
@@ -273,7 +274,8 @@ def test_every_page_is_accessible_and_fits(
         visitor = visit(address, color_scheme=scheme, viewport=viewport)
         for path in ("/runs", "/runs/first", "/runs/first/rollouts", "/runs/first/rollouts/2", "/runs/first/groups/1",
                      "/runs/first/examples/1", "/runs/first/evaluations", "/evaluations/compare?a=first@0&b=first@30",
-                     "/compare?run=first&run=second", "/rollouts/compare?a=first&b=second", "/runs/first/config", "/runs/none"):  # fmt: skip
+                     "/compare?run=first&run=second", "/rollouts/compare?a=first&b=second",
+                     "/runs/first/config", "/runs/none"):  # fmt: skip
             visitor.goes(path)
             assert serious_in(visitor.page) == [], path
             wide = visitor.page.evaluate("document.documentElement.scrollWidth - innerWidth")
@@ -432,3 +434,42 @@ class Driver:
     def does(self, work: Callable[[TrainingClient], Any]) -> Any:
         """What it answers."""
         return self._thread.submit(work, self._client).result(60)
+
+
+def test_a_log_grows_where_somebody_reads_it(
+    visit: Callable[..., Visitor], direct: DirectFleet, tmp_path: Path
+) -> None:
+    kept, written = make(direct.place.logs, "running-1", 1), 0
+
+    def write(text: str) -> None:
+        nonlocal written
+        append(kept, written, text.encode())
+        written += len(text.encode())
+
+    written = kept.stat().st_size
+    write("".join(f"line {number}\n" for number in range(100)))
+    with shown(tmp_path / "runs", fleet=direct) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/fleet/jobs/running-1")
+        log = page.locator(".log")
+        expect(log).to_contain_text("line 99")
+        at_end = "element => element.scrollHeight - element.scrollTop - element.clientHeight < 5"
+        assert log.evaluate(at_end), "it begins at the end"
+        write("and <b>more</b> \x1b[2J\n")
+        expect(log).to_contain_text("and <b>more</b> ␛[2J")
+        assert log.evaluate(at_end)
+        assert page.locator(".log b").count() == 0
+        log.evaluate("element => { element.scrollTop = 100; element.firstChild.mine = true; }")
+        write("the last one\n")
+        expect(log).to_contain_text("the last one")
+        assert log.evaluate("element => element.scrollTop") == 100
+        assert log.evaluate("element => element.firstChild.mine"), "nothing was loaded again"
+        log.evaluate("element => { element.scrollTop = 300; }")
+        write("x" * 1_200_000)
+        write("the end\n")
+        expect(log).to_contain_text("the end")
+        size = log.evaluate("element => element.textContent.length")
+        assert size < 2_300_000, "what is long gone is not kept"
+        assert "line 0\n" not in (log.text_content() or "")
+        assert visitor.wrong == []

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from groupwise.fleet.client import FleetAway, FleetClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.database import connect as connect_to
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
-from groupwise.web.fleet.jobs import timeline
-from groupwise.web.fleet.watched import WatchedFleet
+from groupwise.web.fleet.jobs import timeline, whole_letters
+from groupwise.web.fleet.watched import WatchedFleet, lasting
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
-from tests.fleet_api import place_in
+from tests.fleet_api import api, place_in
 from tests.fleet_databases import copied, migrated_file
 from tests.unit.fleet.verbs.conftest import ADA, SmallFleet
 from tests.web_runs import HOSTILE
@@ -104,6 +108,95 @@ async def test_what_they_say(client: httpx2.AsyncClient) -> None:
     ):
         problem = await client.get(path, headers={"accept": "application/json"})
         assert problem.status_code == status, path
+
+
+async def test_a_log_goes_on_where_the_page_ends(
+    client: httpx2.AsyncClient, direct: DirectFleet
+) -> None:
+    page = "/fleet/jobs/running-1"
+    shown = (await client.get(f"{page}?format=json")).json()
+    assert shown["follows"]
+    where = f"{page}/log?epoch={shown['epoch']}&offset={shown['offset']}"
+    nothing = (await client.get(where)).json()
+    assert nothing == {
+        "text": "",
+        "epoch": shown["epoch"],
+        "offset": shown["offset"],
+        "ended": False,
+    }
+    kept, letter = make(direct.place.logs, "running-1", shown["epoch"]), "é€😀".encode()
+    append(kept, shown["offset"], b"\x1b[2J" + letter[:-1])
+    first = (await client.get(where)).json()
+    assert first["text"] == "␛[2Jé€", "half a letter waits for its end"
+    append(kept, shown["offset"] + 4 + len(letter) - 1, letter[-1:] + b"\n")
+    then = (await client.get(f"{page}/log?epoch={first['epoch']}&offset={first['offset']}")).json()
+    assert then["text"] == "😀\n"
+    whole = (await client.get(page, headers={"accept": "text/html"})).text
+    assert f'data-log="{page}/log" data-epoch="{shown["epoch"]}" data-offset="' in whole
+    over = (await client.get("/fleet/jobs/failed-1", headers={"accept": "text/html"})).text
+    assert "data-log" not in over
+    earlier = (await client.get(f"{page}?epoch={shown['epoch']}&format=json")).json()
+    assert not earlier["follows"], "whoever chose an attempt reads that one"
+    asked = await client.get(f"{page}/log?offset=-1", headers={"accept": "application/json"})
+    assert asked.status_code == 400
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "€", "😀"])
+def test_half_a_letter_is_left_for_later(letter: str) -> None:
+    data = f"x{letter}".encode()
+    for end in range(1, len(data)):
+        assert whole_letters(data[:end]) == b"x"
+    assert whole_letters(data) == data
+    assert whole_letters(b"\x80\x80\x80\x80\x80") == b"\x80\x80\x80\x80\x80", "it is no text"
+    assert whole_letters(b"") == b""
+
+
+async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
+    direct: DirectFleet, small: SmallFleet, tmp_path: Path
+) -> None:
+    key = "environment-key-0123456789"
+    with (
+        api(small.database, direct.place, {"GROUPWISE_API_KEY": key}) as address,
+        FleetClient(address, key) as remote,
+    ):
+        async with (
+            client_of(remote, tmp_path) as elsewhere,
+            client_of(direct, tmp_path) as here,
+        ):
+            for path in ("/fleet", "/fleet/jobs", "/fleet/jobs?status=failed", "/fleet/jobs/running-1", "/fleet/jobs/failed-1",
+                         "/fleet/machines/box-1", "/fleet/machines/box-2"):  # fmt: skip
+                page = await elsewhere.get(path, headers={"accept": "text/html"})
+                assert page.status_code == 200, page.text
+                assert "<script>x" not in page.text
+                format = "&format=json" if "?" in path else "?format=json"
+                found = (await elsewhere.get(path + format)).json()
+                expected = (await here.get(path + format)).json()
+                for each in (found, expected):
+                    each.pop("timeline", None)  # ends now, which is another now
+                assert lasting(found) == lasting(expected), path
+            log = (await elsewhere.get("/fleet/jobs/running-1/log?epoch=1")).json()
+            assert log["text"].startswith("step 1\n")
+            for path, action, changed in (
+                ("/fleet/jobs/waiting-1", "hold", lambda: direct.show("waiting-1")["status"]),
+                ("/fleet/machines/box-1", "drain", lambda: direct.machine("box-1")["state"]),
+            ):
+                form = {"token": await token_of(elsewhere, path), "action": action}
+                answer = await elsewhere.post(path, data=form, headers={"origin": HERE})
+                assert answer.status_code == 303, answer.text
+                assert changed() in ("held", "draining")
+            missing = await elsewhere.get("/fleet/jobs/none", headers={"accept": "text/html"})
+            assert missing.status_code == 404
+            watched = WatchedFleet(remote)
+            before = watched.stamp()
+            await asyncio.to_thread(direct.release, "waiting-1")
+            watched.forget()
+            assert watched.stamp() != before
+    with FleetClient(address, key, patience=0.1, sleep=lambda _: None) as gone:
+        async with client_of(gone, tmp_path) as client:
+            away = await client.get("/fleet", headers={"accept": "application/json"})
+        assert away.status_code == 409
+        assert away.json()["code"] == "fleet_away"
+        assert WatchedFleet(gone).stamp() == "fleet_away"
 
 
 async def test_lists_go_on_with_older_jobs(small: SmallFleet, tmp_path: Path) -> None:
@@ -209,6 +302,27 @@ def test_pages_learn_of_a_change_and_of_nothing_else(
     assert watched.stamp() == before, "asked a moment ago"
     clock.now += 10
     assert watched.stamp() != before
+
+
+def test_a_fleet_that_is_away_is_asked_once_for_all_that_wait(direct: DirectFleet) -> None:
+    class Away:
+        asked = 0
+
+        def status(self) -> Any:
+            self.asked += 1
+            time.sleep(0.05)
+            raise FleetAway("nobody answers")
+
+    away: Any = Away()
+    watched = WatchedFleet(away, clock=lambda: 0.0)
+    with ThreadPoolExecutor(8) as pages:
+        assert {each.result() for each in [pages.submit(watched.stamp) for _ in range(8)]} == {
+            "fleet_away"
+        }
+    assert away.asked == 1
+    watched.forget()
+    assert watched.stamp() == "fleet_away"
+    assert away.asked == 2
 
 
 def test_attempts_lie_on_one_line_of_time() -> None:
