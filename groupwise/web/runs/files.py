@@ -11,11 +11,13 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from groupwise.errors import RunNotFoundError
 from groupwise.runs.durable import without_nan
+from groupwise.runs.find import final_step
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
 from groupwise.runs.records import RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Visit, shown
-from groupwise.web.runs.overview import head_of
+from groupwise.web.runs.archive import archive, files_of
+from groupwise.web.runs.overview import head_of, told
 from groupwise.web.runs.reading import Asked
 
 
@@ -23,10 +25,14 @@ def weights(visit: Visit) -> Page:
     """The files of a checkpoint, or of the final weights."""
     path = visit.place.run(visit.named("run"))
     folder = _folder(path, visit.named("where"))
-    files = sorted(each for each in folder.rglob("*") if each.is_file())
+    files, step = files_of(folder), step_of(path, folder)
+    with Store.open(path / RECORD, readonly=True) as store:
+        evaluations = [each for each in store.evaluations(rows=False) if each.step == step]
     data = {
         **head_of(visit, path),
         "where": visit.named("where"),
+        "step": step,
+        "evaluations": told(evaluations),
         "files": [
             {"name": each.relative_to(folder).as_posix(), "bytes": each.stat().st_size}
             for each in files
@@ -35,12 +41,26 @@ def weights(visit: Visit) -> Page:
     return Page("weights.html", data)
 
 
+def step_of(run: Path, folder: Path) -> int | None:
+    """After which step these weights are."""
+    return final_step(run) if folder.name == FINAL else int(folder.name.removeprefix("step-"))
+
+
+def whole(visit: Visit) -> Response:
+    """All of them as one archive."""
+    path = visit.place.run(visit.named("run"))
+    folder = _folder(path, visit.named("where"))
+    name = f"{_plain(path.name)}-{folder.name}"
+    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
+    return StreamingResponse(archive(folder, name), media_type="application/zip", headers=headers)
+
+
 def file(visit: Visit) -> Response:
     """One of them."""
     folder = _folder(visit.place.run(visit.named("run")), visit.named("where"))
     wanted = visit.named("file")
-    for each in folder.rglob("*"):
-        if each.is_file() and each.relative_to(folder).as_posix() == wanted:
+    for each in files_of(folder):
+        if each.relative_to(folder).as_posix() == wanted:
             return FileResponse(each, media_type="application/octet-stream", filename=each.name)
     raise RunNotFoundError(f"{folder.name} has no file {wanted[:100]!r}.")
 
@@ -80,6 +100,7 @@ def _plain(name: str) -> str:
 
 
 ROUTES = (
+    shown("/runs/{run}/weights/{where}.zip", whole),
     shown("/runs/{run}/weights/{where}", weights),
     shown("/runs/{run}/weights/{where}/{file:path}", file),
     shown("/runs/{run}/rollouts.jsonl", export),

@@ -1,0 +1,54 @@
+"""A folder as one ZIP archive, made while it is sent: nothing of it is kept, in memory or on a disk, but the piece that is on its way.
+
+Weights do not get smaller by packing, so files are stored as they are. Sizes and check sums follow each file, because they are known
+only then; whoever unpacks reads them at the archive's end, and notices there that it was broken off.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Generator
+from pathlib import Path
+
+PIECE = 1 << 20
+"""Bytes that are read at once."""
+
+
+class _OnItsWay:
+    """What the archive has written and nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._pieces.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """What is on its way stays so."""
+
+    def take(self) -> bytes:
+        taken, self._pieces = b"".join(self._pieces), []
+        return taken
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files below a folder, in the order of their names."""
+    return sorted(each for each in folder.rglob("*") if each.is_file())
+
+
+def archive(folder: Path, name: str) -> Generator[bytes]:
+    """The archive in pieces; its files lie in it below `name`."""
+    sent = _OnItsWay()
+    with zipfile.ZipFile(sent, "w", zipfile.ZIP_STORED) as made:
+        for file in files_of(folder):
+            inside = f"{name}/{file.relative_to(folder).as_posix()}"
+            about = zipfile.ZipInfo.from_file(file, inside, strict_timestamps=False)
+            with file.open("rb") as source, made.open(about, "w", force_zip64=True) as target:
+                while piece := source.read(PIECE):
+                    target.write(piece)
+                    yield sent.take()
+    yield sent.take()

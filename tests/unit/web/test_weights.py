@@ -1,0 +1,104 @@
+"""Weights to take home: what is told of them, file by file, and all as one archive.
+
+1. Beside a checkpoint stands what was found out about the policy of its step.
+2. The archive has every file as it is, and is made while it is sent.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from groupwise.runs import checkpoints
+from groupwise.runs.records import EvaluationRecord
+from groupwise.runs.store import Store
+from groupwise.web.app import make_app
+from groupwise.web.runs import archive as made
+from groupwise.web.runs.archive import archive
+from tests.unit.web.test_pages import place_of
+from tests.web_runs import HOSTILE, write_run
+
+CONTENT = {"adapter.safetensors": b"\x00\xff" * 3000, "sub/é.json": b"{}", "empty": b""}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = write_run(tmp_path / "odd name", 4)
+
+    def fill(folder: Path) -> None:
+        for name, content in CONTENT.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+
+    for step in (2, 4):
+        checkpoints.save(path / "checkpoints", step, fill)
+    (path / "final").mkdir()
+    fill(path / "final")
+    with Store.open(path / "run.db") as store:
+        store.set_meta({"final_step": 4})
+        losses = {"loss": 0.25, "mean_token_accuracy": 0.75}
+        store.add_evaluation(EvaluationRecord(2, HOSTILE[:40], "odd@2", losses))
+    return path
+
+
+@pytest.fixture
+async def client(run: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(make_app(place_of(run.parent)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as found:
+        yield found
+
+
+async def test_beside_weights_stands_what_was_found_out_about_them(
+    client: httpx2.AsyncClient,
+) -> None:
+    page = (await client.get("/runs/odd%20name")).text
+    rows = {each.partition("</tr>")[0] for each in page.split("<tr>")}
+    [second] = [each for each in rows if "weights/step-2" in each]
+    assert "loss 0.250, mean_token_accuracy 0.750" in second
+    assert "<script>document" not in second
+    [fourth] = [each for each in rows if "weights/step-4" in each]
+    assert "reward 0.600, pass@1 0.600" in fourth
+    of_step = (await client.get("/runs/odd%20name/weights/step-2?format=json")).json()
+    assert of_step["step"] == 2
+    assert [each["metrics"]["loss"] for each in of_step["evaluations"]] == [0.25]
+    final = (await client.get("/runs/odd%20name/weights/final?format=json")).json()
+    assert final["step"] == 4
+    assert [each["metrics"]["reward"] for each in final["evaluations"]] == [0.6]
+    shown = (await client.get("/runs/odd%20name/weights/step-2")).text
+    assert 'href="/runs/odd%20name/weights/step-2.zip"' in shown
+    assert "mean_token_accuracy" in shown
+
+
+@pytest.mark.parametrize("where", ["step-2", "final"])
+async def test_all_come_as_one_archive(client: httpx2.AsyncClient, run: Path, where: str) -> None:
+    answer = await client.get(f"/runs/odd%20name/weights/{where}.zip")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/zip"
+    assert f'filename="odd_name-{where}.zip"' in answer.headers["content-disposition"]
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as found:
+        assert found.testzip() is None
+        names = found.namelist()
+        for name, content in CONTENT.items():
+            assert found.read(f"odd_name-{where}/{name}") == content
+            one = await client.get(f"/runs/odd%20name/weights/{where}/{name}")
+            assert one.content == content
+    folder = run / ("final" if where == "final" else f"checkpoints/{where}")
+    assert len(names) == sum(each.is_file() for each in folder.rglob("*"))
+    for wrong in ("step-9", "..", "checkpoints"):
+        missing = await client.get(f"/runs/odd%20name/weights/{wrong}.zip")
+        assert missing.status_code == 404
+
+
+def test_an_archive_is_made_while_it_is_sent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "PIECE", 1000)
+    pieces = [*archive(run / "final", "x")]
+    assert len(pieces) > 6
+    assert max(map(len, pieces)) < 2500
+    broken_off = archive(run / "final", "x")
+    next(broken_off)
+    broken_off.close()
