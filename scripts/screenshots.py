@@ -8,11 +8,12 @@ Pages are shown by Debian's Chromium (`scripts/real_servers.py chromium`), and t
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -28,9 +29,10 @@ ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 @contextmanager
 def dashboard(runs: Path, *words: str) -> Generator[str]:
     """Its address."""
+    environment = {name: value for name, value in os.environ.items() if name != "GROUPWISE_API_KEY"}
     command = [sys.executable, "-m", "groupwise", "web", "--port", "0", "--dir", str(runs), *words]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as served:
         try:
             assert served.stdout is not None
@@ -64,11 +66,17 @@ def of_runs(album: Album, run: str, other: str, rollout: int, draw: int) -> None
     """The list, a run, its rollouts, and two runs beside each other."""
     album.take("runs", "/runs")
     album.take("run", f"/runs/{quote(run)}")
-    album.take("rollouts", f"/runs/{quote(run)}/rollouts?order=best")
+    album.take("rollouts", f"/runs/{quote(run)}/rollouts?text=equals&order=best")
     album.take("group", f"/runs/{quote(run)}/groups/{draw}")
     album.take("tokens", f"/runs/{quote(run)}/rollouts/{rollout}", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
     album.take("evaluation", f"/runs/{quote(run)}/evaluations")
+
+
+def key_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Headers with the key of a training server, where it has one."""
+    key = environment.get("GROUPWISE_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def main() -> None:
@@ -81,9 +89,11 @@ def main() -> None:
     parser.add_argument("--draw", type=int, default=0, help="whose members are shown")
     parser.add_argument("--fleet", help="folder or address")
     parser.add_argument("--job", help="of the fleet")
-    parser.add_argument("--server", help="address of a training server")
+    parser.add_argument(
+        "--server", help="address of a training server; its key in GROUPWISE_API_KEY"
+    )
     given = parser.parse_args()
-    beside = [each for name in ("fleet", "server") if (value := getattr(given, name)) for each in (f"--{name}", value)]  # fmt: skip
+    beside = ("--fleet", given.fleet) if given.fleet else ()
     with dashboard(given.runs, *beside) as address, sync_playwright() as player:
         browser = player.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
@@ -94,7 +104,8 @@ def main() -> None:
             desk.take("fleet", "/fleet")
             desk.take("job", f"/fleet/jobs/{quote(given.job)}")
         if given.server:
-            desk.take("server", "/server")
+            of_server = browser.new_page(viewport=DESK, extra_http_headers=key_of(os.environ))
+            Album(of_server, f"{given.server}/dashboard").take("server", "/server")
         dark = browser.new_page(viewport=PHONE, color_scheme="dark", device_scale_factor=2)
         Album(dark, address).take("phone", f"/runs/{quote(given.run)}")
         browser.close()

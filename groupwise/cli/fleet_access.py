@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     Fleet = DirectFleet | FleetClient
     """A fleet that commands can ask."""
 
+TIMEOUT = 60.0
+"""Seconds for one answer of an API."""
+
 FleetOption = Annotated[
     str | None,
     typer.Option(
@@ -42,15 +45,18 @@ MachineArgument = Annotated[str, typer.Argument(metavar="VM", help="Name of a ma
 
 
 @contextmanager
-def fleet(told: str | None, *, make: bool = False) -> Generator[Fleet, None, None]:
-    """The fleet that is meant, whichever way it is reached. `make`: an embedded one that is not there yet is made."""
+def fleet(
+    told: str | None, *, make: bool = False, timeout: float = TIMEOUT
+) -> Generator[Fleet, None, None]:
+    """The fleet that is meant, whichever way it is reached. `make`: an embedded one that is not there yet is made. `timeout`: seconds
+    for one answer of an API."""
     from groupwise.fleet.settings import FleetAddress, find
 
     found = find(told, os.environ)
     if isinstance(found, FleetAddress):
         from groupwise.fleet.client import FleetClient
 
-        with FleetClient(found.url, tell=say) as client:
+        with FleetClient(found.url, tell=say, timeout=timeout) as client:
             yield client
     else:
         with fleet_here(told, make=make) as direct:

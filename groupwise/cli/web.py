@@ -76,10 +76,10 @@ def _watched(told: str | None) -> Generator[WatchedFleet | None]:
         yield None
         return
     from groupwise.cli.fleet_access import fleet, require_installed
-    from groupwise.web.fleet.watched import WatchedFleet
+    from groupwise.web.fleet.watched import TIMEOUT, WatchedFleet
 
     require_installed()
-    with fleet(told) as found:
+    with fleet(told, timeout=TIMEOUT) as found:
         yield WatchedFleet(found)
 
 

@@ -33,6 +33,7 @@ from groupwise.fleet.verbs.documents import Document, event_document
 from groupwise.hosts.files import PIECE, BlobStore
 from groupwise.wire.fleet import LogPart, expect_few, portions
 from groupwise.wire.idempotency import new_idempotency_key
+from groupwise.wire.keys import LOCAL
 from groupwise.wire.problems import Refusal
 
 P = ParamSpec("P")
@@ -54,6 +55,13 @@ class DirectFleet:
         self.database = database
         self.actor = actor
         self.patience = Patience() if patience is None else patience
+
+    def on_behalf_of(self, who: str) -> DirectFleet:
+        """The same fleet, asked for somebody who has a key of another server; who sits here acts as themselves."""
+        if who == LOCAL.id:
+            return self
+        named = Actor(f"web:{who}", self.actor.projects)
+        return DirectFleet(self.place, self.database, named, self.patience)
 
     def read(
         self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs

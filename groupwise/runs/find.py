@@ -128,7 +128,7 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
     try:
         with Store.glance(path / RECORD) as store:
             return _describe(path, store), look(store)
-    except (StoreError, LookupError, TypeError, ValueError) as error:
+    except (StoreError, LookupError, TypeError, ValueError, OSError) as error:
         return RunInfo(path.name, path, state=None, broken=str(error)), None
 
 
@@ -164,9 +164,8 @@ def label_of(run: Path, weights: Path) -> str:
 def _describe(path: Path, store: Store) -> RunInfo:
     facts = store.get_meta()
     last = store.last_step()
-    curves = store.metrics(["reward", "loss"])
-    first, last_few = reward_ends([value for _, value in curves.get("reward", [])])
-    loss_first, loss_last = reward_ends([value for _, value in curves.get("loss", [])])
+    first, last_few = map(mean_of, store.curve_ends("reward", ENDS))
+    loss_first, loss_last = map(mean_of, store.curve_ends("loss", ENDS))
     return RunInfo(
         name=path.name,
         path=path,
@@ -259,7 +258,9 @@ def run_folders(runs_dir: Path) -> list[Path]:
     if not runs_dir.is_dir():
         return []
     return sorted(
-        path for path in runs_dir.iterdir() if path.is_dir() and not path.name.startswith(".")
+        path
+        for path in runs_dir.iterdir()
+        if not path.name.startswith(".") and _can_be_looked_at(path)
     )
 
 

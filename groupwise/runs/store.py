@@ -56,12 +56,11 @@ class Store:
 
     @classmethod
     def open(cls, path: Path, readonly: bool = False, *, keep_tokens: bool = True) -> Store:
-        """Open an existing record, bringing an older one up to date; `readonly` does so in a copy and writes nothing.
+        """Open an existing record, bringing an older one up to date; `readonly` writes nothing, and an older one only looks like it.
 
         StoreError if it is missing, is something else, or was written by a newer version of Groupwise.
         """
-        if not path.is_file():
-            raise StoreError(f"{path} does not exist: a run folder holds its record there.")
+        _expect_file(path)
         db = Database.open_for_reading(path) if readonly else Database.open_for_writing(path)
         return cls(db, keep_tokens=keep_tokens)
 
@@ -71,9 +70,8 @@ class Store:
 
         StoreError as in `open`.
         """
-        if not path.is_file():
-            raise StoreError(f"{path} does not exist: a run folder holds its record there.")
-        return cls(Database.open_for_reading(path, as_it_is=True), keep_tokens=True)
+        _expect_file(path)
+        return cls(Database.open_for_reading(path), keep_tokens=True)
 
     @classmethod
     def facts(cls, path: Path) -> dict[str, Any]:
@@ -187,6 +185,19 @@ class Store:
         wanted = self.metric_names() if names is None else names
         curves = {name: self._curve(name, since or 0) for name in wanted}
         return {name: curve for name, curve in curves.items() if curve}
+
+    def curve_ends(self, name: str, most: int) -> tuple[list[float], list[float]]:
+        """The first and the last values of a curve: so many of each, or half of them where there are fewer; of one value, that twice."""
+        query = "SELECT value FROM metrics WHERE name = ? ORDER BY step {} LIMIT ?"
+        first, last = (
+            [
+                _metric(value)
+                for (value,) in self._db.all(query.format(order), (label(name), 2 * most))
+            ]
+            for order in ("", "DESC")
+        )
+        ends = max(1, min(most, len(first) // 2))
+        return first[:ends], last[:ends][::-1]
 
     def thinned_curve(self, name: str, columns: int) -> list[CurvePoint]:
         """A curve for a picture that is so many columns wide: each column's mean, smallest and largest value, so that nothing that stands
@@ -307,7 +318,10 @@ class Store:
 
     def tasks(self, most: int) -> list[str]:
         """The tasks of a mixture, sorted, at most so many."""
-        return self._names("groups", "task", most)
+        if self._db.tasks_indexed:
+            return self._names("groups", "task", most)
+        query = "SELECT DISTINCT task FROM groups WHERE task IS NOT NULL ORDER BY 1 LIMIT ?"
+        return [task for (task,) in self._db.all(query, (most,))]
 
     def rebuild_text_index(self) -> None:
         """Make the full-text index anew from the tables. Nothing where SQLite lacks FTS5: search then reads every text."""
@@ -504,6 +518,15 @@ class Store:
 
 def _draws(stored: str) -> tuple[int, ...]:
     return tuple(unpack_json(stored))
+
+
+def _expect_file(path: Path) -> None:
+    try:
+        there = path.is_file()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be looked at: {error.strerror}.") from None
+    if not there:
+        raise StoreError(f"{path} does not exist: a run folder holds its record there.")
 
 
 def _metric(stored: float | None) -> float:

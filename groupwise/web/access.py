@@ -79,28 +79,31 @@ class Door:
         told = f"{caller.id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
         return f"{told}.{self._keys.sealed(caller.id, f'cookie {told}')}"
 
-    def may_act(self, visitor: Visitor) -> bool:
-        """Whether they are shown what changes something."""
-        return self._acts and visitor.caller.role >= Role.ACT
+    def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
+        """Whether they are shown what changes something, which takes a key of this role."""
+        return self._acts and visitor.caller.role >= role
 
-    def expect_actor(self, visitor: Visitor, headers: Mapping[str, str], token: str) -> None:
+    def expect_actor(
+        self, visitor: Visitor, headers: Mapping[str, str], token: str, role: Role = Role.ACT
+    ) -> None:
         """Raise `forbidden` unless they may change something, by a form of ours that a page of ours has sent."""
         if visitor.token and not (
             hmac.compare_digest(visitor.token.encode(), token.encode()) and _is_of_here(headers)
         ):
             raise Refusal(
                 "forbidden",
-                "This was not sent by a page of this dashboard, or by one that is out of date. Load the page anew, and try again.",
+                "This was not sent by a page of this dashboard, or by one that is out of date. Load the page anew, and try again. Where "
+                "that does not help, a proxy in front changes the host's name: it has to pass it on (nginx: proxy_set_header Host $host).",
             )
         if not self._acts:
             raise Refusal(
                 "forbidden",
                 "This dashboard only shows. Whoever runs it may begin it with --allow-actions.",
             )
-        if visitor.caller.role < Role.ACT:
+        if visitor.caller.role < role:
             raise Refusal(
                 "forbidden",
-                f"The key {visitor.caller.id} may only look; changing something needs the role train or admin.",
+                f"The key {visitor.caller.id} has the role {visitor.caller.role.word}; this needs {_or_more(role)}.",
             )
 
     def _of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:
@@ -116,8 +119,18 @@ class Door:
         return Visitor(caller, keys.sealed(name, f"form {nonce}") or "", by_cookie=True)
 
 
+def _or_more(role: Role) -> str:
+    return "or ".join(f"{each.word} " for each in Role if each >= role).strip()
+
+
 def _is_of_here(headers: Mapping[str, str]) -> bool:
-    """Whether a browser says that a page of this host has sent it; old ones say so by Referer alone."""
+    """Whether a browser says that a page of this host has sent it.
+
+    It says so outright where the connection is a safe one, whatever a proxy makes of the host's name; else its Origin, or of an old one
+    its Referer, is that of the host that was asked. No page can have a browser send another `Sec-Fetch-Site`.
+    """
+    if site := headers.get("sec-fetch-site"):
+        return site == "same-origin"
     page = headers.get("origin") or headers.get("referer")
     try:
         return page is not None and urlsplit(page).netloc == headers.get("host", "")

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from groupwise.runs.find import RunInfo, run_folders, run_info_and
 from groupwise.runs.folder import RECORD, shown_state
 from groupwise.runs.store import Store
+from groupwise.web.ticking import Ticking
 
-Stamp = tuple[tuple[int, int], ...]
-"""Of the files of a record: when each was written to, and its size."""
+Stamp = tuple[tuple[int, ...], ...]
+"""Of the files of a record: which file it is, when it was written to and changed, and its size."""
 SPARK = 48
 """Columns of a small picture of a curve."""
 PATIENCE = 0.1
 """Seconds that a page waits for runs that nobody has read yet."""
+AGAIN = 10.0
+"""Seconds after which one that could not be read is tried again: what was in the way may have passed."""
 FILES = (RECORD, f"{RECORD}-wal")
 
 
@@ -36,6 +41,8 @@ class Listed:
     curve: tuple[float, ...]
     written: float
     """When its record was written to last; seconds since 1970."""
+    read: float = 0.0
+    """When this was found; seconds of the index's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +57,9 @@ class Known:
 class RunsIndex:
     """Of one folder. Any thread may ask."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self._clock = folder, clock
+        self._stamp = Ticking(self._states, clock)
         self._known: dict[str, tuple[Stamp, Listed]] = {}
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
@@ -73,46 +81,70 @@ class RunsIndex:
             found = [each for _, each in self._known.values()]
         return Known(tuple(_sorted(map(_as_now, found))), len(stamps) - len(found))
 
+    def stamp(self) -> Any:
+        """Another value once the list has changed. It is found once a second for all who ask."""
+        return self._stamp.now()
+
+    def _states(self) -> Any:
+        known = self.known()
+        return known.unread, [
+            (each.info.name, each.info.state, each.written) for each in known.runs
+        ]
+
     def one(self, path: Path) -> Listed:
         """What the list says of this run, as it is now."""
         stamp = stamp_of(path)
         with self._lock:
             if not self._is_stale(path, stamp):
                 return _as_now(self._known[path.name][1])
-        listed = read(path, stamp)
+        return self._take_in(path, stamp)
+
+    def _is_stale(self, path: Path, stamp: Stamp) -> bool:
+        known = self._known.get(path.name)
+        if known is None or known[0] != stamp:
+            return True
+        return known[1].info.broken is not None and self._clock() - known[1].read >= AGAIN
+
+    def _read(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            self._take_in(path, stamp_of(path))
+
+    def _take_in(self, path: Path, stamp: Stamp) -> Listed:
+        """Read it; `stamp` was taken before, so that what is written meanwhile is read again."""
+        listed = replace(read(path, stamp), read=self._clock())
         with self._lock:
             self._known[path.name] = (stamp, listed)
         return listed
 
-    def _is_stale(self, path: Path, stamp: Stamp) -> bool:
-        known = self._known.get(path.name)
-        return known is None or known[0] != stamp
-
-    def _read(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            stamp = stamp_of(path)  # before it is read: what is written meanwhile is read again
-            listed = read(path, stamp)
-            with self._lock:
-                self._known[path.name] = (stamp, listed)
-
 
 def stamp_of(path: Path) -> Stamp:
     """Of a run's record; equal stamps mean that it was not written to."""
-    found: list[tuple[int, int]] = []
+    found: list[tuple[int, ...]] = []
     for name in FILES:
         with suppress(OSError):
             facts = os.stat(path / name)
             if facts.st_size:  # a reader leaves an empty one behind
-                found.append((facts.st_mtime_ns, facts.st_size))
+                found.append((facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size, facts.st_ino))
     return tuple(found)
 
 
 def read(path: Path, stamp: Stamp) -> Listed:
     """What the list says of a run; never raises for a broken one."""
-    info, found = run_info_and(path, _spark)
+    info, found = _info_of(path)
     metric, curve = found or (None, ())
-    written = max((moment for moment, _ in stamp), default=0) / 1e9
+    written = max((each[0] for each in stamp), default=0) / 1e9
     return Listed(info, metric, curve, written)
+
+
+def _info_of(path: Path) -> tuple[RunInfo, tuple[str | None, tuple[float, ...]] | None]:
+    name = os.fsencode(path.name).decode("utf-8", "replace")
+    if name != path.name:
+        why = "the name of its folder is no text (UTF-8); rename the folder to look at the run"
+        return RunInfo(name, path, state=None, broken=why), None
+    try:
+        return run_info_and(path, _spark)
+    except Exception as error:  # noqa: BLE001 — whatever one folder holds, the others are listed
+        return RunInfo(name, path, state=None, broken=f"{type(error).__name__}: {error}"), None
 
 
 def _spark(store: Store) -> tuple[str | None, tuple[float, ...]]:

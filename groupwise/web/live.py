@@ -70,12 +70,7 @@ def _look_of(place: Place, request: Request) -> Look:
     for name, watched in (("fleet", place.fleet), ("server", place.server)):
         if name in request.query_params and watched is not None:
             return watched.stamp
-    return lambda: _of_all(place)
-
-
-def _of_all(place: Place) -> Any:
-    known = place.runs.known()
-    return known.unread, [(each.info.name, each.info.state, each.written) for each in known.runs]
+    return place.runs.stamp
 
 
 async def _events(

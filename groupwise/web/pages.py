@@ -23,6 +23,7 @@ from groupwise.errors import GroupwiseError, RunNotFoundError, UsageError
 from groupwise.web.access import COOKIE, Visitor
 from groupwise.web.place import Place
 from groupwise.web.templates import render
+from groupwise.wire.keys import Role
 from groupwise.wire.problems import MEDIA_TYPE, Refusal
 
 Q = TypeVar("Q", bound="Query")
@@ -98,9 +99,10 @@ Do = Callable[[Visit, Mapping[str, str]], str]
 """Changes something as a form asks, and returns the address that is shown then."""
 
 
-def done(path: str, do: Do) -> Route:
-    """What a form changes, where its visitor may."""
-    return Route(path, partial(_do, do), methods=["POST"], name=getattr(do, "__name__", path))
+def done(path: str, do: Do, role: Role = Role.ACT) -> Route:
+    """What a form changes, where its visitor may: it takes a key of this role."""
+    name = getattr(do, "__name__", path)
+    return Route(path, partial(_do, do, role), methods=["POST"], name=name)
 
 
 def visitor_of(request: Request) -> Visitor | None:
@@ -109,13 +111,13 @@ def visitor_of(request: Request) -> Visitor | None:
     return place.door.visitor(request.headers, request.cookies.get(COOKIE))
 
 
-async def _do(do: Do, request: Request) -> Response:
+async def _do(do: Do, role: Role, request: Request) -> Response:
     place: Place = request.app.state.place
     visitor = visitor_of(request)
     if visitor is None:
         raise Refusal("unauthorised")
     form = await read_form(request)
-    place.door.expect_actor(visitor, request.headers, form.get(TOKEN, ""))
+    place.door.expect_actor(visitor, request.headers, form.get(TOKEN, ""), role)
     there = await run_in_threadpool(do, Visit(place, request, visitor), form)
     if wants_json(request):
         return JSONResponse({"location": there})
@@ -171,13 +173,16 @@ def respond(visit: Visit, page: Page) -> Response:
             "visit": visit,
             "visitor": visit.visitor,
             "acts": visit.place.door.may_act(visit.visitor),
+            "rules": visit.place.door.may_act(visit.visitor, Role.ADMIN),
             "has_fleet": visit.place.fleet is not None,
             "has_server": visit.place.server is not None,
             "live": page.live,
         },
         above(visit.request),
     )
-    return HTMLResponse(text)
+    return HTMLResponse(
+        text.encode("utf-8", "replace")
+    )  # half a letter of somebody is no reason to fail
 
 
 def wants_json(request: Request) -> bool:

@@ -43,4 +43,7 @@ class Place:
     def has(self, name: str) -> bool:
         """Whether it has a run of this name."""
         plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
-        return plain and (self.runs.folder / name / RECORD).is_file()
+        try:
+            return plain and (self.runs.folder / name / RECORD).is_file()
+        except OSError:  # a name that no file could have, or a folder that may not be entered
+            return False

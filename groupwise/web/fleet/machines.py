@@ -10,6 +10,7 @@ from groupwise.errors import RunNotFoundError
 from groupwise.fleet.states import Observed
 from groupwise.web.fleet.watched import Document, FleetLike, WatchedFleet
 from groupwise.web.pages import Do, Page, Visit, done, shown
+from groupwise.wire.keys import Role
 
 LIVE = "/live?fleet"
 
@@ -65,8 +66,7 @@ def changes(kind: str, actions: Mapping[str, Action]) -> Do:
             raise RunNotFoundError(
                 f"{action[:40]!r} is nothing that can be done with a {kind} here. There are: {', '.join(actions)}."
             )
-        of(visit).ask(lambda fleet: actions[action].verb(fleet, name))
-        of(visit).forget()
+        of(visit).change(visit.visitor.caller.id, lambda fleet: actions[action].verb(fleet, name))
         return visit.request.url.path
 
     return change
@@ -99,5 +99,5 @@ def _of_gpu(gpu: Document) -> str:
 ROUTES = (
     shown("/fleet", fleet),
     shown("/fleet/machines/{machine}", machine),
-    done("/fleet/machines/{machine}", changes("machine", ACTIONS)),
+    done("/fleet/machines/{machine}", changes("machine", ACTIONS), Role.ADMIN),
 )

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from groupwise.errors import GroupwiseError
+from groupwise.web.ticking import Ticking
 from groupwise.wire.fleet import LogPart
+from groupwise.wire.problems import Refusal
 
 T = TypeVar("T")
 Document = dict[str, Any]
 FRESH = 1.0
 """Seconds for which the answer to what many pages ask is the same."""
+PATIENCE, TIMEOUT = 5.0, 10.0
+"""Seconds that a page waits for others that ask, and for an answer of an API."""
 PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
 """What is another value each second, and no news."""
 
@@ -36,6 +41,7 @@ class FleetLike(Protocol):
     def retry(self, job_id: str) -> Document: ...
     def drain(self, vm_id: str) -> Document: ...
     def undrain(self, vm_id: str) -> Document: ...
+    def on_behalf_of(self, who: str) -> FleetLike: ...
 
 
 class WatchedFleet:
@@ -45,11 +51,27 @@ class WatchedFleet:
         self._fleet, self._clock = fleet, clock
         self._lock, self._asking = threading.Lock(), threading.Lock()
         self._kept: dict[str, tuple[float, Any]] = {}
+        self._stamp = Ticking(self._look, clock)
 
     def ask(self, question: Callable[[FleetLike], T]) -> T:
         """What it answers. Raises Refusal, and `FleetAway` where it does not answer."""
-        with self._lock:
+        with self._turn():
             return question(self._fleet)
+
+    def change(self, who: str, question: Callable[[FleetLike], object]) -> None:
+        """Have it do something for somebody, whose name its events are to have; the next page shows what came of it."""
+        with self._turn():
+            question(self._fleet.on_behalf_of(who))
+        self.forget()
+
+    @contextmanager
+    def _turn(self) -> Generator[None]:
+        if not self._lock.acquire(timeout=PATIENCE):
+            raise Refusal("too_busy", "The fleet is slow to answer others.", retry_after=PATIENCE)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def status(self) -> Document:
         """How it is doing; see `FleetLike.status`."""
@@ -63,8 +85,11 @@ class WatchedFleet:
         """The newest jobs."""
         return self._lately("jobs", lambda fleet: fleet.jobs(limit=50))
 
-    def stamp(self) -> str:
+    def stamp(self) -> str | None:
         """Another text once anything has changed that pages show."""
+        return self._stamp.now()
+
+    def _look(self) -> str:
         try:
             found = (self.status(), self.machines(), self.newest())
         except GroupwiseError as error:
@@ -92,6 +117,7 @@ class WatchedFleet:
     def forget(self) -> None:
         """Something was changed here: the next page shows it."""
         self._kept.clear()
+        self._stamp.forget()
 
 
 def lasting(value: Any) -> Any:

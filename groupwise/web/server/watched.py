@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from groupwise.errors import GroupwiseError
+from groupwise.web.ticking import Ticking
 from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.training import StatusAnswer
 
@@ -42,6 +43,7 @@ class WatchedServer:
         self._server, self._clock = server, clock
         self._lock = threading.Lock()
         self._kept: tuple[float, StatusAnswer, ActivityAnswer] | None = None
+        self._stamp = Ticking(self._look, clock)
 
     def ask(self) -> tuple[StatusAnswer, ActivityAnswer]:
         """Where it stands, and what goes on. Raises ClientError where it does not answer."""
@@ -51,8 +53,11 @@ class WatchedServer:
                 self._kept = (self._clock(), *found)
             return self._kept[1:]
 
-    def stamp(self) -> str:
+    def stamp(self) -> str | None:
         """Another text once anything has changed that the page shows."""
+        return self._stamp.now()
+
+    def _look(self) -> str:
         try:
             status, activity = self.ask()
         except GroupwiseError as error:

@@ -107,3 +107,43 @@ def test_without_keys_only_this_machine_is_answered(headers: dict[str, str]) -> 
     with pytest.raises(Refusal):
         door.visitor(headers, None)
     assert door.admit("anything", "a") is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({"origin": "http://127.0.0.1:8080"}, True),
+        ({"referer": "http://127.0.0.1:8080/fleet"}, True),
+        ({"sec-fetch-site": "same-origin", "origin": "https://gw.example.org"}, True),
+        ({"sec-fetch-site": "cross-site", "origin": "http://127.0.0.1:8080"}, False),
+        ({"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:8080"}, False),
+        ({"sec-fetch-site": "none"}, False),
+        ({"origin": "https://gw.example.org"}, False),
+        ({"origin": "http://[odd"}, False),
+        ({}, False),
+    ],
+)
+def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it(
+    headers: dict[str, str], allowed: bool
+) -> None:
+    key = new_key(Role.ACT)
+    door = Door(ring(key), acts=True)
+    visitor = door.visitor(HERE, door.admit(key.key, "a"))
+    assert visitor is not None
+    if allowed:
+        door.expect_actor(visitor, {**HERE, **headers}, visitor.token)
+    else:
+        with pytest.raises(Refusal, match="proxy_set_header Host"):
+            door.expect_actor(visitor, {**HERE, **headers}, visitor.token)
+
+
+def test_what_takes_an_admin_is_open_to_no_other() -> None:
+    for role, allowed in ((Role.READ, False), (Role.ACT, False), (Role.ADMIN, True)):
+        key = new_key(role)
+        door = Door(ring(key), acts=True)
+        visitor = door.visitor({"authorization": f"Bearer {key.key}"}, None)
+        assert visitor is not None
+        assert door.may_act(visitor, Role.ADMIN) is allowed
+        if not allowed:
+            with pytest.raises(Refusal, match=f"has the role {role.word}; this needs admin"):
+                door.expect_actor(visitor, {}, "", Role.ADMIN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from groupwise.web.fleet.watched import WatchedFleet, lasting
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
+from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
 from tests.fleet_databases import copied, migrated_file
 from tests.unit.fleet.verbs.conftest import ADA, SmallFleet
@@ -335,3 +337,37 @@ def test_attempts_lie_on_one_line_of_time() -> None:
     assert (first["x"], first["waits"], first["runs_at"], first["runs"]) == (0, 100, 100, 400)
     assert (second["x"], second["runs_at"], second["runs"]) == (600, 800, 200)
     assert timeline([], 1.0) == []
+
+
+async def test_machines_are_an_admins_and_events_say_who_it_was(
+    direct: DirectFleet, tmp_path: Path
+) -> None:
+    keys = {role: new_key(role) for role in (Role.ACT, Role.ADMIN)}
+    ring = Keyring(read_key_file("\n".join(each.line for each in keys.values()), "keys"))
+    for role, status in ((Role.ACT, 403), (Role.ADMIN, 303)):
+        async with client_of(direct, tmp_path, ring) as client:
+            client.headers["authorization"] = f"Bearer {keys[role].key}"
+            page = await client.get("/fleet/machines/box-1", headers={"accept": "text/html"})
+            assert ("place nothing new there" in page.text) is (role is Role.ADMIN)
+            answer = await client.post("/fleet/machines/box-1", data={"action": "drain"})
+            assert answer.status_code == status
+            answer = await client.post("/fleet/jobs/waiting-1", data={"action": "hold"})
+            assert answer.status_code == 303
+            await client.post("/fleet/jobs/waiting-1", data={"action": "release"})
+    actors = {each["actor"] for each in direct.show("waiting-1")["events"] if each.get("actor")}
+    assert {f"web:{key.id}" for key in keys.values()} <= actors
+
+
+async def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
+    direct: DirectFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(direct, "status", lambda: answer.wait(60) and {})
+    monkeypatch.setattr("groupwise.web.fleet.watched.PATIENCE", 0.05)
+    watched = WatchedFleet(direct)
+    try:
+        assert [watched.stamp() for _ in range(2)] == [None, None]
+        with pytest.raises(Refusal, match="slow to answer"):
+            watched.ask(lambda fleet: fleet.show("waiting-1"))
+    finally:
+        answer.set()

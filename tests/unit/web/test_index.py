@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from groupwise.runs.find import ENDS, mean_of, reward_ends
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from groupwise.web import index as module
 from groupwise.web.index import RunsIndex
+from groupwise.web.ticking import EVERY
 from tests.web_runs import add_step, write_run
 
 
@@ -70,3 +73,80 @@ def test_what_cannot_be_read_is_listed_last(tmp_path: Path) -> None:
     assert [each.info.name for each in found] == ["fine", "empty", "odd"]
     assert all(each.info.broken for each in found[1:])
     assert RunsIndex(tmp_path / "nowhere").known().runs == ()
+
+
+def test_one_folder_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c", "d"):
+        write_run(tmp_path / name, 1)
+    is_file, info_and = Path.is_file, module.run_info_and
+
+    def forbidden(path: Path) -> bool:
+        if path.parent.name == "a":
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    def odd(path: Path, look: Any) -> Any:
+        if path.name == "b":
+            raise RuntimeError("nobody thought of this")
+        return info_and(path, look)
+
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    monkeypatch.setattr(module, "run_info_and", odd)
+    found = {each.info.name: each.info.broken for each in RunsIndex(tmp_path).known(10.0).runs}
+    assert (found["c"], found["d"]) == (None, None)
+    assert "cannot be looked at: Permission denied" in (found["a"] or "")
+    assert found["b"] == "RuntimeError: nobody thought of this"
+
+
+def test_what_could_not_be_read_is_tried_again(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one", 1)
+    now = [0.0]
+    index = RunsIndex(tmp_path, lambda: now[0])
+    record = path / "run.db"
+    kept, facts = record.read_bytes(), record.stat()
+    record.write_bytes(b"x" * len(kept))
+    assert index.known(10.0).runs[0].info.broken
+    record.write_bytes(kept)
+    stamp = module.stamp_of(path)
+    index._known["one"] = (stamp, index._known["one"][1])  # pyright: ignore[reportPrivateUsage]
+    assert index.known(10.0).runs[0].info.broken, "it was read a moment ago"
+    now[0] += module.AGAIN
+    assert index.known(10.0).runs[0].info.broken is None
+    os.utime(record, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert module.stamp_of(path) != stamp, "a change that leaves time and size is seen, too"
+
+
+def test_a_name_that_is_no_text_is_listed_as_such(tmp_path: Path) -> None:
+    write_run(tmp_path / "fine", 1)
+    os.mkdir(os.fsencode(tmp_path) + b"/caf\xe9")
+    fine, odd = RunsIndex(tmp_path).known(10.0).runs
+    assert (fine.info.name, odd.info.name) == ("fine", "caf\ufffd")
+    assert "rename the folder" in (odd.info.broken or "")
+
+
+def test_the_stamp_of_the_list_is_found_once_for_all_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "one", 1)
+    now, looks = [0.0], []
+    index = RunsIndex(tmp_path, lambda: now[0])
+    known = index.known
+    monkeypatch.setattr(index, "known", lambda: looks.append(1) or known(10.0))
+    first = index.stamp()
+    write_run(tmp_path / "two", 1)
+    assert index.stamp() == first
+    assert len(looks) == 1
+    now[0] += EVERY
+    assert index.stamp() != first
+
+
+def test_the_ends_of_long_curves_are_those_of_the_whole(tmp_path: Path) -> None:
+    for steps in (1, 2, 3, 9, 10, 11, 40):
+        path = write_run(tmp_path / str(steps), steps)
+        with Store.open(path / "run.db", readonly=True) as store:
+            whole = [value for _, value in store.metrics(["reward"])["reward"]]
+            ends = tuple(map(mean_of, store.curve_ends("reward", ENDS)))
+            assert ends == reward_ends(whole), steps
+            assert store.curve_ends("none", ENDS) == ([], [])

@@ -202,7 +202,7 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
     ],
 )
 def test_what_the_counts_say(counts: dict[str, int], words: str) -> None:
-    status = StatusAnswer(phase="running", counters=Counters(**counts), queue_depth=2)
+    status = StatusAnswer(phase="running", counters=Counters.model_validate(counts), queue_depth=2)
     assert any(words in each for each in advice(status))
     assert advice(StatusAnswer(phase="running", counters=Counters(trained=9, open=2))) == []
     assert "engine has ended" in advice(StatusAnswer(phase="recovering"))[0]
