@@ -2,6 +2,7 @@
 
     first page    the list of a folder with 1,000 runs: as soon as it listens, and later
     rollouts      a run with 1,000,000 rollouts: its overview, curves, pages and filters of its rollouts
+    old           a run with 320,000 rollouts, as it was recorded before rollouts had tasks and ratios
     answers       two runs that have answered 20,000 prompts each, twice: what they answered to the same ones
 
 The data is generated (a quarter of an hour of it; `--data FOLDER` keeps it for the next time), the dashboard is a process of its own, asked
@@ -16,13 +17,14 @@ import json
 import re
 import shutil
 import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.request import urlopen
@@ -36,6 +38,14 @@ STEPS_OF_EACH = 200
 ROLLOUTS = 1_000_000
 GROUPS, MEMBERS = 16, 8
 """Of each step of the large run."""
+OLD_ROLLOUTS = 320_000
+OLD_FORMAT = 8
+AS_BEFORE = f"""
+    DROP INDEX groups_by_task; DROP INDEX rollouts_by_task; DROP INDEX rollouts_by_task_and_reward;
+    ALTER TABLE groups DROP COLUMN task; ALTER TABLE rollouts DROP COLUMN task; ALTER TABLE segments DROP COLUMN learner_logprobs;
+    PRAGMA user_version = {OLD_FORMAT};
+"""
+"""What makes a record of now one of then."""
 EXAMPLES = 20_000
 """Of each of the two runs that are compared."""
 TRIES = 15
@@ -111,21 +121,23 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="keep what is generated there")
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
     words = parser.parse_args()
-    print(f"{'milliseconds':<28} {'first':>7}   {'median':>7}   {'worst':>7}")
+    print(f"{'milliseconds':<34} {'first':>7}   {'median':>7}   {'worst':>7}")
     with _folder(words.data) as folder:
         make_runs(folder / "many")
         make_large(folder / "large", words.rollouts)
+        make_old(folder / "old")
         make_two(folder / "two")
         figures = [
             *of_the_list(folder / "many"),
             *of_the_run(folder / "large", words.rollouts),
+            *of_the_old(folder / "old"),
             *of_answers(folder / "two"),
         ]
     for each in figures:
         times = (each.first, each.median, each.worst)
         shown_times = "   ".join(f"{1000 * seconds:7.1f}" for seconds in times)
         verdict = "" if each.ok else f"   more than {each.most * 1000:.0f} ms"
-        print(f"{each.name:<28} {shown_times}{verdict}")
+        print(f"{each.name:<34} {shown_times}{verdict}")
     document = {
         "machine": machine(),
         "rollouts": words.rollouts,
@@ -167,6 +179,15 @@ def make_large(folder: Path, rollouts: int) -> None:
             add_step(store, step, groups=GROUPS, members=MEMBERS)
             if step % 500 == 0:
                 print(f"step {step} of {steps}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def make_old(folder: Path) -> None:
+    """One that an earlier version has written."""
+    if folder.exists():
+        return
+    make_large(folder, OLD_ROLLOUTS)
+    with closing(sqlite3.connect(folder / "large" / "run.db")) as record:
+        record.executescript(AS_BEFORE)
 
 
 def make_two(folder: Path) -> None:
@@ -222,15 +243,25 @@ def of_the_run(folder: Path, rollouts: int) -> list[Figure]:
     """All pages of the large one."""
     with shown(folder) as address:
         run = f"{address}/runs/large"
+        pages = _pages(run, rollouts, "")
         names = "&name=".join(("reward", "reward_std", "entropy", "time/sampling"))
         curves = f"{address}/curves?run=large&name={names}&columns=700"
-        middle = {
-            "rollout": rollouts // 2,
-            "draw": rollouts // MEMBERS // 2,
-            "step": rollouts // MEMBERS // GROUPS // 2,
-        }
-        pages = [measured(name, run + path.format(**middle), PAGE) for name, path in PAGES]
         return [*pages, measured("four curves", curves, PAGE)]
+
+
+def of_the_old(folder: Path) -> list[Figure]:
+    """The same of a record of an earlier format."""
+    with shown(folder) as address:
+        return _pages(f"{address}/runs/large", OLD_ROLLOUTS, "old: ")
+
+
+def _pages(run: str, rollouts: int, prefix: str) -> list[Figure]:
+    middle = {
+        "rollout": rollouts // 2,
+        "draw": rollouts // MEMBERS // 2,
+        "step": rollouts // MEMBERS // GROUPS // 2,
+    }
+    return [measured(prefix + name, run + path.format(**middle), PAGE) for name, path in PAGES]
 
 
 def of_answers(folder: Path) -> list[Figure]:

@@ -18,10 +18,17 @@ from typing import Any
 
 from groupwise.errors import StoreError
 from groupwise.runs import durable
-from groupwise.runs.schema import APPLICATION_ID, MIGRATIONS, TEXT_INDEX
+from groupwise.runs.schema import (
+    APPLICATION_ID,
+    MIGRATIONS,
+    SINCE,
+    TABLES_SINCE,
+    TASKS_SINCE,
+    TEXT_INDEX,
+    TEXT_INDEX_SINCE,
+)
 from groupwise.runs.sqlite_file import (
     Format,
-    begin_migration,
     check_format,
     closed_on_failure,
     connect,
@@ -42,6 +49,8 @@ class Database:
         self.path = path
         self.indexed = _has_text_index(connection)
         """Whether the full-text index can be used and must be kept up to date."""
+        self.tasks_indexed = version(connection) >= TASKS_SINCE
+        """Whether tables and indexes have tasks; else each group's is read from its columns."""
         self._connection = connection
         self._lock = threading.RLock()
 
@@ -56,22 +65,15 @@ class Database:
             return cls(path, connection)
 
     @classmethod
-    def open_for_reading(cls, path: Path, *, as_it_is: bool = False) -> Database:
-        """Open an existing file without writing to it.
-
-        One of an older format is read from a copy of its own in the newest format; with `as_it_is` there is no copy, for
-        what all formats have.
-        """
+    def open_for_reading(cls, path: Path) -> Database:
+        """Open an existing file without writing to it. One of an older format looks like one of the newest."""
         with explained(path), closed_on_failure(_connect_reader(path)) as connection:
             check_format(path, connection, FORMAT)
             if version(connection) == 0:
                 raise StoreError(f"{path} is empty: nothing was recorded in it.")
-            if version(connection) == FORMAT.newest or as_it_is:
-                return cls(path, connection)
-            with closed_on_failure(_up_to_date_copy(connection)) as copy:
-                database = cls(path, copy)
-            connection.close()
-            return database
+            if version(connection) < FORMAT.newest:
+                _show_as_newest(connection)
+            return cls(path, connection)
 
     def close(self) -> None:
         """Close the connection; what was committed stays."""
@@ -172,15 +174,26 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _up_to_date_copy(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """What it holds now, in the newest format, to be read only: SQLite's own temporary file, which ends with the connection."""
-    copy = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-    with closed_on_failure(copy):
-        connection.backup(copy)
-        begin_migration(copy, FORMAT)
-        copy.execute("COMMIT")
-        copy.execute("PRAGMA query_only = ON")
-    return copy
+def _show_as_newest(connection: sqlite3.Connection) -> None:
+    """Views of this connection alone stand before the tables that lack something, which stay as they are.
+
+    So a page of a large record of before costs what it asks for, and what a writer of before adds meanwhile is seen.
+    """
+    there = version(connection)
+    missing: dict[str, dict[str, str]] = {}
+    for since, table, columns in SINCE:
+        if there < since:
+            missing.setdefault(table, {}).update(columns)
+    connection.execute("PRAGMA temp_store = MEMORY")
+    for table, columns in missing.items():
+        added = ", ".join(f"{what} AS {name}" for name, what in columns.items())
+        connection.execute(
+            f"CREATE TEMP VIEW {table} AS SELECT {table}.*, {added} FROM main.{table}"
+        )
+    for since, table, names in TABLES_SINCE:
+        if there < since:
+            nothing = ", ".join(f"NULL AS {name}" for name in names)
+            connection.execute(f"CREATE TEMP VIEW {table} AS SELECT {nothing} WHERE FALSE")
 
 
 def _fts5(connection: sqlite3.Connection) -> bool:
@@ -193,7 +206,11 @@ def _fts5(connection: sqlite3.Connection) -> bool:
 
 def _has_text_index(connection: sqlite3.Connection) -> bool:
     """Whether there is one that a SQLite like this one can use, and that holds all that is in the tables."""
-    return _fts5(connection) and _text_index_state(connection) == "current"
+    return (
+        _fts5(connection)
+        and version(connection) >= TEXT_INDEX_SINCE
+        and _text_index_state(connection) == "current"
+    )
 
 
 def _text_index_state(connection: sqlite3.Connection) -> str | None:

@@ -16,6 +16,8 @@ BLOB.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 APPLICATION_ID = 0x47525057
 """Marks the file as a run record (`GRPW`)."""
 
@@ -191,6 +193,37 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE segments ADD COLUMN learner_logprobs BLOB;  -- of tokens that taught: by the first pass of the step over them
     """,
 )
+
+_TASK = """CASE WHEN NOT json_valid(columns) THEN NULL
+    WHEN json_type(columns, '$.task') = 'text' AND json_extract(columns, '$.task') <> ''
+        THEN substr(json_extract(columns, '$.task'), 1, 200)
+    WHEN json_type(columns, '$.dataset_name') = 'text' AND json_extract(columns, '$.dataset_name') <> ''
+        THEN substr(json_extract(columns, '$.dataset_name'), 1, 200)
+    END"""
+"""What `FILL_TASKS` fills in, of one group."""
+
+TASKS_SINCE = 9
+
+SINCE: tuple[tuple[int, str, Mapping[str, str]], ...] = (
+    (2, "rollouts", {"messages": "NULL", "ended_by": "NULL"}),
+    (2, "segments", {"prompt_ids": "NULL"}),
+    (3, "steps", {"rejected": "'[]'"}),
+    (4, "evaluations", {"asked": "''"}),
+    (5, "groups", {"prompt_seen": "NULL"}),
+    (7, "groups", {"origin": "'fresh'", "again": "NULL"}),
+    (TASKS_SINCE, "groups", {"task": _TASK}),
+    (TASKS_SINCE, "rollouts", {"task": f"(SELECT {_TASK} FROM main.groups WHERE groups.draw = rollouts.draw)"}),
+    (10, "segments", {"learner_logprobs": "NULL"}),
+)  # fmt: skip
+"""Since which format a table has these columns, and what a reader sees there in a record of before: what the migration would write."""
+
+TABLES_SINCE: tuple[tuple[int, str, tuple[str, ...]], ...] = (
+    (8, "warnings", ("step", "name", "kind", "message", "numbers")),
+)
+"""Since which format there is a table, and its columns; in a record of before it is empty."""
+
+TEXT_INDEX_SINCE = 6
+"""The format from which on the text index holds prompts as they are shown and searched."""
 
 TEXT_INDEX: dict[str, str] = {
     "prompt_index": "fts5 (prompt, content='prompts', content_rowid='draw')",

@@ -28,8 +28,10 @@ def every_rollout(db: Database, wanted: RolloutFilter) -> Generator[RolloutView]
 
 def _query(db: Database, wanted: RolloutFilter) -> tuple[str, Row]:
     common = db.indexed and wanted.text is not None and _is_common(db, wanted.text)
-    few = wanted.part is not None and wanted.task is not None and _is_rare(db, wanted.task)
-    return rollout_query(wanted, indexed=db.indexed, common=common, few=few)
+    of_part = wanted.part is not None and wanted.task is not None
+    few = of_part and db.tasks_indexed and _is_rare(db, wanted.task or "")
+    by_column = db.tasks_indexed
+    return rollout_query(wanted, indexed=db.indexed, common=common, few=few, by_column=by_column)
 
 
 def _views(db: Database, ids: Sequence[int]) -> list[RolloutView]:
@@ -56,16 +58,22 @@ _VIEW = (
 
 
 def rollout_query(
-    wanted: RolloutFilter, *, indexed: bool, common: bool = False, few: bool = False
+    wanted: RolloutFilter,
+    *,
+    indexed: bool,
+    common: bool = False,
+    few: bool = False,
+    by_column: bool = True,
 ) -> tuple[str, Row]:
     """The SQL of the ids of one page of rollouts, and its values; of what is passed over no more is read than the index has.
 
     `indexed`: the full-text index is there. `common`: very many have the text, so that rollouts are gone through in order and asked
     whether they do, instead of all that do being found first. `few`: the task has so few that all are collected, instead of the values of
-    a part being gone through.
+    a part being gone through. `by_column`: rollouts have a column for their task; of an older record, its groups are found first.
     """
     measured = "part.value" if wanted.part is not None else "reward"
-    clauses, values = _conditions(wanted, measured, indexed, common, few)
+    task = _task_condition(wanted, indexed and not common, by_column)
+    clauses, values = _conditions(wanted, measured, task, indexed, common, few)
     where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
     query = (
         f"SELECT {_id(wanted)} FROM {_source(wanted, few)}{where}"
@@ -112,7 +120,7 @@ def _by_value(wanted: RolloutFilter, few: bool) -> bool:
 
 
 def _conditions(
-    wanted: RolloutFilter, measured: str, indexed: bool, common: bool, few: bool
+    wanted: RolloutFilter, measured: str, task: str, indexed: bool, common: bool, few: bool
 ) -> tuple[list[str], list[Any]]:
     outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
     simple: list[tuple[str, Any]] = [
@@ -124,7 +132,7 @@ def _conditions(
         ("rollouts.step = ?", wanted.step),
         ("rollouts.draw = ?", wanted.draw),
         ("rollouts.example = ?", wanted.example),
-        (_task_condition(wanted, indexed and not common), wanted.task and task_label(wanted.task)),
+        (task, wanted.task and task_label(wanted.task)),
         ("outcome IN (SELECT value FROM json_each(?))", outcomes and json.dumps(outcomes)),
         # A NaN is stored as text, which sorts above every number.
         (f"{measured} BETWEEN ? AND 9e999", wanted.min_reward),
@@ -144,10 +152,12 @@ def _conditions(
     return clauses, values
 
 
-def _task_condition(wanted: RolloutFilter, texts_first: bool) -> str:
+def _task_condition(wanted: RolloutFilter, texts_first: bool, by_column: bool) -> str:
     """The plus keeps SQLite from its index where a step, an example or a rare text is narrower."""
     if _by_task(wanted):
         return "groups.task = ?"
+    if not by_column:
+        return "rollouts.draw IN (SELECT draw FROM groups WHERE task = ?)"
     narrower = wanted.step is not None or wanted.example is not None
     found_by_text = texts_first and wanted.text is not None and _can_be_indexed(wanted.text)
     return "+rollouts.task = ?" if narrower or found_by_text else "rollouts.task = ?"

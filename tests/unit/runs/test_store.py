@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import StoreError
 from groupwise.runs import database, durable, schema
+from groupwise.runs.asked import AskedFilter
 from groupwise.runs.records import (
     EvaluationRecord,
     ResumeRecord,
@@ -919,6 +920,51 @@ class TestFormat:
         with Store.open(path, readonly=True) as store:
             assert store.steps() == [StepRecord(0, 0, 1, "f", (0,), 0.1, 2.0)]
             assert store.evaluations() == [EvaluationRecord(1, "after", "r@1", {})]
+            assert store.warnings() == []
+            assert store.asked(AskedFilter()) == []
+
+    @pytest.mark.parametrize("version", range(1, len(schema.MIGRATIONS)))
+    def test_every_older_one_looks_like_the_newest(self, tmp_path: Path, version: int) -> None:
+        columns = "SELECT group_concat(name) FROM pragma_table_info(?)"
+        tables = schema_tables(tmp_path / "new.db")
+        path = tmp_path / "run.db"
+        make_old(path, version)
+        old, new = (
+            database.Database.open_for_reading(each) for each in (path, tmp_path / "new.db")
+        )
+        for table in tables:
+            found, expected = (set(db.one(columns, (table,))[0].split(",")) for db in (old, new))
+            assert found == expected, table
+        old.close()
+        new.close()
+
+    def test_what_a_writer_of_an_older_version_adds_is_seen_and_nothing_is_copied(
+        self, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "run.db"
+        make_old(path, schema.TASKS_SINCE - 1)
+        writer = sqlite3.connect(path)
+        with Store.open(path, readonly=True) as store:
+            for draw in range(3):
+                with writer:
+                    writer.execute(
+                        "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
+                        " VALUES (?, 0, 0, '\"p\"', 'p', '{\"task\": \"sums\"}', '{}')",
+                        (draw,),
+                    )
+                    writer.execute(
+                        "INSERT INTO rollouts (draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
+                        " VALUES (?, 0, 0, 0, 'failed', 0, 1, 'fig', '{}')",
+                        (draw,),
+                    )
+                assert len(store.rollouts(RolloutFilter())) == draw + 1
+                for order in ("draw", "newest"):
+                    found = store.rollouts(RolloutFilter(task="sums", order=order))
+                    assert {view.task for view in found} == {"sums"}
+                    assert len(found) == draw + 1
+                    assert store.rollouts(RolloutFilter(task="none", order=order)) == []
+                assert store.tasks(5) == ["sums"]
+        writer.close()
 
     def test_what_was_written_without_the_learners_word_has_none(self, tmp_path: Path) -> None:
         path = tmp_path / "run.db"
@@ -985,6 +1031,26 @@ class TestFormat:
             Store.open(tmp_path / "missing.db")
         with pytest.raises(StoreError, match="is there already"):
             Store.create(foreign)
+
+
+def make_old(path: Path, version: int) -> None:
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        "PRAGMA journal_mode = WAL;"
+        + "".join(schema.MIGRATIONS[:version])
+        + f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {version};"
+    )
+    connection.close()
+
+
+def schema_tables(path: Path) -> list[str]:
+    """Those of a new record."""
+    Store.create(path).close()
+    connection = sqlite3.connect(path)
+    query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE '%\\_index%' ESCAPE '\\'"
+    found = [name for (name,) in connection.execute(query)]
+    connection.close()
+    return found
 
 
 def alter(path: Path, statement: str) -> None:
