@@ -85,6 +85,11 @@ class Visit:
         return str(self.request.url.replace(query="").path) + _as_query([*kept, *new])
 
 
+def live_of(*runs: str) -> str:
+    """The address of events of these runs."""
+    return "/live" + _as_query([("run", name) for name in runs])
+
+
 Show = Callable[[Visit], Page | Response]
 
 

@@ -36,8 +36,11 @@ class _OnItsWay:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files below a folder, in the order of their names."""
-    return sorted(each for each in folder.rglob("*") if each.is_file())
+    """All files that lie below a folder, in the order of their names; none that a link only makes appear there."""
+    root = folder.resolve()
+    return sorted(
+        each for each in folder.rglob("*") if each.is_file() and each.resolve().is_relative_to(root)
+    )
 
 
 def archive(folder: Path, name: str) -> Generator[bytes]:

@@ -11,7 +11,7 @@ from groupwise.errors import StoreError, UsageError
 from groupwise.review.compare import PLACES
 from groupwise.runs.folder import RECORD, flattened, read_config
 from groupwise.runs.store import Store
-from groupwise.web.pages import Page, Query, Visit, shown
+from groupwise.web.pages import Page, Query, Visit, live_of, shown
 
 MOST = 12
 USUAL = ("reward", "loss")
@@ -55,8 +55,7 @@ def compare(visit: Visit) -> Page:
         "metrics": metrics,
         "differences": differences(configs),
     }
-    live = "&".join(f"run={each}" for each in names)
-    return Page("compare.html", data, live=f"/live?{live}")
+    return Page("compare.html", data, live=live_of(*names))
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from groupwise.review.compare import Comparison, compare_sides, find_side
 from groupwise.runs.folder import RECORD
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
-from groupwise.web.pages import Page, Query, Visit, shown
+from groupwise.web.pages import Page, Query, Visit, live_of, shown
 from groupwise.web.runs.overview import head_of, told
 
 PASS = re.compile(r"pass@(\d+)")
@@ -31,7 +31,7 @@ def evaluations(visit: Visit) -> Page:
         "names": names,
         "pass_at": pass_curves(found),
     }
-    return Page("evaluations.html", data, live=f"/live?run={path.name}")
+    return Page("evaluations.html", data, live=live_of(path.name))
 
 
 def pass_curves(found: list[EvaluationRecord]) -> list[dict[str, Any]]:

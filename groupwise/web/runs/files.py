@@ -83,12 +83,12 @@ def _lines(path: Path, wanted: RolloutFilter) -> Iterator[bytes]:
 
 
 def _folder(run: Path, where: str) -> Path:
-    """`final`, or `step-N`. Raises RunNotFoundError."""
-    if where == FINAL and (run / FINAL).is_dir():
-        return run / FINAL
-    found = run / CHECKPOINTS / where
-    if where.startswith("step-") and where.removeprefix("step-").isdecimal() and found.is_dir():
-        return found
+    """`final`, or `step-N`, where it lies in the run's folder. Raises RunNotFoundError."""
+    is_step = where.startswith("step-") and where.removeprefix("step-").isdecimal()
+    if where == FINAL or (is_step and len(where) < 30):
+        found = run / FINAL if where == FINAL else run / CHECKPOINTS / where
+        if found.is_dir() and found.resolve().is_relative_to(run.resolve()):
+            return found
     raise RunNotFoundError(f"{run.name} has no weights called {where[:40]!r}.")
 
 

@@ -16,7 +16,7 @@ from groupwise.runs.lock import holder
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.web.index import Listed
-from groupwise.web.pages import Page, Visit, shown
+from groupwise.web.pages import Page, Visit, live_of, shown
 from groupwise.web.runs.advice import advice_on
 from groupwise.web.runs.curves import plots_of
 
@@ -55,7 +55,7 @@ def run(visit: Visit) -> Page:
         "summary": _quietly(read_summary, path),
         "log": _end_of(path / LOG),
     }
-    return Page("run.html", data, live=f"/live?run={path.name}")
+    return Page("run.html", data, live=live_of(path.name))
 
 
 def told(evaluations: Iterable[EvaluationRecord]) -> list[dict[str, Any]]:

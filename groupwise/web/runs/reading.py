@@ -13,7 +13,7 @@ from groupwise.runs.folder import RECORD
 from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 from groupwise.types import Group, Rollout
-from groupwise.web.pages import Page, Query, Visit, shown
+from groupwise.web.pages import Page, Query, Visit, live_of, shown
 from groupwise.web.runs.overview import head_of
 from groupwise.web.runs.tokens import segments_of, tokenizer_of, without_ratios
 
@@ -90,7 +90,7 @@ def rollouts(visit: Visit) -> Page:
             "outcomes": OUTCOMES,
         }
     newest = asked.order == "newest" and asked.page == 1
-    return Page("rollouts.html", data, live=f"/live?run={path.name}" if newest else "")
+    return Page("rollouts.html", data, live=live_of(path.name) if newest else "")
 
 
 def group(visit: Visit) -> Page:

@@ -262,7 +262,7 @@ async def test_only_those_may_act_who_were_allowed_to(direct: DirectFleet, tmp_p
         async with client_of(direct, tmp_path, ring, acts=acts) as client:
             await client.post("/sign-in", data={"key": keys[role].key})
             page = (await client.get(path, headers={"accept": "text/html"})).text
-            assert ("Cancel</button>" in page) is (status == 303)
+            assert ("Yes, cancel</button>" in page) is (status == 303)
             form = {"token": await token_of(client, path), "action": "cancel"}
             answer = await client.post(path, data=form, headers={"origin": HERE})
             assert answer.status_code == status

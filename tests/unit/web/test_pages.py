@@ -7,14 +7,17 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import httpx2
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group
 from groupwise.web.access import Door
@@ -200,6 +203,7 @@ async def test_curves_come_thinned_with_what_stands_out(
     query = "/curves?run=one&run=two&name=own/number&name=none&columns=2"
     found = (await client.get(query)).json()["runs"]
     assert found["one"]["own/number"] == {
+        "at": [0.5, 2.5],
         "first": [0, 2],
         "last": [1, 3],
         "mean": [0.5, 2.5],
@@ -215,6 +219,34 @@ async def test_curves_come_thinned_with_what_stands_out(
         )
         == 4
     )
+
+
+async def test_curves_of_a_range_have_columns_of_their_own(client: httpx2.AsyncClient) -> None:
+    query = "/curves?run=one&name=own/number&columns=2"
+    some = (await client.get(f"{query}&from=1&to=2")).json()["runs"]["one"]["own/number"]
+    assert (some["at"], some["mean"]) == ([1.0, 2.0], [1.0, 2.0])
+    more = (await client.get(f"{query}&from=1&to=99")).json()["runs"]["one"]["own/number"]
+    assert (more["first"], more["last"]) == ([1, 3], [2, 3])
+    none = (await client.get(f"{query}&from=50&to=99")).json()["runs"]["one"]["own/number"]
+    assert none["at"] == []
+    assert (await client.get(f"{query}&from=-1")).status_code == 400
+    assert (await client.get(f"{query}&to={10**30}")).status_code == 400
+
+
+async def test_curves_of_a_run_share_their_columns(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "runs" / "odd", 0)
+    with Store.open(path / "run.db") as store:
+        for step in range(12):
+            record = StepRecord(step, step, step + 1, "w", (), 0.01, 1.7e9)
+            late = {"late": float(step)} if step > 4 else {}
+            store.commit_step(record, [], {"all": float(step), **late})
+    transport = httpx2.ASGITransport(make_app(place_of(path.parent)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        found = (await client.get("/curves?run=odd&name=all&name=late&columns=4")).json()
+    odd = found["runs"]["odd"]
+    assert odd["all"]["at"] == [1.0, 4.0, 7.0, 10.0]
+    assert odd["late"]["at"] == [4.0, 7.0, 10.0]
+    assert odd["late"]["mean"] == [5.0, 7.0, 10.0]
 
 
 @pytest.mark.parametrize(
@@ -377,3 +409,20 @@ async def test_a_form_of_another_kind_or_size_is_refused(guarded: httpx2.AsyncCl
     assert large.status_code == 413
     other = await guarded.post("/sign-in", content=b"{}", headers={"content-type": "text/plain"})
     assert other.status_code == 415
+
+
+async def test_runs_with_odd_names_are_followed_too(tmp_path: Path) -> None:
+    name = "a&b #1 50%+x=y"
+    for each in (name, "b&c"):
+        write_run(tmp_path / each, 2)
+    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        for path in ("", "/rollouts", "/evaluations"):
+            page = await client.get(f"/runs/{quote(name, safe='')}{path}")
+            found = unescape(page.text.partition('data-live="')[2].partition('"')[0])
+            assert dict(parse_qsl(urlsplit(found).query)) == {"run": name}, path
+        page = (await client.get("/compare", params={"run": [name, "b&c"]})).text
+        found = unescape(page.partition('data-live="')[2].partition('"')[0])
+        assert parse_qsl(urlsplit(found).query) == [("run", name), ("run", "b&c")]
+        long = await client.get(f"/runs/{'x' * 300}")
+        assert long.status_code == 404

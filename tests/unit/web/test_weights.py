@@ -102,3 +102,23 @@ def test_an_archive_is_made_while_it_is_sent(run: Path, monkeypatch: pytest.Monk
     broken_off = archive(run / "final", "x")
     next(broken_off)
     broken_off.close()
+
+
+async def test_what_a_link_makes_appear_in_a_folder_is_not_given_away(
+    client: httpx2.AsyncClient, run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "secret").write_text("of somebody else")
+    (run / "final" / "leak").symlink_to(elsewhere / "secret")
+    (run / "final" / "folder").symlink_to(elsewhere)
+    (run / "final" / "same").symlink_to("adapter.safetensors")
+    (run / "checkpoints" / "step-7").symlink_to(elsewhere)
+    base = "/runs/odd%20name/weights"
+    names = [
+        each["name"] for each in (await client.get(f"{base}/final?format=json")).json()["files"]
+    ]
+    assert sorted(names) == sorted([*CONTENT, "same"])
+    for path in ("final/leak", "final/folder/secret", "step-7", "step-7/secret", "step-7.zip"):
+        assert (await client.get(f"{base}/{path}")).status_code == 404, path
+    archived = (await client.get(f"{base}/final.zip")).content
+    assert b"of somebody else" not in archived
