@@ -44,7 +44,7 @@ def web(
         bool,
         typer.Option(
             "--allow-actions",
-            help="Let keys with the role train or admin change jobs and machines.",
+            help="Let keys with the role train or admin change jobs, and admins machines.",
         ),
     ] = False,
 ) -> None:
