@@ -28,9 +28,9 @@ def every_rollout(db: Database, wanted: RolloutFilter) -> Generator[RolloutView]
 
 def _query(db: Database, wanted: RolloutFilter) -> tuple[str, Row]:
     common = db.indexed and wanted.text is not None and _is_common(db, wanted.text)
-    of_part = wanted.part is not None and wanted.task is not None
-    few = of_part and db.tasks_indexed and _is_rare(db, wanted.task or "")
     by_column = db.tasks_indexed
+    matters = wanted.task is not None and (wanted.part is not None or not by_column)
+    few = matters and _is_rare(db, wanted.task or "")
     return rollout_query(wanted, indexed=db.indexed, common=common, few=few, by_column=by_column)
 
 
@@ -49,6 +49,8 @@ AT_ONCE = 500
 """Rollouts of a long list whose texts are in memory together."""
 COMMON = 20_000
 """Texts from which on a word, and rollouts from which on a task, is so common that rollouts that have it are soon come upon."""
+USUAL_MEMBERS = 8
+"""Of a group, about."""
 PROMPT = "coalesce(prompt_seen, prompt_text)"
 """The prompt as it is shown and searched, of a row of `groups`; the view `prompts`, which the index is made of, says the same."""
 _VIEW = (
@@ -72,7 +74,11 @@ def rollout_query(
     a part being gone through. `by_column`: rollouts have a column for their task; of an older record, its groups are found first.
     """
     measured = "part.value" if wanted.part is not None else "reward"
-    task = _task_condition(wanted, indexed and not common, by_column)
+    task = (
+        _task_condition(wanted, indexed and not common)
+        if by_column or _by_task(wanted)
+        else _task_of_group(few)
+    )
     clauses, values = _conditions(wanted, measured, task, indexed, common, few)
     where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
     query = (
@@ -152,15 +158,18 @@ def _conditions(
     return clauses, values
 
 
-def _task_condition(wanted: RolloutFilter, texts_first: bool, by_column: bool) -> str:
+def _task_condition(wanted: RolloutFilter, texts_first: bool) -> str:
     """The plus keeps SQLite from its index where a step, an example or a rare text is narrower."""
     if _by_task(wanted):
         return "groups.task = ?"
-    if not by_column:
-        return "rollouts.draw IN (SELECT draw FROM groups WHERE task = ?)"
     narrower = wanted.step is not None or wanted.example is not None
     found_by_text = texts_first and wanted.text is not None and _can_be_indexed(wanted.text)
     return "+rollouts.task = ?" if narrower or found_by_text else "rollouts.task = ?"
+
+
+def _task_of_group(few: bool) -> str:
+    """The plus has rollouts gone through in order, and not all of the task collected and sorted."""
+    return f"{'' if few else '+'}rollouts.draw IN (SELECT draw FROM groups WHERE task = ?)"
 
 
 def _text_condition(words: str, indexed: bool, common: bool) -> tuple[str, str]:
@@ -195,8 +204,9 @@ def _is_common(db: Database, words: str) -> bool:
 
 def _is_rare(db: Database, task: str) -> bool:
     """Whether so few rollouts are of a task that all of them may be collected for one page."""
-    count = f"SELECT count(*) FROM (SELECT 1 FROM rollouts WHERE task = ? LIMIT {COMMON})"
-    return db.one(count, (task_label(task),))[0] < COMMON
+    table, most = ("rollouts", COMMON) if db.tasks_indexed else ("groups", COMMON // USUAL_MEMBERS)
+    count = f"SELECT count(*) FROM (SELECT 1 FROM {table} WHERE task = ? LIMIT {most})"
+    return db.one(count, (task_label(task),))[0] < most
 
 
 def _can_be_indexed(words: str) -> bool:
