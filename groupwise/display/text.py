@@ -15,7 +15,7 @@ _KEPT_INVISIBLE = "\u200c\u200d"
 def clean(text: str) -> str:
     """The text without anything that a terminal would obey; line breaks stay, tabs become spaces."""
     text = text.replace("\r\n", "\n").replace("\t", "    ")
-    return "".join(letter if letter == "\n" else _visible(letter) for letter in text)
+    return text if text.isprintable() else text.translate(_SHOWN)
 
 
 def one_line(text: str) -> str:
@@ -34,7 +34,7 @@ def ending(text: str, limit: int) -> str:
 
 
 def _visible(letter: str) -> str:
-    if letter.isprintable() or letter in _KEPT_INVISIBLE:
+    if letter == "\n" or letter.isprintable() or letter in _KEPT_INVISIBLE:
         return letter
     code = ord(letter)
     if code < 0x20:
@@ -44,3 +44,14 @@ def _visible(letter: str) -> str:
     if unicodedata.category(letter) == "Zs":
         return " "
     return f"<U+{code:04X}>"
+
+
+class _Shown(dict[int, str]):
+    """How each letter is shown, by its code; found when it first occurs, so that long texts are not gone through in Python."""
+
+    def __missing__(self, code: int) -> str:
+        self[code] = shown = _visible(chr(code))
+        return shown
+
+
+_SHOWN = _Shown()

@@ -14,9 +14,20 @@ from groupwise.runs.tables import read_parts, task_label
 from groupwise.types import RewardPart
 
 
-def find_rollouts(db: Database, wanted: RolloutFilter) -> list[RolloutView]:
-    """One page of the rollouts that the filter asks for."""
-    return _views(db, [id for (id,) in db.all(*_query(db, wanted))])
+def find_rollouts(
+    db: Database, wanted: RolloutFilter, most: int | None = None
+) -> list[RolloutView]:
+    """One page of the rollouts that the filter asks for, with at most so many characters of each text; see `_cut`."""
+    return _views(db, [id for (id,) in db.all(*_query(db, wanted))], most)
+
+
+def draws_of(db: Database, example: int, limit: int, offset: int) -> list[int]:
+    """The groups of an example, those that were drawn last first."""
+    rows = db.all(
+        "SELECT draw FROM groups WHERE example = ? ORDER BY draw DESC LIMIT ? OFFSET ?",
+        (example, limit, offset),
+    )
+    return [draw for (draw,) in rows]
 
 
 def every_rollout(db: Database, wanted: RolloutFilter) -> Generator[RolloutView]:
@@ -34,15 +45,38 @@ def _query(db: Database, wanted: RolloutFilter) -> tuple[str, Row]:
     return rollout_query(wanted, indexed=db.indexed, common=common, few=few, by_column=by_column)
 
 
-def _views(db: Database, ids: Sequence[int]) -> list[RolloutView]:
+def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:
     """These rollouts, in this order."""
+    texts = ", ".join(_cut(each, most) for each in (PROMPT, "completion"))
     rows = db.all(
-        f"SELECT {_VIEW} FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.id = chosen.value"
+        f"SELECT {_VIEW}, {texts} FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.id = chosen.value"
         " CROSS JOIN groups ON groups.draw = rollouts.draw",
         (json.dumps(ids),),
     )
     found, parts = {row[0]: row for row in rows}, read_parts(db, ids)
-    return [_view(found[id], parts.get(id, ())) for id in ids]
+    return [_view(found[id], parts.get(id, ()), most) for id in ids]
+
+
+def _cut(text: str, most: int | None) -> str:
+    """The beginning of a text, its end where that is not in it, and how long it is; of a short one all."""
+    if most is None:
+        return f"{text}, '', 0"
+    head = most // 2
+    return (
+        f"CASE WHEN length({text}) > {most} THEN substr({text}, 1, {head}) ELSE {text} END,"
+        f" CASE WHEN length({text}) > {most} THEN substr({text}, -{most - head}) ELSE '' END, length({text})"
+    )
+
+
+def _told(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
+    """A text of which the middle may not have been read. Half a surrogate pair is kept as bytes, which may be cut within a letter."""
+    if most is None or length <= most:
+        return plain_text(head) or ""
+    start, end = (
+        part.decode("utf-8", "replace") if isinstance(part, bytes) else part
+        for part in (head, tail)
+    )
+    return f"{start}\n… {length - most:,} more characters …\n{end}"
 
 
 AT_ONCE = 500
@@ -55,7 +89,7 @@ PROMPT = "coalesce(prompt_seen, prompt_text)"
 """The prompt as it is shown and searched, of a row of `groups`; the view `prompts`, which the index is made of, says the same."""
 _VIEW = (
     "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
-    f" truncated, completion_tokens, {PROMPT}, completion, ended_by, rollouts.task"
+    " truncated, completion_tokens, ended_by, rollouts.task"
 )
 
 
@@ -228,9 +262,9 @@ def _order(wanted: RolloutFilter, measured: str) -> str:
     }[wanted.order]
 
 
-def _view(row: Row, parts: tuple[RewardPart, ...]) -> RolloutView:
+def _view(row: Row, parts: tuple[RewardPart, ...], most: int | None) -> RolloutView:
     id, step, draw, member, attempt, example, outcome, reason, reward, advantage, *rest = row
-    truncated, completion_tokens, prompt, completion, ended_by, task = rest
+    truncated, completion_tokens, ended_by, task, *texts = rest
     return RolloutView(
         id,
         step,
@@ -245,8 +279,8 @@ def _view(row: Row, parts: tuple[RewardPart, ...]) -> RolloutView:
         parts,
         bool(truncated),
         completion_tokens,
-        plain_text(prompt) or "",
-        plain_text(completion) or "",
+        _told(texts[0], texts[1], texts[2], most),
+        _told(texts[3], texts[4], texts[5], most),
         ended_by,
         task,
     )

@@ -33,7 +33,7 @@ from groupwise.runs.records import (
     StepRecord,
     WarningRecord,
 )
-from groupwise.runs.search import every_rollout, find_rollouts
+from groupwise.runs.search import draws_of, every_rollout, find_rollouts
 from groupwise.runs.tables import delete_groups, insert_group, read_groups
 from groupwise.types import Group, Prompt
 
@@ -248,10 +248,30 @@ class Store:
         with self._db.snapshot():
             return next(iter(read_groups(self._db, "draw = ?", (draw,))), None)
 
-    def rollouts(self, wanted: RolloutFilter) -> list[RolloutView]:
-        """One page of the rollouts that the filter asks for."""
+    def rollouts(self, wanted: RolloutFilter, most: int | None = None) -> list[RolloutView]:
+        """One page of the rollouts that the filter asks for; of prompts and completions that are longer than `most` characters beginning
+        and end, half of each."""
         with self._db.snapshot():
-            return find_rollouts(self._db, wanted)
+            return find_rollouts(self._db, wanted, most)
+
+    def draws_of(self, example: int, limit: int, offset: int = 0) -> list[int]:
+        """The groups of an example, those that were drawn last first."""
+        return draws_of(self._db, example, limit, offset)
+
+    def steps_of(self, example: int) -> tuple[list[int], int]:
+        """The steps that have asked an example, in order; and how many groups of it there are, also those without a step."""
+        rows = self._db.all(
+            "SELECT step, count(*) FROM groups WHERE example = ? GROUP BY step ORDER BY step",
+            (example,),
+        )
+        return [step for step, _ in rows if step is not None], sum(count for _, count in rows)
+
+    def origin_of(self, draw: int) -> tuple[str, int | None, dict[str, Any]] | None:
+        """Where a group is from, the draw whose completions it has, and the columns of its example; None where there is no such group."""
+        found = self._db.all("SELECT origin, again, columns FROM groups WHERE draw = ?", (draw,))
+        return next(
+            ((origin, again, unpack_json(columns)) for origin, again, columns in found), None
+        )
 
     def every_rollout(self, wanted: RolloutFilter) -> Generator[RolloutView]:
         """All rollouts that the filter asks for, one after the other, of one state of the record; its limit and offset are not looked at.

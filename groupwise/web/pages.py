@@ -6,6 +6,7 @@ What a user did wrong is raised as everywhere (`GroupwiseError`, `Refusal`), and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -170,7 +171,8 @@ def _sign_in_first(request: Request) -> Response:
 def respond(visit: Visit, page: Page) -> Response:
     """The page, as the visitor wants it."""
     if wants_json(visit.request):
-        return JSONResponse(to_jsonable_python(page.data, inf_nan_mode="null", fallback=str))
+        data = to_jsonable_python(page.data, inf_nan_mode="null", fallback=str)
+        return Response(json.dumps(data, allow_nan=False), media_type="application/json")
     text = render(
         page.template,
         {

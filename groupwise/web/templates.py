@@ -32,6 +32,7 @@ OUTCOMES = {
 }
 MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:start_of_turn|end_of_turn|bos|eos|s)>")
 """Of chat templates."""
+LONGEST_LINE = 4_000
 LONGEST = 200_000
 """Characters of one text in a page; more of it is in the file that the page links to."""
 
@@ -75,8 +76,8 @@ def text(value: Any, most: int = LONGEST) -> str:
 
 
 def line(value: Any) -> str:
-    """The same in one line."""
-    return one_line(_plain(value))
+    """The same in one line, of which the beginning is enough."""
+    return short(value, LONGEST_LINE)
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -119,8 +120,8 @@ def spark(values: Sequence[float], width: int = 120, height: int = 28) -> str:
 
 
 def short(value: Any, most: int = 60) -> str:
-    """The beginning of what somebody wrote, in one line."""
-    return shorten(line(value), most)
+    """The beginning of what somebody wrote, in one line; the rest is not looked at. A line break may be two characters."""
+    return shorten(one_line(_plain(value)[: 2 * most + 2]), most)
 
 
 def gist(value: Any, most: int = 160) -> str:

@@ -23,7 +23,7 @@ from groupwise.runs.records import GroupAsked, GroupScore, RolloutFilter, Rollou
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, shown
 from groupwise.web.runs.comparing import differences
-from groupwise.web.runs.reading import MOST_TASKS
+from groupwise.web.runs.reading import LISTED, MOST_TASKS
 
 PER_PAGE = 10
 MOST_GROUPS = 10_000
@@ -238,7 +238,7 @@ def _told(pair: Pair, store_a: Store, store_b: Store) -> dict[str, Any]:
 
 
 def _answers(group: GroupAsked, score: GroupScore, store: Store) -> dict[str, Any]:
-    members = store.rollouts(RolloutFilter(draw=group.draw, limit=MOST_MEMBERS))
+    members = store.rollouts(RolloutFilter(draw=group.draw, limit=MOST_MEMBERS), LISTED)
     return {
         "draw": group.draw,
         "step": group.step,

@@ -20,6 +20,8 @@ from groupwise.web.pages import Page, Visit, live_of, shown
 from groupwise.web.runs.advice import advice_on
 from groupwise.web.runs.curves import plots_of
 
+MOST_WARNINGS = 20
+"""The newest, that are listed."""
 LOG = "log.txt"
 LOG_BYTES = 16_384
 """Of the end of the log."""
@@ -32,7 +34,7 @@ def run(visit: Visit) -> Page:
     with Store.open(path / RECORD, readonly=True) as store:
         names = store.metric_names()
         last = store.last_step()
-        meta = store.get_meta()
+        meta, warnings = store.get_meta(), store.warnings()
         data: dict[str, Any] = {
             **_head(path, listed),
             "metrics": {} if last is None else store.step_metrics(last),
@@ -41,7 +43,8 @@ def run(visit: Visit) -> Page:
                 for section, plots in plots_of(names).items()
             },
             "advice": advice_on(store),
-            "warnings": [asdict(each) for each in store.warnings()],
+            "warnings": [asdict(each) for each in warnings[-MOST_WARNINGS:]],
+            "all_warnings": len(warnings),
             "failures": store.failures(),
             "evaluations": told(store.evaluations(rows=False)),
             "resumes": [asdict(each) for each in store.resumes()],

@@ -10,14 +10,24 @@ from pydantic import Field
 
 from groupwise.errors import RunNotFoundError
 from groupwise.runs.folder import RECORD
-from groupwise.runs.records import RolloutFilter, RolloutView
+from groupwise.runs.records import GroupScore, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
+from groupwise.runs.tables import prompt_text
 from groupwise.types import Group, Rollout
 from groupwise.web.pages import Page, Query, Visit, live_of, shown
 from groupwise.web.runs.overview import head_of
 from groupwise.web.runs.tokens import segments_of, tokenizer_of, without_ratios
 
 PER_PAGE = 30
+LISTED, BESIDE, WHOLE = 4_000, 1_500, 20_000
+"""Characters of a text that is in a list, beside many others, and beside those of its group; all of it is on the rollout's own page."""
+GROUPS_OF_EXAMPLE = 20
+MOST_MEMBERS = 64
+"""Of each group on the page of an example."""
+MOST_STEPS = 200
+"""That are offered to compare, evenly of all."""
+TOKENS = 4_000
+"""Of a rollout that one page shows."""
 MOST_PAGES = 4000
 """Beyond that one says what is looked for: rows that are passed over have to be read."""
 MOST_TASKS = 200
@@ -76,7 +86,7 @@ def rollouts(visit: Visit) -> Page:
     path = visit.place.run(visit.named("run"))
     asked = visit.query(Asked)
     with Store.open(path / RECORD, readonly=True) as store:
-        found = store.rollouts(asked.wanted)
+        found = store.rollouts(asked.wanted, LISTED)
         data: dict[str, Any] = {
             **head_of(visit, path),
             "rollouts": [asdict(each) for each in found[:PER_PAGE]],
@@ -98,46 +108,72 @@ def group(visit: Visit) -> Page:
     path = visit.place.run(visit.named("run"))
     draw = _number(visit, "draw")
     with Store.open(path / RECORD, readonly=True) as store:
-        found = store.rollouts(RolloutFilter(draw=draw, limit=1000))
-        if not found:
+        found = store.rollouts(RolloutFilter(draw=draw, limit=1000), WHOLE)
+        known = store.origin_of(draw)
+        if not found or known is None:
             raise RunNotFoundError(f"{path.name} has no group of draw {draw}.")
-        whole = store.group(draw)
-    assert whole is not None, "it has rollouts"
+    origin, again, columns = known
     data = {
         **head_of(visit, path),
         "draw": draw,
         "step": found[0].step,
         "example": found[0].example,
         "prompt": found[0].prompt,
-        "columns": whole.example.columns,
-        "origin": whole.origin,
-        "again": whole.again,
+        "columns": columns,
+        "origin": origin,
+        "again": again,
         "members": [asdict(each) for each in found],
     }
     return Page("group.html", data)
 
 
+class Paged(Query):
+    """Which page of it."""
+
+    page: int = Field(1, ge=1, le=MOST_PAGES)
+
+
 def example(visit: Visit) -> Page:
-    """All groups of an example, the newest first: how its answers changed."""
+    """The groups of an example, the newest first: how its answers changed."""
     path = visit.place.run(visit.named("run"))
-    index = _number(visit, "example")
+    index, page = _number(visit, "example"), visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
-        found = store.rollouts(RolloutFilter(example=index, order="newest", limit=400))
-    if not found:
-        raise RunNotFoundError(f"{path.name} has asked nothing of example {index} yet.")
-    draws: dict[int, list[RolloutView]] = {}
-    for each in found:
-        draws.setdefault(each.draw, []).append(each)
+        steps, groups = store.steps_of(index)
+        draws = store.draws_of(index, GROUPS_OF_EXAMPLE, (page - 1) * GROUPS_OF_EXAMPLE)
+        scores = store.scores(draws)
+        found = {draw: _members(store, draw) for draw in draws}
+    if not any(found.values()):
+        raise RunNotFoundError(_nothing_of(path.name, index, page, groups))
     data = {
         **head_of(visit, path),
         "example": index,
-        "prompt": found[0].prompt,
-        "groups": [_summed(members) for members in draws.values()],
-        "cut": len(found) == 400,
-        "steps": sorted({each.step for each in found if each.step is not None}),
+        "prompt": next(members[0].prompt for members in found.values() if members),
+        "groups": [_told(members, scores.get(draw)) for draw, members in found.items() if members],
+        "all": groups,
+        "page": page,
+        "pages": -(-groups // GROUPS_OF_EXAMPLE),
+        "steps": _evenly(steps),
         "others": _others(visit, path.name),
     }
     return Page("example.html", data)
+
+
+def _members(store: Store, draw: int) -> list[RolloutView]:
+    return store.rollouts(RolloutFilter(draw=draw, limit=MOST_MEMBERS + 1), BESIDE)
+
+
+def _nothing_of(run: str, example: int, page: int, groups: int) -> str:
+    if groups and page > 1:
+        return f"{run} has asked example {example} {groups} times: there is no page {page} of that."
+    return f"{run} has asked nothing of example {example} yet."
+
+
+def _evenly(steps: list[int]) -> list[int]:
+    """Of very many some, the first and the last among them."""
+    if len(steps) <= MOST_STEPS:
+        return steps
+    last = len(steps) - 1
+    return [steps[round(each * last / (MOST_STEPS - 1))] for each in range(MOST_STEPS)]
 
 
 def _others(visit: Visit, name: str) -> list[str]:
@@ -150,9 +186,10 @@ def rollout(visit: Visit) -> Page:
     """One rollout, token by token."""
     path = visit.place.run(visit.named("run"))
     number = _number(visit, "rollout")
+    page = visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
         draw = store.draw_of(number)
-        views = [] if draw is None else store.rollouts(RolloutFilter(draw=draw, limit=1000))
+        views = [] if draw is None else store.rollouts(RolloutFilter(draw=draw, limit=1000), BESIDE)
         whole = None if draw is None else store.group(draw)
     view = next((each for each in views if each.id == number), None)
     if view is None or whole is None:
@@ -160,26 +197,38 @@ def rollout(visit: Visit) -> Page:
     beside = [each.id for each in views]
     place = beside.index(number)
     found = _member(whole, view)
+    prompt = whole.prompt_seen or prompt_text(whole.example.prompt)
     data = {
         **head_of(visit, path),
-        "rollout": asdict(view),
-        "prompt": view.prompt,
+        "rollout": {**asdict(view), "prompt": prompt, "completion": found.completion},
+        "prompt": prompt,
         "columns": whole.example.columns,
         "notes": found.notes,
         "messages": found.messages,
-        "segments": _segments(path, found),
+        **_tokens(path, found, page),
         "without_ratios": without_ratios(found, whole),
-        "seeds": [each.seed for each in found.segments if each.seed is not None],
         "before": beside[place - 1] if place else None,
         "after": beside[place + 1] if place + 1 < len(beside) else None,
     }
     return Page("rollout.html", data)
 
 
-def _segments(path: Path, found: Rollout) -> list[dict[str, Any]]:
-    if not any(segment.token_ids for segment in found.segments):
-        return []  # they were not kept
-    return segments_of(found, tokenizer_of(path))
+def _tokens(path: Path, rollout: Rollout, page: int) -> dict[str, Any]:
+    """What was drawn, and one page of its tokens; none where they were not kept."""
+    count = sum(len(each.token_ids) for each in rollout.segments)
+    pages = max(1, -(-count // TOKENS))
+    if page > pages:
+        raise RunNotFoundError(f"The rollout has {count} tokens: there is no page {page} of them.")
+    first = (page - 1) * TOKENS
+    return {
+        "segments": segments_of(rollout, tokenizer_of(path), first, TOKENS) if count else [],
+        "tokens": {"first": first + 1, "last": min(count, first + TOKENS), "all": count},
+        "page": page,
+        "pages": pages,
+        "version": rollout.segments[0].policy_version if rollout.segments else None,
+        "finish": rollout.segments[-1].finish_reason if rollout.segments else None,
+        "seeds": [each.seed for each in rollout.segments if each.seed is not None],
+    }
 
 
 def _member(group: Group, view: RolloutView) -> Rollout:
@@ -190,14 +239,14 @@ def _member(group: Group, view: RolloutView) -> Rollout:
     )
 
 
-def _summed(members: list[RolloutView]) -> dict[str, Any]:
-    rewards = [each.reward for each in members if each.reward is not None]
+def _told(members: list[RolloutView], score: GroupScore | None) -> dict[str, Any]:
     return {
         "draw": members[0].draw,
         "step": members[0].step,
-        "mean": sum(rewards) / len(rewards) if rewards else None,
-        "best": max(rewards, default=None),
-        "members": [asdict(each) for each in sorted(members, key=lambda each: each.member)],
+        "mean": score.mean if score else None,
+        "best": score.best if score else None,
+        "members": [asdict(each) for each in members[:MOST_MEMBERS]],
+        "more": len(members) > MOST_MEMBERS,
     }
 
 

@@ -21,6 +21,8 @@ from groupwise.types import Group, Rollout, Segment
 FILE = "tokenizer.json"
 STEPS = 8
 """Shades of a colour."""
+BEFORE = 32
+"""Tokens before those that are shown that are read with them: a letter may be of several, and a word's space is of the one before."""
 LEAST_NATS = 6.0
 """Below which a token is shown as improbable as can be."""
 MOST_RATIO = 1.5
@@ -97,24 +99,33 @@ def _named(model: str) -> Reads | None:
     return _read(str(file), file.stat().st_mtime_ns) if file.is_file() else None
 
 
-def segments_of(rollout: Rollout, reads: Reads) -> list[dict[str, Any]]:
-    """The segments after the prompt, token by token."""
-    return [
-        {
-            "source": segment.source,
-            "version": segment.policy_version,
-            "finish": segment.finish_reason,
-            "tokens": _tokens(segment, reads),
-        }
-        for segment in rollout.segments
-    ]
+def segments_of(
+    rollout: Rollout, reads: Reads, first: int = 0, most: int | None = None
+) -> list[dict[str, Any]]:
+    """The segments after the prompt, token by token: so many tokens from the one with the index `first` on, by default all."""
+    found: list[dict[str, Any]] = []
+    begin, end = first, math.inf if most is None else first + most
+    for segment in rollout.segments:
+        size = len(segment.token_ids)
+        if end > 0 and (begin < size or not size):
+            found.append(
+                {
+                    "source": segment.source,
+                    "version": segment.policy_version,
+                    "finish": segment.finish_reason,
+                    "tokens": _tokens(segment, reads, max(0, begin), int(min(end, size))),
+                }
+            )
+        begin, end = begin - size, end - size
+    return found
 
 
-def _tokens(segment: Segment, reads: Reads) -> list[dict[str, Any]]:
-    ids = segment.token_ids
-    pieces = reads.pieces(ids)
+def _tokens(segment: Segment, reads: Reads, first: int, end: int) -> list[dict[str, Any]]:
+    ids = segment.token_ids[first:end]
+    before = segment.token_ids[max(0, first - BEFORE) : first]
+    pieces = reads.pieces([*before, *ids])[len(before) :]
     sampled, learnt = (
-        logprobs if logprobs is not None else [None] * len(ids)
+        logprobs[first:end] if logprobs is not None else [None] * len(ids)
         for logprobs in (segment.sampling_logprobs, segment.learner_logprobs)
     )
     return [

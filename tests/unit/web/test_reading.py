@@ -1,0 +1,169 @@
+"""Long things in pages: examples that were asked very often, texts of a megabyte, rollouts of very many tokens.
+
+1. The page of an example has whole groups, and pages for all of them.
+2. Of a long text a list has beginning and end; the rollout's own page has more, and programs all of it.
+3. Tokens come in pages that read as one text.
+4. A page does not clean what it does not show.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from groupwise.display.text import clean
+from groupwise.runs.records import RolloutFilter, StepRecord, WarningRecord
+from groupwise.runs.store import Store
+from groupwise.types import Example, Group, Rollout, Segment
+from groupwise.web.app import make_app
+from groupwise.web.runs import reading
+from groupwise.web.templates import line, short
+from tests.unit.web.test_pages import place_of
+from tests.web_runs import write_run
+
+MANY = 5_000
+
+
+def client(runs: Path) -> httpx2.AsyncClient:
+    transport = httpx2.ASGITransport(make_app(place_of(runs)))
+    return httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080")
+
+
+async def data_of(runs: Path, path: str) -> dict[str, Any]:
+    async with client(runs) as found:
+        answer = await found.get(path, headers={"accept": "application/json"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def commit(store: Store, step: int, *groups: Group) -> None:
+    draws = tuple(each.draw for each in groups)
+    record = StepRecord(step, step, step + 1, "w", draws, 0.1, 0.0)
+    warning = WarningRecord(step + 1, "length", "begins", f"at {step}")
+    store.commit_step(record, groups, {}, [warning])
+
+
+def answer(draw: int, member: int, text: str = "", ids: tuple[int, ...] = ()) -> Rollout:
+    segment = Segment("policy", ids, tuple(-0.5 for _ in ids), finish_reason="stop")
+    return Rollout(
+        draw, member, 0, (), (segment,), text, "scored", reward=float(member), advantage=0.1
+    )
+
+
+async def test_an_example_has_all_of_its_groups_whole(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "often", 0)
+    with Store.open(run / "run.db") as store:
+        for step in range(45):
+            members = tuple(answer(step, member) for member in range(16))
+            commit(store, step, Group(step, Example(0, "p"), members))
+    seen: list[dict[str, Any]] = []
+    for page in (1, 2, 3):
+        found = await data_of(tmp_path, f"/runs/often/examples/0?page={page}")
+        assert (found["all"], found["pages"]) == (45, 3)
+        assert found["steps"] == [*range(45)]
+        seen += found["groups"]
+    assert [each["step"] for each in seen] == [*range(44, -1, -1)]
+    assert {(each["mean"], each["best"], len(each["members"])) for each in seen} == {
+        (7.5, 15.0, 16)
+    }
+    async with client(tmp_path) as found:
+        beyond = await found.get("/runs/often/examples/0?page=4")
+        assert (beyond.status_code, "no page 4" in beyond.text) == (404, True)
+        assert 'rel="next"' in (await found.get("/runs/often/examples/0?page=2")).text
+    overview = await data_of(tmp_path, "/runs/often")
+    assert [each["step"] for each in overview["warnings"]] == [*range(26, 46)]
+    assert overview["all_warnings"] == 45
+
+
+def test_of_very_many_steps_some_are_offered() -> None:
+    found = reading._evenly([*range(10_000)])
+    assert (len(found), found[0], found[-1]) == (reading.MOST_STEPS, 0, 9_999)
+
+
+async def test_a_group_of_very_many_members_keeps_its_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MOST_MEMBERS", 3)
+    run = write_run(tmp_path / "wide", 0)
+    with Store.open(run / "run.db") as store:
+        commit(store, 0, Group(0, Example(0, "p"), tuple(answer(0, n) for n in range(9))))
+    [group] = (await data_of(tmp_path, "/runs/wide/examples/0"))["groups"]
+    assert (group["mean"], group["best"], len(group["members"]), group["more"]) == (
+        4.0,
+        8.0,
+        3,
+        True,
+    )
+
+
+@pytest.mark.parametrize("odd", ["é", "\ud83d"])
+async def test_long_texts_are_cut_in_lists(tmp_path: Path, odd: str) -> None:
+    prompt, text = "begin " + odd * 50_000 + " end", "first " + odd * 250_000 + " last"
+    run = write_run(tmp_path / "long", 0)
+    with Store.open(run / "run.db") as store:
+        commit(store, 0, Group(0, Example(0, prompt), tuple(answer(0, n, text) for n in range(2))))
+    for page in ("rollouts", "groups/0", "examples/0"):
+        async with client(tmp_path) as found:
+            shown = (await found.get(f"/runs/long/{page}")).text
+        for part in ("begin", "end", "first", "last", "more characters"):
+            assert part in shown, page
+        assert len(shown) < 450_000
+    async with client(tmp_path) as found:
+        whole = (await found.get("/runs/long/rollouts/1?format=json")).json()
+        exported = (await found.get("/runs/long/rollouts.jsonl")).content
+    assert len(whole["rollout"]["completion"]) >= len(text)
+    assert exported.count(b"first") == 2
+    assert len(exported) > 2 * (len(text) + len(prompt))
+    with Store.open(run / "run.db", readonly=True) as store:
+        [view, _] = store.rollouts(RolloutFilter())
+        assert (view.prompt, view.completion) == (prompt, text)
+
+
+async def test_tokens_come_in_pages_that_read_as_one_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "TOKENS", 7)
+    run = write_run(tmp_path / "tokens", 0)
+    words = {chr(97 + n): n for n in range(26)} | {f"<0x{n:02X}>": 26 + n for n in range(256)}
+    tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    (run / "tokenizer").mkdir()
+    tokenizer.save(str(run / "tokenizer" / "tokenizer.json"))
+    euro = tuple(26 + each for each in "€".encode())
+    ids = (*range(6), *euro, *range(9))
+    rollout = answer(0, 0, ids=ids)
+    with Store.open(run / "run.db") as store:
+        [drawn_twice] = rollout.segments
+        segments = (drawn_twice, Segment("environment", (1, 2)), drawn_twice)
+        both = Rollout(0, 0, 0, (), segments, "", "scored", reward=0.0)
+        commit(store, 0, Group(0, Example(0, "p"), (both,)))
+    read, drawn = "", 0
+    for page in range(1, 7):
+        found = await data_of(tmp_path, f"/runs/tokens/rollouts/1?page={page}")
+        assert (found["pages"], found["tokens"]["all"], found["finish"]) == (6, 38, "stop")
+        tokens = [each for segment in found["segments"] for each in segment["tokens"]]
+        assert len(tokens) == (7 if page < 6 else 3)
+        assert found["tokens"]["first"] == drawn + 1
+        drawn += len(tokens)
+        read += "".join(each["text"] for each in tokens)
+    text = "abcdef€abcdefghi"
+    assert (read, drawn) == (f"{text}bc{text}", 38)
+    async with client(tmp_path) as found:
+        assert (await found.get("/runs/tokens/rollouts/1?page=7")).status_code == 404
+        assert "Tokens 8 to 14 of 38." in (await found.get("/runs/tokens/rollouts/1?page=2")).text
+
+
+def test_what_is_not_shown_is_not_cleaned() -> None:
+    huge = "\u202e" * 3_000_000
+    began = time.process_time()
+    assert short(huge, 20) == ("<U+202E>" * 3)[:19] + "…"
+    assert len(line(huge)) == 4_000
+    assert time.process_time() - began < 0.2
+    assert short("a\r\n" * 30, 40) == ("a⏎" * 30)[:39] + "…"
+    assert short("a\r\n" * 20, 40) == "a⏎" * 20
+    assert clean("a\u202eb\n" * 2) == "a<U+202E>b\n" * 2
