@@ -43,6 +43,8 @@ class StepRecord:
 class CurvePoint:
     """What a curve is in some steps that follow each other; the values are None where it has no finite one there."""
 
+    at: float
+    """Where these steps stand in a picture: the middle of their column, which is the same for all curves over the same range."""
     first: int
     last: int
     """Steps, equal where it is a single one."""

@@ -199,22 +199,37 @@ class Store:
         ends = max(1, min(most, len(first) // 2))
         return first[:ends], last[:ends][::-1]
 
-    def thinned_curve(self, name: str, columns: int) -> list[CurvePoint]:
+    def range_of(self, names: Iterable[str]) -> tuple[int, int] | None:
+        """The first and the last step that any of these metrics has; None: there is none."""
+        ends = [
+            self._db.one(
+                "SELECT (SELECT min(step) FROM metrics WHERE name = ?1), (SELECT max(step) FROM metrics WHERE name = ?1)",
+                (label(name),),
+            )
+            for name in names
+        ]
+        there = [(first, last) for first, last in ends if first is not None]
+        return (min(f for f, _ in there), max(t for _, t in there)) if there else None
+
+    def thinned_curve(
+        self, name: str, columns: int, within: tuple[int, int] | None = None
+    ) -> list[CurvePoint]:
         """A curve for a picture that is so many columns wide: each column's mean, smallest and largest value, so that nothing that stands
-        out is lost. A curve of no more steps than that comes as it is."""
-        key = label(name)
-        first, last = self._db.one(
-            "SELECT min(step), max(step) FROM metrics WHERE name = ?", (key,)
-        )
-        if first is None:
+        out is lost. A curve of no more steps than that comes as it is. `within` is the range of steps that the picture shows, by default
+        that of the curve."""
+        found = within or self.range_of([name])
+        if found is None:
             return []
+        first, last = found
         width = max(1.0, (last - first + 1) / columns)
         rows = self._db.all(
-            "SELECT min(step), max(step), avg(value), min(value), max(value) FROM metrics WHERE name = ?"
-            " GROUP BY CAST((step - ?) / ? AS INTEGER) ORDER BY 1",
-            (key, first, width),
+            "SELECT CAST((step - ?2) / ?3 AS INTEGER), min(step), max(step), avg(value), min(value), max(value) FROM metrics"
+            " WHERE name = ?1 AND step BETWEEN ?2 AND ?4 GROUP BY 1 ORDER BY 1",
+            (label(name), first, width, last),
         )
-        return [CurvePoint(*columns) for columns in rows]
+        return [
+            CurvePoint(first + (column + 0.5) * width - 0.5, *values) for column, *values in rows
+        ]
 
     def step_metrics(self, step: int) -> dict[str, float]:
         """All metrics of one step."""

@@ -1,7 +1,7 @@
 """The dashboard's application: its pages, its files, and what goes with every answer.
 
-A page is a template and data (`pages.py`), rendered here; nothing is built beforehand, and nothing is loaded from elsewhere. One module of
-ours draws plots, keeps pages up to date and is not needed for the rest (`static/page.js`).
+A page is a template and data (`pages.py`), rendered here; nothing is built beforehand, and nothing is loaded from elsewhere. Scripts of
+ours draw plots and keep pages up to date (`static/plots.js`, `static/live.js`), and are not needed for the rest.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from groupwise.runs.store import Store
 from groupwise.web.pages import Query, Visit, shown
 
 MOST_COLUMNS = 2000
+MOST_STEPS = 2**53
+"""More than any run has; beyond them numbers of a page are no longer exact."""
 PART, MEAN, SPREAD = "rewards/", "/mean", "/std"
 
 
@@ -151,21 +153,40 @@ class Asked(Query):
     run: list[str] = Field(default_factory=list, max_length=20)
     name: list[str] = Field(default_factory=list, max_length=64)
     columns: int = Field(600, ge=2, le=MOST_COLUMNS)
+    begin: int | None = Field(None, ge=0, le=MOST_STEPS, alias="from")
+    end: int | None = Field(None, ge=0, le=MOST_STEPS, alias="to")
+    """Steps between which the curves are wanted; by default all."""
 
 
 def curves(visit: Visit) -> Response:
-    """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high`."""
+    """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high`, and `at`, by which those of a run belong
+    together."""
     asked = visit.query(Asked)
     found: dict[str, dict[str, Any]] = {}
     for run in asked.run:
         with Store.glance(visit.place.run(run) / RECORD) as store:
-            found[run] = {name: _columns(store, name, asked.columns) for name in asked.name}
+            within = _within(store, asked)
+            found[run] = {name: _columns(store, name, asked.columns, within) for name in asked.name}
     return JSONResponse(without_nan({"runs": found}))
 
 
-def _columns(store: Store, name: str, columns: int) -> dict[str, list[Any]]:
-    points = store.thinned_curve(name, columns)
-    fields: Iterable[str] = ("first", "last", "mean", "low", "high")
+def _within(store: Store, asked: Asked) -> tuple[int, int] | None:
+    """The same for all curves of a run, so that their columns are, too."""
+    there = store.range_of(asked.name)
+    if there is None:
+        return None
+    begin, end = asked.begin, asked.end
+    return (
+        there[0] if begin is None else max(begin, there[0]),
+        there[1] if end is None else min(end, there[1]),
+    )
+
+
+def _columns(
+    store: Store, name: str, columns: int, within: tuple[int, int] | None
+) -> dict[str, list[Any]]:
+    points = store.thinned_curve(name, columns, within)
+    fields: Iterable[str] = ("at", "first", "last", "mean", "low", "high")
     return {field: [getattr(point, field) for point in points] for field in fields}
 
 

@@ -122,7 +122,7 @@ def test_from_the_list_to_a_token_and_back(visit: Callable[..., Visitor], runs: 
         page = visitor.page
         visitor.goes("/")
         expect(page.get_by_role("heading", name="Runs")).to_be_visible()
-        assert page.locator(".spark").count() == 3
+        expect(page.locator(".spark")).to_have_count(3)
         page.get_by_label("Search").fill("sec")
         page.get_by_role("button", name="Show").click()
         expect(page.locator("#runs tbody tr")).to_have_count(1)

@@ -72,6 +72,6 @@ def test_pages_and_all_that_they_load_are_in_the_wheel(address: str) -> None:
             page = client.get(path, headers={"accept": "text/html"})
             assert page.status_code == 200, page.text
         loaded = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
-        assert len(loaded) == 6
+        assert len(loaded) == 8
         for each in loaded:
             assert client.get(each).status_code == 200, each

@@ -30,6 +30,7 @@ from groupwise.errors import StoreError
 from groupwise.runs import database, durable, schema
 from groupwise.runs.asked import AskedFilter
 from groupwise.runs.records import (
+    CurvePoint,
     EvaluationRecord,
     ResumeRecord,
     Rewound,
@@ -310,6 +311,23 @@ class TestSteps:
         assert set(store.metrics()) == set(store.metric_names())
         assert store.metrics(["missing"]) == {}
         assert store.step_metrics(1) == {"loss": -1.0, "reward": 0.1, "time/step": 4.0}
+
+    def test_a_thinned_curve_keeps_what_stands_out(self, store: Store) -> None:
+        values = [0.0, 9.0, 1.0, 2.0, math.nan, 3.0, 4.0]
+        for at, value in enumerate(values):
+            late = {"late": value} if at > 2 else {}
+            store.commit_step(step(at), [], {"reward": value, **late})
+        assert store.range_of(["late", "none"]) == (3, 6)
+        assert store.range_of(["late", "reward"]) == (0, 6)
+        assert store.range_of(["none"]) is None
+        assert store.thinned_curve("none", 3) == []
+        halves = store.thinned_curve("reward", 2, (0, 5))
+        assert halves == [CurvePoint(1.0, 0, 2, 10 / 3, 0.0, 9.0), CurvePoint(4.0, 3, 5, 2.5, 2.0, 3.0)]  # fmt: skip
+        assert store.thinned_curve("late", 2, (0, 5)) == halves[1:]
+        near = store.thinned_curve("reward", 2, (1, 2))
+        assert near == [CurvePoint(1.0, 1, 1, 9.0, 9.0, 9.0), CurvePoint(2.0, 2, 2, 1.0, 1.0, 1.0)]
+        assert [each.at for each in store.thinned_curve("late", 100)] == [3.0, 4.0, 5.0, 6.0]
+        assert store.thinned_curve("reward", 9, (5, 1)) == []
 
 
 class TestRewind:

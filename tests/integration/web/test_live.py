@@ -1,0 +1,273 @@
+"""Pages that bring themselves up to date in a real Chromium.
+
+1. Whoever looks at a page knows whether it is up to date: without an answer the lamp is off and a line says since when, until there is one.
+2. Everything that a page says of something that goes on is brought up to date: states, lists that were empty, evaluations, pages of lists.
+3. Nothing is taken from under a reader: what somebody chose, opened, scrolled, focused or marked stays, and a list waits to be asked.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from groupwise.fleet.direct import DirectFleet
+from groupwise.runs.lock import RunLock
+from groupwise.runs.store import Store
+from tests.integration.web.test_browser import SOON, Visitor, browser, pytestmark, shown, visit
+from tests.unit.web.test_fleet import direct, migrated_file, small
+from tests.web_runs import add_step, evaluation_of, write_run
+
+__all__ = ["browser", "direct", "migrated_file", "pytestmark", "small", "visit"]
+
+
+@contextmanager
+def going_on(folder: Path, steps: int = 1, name: str = "live") -> Iterator[Path]:
+    """A run that a process, this one, works on."""
+    path = write_run(folder / name, steps, state="running", facts={"max_steps": 50})
+    lock = RunLock.acquire(path)
+    try:
+        yield path
+    finally:
+        lock.release()
+
+
+def take_steps(path: Path, *steps: int) -> None:
+    with Store.open(path / "run.db") as store:
+        for step in steps:
+            add_step(store, step)
+
+
+def is_live(page: Page) -> None:
+    expect(page.locator("#live.on")).to_be_visible(timeout=SOON)
+
+
+# --- 1: whether it is up to date -------------------------------------------------------------------
+
+
+def test_a_page_without_an_answer_says_so_until_there_is_one(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with going_on(tmp_path / "runs") as path, shown(path.parent) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/live")
+        is_live(page)
+        expect(page.locator("#away")).to_be_empty()
+        moved = tmp_path / "away"
+        path.rename(moved)
+        line = page.get_by_text(re.compile(r"No answer since \d\d:\d\d: There is no such thing"))
+        expect(line).to_be_visible(timeout=SOON)
+        expect(page.locator("#live.on")).to_have_count(0)
+        expect(page.locator("#live")).to_have_text("not live")
+        expect(page.locator(".progress")).to_contain_text("1 of 50 steps")
+        take_steps(moved, 1)
+        moved.rename(path)
+        expect(page.locator("#away")).to_be_empty(timeout=2 * SOON)
+        expect(page.locator(".progress")).to_contain_text("2 of 50 steps", timeout=SOON)
+        expect(page.locator("#live.on")).to_be_visible(timeout=2 * SOON)
+        assert visitor.wrong == []
+
+
+def test_a_stream_that_was_refused_is_opened_again(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with going_on(tmp_path) as path, shown(path.parent) as address:
+        visitor = visit(address)
+        page = visitor.page
+        asked = 0
+
+        def refuse(route: object) -> None:
+            nonlocal asked
+            asked += 1
+            if asked < 3:
+                route.fulfill(status=502, body="a proxy")  # type: ignore[attr-defined]
+            else:
+                route.continue_()  # type: ignore[attr-defined]
+
+        page.route("**/live?run=live", refuse)
+        visitor.goes("/runs/live")
+        expect(page.locator("#live")).to_have_text("not live")
+        expect(page.locator("#away")).to_be_empty()
+        is_live(page)
+        assert asked == 3
+        take_steps(path, 1)
+        expect(page.locator(".progress")).to_contain_text("2 of 50 steps", timeout=SOON)
+        assert visitor.wrong == []
+
+
+# --- 2: all of it ----------------------------------------------------------------------------------
+
+
+def test_the_state_of_a_run_changes_on_each_of_its_pages(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with going_on(tmp_path) as path, shown(path.parent) as address:
+        visitor = visit(address)
+        pages = [visitor.page, *(visitor.page.context.new_page() for _ in range(2))]
+        for page, end in zip(pages, ("", "/rollouts", "/evaluations"), strict=True):
+            page.goto(f"{address}/runs/live{end}")
+            expect(page.locator(".title .state")).to_have_text("running")
+            is_live(page)
+        with Store.open(path / "run.db") as store:
+            store.set_meta({"state": "finished"})
+        for page in pages:
+            expect(page.locator(".title .state")).to_have_text("finished", timeout=SOON)
+
+
+def test_a_list_without_runs_gets_the_first_one(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs")
+        expect(page.get_by_text("There are no runs yet")).to_be_visible()
+        is_live(page)
+        write_run(tmp_path / "first", 2)
+        expect(page.get_by_role("link", name="first")).to_be_visible(timeout=SOON)
+        expect(page.get_by_text("There are no runs yet")).to_have_count(0)
+        page.get_by_label("Compare first").check()
+        write_run(tmp_path / "second", 2)
+        expect(page.get_by_role("link", name="second")).to_be_visible(timeout=SOON)
+        expect(page.get_by_label("Compare first")).to_be_checked()
+        expect(page.get_by_label("Compare second")).not_to_be_checked()
+        assert visitor.wrong == []
+
+
+def test_evaluations_come_in_and_what_was_chosen_stays(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with going_on(tmp_path) as path, shown(path.parent) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/live/evaluations")
+        expect(page.locator("#evaluations tbody tr")).to_have_count(2)
+        expect(page.locator(".u-legend .u-series")).to_have_count(3)
+        is_live(page)
+        with Store.open(path / "run.db") as store:
+            store.add_evaluation(evaluation_of("live", 3, 0.7))
+        expect(page.locator("#evaluations tbody tr")).to_have_count(3, timeout=SOON)
+        expect(page.locator(".u-legend .u-series")).to_have_count(4, timeout=SOON)
+        newest = page.locator("#evaluations tbody tr").last.locator("input")
+        expect(newest.last).to_be_checked()
+        page.locator("#evaluations tbody tr").nth(1).locator("input").last.check()
+        with Store.open(path / "run.db") as store:
+            store.add_evaluation(evaluation_of("live", 4, 0.8))
+        expect(page.locator("#evaluations tbody tr")).to_have_count(4, timeout=SOON)
+        expect(page.locator("#evaluations tbody tr").nth(1).locator("input").last).to_be_checked()
+        assert visitor.wrong == []
+
+
+def test_the_pages_of_rollouts_grow(visit: Callable[..., Visitor], tmp_path: Path) -> None:
+    with going_on(tmp_path) as path, shown(path.parent) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/live/rollouts")
+        expect(page.locator(".rollout")).to_have_count(8)
+        expect(page.get_by_role("link", name="after →")).to_have_count(0)
+        is_live(page)
+        take_steps(path, 1, 2, 3)
+        expect(page.get_by_role("link", name="after →")).to_be_visible(timeout=SOON)
+        expect(page.locator(".rollout")).to_have_count(30)
+
+
+# --- 3: whoever reads ------------------------------------------------------------------------------
+
+
+def test_rollouts_do_not_move_under_their_reader(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with going_on(tmp_path, 3) as path, shown(path.parent) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/live/rollouts")
+        is_live(page)
+        take_steps(path, 3)
+        expect(page.locator(".rollout header a").first).to_have_text("#32", timeout=SOON)
+        third = page.locator(".rollout").nth(6)
+        third.scroll_into_view_if_needed()
+        page.evaluate("scrollTo(0, document.querySelectorAll('.rollout')[5].offsetTop)")
+        top = "element => element.getBoundingClientRect().top"
+        before = third.evaluate(top)
+        take_steps(path, 4)
+        more = page.get_by_role("button", name="8 new rollouts")
+        expect(more).to_be_visible(timeout=SOON)
+        take_steps(path, 5)
+        more = page.get_by_role("button", name="16 new rollouts")
+        expect(more).to_be_visible(timeout=SOON)
+        assert page.locator(".rollout").nth(6).evaluate(top) == pytest.approx(before, abs=2)
+        more.click()
+        expect(page.locator(".rollout header a").first).to_have_text("#48")
+        expect(page.locator(".rollout").first).to_be_in_viewport()
+        expect(page.locator(".held")).to_have_count(0)
+        assert visitor.wrong == []
+
+
+def test_marked_text_and_opened_texts_stay(visit: Callable[..., Visitor], tmp_path: Path) -> None:
+    with going_on(tmp_path, 2) as path, shown(path.parent) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/live/rollouts")
+        is_live(page)
+        text = page.locator(".rollout .text.clamp").first
+        text.evaluate("element => getSelection().selectAllChildren(element)")
+        marked = page.evaluate("String(getSelection())")
+        take_steps(path, 2)
+        expect(page.get_by_role("button", name="8 new rollouts")).to_be_visible(timeout=SOON)
+        assert page.evaluate("String(getSelection())") == marked != ""
+        visitor.goes("/runs/live")
+        is_live(page)
+        log = page.locator(".log")
+        (path / "log.txt").write_text("".join(f"line {number}\n" for number in range(900)))
+        take_steps(path, 3)
+        expect(log).to_contain_text("line 899", timeout=SOON)
+        log.evaluate("element => { element.scrollTop = 120; element.mine = true; }")
+        page.locator("#about").evaluate("element => getSelection().selectAllChildren(element)")
+        (path / "log.txt").write_text("".join(f"line {number}\n" for number in range(950)))
+        take_steps(path, 4)
+        expect(page.locator(".progress")).to_contain_text("5 of 50", timeout=SOON)
+        waits = page.get_by_role("button", name="waits while text is marked")
+        expect(waits).to_be_visible(timeout=SOON)
+        assert "line 949" not in (log.text_content() or "")
+        page.evaluate("getSelection().removeAllRanges()")
+        expect(log).to_contain_text("line 949")
+        expect(waits).to_have_count(0)
+        assert log.evaluate("element => [element.scrollTop, element.mine]") == [120, True]
+        assert visitor.wrong == []
+
+
+def test_a_page_of_the_fleet_goes_on_around_what_has_the_focus(
+    visit: Callable[..., Visitor], direct: DirectFleet, tmp_path: Path
+) -> None:
+    with shown(tmp_path / "runs", fleet=direct) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/fleet")
+        is_live(page)
+        row = page.get_by_role("row", name="waiting-1")
+        page.get_by_role("region", name="Jobs").focus()
+        held = threading.Thread(target=direct.hold, args=["waiting-1"])
+        held.start()  # in this thread the browser's driver has its loop
+        held.join()
+        expect(row.locator(".state")).to_have_text("held", timeout=SOON)
+        expect(page.get_by_role("region", name="Jobs")).to_be_focused()
+        page.get_by_role("link", name="waiting-1").focus()
+        released = threading.Thread(target=direct.release, args=["waiting-1"])
+        released.start()
+        released.join()
+        expect(row.locator(".state")).to_have_text("queued", timeout=SOON)
+        expect(page.get_by_role("link", name="waiting-1")).to_be_focused()
+        visitor.goes("/fleet/jobs/waiting-1")
+        is_live(page)
+        page.locator("#facts dl").evaluate("each => getSelection().selectAllChildren(each)")
+        held = threading.Thread(target=direct.hold, args=["waiting-1"])
+        held.start()
+        held.join()
+        expect(page.locator(".title .state")).to_have_text("held", timeout=SOON)
+        assert visitor.wrong == []
