@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from groupwise.evaluation.statistics import Interval
     from groupwise.review.compare import Comparison, CurveChange, MetricChange, PromptChange
 
-What = Annotated[str, typer.Argument(metavar="RUN|RUN@STEP|FILE")]
+What = Annotated[str, typer.Argument(metavar="RUN|RUN@STEP|RUN@STEP:NAME|FILE")]
 
 
 def compare(
@@ -39,8 +39,8 @@ def compare(
 ) -> None:
     """Compare two policies on the held-out prompts that both answered, and two runs by their rewards, or by their losses.
 
-    Each is a run (its evaluation after training), a run after some steps (what was recorded then), or a file that
-    `groupwise eval` wrote.
+    Each is a run (its evaluation after training), a run after some steps (what was recorded then; `:NAME` behind it says
+    which evaluation), or a file that `groupwise eval` wrote.
     """
     from groupwise.review.compare import compare_references
 

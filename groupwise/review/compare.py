@@ -1,9 +1,10 @@
 """Two policies side by side: the same held-out prompts, answered by A and by B, compared prompt by prompt.
 
-A side is found from what a user names: a result file, `RUN@STEP` (what was recorded after so many steps), or `RUN` (its newest
-evaluation after training, and the curve of its rewards). Prompts are paired by what they are (`groupwise.evaluation.measures.by_prompt`),
-never by their position. What does not pair is counted, and differences in how the two were made are told: a comparison of other
-prompts, rewards or temperatures would be a comparison of these.
+A side is found from what a user names: a result file, `RUN@STEP` (what was recorded after so many steps), `RUN@STEP:NAME` (the evaluation
+of that name then), `RUN:FILE.json` (that file of its results), or `RUN` (its newest evaluation after training, and the curve of its
+rewards). Prompts are paired by what they are (`groupwise.evaluation.measures.by_prompt`), never by their position. What does not pair is
+counted, and differences in how the two were made are told: a comparison of other prompts, rewards or temperatures would be a comparison
+of these.
 
 Intervals are paired bootstraps over the prompts: what makes one prompt harder than another is in both sides and cancels out.
 
@@ -14,7 +15,9 @@ rewarded, a supervised one is what `groupwise eval` found of its answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,13 +250,35 @@ def _nothing_to_compare(a: Side, b: Side) -> str:
 
 
 def find_side(reference: str, runs_dir: Path) -> Side:
-    """A result file, else a run with or without a step. RunNotFoundError lists the evaluations that there are."""
+    """A result file, else a run with or without a step, and an evaluation. RunNotFoundError lists the evaluations that there are."""
     if Path(reference).is_file():
         return side_of_file(Path(reference))
-    if reference.endswith(".json"):
+    if reference.endswith(".json") and ":" not in reference:
         raise RunNotFoundError(f"There is no file {reference}.")
-    run, step = resolve_run(reference, runs_dir)
-    return _side_after(run, step) if step is not None else _side_of_run(run)
+    return side_of(*_found(reference, runs_dir))
+
+
+def side_of(run: Path, step: int | None, name: str = "") -> Side:
+    """What a run has after so many steps, or under a name, or in a file of its results."""
+    if name.endswith(".json"):
+        return _side_in_results(run, name)
+    return _side_of_run(run) if step is None and not name else _side_after(run, step, name)
+
+
+def what_is_meant(
+    reference: str, resolve: Callable[[str], tuple[Path, int | None]]
+) -> tuple[Path, int | None, str]:
+    """A run, the step that it was named with, and the name of an evaluation behind a colon. Either name may hold colons; where the whole
+    is a run, it is that one. Raises what `resolve` does."""
+    colons = [at for at, letter in enumerate(reference) if letter == ":"]
+    for at in (len(reference), *colons):
+        with suppress(RunNotFoundError):
+            return *resolve(reference[:at]), reference[at + 1 :]
+    return *resolve(reference), ""
+
+
+def _found(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
+    return what_is_meant(reference, partial(resolve_run, runs_dir=runs_dir))
 
 
 def side_of_file(path: Path) -> Side:
@@ -267,14 +292,24 @@ def side_of_file(path: Path) -> Side:
     )
 
 
-def _side_after(run: Path, step: int) -> Side:
-    """What was recorded after so many steps; else the newest result file of that policy."""
-    recorded = [each for each in _recorded(run) if each.step == step]
+def _side_in_results(run: Path, name: str) -> Side:
+    path = run / RESULTS / name
+    if Path(name).name != name or not path.is_file():
+        raise RunNotFoundError(_no_evaluation(run, None, name))
+    return side_of_file(path)
+
+
+def _side_after(run: Path, step: int | None, name: str = "") -> Side:
+    """What was recorded after so many steps, or under that name; else the newest result file of that policy."""
+    recorded = [
+        each for each in _recorded(run) if step in (None, each.step) and name in ("", each.name)
+    ]
     if recorded:
         return _side_of_record(run, recorded[-1])
-    written = [side for side in _written(run) if side.label.startswith(f"{run.name}@{step} (")]
+    policy = f"{run.name}@{step} ("
+    written = [side for side in _written(run) if not name and side.label.startswith(policy)]
     if not written:
-        raise RunNotFoundError(_no_evaluation(run, step))
+        raise RunNotFoundError(_no_evaluation(run, step, name))
     return written[-1]
 
 
@@ -305,7 +340,7 @@ def _is_supervised(run: Path) -> bool:
 
 def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> Side:
     """What `groupwise eval` found of a supervised run, which is to be compared with one that was rewarded."""
-    run, step = resolve_run(reference, runs_dir)
+    run, step, _ = _found(reference, runs_dir)
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
     written = [side for side in _written(run) if side.label.startswith(policy)]
     if not written:
@@ -338,9 +373,10 @@ def _written(run: Path) -> list[Side]:
     return found
 
 
-def _no_evaluation(run: Path | None, step: int | None) -> str:
+def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
     assert run is not None
     which = "" if step is None else f" after {step} steps"
+    which += f" called {name!r}" if name else ""
     there = [f"{run.name}@{each.step} ({each.name})" for each in _recorded(run)]
     there += [side.label for side in _written(run)]
     return (

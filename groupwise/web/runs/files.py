@@ -17,7 +17,8 @@ from groupwise.runs.records import RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Visit, shown
 from groupwise.web.runs.archive import archive, files_of
-from groupwise.web.runs.overview import head_of, told
+from groupwise.web.runs.evaluated import evaluations_of
+from groupwise.web.runs.overview import head_of
 from groupwise.web.runs.reading import Asked
 
 
@@ -27,12 +28,12 @@ def weights(visit: Visit) -> Page:
     folder = _folder(path, visit.named("where"))
     files, step = files_of(folder), step_of(path, folder)
     with Store.open(path / RECORD, readonly=True) as store:
-        evaluations = [each for each in store.evaluations(rows=False) if each.step == step]
+        evaluations = [each for each in evaluations_of(path, store) if each.step == step]
     data = {
         **head_of(visit, path),
         "where": visit.named("where"),
         "step": step,
-        "evaluations": told(evaluations),
+        "evaluations": [asdict(each) for each in evaluations],
         "files": [
             {"name": each.relative_to(folder).as_posix(), "bytes": each.stat().st_size}
             for each in files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +13,12 @@ from groupwise.runs import checkpoints
 from groupwise.runs.find import final_step
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.lock import holder
-from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.web.index import Listed
 from groupwise.web.pages import Page, Visit, live_of, shown
 from groupwise.web.runs.advice import advice_on
 from groupwise.web.runs.curves import plots_of
+from groupwise.web.runs.evaluated import evaluations_of
 
 MOST_WARNINGS = 20
 """The newest, that are listed."""
@@ -46,7 +46,7 @@ def run(visit: Visit) -> Page:
             "warnings": [asdict(each) for each in warnings[-MOST_WARNINGS:]],
             "all_warnings": len(warnings),
             "failures": store.failures(),
-            "evaluations": told(store.evaluations(rows=False)),
+            "evaluations": [asdict(each) for each in evaluations_of(path, store)],
             "resumes": [asdict(each) for each in store.resumes()],
             "error": meta.get("error"),
             "curve": listed.curve,
@@ -59,14 +59,6 @@ def run(visit: Visit) -> Page:
         "log": _end_of(path / LOG),
     }
     return Page("run.html", data, live=live_of(path.name))
-
-
-def told(evaluations: Iterable[EvaluationRecord]) -> list[dict[str, Any]]:
-    """What evaluations say as a whole."""
-    return [
-        {"step": e.step, "name": e.name, "policy": e.policy, "metrics": dict(e.metrics)}
-        for e in evaluations
-    ]
 
 
 def config(visit: Visit) -> Page:

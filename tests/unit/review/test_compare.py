@@ -16,6 +16,7 @@ from groupwise.evaluation.statistics import paired_difference
 from groupwise.review.compare import Comparison, compare_references, find_side
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.runs.store import Store
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
 
@@ -214,6 +215,32 @@ def test_what_was_not_recorded_may_stand_in_a_result_file(runs):
     written = Path(a_file(runs / "a" / "results", "a@3", {"p": [0.7]}))
     (runs / "a" / "results" / "rescored-x.json").write_text('{"kind": "rescoring"}')
     assert find_side("a@3", runs).label == f"a@3 ({written})"
+    assert find_side("a:a@3.json", runs).label == f"a@3 ({written})"
+    assert find_side("a@0:a@3.json", runs).label == f"a@3 ({written})"
+    for other in ("a:a@4.json", "a:../results/a@3.json", "a:/etc/passwd.json"):
+        with pytest.raises(RunNotFoundError, match=r"called .*json"):
+            find_side(other, runs)
+
+
+def test_one_of_several_evaluations_after_the_same_steps_is_named(runs):
+    with Store.open(runs / "a" / "run.db") as store:
+        for name, reward in (("step-2", 0.1), ("with: colon", 0.3), ("last", 0.6)):
+            rows = evaluation_rows({"p": [reward]})
+            store.add_evaluation(EvaluationRecord(2, name, "other", {"reward": reward}, rows))
+    assert find_side("a@2", runs).label == "a@2 (last)", "without a name it is the last one"
+    for name in ("with: colon", "last"):
+        assert find_side(f"a@2:{name}", runs).label == f"a@2 ({name})"
+        assert find_side(f"a:{name}", runs).label == f"a@2 ({name})"
+    found = compare_references("a@2:with: colon", "a@2:last", runs)
+    assert metric(found, "reward").change.value == pytest.approx(0.3)
+    with pytest.raises(
+        RunNotFoundError, match=r"after 2 steps called 'none' on record.*a@2 \(last\)"
+    ):
+        find_side("a@2:none", runs)
+    with pytest.raises(RunNotFoundError, match="no run 'nobody@2:last'"):
+        find_side("nobody@2:last", runs)
+    a_run(runs, "odd@2:last", [0.5], {})
+    assert find_side("odd@2:last", runs).label == "odd@2:last", "a run's own name comes first"
 
 
 def test_runs_without_evaluation_are_compared_by_their_curves(runs):

@@ -1,0 +1,152 @@
+"""All evaluations of a run: those that it has recorded itself, and those that `groupwise eval` has left in the run's results.
+
+Result files hold every answer and are large; what they say as a whole is read once and kept for as long as the file stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.errors import UsageError
+from groupwise.evaluation.measures import measure
+from groupwise.evaluation.results import read_result
+from groupwise.evaluation.statistics import share_with_interval
+from groupwise.runs.folder import RESULTS
+from groupwise.runs.records import EvaluationRecord
+from groupwise.runs.store import Store
+
+PASS = re.compile(r"pass@(\d+)")
+MOST_FILES = 500
+"""Of a run's results, the newest, that are read."""
+MOST_WITH_INTERVALS = 20
+"""Recorded evaluations, the newest, of which every answer is read for the intervals of pass@k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One of them."""
+
+    step: int | None
+    """After so many steps of the run; None where that is not known."""
+    name: str
+    policy: str
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    """Of 95 %, of those metrics that have one."""
+    reference: str
+    """By which it is compared, behind the run's name: `@STEP:NAME`, `:FILE.json`; empty where it has no answers."""
+    file: str | None
+    """Where it stands in the run's results; None: in its record."""
+
+
+def evaluations_of(run: Path, store: Store, *, intervals: bool = False) -> list[Evaluated]:
+    """By steps, those of files after those of the record; without the time that `intervals` of the record take, those of files alone."""
+    recorded = store.evaluations(rows=False)
+    begin = len(recorded) - (MOST_WITH_INTERVALS if intervals else 0)
+    found = [
+        _of_record(each, _intervals(store, each) if place >= begin else {})
+        for place, each in enumerate(recorded)
+    ]
+    found += [replace(each, step=_step_of(each.policy, run.name)) for each in _in_files(run)]
+    return sorted(found, key=lambda each: (each.step is None, each.step or 0))
+
+
+def _of_record(record: EvaluationRecord, intervals: Mapping[str, tuple[float, float]]) -> Evaluated:
+    reference = f"@{record.step}:{record.name}"
+    return Evaluated(
+        record.step, record.name, record.policy, dict(record.metrics), intervals, reference, None
+    )
+
+
+def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[float, float]]:
+    names = tuple(name for name in record.metrics if PASS.fullmatch(name))
+    values = tuple(record.metrics[name] for name in names)
+    key = (str(store.path), record.step, record.name, record.policy, names, values)
+    if names and key not in _KEPT:
+        while len(_KEPT) >= 1000:
+            del _KEPT[next(iter(_KEPT))]
+        _KEPT[key] = _of_rows(store.evaluation_rows(*key[1:4]), names)
+    return _KEPT.get(key, {})
+
+
+_KEPT: dict[tuple[Any, ...], Mapping[str, tuple[float, float]]] = {}
+
+
+def _of_rows(
+    rows: tuple[dict[str, Any], ...], names: tuple[str, ...]
+) -> Mapping[str, tuple[float, float]]:
+    measured = {name: measure(name, rows) for name in names}
+    return {
+        name: (interval.low, interval.high)
+        for name, each in measured.items()
+        if each and each.values
+        for interval in [share_with_interval(list(each.values.values()))]
+    }
+
+
+def _in_files(run: Path) -> list[Evaluated]:
+    """Oldest first; files that hold something else are passed over."""
+    stamped: list[tuple[int, int, Path]] = []
+    for path in (run / RESULTS).glob("*.json"):
+        with suppress(OSError):
+            facts = path.stat()
+            stamped.append((facts.st_mtime_ns, facts.st_size, path))
+    found = [
+        _summary(str(path), stamp, size) for stamp, size, path in sorted(stamped)[-MOST_FILES:]
+    ]
+    return [each for each in found if each is not None]
+
+
+@lru_cache(maxsize=2000)
+def _summary(file: str, _stamp: int, _size: int) -> Evaluated | None:
+    path = Path(file)
+    try:
+        content, whole = read_result(path), True
+    except UsageError:  # of a suite, say, which has no answers
+        content, whole = _plain(path), False
+    policy, metrics = content.get("policy"), content.get("metrics")
+    if not isinstance(policy, str) or not isinstance(metrics, dict):
+        return None
+    return Evaluated(
+        None,
+        str(content.get("task") or path.stem),
+        policy,
+        _numbers(cast("dict[str, Any]", metrics)),
+        _pairs(content.get("intervals_95")),
+        f":{path.name}" if whole else "",
+        path.name,
+    )
+
+
+def _plain(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict):
+            return cast("dict[str, Any]", content)
+    return {}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _pairs(values: Any) -> dict[str, tuple[float, float]]:
+    pairs: dict[str, tuple[float, float]] = {}
+    for name, pair in (cast("dict[str, Any]", values) if isinstance(values, dict) else {}).items():
+        with suppress(TypeError, ValueError):
+            low, high = map(float, pair)
+            pairs[name] = (low, high)
+    return pairs
+
+
+def _step_of(policy: str, run: str) -> int | None:
+    """`RUN@STEP`, of this run."""
+    name, _, step = policy.rpartition("@")
+    return int(step) if name == run and step.isdecimal() and len(step) < 16 else None

@@ -1,0 +1,190 @@
+"""Evaluations in pages: those of the record and those that `groupwise eval` has left in files, told apart and compared.
+
+1. Both kinds stand in the list, beside the checkpoints of their step, and can be compared.
+2. Two after the same step have two addresses.
+3. pass@k has intervals.
+4. All prompts that changed can be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.evaluation.statistics import mean_with_interval, share_with_interval
+from groupwise.runs.records import EvaluationRecord
+from groupwise.runs.store import Store
+from groupwise.web.app import make_app
+from tests.unit.web.test_pages import place_of
+from tests.web_runs import write_run
+
+
+def rows(share: float, samples: int = 4, prompts: int = 10) -> list[dict[str, Any]]:
+    return [
+        {
+            "example": n, "sample": k, "prompt": f"question {n}", "completion": f"answer {n}.{k}",
+            "outcome": "scored", "reward": float(k < share * samples), "parts": {}, "tokens": 5,
+            "truncated": False, "key": f"k{n}", "answer": None, "success": k < share * samples + n % 2,
+        }
+        for n in range(prompts)
+        for k in range(samples)
+    ]  # fmt: skip
+
+
+def write(run: Path, name: str, policy: str, reward: float, **more: Any) -> Path:
+    (run / "results").mkdir(exist_ok=True)
+    path = run / "results" / name
+    content = {
+        "policy": policy,
+        "task": "sums",
+        "metrics": {"reward": reward},
+        "rows": rows(reward),
+    }
+    path.write_text(json.dumps({**content, **more}))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "one", 4)
+
+
+async def asked(run: Path, path: str, kind: str = "application/json") -> httpx2.Response:
+    transport = httpx2.ASGITransport(make_app(place_of(run.parent)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        return await client.get(path, headers={"accept": kind})
+
+
+async def test_results_of_the_command_stand_beside_those_of_the_run(run: Path) -> None:
+    intervals = {"reward": [0.4, 0.6]}
+    write(run, "sums-one@4.json", "one@4", 0.5, intervals_95=intervals)
+    write(run, "sums-base.json", "base", 0.25)
+    write(run, "suite.json", "one@4", 0.75, rows=[])
+    (run / "results" / "rescored.json").write_text('{"kind": "rescoring"}')
+    (run / "results" / "broken.json").write_text("[")
+    listed = (await asked(run, "/runs/one/evaluations")).json()["evaluations"]
+    assert [(each["step"], each["file"], each["reference"]) for each in listed] == [
+        (0, None, "@0:held-out"),
+        (4, None, "@4:held-out"),
+        (4, "sums-one@4.json", ":sums-one@4.json"),
+        (4, "suite.json", ""),
+        (None, "sums-base.json", ":sums-base.json"),
+    ]
+    assert listed[2]["intervals"] == intervals
+    page = (await asked(run, "/runs/one/evaluations", "text/html")).text
+    assert "<code>sums-one@4.json</code>" in page
+    assert 'value="one:sums-one@4.json"' in page
+    assert page.count(" disabled") == 2, "what has no answers cannot be compared"
+    whole = await asked(run, "/evaluations/compare?a=one:sums-base.json&b=one:sums-one@4.json")
+    [reward] = whole.json()["metrics"]
+    assert reward["change"]["value"] == pytest.approx(0.25)
+    mixed = await asked(run, "/evaluations/compare?a=one@0&b=one:sums-one@4.json")
+    assert mixed.json()["prompts"] == 10
+    overview = (await asked(run, "/runs/one")).json()["evaluations"]
+    assert [each["file"] for each in overview] == [each["file"] for each in listed]
+    (run / "final").mkdir()
+    held_out = await asked(run, "/runs/one", "text/html")
+    assert "reward 0.500" in held_out.text, "beside the weights"
+    weights = (await asked(run, "/runs/one/weights/final")).json()
+    assert "sums-one@4.json" in [each["file"] for each in weights["evaluations"]]
+
+
+async def test_a_file_that_changes_is_read_again(run: Path) -> None:
+    path = write(run, "sums-one@4.json", "one@4", 0.5)
+    await asked(run, "/runs/one/evaluations")
+    write(run, "sums-one@4.json", "one@4", 0.125)
+    os.utime(path, ns=(1, 1))
+    found = (await asked(run, "/runs/one/evaluations")).json()["evaluations"]
+    assert found[-1]["metrics"] == {"reward": 0.125}
+
+
+async def test_two_after_the_same_step_are_told_apart(run: Path) -> None:
+    with Store.open(run / "run.db") as store:
+        store.add_evaluation(
+            EvaluationRecord(4, "harder: all", "one@4", {"reward": 0.25}, rows(0.25))
+        )
+    page = (await asked(run, "/runs/one/evaluations", "text/html")).text
+    for value in ("one@4:held-out", "one@4:harder: all"):
+        assert page.count(f'value="{value}"') == 2
+    for reference, name in (
+        ("one@4:held-out", "held-out"),
+        ("one@4:harder: all", "harder: all"),
+        ("one@4", "harder: all"),
+        ("one", "harder: all"),
+    ):
+        transport = httpx2.ASGITransport(make_app(place_of(run.parent)))
+        async with httpx2.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1:8080"
+        ) as client:
+            found = await client.get(
+                "/evaluations/compare", params={"a": "one@0", "b": reference, "format": "json"}
+            )
+        assert found.json()["b"] == f"one@4 ({name})"
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        ("one:../one/results/x.json", "called"),
+        ("one:/etc/passwd.json", "called"),
+        ("nobody:x.json", "nobody"),
+        ("one@4:none", "called"),
+    ],
+)
+async def test_what_is_not_there_says_so(run: Path, reference: str, says: str) -> None:
+    (run / "results").mkdir()
+    (run / "results" / "x.json").write_text("{}")
+    found = await asked(run, f"/evaluations/compare?a=one@0&b={reference}")
+    assert found.status_code == 404, found.text
+    assert says in found.json()["detail"]
+
+
+async def test_pass_at_k_has_intervals(run: Path) -> None:
+    metrics = {"pass@1": 0.375, "pass@4": 1.0}
+    with Store.open(run / "run.db") as store:
+        store.add_evaluation(EvaluationRecord(4, "several", "one@4", metrics, rows(0.25)))
+    given = {"pass@1": [0.2, 0.4], "pass@4": [0.5, 0.9]}
+    write(run, "f.json", "one@4", 0.5, metrics=metrics, intervals_95=given)
+    found = (await asked(run, "/runs/one/evaluations")).json()
+    ours, theirs = found["pass_at"][-2:]
+    assert (theirs["low"], theirs["high"]) == ([0.2, 0.5], [0.4, 0.9])
+    assert ours["low"][0] < 0.375 < ours["high"][0]
+    assert ours["low"][1] < 1.0 == ours["high"][1], "that ten have succeeded does not make it sure"
+    page = (await asked(run, "/runs/one/evaluations", "text/html")).text
+    assert "[0.200, 0.400]" in page
+    with Store.open(run / "run.db") as store:
+        store.add_evaluation(
+            EvaluationRecord(4, "several", "one@4", {**metrics, "pass@1": 0.5}, rows(0.5))
+        )
+    again = (await asked(run, "/runs/one/evaluations")).json()["pass_at"][-2]
+    assert again["low"][0] > ours["low"][0], "it was evaluated anew"
+
+
+def test_the_quick_interval_is_near_the_bootstrap() -> None:
+    values = [(n % 5) / 4 for n in range(200)]
+    quick, whole = share_with_interval(values), mean_with_interval(values)
+    assert quick.value == whole.value
+    assert abs(quick.low - whole.low) < 0.01
+    assert abs(quick.high - whole.high) < 0.01
+    for plain in ([1.0] * 7, [0.0, 1.0], [0.5]):
+        assert share_with_interval(plain) == mean_with_interval(plain)
+    edge = share_with_interval([0.01, 0.0, 0.5])
+    assert edge.low == 0.0
+
+
+async def test_all_prompts_that_changed_can_be_reached(run: Path) -> None:
+    write(run, "a.json", "one@0", 0.0, rows=rows(0.0, prompts=120))
+    write(run, "b.json", "one@4", 0.5, rows=rows(0.5, prompts=120))
+    seen: list[str] = []
+    for page in (1, 2, 3):
+        path = f"/evaluations/compare?a=one:a.json&b=one:b.json&page={page}"
+        found = (await asked(run, path)).json()
+        assert (found["all_changed"], found["pages"]) == (120, 3)
+        seen += [each["prompt"] for each in found["changed"]]
+    assert sorted(seen) == sorted(f"question {n}" for n in range(120))
+    assert 'rel="next"' in (await asked(run, path.replace("=3", "=2"), "text/html")).text
