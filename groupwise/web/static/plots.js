@@ -27,8 +27,7 @@ async function fetched(runs, names, range) {
   const near = range ? [["from", range[0]], ["to", range[1]]] : [];
   const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...names.map((name) => ["name", name]), ["columns", WIDTH], ...near]);
   const answer = await fetch(`${AT}/curves?${query}`, { headers: { Accept: "application/json" } });
-  if (!answer.ok) throw new Error(`curves: ${answer.status}`);
-  return (await answer.json()).runs;
+  return answer.ok ? (await answer.json()).runs : null;
 }
 
 // A curve that is fine within the range and coarse beside it.
@@ -60,7 +59,7 @@ function told(label, curve) {
 // What a line is made of: itself, its spread, and what stands out in steps that share a column.
 function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
   const main = { label, stroke: ink, width: 1.8, dash: dash(nth), points: { show: curve.at.length < 2 }, spanGaps: true };
-  const edge = { points: { show: false }, spanGaps: true, class: many ? "edge unnamed" : "edge" };
+  const edge = { points: { show: false }, spanGaps: true, class: many ? "edge-of-many" : "edge" };
   const bare = { ...edge, stroke: "transparent", width: 0 };
   const found = [{ ...main, values: curve.mean }];
   if (spread) {
@@ -80,7 +79,8 @@ async function curvesOf(element, range) {
   const runs = JSON.parse(element.dataset.runs);
   const plot = JSON.parse(element.dataset.plot);
   const names = plot.lines.flatMap((line) => (line.spread ? [line.metric, line.spread] : [line.metric]));
-  const [whole, near] = await Promise.all([fetched(runs, names), range && fetched(runs, names, range)]);
+  const [whole, near] = await Promise.all([fetched(runs, names), range && fetched(runs, names, range)]).catch(() => []);
+  if (!whole) return null; // the server is away
   const curve = (run, name) => {
     const coarse = whole[run]?.[name];
     return near?.[run]?.[name] && coarse ? refined(coarse, near[run][name], range) : coarse;
@@ -253,14 +253,13 @@ async function draw(element) {
   const state = drawn.get(element) ?? { turn: 0, zoom: null, range: null };
   const turn = (state.turn += 1);
   drawn.set(element, state);
-  try {
-    const shape = element.dataset.curves ? given(element) : await curvesOf(element, state.zoom);
-    if (turn !== state.turn || !element.isConnected) return; // somebody has asked once more meanwhile
+  const shape = element.dataset.curves ? given(element) : await curvesOf(element, state.zoom);
+  if (turn !== state.turn || !element.isConnected) return; // somebody has asked once more meanwhile
+  if (shape) {
     show(element, shape, state);
     element.dataset.drawn = "yes";
-  } catch {
-    if (state.made) return; // what is shown stays until the server answers again
-    none(element, "The curve could not be loaded.");
+  } else if (!state.made) {
+    none(element, "The curve could not be loaded."); // what is shown stays until the server answers again
   }
 }
 
