@@ -148,6 +148,16 @@ async def test_a_server_on_which_nothing_was_begun(tmp_path: Path) -> None:
     assert "No client trains by verbs" in page.text
 
 
+async def test_settings_that_a_client_left_out_are_missed_by_nobody(tmp_path: Path) -> None:
+    for settings in ({}, None):
+        plain = Told(
+            StatusAnswer(phase="running", run_id="one", training_settings=settings),
+            ActivityAnswer(at=1e9, run_id="one"),
+        )
+        async with client_of(plain, tmp_path) as client:
+            assert (await client.get("/server")).status_code == 200
+
+
 async def test_without_a_server_the_page_says_how_to_have_one(tmp_path: Path) -> None:
     async with client_of(None, tmp_path) as client:
         page = await client.get("/server")
