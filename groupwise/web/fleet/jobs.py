@@ -68,6 +68,7 @@ def job(visit: Visit) -> Page:
     part = of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, tail=TAIL))
     over = found["status"] in FINAL
     follows = not over and asked.epoch is None
+    now = of(visit).status()["time"]
     beginning = whole_letters(part.data) if follows else part.data
     data = {
         "job": found,
@@ -75,7 +76,8 @@ def job(visit: Visit) -> Page:
         "epoch": part.epoch,
         "offset": part.offset - len(part.data) + len(beginning),
         "follows": follows,
-        "timeline": timeline(found["attempts"], of(visit).status()["time"]),
+        "timeline": timeline(found["attempts"], now),
+        "span": span(found["attempts"], now),
         "actions": words_of(ACTIONS, found["status"]),
     }
     return Page("fleet_job.html", data, live="" if over else LIVE)
@@ -108,12 +110,19 @@ def whole_letters(data: bytes) -> bytes:
     return data
 
 
-def timeline(attempts: list[Document], now: float) -> list[Document]:
-    """Bars from the beginning of the first attempt until the end of the last one, or now: what of each was waiting, and what ran."""
+def span(attempts: list[Document], now: float) -> list[float]:
+    """From the beginning of the first attempt until the end of the last one, or now; nothing where there is none."""
     if not attempts:
         return []
     begin = min(each["created_at"] for each in attempts)
-    end = max(each["ended_at"] or now for each in attempts)
+    return [begin, max(begin, *(each["ended_at"] or now for each in attempts))]
+
+
+def timeline(attempts: list[Document], now: float) -> list[Document]:
+    """Bars over their span: what of each attempt was waiting, and what ran."""
+    if not attempts:
+        return []
+    begin, end = span(attempts, now)
     scale = WIDTH / max(end - begin, 1e-9)
 
     def bar(each: Document) -> Document:

@@ -384,6 +384,8 @@ def test_a_fleet_is_shown_changed_and_followed(
         visitor.goes("/fleet/jobs/running-1")
         expect(page.locator(".log")).to_contain_text("<script>x</script>")
         expect(page.locator(".timeline rect").first).to_be_visible()
+        expect(page.locator(".axis span")).to_have_count(3)
+        expect(page.locator(".axis span").first).to_have_text(re.compile(r"\d{4}-\d\d-\d\d \d\d:"))
         assert visitor.wrong == []
 
 
@@ -472,4 +474,30 @@ def test_a_log_grows_where_somebody_reads_it(
         size = log.evaluate("element => element.textContent.length")
         assert size < 2_300_000, "what is long gone is not kept"
         assert "line 0\n" not in (log.text_content() or "")
+        assert visitor.wrong == []
+
+
+def test_a_phone_shows_rewards_and_rollouts_first(
+    visit: Callable[..., Visitor], runs: Path
+) -> None:
+    with shown(runs) as address:
+        visitor = visit(address, viewport=PHONE)
+        page = visitor.page
+        visitor.goes("/runs")
+        for row in page.locator("#runs tbody tr").all():
+            for column in (row.locator(".spark"), row.locator("td.num").first):
+                box = column.bounding_box()
+                assert box is not None
+                assert box["x"] + box["width"] <= PHONE["width"]
+        visitor.goes("/runs/first/rollouts?outcome=scored&page=1")
+        expect(page.locator(".rollout").first).to_be_in_viewport(ratio=0.3)
+        expect(page.get_by_label("Text")).to_be_hidden()
+        page.get_by_text("Filter (1 in use)").click()
+        page.get_by_label("Text").fill("step 4")
+        page.get_by_role("button", name="Show").click()
+        page.wait_for_url("**text=step**")
+        expect(page.get_by_text("Filter (2 in use)")).to_be_visible()
+        page.set_viewport_size({"width": 1280, "height": 900})
+        expect(page.get_by_label("Text")).to_be_visible()
+        expect(page.get_by_text(re.compile("Filter .* in use"))).to_be_hidden()
         assert visitor.wrong == []

@@ -20,7 +20,7 @@ from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.database import connect as connect_to
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
-from groupwise.web.fleet.jobs import timeline, whole_letters
+from groupwise.web.fleet.jobs import span, timeline, whole_letters
 from groupwise.web.fleet.watched import WatchedFleet, lasting
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
@@ -174,7 +174,8 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
                 found = (await elsewhere.get(path + format)).json()
                 expected = (await here.get(path + format)).json()
                 for each in (found, expected):
-                    each.pop("timeline", None)  # ends now, which is another now
+                    for ends_now in ("timeline", "span"):  # which is another now
+                        each.pop(ends_now, None)
                 assert lasting(found) == lasting(expected), path
             log = (await elsewhere.get("/fleet/jobs/running-1/log?epoch=1")).json()
             assert log["text"].startswith("step 1\n")
@@ -337,6 +338,9 @@ def test_attempts_lie_on_one_line_of_time() -> None:
     assert (first["x"], first["waits"], first["runs_at"], first["runs"]) == (0, 100, 100, 400)
     assert (second["x"], second["runs_at"], second["runs"]) == (600, 800, 200)
     assert timeline([], 1.0) == []
+    assert span([attempt(1, 100, 110, 150), attempt(2, 160, 180, None)], now=200.0) == [100, 200]
+    assert span([attempt(1, 100, 110, 150)], now=200.0) == [100, 150]
+    assert span([], 1.0) == []
 
 
 async def test_machines_are_an_admins_and_events_say_who_it_was(
