@@ -90,6 +90,8 @@ def number(value: float | None, digits: int = 4) -> str:
         return str(int(value))
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.{digits - 1}g}"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
     return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.3f}"
 
 
