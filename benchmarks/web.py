@@ -82,6 +82,8 @@ PAGES = (
     ("by a part, newest", "/rollouts?part=correct"),
     ("failed", "/rollouts?outcome=failed"),
     ("a rare text", "/rollouts?text=step+{step}"),
+    ("a phrase", "/rollouts?text=%22step+{step}%22"),
+    ("several common words", "/rollouts?text=answer+of+step"),
     ("a common word", "/rollouts?text=answer"),
     ("a common word, best", "/rollouts?text=answer&order=best"),
     ("cut off", "/rollouts?truncated=yes"),

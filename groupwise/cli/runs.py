@@ -106,7 +106,10 @@ def rollouts(
         typer.Option(help="Of a mixture: only this task, by its label or its data set's name."),
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="Only with this text in the prompt or the completion.")
+        str | None,
+        typer.Option(
+            help="Only with all these words in the prompt, or in the completion; quotes hold a phrase."
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 16,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,

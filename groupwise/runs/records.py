@@ -125,7 +125,7 @@ class RolloutFilter:
     truncated: bool | None = None
     """Whether a limit cut it off."""
     text: str | None = None
-    """Words that stand, in this order, in the prompt or the completion."""
+    """Words that all stand in the prompt, or all in the completion, anywhere; in quotes a phrase. See `groupwise.runs.words`."""
     order: Order = "draw"
     limit: int = 50
     offset: int = 0

@@ -11,6 +11,7 @@ from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import label, plain_number, plain_text
 from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.tables import read_parts, task_label
+from groupwise.runs.words import Wanted, wanted_of
 from groupwise.types import RewardPart
 
 
@@ -186,9 +187,9 @@ def _conditions(
     if wanted.order in ("best", "worst"):
         clauses.append(f"{measured} <= 9e999")
     if wanted.text is not None:
-        clause, searched = _text_condition(wanted.text, indexed, common)
+        clause, searched = _text_condition(wanted_of(wanted.text, indexed=indexed), common)
         clauses.append(clause)
-        values += [searched, searched]
+        values += searched
     return clauses, values
 
 
@@ -197,7 +198,7 @@ def _task_condition(wanted: RolloutFilter, texts_first: bool) -> str:
     if _by_task(wanted):
         return "groups.task = ?"
     narrower = wanted.step is not None or wanted.example is not None
-    found_by_text = texts_first and wanted.text is not None and _can_be_indexed(wanted.text)
+    found_by_text = texts_first and _is_matched(wanted.text)
     return "+rollouts.task = ?" if narrower or found_by_text else "rollouts.task = ?"
 
 
@@ -206,30 +207,37 @@ def _task_of_group(few: bool) -> str:
     return f"{'' if few else '+'}rollouts.draw IN (SELECT draw FROM groups WHERE task = ?)"
 
 
-def _text_condition(words: str, indexed: bool, common: bool) -> tuple[str, str]:
-    """Full-text search for the words as a phrase; a plain search where there is no index, or nothing that it holds."""
-    if indexed and _can_be_indexed(words):
-        phrase = _phrase(words)
-        if common:
-            return (
-                "(EXISTS (SELECT 1 FROM completion_index WHERE completion_index MATCH ? AND rowid = rollouts.id)"
-                " OR EXISTS (SELECT 1 FROM prompt_index WHERE prompt_index MATCH ? AND rowid = rollouts.draw))"
-            ), phrase
-        return (
-            "(rollouts.id IN (SELECT rowid FROM completion_index WHERE completion_index MATCH ?)"
-            " OR rollouts.draw IN (SELECT rowid FROM prompt_index WHERE prompt_index MATCH ?))"
-        ), phrase
-    return f"(instr(lower(completion), ?) OR instr(lower({PROMPT}), ?))", words.lower()
+def _text_condition(words: Wanted, common: bool) -> tuple[str, list[str]]:
+    """The completion, or the prompt, has all of these words; without any, every rollout does."""
+    completion, prompt = (
+        _has(words, index, id, text, common)
+        for index, id, text in (
+            ("completion_index", "rollouts.id", "completion"),
+            ("prompt_index", "rollouts.draw", PROMPT),
+        )
+    )
+    matched = [words.matched] if words.matched else []
+    return f"({completion} OR {prompt})", 2 * [*words.plain, *matched]
+
+
+def _has(words: Wanted, index: str, id: str, text: str, common: bool) -> str:
+    found = f"{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
+    if common:
+        found = f"EXISTS (SELECT 1 FROM {index} WHERE {index} MATCH ? AND rowid = {id})"
+    plain = [f"instr(lower({text}), ?)" for _ in words.plain]  # first: cheaper than the index
+    clauses = [*plain, *([found] if words.matched else [])]
+    return f"({' AND '.join(clauses) or 'TRUE'})"
 
 
 def _is_common(db: Database, words: str) -> bool:
     """Whether more texts have these words than should be collected for one page."""
-    if not _can_be_indexed(words):
+    matched = wanted_of(words, indexed=True).matched
+    if not matched:
         return False
     found = (
         db.one(
             f"SELECT count(*) FROM (SELECT 1 FROM {index} WHERE {index} MATCH ? LIMIT {COMMON})",
-            (_phrase(words),),
+            (matched,),
         )[0]
         for index in ("completion_index", "prompt_index")
     )
@@ -243,12 +251,9 @@ def _is_rare(db: Database, task: str) -> bool:
     return db.one(count, (task_label(task),))[0] < most
 
 
-def _can_be_indexed(words: str) -> bool:
-    return any(letter.isalnum() for letter in words)
-
-
-def _phrase(words: str) -> str:
-    return '"' + words.replace('"', " ").replace("\0", " ") + '"'
+def _is_matched(words: str | None) -> bool:
+    """Whether the full-text index knows something of it."""
+    return words is not None and bool(wanted_of(words, indexed=True).matched)
 
 
 def _order(wanted: RolloutFilter, measured: str) -> str:

@@ -524,8 +524,8 @@ class TestRollouts:
             monkeypatch.setattr(database, "_fts5", lambda connection: False)
         with Store.create(tmp_path / "text.db") as store:
             fill(store, 2)
-            assert len(store.rollouts(RolloutFilter(text="ANSWER 1"))) == 4
-            assert [view.draw for view in store.rollouts(RolloutFilter(text="question 3"))] == [
+            assert len(store.rollouts(RolloutFilter(text='"ANSWER 1"'))) == 4
+            assert [view.draw for view in store.rollouts(RolloutFilter(text='"question 3"'))] == [
                 3,
                 3,
             ]
@@ -616,6 +616,58 @@ class TestRollouts:
             store.keep_unfinished([_chat(0, "Something else")])
             assert [view.draw for view in store.rollouts(RolloutFilter(text="else"))] == [0]
             assert store.rollouts(RolloutFilter(text="fig")) == []
+
+    @pytest.mark.parametrize("indexed", [True, False])
+    @pytest.mark.parametrize("common", [1, 20_000])
+    @pytest.mark.parametrize(
+        ("words", "found"),
+        [
+            ("fig kiwi", [0]),
+            ("kiwi   FIG", [0]),
+            ('"kiwi and fig"', [0]),
+            ('"fig and kiwi"', []),
+            ('fig "kiwi and"', [0]),
+            ("sort kiwi", [0]),
+            ("kiwi += 1", [1]),
+            ("+=", [1]),
+            ("東京", [2]),
+            ("京都", [2]),
+            ("東京 都", [2]),
+            ("東京 kiwi", [2]),
+            ("東京 fig", []),
+            ("สวัสดี", [3]),
+            ("학교", [3]),
+            ('"', []),
+            ('""', [0, 1, 2, 3]),
+            ("  ", [0, 1, 2, 3]),
+            ('kiwi "and fig', [0]),
+        ],
+    )
+    def test_all_words_are_looked_for_and_phrases_in_quotes(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        indexed: bool,
+        common: int,
+        words: str,
+        found: list[int],
+    ) -> None:
+        if not indexed:
+            monkeypatch.setattr(database, "_fts5", lambda connection: False)
+        monkeypatch.setattr("groupwise.runs.search.COMMON", common)
+        texts = ("kiwi and fig", "kiwi += 1", "私は東京都に住む kiwi", "ผมสวัสดีครับ 학교에서")
+        with Store.create(tmp_path / "text.db") as store:
+            for draw, text in enumerate(texts):
+                prompt = "Sort kiwi" if draw == 0 else "?"
+                rollout = Rollout(draw, 0, 0, (), (), text, "scored", reward=1.0)
+                store.keep_unfinished([Group(draw, Example(0, prompt), (rollout,))])
+            for order in ("draw", "newest"):
+                seen = store.rollouts(RolloutFilter(text=words, order=order))
+                expected = found[:: 1 if order == "draw" else -1]
+                if words != "sort kiwi":
+                    assert [view.draw for view in seen] == expected
+                else:
+                    assert [view.draw for view in seen] == [0], "both stand in the prompt"
 
     def test_a_reader_does_not_trust_an_index_that_a_writer_without_fts5_left_behind(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
