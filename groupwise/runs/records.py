@@ -174,6 +174,19 @@ class RolloutDetail:
 
 
 @dataclass(frozen=True, slots=True)
+class FailureKind:
+    """Rollouts that were not scored for the same reason, but for numbers and quoted parts in it."""
+
+    reason: str
+    """With `…` for these."""
+    count: int
+    example: str
+    """One of them, the newest, as it was said."""
+    rollout: int
+    """Whose reason that is."""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupReward:
     """What one group of a committed step earned."""
 

@@ -18,10 +18,12 @@ from groupwise.errors import StoreError
 from groupwise.runs.asked import AskedFilter, find_asked, read_scores
 from groupwise.runs.database import Database
 from groupwise.runs.encoding import label, pack_json, plain_text, text, unpack_json
+from groupwise.runs.failures import failure_kinds
 from groupwise.runs.records import (
     TIMING_PREFIXES,
     CurvePoint,
     EvaluationRecord,
+    FailureKind,
     GroupAsked,
     GroupReward,
     GroupScore,
@@ -308,14 +310,9 @@ class Store:
         found = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
         return found[0][0] if found else None
 
-    def failures(self, most: int = 20) -> list[tuple[str, int]]:
-        """Why rollouts were not scored, and how many for each reason, the most frequent first."""
-        rows = self._db.all(
-            "SELECT coalesce(reason, 'no reason given'), count(*) FROM rollouts WHERE outcome IN ('failed', 'timed_out')"
-            " GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT ?",
-            (most,),
-        )
-        return [(plain_text(reason) or "", count) for reason, count in rows]
+    def failures(self, most: int = 20, newest: int = 5_000) -> list[FailureKind]:
+        """Why the newest rollouts without a score have none, by kind, the most frequent first."""
+        return failure_kinds(self._db, most, newest)
 
     def rollout_details(self, step: int) -> dict[int, RolloutDetail]:
         """What the views of a step's rollouts leave out, by their ids."""

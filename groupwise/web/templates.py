@@ -28,6 +28,7 @@ OUTCOMES = {
     "scored": "scored",
     "failed": "failed",
     "timed_out": "timed out",
+    "unscored": "failed or timed out",
     "pending": "not scored yet",
 }
 MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:start_of_turn|end_of_turn|bos|eos|s)>")

@@ -22,6 +22,8 @@ from groupwise.web.runs.evaluated import evaluations_of
 
 MOST_WARNINGS = 20
 """The newest, that are listed."""
+NEWEST_FAILURES = 5_000
+"""Rollouts without a score whose reasons are looked at."""
 LOG = "log.txt"
 LOG_BYTES = 16_384
 """Of the end of the log."""
@@ -45,7 +47,8 @@ def run(visit: Visit) -> Page:
             "advice": advice_on(store),
             "warnings": [asdict(each) for each in warnings[-MOST_WARNINGS:]],
             "all_warnings": len(warnings),
-            "failures": store.failures(),
+            "failures": [asdict(each) for each in store.failures(newest=NEWEST_FAILURES)],
+            "newest_failures": NEWEST_FAILURES,
             "evaluations": [asdict(each) for each in evaluations_of(path, store)],
             "resumes": [asdict(each) for each in store.resumes()],
             "error": meta.get("error"),

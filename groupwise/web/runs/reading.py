@@ -40,7 +40,8 @@ ORDERS = {
     "best": "highest first",
     "worst": "lowest first",
 }
-OUTCOMES = ("scored", "failed", "timed_out", "pending")
+OUTCOMES = ("scored", "failed", "timed_out", "unscored", "pending")
+UNSCORED = ("failed", "timed_out")
 
 
 class Asked(Query):
@@ -49,7 +50,7 @@ class Asked(Query):
     step: int | None = Field(None, ge=0)
     example: int | None = Field(None, ge=0)
     task: str | None = None
-    outcome: Literal["scored", "failed", "timed_out", "pending"] | None = None
+    outcome: Literal["scored", "failed", "timed_out", "unscored", "pending"] | None = None
     part: str | None = None
     low: float | None = None
     high: float | None = None
@@ -67,7 +68,7 @@ class Asked(Query):
             step=self.step,
             example=self.example,
             task=self.task,
-            outcome=self.outcome,
+            outcome=UNSCORED if self.outcome == "unscored" else self.outcome,
             part=self.part,
             min_reward=self.low,
             max_reward=self.high,

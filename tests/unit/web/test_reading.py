@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,21 @@ def test_what_is_not_shown_is_not_cleaned() -> None:
     assert short("a\r\n" * 30, 40) == ("a⏎" * 30)[:39] + "…"
     assert short("a\r\n" * 20, 40) == "a⏎" * 20
     assert clean("a\u202eb\n" * 2) == "a<U+202E>b\n" * 2
+
+
+async def test_all_rollouts_without_a_score_are_read_together(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "odd", 0)
+    with Store.open(run / "run.db") as store:
+        outcomes = ("failed", "timed_out", "scored")
+        members = tuple(
+            Rollout(0, n, 0, (), (), "", each, reason=f"after {n} s")
+            for n, each in enumerate(outcomes)
+        )
+        commit(store, 0, Group(0, Example(0, "p"), members))
+    async with client(tmp_path) as found:
+        overview = (await found.get("/runs/odd")).text
+    assert "after … s" in overview
+    assert "such as: after 1 s" in overview
+    [link] = re.findall(r'href="(/runs/odd/rollouts\?[^"]*)">Read them', overview)
+    listed = (await data_of(tmp_path, link))["rollouts"]
+    assert {each["outcome"] for each in listed} == {"failed", "timed_out"}

@@ -1,0 +1,59 @@
+"""Reasons why rollouts were not scored are counted by kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.runs.failures import kind_of
+from groupwise.runs.records import FailureKind
+from groupwise.runs.store import Store
+from groupwise.types import Example, Group, Rollout
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("it took 3.21 s, 1,000 at most", "it took … s, … at most"),
+        ("KeyError: 'answer 7'", "KeyError: …"),
+        ('no "number" in `2 + 2`', "no … in …"),
+        ("I can't, you won't", "I can't, you won't"),
+        ("object at 0x7f3cAB of worker-12", "object at … of worker-…"),
+        ("no reason given", "no reason given"),
+    ],
+)
+def test_what_is_particular_is_left_out(reason: str, kind: str) -> None:
+    assert kind_of(reason) == kind
+
+
+def test_kinds_are_counted_the_most_frequent_first(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        for draw in range(8):
+            members = (
+                Rollout(draw, 0, 0, (), (), "", "failed", reason=f"no number in 'text {draw}'"),
+                Rollout(draw, 1, 0, (), (), "", "timed_out", reason=f"after {draw / 7} s \ud800"),
+                Rollout(draw, 2, 0, (), (), "", "scored", reward=1.0),
+                *((Rollout(draw, 3, 0, (), (), "", "failed"),) if draw < 3 else ()),
+                *(
+                    (Rollout(draw, 4, 0, (), (), "", "failed", reason="x" * 999),)
+                    if not draw
+                    else ()
+                ),
+            )
+            store.keep_unfinished([Group(draw, Example(0, "?"), members)])
+        found = store.failures()
+        assert [(each.reason[:14], each.count) for each in found] == [
+            ("after … s \ufffd\ufffd\ufffd", 8),
+            ("no number in …", 8),
+            ("no reason give", 3),
+            ("x" * 14, 1),
+        ]
+        assert found[1].example == "no number in 'text 7'", "the newest"
+        assert store.draw_of(found[1].rollout) == 7
+        assert len(found[3].reason) == 300
+        assert store.failures(most=1) == found[:1]
+        newest = store.failures(newest=3)
+        assert sum(each.count for each in newest) == 3
+        assert newest[0].rollout == found[0].rollout, "of draw 7, and one of draw 6"
+        assert newest[0] == FailureKind(found[0].reason, 2, found[0].example, found[0].rollout)
