@@ -97,7 +97,7 @@ class TestNew:
         with create(tmp_path) as run:
             run.keep_tokenizer(fill)
             assert (run.path / "tokenizer" / "tokenizer.json").read_text() == "{}"
-            run.keep_tokenizer(pytest.fail)
+            run.keep_tokenizer(lambda folder: pytest.fail(f"{folder} is written to again"))
 
     def test_is_refused_where_something_else_lies(self, tmp_path: Path) -> None:
         (tmp_path / "sort").mkdir()

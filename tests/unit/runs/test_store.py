@@ -804,7 +804,7 @@ class TestRollouts:
             everything = store.rollouts(RolloutFilter(order=order, part=part, text="answer"))
             between = RolloutFilter(order=order, part=part, min_reward=0.0, max_reward=0.5)
             values = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.0]
-            assert sorted(view.reward for view in store.rollouts(between)) == pytest.approx(
+            assert sorted(view.reward or 0.0 for view in store.rollouts(between)) == pytest.approx(
                 sorted(values)
             )
             of_sums = [view for view in everything if view.task == "sums"]

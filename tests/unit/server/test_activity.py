@@ -52,7 +52,7 @@ async def test_who_waits_for_room_is_told_with_what_they_want(tmp_path: Path) ->
         full = [await server.ask(), await server.ask()]
         waiting = asyncio.create_task(server.ask(draw=3))
         found = await server.service.activity()
-        while not found.waiting:  # noqa: ASYNC110 — it has no event
+        while not found.waiting:
             await asyncio.sleep(0.002)
             found = await server.service.activity()
         (request,) = found.waiting
@@ -72,7 +72,7 @@ async def test_a_planned_step_is_told_with_its_groups(tmp_path: Path) -> None:
         for each in groups:
             await server.reward(each)
         found = await server.service.activity()
-        while not found.planned:  # noqa: ASYNC110 — it has no event
+        while not found.planned:
             await asyncio.sleep(0.002)
             found = await server.service.activity()
         (plan,) = found.planned

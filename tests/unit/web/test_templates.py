@@ -11,8 +11,8 @@ from groupwise.web.templates import gist, number, since, written
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(1.0, "1"), (0.0, "0"), (-2.0, "-2"), (0.25, "0.250"), (12.3456, "12.35"), (43812.5, "43,812"), (1e-5, "1e-05"), (2e9, "2e+09"), (3, "3"),
-     (None, "–"), (float("nan"), "nan"), (float("inf"), "inf")],
+    [(1.0, "1"), (0.0, "0"), (-2.0, "-2"), (0.25, "0.250"), (12.3456, "12.35"), (43812.5, "43,812"), (1e-5, "1e-05"), (2e9, "2e+09"),
+     (3, "3"), (None, "–"), (float("nan"), "nan"), (float("inf"), "inf")],
 )  # fmt: skip
 def test_numbers_have_the_digits_that_count(value: float | None, shown: str) -> None:
     assert number(value) == shown
