@@ -485,7 +485,11 @@ def test_a_phone_shows_rewards_and_rollouts_first(
         page = visitor.page
         visitor.goes("/runs")
         for row in page.locator("#runs tbody tr").all():
-            for column in (row.locator(".spark"), row.locator("td.num").first):
+            for column in (
+                row.locator(".phone .state"),
+                row.locator(".spark"),
+                row.locator("td.num").first,
+            ):
                 box = column.bounding_box()
                 assert box is not None
                 assert box["x"] + box["width"] <= PHONE["width"]
