@@ -109,9 +109,14 @@ async function curvesOf(element, range) {
 
 function given(element) {
   const curves = JSON.parse(element.dataset.curves);
-  const lines = curves.map((curve, index) => [
-    { label: curve.label, at: curve.k, values: curve.y, stroke: colour(index), dash: dash(index), width: 2, points: { show: true, size: 6 }, spanGaps: true },
-  ]);
+  const shaded = curves.length < SHADED;
+  const lines = curves.map((curve, index) => {
+    const ink = colour(index);
+    const main = { label: curve.label, at: curve.k, values: curve.y, stroke: ink, dash: dash(index), width: 2, points: { show: true, size: 6 }, spanGaps: true };
+    if (!finite(curve.low).length) return [main];
+    const edge = { at: curve.k, points: { show: false }, spanGaps: true, class: shaded ? "edge" : "edge-of-many", ...(shaded ? { stroke: "transparent", width: 0 } : { stroke: faded(ink, 55), width: 0.7, dash: dash(index) }) };
+    return [main, { ...edge, label: "to", values: curve.high, fill: shaded ? faded(ink, 14) : undefined }, { ...edge, label: "from", values: curve.low }];
+  });
   const words = curves.map((curve) => told(curve.label, { mean: curve.y, low: curve.y, high: curve.y }));
   return { lines, words, stacked: false, thinned: false, x: "k" };
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from playwright.sync_api import Locator, Page, expect
 
-from groupwise.runs.records import StepRecord
+from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 from tests.integration.web.test_browser import SOON, Visitor, browser, pytestmark, shown, visit
 from tests.integration.web.test_live import going_on, is_live
@@ -264,4 +264,28 @@ def test_a_plot_is_told_and_its_lines_are_hidden_by_keyboard(
         page.keyboard.press("Space")
         expect(button).to_have_attribute("aria-pressed", "true")
         expect(plot.locator(".u-series.u-off")).to_have_count(0)
+        assert visitor.wrong == []
+
+
+def test_pass_at_k_has_its_interval_beside_it(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "often", 0)
+    row = {"prompt": "p", "completion": "", "outcome": "scored", "parts": {}, "tokens": 1}
+    rows = [
+        {**row, "example": n, "key": str(n), "sample": k, "reward": 1.0, "success": k < n % 5}
+        for n in range(40)
+        for k in range(4)
+    ]
+    metrics = {"pass@1": 0.5, "pass@2": 0.7, "pass@4": 0.8}
+    with Store.open(run / "run.db") as store:
+        store.add_evaluation(EvaluationRecord(2, "several", "often@2", metrics, rows))
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        visitor.goes("/runs/often/evaluations")
+        said = legend_at(chart(visitor.page, "pass@k"), 0.0)
+        assert list(said) == ["k", "several after 2 steps", "to", "from"]
+        value, high, low = (float(said[each]) for each in list(said)[1:])
+        assert value == 0.5
+        assert 0.3 < low < 0.5 < high < 0.7
         assert visitor.wrong == []
