@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
 
 from groupwise.client import TrainingClient
 from groupwise.fleet.direct import DirectFleet
@@ -40,7 +40,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 SOON = 15_000
 """Milliseconds."""
-PHONE = {"width": 390, "height": 844}
+PHONE: ViewportSize = {"width": 390, "height": 844}
+DESK: ViewportSize = {"width": 1280, "height": 900}
 SMALL: dict[str, Any] = {
     "model_id": "tiny",
     "num_completions_per_prompt": 2,
@@ -96,9 +97,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visitor]]:
     opened: list[Any] = []
 
     def begin(address: str, **how: Any) -> Visitor:
-        context = browser.new_context(
-            viewport=how.pop("viewport", {"width": 1280, "height": 900}), **how
-        )
+        context = browser.new_context(viewport=how.pop("viewport", DESK), **how)
         opened.append(context)
         return Visitor(context.new_page(), address)
 
@@ -266,9 +265,9 @@ def serious_in(page: Page) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
 def test_every_page_is_accessible_and_fits(
-    visit: Callable[..., Visitor], runs: Path, scheme: str, viewport: dict[str, int]
+    visit: Callable[..., Visitor], runs: Path, scheme: str, viewport: ViewportSize
 ) -> None:
     with shown(runs) as address:
         visitor = visit(address, color_scheme=scheme, viewport=viewport)
@@ -356,9 +355,9 @@ def test_plots_of_a_long_run_are_drawn_as_they_come_into_sight(
         assert visitor.wrong == []
 
 
-@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
 def test_a_fleet_is_shown_changed_and_followed(
-    visit: Callable[..., Visitor], direct: DirectFleet, tmp_path: Path, viewport: dict[str, int]
+    visit: Callable[..., Visitor], direct: DirectFleet, tmp_path: Path, viewport: ViewportSize
 ) -> None:
     with shown(tmp_path / "runs", fleet=direct) as address:
         visitor = visit(address, viewport=viewport)
@@ -406,11 +405,11 @@ def test_a_training_server_is_followed_while_clients_use_it(
         driver.does(lambda client: client.rewards(group, [1.0, 0.0], wait=True))
         expect(page.locator(".progress")).to_contain_text("1 of 3 steps", timeout=SOON)
         expect(page.get_by_role("row", name="POST /rewards")).to_contain_text("local")
-        for viewport in ({"width": 1280, "height": 900}, PHONE):
+        for viewport in (DESK, PHONE):
             page.set_viewport_size(viewport)
             assert serious_in(page) == []
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-        page.set_viewport_size({"width": 1280, "height": 900})
+        page.set_viewport_size(DESK)
         page.get_by_role("link", name="words", exact=True).click()
         page.wait_for_url("**/dashboard/runs/words")
         expect(page.locator(".plot canvas").first).to_be_visible()
@@ -501,7 +500,7 @@ def test_a_phone_shows_rewards_and_rollouts_first(
         page.get_by_role("button", name="Show").click()
         page.wait_for_url("**text=step**")
         expect(page.get_by_text("Filter (2 in use)")).to_be_visible()
-        page.set_viewport_size({"width": 1280, "height": 900})
+        page.set_viewport_size(DESK)
         expect(page.get_by_label("Text")).to_be_visible()
         expect(page.get_by_text(re.compile("Filter .* in use"))).to_be_hidden()
         assert visitor.wrong == []
