@@ -7,13 +7,17 @@ slept is right with one request.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from groupwise.runs.folder import RESULTS
 from groupwise.web.index import stamp_of
 from groupwise.web.pages import visitor_of
 from groupwise.web.place import Place
@@ -53,7 +57,7 @@ async def live(request: Request) -> Response:
     place: Place = request.app.state.place
     if visitor_of(request) is None:
         raise Refusal("unauthorised")
-    look = _look_of(place, request)
+    look = look_of(place, request)
     streams: Streams = request.app.state.streams
     streams.take()
     return StreamingResponse(
@@ -63,14 +67,23 @@ async def live(request: Request) -> Response:
     )
 
 
-def _look_of(place: Place, request: Request) -> Look:
+def look_of(place: Place, request: Request) -> Look:
+    """What the page of this address depends on."""
     runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
     if runs:
-        return lambda: [(stamp_of(path), place.runs.one(path).info.state) for path in runs]
+        return lambda: [_of_run(place, path) for path in runs]
     for name, watched in (("fleet", place.fleet), ("server", place.server)):
         if name in request.query_params and watched is not None:
             return watched.stamp
     return place.runs.stamp
+
+
+def _of_run(place: Place, path: Path) -> Any:
+    """Its record, the results that evaluations have left beside it, and whether a process works on it."""
+    results = 0
+    with suppress(OSError):
+        results = os.stat(path / RESULTS).st_mtime_ns  # of the folder: files come into it whole
+    return stamp_of(path), results, place.runs.one(path).info.state
 
 
 async def _events(
