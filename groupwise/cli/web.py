@@ -77,10 +77,11 @@ def _watched(told: str | None) -> Generator[WatchedFleet | None]:
         return
     from groupwise.cli.fleet_access import fleet, require_installed
     from groupwise.web.fleet.watched import TIMEOUT, WatchedFleet
+    from groupwise.web.ticking import ending
 
     require_installed()
-    with fleet(told, timeout=TIMEOUT) as found:
-        yield WatchedFleet(found)
+    with fleet(told, timeout=TIMEOUT) as found, ending(WatchedFleet(found)) as watched:
+        yield watched
 
 
 @contextmanager
@@ -91,9 +92,13 @@ def _watched_server(url: str | None) -> Generator[WatchedServer | None]:
         return
     from groupwise.client import TrainingClient
     from groupwise.web.server.watched import PATIENCE, TIMEOUT, WatchedServer
+    from groupwise.web.ticking import ending
 
-    with TrainingClient(url, patience=PATIENCE, timeout=TIMEOUT) as client:
-        yield WatchedServer(client)
+    with (
+        TrainingClient(url, patience=PATIENCE, timeout=TIMEOUT) as client,
+        ending(WatchedServer(client)) as watched,
+    ):
+        yield watched
 
 
 def _expect_installed() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from groupwise.runs.find import RunInfo, run_folders, run_info_and
 from groupwise.runs.folder import RECORD, shown_state
 from groupwise.runs.store import Store
-from groupwise.web.ticking import Ticking
+from groupwise.web.ticking import MOMENT, Ticking
 
 Stamp = tuple[tuple[int, ...], ...]
 """Of the files of a record: which file it is, when it was written to and changed, and its size."""
@@ -81,9 +81,9 @@ class RunsIndex:
             found = [each for _, each in self._known.values()]
         return Known(tuple(_sorted(map(_as_now, found))), len(stamps) - len(found))
 
-    def stamp(self) -> Any:
+    def stamp(self, moment: float = MOMENT) -> Any:
         """Another value once the list has changed. It is found once a second for all who ask."""
-        return self._stamp.now()
+        return self._stamp.now(moment)
 
     def _states(self) -> Any:
         known = self.known()

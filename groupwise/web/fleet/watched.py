@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from groupwise.errors import GroupwiseError
-from groupwise.web.ticking import Ticking
+from groupwise.web.ticking import MOMENT, Ticking
 from groupwise.wire.fleet import LogPart
 from groupwise.wire.problems import Refusal
 
@@ -85,9 +85,13 @@ class WatchedFleet:
         """The newest jobs."""
         return self._lately("jobs", lambda fleet: fleet.jobs(limit=50))
 
-    def stamp(self) -> str | None:
+    def stamp(self, moment: float = MOMENT) -> str | None:
         """Another text once anything has changed that pages show."""
-        return self._stamp.now()
+        return self._stamp.now(moment)
+
+    def end(self) -> None:
+        """Ask nothing more in the background: whatever is asked may be closed then."""
+        self._stamp.end()
 
     def _look(self) -> str:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from groupwise.errors import GroupwiseError
-from groupwise.web.ticking import Ticking
+from groupwise.web.ticking import MOMENT, Ticking
 from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.training import StatusAnswer
 
@@ -53,9 +53,13 @@ class WatchedServer:
                 self._kept = (self._clock(), *found)
             return self._kept[1:]
 
-    def stamp(self) -> str | None:
+    def stamp(self, moment: float = MOMENT) -> str | None:
         """Another text once anything has changed that the page shows."""
-        return self._stamp.now()
+        return self._stamp.now(moment)
+
+    def end(self) -> None:
+        """Ask nothing more in the background: whatever is asked may be closed then."""
+        self._stamp.end()
 
     def _look(self) -> str:
         try:

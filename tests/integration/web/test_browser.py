@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from groupwise.web.app import make_app
 from groupwise.web.fleet.watched import WatchedFleet
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
+from groupwise.web.ticking import ending
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
 from tests.integration.server.running import running
 from tests.serving import listening
@@ -65,7 +66,10 @@ def shown(
 ) -> Iterator[str]:
     watched = None if fleet is None else WatchedFleet(fleet)
     place = Place(RunsIndex(runs), Door(keys, acts=True), watched)
-    with listening(make_app(place)) as address:
+    with (
+        nullcontext() if watched is None else ending(watched),
+        listening(make_app(place)) as address,
+    ):
         yield address
         place.ending.set()
 

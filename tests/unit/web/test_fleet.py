@@ -24,6 +24,7 @@ from groupwise.web.fleet.jobs import span, timeline, whole_letters
 from groupwise.web.fleet.watched import WatchedFleet, lasting
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
+from groupwise.web.ticking import ending
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
@@ -32,6 +33,8 @@ from tests.unit.fleet.verbs.conftest import ADA, SmallFleet
 from tests.web_runs import HOSTILE
 
 __all__ = ["migrated_file"]
+PATIENT = 30.0
+"""Seconds."""
 HERE = "http://127.0.0.1:8080"
 
 
@@ -189,17 +192,18 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
                 assert changed() in ("held", "draining")
             missing = await elsewhere.get("/fleet/jobs/none", headers={"accept": "text/html"})
             assert missing.status_code == 404
-            watched = WatchedFleet(remote)
-            before = watched.stamp()
-            await asyncio.to_thread(direct.release, "waiting-1")
-            watched.forget()
-            assert watched.stamp() != before
+            with ending(WatchedFleet(remote)) as watched:
+                before = watched.stamp(PATIENT)
+                await asyncio.to_thread(direct.release, "waiting-1")
+                watched.forget()
+                assert watched.stamp(PATIENT) != before
     with FleetClient(address, key, patience=0.1, sleep=lambda _: None) as gone:
         async with client_of(gone, tmp_path) as client:
             away = await client.get("/fleet", headers={"accept": "application/json"})
         assert away.status_code == 409
         assert away.json()["code"] == "fleet_away"
-        assert WatchedFleet(gone).stamp() == "fleet_away"
+        with ending(WatchedFleet(gone)) as watched:
+            assert watched.stamp(PATIENT) == "fleet_away"
 
 
 async def test_lists_go_on_with_older_jobs(small: SmallFleet, tmp_path: Path) -> None:
@@ -298,13 +302,13 @@ def test_pages_learn_of_a_change_and_of_nothing_else(
 
     clock = Clock()
     watched = WatchedFleet(direct, clock)
-    before = watched.stamp()
+    before = watched.stamp(PATIENT)
     clock.now += 10
-    assert watched.stamp() == before
+    assert watched.stamp(PATIENT) == before
     direct.hold("waiting-1")
-    assert watched.stamp() == before, "asked a moment ago"
+    assert watched.stamp(PATIENT) == before, "asked a moment ago"
     clock.now += 10
-    assert watched.stamp() != before
+    assert watched.stamp(PATIENT) != before
 
 
 def test_a_fleet_that_is_away_is_asked_once_for_all_that_wait(direct: DirectFleet) -> None:
@@ -319,12 +323,12 @@ def test_a_fleet_that_is_away_is_asked_once_for_all_that_wait(direct: DirectFlee
     away: Any = Away()
     watched = WatchedFleet(away, clock=lambda: 0.0)
     with ThreadPoolExecutor(8) as pages:
-        assert {each.result() for each in [pages.submit(watched.stamp) for _ in range(8)]} == {
-            "fleet_away"
-        }
+        assert {
+            each.result() for each in [pages.submit(watched.stamp, PATIENT) for _ in range(8)]
+        } == {"fleet_away"}
     assert away.asked == 1
     watched.forget()
-    assert watched.stamp() == "fleet_away"
+    assert watched.stamp(PATIENT) == "fleet_away"
     assert away.asked == 2
 
 

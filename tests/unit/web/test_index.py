@@ -134,12 +134,12 @@ def test_the_stamp_of_the_list_is_found_once_for_all_pages(
     index = RunsIndex(tmp_path, lambda: now[0])
     known = index.known
     monkeypatch.setattr(index, "known", lambda: looks.append(1) or known(10.0))
-    first = index.stamp()
+    first = index.stamp(30.0)
     write_run(tmp_path / "two", 1)
-    assert index.stamp() == first
+    assert index.stamp(30.0) == first
     assert len(looks) == 1
     now[0] += EVERY
-    assert index.stamp() != first
+    assert index.stamp(30.0) != first
 
 
 def test_the_ends_of_long_curves_are_those_of_the_whole(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ from tests.unit.server.asking import keyring
 from tests.unit.server.fake_service import RUN, FakeService
 from tests.web_runs import HOSTILE, write_run
 
+PATIENT = 30.0
+"""Seconds."""
 HERE = "http://127.0.0.1:8000"
 TEXT = HOSTILE.replace("\ud83d", "")
 
@@ -174,7 +176,7 @@ async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> 
     with TrainingClient(HERE, patience=0.0, transport=httpx2.MockTransport(refuse)) as away:
         async with client_of(away, tmp_path) as client:
             page = await client.get("/server")
-        stamp = WatchedServer(away).stamp()
+        stamp = WatchedServer(away).stamp(PATIENT)
     assert page.status_code == 409
     assert "Traceback" not in page.text
     assert HERE in page.text
@@ -184,8 +186,8 @@ async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> 
 def test_pages_are_told_of_news_and_of_nothing_else() -> None:
     now, told = [1000.0], everything()
     watched = WatchedServer(told, lambda: now[0])
-    before = watched.stamp()
-    assert watched.stamp() == before
+    before = watched.stamp(PATIENT)
+    assert watched.stamp(PATIENT) == before
     assert told.asked == 1  # what many pages ask within a second is asked once
     status, activity = told.said
     passing = [each.model_copy(update={"lease_seconds": 80.0}) for each in activity.groups]
@@ -194,13 +196,13 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
         activity.model_copy(update={"at": 2e9, "groups": passing, "clients": [], "sessions": []}),
     )
     now[0] += 2
-    without_sessions = watched.stamp()
+    without_sessions = watched.stamp(PATIENT)
     assert without_sessions != before
     told.said = status, told.said[1].model_copy(update={"groups": activity.groups, "at": 3e9})
     now[0] += 2
-    assert watched.stamp() == without_sessions
+    assert watched.stamp(PATIENT) == without_sessions
     now[0] += CLOCKS_RUN
-    assert watched.stamp() != without_sessions  # leases have become shorter
+    assert watched.stamp(PATIENT) != without_sessions  # leases have become shorter
 
 
 @pytest.mark.parametrize(

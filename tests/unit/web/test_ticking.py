@@ -42,3 +42,8 @@ def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
     answer.clear()
     assert value.now(moment=0.01) == "late", "what was known stays until there is news"
     answer.set()
+    value.end()
+    now[0] += EVERY
+    asked = len(begun)
+    assert value.now() == "late"
+    assert len(begun) == asked, "nothing is asked after the end"
