@@ -51,6 +51,7 @@ class Database:
         """Whether the full-text index can be used and must be kept up to date."""
         self.tasks_indexed = version(connection) >= TASKS_SINCE
         """Whether tables and indexes have tasks; else each group's is read from its columns."""
+        connection.create_function("lowered", 1, _lowered, deterministic=True)
         self._connection = connection
         self._lock = threading.RLock()
 
@@ -161,6 +162,13 @@ class Database:
         with self._lock, explained(self.path):
             _prepare_text_index(self._connection, force=True)
             self.indexed = _has_text_index(self._connection)
+
+
+def _lowered(text: Any) -> Any:
+    """`lower` for letters of all scripts."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
+    return text.lower() if isinstance(text, str) else text
 
 
 def _connect_reader(path: Path) -> sqlite3.Connection:

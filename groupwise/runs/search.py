@@ -224,9 +224,18 @@ def _has(words: Wanted, index: str, id: str, text: str, common: bool) -> str:
     found = f"{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
     if common:
         found = f"EXISTS (SELECT 1 FROM {index} WHERE {index} MATCH ? AND rowid = {id})"
-    plain = [f"instr(lower({text}), ?)" for _ in words.plain]  # first: cheaper than the index
+    plain = [
+        f"instr({_small(each, text)}, ?)" for each in words.plain
+    ]  # first: cheaper than the index
     clauses = [*plain, *([found] if words.matched else [])]
     return f"({' AND '.join(clauses) or 'TRUE'})"
+
+
+def _small(word: str, text: str) -> str:
+    """A text in small letters, as far as the word has any: SQLite knows those of ASCII alone."""
+    if word.isascii():
+        return f"lower({text})"
+    return f"lowered({text})" if word.upper() != word else text
 
 
 def _is_common(db: Database, words: str) -> bool:

@@ -22,7 +22,6 @@ from groupwise.http.middleware import Buckets, check_local
 from groupwise.wire.keys import LOCAL, Caller, Keyring, Role, caller_of, presented_key
 from groupwise.wire.problems import Refusal
 
-COOKIE = "groupwise"
 LASTS = 7 * 86_400
 """Seconds for which a cookie is good."""
 TRIES_PER_SECOND, TRIES_AT_ONCE = 0.5, 10
@@ -117,6 +116,20 @@ class Door:
         if not until.isdecimal() or int(until) < self._clock():
             return None
         return Visitor(caller, keys.sealed(name, f"form {nonce}") or "", by_cookie=True)
+
+
+def cookie_name(headers: Mapping[str, str], above: str) -> str:
+    """Of the dashboard below a path of a host: browsers send a cookie to all ports of its host, and to all paths below its own."""
+    _, _, port = headers.get("host", "").rpartition(":")
+    words = ["groupwise", port if port.isdecimal() else "", *above.split("/")]
+    return "-".join(filter(None, words))
+
+
+def refuse_other_sites(headers: Mapping[str, str]) -> None:
+    """Raise `forbidden` for what a page of another site has a browser send; a program says of itself nothing of the kind."""
+    says = any(headers.get(name) for name in ("sec-fetch-site", "origin"))
+    if says and headers.get("sec-fetch-site") != "none" and not _is_of_here(headers):
+        raise Refusal("forbidden", "A page of another site has asked for this.")
 
 
 def _or_more(role: Role) -> str:

@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from groupwise.errors import GroupwiseError, RunNotFoundError, UsageError
-from groupwise.web.access import COOKIE, Visitor
+from groupwise.web.access import Visitor, cookie_name
 from groupwise.web.place import Place
 from groupwise.web.templates import render
 from groupwise.wire.keys import Role
@@ -114,7 +114,8 @@ def done(path: str, do: Do, role: Role = Role.ACT) -> Route:
 def visitor_of(request: Request) -> Visitor | None:
     """See `Door.visitor`."""
     place: Place = request.app.state.place
-    return place.door.visitor(request.headers, request.cookies.get(COOKIE))
+    cookie = request.cookies.get(cookie_name(request.headers, above(request)))
+    return place.door.visitor(request.headers, cookie)
 
 
 async def _do(do: Do, role: Role, request: Request) -> Response:

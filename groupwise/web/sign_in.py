@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from groupwise.web.access import COOKIE, LASTS
+from groupwise.web.access import LASTS, cookie_name, refuse_other_sites
 from groupwise.web.pages import above, read_form, visitor_of
 from groupwise.web.place import Place
 from groupwise.web.templates import render
@@ -27,6 +27,7 @@ async def show(request: Request) -> Response:
 async def enter(request: Request) -> Response:
     """Take the key, and give a cookie for it. Whoever may sign in has a key, so that no other site could make somebody do it."""
     place: Place = request.app.state.place
+    refuse_other_sites(request.headers)
     form = await read_form(request)
     address = request.client.host if request.client else ""
     there = _here(request, form.get("next"))
@@ -36,7 +37,7 @@ async def enter(request: Request) -> Response:
     response = RedirectResponse(there, 303)
     secure = request.url.scheme == "https"
     response.set_cookie(
-        COOKIE,
+        cookie_name(request.headers, above(request)),
         cookie,
         max_age=LASTS,
         httponly=True,
@@ -49,8 +50,10 @@ async def enter(request: Request) -> Response:
 
 async def leave(request: Request) -> Response:
     """Forget the cookie."""
+    refuse_other_sites(request.headers)
     response = RedirectResponse(above(request) + "/sign-in", 303)
-    response.delete_cookie(COOKIE, path=_own(request), httponly=True, samesite="lax")
+    name = cookie_name(request.headers, above(request))
+    response.delete_cookie(name, path=_own(request), httponly=True, samesite="lax")
     return response
 
 

@@ -98,7 +98,7 @@ def compare(visit: Visit) -> Page:
         chosen = in_order(pairs, asked.order)
         here = chosen[(asked.page - 1) * PER_PAGE : asked.page * PER_PAGE]
         shown_pairs = [_told(each, store_a, store_b) for each in here]
-        tasks = store_a.tasks(MOST_TASKS)
+        tasks = store_a.tasks(MOST_TASKS + 1)
     data: dict[str, Any] = {
         "asked": asked.model_dump(),
         "a": asdict(side_a),
@@ -108,6 +108,7 @@ def compare(visit: Visit) -> Page:
         "pages": max(1, -(-len(chosen) // PER_PAGE)),
         "orders": ORDERS,
         "tasks": tasks,
+        "most_tasks": MOST_TASKS,
         "scored_otherwise": _scored_otherwise(visit, side_a.run, side_b.run),
         "limits": {
             "groups": MOST_GROUPS if MOST_GROUPS in (len(groups_a), len(groups_b)) else None,
@@ -155,16 +156,22 @@ def _matched(
 def matches(
     a: Sequence[GroupAsked], b: Sequence[GroupAsked]
 ) -> list[tuple[GroupAsked, GroupAsked]]:
-    """The groups of the prompts that both have, each time the first one.
+    """The groups of the prompts that both have, each time the first one, in the order of A.
 
-    By text and number of the example; where no prompt agrees in both, the data are others, and the text alone decides.
+    By text and number of the example; of what is left, because the data are others or have shifted, the text alone decides.
     """
+    found: list[tuple[GroupAsked, GroupAsked]] = []
+    seen_a: set[Key] = set()
+    seen_b: set[Key] = set()
     for key in (_numbered, _text):
-        of_b = _firsts(b, key)
-        found = [(each, of_b[name]) for name, each in _firsts(a, key).items() if name in of_b]
-        if found:
-            return found
-    return []
+        of_b = _firsts([each for each in b if _numbered(each) not in seen_b], key)
+        left = [each for each in a if _numbered(each) not in seen_a]
+        pairs = [(each, of_b[name]) for name, each in _firsts(left, key).items() if name in of_b]
+        seen_a |= {_numbered(each) for each, _ in pairs}
+        seen_b |= {_numbered(each) for _, each in pairs}
+        found += pairs
+    places = {each.draw: place for place, each in enumerate(a)}
+    return sorted(found, key=lambda pair: places[pair[0].draw])
 
 
 def _numbered(group: GroupAsked) -> Key:

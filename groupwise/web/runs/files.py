@@ -26,7 +26,13 @@ def weights(visit: Visit) -> Page:
     """The files of a checkpoint, or of the final weights."""
     path = visit.place.run(visit.named("run"))
     folder = _folder(path, visit.named("where"))
-    files, step = files_of(folder), step_of(path, folder)
+    try:
+        files = [
+            (each.relative_to(folder).as_posix(), each.stat().st_size) for each in files_of(folder)
+        ]
+    except OSError:
+        raise RunNotFoundError(f"{folder.name} was removed a moment ago.") from None
+    step = step_of(path, folder)
     with Store.open(path / RECORD, readonly=True) as store:
         evaluations = [each for each in evaluations_of(path, store) if each.step == step]
     data = {
@@ -34,10 +40,7 @@ def weights(visit: Visit) -> Page:
         "where": visit.named("where"),
         "step": step,
         "evaluations": [asdict(each) for each in evaluations],
-        "files": [
-            {"name": each.relative_to(folder).as_posix(), "bytes": each.stat().st_size}
-            for each in files
-        ],
+        "files": [{"name": name, "bytes": size} for name, size in files],
     }
     return Page("weights.html", data)
 

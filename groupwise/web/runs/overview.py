@@ -105,7 +105,9 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
     with suppress(GroupwiseError):
         found = checkpoints.complete(path / CHECKPOINTS)
         whole = [
-            {"step": each.step, "bytes": _bytes_of(each.path), "damaged": None} for each in found
+            {"step": each.step, "bytes": size, "damaged": None}
+            for each in found
+            if (size := _bytes_of(each.path)) is not None
         ]
         damaged = [
             {"step": None, "bytes": None, "damaged": str(skipped)} for skipped in found.skipped
@@ -114,8 +116,12 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _bytes_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+def _bytes_of(folder: Path) -> int | None:
+    """None: it was removed a moment ago, as checkpoints are of which there are enough."""
+    try:
+        return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    except OSError:
+        return None
 
 
 def _quietly(read: Any, path: Path) -> Mapping[str, Any] | None:

@@ -30,6 +30,10 @@ MOST_RATIO = 1.5
 middle of the scale, and the rounding of bfloat16, some hundredths, has none or the palest."""
 
 
+AFTER = 4
+"""Tokens that are read behind a page: the rest of a letter."""
+
+
 class Reads(Protocol):
     """What tokens read."""
 
@@ -53,9 +57,19 @@ class ByFile:
         self._tokenizer, self._stream = tokenizer, stream
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """See `Reads.pieces`. A letter of several tokens is shown at the last of them."""
+        """See `Reads.pieces`. A letter of several tokens is shown at the last of them; what is no letter, and no token, as its id."""
         stream = self._stream(skip_special_tokens=False)
-        return [stream.step(self._tokenizer, int(each)) or "" for each in ids]
+        pieces: list[str | None] = []
+        for each in map(int, ids):
+            try:
+                piece = stream.step(self._tokenizer, each)
+            except Exception:  # noqa: BLE001 — the library has no kinds: bytes that never become a letter
+                stream, piece = self._stream(skip_special_tokens=False), f"⟨{each}⟩"
+            unknown = not piece and self._tokenizer.id_to_token(each) is None
+            pieces.append(f"⟨{each}⟩" if unknown else piece)
+        if pieces and pieces[-1] is None:
+            pieces[-1] = "\ufffd"  # of a letter that was cut off
+        return [piece or "" for piece in pieces]
 
 
 def tokenizer_of(run: Path) -> Reads:
@@ -123,7 +137,8 @@ def segments_of(
 def _tokens(segment: Segment, reads: Reads, first: int, end: int) -> list[dict[str, Any]]:
     ids = segment.token_ids[first:end]
     before = segment.token_ids[max(0, first - BEFORE) : first]
-    pieces = reads.pieces([*before, *ids])[len(before) :]
+    after = segment.token_ids[end : end + AFTER]
+    pieces = reads.pieces([*before, *ids, *after])[len(before) : len(before) + len(ids)]
     sampled, learnt = (
         logprobs[first:end] if logprobs is not None else [None] * len(ids)
         for logprobs in (segment.sampling_logprobs, segment.learner_logprobs)

@@ -228,7 +228,7 @@ async function refresh() {
 // The browser opens a stream again that broke off, but gives up where the answer is another one, as a proxy's while the server starts.
 function listen(address) {
   let stream = null;
-  let lost = false;
+  let lost = true; // what changed between this page and its stream is told by nobody
   let reopen = 0;
   let pause = FIRST_WAIT;
   const end = () => {

@@ -90,7 +90,7 @@ function keys() {
       }
     }
     if (event.key !== "j" && event.key !== "k") return;
-    const links = [...document.querySelectorAll(".rollout header a:first-child")];
+    const links = [...document.querySelectorAll(".rollout header")].map((each) => each.querySelector("a")).filter(Boolean);
     const at = links.indexOf(document.activeElement);
     links[Math.max(0, Math.min(links.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus();
   });

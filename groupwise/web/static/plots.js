@@ -159,7 +159,7 @@ function make(element, shape, state) {
   element.replaceChildren();
   const value = (_, __, series, at) => short(at == null ? null : state.raw[series][at]);
   const series = shape.lines.flatMap((pieces) =>
-    pieces.map(({ at, values, fill, ...line }, nth) => ({ ...line, value, show: !hidden.has(line.label) || nth > 0, ...(shape.stacked && line.stroke === shape.lines[0][0].stroke ? { fill: faded(line.stroke, 22) } : {}) })),
+    pieces.map(({ at, values, fill, ...line }) => ({ ...line, value, show: !hidden.has(pieces[0].label), ...(shape.stacked && line.stroke === shape.lines[0][0].stroke ? { fill: faded(line.stroke, 22) } : {}) })),
   );
   state.made = new uPlot(
     {

@@ -682,6 +682,17 @@ class TestRollouts:
         with Store.open(path, readonly=True) as store:
             assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
 
+    def test_without_an_index_letters_of_all_scripts_are_found_in_any_size(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(database, "_fts5", lambda connection: False)
+        with Store.create(tmp_path / "run.db") as store:
+            written = replace(group(0).rollouts[0], completion="ÄPFEL und Öl")
+            store.commit_step(step(0, (0,)), [replace(group(0), rollouts=(written,))], {})
+            for text in ("ÄPFEL", "Äpfel", "äpfel", "Öl", "UND", '"öl"'):
+                assert len(store.rollouts(RolloutFilter(text=text))) == 1, text
+            assert store.rollouts(RolloutFilter(text="Birnen")) == []
+
     def test_the_index_catches_up_after_a_writer_without_fts5(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.web.access import LASTS, Door
+from groupwise.web.access import LASTS, Door, cookie_name
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
 from groupwise.wire.problems import Refusal
 
@@ -147,3 +147,17 @@ def test_what_takes_an_admin_is_open_to_no_other() -> None:
         if not allowed:
             with pytest.raises(Refusal, match=f"has the role {role.word}; this needs admin"):
                 door.expect_actor(visitor, {}, "", Role.ADMIN)
+
+
+@pytest.mark.parametrize(
+    ("host", "above", "name"),
+    [
+        ("127.0.0.1:8080", "", "groupwise-8080"),
+        ("127.0.0.1:8000", "/dashboard", "groupwise-8000-dashboard"),
+        ("gw.example.org", "", "groupwise"),
+        ("[::1]:9000", "", "groupwise-9000"),
+        ("odd:;x=1", "", "groupwise"),
+    ],
+)
+def test_dashboards_of_one_host_have_cookies_of_their_own(host: str, above: str, name: str) -> None:
+    assert cookie_name({"host": host}, above) == name

@@ -137,6 +137,15 @@ def test_equal_prompts_of_several_examples_are_told_apart_where_they_can_be() ->
     assert matches(a, [GroupAsked(9, 3, 0, "work")]) == []
 
 
+def test_prompts_whose_numbers_have_shifted_are_found_by_their_text() -> None:
+    a = [GroupAsked(5 - place, 2, place, f"prompt {place}") for place in range(6)]
+    b = [GroupAsked(9 - place, 3, place, f"prompt {place + (place > 0)}") for place in range(5)]
+    found = matches(a, b)
+    assert [(one.prompt, other.prompt) for one, other in found] == [
+        (f"prompt {place}", f"prompt {place}") for place in (0, 2, 3, 4, 5)
+    ]
+
+
 async def test_what_is_looked_at_is_bounded(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

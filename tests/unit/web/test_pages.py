@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from html import unescape
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from groupwise.runs import checkpoints
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group
@@ -426,3 +428,43 @@ async def test_runs_with_odd_names_are_followed_too(tmp_path: Path) -> None:
         assert parse_qsl(urlsplit(found).query) == [("run", name), ("run", "b&c")]
         long = await client.get(f"/runs/{'x' * 300}")
         assert long.status_code == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:9999"},
+    ],
+)
+async def test_no_other_site_signs_anybody_in_or_out(
+    guarded: httpx2.AsyncClient, key: Any, headers: dict[str, str]
+) -> None:
+    form = {"key": key.key}
+    assert (await guarded.post("/sign-in", data=form, headers=headers)).status_code == 403
+    assert (await guarded.post("/sign-in", data=form)).status_code == 303
+    assert (await guarded.post("/sign-out", headers=headers)).status_code == 403
+    assert (await guarded.get("/runs")).status_code == 200
+
+
+async def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path / "one", 4)
+    for step in (2, 4):
+        checkpoints.save(
+            path / "checkpoints", step, lambda folder: (folder / "w").write_bytes(b"x")
+        )
+    complete = checkpoints.complete
+
+    def gone(folder: Path, **how: Any) -> Any:
+        found = complete(folder, **how)
+        shutil.rmtree(folder / "step-2")
+        return found
+
+    monkeypatch.setattr(checkpoints, "complete", gone)
+    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        page = (await client.get("/runs/one?format=json")).json()
+    assert [each["step"] for each in page["checkpoints"]] == [4]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from pathlib import Path
@@ -186,3 +187,32 @@ async def test_all_rollouts_without_a_score_are_read_together(tmp_path: Path) ->
     [link] = re.findall(r'href="(/runs/odd/rollouts\?[^"]*)">Read them', overview)
     listed = (await data_of(tmp_path, link))["rollouts"]
     assert {each["outcome"] for each in listed} == {"failed", "timed_out"}
+
+
+async def test_tokens_that_make_no_letters_are_shown_as_their_ids(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "odd", 0)
+    words = {chr(97 + n): n for n in range(26)} | {f"<0x{n:02X}>": 26 + n for n in range(256)}
+    tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    (run / "tokenizer").mkdir()
+    tokenizer.save(str(run / "tokenizer" / "tokenizer.json"))
+    newline, broken = 26 + 0x0A, 26 + 0xE2
+    dice = random.Random(1)
+    drawn = [
+        (newline, broken, 1, 2, 99_999, 3, broken),
+        *(tuple(dice.randrange(0, 282) for _ in range(40)) for _ in range(20)),
+    ]
+    with Store.open(run / "run.db") as store:
+        for step, ids in enumerate(drawn):
+            members = (answer(step, 0, ids=ids),)
+            commit(store, step, Group(step, Example(0, "p"), members))
+    for number, ids in enumerate(drawn, 1):
+        found = await data_of(tmp_path, f"/runs/odd/rollouts/{number}")
+        [segment] = found["segments"]
+        assert [each["id"] for each in segment["tokens"]] == list(ids)
+    texts = [
+        each["text"]
+        for each in (await data_of(tmp_path, "/runs/odd/rollouts/1"))["segments"][0]["tokens"]
+    ]
+    assert "⟨99999⟩" in texts
+    assert texts[-1] == "\ufffd"

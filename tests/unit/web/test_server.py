@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import httpx2
 import pytest
 
 from groupwise.client import TrainingClient
+from groupwise.client.errors import ClientError
 from groupwise.server.serve import Built
 from groupwise.server.settings import ServerConfig
 from groupwise.web.access import Door
@@ -32,6 +34,7 @@ from groupwise.wire.activity import (
     WaitingRequest,
 )
 from groupwise.wire.keys import Keyring, Role
+from groupwise.wire.problems import Refusal
 from groupwise.wire.training import Counters, EventData, StatusAnswer
 from tests.unit.server.asking import keyring
 from tests.unit.server.fake_service import RUN, FakeService
@@ -176,11 +179,45 @@ async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> 
     with TrainingClient(HERE, patience=0.0, transport=httpx2.MockTransport(refuse)) as away:
         async with client_of(away, tmp_path) as client:
             page = await client.get("/server")
-        stamp = WatchedServer(away).stamp(PATIENT)
+        watched = WatchedServer(away)
+        stamp = watched.stamp(PATIENT)
     assert page.status_code == 409
     assert "Traceback" not in page.text
     assert HERE in page.text
     assert stamp
+
+
+def test_a_server_that_is_away_is_asked_once_for_all_pages_that_wait() -> None:
+    class Away(Told):
+        def status(self) -> StatusAnswer:
+            super().status()
+            raise ClientError("nobody answers")
+
+    away = Away(*everything().said)
+    watched = WatchedServer(away, lambda: 0.0)
+    for _ in range(4):
+        with pytest.raises(ClientError, match="nobody answers"):
+            watched.ask()
+    assert away.asked == 1
+
+
+def test_a_page_does_not_wait_for_ever_behind_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    class Slow(Told):
+        def status(self) -> StatusAnswer:
+            answer.wait(60)
+            return super().status()
+
+    watched = WatchedServer(Slow(*everything().said))
+    monkeypatch.setattr("groupwise.web.server.watched.WAIT", 0.05)
+    try:
+        assert watched.stamp(0.01) is None
+        with pytest.raises(Refusal, match="slow to answer others"):
+            watched.ask()
+    finally:
+        answer.set()
+        watched.end()
 
 
 def test_pages_are_told_of_news_and_of_nothing_else() -> None:
