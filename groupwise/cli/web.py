@@ -62,11 +62,16 @@ def web(
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
 
+    plain = os.environ.get(VARIABLE)
+
     def tell(address: str) -> None:
-        say(f"the runs of {dir} are shown at {address} (Ctrl-C ends it)")
+        keys = [f"that of {VARIABLE}"] if plain else []
+        keys += [f"one of {key_file}"] if key_file else []
+        opened = f"; it asks for a key: {' or '.join(keys)}" if keys else ""
+        say(f"the runs of {dir} are shown at {address}{opened} (Ctrl-C ends it)")
 
     with _watched(fleet) as of_fleet, _watched_server(server) as of_server:
-        raise typer.Exit(serve(settings, os.environ.get(VARIABLE), tell, of_fleet, of_server))
+        raise typer.Exit(serve(settings, plain, tell, of_fleet, of_server))
 
 
 @contextmanager
