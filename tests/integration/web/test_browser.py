@@ -5,6 +5,7 @@ Chromium is Debian's; on a machine without one these tests say so and are skippe
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -22,7 +23,9 @@ from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwr
 from groupwise.client import TrainingClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
+from groupwise.runs import checkpoints
 from groupwise.runs.lock import RunLock
+from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
@@ -115,8 +118,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, steps in (("first", 30), ("second", 20)):
         write_run(folder / name, steps)
-    write_run(folder / "hostile", 3, write=lambda *_: HOSTILE, facts={"task": HOSTILE[:80]})
+    hostile = write_run(
+        folder / "hostile", 3, write=lambda *_: HOSTILE, facts={"task": HOSTILE[:80]}
+    )
+    (hostile / "config.json").write_text(json.dumps({"task": {HOSTILE: HOSTILE}}))
+    (hostile / "log.txt").write_text(HOSTILE.encode("utf-8", "replace").decode())
+    with Store.open(hostile / "run.db") as store:
+        rows = ({"prompt": HOSTILE, "completions": [HOSTILE], "rewards": [1.0]},)
+        for step in (1, 2):
+            store.add_evaluation(
+                EvaluationRecord(step, HOSTILE[:60], HOSTILE, {"reward": 1.0}, rows)
+            )
+    for name in ("first", "hostile"):
+        checkpoints.save(folder / name / "checkpoints", 2, _fill)
     return folder
+
+
+def _fill(checkpoint: Path) -> None:
+    (checkpoint / "adapter.safetensors").write_bytes(b"weights")
+    (checkpoint / "<img src=x onerror=document.title='owned'>").write_bytes(b"x")
 
 
 def test_from_the_list_to_a_token_and_back(visit: Callable[..., Visitor], runs: Path) -> None:
@@ -167,6 +187,11 @@ def test_from_the_list_to_a_token_and_back(visit: Callable[..., Visitor], runs: 
         page.get_by_role("button", name="Compare A and B").click()
         expect(page.get_by_role("row", name="reward").first).to_contain_text("+0.400")
         page.go_back()
+        page.get_by_role("link", name="Overview").click()
+        page.get_by_role("link", name="2 steps", exact=True).click()
+        with page.expect_download() as whole:
+            page.get_by_role("link", name=re.compile("all of it|archive|ZIP", re.IGNORECASE)).first.click()
+        assert whole.value.suggested_filename == "first-step-2.zip"
         page.get_by_role("link", name="Settings").click()
         expect(page.get_by_text("training.learning_rate")).to_be_visible()
         assert visitor.wrong == []
@@ -249,12 +274,15 @@ def test_hostile_texts_are_shown_and_do_nothing(visit: Callable[..., Visitor], r
     with shown(runs) as address:
         visitor = visit(address)
         for path in ("/runs", "/runs/hostile", "/runs/hostile/rollouts", "/runs/hostile/rollouts/1",
-                     "/runs/hostile/groups/0", "/runs/hostile/examples/0", "/runs/hostile/rollouts?text=<script>"):  # fmt: skip
+                     "/runs/hostile/groups/0", "/runs/hostile/examples/0", "/runs/hostile/rollouts?text=<script>",
+                     "/runs/hostile/evaluations", "/evaluations/compare?a=hostile@1&b=hostile@2", "/rollouts/compare?a=hostile&b=hostile",
+                     "/runs/hostile/config", "/compare?run=hostile&run=first", "/runs/hostile/weights/step-2"):  # fmt: skip
             visitor.goes(path)
             page = visitor.page
             assert page.evaluate("document.body.dataset.owned") is None, path
             assert page.evaluate("document.title") != "owned"
             assert page.locator("main script, main img, main iframe").count() == 0, path
+        visitor.goes("/runs/hostile/rollouts")
         expect(visitor.page.locator(".rollout").first).to_be_visible()
         assert visitor.wrong == []
 
@@ -278,7 +306,7 @@ def test_every_page_is_accessible_and_fits(
         for path in ("/runs", "/runs/first", "/runs/first/rollouts", "/runs/first/rollouts/2", "/runs/first/groups/1",
                      "/runs/first/examples/1", "/runs/first/evaluations", "/evaluations/compare?a=first@0&b=first@30",
                      "/compare?run=first&run=second", "/rollouts/compare?a=first&b=second",
-                     "/runs/first/config", "/runs/none"):  # fmt: skip
+                     "/runs/first/config", "/runs/first/weights/step-2", "/runs/none"):  # fmt: skip
             visitor.goes(path)
             assert serious_in(visitor.page) == [], path
             wide = visitor.page.evaluate("document.documentElement.scrollWidth - innerWidth")
@@ -311,6 +339,7 @@ def test_a_key_is_typed_once(visit: Callable[..., Visitor], runs: Path) -> None:
         visitor = visit(address)
         page = visitor.page
         visitor.goes("/runs/first/rollouts?step=3")
+        assert serious_in(page) == []
         page.get_by_label("Key").fill("gw-wrong")
         page.get_by_role("button", name="Sign in").click()
         expect(page.get_by_role("alert")).to_contain_text("Nobody here has this key")
