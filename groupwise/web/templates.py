@@ -22,6 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from groupwise.display.quantities import byte_size, duration
 from groupwise.display.text import clean, one_line, shorten
+from groupwise.runs.tables import prompt_text
 
 STATIC = Path(__file__).parent / "static"
 OUTCOMES = {
@@ -133,6 +134,14 @@ def gist(value: Any, most: int = 160) -> str:
     return plain if len(plain) <= most else f"…{plain[-most:]}"
 
 
+def said(prompt: Any) -> str:
+    """A prompt for people: text as it is, messages one after the other; whatever else a file has in its place as data."""
+    try:
+        return prompt_text(prompt)
+    except (AttributeError, TypeError):
+        return pretty(prompt)
+
+
 def written(iso: str | None) -> str:
     """A point in time as an API writes it, for people; the time of the dashboard's machine."""
     return "" if not iso else moment(datetime.fromisoformat(iso).timestamp())
@@ -177,6 +186,7 @@ FILTERS: Mapping[str, Any] = {
     "line": line,
     "short": short,
     "gist": gist,
+    "said": said,
     "written": written,
     "since": since,
     "number": number,

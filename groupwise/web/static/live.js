@@ -116,7 +116,7 @@ function inTheWay(region, fresh) {
 function offer(region, fresh, text) {
   const sign = held.get(region)?.sign ?? document.createElement("p");
   if (!held.has(region)) {
-    sign.className = "held";
+    sign.className = "news";
     sign.setAttribute("role", "status");
     const button = document.createElement("button");
     button.type = "button";

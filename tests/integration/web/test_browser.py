@@ -190,7 +190,9 @@ def test_from_the_list_to_a_token_and_back(visit: Callable[..., Visitor], runs: 
         page.get_by_role("link", name="Overview").click()
         page.get_by_role("link", name="2 steps", exact=True).click()
         with page.expect_download() as whole:
-            page.get_by_role("link", name=re.compile("all of it|archive|ZIP", re.IGNORECASE)).first.click()
+            page.get_by_role(
+                "link", name=re.compile("all of it|archive|ZIP", re.IGNORECASE)
+            ).first.click()
         assert whole.value.suggested_filename == "first-step-2.zip"
         page.get_by_role("link", name="Settings").click()
         expect(page.get_by_text("training.learning_rate")).to_be_visible()
@@ -397,6 +399,10 @@ def test_a_fleet_is_shown_changed_and_followed(
         page = visitor.page
         visitor.goes("/fleet")
         expect(page.locator(".gpus li.held")).to_have_count(1)
+        boxes = [each.bounding_box() for each in page.locator(".gpus li").all()]
+        assert all(box is not None and box["height"] > 30 for box in boxes), (
+            "their words lie in them"
+        )
         expect(page.get_by_text("no part of the control plane is running")).to_be_visible()
         page.get_by_role("link", name="waiting-1").click()
         expect(page.get_by_text("It waits: no dispatcher")).to_be_visible()

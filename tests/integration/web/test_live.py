@@ -206,7 +206,7 @@ def test_rollouts_do_not_move_under_their_reader(
         more.click()
         expect(page.locator(".rollout header a").first).to_have_text("#48")
         expect(page.locator(".rollout").first).to_be_in_viewport()
-        expect(page.locator(".held")).to_have_count(0)
+        expect(page.locator(".news")).to_have_count(0)
         assert visitor.wrong == []
 
 

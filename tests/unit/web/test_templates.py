@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from groupwise.web.templates import gist, number, since, written
+from groupwise.web.templates import gist, number, said, since, written
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,14 @@ def test_of_a_prompt_the_question_is_shown_without_marks() -> None:
     assert gist("<start_of_turn>user\nHi<end_of_turn>\n") == "user Hi"
     assert gist("a <b>bold</b> 1 < 2 |> x") == "a <b>bold</b> 1 < 2 |> x"
     assert gist("x" * 300 + " why?") == "…" + "x" * 155 + " why?"
+
+
+def test_prompts_of_all_kinds_are_said() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    assert said("as it is") == "as it is"
+    assert said(chat) == "system: Be brief.\n\nuser: Why?"
+    assert said([1, 2]) == "[\n  1,\n  2\n]"
+    assert said(None) == "null"
 
 
 def test_times_of_an_api_are_those_of_this_machine() -> None:
