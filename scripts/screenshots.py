@@ -70,7 +70,8 @@ def of_runs(album: Album, run: str, other: str, rollout: int, draw: int) -> None
     album.take("group", f"/runs/{quote(run)}/groups/{draw}")
     album.take("tokens", f"/runs/{quote(run)}/rollouts/{rollout}", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
-    album.take("evaluation", f"/runs/{quote(run)}/evaluations")
+    album.take("answers", f"/rollouts/compare?a={quote(other)}&b={quote(run)}")
+    album.take("evaluation", f"/evaluations/compare?a={quote(other)}&b={quote(run)}")
 
 
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
