@@ -116,7 +116,7 @@ class FleetClient:
         """Whether the last answer was late: the next one is given all its time at once."""
         self._http = httpx2.Client(base_url=self.url, headers=headers, transport=transport)
 
-    def on_behalf_of(self, who: str) -> FleetClient:
+    def on_behalf_of(self, who: str) -> Self:
         """The same: an API knows whoever has the key, and nobody else."""
         del who
         return self

@@ -7,11 +7,12 @@ programs without an event loop.
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from sqlalchemy.orm import Session
 
@@ -56,12 +57,13 @@ class DirectFleet:
         self.actor = actor
         self.patience = Patience() if patience is None else patience
 
-    def on_behalf_of(self, who: str) -> DirectFleet:
+    def on_behalf_of(self, who: str) -> Self:
         """The same fleet, asked for somebody who has a key of another server; who sits here acts as themselves."""
         if who == LOCAL.id:
             return self
-        named = Actor(f"web:{who}", self.actor.projects)
-        return DirectFleet(self.place, self.database, named, self.patience)
+        named = copy.copy(self)
+        named.actor = Actor(f"web:{who}", self.actor.projects)
+        return named
 
     def read(
         self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
