@@ -452,10 +452,12 @@ async def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_run(tmp_path / "one", 4)
+
+    def fill(folder: Path) -> None:
+        (folder / "weights").write_bytes(b"x")
+
     for step in (2, 4):
-        checkpoints.save(
-            path / "checkpoints", step, lambda folder: (folder / "w").write_bytes(b"x")
-        )
+        checkpoints.save(path / "checkpoints", step, fill)
     complete = checkpoints.complete
 
     def gone(folder: Path, **how: Any) -> Any:
