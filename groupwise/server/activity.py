@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from groupwise.http.clients import Seen
 from groupwise.runs.tables import prompt_text
 from groupwise.server.admission import Admission
-from groupwise.server.conductor import Conductor
 from groupwise.server.current import Current
 from groupwise.server.ledger import calls, events, groups, plans
 from groupwise.server.ledger.groups import GroupRow
@@ -64,7 +63,7 @@ class Activity:
             capacity=None if room is None else room.room.capacity,
             sampling=0 if room is None else room.sampling,
             waiting=[] if room is None else _waiting(room),
-            planned=[_planned(each) for each in told.plans if _is_due(each, conductor)],
+            planned=[] if conductor is None else [_planned(each) for each in told.plans],
             events=list(told.events),
             sessions=[_with_steps(each, told.steps) for each in sessions],
         )
@@ -129,11 +128,6 @@ def _waiting(room: Admission) -> list[WaitingRequest]:
 
 def _planned(plan: PlanRow) -> PlannedStep:
     return PlannedStep(step=plan.step, group_ids=list(plan.groups), engines_lost=plan.losses)
-
-
-def _is_due(plan: PlanRow, conductor: Conductor | None) -> bool:
-    """Whether somebody is there to take it; a run that has ended keeps plans that nobody will."""
-    return conductor is not None and plan.state == "planned"
 
 
 def _with_steps(session: Session, steps: Mapping[str, int]) -> Session:

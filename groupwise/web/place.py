@@ -40,6 +40,13 @@ class Place:
             return self.runs.folder / name
         raise RunNotFoundError(no_such_run(name, self.runs.folder))
 
+    def run_and_step(self, reference: str) -> tuple[Path, int | None]:
+        """The folder of `RUN`, or of `RUN@STEP` with the step. Raises RunNotFoundError."""
+        name, at, step = reference.rpartition("@")
+        if at and step.isdecimal() and len(step) < 16:
+            return self.run(name), int(step)
+        return self.run(reference), None
+
     def has(self, name: str) -> bool:
         """Whether it has a run of this name."""
         plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name

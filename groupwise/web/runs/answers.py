@@ -130,10 +130,8 @@ def _sides(visit: Visit, asked: Asked) -> tuple[Side, Side]:
 
 
 def _side(visit: Visit, reference: str) -> Side:
-    name, at, step = reference.rpartition("@")
-    if at and step.isdecimal() and len(step) < 16:
-        return Side(visit.place.run(name).name, int(step))
-    return Side(visit.place.run(reference).name, None)
+    path, step = visit.place.run_and_step(reference)
+    return Side(path.name, step)
 
 
 def _filter(side: Side, asked: Asked) -> AskedFilter:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -98,15 +96,7 @@ def compare(visit: Visit) -> Page:
 
 def _side(visit: Visit, reference: str) -> Side:
     """An evaluation of a run of this dashboard; a path elsewhere is none."""
-    return side_of(*what_is_meant(reference, partial(_run, visit)))
-
-
-def _run(visit: Visit, reference: str) -> tuple[Path, int | None]:
-    """A run, and the step where one was said."""
-    name, at, step = reference.rpartition("@")
-    if at and step.isdecimal() and len(step) < 16:
-        return visit.place.run(name), int(step)
-    return visit.place.run(reference), None
+    return side_of(*what_is_meant(reference, visit.place.run_and_step))
 
 
 ROUTES = (
