@@ -61,7 +61,7 @@ def model_card(
     `merged`: the adapter was added to its base.
     """
     config = read_config(run)
-    with Store.glance(run / RECORD) as store:
+    with Store.open(run / RECORD, readonly=True) as store:
         facts = store.get_meta()
         through = steps if facts["state"] == "finished" else steps - 1
         earlier = [r for r in store.evaluations(rows=False) if r.step <= through and not results]

@@ -126,7 +126,7 @@ def run_info(path: Path) -> RunInfo:
 def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | None]:
     """The same, and what `look` finds in the record while that is open; None for a broken one."""
     try:
-        with Store.glance(path / RECORD) as store:
+        with Store.open(path / RECORD, readonly=True) as store:
             return _describe(path, store), look(store)
     except (StoreError, LookupError, TypeError, ValueError, OSError) as error:
         return RunInfo(path.name, path, state=None, broken=str(error)), None

@@ -67,18 +67,9 @@ class Store:
         return cls(db, keep_tokens=keep_tokens)
 
     @classmethod
-    def glance(cls, path: Path) -> Store:
-        """Open a record of any format to read its facts, last step and curves, which all formats have, at no cost.
-
-        StoreError as in `open`.
-        """
-        _expect_file(path)
-        return cls(Database.open_for_reading(path), keep_tokens=True)
-
-    @classmethod
     def facts(cls, path: Path) -> dict[str, Any]:
         """All facts about a run, from a record of any format that there was; StoreError as in `open`."""
-        with cls.glance(path) as store:
+        with cls.open(path, readonly=True) as store:
             return store.get_meta()
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]
 
 
 def _metrics(visit: Visit, name: str) -> list[str]:
-    with Store.glance(visit.place.run(name) / RECORD) as store:
+    with Store.open(visit.place.run(name) / RECORD, readonly=True) as store:
         return store.metric_names()
 
 

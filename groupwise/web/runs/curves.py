@@ -164,7 +164,7 @@ def curves(visit: Visit) -> Response:
     asked = visit.query(Asked)
     found: dict[str, dict[str, Any]] = {}
     for run in asked.run:
-        with Store.glance(visit.place.run(run) / RECORD) as store:
+        with Store.open(visit.place.run(run) / RECORD, readonly=True) as store:
             within = _within(store, asked)
             found[run] = {name: _columns(store, name, asked.columns, within) for name in asked.name}
     return JSONResponse(without_nan({"runs": found}))

@@ -977,7 +977,7 @@ class TestFormat:
             with pytest.raises(StoreError, match="readonly"):
                 store.set_meta({"state": "lost"})
         assert path.read_bytes() == before, "reading never writes into a run"
-        with Store.glance(path) as store:
+        with Store.open(path, readonly=True) as store:
             assert store.last_step() == 0
         with Store.open(path) as store:
             assert store.last_step() == 0
