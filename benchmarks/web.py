@@ -31,7 +31,7 @@ from urllib.request import urlopen
 
 from benchmarks.step import RESULTS, machine, slug
 from groupwise.runs.store import Store
-from tests.web_runs import add_step, write_run
+from tests.web_runs import add_step, plainly, write_run
 
 RUNS = 1000
 STEPS_OF_EACH = 200
@@ -41,6 +41,11 @@ GROUPS, MEMBERS = 16, 8
 OLD_ROLLOUTS = 320_000
 OLD_FORMAT = 8
 AS_BEFORE = f"""
+    DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP TABLE prompt_index; DROP TABLE completion_index;
+    CREATE VIRTUAL TABLE prompt_index USING fts5 (prompt, content='prompts', content_rowid='draw');
+    CREATE VIRTUAL TABLE completion_index USING fts5 (completion, content='rollouts', content_rowid='id');
+    INSERT INTO prompt_index (prompt_index) VALUES ('rebuild');
+    INSERT INTO completion_index (completion_index) VALUES ('rebuild');
     DROP INDEX groups_by_task; DROP INDEX rollouts_by_task; DROP INDEX rollouts_by_task_and_reward;
     ALTER TABLE groups DROP COLUMN task; ALTER TABLE rollouts DROP COLUMN task; ALTER TABLE segments DROP COLUMN learner_logprobs;
     PRAGMA user_version = {OLD_FORMAT};
@@ -86,8 +91,21 @@ PAGES = (
     ("several common words", "/rollouts?text=answer+of+step"),
     ("a common word", "/rollouts?text=answer"),
     ("a common word, best", "/rollouts?text=answer&order=best"),
+    ("a word in Chinese", "/rollouts?text=%E7%AD%94%E6%A1%88"),
+    ("rare words in Chinese", "/rollouts?text=%E7%AC%AC{step}%E6%AD%A5"),
+    ("Chinese that none has", "/rollouts?text=%E6%9D%B1%E4%BA%AC"),
+    ("signs", "/rollouts?text=%2B%3D"),
+    ("signs, best", "/rollouts?text=%2B%3D&order=best"),
+    ("a rare sign", "/rollouts?text=%E2%89%88"),
+    ("signs that none has", "/rollouts?text=%3D%3D%3D"),
     ("cut off", "/rollouts?truncated=yes"),
+    ("cut off, best", "/rollouts?truncated=yes&order=best"),
     ("lengths that none has", "/rollouts?shortest=500"),
+    ("lengths that all have, best", "/rollouts?shortest=1&order=best"),
+    ("scored ones", "/rollouts?outcome=scored"),
+    ("rewards from 0", "/rollouts?low=0"),
+    ("a part's values, newest", "/rollouts?part=correct&low=0.1"),
+    ("a part that none has", "/rollouts?part=style"),
     ("a task", "/rollouts?task=sums"),
     ("a task, page 1000", "/rollouts?task=sums&page=1000"),
     ("a task, page 4000, best", "/rollouts?task=sums&page=4000&order=best"),
@@ -178,9 +196,17 @@ def make_large(folder: Path, rollouts: int) -> None:
     began = time.monotonic()
     with Store.open(path / "run.db") as store:
         for step in range(steps):
-            add_step(store, step, groups=GROUPS, members=MEMBERS)
+            add_step(store, step, write=in_several_scripts, groups=GROUPS, members=MEMBERS)
             if step % 500 == 0:
                 print(f"step {step} of {steps}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def in_several_scripts(step: int, member: int) -> str:
+    """Most are English, some Chinese, some have signs, and a few one that is rare."""
+    if member == 2:
+        return f"第{step}步的答案是：{member * step}。"
+    signs = {5: f"; **x** += {step}", 6: " ≈ it" if step % 1000 == 7 else ""}
+    return plainly(step, member) + signs.get(member, "")
 
 
 def make_old(folder: Path) -> None:

@@ -7,7 +7,6 @@ against it becomes a StoreError that names the file and says what to do.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import struct
 import threading
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import StoreError
-from groupwise.runs import durable
+from groupwise.runs import durable, text_index
 from groupwise.runs.schema import (
     APPLICATION_ID,
     MIGRATIONS,
+    SIGNS_SINCE,
     SINCE,
     TABLES_SINCE,
     TASKS_SINCE,
-    TEXT_INDEX,
-    TEXT_INDEX_SINCE,
 )
 from groupwise.runs.sqlite_file import (
     Format,
@@ -47,10 +45,12 @@ class Database:
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
-        self.indexed = _has_text_index(connection)
+        self.indexed = text_index.is_usable(connection)
         """Whether the full-text index can be used and must be kept up to date."""
         self.tasks_indexed = version(connection) >= TASKS_SINCE
         """Whether tables and indexes have tasks; else each group's is read from its columns."""
+        self.lengths_indexed = version(connection) >= SIGNS_SINCE
+        """Whether there are indexes of lengths and of what was cut off, and signs in the full-text index."""
         connection.create_function("lowered", 1, _lowered, deterministic=True)
         self._connection = connection
         self._lock = threading.RLock()
@@ -62,7 +62,7 @@ class Database:
             explained(path),
             closed_on_failure(connect_writer(path, FORMAT, "migration")) as connection,
         ):
-            _prepare_text_index(connection)
+            text_index.prepare(connection)
             return cls(path, connection)
 
     @classmethod
@@ -160,8 +160,8 @@ class Database:
     def rebuild_text_index(self) -> None:
         """Make the full-text index anew from the tables; nothing where SQLite lacks FTS5."""
         with self._lock, explained(self.path):
-            _prepare_text_index(self._connection, force=True)
-            self.indexed = _has_text_index(self._connection)
+            text_index.prepare(self._connection, force=True)
+            self.indexed = text_index.is_usable(self._connection)
 
 
 def _lowered(text: Any) -> Any:
@@ -202,45 +202,6 @@ def _show_as_newest(connection: sqlite3.Connection) -> None:
         if there < since:
             nothing = ", ".join(f"NULL AS {name}" for name in names)
             connection.execute(f"CREATE TEMP VIEW {table} AS SELECT {nothing} WHERE FALSE")
-
-
-def _fts5(connection: sqlite3.Connection) -> bool:
-    return bool(
-        connection.execute(
-            "SELECT count(*) FROM pragma_module_list WHERE name = 'fts5'"
-        ).fetchone()[0]
-    )
-
-
-def _has_text_index(connection: sqlite3.Connection) -> bool:
-    """Whether there is one that a SQLite like this one can use, and that holds all that is in the tables."""
-    return (
-        _fts5(connection)
-        and version(connection) >= TEXT_INDEX_SINCE
-        and _text_index_state(connection) == "current"
-    )
-
-
-def _text_index_state(connection: sqlite3.Connection) -> str | None:
-    state = connection.execute("SELECT value FROM meta WHERE key = 'text_index'").fetchone()
-    return None if state is None else json.loads(state[0])
-
-
-def _prepare_text_index(connection: sqlite3.Connection, force: bool = False) -> None:
-    """Make the index where it is missing, or stale because a SQLite without FTS5 wrote since."""
-    wanted = "current" if _fts5(connection) else "stale"
-    if _text_index_state(connection) == wanted and not force:
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    if wanted == "current":
-        for index, content in TEXT_INDEX.items():
-            connection.execute(f"DROP TABLE IF EXISTS {index}")  # of an older format, maybe
-            connection.execute(f"CREATE VIRTUAL TABLE {index} USING {content}")
-            connection.execute(f"INSERT INTO {index} ({index}) VALUES ('rebuild')")
-    connection.execute(
-        "INSERT OR REPLACE INTO meta (key, value) VALUES ('text_index', ?)", (json.dumps(wanted),)
-    )
-    durable.commit(connection, "text index")
 
 
 @contextmanager

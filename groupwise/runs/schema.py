@@ -5,7 +5,7 @@
 
 The shape follows what people ask of a run: curves (`metrics` by name and step), the rollouts of a step, the best, the
 worst and the failed ones, one reward part over all rollouts (`parts` as rows), everything about one example, and text
-(a full-text index beside the tables, which can be rebuilt from them and is left out where SQLite lacks FTS5).
+(a full-text index beside the tables, see `text_index.py`).
 
 Conventions: a step is an index from 0; a group without a step was finished but belongs to no committed step. Seeds are
 unsigned 64-bit numbers in SQLite's signed ones (two's complement). Token ids are little-endian int32, the sampler's
@@ -192,6 +192,11 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE segments ADD COLUMN learner_logprobs BLOB;  -- of tokens that taught: by the first pass of the step over them
     """,
+    """
+    CREATE INDEX rollouts_by_length ON rollouts (completion_tokens, id);
+    CREATE INDEX rollouts_by_truncated ON rollouts (truncated, id);
+    DELETE FROM meta WHERE key = 'text_index';     -- which held no signs
+    """,
 )
 
 _TASK = """CASE WHEN NOT json_valid(columns) THEN NULL
@@ -224,9 +229,5 @@ TABLES_SINCE: tuple[tuple[int, str, tuple[str, ...]], ...] = (
 
 TEXT_INDEX_SINCE = 6
 """The format from which on the text index holds prompts as they are shown and searched."""
-
-TEXT_INDEX: dict[str, str] = {
-    "prompt_index": "fts5 (prompt, content='prompts', content_rowid='draw')",
-    "completion_index": "fts5 (completion, content='rollouts', content_rowid='id')",
-}
-"""Beside the migrations: made where SQLite has FTS5, and made anew from the tables whenever it may be stale."""
+SIGNS_SINCE = 11
+"""The format from which on it holds signs beside words, and lengths and truncation have indexes."""

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from groupwise.errors import StoreError
+from groupwise.runs import text_index
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import (
     label,
@@ -78,23 +79,14 @@ def insert_group(
         _insert_segments(db, added, rollout.segments, keep_tokens)
         _insert_parts(db, added, rollout.parts)
     if db.indexed:
-        _index_group(db, group.draw)
+        text_index.add(db.execute, "draw = ?", (group.draw,))
 
 
 def delete_groups(db: Database, condition: str, values: Row) -> int:
     """Delete groups with all that hangs on them, within a transaction; returns the number of rollouts."""
     chosen = f"draw IN (SELECT draw FROM groups WHERE {condition})"
     if db.indexed:
-        db.execute(
-            "INSERT INTO completion_index (completion_index, rowid, completion)"
-            f" SELECT 'delete', id, completion FROM rollouts WHERE {chosen}",
-            values,
-        )
-        db.execute(
-            "INSERT INTO prompt_index (prompt_index, rowid, prompt)"
-            f" SELECT 'delete', draw, prompt FROM prompts WHERE {chosen}",
-            values,
-        )
+        text_index.remove(db.execute, chosen, values)
     deleted = db.execute(f"DELETE FROM rollouts WHERE {chosen}", values)
     db.execute(f"DELETE FROM groups WHERE {condition}", values)
     return deleted.rowcount
@@ -238,18 +230,6 @@ def _insert_parts(db: Database, rollout: int, parts: Sequence[RewardPart]) -> No
         for position, part in enumerate(parts)
     ]
     db.insert_many("parts", ("rollout", "position", "name", "turn", "value", "weight"), rows)
-
-
-def _index_group(db: Database, draw: int) -> None:
-    db.execute(
-        "INSERT INTO prompt_index (rowid, prompt) SELECT draw, prompt FROM prompts WHERE draw = ?",
-        (draw,),
-    )
-    db.execute(
-        "INSERT INTO completion_index (rowid, completion)"
-        " SELECT id, completion FROM rollouts WHERE draw = ?",
-        (draw,),
-    )
 
 
 def _read_rollouts(db: Database, draw: int, prompt_ids: tuple[int, ...]) -> tuple[Rollout, ...]:

@@ -2,19 +2,28 @@
 
 Words of scripts that put spaces between them are looked up whole in the full-text index. Chinese, Japanese, Korean, Thai and their
 neighbours are not written so: a run of letters would be one word to the index. Such words, and those that are no letters (`+=`), are
-looked for letter by letter.
+looked for letter by letter. The index tells which texts can have them, because they have all the letters, pairs of neighbours and
+numbers between; those alone are read.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 _TERM = re.compile(r'"([^"]*)"|(\S+)')
-_WITHOUT_SPACES = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u3005-\u30ff\u3130-\u318f\u31f0-\u31ff"
-    "\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U00020000-\U0003ffff]"
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u3005-\u30ff\u3130-\u318f\u31f0-\u31ff"
+    "\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U00020000-\U0003ffff"
 )
+_WITHOUT_SPACES = re.compile(f"[{_UNSPACED}]")
+_SIGNS = re.compile(rf"(?:[^\w\s]|[_{_UNSPACED}])+")
+"""Letters of such scripts, and what is neither letter nor number, side by side."""
+_BETWEEN = re.compile(
+    rf"(?<=[\s!-/:-@\[-`{{-~{_UNSPACED}])([0-9a-z]+)(?:(?=[\s!-/:-@\[-`{{-~{_UNSPACED}])|($))"
+)
+"""A plain word or number among them; at the end of what is looked for it may go on in a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +36,8 @@ class Wanted:
     """In small letters, to be looked for as they stand."""
 
 
-def wanted_of(words: str, *, indexed: bool) -> Wanted:
-    """The meaning of a search; without the index everything is looked for as it stands."""
+def wanted_of(words: str, *, indexed: bool, signs: bool) -> Wanted:
+    """The meaning of a search; without the index everything is looked for as it stands. `signs`: the index has them."""
     phrases: list[str] = []
     plain: list[str] = []
     for quoted, word in _TERM.findall(words):
@@ -37,7 +46,47 @@ def wanted_of(words: str, *, indexed: bool) -> Wanted:
             phrases.append(f'"{term.replace(chr(34), " ").replace(chr(0), " ")}"')
         elif term:
             plain.append(term.lower())
-    return Wanted(" AND ".join(phrases), tuple(plain))
+    if not signs:
+        return Wanted(" AND ".join(phrases), tuple(plain))
+    columns = {"words": [*phrases, *_between(plain)], "signs": sorted(_narrowest(plain))}
+    asked = [f"{name} : ({' AND '.join(terms)})" for name, terms in columns.items() if terms]
+    return Wanted(" AND ".join(asked), tuple(plain))
+
+
+def words_of(text: str | bytes) -> str:
+    """A text in which the index finds words: without letters of scripts that have no spaces."""
+    return _WITHOUT_SPACES.sub(" ", _plain(text))
+
+
+def signs_of(text: str | bytes) -> str:
+    """What the index has of a text beside its words: its signs, and each two that are neighbours; in codes that are words to it."""
+    runs = _SIGNS.findall(_plain(text).lower())
+    singles = {code for run in runs for code in map(_code, run)}
+    return " ".join(sorted(singles.union(*map(_pairs, runs))))
+
+
+def _plain(text: str | bytes) -> str:
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+
+
+def _between(terms: list[str]) -> list[str]:
+    """The words that all texts with these terms have."""
+    found = [match for term in terms for match in _BETWEEN.finditer(term)]
+    return [f'"{match[1]}"{" *" if match[2] is not None else ""}' for match in found]
+
+
+def _narrowest(terms: list[str]) -> set[str]:
+    """The codes of what all texts with these terms have: pairs, and signs that stand alone."""
+    runs = [run for term in terms for run in _SIGNS.findall(term)]
+    return {code for run in runs for code in _pairs(run) or {_code(run)}}
+
+
+def _pairs(run: str) -> set[str]:
+    return {f"{_code(one)}z{_code(other)}" for one, other in pairwise(run)}
+
+
+def _code(sign: str) -> str:
+    return f"{ord(sign):x}"
 
 
 def _is_known(term: str) -> bool:

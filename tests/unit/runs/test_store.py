@@ -27,8 +27,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from groupwise.errors import StoreError
-from groupwise.runs import database, durable, schema
+from groupwise.runs import database, durable, schema, text_index
 from groupwise.runs.asked import AskedFilter
+from groupwise.runs.query import Plan, plan_of, rollout_query
 from groupwise.runs.records import (
     CurvePoint,
     EvaluationRecord,
@@ -38,7 +39,6 @@ from groupwise.runs.records import (
     StepRecord,
     WarningRecord,
 )
-from groupwise.runs.search import rollout_query
 from groupwise.runs.store import Store
 from groupwise.runs.tables import task_of
 from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
@@ -363,8 +363,12 @@ class TestRewind:
         with sqlite3.connect(store.path) as connection:
             for table in ("groups", "rollouts", "segments", "parts", "metrics", "steps"):
                 assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
-            for index in ("prompt_index", "completion_index"):
-                connection.execute(f"INSERT INTO {index} ({index}) VALUES ('integrity-check')")
+            for index in text_index.TEXTS:
+                connection.execute(
+                    f"CREATE VIRTUAL TABLE temp.left USING fts5vocab(main, {index}, row)"
+                )
+                assert connection.execute("SELECT term FROM temp.left").fetchall() == []
+                connection.execute("DROP TABLE temp.left")
         connection.close()
 
     def test_dies_before_or_after_but_not_between(self, tmp_path: Path, die_at: DieAt) -> None:
@@ -521,7 +525,7 @@ class TestRollouts:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
     ) -> None:
         if not indexed:
-            monkeypatch.setattr(database, "_fts5", lambda connection: False)
+            monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
         with Store.create(tmp_path / "text.db") as store:
             fill(store, 2)
             assert len(store.rollouts(RolloutFilter(text='"ANSWER 1"'))) == 4
@@ -562,7 +566,7 @@ class TestRollouts:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
     ) -> None:
         if not indexed:
-            monkeypatch.setattr(database, "_fts5", lambda connection: False)
+            monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
         with Store.create(tmp_path / "seen.db") as store:
             store.keep_unfinished([_chat(0, "Tools: sort(words). Now: Sort kiwi"), _chat(1, None)])
 
@@ -604,7 +608,7 @@ class TestRollouts:
             connection.commit()
         connection.close()
         if not fts5:
-            monkeypatch.setattr(database, "_fts5", lambda connection: False)
+            monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
         for readonly in (True, False):
             with Store.open(path, readonly) as store:
                 for words in ("kiwi", "fig"):
@@ -653,8 +657,8 @@ class TestRollouts:
         found: list[int],
     ) -> None:
         if not indexed:
-            monkeypatch.setattr(database, "_fts5", lambda connection: False)
-        monkeypatch.setattr("groupwise.runs.search.COMMON", common)
+            monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+        monkeypatch.setattr("groupwise.runs.query.COMMON", common)
         texts = ("kiwi and fig", "kiwi += 1", "私は東京都に住む kiwi", "ผมสวัสดีครับ 학교에서")
         with Store.create(tmp_path / "text.db") as store:
             for draw, text in enumerate(texts):
@@ -676,7 +680,7 @@ class TestRollouts:
         with Store.create(path) as store:
             fill(store, 1)
         with monkeypatch.context() as poor:
-            poor.setattr(database, "_fts5", lambda connection: False)
+            poor.setattr(text_index, "_fts5", lambda connection: False)
             with Store.open(path) as store:
                 fill(store, 1, start=1)
         with Store.open(path, readonly=True) as store:
@@ -685,7 +689,7 @@ class TestRollouts:
     def test_without_an_index_letters_of_all_scripts_are_found_in_any_size(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(database, "_fts5", lambda connection: False)
+        monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
         with Store.create(tmp_path / "run.db") as store:
             written = replace(group(0).rollouts[0], completion="ÄPFEL und Öl")
             store.commit_step(step(0, (0,)), [replace(group(0), rollouts=(written,))], {})
@@ -700,7 +704,7 @@ class TestRollouts:
         with Store.create(path) as store:
             fill(store, 1)
         with monkeypatch.context() as poor:
-            poor.setattr(database, "_fts5", lambda connection: False)
+            poor.setattr(text_index, "_fts5", lambda connection: False)
             with Store.open(path) as store:
                 fill(store, 1, start=1)
         with Store.open(path) as store:
@@ -709,37 +713,63 @@ class TestRollouts:
             assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
 
     @pytest.mark.parametrize(
-        ("wanted", "index"),
+        ("wanted", "lead", "index"),
         [
-            (RolloutFilter(step=3), "rollouts_by_step"),
-            (RolloutFilter(step=3, order="best"), "rollouts_by_step_and_reward"),
-            (RolloutFilter(order="best"), "rollouts_by_reward"),
-            (RolloutFilter(order="worst"), "rollouts_by_reward"),
-            (RolloutFilter(example=3), "rollouts_by_example"),
-            (RolloutFilter(outcome="failed"), "rollouts_by_outcome"),
-            (RolloutFilter(part="right", order="best"), "parts_by_name"),
-            (RolloutFilter(part="right", step=3), "rollouts_by_step"),
-            (RolloutFilter(draw=3), "sqlite_autoindex_rollouts"),
-            (RolloutFilter(), "sqlite_autoindex_rollouts"),
-            (RolloutFilter(text="answer"), "INTEGER PRIMARY KEY"),
-            (RolloutFilter(task="even"), "groups_by_task"),
-            (RolloutFilter(task="even", part="right"), "groups_by_task"),
-            (RolloutFilter(task="even", order="newest"), "rollouts_by_task"),
-            (RolloutFilter(task="even", order="best"), "rollouts_by_task_and_reward"),
-            (RolloutFilter(task="even", step=3), "rollouts_by_step"),
-            (RolloutFilter(task="even", step=3, order="best"), "rollouts_by_step_and_reward"),
-            (RolloutFilter(task="even", example=3), "rollouts_by_example"),
-            (RolloutFilter(task="even", text="answer"), "INTEGER PRIMARY KEY"),
-            (RolloutFilter(task="even", text="?!", order="newest"), "rollouts_by_task"),
-            (RolloutFilter(task="even", part="right", order="best"), "parts_by_name"),
+            (RolloutFilter(), None, "sqlite_autoindex_rollouts"),
+            (RolloutFilter(order="newest"), None, "SCAN rollouts"),
+            (RolloutFilter(order="best"), None, "rollouts_by_reward"),
+            (RolloutFilter(order="worst"), None, "rollouts_by_reward"),
+            (RolloutFilter(order="best", max_reward=0.5), None, "rollouts_by_reward"),
+            (RolloutFilter(order="best", max_reward=0.5), "reward", "rollouts_by_reward"),
+            (RolloutFilter(order="newest", max_reward=0.5), "reward", "rollouts_by_reward"),
+            (RolloutFilter(order="newest", max_reward=0.5), None, "SCAN rollouts"),
+            (RolloutFilter(draw=3), "draw", "sqlite_autoindex_rollouts"),
+            (RolloutFilter(step=3), "step", "rollouts_by_step"),
+            (RolloutFilter(step=3, order="best"), "step", "rollouts_by_step_and_reward"),
+            (RolloutFilter(step=3, example=3), "step", "rollouts_by_step"),
+            (RolloutFilter(step=3, example=3), "example", "rollouts_by_example"),
+            (RolloutFilter(step=3, text="answer"), "text", "INTEGER PRIMARY KEY"),
+            (RolloutFilter(step=3, text="answer"), "step", "rollouts_by_step"),
+            (RolloutFilter(example=3), "example", "rollouts_by_example"),
+            (RolloutFilter(example=3, order="newest"), None, "rollouts_by_example"),
+            (RolloutFilter(outcome="failed"), "outcome", "rollouts_by_outcome"),
+            (RolloutFilter(outcome="failed", order="best"), "outcome", "rollouts_by_outcome"),
+            (RolloutFilter(outcome="scored", order="newest"), None, "SCAN rollouts"),
+            (RolloutFilter(min_tokens=9), "length", "rollouts_by_length"),
+            (RolloutFilter(min_tokens=9, order="best"), "length", "rollouts_by_length"),
+            (RolloutFilter(min_tokens=9, task="even"), "length", "rollouts_by_length"),
+            (RolloutFilter(min_tokens=9, task="even", order="newest"), None, "rollouts_by_task"),
+            (RolloutFilter(min_tokens=9, max_tokens=12, part="right"), "length", "_by_length"),
+            (RolloutFilter(truncated=True), "truncated", "rollouts_by_truncated"),
+            (RolloutFilter(truncated=True, order="best"), "truncated", "rollouts_by_truncated"),
+            (RolloutFilter(truncated=True, order="best"), None, "rollouts_by_reward"),
+            (RolloutFilter(part="right", order="best"), None, "parts_by_name"),
+            (RolloutFilter(part="right", order="newest"), "part", "parts_by_name"),
+            (RolloutFilter(part="right", max_reward=0.1), "part", "parts_by_name"),
+            (RolloutFilter(part="right", step=3), "step", "rollouts_by_step"),
+            (RolloutFilter(text="answer"), "text", "INTEGER PRIMARY KEY"),
+            (RolloutFilter(text="answer", order="best"), "text", "INTEGER PRIMARY KEY"),
+            (RolloutFilter(task="even"), None, "groups_by_task"),
+            (RolloutFilter(task="even", part="right"), None, "groups_by_task"),
+            (RolloutFilter(task="even", order="newest"), None, "rollouts_by_task"),
+            (RolloutFilter(task="even", order="best"), None, "rollouts_by_task_and_reward"),
+            (RolloutFilter(task="even", step=3), "step", "rollouts_by_step"),
+            (RolloutFilter(task="even", step=3, order="best"), "step", "by_step_and_reward"),
+            (RolloutFilter(task="even", example=3), "example", "rollouts_by_example"),
+            (RolloutFilter(task="even", text="answer"), "text", "INTEGER PRIMARY KEY"),
+            (RolloutFilter(task="even", text="?!", order="newest"), None, "rollouts_by_task"),
+            (RolloutFilter(task="even", part="right", order="best"), None, "parts_by_name"),
+            (RolloutFilter(task="even", part="right", order="best"), "task", "rollouts_by_task"),
         ],
     )
     def test_pages_come_from_an_index(
-        self, crowded: sqlite3.Connection, wanted: RolloutFilter, index: str
+        self, crowded: sqlite3.Connection, wanted: RolloutFilter, lead: Any, index: str
     ) -> None:
-        query, values = rollout_query(wanted, indexed=True)
+        query, values = rollout_query(wanted, Plan(lead))
         plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
         assert any(index in line for line in plan), plan
+        others = [line for line in plan if "rollouts_by" in line and index not in line]
+        assert all("rowid=?" in line for line in others), plan
 
     @pytest.mark.parametrize(
         "wanted",
@@ -752,9 +782,50 @@ class TestRollouts:
     def test_of_each_rollout_only_its_own_parts_are_read(
         self, crowded: sqlite3.Connection, wanted: RolloutFilter
     ) -> None:
-        query, values = rollout_query(wanted, indexed=True)
+        lead = None if wanted.step is None else "step"
+        query, values = rollout_query(wanted, Plan(lead))
         plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
         assert "SEARCH part USING PRIMARY KEY (rollout=?)" in plan, plan
+
+    @pytest.mark.parametrize(
+        ("wanted", "common", "lead"),
+        [
+            (RolloutFilter(), 20_000, None),
+            (RolloutFilter(draw=3), 20_000, "draw"),
+            (RolloutFilter(step=3, outcome="scored", example=1), 20_000, "step"),
+            (RolloutFilter(step=3), 100, None),
+            (RolloutFilter(step=3, draw=80, text="answer"), 20_000, "draw"),
+            (RolloutFilter(text="answer"), 20_000, "text"),
+            (RolloutFilter(text="answer"), 2_000, None),
+            (RolloutFilter(text="nowhere", step=3), 20_000, "text"),
+            (RolloutFilter(text="?!", step=3), 20_000, "text"),
+            (RolloutFilter(outcome=("failed", "timed_out")), 20_000, "outcome"),
+            (RolloutFilter(outcome=("failed", "scored")), 2_000, None),
+            (RolloutFilter(truncated=True, outcome="scored"), 20_000, "truncated"),
+            (RolloutFilter(truncated=False), 2_000, None),
+            (RolloutFilter(min_tokens=1), 2_000, "length"),
+            (RolloutFilter(max_tokens=1), 2_000, None),
+            (RolloutFilter(min_reward=0.8, truncated=False), 2_000, "reward"),
+            (RolloutFilter(min_reward=0.1), 1_000, None),
+            (RolloutFilter(part="right"), 1_000, None),
+            (RolloutFilter(part="right", min_reward=7.0), 1_000, "part"),
+            (RolloutFilter(part="wrong", order="newest"), 1_000, "part"),
+            (RolloutFilter(task="odd"), 20_000, "task"),
+        ],
+    )
+    def test_what_fewest_meet_leads(
+        self,
+        crowded: sqlite3.Connection,
+        monkeypatch: pytest.MonkeyPatch,
+        wanted: RolloutFilter,
+        common: int,
+        lead: str | None,
+    ) -> None:
+        monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+        path = Path(crowded.execute("SELECT file FROM pragma_database_list").fetchone()[0])
+        db = database.Database.open_for_reading(path)
+        assert plan_of(db, wanted).lead == lead
+        db.close()
 
     def test_a_common_word_is_found_as_a_rare_one_is(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -765,7 +836,7 @@ class TestRollouts:
                 wanted = RolloutFilter(text="answer", order=order, limit=100)
                 rare = store.rollouts(wanted)
                 with monkeypatch.context() as patched:
-                    patched.setattr("groupwise.runs.search.COMMON", 1)
+                    patched.setattr("groupwise.runs.query.COMMON", 1)
                     assert store.rollouts(wanted) == rare
                     assert store.rollouts(replace(wanted, text="nowhere at all")) == []
                 assert rare
@@ -788,7 +859,7 @@ class TestRollouts:
     ) -> None:
         for task in (None, "even"):
             wanted = RolloutFilter(order=order, part=part, task=task)
-            query, values = rollout_query(wanted, indexed=True)
+            query, values = rollout_query(wanted, Plan())
             plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
             assert not any("TEMP B-TREE" in line for line in plan), plan
 
@@ -810,7 +881,7 @@ class TestRollouts:
                 assert {view.draw for view in found} == (set() if words == "?!" else draws)
                 assert {view.task for view in found} <= {task[:200]}
                 with monkeypatch.context() as patched:
-                    patched.setattr("groupwise.runs.search.COMMON", 1)
+                    patched.setattr("groupwise.runs.query.COMMON", 1)
                     assert store.rollouts(wanted) == found
             everything = store.rollouts(RolloutFilter(order=order, part=part, text="answer"))
             between = RolloutFilter(order=order, part=part, min_reward=0.0, max_reward=0.5)

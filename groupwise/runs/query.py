@@ -1,0 +1,258 @@
+"""From a filter of rollouts to SQL: where SQLite begins, and what it then asks of each rollout.
+
+A page shows fifty of maybe a million. Where a condition is met by few, these are found by its index, and the rest is asked of them alone:
+the narrowest condition leads. Where none is, rollouts are gone through in the order of the page until it is full. SQLite itself cannot
+know which of both is the case, so it is told: a plus before a column keeps it from that column's index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from groupwise.runs.database import Database, Row
+from groupwise.runs.encoding import label
+from groupwise.runs.records import RolloutFilter
+from groupwise.runs.tables import task_label
+from groupwise.runs.words import Wanted, wanted_of
+
+COMMON = 20_000
+"""Rollouts from which on a condition is so common that those which meet it are soon come upon, instead of all being collected."""
+USUAL_MEMBERS = 8
+"""Of a group, about."""
+PROMPT = "coalesce(prompt_seen, prompt_text)"
+"""The prompt as it is shown and searched, of a row of `groups`; the view `prompts`, which the index is made of, says the same."""
+Lead = Literal["draw", "step", "example", "text", "part", "length", "truncated", "reward", "outcome", "task"]  # fmt: skip
+_INDEXED: tuple[Lead, ...] = ("draw", "step", "example", "reward", "outcome")
+_INDEXED_LATER: tuple[Lead, ...] = ("length", "truncated")
+_ORDERED = ("draw", "step", "example", "task")
+"""What they lead to comes in the order of a page, or is little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the SQL depends on beside the filter."""
+
+    lead: Lead | None = None
+    """The condition that few rollouts meet; None: rollouts are gone through in order."""
+    indexed: bool = True
+    """There is a full-text index."""
+    signs: bool = True
+    """It has signs; one of an earlier format has none."""
+    by_column: bool = True
+    """Rollouts have a column for their task; of an earlier format, the groups of a task are found first."""
+
+
+def plan_of(db: Database, wanted: RolloutFilter) -> Plan:
+    """Which condition leads, by how many rollouts meet each."""
+    plan = Plan(None, db.indexed, db.indexed and db.lengths_indexed, db.tasks_indexed)
+    counts: Counter[Lead] = Counter()
+    for lead, query, values, each in _counted(wanted, plan, db.lengths_indexed):
+        most = -(-COMMON // each)
+        counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
+    lead = min(counts, key=counts.__getitem__, default=None)
+    return replace(plan, lead=lead if lead is not None and counts[lead] < COMMON else None)
+
+
+def rollout_query(wanted: RolloutFilter, plan: Plan) -> tuple[str, Row]:
+    """The SQL of the ids of one page of rollouts, and its values; of what is passed over no more is read than the index has."""
+    asked = [*_conditions(wanted, plan), *_text(wanted, plan)]
+    clauses = [each.clause(plain=not _has_index(each.name, wanted, plan)) for each in asked]
+    where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
+    query = f"SELECT {_id(wanted)} FROM {_source(wanted, plan)}{where} ORDER BY {_order(wanted, plan)} LIMIT ? OFFSET ?"
+    return query, (*(value for each in asked for value in each.values), wanted.limit, wanted.offset)
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    name: Lead | Literal["order"]
+    template: str
+    """With a place for the plus."""
+    values: Row
+
+    def clause(self, *, plain: bool) -> str:
+        return self.template.replace("§", "+" if plain else "")
+
+
+def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
+    outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
+    measured, of_value = _measured(wanted)
+    asked: tuple[tuple[Lead, str, Any], ...] = (
+        ("part", "§part.name = ?", wanted.part and label(wanted.part)),
+        ("step", "§rollouts.step = ?", wanted.step),
+        ("draw", "§rollouts.draw = ?", wanted.draw),
+        ("example", "§rollouts.example = ?", wanted.example),
+        ("task", _task(wanted, plan), wanted.task and task_label(wanted.task)),
+        (
+            "outcome",
+            "§outcome IN (SELECT value FROM json_each(?))",
+            outcomes and json.dumps(outcomes),
+        ),
+        # A NaN is stored as text, which sorts above every number.
+        (of_value, f"§{measured} BETWEEN ? AND 9e999", wanted.min_reward),
+        (of_value, f"§{measured} <= ?", wanted.max_reward),
+        ("length", "§completion_tokens >= ?", wanted.min_tokens),
+        ("length", "§completion_tokens <= ?", wanted.max_tokens),
+        ("truncated", "§truncated = ?", wanted.truncated),
+    )
+    yield from (
+        _Condition(name, text, (value,)) for name, text, value in asked if value is not None
+    )
+    if wanted.order in ("best", "worst"):
+        yield _Condition("order", f"§{measured} <= 9e999", ())
+
+
+def _measured(wanted: RolloutFilter) -> tuple[str, Lead]:
+    """The column that least and most, best and worst are about, and whose condition a range of it belongs to."""
+    return ("reward", "reward") if wanted.part is None else ("part.value", "part")
+
+
+def _task(wanted: RolloutFilter, plan: Plan) -> str:
+    if _by_task(wanted, plan):
+        return "§groups.task = ?"
+    of_groups = "§rollouts.draw IN (SELECT draw FROM groups WHERE task = ?)"
+    return "§rollouts.task = ?" if plan.by_column else of_groups
+
+
+def _has_index(name: str, wanted: RolloutFilter, plan: Plan) -> bool:
+    """Whether SQLite may look a condition up by its column's index."""
+    if name == plan.lead:
+        return True
+    if plan.lead is not None and plan.lead not in _ORDERED:
+        return False
+    if name == "task":  # whose index has the order of a page
+        others = plan.lead is not None or wanted.step is not None or wanted.example is not None
+        return not others and (plan.by_column or _by_task(wanted, plan))
+    if name in ("reward", "part", "order"):
+        return wanted.order in ("best", "worst") and (
+            wanted.part is None or _by_value(wanted, plan)
+        )
+    return plan.lead is None and name in ("draw", "step", "example")
+
+
+# --- where it begins ------------------------------------------------------------------------------
+
+
+def _source(wanted: RolloutFilter, plan: Plan) -> str:
+    """The tables in the order in which SQLite is to look into them (CROSS JOIN keeps it): the narrowest first."""
+    parts = "" if wanted.part is None else " CROSS JOIN parts AS part ON part.rollout = rollouts.id"
+    if _by_task(wanted, plan):
+        return f"groups CROSS JOIN rollouts ON rollouts.draw = groups.draw{parts}"
+    groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if wanted.text is not None else ""
+    if _by_value(wanted, plan):
+        if _only_of_parts(wanted):
+            return "parts AS part"
+        return f"parts AS part CROSS JOIN rollouts ON rollouts.id = part.rollout{groups}"
+    return f"rollouts{parts}{groups}"
+
+
+def _only_of_parts(wanted: RolloutFilter) -> bool:
+    """Whether nothing is asked but of the part itself."""
+    rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
+    return rest in (RolloutFilter(order="best", limit=0), RolloutFilter(order="worst", limit=0))
+
+
+def _by_task(wanted: RolloutFilter, plan: Plan) -> bool:
+    """Whether the draws of a task are gone through, in their order."""
+    narrower = (wanted.step, wanted.draw, wanted.example, wanted.text)
+    asked = wanted.task is not None and wanted.order == "draw" and narrower == (None,) * 4
+    return asked and plan.lead in (None, "task")
+
+
+def _by_value(wanted: RolloutFilter, plan: Plan) -> bool:
+    """Whether the values of a part say where to begin."""
+    if wanted.part is None:
+        return False
+    return plan.lead == "part" or (plan.lead is None and wanted.order in ("best", "worst"))
+
+
+def _id(wanted: RolloutFilter) -> str:
+    return "rollouts.id" if wanted.part is None else "part.rollout"
+
+
+def _order(wanted: RolloutFilter, plan: Plan) -> str:
+    """Ties go by id in the index's own direction, so that a page is read from it and nothing is sorted; of few all are."""
+    measured, of_value = _measured(wanted)
+    by_lead = wanted.order in ("best", "worst") and plan.lead == of_value
+    plus = "" if plan.lead is None or plan.lead in _ORDERED or by_lead else "+"
+    id = _id(wanted)
+    draw = "groups.draw" if _by_task(wanted, plan) else "rollouts.draw"
+    return {
+        "draw": f"{plus}{draw}, member, attempt",
+        "newest": f"{plus}rollouts.id DESC",
+        "best": f"{plus}{measured} DESC, {id} DESC",
+        "worst": f"{plus}{measured}, {id}",
+    }[wanted.order]
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def _text(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
+    """The completion, or the prompt, has all of these words; without any, every rollout does."""
+    if wanted.text is None:
+        return
+    words = wanted_of(wanted.text, indexed=plan.indexed, signs=plan.signs)
+    completion, prompt = (
+        _has(words, index, id, text, plan)
+        for index, id, text in (
+            ("completion_index", "rollouts.id", "completion"),
+            ("prompt_index", "rollouts.draw", PROMPT),
+        )
+    )
+    matched = [words.matched] if words.matched else []
+    yield _Condition("text", f"({completion} OR {prompt})", (*2 * [*words.plain, *matched],))
+
+
+def _has(words: Wanted, index: str, id: str, text: str, plan: Plan) -> str:
+    found = f"EXISTS (SELECT 1 FROM {index} WHERE {index} MATCH ? AND rowid = {id})"
+    if plan.lead == "text":
+        found = f"{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
+    plain = [
+        f"instr({_small(each, text)}, ?)" for each in words.plain
+    ]  # first: cheaper than the index
+    clauses = [*plain, *([found] if words.matched else [])]
+    return f"({' AND '.join(clauses) or 'TRUE'})"
+
+
+def _small(word: str, text: str) -> str:
+    """A text in small letters, as far as the word has any: SQLite knows those of ASCII alone."""
+    if word.isascii():
+        return f"lower({text})"
+    return f"lowered({text})" if word.upper() != word else text
+
+
+# --- how many meet a condition --------------------------------------------------------------------
+
+
+def _counted(
+    wanted: RolloutFilter, plan: Plan, lengths: bool
+) -> Iterator[tuple[Lead, str, Row, int]]:
+    """Of each condition that may lead: the SQL of what meets it, its values, and how many rollouts each is."""
+    asked = list(_conditions(wanted, plan))
+    for lead in (*_INDEXED, *(_INDEXED_LATER if lengths else ())):
+        yield from _counted_in("rollouts", lead, asked)
+    yield from _counted_in("parts AS part", "part", asked)
+    if wanted.task is not None:
+        table, each = ("rollouts", 1) if plan.by_column else ("groups", USUAL_MEMBERS)
+        yield "task", f"SELECT 1 FROM {table} WHERE task = ?", (task_label(wanted.task),), each
+    words = wanted_of(wanted.text or "", indexed=plan.indexed, signs=plan.signs)
+    if words.matched:
+        for index, each in (("completion_index", 1), ("prompt_index", USUAL_MEMBERS)):
+            yield "text", f"SELECT 1 FROM {index} WHERE {index} MATCH ?", (words.matched,), each
+
+
+def _counted_in(
+    table: str, lead: Lead, asked: Iterable[_Condition]
+) -> Iterator[tuple[Lead, str, Row, int]]:
+    mine = [each for each in asked if each.name == lead]
+    if mine:
+        clauses = " AND ".join(each.clause(plain=False) for each in mine)
+        values = tuple(value for each in mine for value in each.values)
+        yield lead, f"SELECT 1 FROM {table} WHERE {clauses}", values, 1

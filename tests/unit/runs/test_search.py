@@ -1,0 +1,326 @@
+"""Every filter against going through all rollouts, however the record is asked."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from groupwise.runs import schema, text_index
+from groupwise.runs.records import Order, RolloutFilter, RolloutView, StepRecord
+from groupwise.runs.store import Store
+from groupwise.runs.words import signs_of, wanted_of, words_of
+from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
+
+PROMPTS = ("Sort kiwi", "東京都は?", "say \\boxed{1}", "Ⓐ or ⓑ")
+TEXTS = (
+    "kiwi and fig", "x += 1", "私は東京都に住む", "ผมสวัสดีครับ 학교에서", "** >= 🎉🎉 == \x00", "Ⓑ+ⓐ", "", "a\ud83db +=",
+    "第3905步: kiwi 第7", "第39步 x1=7;",
+)  # fmt: skip
+WORDS = (
+    "kiwi", "fig kiwi", '"kiwi and"', "+=", "=", "==", "🎉", "🎉🎉", "京都", "東京 都", "住", "สวัส", "학교 สวัสดี", "ⓑ+Ⓐ", "ⓐ",
+    "第3905步", "第39", "第39步", "步 kiwi", "05步", '"步 x"', "?", '"x += 1"', '" += "', "東京 kiwi", "は?", "nowhere", "都市",
+    "\\boxed{1}", '"**"', "\x00", "  ",
+)  # fmt: skip
+"""To be looked for."""
+
+
+def step(number: int, draws: tuple[int, ...]) -> StepRecord:
+    return StepRecord(number, number, number + 1, "f", draws, 1e-5, 0.0)
+
+
+def one_of(dice: random.Random, draw: int, member: int) -> Rollout:
+    parts = [RewardPart("right", dice.choice((0.0, 0.5, 1.0)))] if dice.random() < 0.7 else []
+    parts += [RewardPart("turns", dice.random(), 1.0, turn) for turn in range(dice.randrange(3))]
+    failed = dice.random() < 0.2
+    reason = dice.choice(("stop", "length"))
+    segment = Segment("policy", (1,) * dice.randrange(5), None, 0, "f", SamplingParams(4), 0, reason)  # fmt: skip
+    return Rollout(
+        draw,
+        member,
+        0,
+        (),
+        (segment,),
+        dice.choice(TEXTS),
+        dice.choice(("failed", "timed_out")) if failed else "scored",
+        "why" if failed else None,
+        None if failed else dice.choice((0.0, 0.25, 0.5, 1.0, float("nan"))),
+        () if failed else tuple(parts),
+    )
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same rollouts in records of this format and of earlier ones, and in one without a full-text index."""
+    folder = tmp_path_factory.mktemp("records")
+    dice = random.Random(3)
+    path = folder / "run.db"
+    with Store.create(path) as store:
+        for number in range(6):
+            draws = range(number * 4, number * 4 + 4)
+            groups = [
+                Group(
+                    draw,
+                    Example(draw % 5, dice.choice(PROMPTS), {"task": dice.choice(("sums", "grid"))} if draw % 3 else {}),
+                    tuple(one_of(dice, draw, member) for member in range(4)),
+                )
+                for draw in draws
+            ]  # fmt: skip
+            store.commit_step(step(number, tuple(draws)), groups, {})
+    found = {"now": path}
+    for version in (schema.TASKS_SINCE - 1, schema.SIGNS_SINCE - 1):
+        found[f"format {version}"] = as_before(path, folder / f"{version}.db", version)
+    found["without an index"] = folder / "plain.db"
+    copied(path, found["without an index"]).close()
+    with sqlite3.connect(found["without an index"]) as plain:
+        plain.execute("UPDATE meta SET value = '\"stale\"' WHERE key = 'text_index'")
+    plain.close()
+    return found
+
+
+def copied(path: Path, to: Path) -> sqlite3.Connection:
+    source, copy = sqlite3.connect(path), sqlite3.connect(to)
+    source.backup(copy)
+    source.close()
+    return copy
+
+
+def as_before(path: Path, to: Path, version: int) -> Path:
+    """A record as an earlier version has left it, with its index of words alone."""
+    with copied(path, to) as copy:
+        copy.executescript(
+            "DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP TABLE completion_index; DROP TABLE prompt_index;"
+            "CREATE VIRTUAL TABLE prompt_index USING fts5 (prompt, content='prompts', content_rowid='draw');"
+            "CREATE VIRTUAL TABLE completion_index USING fts5 (completion, content='rollouts', content_rowid='id');"
+            "INSERT INTO prompt_index (prompt_index) VALUES ('rebuild');"
+            "INSERT INTO completion_index (completion_index) VALUES ('rebuild');"
+        )
+        if version < schema.TASKS_SINCE:
+            copy.executescript(
+                "DROP INDEX groups_by_task; DROP INDEX rollouts_by_task; DROP INDEX rollouts_by_task_and_reward;"
+                "ALTER TABLE groups DROP COLUMN task; ALTER TABLE rollouts DROP COLUMN task;"
+                "ALTER TABLE segments DROP COLUMN learner_logprobs;"
+            )
+        copy.execute(f"PRAGMA user_version = {version}")
+    copy.close()
+    return to
+
+
+@pytest.fixture(scope="module")
+def stores(paths: dict[str, Path]) -> Iterator[dict[str, Store]]:
+    found = {name: Store.open(path, readonly=True) for name, path in paths.items()}
+    yield found
+    for store in found.values():
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def everything(stores: dict[str, Store]) -> list[RolloutView]:
+    found = stores["now"].rollouts(RolloutFilter(limit=1000))
+    assert len(found) == 96
+    return found
+
+
+ORDERS: tuple[Order, ...] = ("draw", "newest")
+OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
+    "step": st.integers(0, 6),
+    "draw": st.integers(0, 24),
+    "example": st.integers(0, 5),
+    "task": st.sampled_from(("sums", "grid", "none")),
+    "outcome": st.sampled_from(("scored", "failed", ("failed", "timed_out"))),
+    "part": st.sampled_from(("right", "turns", "none")),
+    "min_reward": st.sampled_from((-1.0, 0.25, 0.9)),
+    "max_reward": st.sampled_from((0.0, 0.5, 2.0)),
+    "min_tokens": st.integers(0, 5),
+    "max_tokens": st.integers(0, 5),
+    "truncated": st.booleans(),
+}
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data(), order=st.sampled_from(("draw", "newest", "best", "worst")), common=st.sampled_from((1, 5, 30, 1000)))  # fmt: skip
+def test_a_page_is_what_going_through_all_would_find(
+    stores: dict[str, Store],
+    everything: list[RolloutView],
+    monkeypatch: pytest.MonkeyPatch,
+    data: st.DataObject,
+    order: Any,
+    common: int,
+) -> None:
+    asked = data.draw(st.fixed_dictionaries({}, optional=OPTIONAL))
+    wanted = RolloutFilter(**asked, order=order, limit=1000)
+    monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+    expected = [each for each in everything if meets(each, wanted)]
+    for name, store in stores.items():
+        found = store.rollouts(wanted)
+        assert sorted(each.id for each in found) == ids_of(expected, wanted), name
+        assert found == in_order(found, wanted), name
+        page = store.rollouts(replace(wanted, limit=3, offset=2))
+        assert page == found[2:5], name
+
+
+def meets(view: RolloutView, wanted: RolloutFilter) -> bool:
+    outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
+    plain = (
+        (wanted.step, view.step),
+        (wanted.draw, view.draw),
+        (wanted.example, view.example),
+        (wanted.task, view.task),
+        (wanted.truncated, view.truncated),
+    )
+    return (
+        all(asked is None or asked == has for asked, has in plain)
+        and (outcomes is None or view.outcome in outcomes)
+        and (wanted.min_tokens or 0) <= view.completion_tokens
+        and (wanted.max_tokens is None or view.completion_tokens <= wanted.max_tokens)
+    )
+
+
+def values_of(view: RolloutView, wanted: RolloutFilter) -> list[float | None]:
+    """What a range is about, of one rollout: of a part that it has several times, several."""
+    if wanted.part is None:
+        return [view.reward]
+    return [part.value for part in view.parts if part.name == wanted.part]
+
+
+def is_within(value: float | None, wanted: RolloutFilter) -> bool:
+    ranged = (wanted.min_reward, wanted.max_reward) != (None, None)
+    if not ranged and wanted.order in ("draw", "newest"):
+        return True
+    if value is None or value != value:
+        return False
+    least, most = wanted.min_reward, wanted.max_reward
+    return (least is None or value >= least) and (most is None or value <= most)
+
+
+def ids_of(expected: list[RolloutView], wanted: RolloutFilter) -> list[int]:
+    """A rollout stands there once for each value of the part."""
+    return sorted(
+        view.id
+        for view in expected
+        for value in values_of(view, wanted)
+        if is_within(value, wanted)
+    )
+
+
+def in_order(found: list[RolloutView], wanted: RolloutFilter) -> list[RolloutView]:
+    if wanted.part is not None and wanted.order in ("best", "worst"):
+        return found  # by the values of parts, see below
+    keys: dict[str, Any] = {
+        "draw": lambda view: (view.draw, view.member, view.attempt),
+        "newest": lambda view: -view.id,
+        "best": lambda view: (-view.reward, -view.id),
+        "worst": lambda view: (view.reward, view.id),
+    }
+    return sorted(found, key=keys[wanted.order])
+
+
+@pytest.mark.parametrize("common", [1, 30, 1000])
+def test_the_best_of_a_part_come_first(
+    stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, common: int
+) -> None:
+    monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+    wanted = RolloutFilter(part="right", order="best", limit=1000)
+    for store in stores.values():
+        for each in (wanted, replace(wanted, task="sums"), replace(wanted, truncated=True)):
+            values = [values_of(view, each)[0] or 0.0 for view in store.rollouts(each)]
+            assert values == sorted(values, reverse=True)
+            assert len(values) > 10
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("common", [1, 5, 1000])
+def test_texts_are_found_by_the_index_as_without(
+    stores: dict[str, Store],
+    everything: list[RolloutView],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    common: int,
+) -> None:
+    monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+    expected = [each.id for each in everything if says(each, words)]
+    assert bool(expected) == (words not in ("nowhere", "都市", "東京 kiwi"))
+    for name, store in stores.items():
+        for order in ORDERS:
+            plain = RolloutFilter(text=words, order=order, limit=1000)
+            for wanted in (plain, replace(plain, truncated=True), replace(plain, task="sums")):
+                found = [view.id for view in store.rollouts(wanted)]
+                mine = [
+                    view.id for view in everything if view.id in expected and meets(view, wanted)
+                ]
+                assert sorted(found) == mine, (name, wanted)
+
+
+def says(view: RolloutView, words: str) -> bool:
+    """Without an index: all in the one text, or all in the other, in small letters. What these words mean to it is the same."""
+    wanted = wanted_of(words, indexed=False, signs=False).plain
+    return any(all(word in text.lower() for word in wanted) for text in (view.prompt, view.completion))  # fmt: skip
+
+
+ALPHABET = st.one_of(
+    st.sampled_from("第步東京สวั학ⓑ+=*\\{ 0739kx"), st.characters(exclude_categories=("Cs",))
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(ALPHABET, max_size=30), st.data())
+def test_what_a_text_holds_is_among_what_the_index_knows_of_it(
+    text: str, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(text)))
+    part = text.lower()[first : data.draw(st.integers(first, len(text)))].replace('"', "")
+    if not part.split():
+        return
+    asked = wanted_of(f'"{part}"', indexed=True, signs=True)
+    if asked.plain:
+        assert is_matched(text, asked.matched)
+
+
+def test_a_word_beside_letters_of_such_scripts_is_one(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run.db") as store:
+        rollout = Rollout(0, 0, 0, (), (), "私はkiwiが好き 第3905步", "scored", None, 1.0)
+        store.keep_unfinished([Group(0, Example(0, "?"), (rollout,))])
+        for words, found in (("kiwi", 1), ("3905", 1), ("kiwi 3905", 1), ("kiw", 0), ("390", 0)):
+            assert len(store.rollouts(RolloutFilter(text=words))) == found, words
+
+
+def is_matched(text: str, query: str) -> bool:
+    """By an index of this one text."""
+    with closing(sqlite3.connect(":memory:")) as index:
+        index.execute(f"CREATE VIRTUAL TABLE made USING fts5 ({text_index.COLUMNS}, content='')")
+        index.execute(
+            "INSERT INTO made (rowid, words, signs) VALUES (1, ?, ?)",
+            (words_of(text), signs_of(text)),
+        )
+        return not query or bool(
+            index.execute("SELECT 1 FROM made WHERE made MATCH ?", (query,)).fetchall()
+        )
+
+
+def test_what_is_taken_back_is_forgotten_by_the_index(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    with Store.create(path) as store:
+        for number, text in enumerate(TEXTS):
+            rollout = Rollout(number, 0, 0, (), (), text, "scored", None, 1.0)
+            group = Group(number, Example(0, "東京 ** Sort"), (rollout,))
+            store.commit_step(step(number, (number,)), [group], {})
+        store.rewind(1)
+        assert [view.step for view in store.rollouts(RolloutFilter(text="東京"))] == [0]
+        store.rewind(0)
+    with sqlite3.connect(path) as record:
+        for index in text_index.TEXTS:
+            record.execute(
+                f"CREATE VIRTUAL TABLE temp.{index}_left USING fts5vocab(main, {index}, row)"
+            )
+            assert record.execute(f"SELECT term FROM temp.{index}_left").fetchall() == []
+    record.close()
