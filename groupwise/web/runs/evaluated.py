@@ -1,4 +1,5 @@
-"""All evaluations of a run: those that it has recorded itself, and those that `groupwise eval` has left in the run's results.
+"""Evaluations: those that a run has recorded itself, those that `groupwise eval` has left in the run's results, and those of other policies
+(a model that was not trained here, say), which it leaves beside the runs.
 
 Result files hold every answer and are large; what they say as a whole is read once and kept for as long as the file stays as it is.
 """
@@ -14,10 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.errors import UsageError
+from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.evaluation.measures import measure
 from groupwise.evaluation.results import read_result
 from groupwise.evaluation.statistics import share_with_interval
+from groupwise.review.compare import Side, side_of_file
 from groupwise.runs.folder import RESULTS
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
@@ -43,7 +45,9 @@ class Evaluated:
     reference: str
     """By which it is compared, behind the run's name: `@STEP:NAME`, `:FILE.json`; empty where it has no answers."""
     file: str | None
-    """Where it stands in the run's results; None: in its record."""
+    """Its name where it is a file of results; None: it stands in the run's record."""
+    at: float
+    """When the file was written, in seconds since 1970; 0: not known."""
 
 
 def evaluations_of(run: Path, store: Store, *, intervals: bool = False) -> list[Evaluated]:
@@ -54,14 +58,50 @@ def evaluations_of(run: Path, store: Store, *, intervals: bool = False) -> list[
         _of_record(each, _intervals(store, each) if place >= begin else {})
         for place, each in enumerate(recorded)
     ]
-    found += [replace(each, step=_step_of(each.policy, run.name)) for each in _in_files(run)]
+    files = _in_files(run / RESULTS)
+    found += [replace(each, step=_step_of(each.policy, run.name)) for each in files]
     return sorted(found, key=lambda each: (each.step is None, each.step or 0))
+
+
+def beside(runs: Path) -> list[Evaluated]:
+    """What stands beside the runs of a folder, and among them; those written last come first."""
+    found = [
+        replace(each, reference=f":{prefix}{each.file}" if each.reference else "")
+        for prefix, folder in places(runs).items()
+        for each in _in_files(folder)
+    ]
+    return sorted(found, key=lambda each: -each.at)
+
+
+def places(runs: Path) -> dict[str, Path]:
+    """Where results stand that are of no run, by what stands before the file's name in a reference."""
+    return {"": runs, f"{RESULTS}/": runs.absolute().parent / RESULTS}
+
+
+def side_beside(runs: Path, reference: str) -> Side:
+    """One of these to compare, by its reference. Raises RunNotFoundError."""
+    for prefix, folder in places(runs).items():
+        name = reference.removeprefix(f":{prefix}")
+        if (
+            reference == f":{prefix}{name}"
+            and Path(name).name == name
+            and (folder / name).is_file()
+        ):
+            return side_of_file(folder / name)
+    raise RunNotFoundError(f"There is no file of results {reference[1:101]!r} beside the runs.")
 
 
 def _of_record(record: EvaluationRecord, intervals: Mapping[str, tuple[float, float]]) -> Evaluated:
     reference = f"@{record.step}:{record.name}"
     return Evaluated(
-        record.step, record.name, record.policy, dict(record.metrics), intervals, reference, None
+        record.step,
+        record.name,
+        record.policy,
+        dict(record.metrics),
+        intervals,
+        reference,
+        None,
+        0.0,
     )
 
 
@@ -91,10 +131,10 @@ def _of_rows(
     }
 
 
-def _in_files(run: Path) -> list[Evaluated]:
+def _in_files(folder: Path) -> list[Evaluated]:
     """Oldest first; files that hold something else are passed over."""
     stamped: list[tuple[int, int, Path]] = []
-    for path in (run / RESULTS).glob("*.json"):
+    for path in folder.glob("*.json"):
         with suppress(OSError):
             facts = path.stat()
             stamped.append((facts.st_mtime_ns, facts.st_size, path))
@@ -105,7 +145,7 @@ def _in_files(run: Path) -> list[Evaluated]:
 
 
 @lru_cache(maxsize=2000)
-def _summary(file: str, _stamp: int, _size: int) -> Evaluated | None:
+def _summary(file: str, stamp: int, _size: int) -> Evaluated | None:
     path = Path(file)
     try:
         content, whole = read_result(path), True
@@ -122,6 +162,7 @@ def _summary(file: str, _stamp: int, _size: int) -> Evaluated | None:
         _pairs(content.get("intervals_95")),
         f":{path.name}" if whole else "",
         path.name,
+        stamp / 1e9,
     )
 
 

@@ -1,25 +1,37 @@
-"""Evaluations of a run: their metrics, pass@k as curves over k, and two of them compared prompt by prompt with intervals."""
+"""Evaluations, of one run and of all: their metrics, pass@k as curves over k, and two of them compared prompt by prompt with intervals."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from groupwise.errors import UsageError
+from groupwise.errors import GroupwiseError, UsageError
 from groupwise.review.compare import Comparison, Side, compare_sides, side_of, what_is_meant
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, live_of, shown
-from groupwise.web.runs.evaluated import PASS, Evaluated, evaluations_of
+from groupwise.web.runs.evaluated import PASS, Evaluated, beside, evaluations_of, side_beside
+from groupwise.web.runs.listing import are_in, has_words
 from groupwise.web.runs.overview import head_of
 
 CHANGED = 50
 """Prompts of a comparison that a page lists."""
 MOST_CURVES = 12
 """Of pass@k in one picture, the newest."""
+RUNS = 50
+"""Whose evaluations one page lists."""
+MOST_OF_EACH = 20
+"""Evaluations of a run that the list of all has, the newest."""
+MOST_METRICS = 8
+"""Columns of that list, those that most have."""
+FIRST = ("reward", "pass@1")
+"""Which of them come first."""
 
 
 def evaluations(visit: Visit) -> Page:
@@ -35,6 +47,54 @@ def evaluations(visit: Visit) -> Page:
         "pass_at": pass_curves(found),
     }
     return Page("evaluations.html", data, live=live_of(path.name))
+
+
+class Listing(Query):
+    """Of which runs."""
+
+    q: str = ""
+    """Words that stand in their name, model or task; of results beside the runs in policy, task or file."""
+    page: int = Field(1, ge=1)
+
+
+def every_evaluation(visit: Visit) -> Page:
+    """Those of all runs, those that began last first, and on the first page those beside the runs: to compare any two."""
+    asked, known = visit.query(Listing), visit.place.runs.known()
+    runs = [
+        each.info.path for each in known.runs if not each.info.broken and has_words(each, asked.q)
+    ]
+    pages = max(1, -(-len(runs) // RUNS))
+    page = min(asked.page, pages)
+    found = [
+        (path.name, each)
+        for path in runs[(page - 1) * RUNS : page * RUNS]
+        for each in _quietly(path)
+    ]
+    if page == 1:
+        there = beside(visit.place.runs.folder)
+        found += [
+            ("", each) for each in there if are_in(asked.q, (each.policy, each.name, each.file))
+        ]
+    counts = Counter(name for _, each in found for name in each.metrics)
+    data = {
+        "asked": asked.model_dump(),
+        "folder": str(visit.place.runs.folder),
+        "page": page,
+        "pages": pages,
+        "unread": known.unread,
+        "evaluations": [{"run": run, **asdict(each)} for run, each in found],
+        "names": sorted(counts, key=lambda name: (name not in FIRST, -counts[name], name))[
+            :MOST_METRICS
+        ],
+    }
+    return Page("evaluations_all.html", data, live="/live")
+
+
+def _quietly(path: Path) -> list[Evaluated]:
+    """Of one run, the newest first; none of one that cannot be read, which the list of runs tells."""
+    with suppress(GroupwiseError), Store.open(path / RECORD, readonly=True) as store:
+        return evaluations_of(path, store)[::-1][:MOST_OF_EACH]
+    return []
 
 
 def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
@@ -63,7 +123,8 @@ def _label(each: Evaluated) -> str:
 
 
 class Asked(Query):
-    """Which two: `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation."""
+    """Which two: `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
+    `:FILE.json`, among the runs, and `:results/FILE.json`, beside them."""
 
     a: str = ""
     b: str = ""
@@ -85,6 +146,7 @@ def compare(visit: Visit) -> Page:
         "only_a": found.only_a,
         "only_b": found.only_b,
         "metrics": [asdict(each) for each in found.metrics],
+        "pass_at": _pass_of_both(found),
         "notes": list(found.notes),
         "changed": [asdict(each) for each in here],
         "all_changed": len(found.changed),
@@ -94,12 +156,28 @@ def compare(visit: Visit) -> Page:
     return Page("evaluations_compare.html", data)
 
 
+def _pass_of_both(found: Comparison) -> list[dict[str, Any]]:
+    """pass@k over k of both, where several k were measured of both."""
+    at = sorted((int(k[1]), each) for each in found.metrics if (k := PASS.fullmatch(each.name)))
+    if len(at) < 2:
+        return []
+    ks, unknown = [k for k, _ in at], [None] * len(at)
+    sides = {"A": [each.a for _, each in at], "B": [each.b for _, each in at]}
+    return [
+        {"label": side, "k": ks, "y": values, "low": unknown, "high": unknown}
+        for side, values in sides.items()
+    ]
+
+
 def _side(visit: Visit, reference: str) -> Side:
-    """An evaluation of a run of this dashboard; a path elsewhere is none."""
+    """An evaluation of this dashboard; a path elsewhere is none."""
+    if reference.startswith(":"):
+        return side_beside(visit.place.runs.folder, reference)
     return side_of(*what_is_meant(reference, visit.place.run_and_step))
 
 
 ROUTES = (
     shown("/runs/{run}/evaluations", evaluations),
+    shown("/evaluations", every_evaluation),
     shown("/evaluations/compare", compare),
 )

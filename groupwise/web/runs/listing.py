@@ -55,11 +55,18 @@ def runs(visit: Visit) -> Page:
 
 
 def _matches(listed: Listed, asked: Asked) -> bool:
-    info = listed.info
-    if asked.state and (info.state or "broken") != asked.state:
-        return False
-    there = " ".join(filter(None, (info.name, info.model, info.task))).casefold()
-    return all(word in there for word in asked.q.casefold().split())
+    return asked.state in ("", listed.info.state or "broken") and has_words(listed, asked.q)
+
+
+def has_words(listed: Listed, words: str) -> bool:
+    """Whether a run's name, model and task have all of these words."""
+    return are_in(words, (listed.info.name, listed.info.model, listed.info.task))
+
+
+def are_in(words: str, texts: Iterable[str | None]) -> bool:
+    """Whether all words stand in these texts, in whatever size."""
+    there = " ".join(filter(None, texts)).casefold()
+    return all(word in there for word in words.casefold().split())
 
 
 def _in_order(runs: Iterable[Listed], sort: Sort) -> list[Listed]:

@@ -65,7 +65,7 @@ function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
   if (spread) {
     const by = beside(curve, spread);
     const far = (sign) => curve.mean.map((value, at) => (value == null || by[at] == null ? null : value + sign * by[at]));
-    found.push({ ...bare, label: "to", values: far(1), fill: faded(ink, 16) }, { ...bare, label: "from", values: far(-1) });
+    found.push({ ...bare, label: "+ spread", values: far(1), fill: faded(ink, 16) }, { ...bare, label: "− spread", values: far(-1) });
   }
   if (thinned) {
     const line = shaded && !spread ? bare : { ...edge, stroke: faded(ink, 55), width: 0.7, dash: dash(nth) };
@@ -115,7 +115,7 @@ function given(element) {
     const main = { label: curve.label, at: curve.k, values: curve.y, stroke: ink, dash: dash(index), width: 2, points: { show: true, size: 6 }, spanGaps: true };
     if (!finite(curve.low).length) return [main];
     const edge = { at: curve.k, points: { show: false }, spanGaps: true, class: shaded ? "edge" : "edge-of-many", ...(shaded ? { stroke: "transparent", width: 0 } : { stroke: faded(ink, 55), width: 0.7, dash: dash(index) }) };
-    return [main, { ...edge, label: "to", values: curve.high, fill: shaded ? faded(ink, 14) : undefined }, { ...edge, label: "from", values: curve.low }];
+    return [main, { ...edge, label: "95 % to", values: curve.high, fill: shaded ? faded(ink, 14) : undefined }, { ...edge, label: "95 % from", values: curve.low }];
   });
   const words = curves.map((curve) => told(curve.label, { mean: curve.y, low: curve.y, high: curve.y }));
   return { lines, words, stacked: false, thinned: false, x: "k" };

@@ -116,9 +116,9 @@ def test_a_spread_belongs_to_its_own_step(visit: Callable[..., Visitor], tmp_pat
         visitor.goes("/runs/odd")
         reward = chart(visitor.page, "Reward")
         point(reward, 1.0)
-        assert legend(reward) == {"step": "3", "reward": "1", "to": "1.3", "from": "0.7"}
+        assert legend(reward) == {"step": "3", "reward": "1", "+ spread": "1.3", "− spread": "0.7"}
         point(reward, 0.0)
-        assert legend(reward) == {"step": "0", "reward": "1", "to": "–", "from": "–"}
+        assert legend(reward) == {"step": "0", "reward": "1", "+ spread": "–", "− spread": "–"}
 
 
 # --- 2: what stands out ----------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_pass_at_k_has_its_interval_beside_it(
         visitor = visit(address)
         visitor.goes("/runs/often/evaluations")
         said = legend_at(chart(visitor.page, "pass@k"), 0.0)
-        assert list(said) == ["k", "several after 2 steps", "to", "from"]
+        assert list(said) == ["k", "several after 2 steps", "95 % to", "95 % from"]
         value, high, low = (float(said[each]) for each in list(said)[1:])
         assert value == 0.5
         assert 0.3 < low < 0.5 < high < 0.7

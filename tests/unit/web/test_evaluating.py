@@ -4,6 +4,7 @@
 2. Two after the same step have two addresses.
 3. pass@k has intervals.
 4. All prompts that changed can be reached.
+5. Those of all runs stand in one list with those of no run, and any two can be compared.
 """
 
 from __future__ import annotations
@@ -188,3 +189,74 @@ async def test_all_prompts_that_changed_can_be_reached(run: Path) -> None:
         seen += [each["prompt"] for each in found["changed"]]
     assert sorted(seen) == sorted(f"question {n}" for n in range(120))
     assert 'rel="next"' in (await asked(run, path.replace("=3", "=2"), "text/html")).text
+
+
+async def test_those_of_all_runs_and_of_none_stand_in_one_list(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    run = write_run(runs / "one", 4)
+    write_run(runs / "other", 2)
+    (runs / "broken").mkdir()
+    (runs / "broken" / "run.db").write_text("no record")
+    write(run, "sums-one@4.json", "one@4", 0.5)
+    metrics = {"pass@1": 0.25, "pass@4": 0.5}
+    write(tmp_path, "sums-base.json", "HuggingFaceTB/base", 0.25, metrics=metrics)
+    write(tmp_path, "suite.json", "HuggingFaceTB/base", 0.25, rows=[])
+    (tmp_path / "results" / "sums-base.json").rename(runs / "base.json")
+    write(tmp_path, "sums-base.json", "HuggingFaceTB/base <b>", 0.25, metrics=metrics)
+    os.utime(runs / "base.json", (1, 1))
+    os.utime(tmp_path / "results" / "suite.json", (2, 2))
+    data = (await asked(run, "/evaluations")).json()
+    listed = [each["run"] + each["reference"] for each in data["evaluations"]]
+    of_runs = {"one:sums-one@4.json", "one@4:held-out", "one@0:held-out", "other@2:held-out", "other@0:held-out"}  # fmt: skip
+    assert set(listed[:5]) == of_runs
+    assert listed[5:] == [":results/sums-base.json", "", ":base.json"]
+    assert data["names"][0] == "pass@1"
+    page = (await asked(run, "/evaluations", "text/html")).text
+    assert page.count('value=":base.json"') == 2
+    assert "HuggingFaceTB/base &lt;b&gt;" in page
+    of_other = (await asked(run, "/evaluations?q=OTHER")).json()["evaluations"]
+    assert {each["run"] for each in of_other} == {"other"}
+    of_none = (await asked(run, "/evaluations?q=huggingface+sums")).json()["evaluations"]
+    assert [each["reference"] for each in of_none] == [":results/sums-base.json", "", ":base.json"]
+    assert (await asked(run, "/evaluations?q=nothing", "text/html")).text.count("Show all") == 1
+    both = (await asked(run, "/evaluations/compare?a=:base.json&b=:results/sums-base.json")).json()
+    assert both["prompts"] == 10
+    across = (await asked(run, "/evaluations/compare?a=:base.json&b=one:sums-one@4.json")).json()
+    assert across["prompts"] == 10
+    assert (await asked(run, "/evaluations/compare?a=:base.json&b=other@2")).status_code == 200
+    (tmp_path / "secret.json").write_text((runs / "base.json").read_text())
+    elsewhere = ("../secret.json", "results/../secret.json", f"{tmp_path}/secret.json", "one/config.json")  # fmt: skip
+    for name in (*elsewhere, "none.json", "", "results/"):
+        answer = await asked(run, f"/evaluations/compare?a=:{name}&b=one@0")
+        assert answer.status_code == 404, name
+        assert "beside the runs" in answer.text
+
+
+async def test_pass_at_k_of_two_is_one_picture(run: Path) -> None:
+    for name, share in (("a.json", 0.25), ("b.json", 0.5)):
+        write(run, name, name, share, metrics={"reward": share, "pass@1": share, "pass@4": 1.0})
+    data = (await asked(run, "/evaluations/compare?a=one:a.json&b=one:b.json")).json()
+    assert [(each["label"], each["k"]) for each in data["pass_at"]] == [("A", [1, 4]), ("B", [1, 4])]  # fmt: skip
+    by_name = {each["name"]: each for each in data["metrics"]}
+    for side, curve in zip("ab", data["pass_at"], strict=True):
+        assert curve["y"] == [by_name[f"pass@{k}"][side] for k in (1, 4)]
+    assert data["pass_at"][0]["y"][0] < data["pass_at"][1]["y"][0]
+    page = (await asked(run, "/evaluations/compare?a=one:a.json&b=one:b.json", "text/html")).text
+    assert "data-curves" in page
+    alone = await asked(run, "/evaluations/compare?a=one@0&b=one@4", "text/html")
+    assert "data-curves" not in alone.text, "a single k is no curve"
+
+
+async def test_the_list_of_all_comes_in_pages_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("groupwise.web.runs.evaluating.RUNS", 2)
+    for number in range(5):
+        write_run(tmp_path / f"run-{number}", 1)
+    seen: set[str] = set()
+    for page in (1, 2, 3, 9):
+        data = (await asked(tmp_path / "run-0", f"/evaluations?page={page}")).json()
+        assert data["pages"] == 3
+        assert data["page"] == min(page, 3)
+        seen |= {each["run"] for each in data["evaluations"]}
+    assert seen == {f"run-{number}" for number in range(5)}

@@ -43,6 +43,8 @@ PAGES = (
     "/runs/one/groups/1",
     "/runs/one/examples/2",
     "/runs/one/evaluations",
+    "/evaluations",
+    "/evaluations?q=one&page=2",
     "/evaluations/compare?a=one@0&b=one@4",
     "/rollouts/compare?a=one&b=two",
     "/rollouts/compare?a=one&b=one&order=worse&task=sums",
