@@ -1,4 +1,7 @@
-"""A value that many pages ask for again and again, found in the background: nobody waits long, and whatever is slow is asked once."""
+"""Values that many pages ask for again and again: whatever is slow is asked once.
+
+`Ticking` finds one in the background, so that nobody waits long; with `Lately` all who ask wait for the one of them that asks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from groupwise.errors import GroupwiseError
+from groupwise.wire.problems import Refusal
 
 T = TypeVar("T")
 LAST = 5.0
@@ -15,6 +21,8 @@ EVERY = 1.0
 """Seconds for which a value is good."""
 MOMENT = 0.5
 """Seconds that whoever asks waits for a newer one."""
+WAIT = 5.0
+"""Seconds that others wait for the one that asks."""
 
 
 class Ends(Protocol):
@@ -77,3 +85,40 @@ class Ticking(Generic[T]):
         found = self._find()
         with self._lock:
             self._found = (self._clock(), found)
+
+
+class Lately(Generic[T]):
+    """What somebody answered a moment ago, or that they did not."""
+
+    def __init__(
+        self, ask: Callable[[], T], who: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`who` is asked, for people."""
+        self._ask, self._who, self._clock = ask, who, clock
+        self._lock = threading.Lock()
+        self._kept: tuple[float, T | GroupwiseError] | None = None
+
+    def now(self) -> T:
+        """Raises what `ask` did, and `too_busy` where that takes too long for the others who wait."""
+        if not self._lock.acquire(timeout=WAIT):
+            raise Refusal("too_busy", f"{self._who} is slow to answer others.", retry_after=WAIT)
+        try:
+            if self._kept is None or self._clock() - self._kept[0] >= EVERY:
+                answer = self._answer()
+                self._kept = (self._clock(), answer)
+            found: Any = self._kept[1]
+        finally:
+            self._lock.release()
+        if isinstance(found, GroupwiseError):
+            raise found.with_traceback(None)
+        return found
+
+    def forget(self) -> None:
+        """It has just become another one: the next who asks finds it anew."""
+        self._kept = None
+
+    def _answer(self) -> T | GroupwiseError:
+        try:
+            return self._ask()
+        except GroupwiseError as error:
+            return error

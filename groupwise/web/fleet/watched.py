@@ -10,14 +10,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from groupwise.errors import GroupwiseError
-from groupwise.web.ticking import MOMENT, Ticking
+from groupwise.web.ticking import MOMENT, Lately, Ticking
 from groupwise.wire.fleet import LogPart
 from groupwise.wire.problems import Refusal
 
 T = TypeVar("T")
 Document = dict[str, Any]
-FRESH = 1.0
-"""Seconds for which the answer to what many pages ask is the same."""
 PATIENCE, TIMEOUT = 5.0, 10.0
 """Seconds that a page waits for others that ask, and for an answer of an API."""
 PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
@@ -49,8 +47,10 @@ class WatchedFleet:
 
     def __init__(self, fleet: FleetLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet, self._clock = fleet, clock
-        self._lock, self._asking = threading.Lock(), threading.Lock()
-        self._kept: dict[str, tuple[float, Any]] = {}
+        self._lock = threading.Lock()
+        self._status = self._lately(lambda fleet: fleet.status())
+        self._machines = self._lately(lambda fleet: fleet.machines())
+        self._newest = self._lately(lambda fleet: fleet.jobs(limit=50))
         self._stamp = Ticking(self._look, clock)
 
     def ask(self, question: Callable[[FleetLike], T]) -> T:
@@ -75,15 +75,15 @@ class WatchedFleet:
 
     def status(self) -> Document:
         """How it is doing; see `FleetLike.status`."""
-        return self._lately("status", lambda fleet: fleet.status())
+        return self._status.now()
 
     def machines(self) -> list[Document]:
         """All machines with their GPUs."""
-        return self._lately("machines", lambda fleet: fleet.machines())
+        return self._machines.now()
 
     def newest(self) -> list[Document]:
         """The newest jobs."""
-        return self._lately("jobs", lambda fleet: fleet.jobs(limit=50))
+        return self._newest.now()
 
     def stamp(self, moment: float = MOMENT) -> str | None:
         """Another text once anything has changed that pages show."""
@@ -100,28 +100,13 @@ class WatchedFleet:
             return error.code
         return json.dumps(lasting(found), sort_keys=True, default=str)
 
-    def _lately(self, name: str, question: Callable[[FleetLike], T]) -> T:
-        """What it answered a moment ago, or that it did not: many pages wait for the one that asks."""
-        with self._asking:
-            kept = self._kept.get(name)
-            if kept is None or self._clock() - kept[0] >= FRESH:
-                found = self._answer(question)
-                kept = self._kept[name] = (self._clock(), found)
-        answer: Any = kept[1]
-        if isinstance(answer, GroupwiseError):
-            raise answer.with_traceback(None)
-        return answer
-
-    def _answer(self, question: Callable[[FleetLike], T]) -> T | GroupwiseError:
-        try:
-            return self.ask(question)
-        except GroupwiseError as error:
-            return error
+    def _lately(self, question: Callable[[FleetLike], T]) -> Lately[T]:
+        return Lately(lambda: self.ask(question), "The fleet", self._clock)
 
     def forget(self) -> None:
         """Something was changed here: the next page shows it."""
-        self._kept.clear()
-        self._stamp.forget()
+        for each in (self._status, self._machines, self._newest, self._stamp):
+            each.forget()
 
 
 def lasting(value: Any) -> Any:

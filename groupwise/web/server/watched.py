@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from groupwise.errors import GroupwiseError
-from groupwise.web.ticking import MOMENT, Ticking
+from groupwise.web.ticking import MOMENT, Lately, Ticking
 from groupwise.wire.activity import ActivityAnswer
-from groupwise.wire.problems import Refusal
 from groupwise.wire.training import StatusAnswer
 
-FRESH = 1.0
-"""Seconds for which the answer is the same."""
 CLOCKS_RUN = 10.0
 """Seconds after which a page is brought up to date although nothing has happened: leases and silences grow shorter and longer."""
 PATIENCE, TIMEOUT = 3.0, 10.0
 """Seconds for which a server elsewhere is asked again, and within which it has to say something."""
-WAIT = 5.0
-"""Seconds that a page waits for others that ask."""
 PASSING = {
     "at": True,
     "clients": True,
@@ -30,9 +24,6 @@ PASSING = {
     "sessions": {"__all__": {"silent_seconds", "let_go_seconds"}},
 }
 """What is another value each second, or because we have asked, and no news."""
-
-
-_Said = tuple[StatusAnswer, ActivityAnswer]
 
 
 class ServerLike(Protocol):
@@ -46,31 +37,13 @@ class WatchedServer:
     """One training server. Any thread may ask."""
 
     def __init__(self, server: ServerLike, clock: Callable[[], float] = time.monotonic) -> None:
-        self._server, self._clock = server, clock
-        self._lock = threading.Lock()
-        self._kept: tuple[float, _Said | GroupwiseError] | None = None
+        self._clock = clock
+        self._said = Lately(lambda: (server.status(), server.activity()), "The server", clock)
         self._stamp = Ticking(self._look, clock)
 
     def ask(self) -> tuple[StatusAnswer, ActivityAnswer]:
         """Where it stands, and what goes on. Raises ClientError where it does not answer, and `too_busy` while others wait for that."""
-        if not self._lock.acquire(timeout=WAIT):
-            raise Refusal("too_busy", "The server is slow to answer others.", retry_after=WAIT)
-        try:
-            if self._kept is None or self._clock() - self._kept[0] >= FRESH:
-                said = self._said()
-                self._kept = (self._clock(), said)
-            found = self._kept[1]
-        finally:
-            self._lock.release()
-        if isinstance(found, GroupwiseError):
-            raise found.with_traceback(None)
-        return found
-
-    def _said(self) -> _Said | GroupwiseError:
-        try:
-            return self._server.status(), self._server.activity()
-        except GroupwiseError as error:
-            return error
+        return self._said.now()
 
     def stamp(self, moment: float = MOMENT) -> str | None:
         """Another text once anything has changed that the page shows."""

@@ -210,7 +210,7 @@ def test_a_page_does_not_wait_for_ever_behind_others(monkeypatch: pytest.MonkeyP
             return super().status()
 
     watched = WatchedServer(Slow(*everything().said))
-    monkeypatch.setattr("groupwise.web.server.watched.WAIT", 0.05)
+    monkeypatch.setattr("groupwise.web.ticking.WAIT", 0.05)
     try:
         assert watched.stamp(0.01) is None
         with pytest.raises(Refusal, match="slow to answer others"):
