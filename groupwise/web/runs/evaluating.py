@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -75,7 +75,6 @@ def every_evaluation(visit: Visit) -> Page:
         found += [
             ("", each) for each in there if are_in(asked.q, (each.policy, each.name, each.file))
         ]
-    counts = Counter(name for _, each in found for name in each.metrics)
     data = {
         "asked": asked.model_dump(),
         "folder": str(visit.place.runs.folder),
@@ -83,11 +82,17 @@ def every_evaluation(visit: Visit) -> Page:
         "pages": pages,
         "unread": known.unread,
         "evaluations": [{"run": run, **asdict(each)} for run, each in found],
-        "names": sorted(counts, key=lambda name: (name not in FIRST, -counts[name], name))[
-            :MOST_METRICS
-        ],
+        "names": _columns(name for _, each in found for name in each.metrics),
     }
     return Page("evaluations_all.html", data, live="/live")
+
+
+def _columns(names: Iterable[str]) -> list[str]:
+    """The metrics that most have."""
+    counts = Counter(names)
+    first = [name for name in FIRST if name in counts]
+    rest = sorted(counts.keys() - set(first), key=lambda name: (-counts[name], name))
+    return [*first, *rest][:MOST_METRICS]
 
 
 def _quietly(path: Path) -> list[Evaluated]:

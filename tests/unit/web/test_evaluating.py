@@ -210,7 +210,7 @@ async def test_those_of_all_runs_and_of_none_stand_in_one_list(tmp_path: Path) -
     of_runs = {"one:sums-one@4.json", "one@4:held-out", "one@0:held-out", "other@2:held-out", "other@0:held-out"}  # fmt: skip
     assert set(listed[:5]) == of_runs
     assert listed[5:] == [":results/sums-base.json", "", ":base.json"]
-    assert data["names"][0] == "pass@1"
+    assert data["names"][:2] == ["reward", "pass@1"]
     page = (await asked(run, "/evaluations", "text/html")).text
     assert page.count('value=":base.json"') == 2
     assert "HuggingFaceTB/base &lt;b&gt;" in page
