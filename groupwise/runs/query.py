@@ -8,8 +8,9 @@ know which of both is the case, so it is told: a plus before a column keeps it f
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -59,7 +60,7 @@ def plan_of(db: Database, wanted: RolloutFilter) -> Plan:
 
 def rollout_query(wanted: RolloutFilter, plan: Plan) -> tuple[str, Row]:
     """The SQL of the ids of one page of rollouts, and its values; of what is passed over no more is read than the index has."""
-    asked = [*_conditions(wanted, plan), *_text(wanted, plan)]
+    asked = list(_conditions(wanted, plan))
     clauses = [each.clause(plain=not _has_index(each.name, wanted, plan)) for each in asked]
     where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
     query = f"SELECT {_id(wanted)} FROM {_source(wanted, plan)}{where} ORDER BY {_order(wanted, plan)} LIMIT ? OFFSET ?"
@@ -94,9 +95,6 @@ def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
             "§outcome IN (SELECT value FROM json_each(?))",
             outcomes and json.dumps(outcomes),
         ),
-        # A NaN is stored as text, which sorts above every number.
-        (of_value, f"§{measured} BETWEEN ? AND 9e999", wanted.min_reward),
-        (of_value, f"§{measured} <= ?", wanted.max_reward),
         ("length", "§completion_tokens >= ?", wanted.min_tokens),
         ("length", "§completion_tokens <= ?", wanted.max_tokens),
         ("truncated", "§truncated = ?", wanted.truncated),
@@ -104,8 +102,17 @@ def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     yield from (
         _Condition(name, text, (value,)) for name, text, value in asked if value is not None
     )
+    if wanted.min_reward is not None:
+        # A NaN is stored as text, which sorts above every number.
+        most = math.inf if wanted.max_reward is None else wanted.max_reward
+        yield _Condition(of_value, f"§{measured} BETWEEN ? AND ?", (wanted.min_reward, most))
+    elif wanted.max_reward is not None:
+        yield _Condition(of_value, f"§{measured} <= ?", (wanted.max_reward,))
     if wanted.order in ("best", "worst"):
         yield _Condition("order", f"§{measured} <= 9e999", ())
+    if wanted.text is not None:
+        having = "§{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
+        yield _Condition("text", *_text(wanted, plan, having))
 
 
 def _measured(wanted: RolloutFilter) -> tuple[str, Lead]:
@@ -144,7 +151,8 @@ def _source(wanted: RolloutFilter, plan: Plan) -> str:
     parts = "" if wanted.part is None else " CROSS JOIN parts AS part ON part.rollout = rollouts.id"
     if _by_task(wanted, plan):
         return f"groups CROSS JOIN rollouts ON rollouts.draw = groups.draw{parts}"
-    groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if wanted.text is not None else ""
+    reads = wanted_of(wanted.text or "", indexed=plan.indexed, signs=plan.signs).plain
+    groups = " CROSS JOIN groups ON groups.draw = rollouts.draw" if reads else ""
     if _by_value(wanted, plan):
         if _only_of_parts(wanted):
             return "parts AS part"
@@ -194,31 +202,35 @@ def _order(wanted: RolloutFilter, plan: Plan) -> str:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def _text(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
+def text_query(wanted: RolloutFilter, plan: Plan, ids: Sequence[int]) -> tuple[str, Row]:
+    """The SQL of which of these rollouts have the text, and its values; the index is looked through from the first of them to the last."""
+    near = "json_each(?1) AS near CROSS JOIN rollouts ON rollouts.id = near.value"
+    between = f"BETWEEN (SELECT min({{id}}) FROM {near}) AND (SELECT max({{id}}) FROM {near})"
+    having = f"{{id}} IN (SELECT rowid FROM {{index}} WHERE {{index}} MATCH ? AND rowid {between})"
+    clause, values = _text(wanted, plan, having)
+    groups = "CROSS JOIN groups ON groups.draw = rollouts.draw"
+    return f"SELECT rollouts.id FROM {near} {groups} WHERE {clause}", (json.dumps(ids), *values)
+
+
+def _text(wanted: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
     """The completion, or the prompt, has all of these words; without any, every rollout does."""
-    if wanted.text is None:
-        return
-    words = wanted_of(wanted.text, indexed=plan.indexed, signs=plan.signs)
+    words = wanted_of(wanted.text or "", indexed=plan.indexed, signs=plan.signs)
     completion, prompt = (
-        _has(words, index, id, text, plan)
+        _has(words, having.format(index=index, id=id), text)
         for index, id, text in (
             ("completion_index", "rollouts.id", "completion"),
             ("prompt_index", "rollouts.draw", PROMPT),
         )
     )
     matched = [words.matched] if words.matched else []
-    yield _Condition("text", f"({completion} OR {prompt})", (*2 * [*words.plain, *matched],))
+    return f"({completion} OR {prompt})", (*2 * [*words.plain, *matched],)
 
 
-def _has(words: Wanted, index: str, id: str, text: str, plan: Plan) -> str:
-    found = f"EXISTS (SELECT 1 FROM {index} WHERE {index} MATCH ? AND rowid = {id})"
-    if plan.lead == "text":
-        found = f"{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
-    plain = [
-        f"instr({_small(each, text)}, ?)" for each in words.plain
-    ]  # first: cheaper than the index
-    clauses = [*plain, *([found] if words.matched else [])]
-    return f"({' AND '.join(clauses) or 'TRUE'})"
+def _has(words: Wanted, having: str, text: str) -> str:
+    plain = [f"instr({_small(each, text)}, ?)" for each in words.plain]
+    matched = [having] if words.matched else []
+    # Where the index leads nowhere, reading a text costs less than asking whether it is among those found.
+    return f"({' AND '.join([*plain, *matched]) or 'TRUE'})"
 
 
 def _small(word: str, text: str) -> str:

@@ -195,6 +195,8 @@ MIGRATIONS: tuple[str, ...] = (
     """
     CREATE INDEX rollouts_by_length ON rollouts (completion_tokens, id);
     CREATE INDEX rollouts_by_truncated ON rollouts (truncated, id);
+    DROP INDEX rollouts_by_task;
+    CREATE INDEX rollouts_by_task ON rollouts (task, id, draw) WHERE task IS NOT NULL;
     DELETE FROM meta WHERE key = 'text_index';     -- which held no signs
     """,
 )

@@ -240,14 +240,17 @@ def test_the_best_of_a_part_come_first(
 
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("common", [1, 5, 1000])
+@pytest.mark.parametrize("near", [1, 3])
 def test_texts_are_found_by_the_index_as_without(
     stores: dict[str, Store],
     everything: list[RolloutView],
     monkeypatch: pytest.MonkeyPatch,
     words: str,
     common: int,
+    near: int,
 ) -> None:
     monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+    monkeypatch.setattr("groupwise.runs.search.NEAR", near)
     expected = [each.id for each in everything if says(each, words)]
     assert bool(expected) == (words not in ("nowhere", "都市", "東京 kiwi"))
     for name, store in stores.items():
@@ -259,6 +262,9 @@ def test_texts_are_found_by_the_index_as_without(
                     view.id for view in everything if view.id in expected and meets(view, wanted)
                 ]
                 assert sorted(found) == mine, (name, wanted)
+                page = store.rollouts(replace(wanted, limit=2, offset=1))
+                assert [view.id for view in page] == found[1:3], (name, wanted)
+                assert [view.id for view in store.every_rollout(wanted)] == found
 
 
 def says(view: RolloutView, words: str) -> bool:
