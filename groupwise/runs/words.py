@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 
 _TERM = re.compile(r'"([^"]*)"|(\S+)')
 _UNSPACED = (
@@ -24,6 +24,9 @@ _BETWEEN = re.compile(
     rf"(?<=[\s!-/:-@\[-`{{-~{_UNSPACED}])([0-9a-z]+)(?:(?=[\s!-/:-@\[-`{{-~{_UNSPACED}])|($))"
 )
 """A plain word or number among them; at the end of what is looked for it may go on in a text."""
+
+CODE = 8
+"""Hexadecimal digits of a letter's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,8 @@ def words_of(text: str | bytes) -> str:
 
 def signs_of(text: str | bytes) -> str:
     """What the index has of a text beside its words: its signs, and each two that are neighbours; in codes that are words to it."""
-    runs = _SIGNS.findall(_plain(text).lower())
-    singles = {code for run in runs for code in map(_code, run)}
-    return " ".join(sorted(singles.union(*map(_pairs, runs))))
+    runs = dict.fromkeys(_SIGNS.findall(_plain(text).lower()))
+    return " ".join(dict.fromkeys(chain.from_iterable(map(_codes, runs))))
 
 
 def _plain(text: str | bytes) -> str:
@@ -78,15 +80,19 @@ def _between(terms: list[str]) -> list[str]:
 def _narrowest(terms: list[str]) -> set[str]:
     """The codes of what all texts with these terms have: pairs, and signs that stand alone."""
     runs = [run for term in terms for run in _SIGNS.findall(term)]
-    return {code for run in runs for code in _pairs(run) or {_code(run)}}
+    return {code for run in runs for code in _codes(run) if len(run) == 1 or len(code) > CODE}
 
 
-def _pairs(run: str) -> set[str]:
-    return {f"{_code(one)}z{_code(other)}" for one, other in pairwise(run)}
-
-
-def _code(sign: str) -> str:
-    return f"{ord(sign):x}"
+def _codes(run: str) -> list[str]:
+    """Of each sign, and of each two that are neighbours, the numbers of their letters in Unicode."""
+    digits = run.encode("utf-32-be", "surrogatepass").hex()
+    places = range(0, len(digits), CODE)
+    return [
+        digits[at : at + width]
+        for width in (CODE, 2 * CODE)
+        for at in places
+        if at + width <= len(digits)
+    ]
 
 
 def _is_known(term: str) -> bool:
