@@ -120,6 +120,19 @@ class Database:
         with self._lock, explained(self.path):
             return self._connection.execute(query, values).fetchall()
 
+    def soon(self, query: str, values: Row, instructions: int) -> list[Row] | None:
+        """All rows that a query yields, or None where SQLite's machine would take more than so many instructions to find them."""
+        with self._lock, explained(self.path):
+            self._connection.set_progress_handler(lambda: 1, instructions)
+            try:
+                return self._connection.execute(query, values).fetchall()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+                    raise
+                return None
+            finally:
+                self._connection.set_progress_handler(None, 0)
+
     def stream(self, query: str, values: Row, at_once: int) -> Generator[list[Row]]:
         """All rows that a query yields, so many at a time, of one and the same state; each lot may be asked for in another thread.
 

@@ -47,15 +47,16 @@ class Plan:
     """Rollouts have a column for their task; of an earlier format, the groups of a task are found first."""
 
 
-def plan_of(db: Database, wanted: RolloutFilter) -> Plan:
-    """Which condition leads, by how many rollouts meet each."""
+def plan_of(db: Database, wanted: RolloutFilter, few: int | None = None) -> Plan:
+    """Which condition leads: the one that fewest rollouts meet, if they are less than `few`, by default `COMMON`."""
+    few = COMMON if few is None else few
     plan = Plan(None, db.indexed, db.indexed and db.lengths_indexed, db.tasks_indexed)
     counts: Counter[Lead] = Counter()
     for lead, query, values, each in _counted(wanted, plan, db.lengths_indexed):
-        most = -(-COMMON // each)
+        most = -(-few // each)
         counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
     lead = min(counts, key=counts.__getitem__, default=None)
-    return replace(plan, lead=lead if lead is not None and counts[lead] < COMMON else None)
+    return replace(plan, lead=lead if lead is not None and counts[lead] < few else None)
 
 
 def rollout_query(wanted: RolloutFilter, plan: Plan) -> tuple[str, Row]:
@@ -102,17 +103,38 @@ def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
     yield from (
         _Condition(name, text, (value,)) for name, text, value in asked if value is not None
     )
-    if wanted.min_reward is not None:
-        # A NaN is stored as text, which sorts above every number.
-        most = math.inf if wanted.max_reward is None else wanted.max_reward
-        yield _Condition(of_value, f"§{measured} BETWEEN ? AND ?", (wanted.min_reward, most))
-    elif wanted.max_reward is not None:
-        yield _Condition(of_value, f"§{measured} <= ?", (wanted.max_reward,))
+    if (wanted.min_reward, wanted.max_reward) != (None, None):
+        yield _Condition(of_value, f"§{measured} BETWEEN ? AND ?", _range(wanted))
     if wanted.order in ("best", "worst"):
         yield _Condition("order", f"§{measured} <= 9e999", ())
+    if wanted.part is not None:
+        yield _once(wanted)
     if wanted.text is not None:
         having = "§{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"
         yield _Condition("text", *_text(wanted, plan, having))
+
+
+def _once(wanted: RolloutFilter) -> _Condition:
+    """A rollout of several turns may have a part several times: it is found by that which comes first in the order of the page."""
+    nearer = {"best": "another.value > part.value", "worst": "another.value < part.value"}
+    before = "another.position < part.position"
+    if wanted.order in nearer:
+        before = f"({nearer[wanted.order]} OR (another.value = part.value AND {before}))"
+    within, values = "", ()
+    if (wanted.min_reward, wanted.max_reward) != (None, None) or wanted.order in nearer:
+        within, values = " AND +another.value BETWEEN ? AND ?", _range(wanted)
+    # Those of the rollout are few: the pluses keep SQLite from going through all of the name.
+    clause = (
+        "NOT EXISTS (SELECT 1 FROM parts AS another WHERE another.rollout = part.rollout AND +another.name = part.name"
+        f"{within} AND {before})"
+    )
+    return _Condition("order", clause, values)
+
+
+def _range(wanted: RolloutFilter) -> tuple[float, float]:
+    """A NaN is stored as text, which sorts above every number."""
+    least, most = wanted.min_reward, wanted.max_reward
+    return (-math.inf if least is None else least), (math.inf if most is None else most)
 
 
 def _measured(wanted: RolloutFilter) -> tuple[str, Lead]:
@@ -223,14 +245,13 @@ def _text(wanted: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
         )
     )
     matched = [words.matched] if words.matched else []
-    return f"({completion} OR {prompt})", (*2 * [*words.plain, *matched],)
+    return f"({completion} OR {prompt})", (*2 * [*matched, *words.plain],)
 
 
 def _has(words: Wanted, having: str, text: str) -> str:
+    matched = [having] if words.matched else []  # first: a text is read only where the index has it
     plain = [f"instr({_small(each, text)}, ?)" for each in words.plain]
-    matched = [having] if words.matched else []
-    # Where the index leads nowhere, reading a text costs less than asking whether it is among those found.
-    return f"({' AND '.join([*plain, *matched]) or 'TRUE'})"
+    return f"({' AND '.join([*matched, *plain]) or 'TRUE'})"
 
 
 def _small(word: str, text: str) -> str:

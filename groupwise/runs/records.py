@@ -116,7 +116,8 @@ class RolloutFilter:
     """Of a mixture: the label of its example, or the name of its data set."""
     outcome: Outcome | tuple[Outcome, ...] | None = None
     part: str | None = None
-    """Only rollouts that have this reward part; `min_reward`, `max_reward`, `best` and `worst` are then about its value."""
+    """Only rollouts that have this reward part; `min_reward`, `max_reward`, `best` and `worst` are then about its value, of
+    several turns about any that meets them."""
     min_reward: float | None = None
     max_reward: float | None = None
     min_tokens: int | None = None

@@ -174,7 +174,7 @@ def _insert_rollout(
         reward=number(rollout.reward),
         advantage=number(rollout.advantage),
         truncated=rollout.truncated,
-        completion_tokens=len(rollout.completion_ids),
+        completion_tokens=rollout.written,
         completion=text(rollout.completion),
         notes=pack_json(rollout.notes),
         messages=pack_json(rollout.messages) if rollout.messages is not None else None,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from groupwise.runs import durable
-from groupwise.runs.schema import TEXT_INDEX_SINCE
+from groupwise.runs.schema import SIGNS_SINCE, TEXT_INDEX_SINCE
 from groupwise.runs.sqlite_file import version
 from groupwise.runs.words import signs_of, words_of
 
@@ -22,28 +22,30 @@ TEXTS = {
     "completion_index": "id, words_of(completion), signs_of(completion) FROM rollouts",
 }
 """Of each index the texts that it is made of: row id and `COLUMNS`."""
+CURRENT = "current, signs 1"
+"""What a record says whose index holds all that is in its tables; with another number where what `words.py` makes of a text is another."""
+WORDS_ALONE = "current"
+"""The same of a format that had no signs."""
 Execute = Callable[[str, tuple[Any, ...]], object]
 """Runs a statement with its values."""
 
 
 def is_usable(connection: sqlite3.Connection) -> bool:
     """Whether there is one that a SQLite like this one can use, and that holds all that is in the tables."""
-    return (
-        _fts5(connection)
-        and version(connection) >= TEXT_INDEX_SINCE
-        and _state(connection) == "current"
-    )
+    format = version(connection)
+    wanted = CURRENT if format >= SIGNS_SINCE else WORDS_ALONE
+    return _fts5(connection) and format >= TEXT_INDEX_SINCE and _state(connection) == wanted
 
 
 def prepare(connection: sqlite3.Connection, force: bool = False) -> None:
     """Have a writer keep it: make it where it is missing, or stale because a SQLite without FTS5 wrote since."""
     for function in (words_of, signs_of):
         connection.create_function(function.__name__, 1, function, deterministic=True)
-    wanted = "current" if _fts5(connection) else "stale"
+    wanted = CURRENT if _fts5(connection) else "stale"
     if _state(connection) == wanted and not force:
         return
     connection.execute("BEGIN IMMEDIATE")
-    if wanted == "current":
+    if wanted == CURRENT:
         for index in TEXTS:
             connection.execute(f"DROP TABLE IF EXISTS {index}")  # of an older format, maybe
             connection.execute(f"CREATE VIRTUAL TABLE {index} USING fts5 ({COLUMNS}, content='')")

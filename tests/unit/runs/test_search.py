@@ -148,7 +148,12 @@ OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
 @settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(data=st.data(), order=st.sampled_from(("draw", "newest", "best", "worst")), common=st.sampled_from((1, 5, 30, 1000)))  # fmt: skip
+@given(
+    data=st.data(),
+    order=st.sampled_from(("draw", "newest", "best", "worst")),
+    common=st.sampled_from((1, 5, 30, 1000)),
+    instructions=st.sampled_from((1, 500, 400_000)),
+)
 def test_a_page_is_what_going_through_all_would_find(
     stores: dict[str, Store],
     everything: list[RolloutView],
@@ -156,7 +161,10 @@ def test_a_page_is_what_going_through_all_would_find(
     data: st.DataObject,
     order: Any,
     common: int,
+    instructions: int,
 ) -> None:
+    monkeypatch.setattr("groupwise.runs.search.INSTRUCTIONS", instructions)
+    monkeypatch.setattr("groupwise.runs.search.FEW", 2 * common)
     asked = data.draw(st.fixed_dictionaries({}, optional=OPTIONAL))
     wanted = RolloutFilter(**asked, order=order, limit=1000)
     monkeypatch.setattr("groupwise.runs.query.COMMON", common)
@@ -204,23 +212,28 @@ def is_within(value: float | None, wanted: RolloutFilter) -> bool:
 
 
 def ids_of(expected: list[RolloutView], wanted: RolloutFilter) -> list[int]:
-    """A rollout stands there once for each value of the part."""
-    return sorted(
+    """A rollout that has the part several times stands there once."""
+    return [
         view.id
         for view in expected
-        for value in values_of(view, wanted)
-        if is_within(value, wanted)
-    )
+        if any(is_within(value, wanted) for value in values_of(view, wanted))
+    ]
 
 
 def in_order(found: list[RolloutView], wanted: RolloutFilter) -> list[RolloutView]:
-    if wanted.part is not None and wanted.order in ("best", "worst"):
-        return found  # by the values of parts, see below
+
+    def there(view: RolloutView) -> list[float]:
+        return [
+            value
+            for value in values_of(view, wanted)
+            if value is not None and is_within(value, wanted)
+        ]
+
     keys: dict[str, Any] = {
         "draw": lambda view: (view.draw, view.member, view.attempt),
         "newest": lambda view: -view.id,
-        "best": lambda view: (-view.reward, -view.id),
-        "worst": lambda view: (view.reward, view.id),
+        "best": lambda view: (-max(there(view)), -view.id),
+        "worst": lambda view: (min(there(view)), view.id),
     }
     return sorted(found, key=keys[wanted.order])
 
@@ -240,7 +253,7 @@ def test_the_best_of_a_part_come_first(
 
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("common", [1, 5, 1000])
-@pytest.mark.parametrize("near", [1, 3])
+@pytest.mark.parametrize(("near", "instructions"), [(1, 400_000), (3, 400_000), (1, 1), (3, 900)])
 def test_texts_are_found_by_the_index_as_without(
     stores: dict[str, Store],
     everything: list[RolloutView],
@@ -248,7 +261,9 @@ def test_texts_are_found_by_the_index_as_without(
     words: str,
     common: int,
     near: int,
+    instructions: int,
 ) -> None:
+    monkeypatch.setattr("groupwise.runs.search.INSTRUCTIONS", instructions)
     monkeypatch.setattr("groupwise.runs.query.COMMON", common)
     monkeypatch.setattr("groupwise.runs.search.NEAR", near)
     expected = [each.id for each in everything if says(each, words)]
@@ -311,6 +326,34 @@ def is_matched(text: str, query: str) -> bool:
         return not query or bool(
             index.execute("SELECT 1 FROM made WHERE made MATCH ?", (query,)).fetchall()
         )
+
+
+def test_what_the_index_has_of_a_text_changes_with_its_number_alone() -> None:
+    """Indexes that are there would not find what they have, nor forget it, where it is coded in another way."""
+    text = "私はkiwi += 1"
+    made = (words_of(text), signs_of(text))
+    assert made == (
+        "  kiwi += 1",
+        "000079c1 0000306f 000079c10000306f 0000002b 0000003d 0000002b0000003d",
+    )
+    assert text_index.CURRENT == "current, signs 1"
+
+
+def test_an_index_of_another_coding_is_made_anew_and_not_asked_before(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.db"
+    with copied(paths["now"], path) as record:
+        record.execute("UPDATE meta SET value = '\"current, signs 0\"' WHERE key = 'text_index'")
+        record.execute("INSERT INTO completion_index (completion_index) VALUES ('delete-all')")
+    record.close()
+    with Store.open(path, readonly=True) as store:
+        assert store.rollouts(RolloutFilter(text="+="))
+    with Store.open(path) as store:
+        assert store.rollouts(RolloutFilter(text="+="))
+        assert store.rollouts(RolloutFilter(text="kiwi"))
+    with Store.open(path, readonly=True) as store:
+        assert store.rollouts(RolloutFilter(text="kiwi"))
 
 
 def test_what_is_taken_back_is_forgotten_by_the_index(tmp_path: Path) -> None:
