@@ -41,7 +41,8 @@ GROUPS, MEMBERS = 16, 8
 OLD_ROLLOUTS = 320_000
 OLD_FORMAT = 8
 AS_BEFORE = f"""
-    DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP TABLE prompt_index; DROP TABLE completion_index;
+    DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP INDEX parts_of_turns;
+    DROP TABLE prompt_index; DROP TABLE completion_index;
     CREATE VIRTUAL TABLE prompt_index USING fts5 (prompt, content='prompts', content_rowid='draw');
     CREATE VIRTUAL TABLE completion_index USING fts5 (completion, content='rollouts', content_rowid='id');
     INSERT INTO prompt_index (prompt_index) VALUES ('rebuild');

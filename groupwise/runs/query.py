@@ -45,18 +45,29 @@ class Plan:
     """It has signs; one of an earlier format has none."""
     by_column: bool = True
     """Rollouts have a column for their task; of an earlier format, the groups of a task are found first."""
+    several: bool = True
+    """A rollout may have the part that is asked for several times."""
 
 
 def plan_of(db: Database, wanted: RolloutFilter, few: int | None = None) -> Plan:
     """Which condition leads: the one that fewest rollouts meet, if they are less than `few`, by default `COMMON`."""
     few = COMMON if few is None else few
-    plan = Plan(None, db.indexed, db.indexed and db.lengths_indexed, db.tasks_indexed)
+    signs = db.indexed and db.lengths_indexed
+    plan = Plan(None, db.indexed, signs, db.tasks_indexed, _is_of_turns(db, wanted))
     counts: Counter[Lead] = Counter()
     for lead, query, values, each in _counted(wanted, plan, db.lengths_indexed):
         most = -(-few // each)
         counts[lead] += each * db.one(f"SELECT count(*) FROM ({query} LIMIT {most})", values)[0]
     lead = min(counts, key=counts.__getitem__, default=None)
     return replace(plan, lead=lead if lead is not None and counts[lead] < few else None)
+
+
+def _is_of_turns(db: Database, wanted: RolloutFilter) -> bool:
+    """Whether the part that is asked for is one of turns, as far as that is quickly known."""
+    if wanted.part is None or not db.lengths_indexed:
+        return wanted.part is not None
+    query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
+    return bool(db.one(query, (label(wanted.part),))[0])
 
 
 def rollout_query(wanted: RolloutFilter, plan: Plan) -> tuple[str, Row]:
@@ -107,7 +118,7 @@ def _conditions(wanted: RolloutFilter, plan: Plan) -> Iterator[_Condition]:
         yield _Condition(of_value, f"§{measured} BETWEEN ? AND ?", _range(wanted))
     if wanted.order in ("best", "worst"):
         yield _Condition("order", f"§{measured} <= 9e999", ())
-    if wanted.part is not None:
+    if wanted.part is not None and plan.several:
         yield _once(wanted)
     if wanted.text is not None:
         having = "§{id} IN (SELECT rowid FROM {index} WHERE {index} MATCH ?)"

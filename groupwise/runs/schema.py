@@ -195,6 +195,7 @@ MIGRATIONS: tuple[str, ...] = (
     """
     CREATE INDEX rollouts_by_length ON rollouts (completion_tokens, id);
     CREATE INDEX rollouts_by_truncated ON rollouts (truncated, id);
+    CREATE INDEX parts_of_turns ON parts (name) WHERE turn IS NOT NULL;
     UPDATE rollouts SET completion_tokens =    -- only those that the policy wrote; token ids have four bytes
         (SELECT coalesce(sum(length(token_ids)), 0) / 4 FROM segments WHERE rollout = rollouts.id AND source = 'policy')
         WHERE id IN (SELECT rollout FROM segments WHERE source <> 'policy' AND token_ids IS NOT NULL);

@@ -97,7 +97,8 @@ def as_before(path: Path, to: Path, version: int) -> Path:
     """A record as an earlier version has left it, with its index of words alone."""
     with copied(path, to) as copy:
         copy.executescript(
-            "DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP TABLE completion_index; DROP TABLE prompt_index;"
+            "DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP INDEX parts_of_turns;"
+            "DROP TABLE completion_index; DROP TABLE prompt_index;"
             "CREATE VIRTUAL TABLE prompt_index USING fts5 (prompt, content='prompts', content_rowid='draw');"
             "CREATE VIRTUAL TABLE completion_index USING fts5 (completion, content='rollouts', content_rowid='id');"
             "INSERT INTO prompt_index (prompt_index) VALUES ('rebuild');"
