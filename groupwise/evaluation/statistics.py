@@ -57,15 +57,16 @@ def mean_with_interval(values: Sequence[float]) -> Interval:
     return bootstrap_mean(values)
 
 
-def share_with_interval(values: Sequence[float]) -> Interval:
-    """The mean of one share for each prompt, at once: Wilson's interval where all are 0 or 1, else the normal one, within 0 and 1.
+def interval_at_once(values: Sequence[float], *, share: bool) -> Interval:
+    """The mean of one value for each prompt: Wilson's interval where all are 0 or 1, else the normal one, of a share within 0 and 1.
 
-    For pictures of many of them; a summary takes the time for `mean_with_interval`.
+    For pages with many of them; a summary takes the time for `mean_with_interval`.
     """
     if len(values) < 2 or all(value in (0.0, 1.0) for value in values):
         return mean_with_interval(values)
     half, mean = Z95 * stdev(values) / math.sqrt(len(values)), fmean(values)
-    return Interval(mean, max(0.0, mean - half), min(1.0, mean + half), len(values))
+    low, high = (0.0, 1.0) if share else (-math.inf, math.inf)
+    return Interval(mean, max(low, mean - half), min(high, mean + half), len(values))
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Interval:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict
-from itertools import count, islice
+from itertools import count, islice, starmap
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from groupwise.errors import UsageError
 from groupwise.runs import durable
-from groupwise.runs.records import EvaluationRecord, RolloutFilter
+from groupwise.runs.records import EvaluationRecord, RolloutDetail, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
 RecordFormat = Literal["jsonl", "parquet"]
@@ -72,7 +72,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "parts": "parts",
         "truncated": "yes or no",
         "completion_tokens": "whole",
-        **dict.fromkeys(("prompt", "completion", "ended_by", "origin"), "text"),
+        **dict.fromkeys(("prompt", "completion", "ended_by", "task", "origin"), "text"),
         "again": "whole",
         **dict.fromkeys(("columns", "messages", "notes"), "text"),
     },
@@ -96,18 +96,28 @@ _COLUMNS: dict[str, dict[str, str]] = {
 
 
 def _rollouts(store: Store, steps: int) -> Iterator[Row]:
-    """With what their examples and environments say of them, as JSON text."""
+    """Of the first so many steps."""
     for step in range(steps):
-        details = store.rollout_details(step)
-        for view in store.rollouts(RolloutFilter(step=step, limit=sys.maxsize)):
-            detail = details[view.id]
-            yield {
-                **asdict(view),
-                **asdict(detail),
-                "columns": _plain_json(detail.columns),
-                "messages": _plain_json(detail.messages),
-                "notes": _plain_json(detail.notes),
-            }
+        with closing(store.every_rollout(RolloutFilter(step=step))) as found:
+            yield from starmap(_rollout, found)
+
+
+def rollout_lines(store: Store, wanted: RolloutFilter) -> Generator[str]:
+    """The lines that `rollouts.jsonl` would have of these rollouts."""
+    with closing(store.every_rollout(wanted)) as found:
+        for row in starmap(_rollout, found):
+            yield _line(_COLUMNS["rollouts"], _encodable(row))
+
+
+def _rollout(view: RolloutView, detail: RolloutDetail) -> Row:
+    """With what its example and its environment say of it, as JSON text."""
+    return {
+        **asdict(view),
+        **asdict(detail),
+        "columns": _plain_json(detail.columns),
+        "messages": _plain_json(detail.messages),
+        "notes": _plain_json(detail.notes),
+    }
 
 
 def _metric_columns(store: Store) -> dict[str, str]:
@@ -180,8 +190,12 @@ def _encodable(row: Mapping[str, Any]) -> Row:
 def _write_jsonl(file: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
     with file.open("w", encoding="utf-8") as opened:
         for row in rows:
-            plain = durable.without_nan({name: row[name] for name in columns})
-            opened.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+            opened.write(_line(columns, row))
+
+
+def _line(columns: Iterable[str], row: Row) -> str:
+    plain = durable.without_nan({name: row[name] for name in columns})
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _write_parquet(file: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import plain_number, plain_text
 from groupwise.runs.query import PROMPT, Plan, plan_of, rollout_query, text_query
-from groupwise.runs.records import RolloutFilter, RolloutView
+from groupwise.runs.records import RolloutDetail, RolloutFilter, RolloutView
 from groupwise.runs.tables import read_parts
 from groupwise.types import RewardPart
 
@@ -74,12 +74,25 @@ def draws_of(db: Database, example: int, limit: int, offset: int) -> list[int]:
     return [draw for (draw,) in rows]
 
 
-def every_rollout(db: Database, wanted: RolloutFilter) -> Generator[RolloutView]:
-    """All rollouts that the filter asks for, as they are found; its limit and offset are not looked at."""
+def every_rollout(
+    db: Database, wanted: RolloutFilter
+) -> Generator[tuple[RolloutView, RolloutDetail]]:
+    """All rollouts that the filter asks for, as they are found, with all that is known of them; its limit and offset are not looked at."""
     wanted = replace(wanted, limit=-1, offset=0)
     query, values = rollout_query(wanted, plan_of(db, wanted))
     for rows in db.stream(query, values, AT_ONCE):
-        yield from _views(db, [id for (id,) in rows])
+        ids = [id for (id,) in rows]
+        details = _details(db, ids)
+        yield from ((view, details[view.id]) for view in _views(db, ids))
+
+
+def _details(db: Database, ids: Sequence[int]) -> dict[int, RolloutDetail]:
+    rows = db.all(
+        "SELECT rollouts.id, origin, again, columns, messages, notes FROM json_each(?) AS chosen"
+        " CROSS JOIN rollouts ON rollouts.id = chosen.value CROSS JOIN groups ON groups.draw = rollouts.draw",
+        (json.dumps(ids),),
+    )
+    return {id: RolloutDetail(*detail) for id, *detail in rows}
 
 
 def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:

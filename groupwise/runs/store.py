@@ -281,8 +281,9 @@ class Store:
             ((origin, again, unpack_json(columns)) for origin, again, columns in found), None
         )
 
-    def every_rollout(self, wanted: RolloutFilter) -> Generator[RolloutView]:
-        """All rollouts that the filter asks for, one after the other, of one state of the record; its limit and offset are not looked at.
+    def every_rollout(self, wanted: RolloutFilter) -> Generator[tuple[RolloutView, RolloutDetail]]:
+        """All rollouts that the filter asks for, one after the other, of one state of the record, each with what lists leave out; limit and
+        offset of the filter are not looked at.
 
         For a store that nothing else is asked meanwhile; of a million some hundred are in memory.
         """
@@ -304,15 +305,6 @@ class Store:
     def failures(self, most: int = 20, newest: int = 5_000) -> list[FailureKind]:
         """Why the newest rollouts without a score have none, by kind, the most frequent first."""
         return failure_kinds(self._db, most, newest)
-
-    def rollout_details(self, step: int) -> dict[int, RolloutDetail]:
-        """What the views of a step's rollouts leave out, by their ids."""
-        rows = self._db.all(
-            "SELECT rollouts.id, origin, again, columns, messages, notes FROM rollouts"
-            " CROSS JOIN groups ON groups.draw = rollouts.draw WHERE rollouts.step = ?",
-            (step,),
-        )
-        return {id: RolloutDetail(*detail) for id, *detail in rows}
 
     def group_rewards(self, first: int, last: int) -> list[GroupReward]:
         """The rewards of all groups of the steps `first` to `last`, in order of training; those without a score are left out."""

@@ -35,6 +35,10 @@ MOST_FORM = 64 * 1024
 """Bytes of a form."""
 
 
+LARGEST = 2**63 - 1
+"""Whole number that a record can be asked about."""
+
+
 class Query(BaseModel):
     """What an address may say behind its question mark; an empty value is none."""
 

@@ -94,12 +94,14 @@ def number(value: float | None, digits: int = 4) -> str:
         return f"{value:.{digits - 1}g}"
     if abs(value) >= 10**digits:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.3f}"
+    if abs(value) >= 1:
+        return f"{value:.{digits}g}"
+    return f"{value:.3f}" if abs(value) >= 0.1 or not value else f"{value:.3g}"
 
 
 def moment(seconds: float | None) -> str:
-    """A point in time, as the machine of the dashboard has it."""
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    """A point in time, in the zone of the dashboard's machine, which is named."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
 
 
 def ago(seconds: float | None) -> str:

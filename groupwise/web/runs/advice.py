@@ -39,8 +39,9 @@ ALL = (
     Advice(
         "completions/clipped_ratio",
         lambda value: value > 0.3,
-        "{value} of the completions are cut off by the length limit, mostly before their answer.",
-        "Raise sampler.max_completion_length, or reward brevity; read some of the longest completions first.",
+        "{value} of the completions of the last steps are cut off by the length limit.",
+        "Read some of them: where the answer is missing, raise sampler.max_completion_length; where it came before, reward brevity or set "
+        "sampler.stop.",
     ),
     Advice(
         "rollouts/unscored",

@@ -21,7 +21,7 @@ from groupwise.runs.asked import AskedFilter
 from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.records import GroupAsked, GroupScore, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
-from groupwise.web.pages import Page, Query, Visit, shown
+from groupwise.web.pages import LARGEST, Page, Query, Visit, shown
 from groupwise.web.runs.comparing import differences
 from groupwise.web.runs.reading import LISTED, MOST_TASKS
 
@@ -48,7 +48,7 @@ class Asked(Query):
 
     a: str = ""
     b: str = ""
-    example: int | None = Field(None, ge=0)
+    example: int | None = Field(None, ge=0, le=LARGEST)
     """Of A."""
     task: str | None = None
     order: Literal["changed", "better", "worse"] = "changed"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.errors import RunNotFoundError, UsageError
-from groupwise.evaluation.measures import measure
+from groupwise.evaluation.measures import REWARD, is_share, measure
 from groupwise.evaluation.results import read_result
-from groupwise.evaluation.statistics import share_with_interval
+from groupwise.evaluation.statistics import interval_at_once
 from groupwise.review.compare import Side, side_of_file
 from groupwise.runs.folder import RESULTS
 from groupwise.runs.records import EvaluationRecord
@@ -28,7 +28,7 @@ PASS = re.compile(r"pass@(\d+)")
 MOST_FILES = 500
 """Of a run's results, the newest, that are read."""
 MOST_WITH_INTERVALS = 20
-"""Recorded evaluations, the newest, of which every answer is read for the intervals of pass@k."""
+"""Recorded evaluations, the newest, of which every answer is read for their intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _of_record(record: EvaluationRecord, intervals: Mapping[str, tuple[float, fl
 
 
 def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[float, float]]:
-    names = tuple(name for name in record.metrics if PASS.fullmatch(name))
+    names = tuple(name for name in record.metrics if name == REWARD or is_share(name))
     values = tuple(record.metrics[name] for name in names)
     key = (str(store.path), record.step, record.name, record.policy, names, values)
     if names and key not in _KEPT:
@@ -127,7 +127,7 @@ def _of_rows(
         name: (interval.low, interval.high)
         for name, each in measured.items()
         if each and each.values
-        for interval in [share_with_interval(list(each.values.values()))]
+        for interval in [interval_at_once(list(each.values.values()), share=is_share(name))]
     }
 
 

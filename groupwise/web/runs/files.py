@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from groupwise.errors import RunNotFoundError
-from groupwise.runs.durable import without_nan
 from groupwise.runs.find import final_step
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
+from groupwise.runs.record_files import rollout_lines
 from groupwise.runs.records import RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Visit, shown
@@ -56,7 +59,7 @@ def whole(visit: Visit) -> Response:
     folder = _folder(path, visit.named("where"))
     name = f"{_plain(path.name)}-{folder.name}"
     headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
-    return StreamingResponse(archive(folder, name), media_type="application/zip", headers=headers)
+    return Sent(archive(folder, name), media_type="application/zip", headers=headers)
 
 
 def file(visit: Visit) -> Response:
@@ -70,20 +73,33 @@ def file(visit: Visit) -> Response:
 
 
 def export(visit: Visit) -> Response:
-    """All rollouts that a search finds, one JSON object a line, as `groupwise runs export` writes them."""
+    """All rollouts that a search finds, one JSON object a line, as `groupwise runs export --to jsonl` writes them."""
     path = visit.place.run(visit.named("run"))
     asked = visit.query(Asked)
+    store = Store.open(path / RECORD, readonly=True)
     headers = {"Content-Disposition": f'attachment; filename="{_plain(path.name)}-rollouts.jsonl"'}
-    return StreamingResponse(
-        _lines(path, asked.wanted), media_type="application/x-ndjson", headers=headers
-    )
+    return Sent(_lines(store, asked.wanted), media_type="application/x-ndjson", headers=headers)
 
 
-def _lines(path: Path, wanted: RolloutFilter) -> Iterator[bytes]:
-    with Store.open(path / RECORD, readonly=True) as store:
-        for each in store.every_rollout(wanted):
-            line = json.dumps(without_nan(asdict(each)), ensure_ascii=False)
-            yield line.encode("utf-8", "surrogatepass") + b"\n"
+def _lines(store: Store, wanted: RolloutFilter) -> Generator[bytes]:
+    with store, closing(rollout_lines(store, wanted)) as lines:
+        for line in lines:
+            yield line.encode("utf-8", "replace")
+
+
+class Sent(StreamingResponse):
+    """A long answer, whose making ends with it, also where whoever asked has gone: what it reads is not held open."""
+
+    def __init__(self, pieces: Generator[bytes], **more: Any) -> None:
+        super().__init__(pieces, **more)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._pieces.close))
 
 
 def _folder(run: Path, where: str) -> Path:

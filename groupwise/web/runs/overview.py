@@ -17,6 +17,7 @@ from groupwise.runs.store import Store
 from groupwise.web.index import Listed
 from groupwise.web.pages import Page, Visit, live_of, shown
 from groupwise.web.runs.advice import advice_on
+from groupwise.web.runs.archive import files_of
 from groupwise.web.runs.curves import plots_of
 from groupwise.web.runs.evaluated import evaluations_of
 
@@ -58,6 +59,7 @@ def run(visit: Visit) -> Page:
     data |= {
         "checkpoints": _checkpoints(path),
         "final_step": final_step(path) if (path / FINAL).is_dir() else None,
+        "final_bytes": _bytes_of(path / FINAL),
         "summary": _quietly(read_summary, path),
         "log": _end_of(path / LOG),
     }
@@ -119,7 +121,8 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
 def _bytes_of(folder: Path) -> int | None:
     """None: it was removed a moment ago, as checkpoints are of which there are enough."""
     try:
-        return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        folder.stat()
+        return sum(file.stat().st_size for file in files_of(folder))
     except OSError:
         return None
 

@@ -14,7 +14,7 @@ from groupwise.runs.records import GroupScore, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 from groupwise.runs.tables import prompt_text
 from groupwise.types import Group, Rollout
-from groupwise.web.pages import Page, Query, Visit, live_of, shown
+from groupwise.web.pages import LARGEST, Page, Query, Visit, live_of, shown
 from groupwise.web.runs.overview import head_of
 from groupwise.web.runs.tokens import segments_of, tokenizer_of, without_ratios
 
@@ -47,15 +47,15 @@ UNSCORED = ("failed", "timed_out")
 class Asked(Query):
     """Which rollouts."""
 
-    step: int | None = Field(None, ge=0)
-    example: int | None = Field(None, ge=0)
+    step: int | None = Field(None, ge=0, le=LARGEST)
+    example: int | None = Field(None, ge=0, le=LARGEST)
     task: str | None = None
     outcome: Literal["scored", "failed", "timed_out", "unscored", "pending"] | None = None
     part: str | None = None
-    low: float | None = None
-    high: float | None = None
-    shortest: int | None = Field(None, ge=0)
-    longest: int | None = Field(None, ge=0)
+    low: float | None = Field(None, allow_inf_nan=False)
+    high: float | None = Field(None, allow_inf_nan=False)
+    shortest: int | None = Field(None, ge=0, le=LARGEST)
+    longest: int | None = Field(None, ge=0, le=LARGEST)
     truncated: Literal["yes", "no"] | None = None
     text: str | None = Field(None, max_length=500)
     order: Literal["newest", "draw", "best", "worst"] = "newest"

@@ -153,13 +153,13 @@ def test_one_step_or_evaluation_is_read_at_a_time(store, tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "metrics", None)
     monkeypatch.setattr(record_files, "ROWS_AT_ONCE", 1)
     asked: list[int | None] = []
-    plain = Store.rollouts
+    plain = Store.every_rollout
 
-    def rollouts(self: Store, wanted: Any) -> Any:
+    def every_rollout(self: Store, wanted: Any) -> Any:
         asked.append(wanted.step)
         return plain(self, wanted)
 
-    monkeypatch.setattr(Store, "rollouts", rollouts)
+    monkeypatch.setattr(Store, "every_rollout", every_rollout)
     read = record_files._rollouts(store, 3)
     next(read)
     assert asked == [0]

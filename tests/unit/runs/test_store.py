@@ -902,10 +902,10 @@ class TestRollouts:
             wanted = RolloutFilter(order="best", min_reward=0.5, limit=1, offset=3)
             expected = reader.rollouts(replace(wanted, limit=99, offset=0))
             found = reader.every_rollout(wanted)
-            views = [next(found)]
+            views = [next(found)[0]]
             fill(writer, 1, start=2)
             with ThreadPoolExecutor(1) as elsewhere:
-                views += elsewhere.submit(list, found).result()
+                views += [view for view, _ in elsewhere.submit(list, found).result()]
             assert views == expected != []
             assert len(reader.rollouts(replace(wanted, limit=99, offset=0))) > len(expected)
             broken_off = reader.every_rollout(RolloutFilter())

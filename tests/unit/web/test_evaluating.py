@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.evaluation.statistics import mean_with_interval, share_with_interval
+from groupwise.evaluation.statistics import interval_at_once, mean_with_interval
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.web.app import make_app
@@ -168,13 +168,13 @@ async def test_pass_at_k_has_intervals(run: Path) -> None:
 
 def test_the_quick_interval_is_near_the_bootstrap() -> None:
     values = [(n % 5) / 4 for n in range(200)]
-    quick, whole = share_with_interval(values), mean_with_interval(values)
+    quick, whole = interval_at_once(values, share=True), mean_with_interval(values)
     assert quick.value == whole.value
     assert abs(quick.low - whole.low) < 0.01
     assert abs(quick.high - whole.high) < 0.01
     for plain in ([1.0] * 7, [0.0, 1.0], [0.5]):
-        assert share_with_interval(plain) == mean_with_interval(plain)
-    edge = share_with_interval([0.01, 0.0, 0.5])
+        assert interval_at_once(plain, share=True) == mean_with_interval(plain)
+    edge = interval_at_once([0.01, 0.0, 0.5], share=True)
     assert edge.low == 0.0
 
 
