@@ -1,4 +1,8 @@
-"""Who has asked a server since it began: for each key how much, what last, and what went wrong last."""
+"""Who has asked a server since it began: for each key how much, what last, and what went wrong last.
+
+Whoever only looks asks for nothing: a dashboard does it each second, under the key of those whose requests it shows. So `LOOKS` are not
+counted, and neither are requests that take no key, such as health checks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ from dataclasses import dataclass
 
 from groupwise.http.caller import Caller
 from groupwise.wire.keys import Role
+
+LOOKS = frozenset({"GET /status", "GET /activity", "GET /metrics"})
+"""Routes that tell how a server is doing."""
 
 
 @dataclass(slots=True)
@@ -32,7 +39,9 @@ class Clients:
         self._seen: dict[str, Seen] = {}
 
     def note(self, caller: Caller, request: str, code: str) -> None:
-        """A request of theirs was answered; `code` of the problem, if it was one."""
+        """A request of theirs was answered; `code` of the problem, if it was one. `LOOKS` are passed over."""
+        if request in LOOKS:
+            return
         now = self.clock()
         seen = self._seen.setdefault(caller.key_id, Seen(caller.key_id, caller.role, now))
         seen.role, seen.last, seen.last_request = caller.role, now, request

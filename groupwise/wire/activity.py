@@ -57,7 +57,7 @@ class PlannedStep(Answer):
 
 
 class KnownClient(Answer):
-    """Somebody who has asked since the server began, by their key."""
+    """Somebody who has asked since the server began, by their key; GET /status, /activity and /metrics only look, and do not count."""
 
     key_id: str = Field(description="Of the API key; `local` without keys.")
     role: str = Field(description="What the key may.")

@@ -23,7 +23,7 @@ PASSING = {
     "waiting": {"__all__": {"seconds"}},
     "sessions": {"__all__": {"silent_seconds", "let_go_seconds"}},
 }
-"""What is another value each second, or because we have asked, and no news."""
+"""What is another value each second, or with each request, and no news."""
 
 
 class ServerLike(Protocol):

@@ -116,7 +116,10 @@ async def test_clients_are_told_by_their_keys_with_what_went_wrong_last() -> Non
     ring, keys = keyring()
     async with client_of(app_of(FakeService(), ring)) as client:
         as_reader = {"X-API-Key": keys[Role.READ]}
-        await client.get("/status", headers={"X-API-Key": keys[Role.TRAIN]})
+        await client.get("/checkpoints", headers={"X-API-Key": keys[Role.TRAIN]})
+        for looks in ("/status", "/activity", "/metrics", "/healthz"):
+            looked = await client.get(looks, headers={"X-API-Key": keys[Role.TRAIN]})
+            assert looked.status_code == 200
         assert (await client.post("/start", json={}, headers=as_reader)).status_code == 403
         assert (await client.get("/status", headers={"X-API-Key": "gw-unknown"})).status_code == 401
         answer = await client.get("/activity", headers=as_reader)
@@ -127,8 +130,9 @@ async def test_clients_are_told_by_their_keys_with_what_went_wrong_last() -> Non
     assert (reader.role, reader.requests, reader.refused) == ("read", 1, 1)
     assert (reader.last_request, reader.last_problem) == ("POST /start", "forbidden")
     assert (trainer.role, trainer.requests, trainer.refused) == ("train", 1, 0)
-    assert (trainer.last_request, trainer.last_problem) == ("GET /status", None)
-    assert ActivityAnswer.model_validate_json(again.content).clients[0].requests == 2
+    assert (trainer.last_request, trainer.last_problem) == ("GET /checkpoints", None)
+    known = ActivityAnswer.model_validate_json(again.content).clients
+    assert [each.requests for each in known] == [1, 1], "whoever only looks asks for nothing"
 
 
 def test_clients_of_the_library_ask_for_it() -> None:

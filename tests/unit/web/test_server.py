@@ -153,6 +153,15 @@ async def test_a_server_on_which_nothing_was_begun(tmp_path: Path) -> None:
     assert "No client trains by verbs" in page.text
 
 
+async def test_who_has_just_come_waits_for_less_than_a_second(tmp_path: Path) -> None:
+    told = everything()
+    waiting = [WaitingRequest(key_id="bob", groups=1, seconds=0.2)]
+    told.said = (told.said[0], told.said[1].model_copy(update={"waiting": waiting}))
+    async with client_of(told, tmp_path) as client:
+        page = await client.get("/server")
+    assert '<td class="num">less than 1 s</td>' in page.text
+
+
 async def test_settings_that_a_client_left_out_are_missed_by_nobody(tmp_path: Path) -> None:
     for settings in ({}, None):
         plain = Told(
