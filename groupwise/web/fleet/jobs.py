@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from groupwise.errors import UsageError
 from groupwise.fleet.states import FINAL, JobStatus
+from groupwise.web.fleet.attempts import axis, described, expect_one, names, timeline
 from groupwise.web.fleet.machines import LIVE, Action, changes, of, words_of
-from groupwise.web.fleet.watched import Document
+from groupwise.web.fleet.watched import Document, FleetLike
 from groupwise.web.pages import Page, Query, Visit, done, shown
 from groupwise.web.templates import text
+from groupwise.wire.fleet import MOST_SERIAL, LogPart
 
 PER_PAGE = 50
 TAIL = 300
 """Lines of a log that a page shows."""
 TEXT_LIMIT = 200_000
 """Characters of them."""
+MOST_OF_REASON = 1000
+"""Characters of why somebody cancels a job, as an API takes them."""
+
+
+def _cancel(fleet: FleetLike, job: str, form: Mapping[str, str]) -> Document:
+    reason = form.get("reason", "").strip()
+    if len(reason) > MOST_OF_REASON:
+        raise UsageError(f"The reason has {len(reason)} characters; {MOST_OF_REASON} at most.")
+    return fleet.cancel(job, reason or None)
+
+
 ACTIONS: Mapping[str, Action] = {
-    "cancel": Action("Cancel", lambda fleet, job: fleet.cancel(job), ("queued", "pending", "held", "running")),
-    "hold": Action("Hold", lambda fleet, job: fleet.hold(job), ("queued", "pending")),
-    "release": Action("Release", lambda fleet, job: fleet.release(job), ("held",)),
-    "retry": Action("Retry", lambda fleet, job: fleet.retry(job), ("failed", "cancelled")),
-}  # fmt: skip
+    "cancel": Action("Cancel", _cancel, ("queued", "pending", "held", "running")),
+    "hold": Action("Hold", lambda fleet, job, _: fleet.hold(job), ("queued", "pending")),
+    "release": Action("Release", lambda fleet, job, _: fleet.release(job), ("held",)),
+    "retry": Action("Retry", lambda fleet, job, _: fleet.retry(job), ("failed", "cancelled")),
+}
 """What may be done with a job."""
-WIDTH = 1000.0
-"""Of the picture of its attempts, in units of its own."""
 
 
 class Asked(Query):
@@ -43,8 +57,8 @@ class Asked(Query):
 class Log(Query):
     """Which part of a log."""
 
-    epoch: int | None = Field(None, ge=1)
-    offset: int = Field(0, ge=0)
+    epoch: int | None = Field(None, ge=1, le=MOST_SERIAL)
+    offset: int = Field(0, ge=0, le=MOST_SERIAL)
 
 
 def jobs(visit: Visit) -> Page:
@@ -64,38 +78,67 @@ def jobs(visit: Visit) -> Page:
 def job(visit: Visit) -> Page:
     """All about one."""
     asked, name = visit.query(Log), visit.named("job")
-    found = of(visit).ask(lambda fleet: fleet.show(name))
+    found = described(of(visit).ask(lambda fleet: fleet.show(name)))
+    attempts = found["attempts"]
+    expect_one(name, asked.epoch, [each["epoch"] for each in attempts])
     part = of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, tail=TAIL))
+    if asked.epoch not in (None, part.epoch):  # it wrote nothing, and what follows is of another
+        part = LogPart(b"", asked.epoch, 0, part.ended)
     over = found["status"] in FINAL
     follows = not over and asked.epoch is None
     now = of(visit).status()["time"]
     beginning = whole_letters(part.data) if follows else part.data
     data = {
         "job": found,
+        "command": shlex.join(found["arguments"] or ()),
+        "ran": ran(found, now),
         "log": beginning.decode("utf-8", "replace")[-TEXT_LIMIT:],
         "epoch": part.epoch,
+        "attempt": names(attempts).get(part.epoch or 0),
         "offset": part.offset - len(part.data) + len(beginning),
         "follows": follows,
-        "timeline": timeline(found["attempts"], now),
-        "span": span(found["attempts"], now),
+        "timeline": timeline(attempts, now),
+        "axis": axis(attempts, now),
         "actions": words_of(ACTIONS, found["status"]),
     }
     return Page("fleet_job.html", data, live="" if over else LIVE)
 
 
+def ran(job: Document, now: float) -> float | None:
+    """Seconds from its start until its end, or now; None: it has not begun."""
+    if job["start_time"] is None:
+        return None
+    end = now if job["end_time"] is None else _seconds(job["end_time"])
+    return max(0.0, end - _seconds(job["start_time"]))
+
+
+def _seconds(iso: str) -> float:
+    return datetime.fromisoformat(iso).timestamp()
+
+
 def log(visit: Visit) -> Response:
-    """What a log has from some place on, at most a piece of it; and where the next one begins."""
+    """What a log has from some place on, at most a piece of it; and where the next one begins. Without `epoch` of the newest attempt."""
     asked, name = visit.query(Log), visit.named("job")
-    part = of(visit).ask(lambda fleet: fleet.log(name, epoch=asked.epoch, offset=asked.offset))
+    epochs = of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
+    expect_one(name, asked.epoch, epochs)
+    epoch = asked.epoch or max(epochs, default=None)
+    part = of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=asked.offset))
     data = part.data if part.ended else whole_letters(part.data)
     return JSONResponse(
         {
             "text": text(data.decode("utf-8", "replace"), len(data)),
             "epoch": part.epoch,
+            "attempt": None if part.epoch == asked.epoch else _called(visit, name, part.epoch),
             "offset": part.offset - len(part.data) + len(data),
             "ended": part.ended,
         }
     )
+
+
+def _called(visit: Visit, name: str, epoch: int | None) -> str | None:
+    """The attempt of which a log is, where whoever reads it may not know that yet."""
+    found = of(visit).ask(lambda fleet: fleet.show(name))
+    return names(found["attempts"]).get(epoch or 0)
 
 
 def whole_letters(data: bytes) -> bytes:
@@ -108,37 +151,6 @@ def whole_letters(data: bytes) -> bytes:
         if first < 0b1000_0000:
             break
     return data
-
-
-def span(attempts: list[Document], now: float) -> list[float]:
-    """From the beginning of the first attempt until the end of the last one, or now; nothing where there is none."""
-    if not attempts:
-        return []
-    begin = min(each["created_at"] for each in attempts)
-    return [begin, max(begin, *(each["ended_at"] or now for each in attempts))]
-
-
-def timeline(attempts: list[Document], now: float) -> list[Document]:
-    """Bars over their span: what of each attempt was waiting, and what ran."""
-    if not attempts:
-        return []
-    begin, end = span(attempts, now)
-    scale = WIDTH / max(end - begin, 1e-9)
-
-    def bar(each: Document) -> Document:
-        ended = each["ended_at"] or now
-        runs = each["running_at"] or ended
-        return {
-            "epoch": each["epoch"],
-            "outcome": each["outcome"] or each["state"],
-            "x": (each["created_at"] - begin) * scale,
-            "waits": max(1.0, (runs - each["created_at"]) * scale),
-            "runs_at": (runs - begin) * scale,
-            "runs": max(1.0, (ended - runs) * scale),
-            "seconds": ended - each["created_at"],
-        }
-
-    return [bar(each) for each in attempts]
 
 
 ROUTES = (

@@ -28,8 +28,8 @@ async function follow(element) {
     const answer = await fetch(`${element.dataset.log}?${query}`, { headers: { Accept: "application/json" } });
     if (!answer.ok) return "nothing";
     const found = await answer.json();
+    if (epoch && found.epoch && String(found.epoch) !== epoch) add(element, `\n— attempt ${found.attempt} —\n`);
     if (found.text) add(element, found.text);
-    if (epoch && found.epoch && String(found.epoch) !== epoch) add(element, `\n— attempt ${found.epoch} —\n`);
     epoch = String(found.epoch ?? "");
     offset = String(found.offset);
     return found.ended ? "ended" : found.text ? "more" : "nothing";

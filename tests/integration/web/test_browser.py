@@ -36,7 +36,8 @@ from groupwise.web.ticking import ending
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
 from tests.integration.server.running import running
 from tests.serving import listening
-from tests.unit.web.test_fleet import direct, migrated_file, small
+from tests.unit.fleet.verbs.conftest import SmallFleet
+from tests.unit.web.test_fleet import direct, ends, migrated_file, small
 from tests.web_runs import HOSTILE, add_step, write_run
 
 __all__ = ["direct", "migrated_file", "small"]
@@ -513,6 +514,45 @@ def test_a_log_grows_where_somebody_reads_it(
         size = log.evaluate("element => element.textContent.length")
         assert size < 2_300_000, "what is long gone is not kept"
         assert "line 0\n" not in (log.text_content() or "")
+        assert visitor.wrong == []
+
+
+def test_rows_of_jobs_stay_low_and_nothing_touches_what_stands_below_it(
+    visit: Callable[..., Visitor], direct: DirectFleet, small: SmallFleet, tmp_path: Path
+) -> None:
+    small.job("failed", name="a long name of a job", failure_reason="its memory was too small " * 9)
+
+    def room(visitor: Visitor, upper: str, lower: str) -> float:
+        boxes = [visitor.page.locator(each).first.bounding_box() for each in (upper, lower)]
+        assert boxes[0] is not None
+        assert boxes[1] is not None
+        return boxes[1]["y"] - boxes[0]["y"] - boxes[0]["height"]
+
+    with shown(tmp_path / "runs", fleet=direct) as address:
+        visitor = visit(address, viewport=PHONE)
+        visitor.goes("/fleet")
+        rows = [each.bounding_box() for each in visitor.page.locator("#jobs tbody tr").all()]
+        assert all(row is not None and row["height"] < 100 for row in rows)
+        assert room(visitor, "h1", ".tiles") >= 8
+        visitor.goes("/fleet/jobs/running-1")
+        assert room(visitor, ".sure summary", ".pairs") >= 8
+        visitor.page.get_by_text("Cancel", exact=True).click()
+        assert room(visitor, ".sure button", ".pairs") >= 8
+
+
+def test_a_log_says_where_the_next_attempt_begins(
+    visit: Callable[..., Visitor], direct: DirectFleet, small: SmallFleet, tmp_path: Path
+) -> None:
+    job = small.job("running", job_id="tried")
+    epochs = [ends(small, job, number, {}) for number in range(2)]
+    append(make(direct.place.logs, job, epochs[0]), 0, b"the first\n")
+    with shown(tmp_path / "runs", fleet=direct) as address:
+        visitor = visit(address)
+        visitor.goes("/fleet/jobs/tried")
+        expect(visitor.page.locator("#log")).to_have_text("Log of attempt 0")
+        append(make(direct.place.logs, job, epochs[1]), 0, b"the second\n")
+        log = visitor.page.locator(".log")
+        expect(log).to_have_text("the first\n\n— attempt 1 —\nthe second\n", use_inner_text=True)
         assert visitor.wrong == []
 
 

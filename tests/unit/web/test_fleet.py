@@ -7,20 +7,24 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from sqlalchemy.orm import Session
 
 from groupwise.fleet.client import FleetAway, FleetClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.database import connect as connect_to
+from groupwise.fleet.store.tables import Attempt, Checkpoint, Job
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
-from groupwise.web.fleet.jobs import span, timeline, whole_letters
+from groupwise.web.fleet.attempts import axis, facts, moments, names, span, timeline
+from groupwise.web.fleet.jobs import MOST_OF_REASON, whole_letters
 from groupwise.web.fleet.watched import WatchedFleet, lasting
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
@@ -110,6 +114,10 @@ async def test_what_they_say(client: httpx2.AsyncClient) -> None:
         ("/fleet/machines/none", 404),
         ("/fleet/jobs?status=odd", 422),
         ("/fleet/jobs/running-1?epoch=0", 400),
+        ("/fleet/jobs/running-1/log?offset=1" + "0" * 30, 400),
+        ("/fleet/jobs/running-1?epoch=99", 404),
+        ("/fleet/jobs/running-1/log?epoch=99", 404),
+        ("/fleet/jobs/waiting-1?epoch=1", 404),
     ):
         problem = await client.get(path, headers={"accept": "application/json"})
         assert problem.status_code == status, path
@@ -126,6 +134,7 @@ async def test_a_log_goes_on_where_the_page_ends(
     assert nothing == {
         "text": "",
         "epoch": shown["epoch"],
+        "attempt": None,
         "offset": shown["offset"],
         "ended": False,
     }
@@ -177,7 +186,7 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
                 found = (await elsewhere.get(path + format)).json()
                 expected = (await here.get(path + format)).json()
                 for each in (found, expected):
-                    for ends_now in ("timeline", "span"):  # which is another now
+                    for ends_now in ("timeline", "axis", "ran"):  # which is another now
                         each.pop(ends_now, None)
                 assert lasting(found) == lasting(expected), path
             log = (await elsewhere.get("/fleet/jobs/running-1/log?epoch=1")).json()
@@ -336,11 +345,15 @@ def test_attempts_lie_on_one_line_of_time() -> None:
     def attempt(epoch: int, *times: float | None) -> dict[str, Any]:
         created, running, ended = times
         known = {"created_at": created, "running_at": running, "ended_at": ended}
-        return {"epoch": epoch, "outcome": None, "state": "running", **known}
+        called = {"epoch": epoch, "generation": 0, "number": epoch - 1}
+        return {**called, "outcome": None, "state": "running", **known}
 
     first, second = timeline([attempt(1, 100, 110, 150), attempt(2, 160, 180, None)], now=200.0)
     assert (first["x"], first["waits"], first["runs_at"], first["runs"]) == (0, 100, 100, 400)
     assert (second["x"], second["runs_at"], second["runs"]) == (600, 800, 200)
+    assert [first["name"], second["name"]] == ["0", "1"]
+    assert axis([], 1.0) == []
+    assert len(axis([attempt(1, 100, 110, 150)], now=200.0)) == 3
     assert timeline([], 1.0) == []
     assert span([attempt(1, 100, 110, 150), attempt(2, 160, 180, None)], now=200.0) == [100, 200]
     assert span([attempt(1, 100, 110, 150)], now=200.0) == [100, 150]
@@ -356,7 +369,7 @@ async def test_machines_are_an_admins_and_events_say_who_it_was(
         async with client_of(direct, tmp_path, ring) as client:
             client.headers["authorization"] = f"Bearer {keys[role].key}"
             page = await client.get("/fleet/machines/box-1", headers={"accept": "text/html"})
-            assert ("place nothing new there" in page.text) is (role is Role.ADMIN)
+            assert ("start no new jobs there" in page.text) is (role is Role.ADMIN)
             answer = await client.post("/fleet/machines/box-1", data={"action": "drain"})
             assert answer.status_code == status
             answer = await client.post("/fleet/jobs/waiting-1", data={"action": "hold"})
@@ -379,3 +392,221 @@ async def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
             watched.ask(lambda fleet: fleet.show("waiting-1"))
     finally:
         answer.set()
+
+
+# What a job's page says
+
+
+async def shown_of(client: httpx2.AsyncClient, path: str) -> str:
+    return (await client.get(path, headers={"accept": "text/html"})).text
+
+
+def ends(small: SmallFleet, job: str, number: int, evidence: dict[str, Any]) -> int:
+    """An attempt of this number that has failed, with a checkpoint of its own. Its epoch."""
+
+    def write(session: Session) -> int:
+        now = seconds(session)
+        attempt = Attempt(job_id=job, generation=0, number=number, created_at=now - 60, owner="d")
+        session.add(attempt)
+        session.flush()
+        for state in ("launching", "running", "collecting", "ended"):
+            if state == "ended":
+                attempt.outcome, attempt.evidence, attempt.ended_at = "failed", evidence, now
+            attempt.state = state
+            session.flush()
+        attempt.cleanup = "clean"
+        left = {"path": f"out/{number}", "step": 10, "manifest": {}, "mirrored_at": now}
+        session.add(Checkpoint(job_id=job, generation=0, epoch=attempt.epoch, **left))
+        return attempt.epoch
+
+    return small.database.run(write)
+
+
+async def test_an_attempt_has_one_name_wherever_it_is_spoken_of(
+    client: httpx2.AsyncClient, direct: DirectFleet, small: SmallFleet
+) -> None:
+    job = small.job("running", job_id="tried", spec={"arguments": ["sh", "-c", "echo 'a b' $X"]})
+    first, second = (ends(small, job, number, {}) for number in range(2))
+    assert (first, second) == (2, 3)
+    append(make(direct.place.logs, job, second), 0, b"the second\n")
+    page = await shown_of(client, "/fleet/jobs/tried")
+    assert "Log of attempt 1</h2>" in page
+    assert "<b>attempt 1</b>" in page
+    assert "<title>attempt 1: failed" in page
+    assert '<td>1</td><td dir="auto">out/1</td>' in page
+    assert "attempt 2" not in page
+    assert "<span>epoch 3</span>" in page, "by which `groupwise fleet logs --epoch` knows it"
+    earlier = (await client.get(f"/fleet/jobs/tried?epoch={first}&format=json")).json()
+    assert (earlier["attempt"], earlier["log"]) == ("0", ""), "not what the next one wrote"
+    assert earlier["command"] == "sh -c 'echo '\"'\"'a b'\"'\"' $X'", "as a shell takes it"
+    missing = await client.get("/fleet/jobs/tried?epoch=99", headers={"accept": "text/html"})
+    assert missing.status_code == 404
+    assert "There are: 2, 3." in missing.text
+
+
+def test_attempts_with_the_same_number_are_told_apart() -> None:
+    def attempt(epoch: int, generation: int, number: int) -> dict[str, Any]:
+        return {"epoch": epoch, "generation": generation, "number": number}
+
+    assert names([attempt(7, 0, 0), attempt(9, 1, 0)]) == {7: "0", 9: "0 of generation 1"}
+    void = names([attempt(7, 0, 0), attempt(8, 0, 0), attempt(9, 0, 1)])
+    assert void == {7: "0 (epoch 7)", 8: "0 (epoch 8)", 9: "1"}
+
+
+async def test_a_log_without_an_epoch_is_that_of_the_newest_attempt(
+    client: httpx2.AsyncClient, direct: DirectFleet, small: SmallFleet
+) -> None:
+    job = small.job("failed", job_id="over")
+    first, epoch = (ends(small, job, number, {}) for number in range(2))
+    append(make(direct.place.logs, job, first), 0, b"attempt 0\n")
+    append(make(direct.place.logs, job, epoch), 0, b"attempt 1\n")
+    log = "/fleet/jobs/over/log"
+    begins = (await client.get(f"{log}?offset=8")).json()
+    assert begins == {"text": "1\n", "epoch": epoch, "attempt": "1", "offset": 10, "ended": False}
+    beyond = (await client.get(f"{log}?offset=100000")).json()
+    assert (beyond["text"], beyond["offset"], beyond["ended"]) == ("", 100000, True)
+    assert {**beyond, "attempt": None} == (
+        await client.get(f"{log}?offset=100000&epoch={epoch}")
+    ).json()
+    none = (await client.get("/fleet/jobs/waiting-1/log?offset=5")).json()
+    assert (none["text"], none["epoch"], none["ended"]) == ("", None, False)
+
+
+async def test_evidence_and_events_are_told_in_words(
+    client: httpx2.AsyncClient, direct: DirectFleet, small: SmallFleet
+) -> None:
+    hostile = HOSTILE.replace("\x00", "").replace("\ud83d", "")
+    ended = {"code": 137, "signal": None, "oom_kill": True, "tail": f"step 1\n{hostile}"}
+    evidence = {"because": "exit code 137", hostile: 1, "members": [{"rank": 0, "exit": ended}]}
+    ends(small, small.job("running", job_id="tried"), 0, evidence)
+    await asyncio.to_thread(direct.cancel, "waiting-1", "<b>no need</b>")
+    page = await shown_of(client, "/fleet/jobs/tried")
+    for name, value in (("because", "exit code 137"), ("members exit code", "137"), ("members exit oom kill", "yes")):  # fmt: skip
+        assert f'<dt dir="auto">{name}</dt><dd class="value" dir="auto">{value}</dd>' in page
+    assert "step 1\n&lt;script&gt;" in page
+    for wrong in ("<script>doc", "<img src=x", "\x1b", "{&#34;", "members exit signal"):
+        assert wrong not in page, wrong
+    events = await shown_of(client, "/fleet/jobs/waiting-1")
+    assert "status: queued → cancelled" in events
+    assert "reason: &lt;b&gt;no need&lt;/b&gt;" in events
+
+
+def test_plain_data_becomes_names_and_values() -> None:
+    assert facts({"a": {"b_c": 1, "d": None}, "e": [1, "x"], "f": False}) == [
+        ("a b c", "1"),
+        ("e", '[1, "x"]'),
+        ("f", "no"),
+    ]
+    assert facts({"m": [{"r": 0}, {"r": 1}]}) == [("m 0 r", "0"), ("m 1 r", "1")]
+    deep: Any = "x"
+    for _ in range(20):
+        deep = {"n": deep}
+    [(name, value)] = facts(deep)
+    assert name == "n n n n n"
+    assert value.startswith('{"n": ')
+
+
+def test_a_day_is_said_once() -> None:
+    noon = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
+    assert moments(noon, noon + 61.0) == ["2026-03-04 12:00:00", "12:01:01"]
+    assert moments(noon, None) == ["2026-03-04 12:00:00"]
+    assert moments(noon, noon + 86400 * 2)[1].startswith("2026-03-06 ")
+
+
+async def test_a_job_says_when_it_ran_and_for_how_long(
+    client: httpx2.AsyncClient, small: SmallFleet
+) -> None:
+    begun = datetime(2026, 3, 4, 12, tzinfo=UTC)
+    job = small.job("completed", job_id="done")
+
+    def write(session: Session) -> None:
+        row = session.get_one(Job, job)
+        row.start_time, row.end_time = begun, begun + timedelta(seconds=200)
+
+    small.database.run(write)
+    page = await shown_of(client, "/fleet/jobs/done")
+    assert "<dt>took</dt><dd>3 min 20 s</dd>" in page
+    assert "<dt>started</dt>" in page
+    assert "<dt>ended</dt>" in page
+    waiting = await shown_of(client, "/fleet/jobs/waiting-1")
+    assert "<dt>started</dt>" not in waiting
+    assert "running for" not in waiting
+
+
+async def test_a_reason_goes_with_what_is_cancelled(
+    client: httpx2.AsyncClient, direct: DirectFleet
+) -> None:
+    path = "/fleet/jobs/waiting-1"
+    form = {"token": await token_of(client, path), "action": "cancel"}
+    long = {**form, "reason": "x" * (MOST_OF_REASON + 1)}
+    refused = await client.post(path, data=long, headers={"origin": HERE})
+    assert refused.status_code == 400
+    assert direct.show("waiting-1")["status"] == "queued"
+    await client.post(path, data={**form, "reason": " by mistake "}, headers={"origin": HERE})
+    details = [each["detail"] for each in direct.show("waiting-1")["events"]]
+    assert {"reason": "by mistake"} in details
+    running = "/fleet/jobs/running-1"
+    assert 'name="reason"' in await shown_of(client, running)
+    await client.post(running, data={**form, "reason": ""}, headers={"origin": HERE})
+    told = [each["detail"] or {} for each in direct.show("running-1")["events"]]
+    assert not any("reason" in each for each in told)
+
+
+# What machines say
+
+
+async def test_a_machine_offers_what_would_change_it(
+    client: httpx2.AsyncClient, direct: DirectFleet
+) -> None:
+    path = "/fleet/machines/box-1?format=json"
+    assert list((await client.get(path)).json()["actions"]) == ["drain"]
+    await asyncio.to_thread(direct.drain, "box-1")
+    assert list((await client.get(path)).json()["actions"]) == ["undrain"]
+
+
+async def test_a_place_for_a_job_without_gpus_is_free_or_held(
+    client: httpx2.AsyncClient, small: SmallFleet
+) -> None:
+    box = "/fleet/machines/box-2"
+    assert "<b>CPU slot</b><span>free</span>" in await shown_of(client, box)
+    small.attempt(small.job("running", job_id="counts", assigned_vm="box-2"), "box-2")
+    held = await shown_of(client, box)
+    assert '<b>CPU slot</b><span>held</span><a href="/fleet/jobs/counts">counts</a>' in held
+    assert "<span>free</span>" not in held
+    small.machine("box-3", cpu_slots=3)
+    assert "<b>3 CPU slots</b><span>free</span>" in await shown_of(client, "/fleet/machines/box-3")
+    small.machine("box-4", cpu_slots=0)
+    assert "no GPU and no CPU slot" in await shown_of(client, "/fleet/machines/box-4")
+    whole = (await client.get("/fleet?format=json")).json()
+    assert (whole["slots_free"], whole["slots"]) == (3, 4), "none beside the GPUs of box-1"
+
+
+async def test_a_fleet_without_gpus_counts_none(small: SmallFleet, tmp_path: Path) -> None:
+    small.machine("plain")
+    fleet = DirectFleet(place_in(tmp_path / "fleet"), small.database, ADA)
+    async with client_of(fleet, tmp_path) as client:
+        page = await shown_of(client, "/fleet")
+    assert "GPUs free" not in page
+    assert "<dt>CPU slots free</dt><dd>1 of 1</dd>" in page
+
+
+async def test_jobs_that_run_on_a_machine_stand_before_others(
+    client: httpx2.AsyncClient, small: SmallFleet
+) -> None:
+    for status in ("running", "pending", "failed"):
+        small.job(status, job_id=f"{status}-there", assigned_vm="box-2")
+    found = (await client.get("/fleet/machines/box-2?format=json")).json()
+    assert [each["job_id"] for each in found["running"]] == ["running-there"]
+    assert {each["job_id"] for each in found["others"]} == {"pending-there", "failed-there"}
+    page = await shown_of(client, "/fleet/machines/box-2")
+    assert (
+        page.index("running-there") < page.index("last placed there") < page.index("failed-there")
+    )
+
+
+async def test_how_this_machine_is_reached_has_no_port(
+    client: httpx2.AsyncClient, small: SmallFleet
+) -> None:
+    small.machine("here", transport="local")
+    assert "<dt>port</dt>" not in await shown_of(client, "/fleet/machines/here")
+    assert "<dt>port</dt>" in await shown_of(client, "/fleet/machines/box-1")
