@@ -51,6 +51,8 @@ class CurvePoint:
     mean: float | None
     low: float | None
     high: float | None
+    lost: int = 0
+    """Steps of these whose value was no finite number; the others say what the values are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,9 @@ from groupwise.runs.search import draws_of, every_rollout, find_rollouts
 from groupwise.runs.tables import delete_groups, insert_group, read_groups
 from groupwise.types import Group, Prompt
 
+FINITE = "CASE WHEN abs(value) < 9e999 THEN value END"
+"""The value of a metric, where it is a number that a picture can show."""
+
 
 class Store:
     """One open `run.db`. Use it from any thread; close it, or use it as a context manager."""
@@ -210,15 +213,35 @@ class Store:
         """A curve for a picture that is so many columns wide: each column's mean, smallest and largest value, so that nothing that stands
         out is lost. A curve of no more steps than that comes as it is. `within` is the range of steps that the picture shows, by default
         that of the curve."""
-        found = within or self.range_of([name])
-        if found is None:
+        return self._thinned(
+            f"SELECT step, {FINITE} AS value FROM metrics WHERE name = ?1",
+            label(name),
+            columns,
+            within or self.range_of([name]),
+        )
+
+    def thinned_sum(
+        self, names: Sequence[str], columns: int, within: tuple[int, int] | None = None
+    ) -> list[CurvePoint]:
+        """The same of the sum of some metrics in each step: how high a stack of them is."""
+        each = (
+            f"SELECT step, sum({FINITE}) AS value FROM metrics WHERE name IN (SELECT value FROM json_each(?1))"
+            " GROUP BY step"
+        )
+        chosen = json.dumps([label(name) for name in names])
+        return self._thinned(each, chosen, columns, within or self.range_of(names))
+
+    def _thinned(
+        self, values: str, chosen: str, columns: int, within: tuple[int, int] | None
+    ) -> list[CurvePoint]:
+        if within is None:
             return []
-        first, last = found
+        first, last = within
         width = max(1.0, (last - first + 1) / columns)
         rows = self._db.all(
-            "SELECT CAST((step - ?2) / ?3 AS INTEGER), min(step), max(step), avg(value), min(value), max(value) FROM metrics"
-            " WHERE name = ?1 AND step BETWEEN ?2 AND ?4 GROUP BY 1 ORDER BY 1",
-            (label(name), first, width, last),
+            "SELECT CAST((step - ?2) / ?3 AS INTEGER), min(step), max(step), avg(value), min(value), max(value), count(*) - count(value)"
+            f" FROM ({values}) WHERE step BETWEEN ?2 AND ?4 GROUP BY 1 ORDER BY 1",
+            (chosen, first, width, last),
         )
         return [
             CurvePoint(first + (column + 0.5) * width - 0.5, *values) for column, *values in rows

@@ -9,8 +9,10 @@ from typing import Any
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from groupwise.errors import UsageError
 from groupwise.runs.durable import without_nan
 from groupwise.runs.folder import RECORD
+from groupwise.runs.records import CurvePoint
 from groupwise.runs.store import Store
 from groupwise.web.pages import Query, Visit, shown
 
@@ -152,6 +154,8 @@ class Asked(Query):
 
     run: list[str] = Field(default_factory=list, max_length=20)
     name: list[str] = Field(default_factory=list, max_length=64)
+    total: list[str] = Field(default_factory=list, max_length=64)
+    """Metrics of a stack, whose sums are wanted as well."""
     columns: int = Field(600, ge=2, le=MOST_COLUMNS)
     begin: int | None = Field(None, ge=0, le=MOST_STEPS, alias="from")
     end: int | None = Field(None, ge=0, le=MOST_STEPS, alias="to")
@@ -159,20 +163,30 @@ class Asked(Query):
 
 
 def curves(visit: Visit) -> Response:
-    """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high`, and `at`, by which those of a run belong
-    together."""
+    """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high` of the finite values, how many others there
+    are (`lost`), and `at`, by which those of a run belong together. Beside `runs`, `totals` has the sums of those that were asked for."""
     asked = visit.query(Asked)
+    if not asked.run or not (asked.name or asked.total):
+        raise UsageError(
+            "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
+        )
+    totals: dict[str, Any] = {}
     found: dict[str, dict[str, Any]] = {}
     for run in asked.run:
         with Store.open(visit.place.run(run) / RECORD, readonly=True) as store:
             within = _within(store, asked)
-            found[run] = {name: _columns(store, name, asked.columns, within) for name in asked.name}
-    return JSONResponse(without_nan({"runs": found}))
+            found[run] = {
+                name: _columns(store.thinned_curve(name, asked.columns, within))
+                for name in asked.name
+            }
+            if asked.total:
+                totals[run] = _columns(store.thinned_sum(asked.total, asked.columns, within))
+    return JSONResponse(without_nan({"runs": found, "totals": totals}))
 
 
 def _within(store: Store, asked: Asked) -> tuple[int, int] | None:
     """The same for all curves of a run, so that their columns are, too."""
-    there = store.range_of(asked.name)
+    there = store.range_of([*asked.name, *asked.total])
     if there is None:
         return None
     begin, end = asked.begin, asked.end
@@ -182,11 +196,8 @@ def _within(store: Store, asked: Asked) -> tuple[int, int] | None:
     )
 
 
-def _columns(
-    store: Store, name: str, columns: int, within: tuple[int, int] | None
-) -> dict[str, list[Any]]:
-    points = store.thinned_curve(name, columns, within)
-    fields: Iterable[str] = ("at", "first", "last", "mean", "low", "high")
+def _columns(points: Sequence[CurvePoint]) -> dict[str, list[Any]]:
+    fields: Iterable[str] = ("at", "first", "last", "mean", "low", "high", "lost")
     return {field: [getattr(point, field) for point in points] for field in fields}
 
 

@@ -312,6 +312,20 @@ class TestSteps:
         assert store.metrics(["missing"]) == {}
         assert store.step_metrics(1) == {"loss": -1.0, "reward": 0.1, "time/step": 4.0}
 
+    def test_numbers_that_are_none_are_counted_and_hide_nothing(self, store: Store) -> None:
+        values = [1.0, float("nan"), 3.0, float("inf"), float("-inf"), float("nan")]
+        for number, value in enumerate(values):
+            store.commit_step(step(number), [], {"a": value, "b": 10.0 * number})
+        assert store.thinned_curve("a", 2) == [
+            CurvePoint(1.0, 0, 2, 2.0, 1.0, 3.0, 1),
+            CurvePoint(4.0, 3, 5, None, None, None, 3),
+        ]
+        assert store.thinned_sum(["a", "b"], 2) == [
+            CurvePoint(1.0, 0, 2, 34 / 3, 1.0, 23.0),
+            CurvePoint(4.0, 3, 5, 40.0, 30.0, 50.0),
+        ]
+        assert store.thinned_sum(["none"], 2) == []
+
     def test_a_thinned_curve_keeps_what_stands_out(self, store: Store) -> None:
         values = [0.0, 9.0, 1.0, 2.0, math.nan, 3.0, 4.0]
         for at, value in enumerate(values):
@@ -322,7 +336,7 @@ class TestSteps:
         assert store.range_of(["none"]) is None
         assert store.thinned_curve("none", 3) == []
         halves = store.thinned_curve("reward", 2, (0, 5))
-        assert halves == [CurvePoint(1.0, 0, 2, 10 / 3, 0.0, 9.0), CurvePoint(4.0, 3, 5, 2.5, 2.0, 3.0)]  # fmt: skip
+        assert halves == [CurvePoint(1.0, 0, 2, 10 / 3, 0.0, 9.0), CurvePoint(4.0, 3, 5, 2.5, 2.0, 3.0, 1)]  # fmt: skip
         assert store.thinned_curve("late", 2, (0, 5)) == halves[1:]
         near = store.thinned_curve("reward", 2, (1, 2))
         assert near == [CurvePoint(1.0, 1, 1, 9.0, 9.0, 9.0), CurvePoint(2.0, 2, 2, 1.0, 1.0, 1.0)]

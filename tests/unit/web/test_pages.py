@@ -213,6 +213,7 @@ async def test_curves_come_thinned_with_what_stands_out(
         "mean": [0.5, 2.5],
         "low": [0.0, 2.0],
         "high": [1.0, 3.0],
+        "lost": [0, 0],
     }
     assert found["one"]["none"]["first"] == []
     assert (
