@@ -23,7 +23,7 @@ from groupwise.web import sign_in
 from groupwise.web.fleet import jobs as fleet_jobs
 from groupwise.web.fleet import machines as fleet_machines
 from groupwise.web.live import Streams, live
-from groupwise.web.pages import above, failed, respond_not_found
+from groupwise.web.pages import ABOVE, above, failed, respond_not_found
 from groupwise.web.place import Place
 from groupwise.web.runs import answers, comparing, curves, evaluating, files, overview, reading
 from groupwise.web.runs import listing as runs
@@ -105,6 +105,8 @@ class _WithHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
+
+        scope[ABOVE] = scope.get("root_path", "")  # before a route below it makes that longer
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -31,6 +31,8 @@ Q = TypeVar("Q", bound="Query")
 TOKEN = "token"
 """Field of every form that changes something."""
 FORM = "application/x-www-form-urlencoded"
+ABOVE = "groupwise.above"
+"""Where a request says what stands before our paths."""
 MOST_FORM = 64 * 1024
 """Bytes of a form."""
 
@@ -163,7 +165,7 @@ async def read_form(request: Request) -> dict[str, str]:
 
 def above(request: Request) -> str:
     """What stands before our paths in addresses: empty, or where another server has put us."""
-    return str(request.scope.get("root_path", ""))
+    return str(request.scope.get(ABOVE, ""))
 
 
 def _sign_in_first(request: Request) -> Response:
@@ -217,8 +219,14 @@ async def failed(request: Request, error: Exception) -> Response:
             "code": code,
             "detail": message,
         }
-        return JSONResponse(body, status, headers, media_type=MEDIA_TYPE)
-    data = {"title": title, "message": message, "status": status}
+        content = json.dumps(body).encode()  # half a letter of somebody is written as its number
+        return Response(content, status, headers, media_type=MEDIA_TYPE)
+    place: Place | None = getattr(request.app.state, "place", None)
+    parts = {
+        "has_fleet": place is not None and place.fleet is not None,
+        "has_server": place is not None and place.server is not None,
+    }
+    data = {"title": title, "message": message, "status": status, "here": request.url.path, **parts}
     text = render("failed.html", data, above(request))
     return HTMLResponse(text, status, headers)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from groupwise.errors import RunNotFoundError
-from groupwise.runs.find import no_such_run
+from groupwise.runs.find import no_such_run, run_folders
 from groupwise.runs.folder import RECORD
 from groupwise.web.access import Door
 from groupwise.web.fleet.watched import WatchedFleet
@@ -38,12 +38,17 @@ class Place:
         """The folder of a run of this dashboard. Raises RunNotFoundError, for whatever is no name of one, too."""
         if self.has(name):
             return self.runs.folder / name
+        if name in {path.name for path in run_folders(self.runs.folder)}:
+            raise RunNotFoundError(
+                f"{self.runs.folder / name} is no run that can be shown: it has no record ({RECORD}). A training that ended before "
+                "its first word leaves such a folder, and so does a copy that was broken off."
+            )
         raise RunNotFoundError(no_such_run(name, self.runs.folder))
 
     def run_and_step(self, reference: str) -> tuple[Path, int | None]:
         """The folder of `RUN`, or of `RUN@STEP` with the step. Raises RunNotFoundError."""
         name, at, step = reference.rpartition("@")
-        if at and step.isdecimal() and len(step) < 16:
+        if at and not self.has(reference) and step.isdecimal() and len(step) < 16:
             return self.run(name), int(step)
         return self.run(reference), None
 

@@ -78,6 +78,8 @@ def serve(
     server: WatchedServer | None = None,
 ) -> int:
     """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin."""
+    if settings.runs.exists() and not settings.runs.is_dir():
+        raise UsageError(f"{settings.runs} is a file; --dir names a folder of runs.")
     check_tls(settings.certificate, settings.key)
     door = Door(keys_of(settings, plain), acts=settings.acts)
     place = Place(RunsIndex(settings.runs), door, fleet, server)

@@ -36,6 +36,10 @@ def compare(visit: Visit) -> Page:
         )
     there = {name: visit.place.runs.one(visit.place.run(name)) for name in names}
     metrics = sorted({metric for name in names for metric in _metrics(visit, name)})
+    if asked.metric and asked.metric not in metrics:
+        raise UsageError(
+            f"None of these runs has a metric {asked.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
+        )
     usual = next((each for each in USUAL if each in metrics), metrics[0] if metrics else "")
     configs = {name: _config(visit, name) for name in names}
     data: dict[str, Any] = {
@@ -51,7 +55,7 @@ def compare(visit: Visit) -> Page:
             }
             for name, each in there.items()
         },
-        "metric": asked.metric if asked.metric in metrics else usual,
+        "metric": asked.metric or usual,
         "metrics": metrics,
         "differences": differences(configs),
     }

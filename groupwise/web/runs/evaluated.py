@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -109,14 +110,21 @@ def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[flo
     names = tuple(name for name in record.metrics if name == REWARD or is_share(name))
     values = tuple(record.metrics[name] for name in names)
     key = (str(store.path), record.step, record.name, record.policy, names, values)
-    if names and key not in _KEPT:
-        while len(_KEPT) >= 1000:
-            del _KEPT[next(iter(_KEPT))]
-        _KEPT[key] = _of_rows(store.evaluation_rows(*key[1:4]), names)
-    return _KEPT.get(key, {})
+    if not names:
+        return {}
+    with _KEPT_LOCK:
+        kept = _KEPT.get(key)
+    if kept is None:
+        kept = _of_rows(store.evaluation_rows(*key[1:4]), names)
+        with _KEPT_LOCK:
+            while len(_KEPT) >= 1000:
+                del _KEPT[next(iter(_KEPT))]
+            _KEPT[key] = kept
+    return kept
 
 
 _KEPT: dict[tuple[Any, ...], Mapping[str, tuple[float, float]]] = {}
+_KEPT_LOCK = threading.Lock()
 
 
 def _of_rows(

@@ -135,11 +135,13 @@ def _quietly(read: Any, path: Path) -> Mapping[str, Any] | None:
 
 
 def _end_of(file: Path) -> str:
-    """The last lines of a log."""
+    """The last lines of a log, or of its last one the end."""
     with suppress(OSError), file.open("rb") as log:
-        log.seek(max(0, file.stat().st_size - LOG_BYTES))
-        text = log.read().decode("utf-8", "replace")
-        return text if len(text) < LOG_BYTES else text.partition("\n")[2]
+        begin = max(0, file.stat().st_size - LOG_BYTES)
+        log.seek(begin)
+        told = log.read()
+        rest = told.partition(b"\n")[2] if begin else told
+        return (rest or told).decode("utf-8", "replace")
     return ""
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from groupwise.errors import RunNotFoundError
 from groupwise.runs.folder import RECORD
@@ -28,6 +31,11 @@ MOST_STEPS = 200
 """That are offered to compare, evenly of all."""
 TOKENS = 4_000
 """Of a rollout that one page shows."""
+MOST_SHOWN = 1000
+"""Members of a group that its page shows."""
+MOST_OF_GROUP = 100_000
+"""Among which one of a group is looked for."""
+ADDRESS = re.compile(r"(\d{1,18})\.(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 MOST_PAGES = 4000
 """Beyond that one says what is looked for: rows that are passed over have to be read."""
 MOST_TASKS = 200
@@ -59,7 +67,18 @@ class Asked(Query):
     truncated: Literal["yes", "no"] | None = None
     text: str | None = Field(None, max_length=500)
     order: Literal["newest", "draw", "best", "worst"] = "newest"
-    page: int = Field(1, ge=1, le=MOST_PAGES)
+    page: int = Field(1, ge=1)
+
+    @field_validator("page")
+    @classmethod
+    def _not_too_far(cls, page: int) -> int:
+        if page > MOST_PAGES:
+            raise PydanticCustomError(
+                "too_far",
+                "there are no pages beyond {most}: say more of what is looked for, or take another order",
+                {"most": MOST_PAGES},
+            )
+        return page
 
     @property
     def wanted(self) -> RolloutFilter:
@@ -91,7 +110,7 @@ def rollouts(visit: Visit) -> Page:
         data: dict[str, Any] = {
             **head_of(visit, path),
             "rollouts": [asdict(each) for each in found[:PER_PAGE]],
-            "more": len(found) > PER_PAGE,
+            "more": len(found) > PER_PAGE and asked.page < MOST_PAGES,
             "asked": asked.model_dump(),
             "part_names": store.part_names(),
             "tasks": store.tasks(MOST_TASKS + 1),
@@ -109,7 +128,7 @@ def group(visit: Visit) -> Page:
     path = visit.place.run(visit.named("run"))
     draw = _number(visit, "draw")
     with Store.open(path / RECORD, readonly=True) as store:
-        found = store.rollouts(RolloutFilter(draw=draw, limit=1000), WHOLE)
+        found = store.rollouts(RolloutFilter(draw=draw, limit=MOST_SHOWN + 1), WHOLE)
         known = store.origin_of(draw)
         if not found or known is None:
             raise RunNotFoundError(f"{path.name} has no group of draw {draw}.")
@@ -123,7 +142,8 @@ def group(visit: Visit) -> Page:
         "columns": columns,
         "origin": origin,
         "again": again,
-        "members": [asdict(each) for each in found],
+        "members": [asdict(each) for each in found[:MOST_SHOWN]],
+        "more": len(found) > MOST_SHOWN,
     }
     return Page("group.html", data)
 
@@ -186,17 +206,20 @@ def _others(visit: Visit, name: str) -> list[str]:
 def rollout(visit: Visit) -> Page:
     """One rollout, token by token."""
     path = visit.place.run(visit.named("run"))
-    number = _number(visit, "rollout")
+    name = visit.named("rollout")
     page = visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
-        draw = store.draw_of(number)
-        views = [] if draw is None else store.rollouts(RolloutFilter(draw=draw, limit=1000), BESIDE)
+        draw, is_it = _meant(store, name)
+        views = (
+            []
+            if draw is None
+            else store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
+        )
         whole = None if draw is None else store.group(draw)
-    view = next((each for each in views if each.id == number), None)
-    if view is None or whole is None:
-        raise RunNotFoundError(f"{path.name} has no rollout {number}.")
-    beside = [each.id for each in views]
-    place = beside.index(number)
+    place = next((at for at, each in enumerate(views) if is_it(each)), None)
+    if place is None or whole is None:
+        raise RunNotFoundError(f"{path.name} has no rollout {name[:40]}.")
+    view = views[place]
     found = _member(whole, view)
     prompt = whole.prompt_seen or prompt_text(whole.example.prompt)
     data = {
@@ -208,10 +231,22 @@ def rollout(visit: Visit) -> Page:
         "messages": found.messages,
         **_tokens(path, found, page),
         "without_ratios": without_ratios(found, whole),
-        "before": beside[place - 1] if place else None,
-        "after": beside[place + 1] if place + 1 < len(beside) else None,
+        "before": asdict(views[place - 1]) if place else None,
+        "after": asdict(views[place + 1]) if place + 1 < len(views) else None,
     }
     return Page("rollout.html", data)
+
+
+def _meant(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView], bool]]:
+    """The draw of a rollout, and which of its group it is: `DRAW.MEMBER`, `DRAW.MEMBER.ATTEMPT`, or the id that it has in the record now.
+
+    A run that is resumed draws the same again; ids are those of rows, and may become others then.
+    """
+    if match := ADDRESS.fullmatch(name):
+        draw, member, attempt = (int(each or 0) for each in match.groups())
+        return draw, lambda view: (view.member, view.attempt) == (member, attempt)
+    number = _numbered(name, "rollout")
+    return store.draw_of(number), lambda view: view.id == number
 
 
 def _tokens(path: Path, rollout: Rollout, page: int) -> dict[str, Any]:
@@ -252,7 +287,10 @@ def _told(members: list[RolloutView], score: GroupScore | None) -> dict[str, Any
 
 
 def _number(visit: Visit, name: str) -> int:
-    word = visit.named(name)
+    return _numbered(visit.named(name), name)
+
+
+def _numbered(word: str, name: str) -> int:
     if not word.isdecimal() or len(word) > 18:
         raise RunNotFoundError(f"{word[:40]!r} is no number of a {name}.")
     return int(word)

@@ -508,8 +508,11 @@ def test_plain_data_becomes_names_and_values() -> None:
 
 def test_a_day_is_said_once() -> None:
     noon = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
-    assert moments(noon, noon + 61.0) == ["2026-03-04 12:00:00", "12:01:01"]
-    assert moments(noon, None) == ["2026-03-04 12:00:00"]
+    assert moments(noon, noon + 61.0) == [
+        f"2026-03-04 12:00:00 {time.tzname[0]}",
+        f"12:01:01 {time.tzname[0]}",
+    ]
+    assert moments(noon, None) == [f"2026-03-04 12:00:00 {time.tzname[0]}"]
     assert moments(noon, noon + 86400 * 2)[1].startswith("2026-03-06 ")
 
 

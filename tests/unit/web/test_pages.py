@@ -473,3 +473,73 @@ async def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
         page = (await client.get("/runs/one?format=json")).json()
     assert [each["step"] for each in page["checkpoints"]] == [4]
+
+
+async def test_a_folder_without_a_record_says_so_and_is_not_offered_for_comparison(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path / "one", 1)
+    (tmp_path / "empty").mkdir()
+    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        for path in ("/runs/empty", "/runs/empty/rollouts", "/compare?run=empty&run=one"):
+            answer = await client.get(path)
+            assert answer.status_code == 404
+            assert "it has no record" in answer.text
+            assert "Did you mean" not in answer.text
+        page = (await client.get("/runs")).text
+        assert page.count(" disabled>") == 1
+        assert (await client.get("/runs/none")).text.count("There are: ") == 1
+
+
+async def test_error_pages_lead_on_and_have_right_addresses(
+    client: httpx2.AsyncClient, runs: Path
+) -> None:
+    page = (await client.get("/runs/none")).text
+    assert '<a href="/evaluations">Evaluations</a>' in page
+    lost = (await client.get("/static/nothing")).text
+    assert 'href="/static/page.css?' in lost
+    assert 'href="/runs"' in lost
+    app = make_app(place_of(runs))
+    transport = httpx2.ASGITransport(app, root_path="/dashboard")
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as below:
+        assert 'href="/dashboard/static/page.css?' in (await below.get("/dashboard/static/no")).text
+
+
+async def test_a_metric_that_no_run_has_is_refused_with_those_there_are(
+    client: httpx2.AsyncClient,
+) -> None:
+    answer = await client.get("/compare?run=one&run=two&metric=rewrad")
+    assert answer.status_code == 400
+    assert "entropy" in answer.text
+    assert (await client.get("/curves?run=one")).status_code == 400
+
+
+async def test_a_run_may_be_called_like_a_step_of_another(tmp_path: Path) -> None:
+    for name in ("a@1", "b"):
+        write_run(tmp_path / name, 2)
+    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        found = (await client.get("/rollouts/compare?a=a%401&b=b&format=json")).json()
+        assert (found["a"]["run"], found["a"]["until"]) == ("a@1", None)
+        until = (await client.get("/rollouts/compare?a=a%401@0&b=b@1&format=json")).json()
+        assert (until["a"]["run"], until["a"]["until"], until["b"]["until"]) == ("a@1", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        ("it began\nit went on\n", "it began\nit went on\n"),
+        ("x" * 40_000, "x" * 16_384),
+        ("first\n" + "y" * 40_000 + "\nlast\n", "last\n"),
+        ("first\n" + "é" * 8_192, "é" * 8_192),
+    ],
+)
+async def test_the_end_of_a_log_is_shown_whatever_its_lines(
+    tmp_path: Path, log: str, shown: str
+) -> None:
+    path = write_run(tmp_path / "one", 1)
+    (path / "log.txt").write_text(log)
+    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        assert (await client.get("/runs/one?format=json")).json()["log"] == shown

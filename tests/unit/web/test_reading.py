@@ -216,3 +216,57 @@ async def test_tokens_that_make_no_letters_are_shown_as_their_ids(tmp_path: Path
     ]
     assert "⟨99999⟩" in texts
     assert texts[-1] == "\ufffd"
+
+
+async def test_a_rollout_has_an_address_that_outlives_what_the_record_calls_it(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path / "one", 3)
+    async with client(tmp_path) as visit:
+        [first, *_] = (await visit.get("/runs/one/rollouts?format=json&order=draw")).json()[
+            "rollouts"
+        ]
+        by_id = (await visit.get(f"/runs/one/rollouts/{first['id']}?format=json")).json()
+        by_name = (await visit.get("/runs/one/rollouts/0.0?format=json")).json()
+        assert by_id == by_name
+        assert by_name["before"] is None
+        assert (await visit.get("/runs/one/rollouts/0.0.0?format=json")).json() == by_name
+        last = (await visit.get("/runs/one/rollouts/5.3?format=json")).json()
+        assert (last["rollout"]["draw"], last["rollout"]["member"]) == (5, 3)
+        assert last["before"]["member"] == 2
+        page = (await visit.get("/runs/one/rollouts", headers={"accept": "text/html"})).text
+        assert 'href="/runs/one/rollouts/5.3"' in page
+        for none in ("0.9", "0.0.1", "99.0", "1.", ".1", "a.b", "1.2.3.4", "9" * 20):
+            assert (await visit.get(f"/runs/one/rollouts/{none}")).status_code == 404, none
+
+
+async def test_members_beyond_those_that_a_page_shows_can_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("groupwise.web.runs.reading.MOST_SHOWN", 3)
+    write_run(tmp_path / "one", 1)
+    async with client(tmp_path) as visit:
+        whole = (await visit.get("/runs/one/groups/0?format=json")).json()
+        assert (len(whole["members"]), whole["more"]) == (3, True)
+        assert "There are more members" in (await visit.get("/runs/one/groups/0")).text
+        assert (await visit.get("/runs/one/rollouts/0.3")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("step=99999999999999999999", "step="),
+        ("example=99999999999999999999", "example="),
+        ("low=nan", "low="),
+        ("high=inf", "high="),
+        ("page=4001", "say more of what is looked for"),
+    ],
+)
+async def test_what_no_record_can_be_asked_is_refused_in_words(
+    tmp_path: Path, query: str, says: str
+) -> None:
+    write_run(tmp_path / "one", 1)
+    async with client(tmp_path) as visit:
+        answer = await visit.get(f"/runs/one/rollouts?{query}")
+        assert answer.status_code == 400
+        assert says in answer.text

@@ -37,6 +37,6 @@ def test_prompts_of_all_kinds_are_said() -> None:
 def test_times_of_an_api_are_those_of_this_machine() -> None:
     moment = time.time() - 120
     iso = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(moment))
-    assert written(iso) == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    assert written(iso) == time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(moment))
     assert since(iso) == "2 min ago"
     assert (written(None), since("")) == ("", "")
