@@ -100,10 +100,11 @@ def _said(value: Any) -> str:
 
 
 def moments(*times: float | None) -> list[str]:
-    """Points in time for people, in seconds since 1970, the first with its day, and the others where theirs is another. None: left out."""
+    """Points in time for people, in seconds since 1970, the first with day and zone, the others too where theirs differ. None: left out."""
     told = [moment(each) for each in times if each is not None]
-    one_day = len({each.partition(" ")[0] for each in told}) == 1
-    return [each.partition(" ")[2] if n and one_day else each for n, each in enumerate(told)]
+    parts = [each.split(" ", 2) for each in told]
+    one_day = len({(day, zone) for day, _, zone in parts}) == 1
+    return [*told[:1], *([clock for _, clock, _ in parts[1:]] if one_day else told[1:])]
 
 
 def span(attempts: list[Document], now: float) -> list[float]:
