@@ -1,7 +1,7 @@
 """Who may look at the dashboard.
 
     a key, typed once      → a cookie that no script can read, sealed with what the server keeps of the key: it holds for a week, outlives a
-                             restart, and ends with the key
+                             restart, and ends with the key, or when its browser signs out
     a key with each request→ for programs, as the other servers take it
     no keys at all         → whoever sits at this machine, and no page of another site that has a browser ask for it
 
@@ -53,6 +53,7 @@ class Door:
         self._keys, self._clock, self._acts = keys, clock, acts
         self._own = secrets.token_hex(32)
         self._tries = Buckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
+        self._left: dict[str, int] = {}
 
     @property
     def is_open(self) -> bool:
@@ -77,6 +78,14 @@ class Door:
             return None
         told = f"{caller.id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
         return f"{told}.{self._keys.sealed(caller.id, f'cookie {told}')}"
+
+    def leave(self, cookie: str | None) -> None:
+        """Whoever has this cookie has signed out: it is good no longer, as long as this dashboard runs."""
+        if self._keys is None or not cookie or self._of_cookie(self._keys, cookie) is None:
+            return
+        now = self._clock()
+        self._left = {each: until for each, until in self._left.items() if until > now}
+        self._left[cookie] = int(now) + LASTS
 
     def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
         """Whether they are shown what changes something, which takes a key of this role."""
@@ -113,7 +122,7 @@ class Door:
         caller = keys.named(name)
         if own is None or caller is None or not hmac.compare_digest(own.encode(), seal.encode()):
             return None
-        if not until.isdecimal() or int(until) < self._clock():
+        if cookie in self._left or not until.isdecimal() or int(until) < self._clock():
             return None
         return Visitor(caller, keys.sealed(name, f"form {nonce}") or "", by_cookie=True)
 

@@ -51,8 +51,10 @@ async def enter(request: Request) -> Response:
 async def leave(request: Request) -> Response:
     """Forget the cookie."""
     refuse_other_sites(request.headers)
+    place: Place = request.app.state.place
     response = RedirectResponse(above(request) + "/sign-in", 303)
     name = cookie_name(request.headers, above(request))
+    place.door.leave(request.cookies.get(name))
     response.delete_cookie(name, path=_own(request), httponly=True, samesite="lax")
     return response
 

@@ -34,6 +34,8 @@ OUTCOMES = {
 }
 MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:start_of_turn|end_of_turn|bos|eos|s)>")
 """Of chat templates."""
+SPEAKER = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)(\w{1,20})\b")
+"""Of a message, after the mark with which it begins."""
 LONGEST_LINE = 4_000
 LONGEST = 200_000
 """Characters of one text in a page; more of it is in the file that the page links to."""
@@ -54,6 +56,7 @@ def environment(at: str = "") -> Environment:
     shared = cast("dict[str, Any]", made.globals)  # pyright: ignore[reportUnknownMemberType]
     shared["at"] = at
     shared["static"] = partial(static, at)
+    shared["now"] = time.time
     shared["parts"] = made.get_template("parts.html").module
     return made
 
@@ -132,7 +135,12 @@ def short(value: Any, most: int = 60) -> str:
 
 def gist(value: Any, most: int = 160) -> str:
     """The end of a prompt in one line, where its question stands, without the marks of a chat template between its messages."""
-    plain = " ".join(clean(MARKS.sub(" ", _plain(value)[-20 * most :])).split())
+    told = SPEAKER.sub(r" \1: ", _plain(value)[-20 * most :])
+    plain = (
+        " ".join(clean(MARKS.sub(" ", told)).split())
+        .removesuffix(" assistant:")
+        .removesuffix(" model:")
+    )
     return plain if len(plain) <= most else f"…{plain[-most:]}"
 
 

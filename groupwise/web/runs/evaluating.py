@@ -7,12 +7,20 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from groupwise.errors import GroupwiseError, UsageError
-from groupwise.review.compare import Comparison, Side, compare_sides, side_of, what_is_meant
+from groupwise.evaluation.measures import Row, by_prompt
+from groupwise.review.compare import (
+    NO_MERIT,
+    Comparison,
+    Side,
+    compare_sides,
+    side_of,
+    what_is_meant,
+)
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, live_of, shown
@@ -21,7 +29,9 @@ from groupwise.web.runs.listing import are_in, has_words
 from groupwise.web.runs.overview import head_of
 
 CHANGED = 50
-"""Prompts of a comparison that a page lists."""
+"""Prompts that a page lists."""
+MOST_SAMPLES = 32
+"""Answers to one prompt that a page shows."""
 MOST_CURVES = 12
 """Of pass@k in one picture, the newest."""
 RUNS = 50
@@ -39,7 +49,7 @@ def evaluations(visit: Visit) -> Page:
     path = visit.place.run(visit.named("run"))
     with Store.open(path / RECORD, readonly=True) as store:
         found = evaluations_of(path, store, intervals=True)
-    names = sorted({name for each in found for name in each.metrics})
+    names = _columns(name for each in found for name in each.metrics)
     data = {
         **head_of(visit, path),
         "evaluations": [asdict(each) for each in found],
@@ -82,17 +92,20 @@ def every_evaluation(visit: Visit) -> Page:
         "pages": pages,
         "unread": known.unread,
         "evaluations": [{"run": run, **asdict(each)} for run, each in found],
-        "names": _columns(name for _, each in found for name in each.metrics),
+        "names": _columns(name for _, each in found for name in each.metrics)[:MOST_METRICS],
     }
     return Page("evaluations_all.html", data, live="/live")
 
 
 def _columns(names: Iterable[str]) -> list[str]:
-    """The metrics that most have."""
+    """The metrics, what people look for first, then those that most have; what says nothing of success comes last."""
     counts = Counter(names)
-    first = [name for name in FIRST if name in counts]
-    rest = sorted(counts.keys() - set(first), key=lambda name: (-counts[name], name))
-    return [*first, *rest][:MOST_METRICS]
+
+    def place(name: str) -> tuple[int, int, str]:
+        rank = FIRST.index(name) if name in FIRST else len(FIRST) + (name in NO_MERIT)
+        return rank, -counts[name], name
+
+    return sorted(counts, key=place)
 
 
 def _quietly(path: Path) -> list[Evaluated]:
@@ -125,6 +138,75 @@ def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
 def _label(each: Evaluated) -> str:
     name = each.name if each.file is None else f"{each.name} ({each.file})"
     return name if each.step is None else f"{name} after {each.step} steps"
+
+
+class Answers(Query):
+    """Which evaluation, and which of its prompts."""
+
+    of: str = ""
+    """As one of two that are compared is named."""
+    show: Literal["all", "never", "sometimes", "always"] = "all"
+    page: int = Field(1, ge=1)
+
+
+SHOWN = {
+    "all": "all prompts",
+    "never": "never the highest reward",
+    "sometimes": "sometimes",
+    "always": "always the highest reward",
+}
+"""Prompts by how often their answers earn what the best answer of the evaluation does."""
+
+
+def answers(visit: Visit) -> Page:
+    """What one policy answered to the held-out prompts, those with the lowest rewards first."""
+    asked = visit.query(Answers)
+    if not asked.of:
+        raise UsageError("Say of which evaluation: ?of=RUN@STEP.")
+    side = _side(visit, asked.of)
+    if side.supervised or not side.rows:
+        raise UsageError(
+            f"{side.label} has no answers: it was evaluated by the loss on given ones."
+        )
+    best = max((row["reward"] for row in side.rows if row["reward"] is not None), default=None)
+    prompts = [_answered(rows, best) for rows in by_prompt(side.rows).values()]
+    counts = Counter(each["solved"] for each in prompts)
+    chosen = [each for each in prompts if asked.show in ("all", each["solved"])]
+    chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
+    data = {
+        "asked": asked.model_dump(),
+        "label": side.label,
+        "metrics": dict(side.metrics),
+        "all": len(prompts),
+        "counts": {name: counts[name] for name in SHOWN if name != "all"},
+        "shows": SHOWN,
+        "prompts": chosen[(asked.page - 1) * CHANGED : asked.page * CHANGED],
+        "pages": max(1, -(-len(chosen) // CHANGED)),
+    }
+    return Page("evaluation_answers.html", data)
+
+
+def _answered(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    reached = sum(reward == best for reward in rewards)
+    solved = "never" if not reached else "always" if reached == len(rows) else "sometimes"
+    return {
+        "prompt": rows[0]["prompt"],
+        "mean": sum(rewards) / len(rewards) if rewards else None,
+        "solved": solved,
+        "answers": [
+            {
+                "reward": row["reward"],
+                "outcome": row["outcome"],
+                "completion": row["completion"],
+                "tokens": row.get("written", row["tokens"]),
+                "truncated": bool(row.get("truncated")),
+                "parts": row["parts"],
+            }
+            for row in rows[:MOST_SAMPLES]
+        ],
+        "more": max(0, len(rows) - MOST_SAMPLES),
+    }
 
 
 class Asked(Query):
@@ -184,5 +266,6 @@ def _side(visit: Visit, reference: str) -> Side:
 ROUTES = (
     shown("/runs/{run}/evaluations", evaluations),
     shown("/evaluations", every_evaluation),
+    shown("/evaluations/answers", answers),
     shown("/evaluations/compare", compare),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from groupwise.errors import GroupwiseError, StoreError
 from groupwise.runs import checkpoints
-from groupwise.runs.find import final_step
+from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.lock import holder
 from groupwise.runs.store import Store
@@ -53,6 +53,7 @@ def run(visit: Visit) -> Page:
             "evaluations": [asdict(each) for each in evaluations_of(path, store)],
             "resumes": [asdict(each) for each in store.resumes()],
             "error": meta.get("error"),
+            "left_seconds": _left(store, listed.info),
             "curve": listed.curve,
             "metric": listed.metric,
         }
@@ -101,6 +102,15 @@ def _head(path: Path, listed: Listed) -> dict[str, Any]:
             "process": None if held is None else held.pid,
         }
     }
+
+
+def _left(store: Store, info: RunInfo) -> float | None:
+    """Seconds until the end of a run that goes on, if steps go on to take what the last ones took."""
+    if info.state != "running" or not info.steps or info.max_steps is None:
+        return None
+    _, times = store.curve_ends("time/step", ENDS)
+    mean = mean_of(times)
+    return None if mean is None else mean * max(0, info.max_steps - info.steps)
 
 
 def _checkpoints(path: Path) -> list[dict[str, Any]]:

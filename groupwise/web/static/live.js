@@ -7,6 +7,7 @@
 const SIGN_IN = `${document.body.dataset.at}/sign-in`;
 const FIRST_WAIT = 2000; // milliseconds, twice as many after each time without an answer
 const LONGEST_WAIT = 30_000;
+const MOST_SAID = 200; // characters of what went wrong
 
 // --- putting in place ----------------------------------------------------------------------------
 
@@ -192,11 +193,17 @@ function answered(why) {
   lamp();
 }
 
+// What an error page says, in short.
+function saidOf(page) {
+  const told = page.querySelector(".empty pre")?.textContent.trim() ?? "";
+  return told.length > MOST_SAID ? `${told.slice(0, MOST_SAID)}…` : told.replace(/\.$/, "");
+}
+
 async function ask() {
   const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
   if (answer.redirected && new URL(answer.url).pathname === SIGN_IN) return location.reload();
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  if (!answer.ok) return answered(page.querySelector(".empty h1")?.textContent || `it says ${answer.status}`);
+  if (!answer.ok) return answered(saidOf(page) || `it says ${answer.status}`);
   answered("");
   for (const region of regions()) {
     const fresh = page.getElementById(region.id);

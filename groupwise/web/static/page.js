@@ -56,10 +56,14 @@ function theme() {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const said = () => document.dispatchEvent(new Event("theme"));
   document.getElementById("theme")?.addEventListener("click", () => {
-    const now = document.documentElement.dataset.theme || (dark.matches ? "dark" : "light");
-    const next = now === "dark" ? "light" : "dark";
-    document.documentElement.dataset.theme = next;
-    localStorage.setItem("theme", next);
+    const other = dark.matches ? "light" : "dark"; // than the system's, which comes back by the next click
+    if (document.documentElement.dataset.theme) {
+      delete document.documentElement.dataset.theme;
+      localStorage.removeItem("theme");
+    } else {
+      document.documentElement.dataset.theme = other;
+      localStorage.setItem("theme", other);
+    }
     said();
   });
   dark.addEventListener("change", said);
@@ -75,6 +79,43 @@ function colours() {
   for (const choice of document.querySelectorAll('input[name="colour"]')) {
     choice.addEventListener("change", () => paint(choice));
     if (choice.checked) paint(choice); // a browser that comes back to a page may have another one than the page says
+  }
+}
+
+// What stands behind a token, for whoever has no mouse to rest on it: the chosen one says it, by a click or the arrow keys.
+function tokens() {
+  const [box, line] = [document.querySelector(".tokens"), document.getElementById("token-facts")];
+  if (!box || !line) return;
+  let chosen = null;
+  const choose = (token) => {
+    if (!token) return;
+    chosen?.classList.remove("chosen");
+    chosen = token;
+    chosen.classList.add("chosen");
+    chosen.scrollIntoView({ block: "nearest" });
+    line.textContent = `“${token.textContent}” ${token.title}`;
+  };
+  box.addEventListener("click", (event) => choose(event.target.closest(".token")));
+  box.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    const all = [...box.querySelectorAll(".token")];
+    choose(chosen ? all[all.indexOf(chosen) + step] : all[0]);
+  });
+}
+
+// How long ago something was goes on while a page is open; the server's clock counts.
+const AGO_EVERY = 5000; // milliseconds
+const UNITS = [[86_400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+const ahead = Number(document.body.dataset.now) - Date.now() / 1000;
+
+function agos() {
+  for (const each of document.querySelectorAll("time[data-at]")) {
+    const seconds = Math.max(0, Math.round(Date.now() / 1000 + ahead - Number(each.dataset.at)));
+    const [size, unit] = UNITS.find(([size]) => seconds >= size) ?? [1, "s"];
+    const text = `${Math.floor(seconds / size)} ${unit} ago`;
+    if (each.textContent !== text) each.textContent = text;
   }
 }
 
@@ -98,5 +139,8 @@ function keys() {
 
 theme();
 colours();
+tokens();
 keys();
+document.querySelector(".tabs [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+setInterval(agos, AGO_EVERY);
 for (const element of document.querySelectorAll("[data-log]")) follow(element);

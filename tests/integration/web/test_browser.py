@@ -346,7 +346,7 @@ def test_a_key_is_typed_once(visit: Callable[..., Visitor], runs: Path) -> None:
         assert serious_in(page) == []
         page.get_by_label("Key").fill("gw-wrong")
         page.get_by_role("button", name="Sign in").click()
-        expect(page.get_by_role("alert")).to_contain_text("Nobody here has this key")
+        expect(page.get_by_role("alert")).to_contain_text("This key is not known here")
         page.get_by_label("Key").fill(key.key)
         page.get_by_role("button", name="Sign in").click()
         page.wait_for_url("**/runs/first/rollouts?step=3")

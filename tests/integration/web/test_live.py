@@ -61,7 +61,7 @@ def test_a_page_without_an_answer_says_so_until_there_is_one(
         expect(page.locator("#away")).to_be_empty()
         moved = tmp_path / "away"
         path.rename(moved)
-        line = page.get_by_text(re.compile(r"No answer since \d\d:\d\d: There is no such thing"))
+        line = page.get_by_text(re.compile(r"No answer since \d\d:\d\d: there is no run"))
         expect(line).to_be_visible(timeout=SOON)
         expect(page.locator("#live.on")).to_have_count(0)
         expect(page.locator("#live")).to_have_text("not live")

@@ -260,3 +260,21 @@ async def test_the_list_of_all_comes_in_pages_of_runs(
         assert data["page"] == min(page, 3)
         seen |= {each["run"] for each in data["evaluations"]}
     assert seen == {f"run-{number}" for number in range(5)}
+
+
+async def test_the_answers_of_one_evaluation_can_be_read(run: Path) -> None:
+    write(run, "a.json", "one@4", 0.25)
+    data = (await asked(run, "/evaluations/answers?of=one:a.json")).json()
+    assert data["all"] == len(data["prompts"]) == 10
+    assert data["counts"] == {"never": 0, "sometimes": 10, "always": 0}
+    assert [each["reward"] for each in data["prompts"][0]["answers"]] == [1.0, 0.0, 0.0, 0.0]
+    assert data["prompts"][0]["mean"] == 0.25
+    page = await asked(run, "/evaluations/answers?of=one:a.json", "text/html")
+    assert page.text.count("<article") == 10
+    none = await asked(run, "/evaluations/answers?of=one:a.json&show=always", "text/html")
+    assert "No prompt is like that" in none.text
+    listed = (await asked(run, "/runs/one/evaluations", "text/html")).text
+    assert 'href="/evaluations/answers?of=one%3Aa.json"' in listed
+    for wrong, status in (("", 400), ("one@3", 404), ("none", 404), (":../x.json", 404)):
+        answer = await asked(run, f"/evaluations/answers?of={wrong}")
+        assert answer.status_code == status, wrong

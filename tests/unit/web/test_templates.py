@@ -20,8 +20,8 @@ def test_numbers_have_the_digits_that_count(value: float | None, shown: str) -> 
 
 def test_of_a_prompt_the_question_is_shown_without_marks() -> None:
     chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 9?<|im_end|>\n<|im_start|>assistant\n"
-    assert gist(chat) == "system Be brief. user What is 2 + 9? assistant"
-    assert gist("<start_of_turn>user\nHi<end_of_turn>\n") == "user Hi"
+    assert gist(chat) == "system: Be brief. user: What is 2 + 9?"
+    assert gist("<start_of_turn>user\nHi<end_of_turn>\n") == "user: Hi"
     assert gist("a <b>bold</b> 1 < 2 |> x") == "a <b>bold</b> 1 < 2 |> x"
     assert gist("x" * 300 + " why?") == "…" + "x" * 155 + " why?"
 
