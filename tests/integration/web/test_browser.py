@@ -163,7 +163,16 @@ def test_from_the_list_to_a_token_and_back(visit: Callable[..., Visitor], runs: 
         tokens = page.locator(".tokens")
         expect(tokens).to_be_visible()
         assert page.locator(".token").count() == 12
+        tokens.focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        second = page.locator(".token").nth(1)
+        expect(page.locator("#token-facts")).to_contain_text(second.get_attribute("title") or "?")
+        page.locator(".token").nth(4).click()
+        expect(page.locator(".token.chosen")).to_have_count(1)
+        expect(page.locator("#token-facts")).to_contain_text("nats")
         page.get_by_label("advantage").check()
+        expect(page.get_by_text("for each token: made")).to_be_visible()
         assert "by-advantage" in (tokens.get_attribute("class") or "")
         page.get_by_label("ratio").check()
         expect(page.get_by_text("learner ÷ sampler")).to_be_visible()
@@ -183,7 +192,7 @@ def test_from_the_list_to_a_token_and_back(visit: Callable[..., Visitor], runs: 
         expect(page.locator(".members .rollout")).to_have_count(4)
         page.get_by_role("link", name=re.compile(r"^example \d")).first.click()
         assert page.locator(".members").count() > 1
-        page.get_by_role("link", name="Evaluation").click()
+        page.get_by_role("link", name="Evaluation", exact=True).click()
         expect(page.locator(".plot canvas")).to_be_visible()
         page.get_by_role("button", name="Compare A and B").click()
         expect(page.get_by_role("row", name="reward").first).to_contain_text("+0.400")
@@ -315,6 +324,34 @@ def test_every_page_is_accessible_and_fits(
             assert serious_in(visitor.page) == [], path
             wide = visitor.page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, f"{path} is {wide} pixels too wide"
+
+
+def test_what_was_long_ago_grows_older_while_a_page_is_open(
+    visit: Callable[..., Visitor], runs: Path
+) -> None:
+    with shown(runs) as address:
+        page = visit(address).page
+        page.clock.install()
+        page.goto(f"{address}/runs/first")
+        said = page.locator(".pairs time")
+        before = said.inner_text()
+        page.clock.run_for(3 * 3_600_000)
+        expect(said).not_to_have_text(before)
+        assert said.inner_text().endswith(" h ago")
+
+
+def test_colours_can_be_chosen_and_left_to_the_system_again(
+    visit: Callable[..., Visitor], runs: Path
+) -> None:
+    with shown(runs) as address:
+        visitor = visit(address, color_scheme="dark")
+        visitor.goes("/runs")
+        chosen = "document.documentElement.dataset.theme ?? 'of the system'"
+        for expected in ("light", "of the system", "light"):
+            visitor.page.get_by_label("Dark or light").click()
+            assert visitor.page.evaluate(chosen) == expected
+        visitor.goes("/runs")
+        assert visitor.page.evaluate(chosen) == "light"
 
 
 def test_by_keyboard(visit: Callable[..., Visitor], runs: Path) -> None:
