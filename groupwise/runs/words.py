@@ -2,8 +2,8 @@
 
 Words of scripts that put spaces between them are looked up whole in the full-text index. Chinese, Japanese, Korean, Thai and their
 neighbours are not written so: a run of letters would be one word to the index. Such words, and those that are no letters (`+=`), are
-looked for letter by letter. The index tells which texts can have them, because they have all the letters, pairs of neighbours and
-numbers between; those alone are read.
+looked for letter by letter, and so are words that have signs (`-5`, `C++`): the index alone would find 5, and C. It tells which texts
+can have them, because they have all the letters, pairs of neighbours and numbers between; those alone are read.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def wanted_of(words: str, *, indexed: bool, signs: bool) -> Wanted:
         term = quoted or word.strip('"') or word
         if indexed and _is_known(term):
             phrases.append(f'"{term.replace(chr(34), " ").replace(chr(0), " ")}"')
+            plain += [piece.lower() for piece in term.split() if _SIGNS.search(piece)]
         elif term:
             plain.append(term.lower())
     if not signs:

@@ -28,7 +28,7 @@ TEXTS = (
 WORDS = (
     "kiwi", "fig kiwi", '"kiwi and"', "+=", "=", "==", "🎉", "🎉🎉", "京都", "東京 都", "住", "สวัส", "학교 สวัสดี", "ⓑ+Ⓐ", "ⓐ",
     "第3905步", "第39", "第39步", "步 kiwi", "05步", '"步 x"', "?", '"x += 1"', '" += "', "東京 kiwi", "は?", "nowhere", "都市",
-    "\\boxed{1}", '"**"', "\x00", "  ",
+    "\\boxed{1}", '"**"', "\x00", "  ", "x1=7;", "=7", '"x += 1"', "+=1",
 )  # fmt: skip
 """To be looked for."""
 
@@ -268,7 +268,7 @@ def test_texts_are_found_by_the_index_as_without(
     monkeypatch.setattr("groupwise.runs.query.COMMON", common)
     monkeypatch.setattr("groupwise.runs.search.NEAR", near)
     expected = [each.id for each in everything if says(each, words)]
-    assert bool(expected) == (words not in ("nowhere", "都市", "東京 kiwi"))
+    assert bool(expected) == (words not in ("nowhere", "都市", "東京 kiwi", "+=1"))
     for name, store in stores.items():
         for order in ORDERS:
             plain = RolloutFilter(text=words, order=order, limit=1000)
@@ -300,11 +300,11 @@ def test_what_a_text_holds_is_among_what_the_index_knows_of_it(
     text: str, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, len(text)))
-    part = text.lower()[first : data.draw(st.integers(first, len(text)))].replace('"', "")
-    if not part.split():
+    part = text.lower()[first : data.draw(st.integers(first, len(text)))]
+    if '"' in part or not part.split():
         return
     asked = wanted_of(f'"{part}"', indexed=True, signs=True)
-    if asked.plain:
+    if asked.plain and not wanted_of(f'"{part}"', indexed=True, signs=False).matched:
         assert is_matched(text, asked.matched)
 
 
@@ -314,6 +314,31 @@ def test_a_word_beside_letters_of_such_scripts_is_one(tmp_path: Path) -> None:
         store.keep_unfinished([Group(0, Example(0, "?"), (rollout,))])
         for words, found in (("kiwi", 1), ("3905", 1), ("kiwi 3905", 1), ("kiw", 0), ("390", 0)):
             assert len(store.rollouts(RolloutFilter(text=words))) == found, words
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_words_with_signs_are_found_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
+) -> None:
+    if not indexed:
+        monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+    texts = ("the answer is 5", "the answer is -5.", "C code", "C++ code", "3 14", "\\boxed{3.14}")
+    wanted = {
+        "-5": [1],
+        '"is -5"': [1],
+        "C++": [3],
+        "c++ code": [3],
+        "3.14": [5],
+        "\\boxed{3.14}": [5],
+        "5": [0, 1],
+        "5 -": [1],
+    }
+    with Store.create(tmp_path / "run.db") as store:
+        for draw, text in enumerate(texts):
+            rollout = Rollout(draw, 0, 0, (), (), text, "scored", None, 1.0)
+            store.keep_unfinished([Group(draw, Example(0, "?"), (rollout,))])
+        for words, found in wanted.items():
+            assert [each.draw for each in store.rollouts(RolloutFilter(text=words))] == found, words
 
 
 def is_matched(text: str, query: str) -> bool:
