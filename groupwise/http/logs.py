@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from groupwise.display.text import one_line
+from groupwise.display.text import clean, one_line
 
 ACCESS = logging.getLogger("groupwise.http.access")
 NOTHING_YET = 408
@@ -22,10 +22,14 @@ LONGEST_PATH = 200
 
 
 class ForPeople(logging.Formatter):
-    """`12:00:01 INFO message`."""
+    """`12:00:01 INFO message`, harmless to a terminal: names and texts of others stand in messages and in what went wrong."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        return clean(super().format(record))
 
 
 class ForPrograms(logging.Formatter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from groupwise.errors import ConfigError, UsageError
 from groupwise.http.addresses import is_loopback
 from groupwise.http.listening import Uvicorn, address, bound, check_tls, uvicorn_config
+from groupwise.http.logs import configure
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
 from groupwise.web.fleet.watched import WatchedFleet
@@ -108,8 +110,12 @@ async def _served(
     await http.listening.wait()
     host, port = listening.getsockname()[:2]
     say(address("http" if settings.certificate is None else "https", host, port))
-    await ended.wait()
-    place.ending.set()
-    http.should_exit = True
-    await answering
+    log = configure("text")
+    try:
+        await ended.wait()
+        place.ending.set()
+        http.should_exit = True
+        await answering
+    finally:
+        logging.getLogger().removeHandler(log)
     return 0

@@ -14,7 +14,21 @@ from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, live_of, shown
 
 MOST = 12
-USUAL = ("reward", "loss")
+USUAL = (
+    "reward",
+    "eval/reward",
+    "loss",
+    "eval_loss",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "entropy",
+    "kl",
+    "sampling/logprob_gap",
+    "grad_norm",
+    "time/step",
+)
+"""What is shown of several runs unless one metric is asked for, as far as one of them has it."""
 
 
 class Asked(Query):
@@ -40,7 +54,7 @@ def compare(visit: Visit) -> Page:
         raise UsageError(
             f"None of these runs has a metric {asked.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
         )
-    usual = next((each for each in USUAL if each in metrics), metrics[0] if metrics else "")
+    usual = [each for each in USUAL if each in metrics] or metrics[:1]
     configs = {name: _config(visit, name) for name in names}
     data: dict[str, Any] = {
         "names": names,
@@ -55,7 +69,8 @@ def compare(visit: Visit) -> Page:
             }
             for name, each in there.items()
         },
-        "metric": asked.metric or usual,
+        "metric": asked.metric,
+        "shown": [asked.metric] if asked.metric else usual,
         "metrics": metrics,
         "differences": differences(configs),
     }

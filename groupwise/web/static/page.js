@@ -138,8 +138,22 @@ function keys() {
 }
 
 theme();
+// Settings are all there: a search hides those that do not have its words.
+function settings() {
+  const search = document.getElementById("settings-search");
+  search?.form.addEventListener("submit", (event) => event.preventDefault());
+  search?.addEventListener("input", () => {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of document.querySelectorAll(".settings tbody tr")) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => text.includes(word));
+    }
+  });
+}
+
 colours();
 tokens();
+settings();
 keys();
 document.querySelector(".tabs [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
 setInterval(agos, AGO_EVERY);

@@ -340,6 +340,19 @@ def test_what_was_long_ago_grows_older_while_a_page_is_open(
         assert said.inner_text().endswith(" h ago")
 
 
+def test_settings_are_searched(visit: Callable[..., Visitor], runs: Path) -> None:
+    with shown(runs) as address:
+        visitor = visit(address)
+        visitor.goes("/runs/first/config")
+        rows = visitor.page.locator(".settings tbody tr:visible")
+        everything = rows.count()
+        visitor.page.get_by_label("Search").fill("LEARNING 0.01")
+        expect(rows).to_have_count(1)
+        expect(rows.first).to_contain_text("training.learning_rate")
+        visitor.page.get_by_label("Search").fill("")
+        expect(rows).to_have_count(everything)
+
+
 def test_colours_can_be_chosen_and_left_to_the_system_again(
     visit: Callable[..., Visitor], runs: Path
 ) -> None:

@@ -520,6 +520,17 @@ async def test_a_metric_that_no_run_has_is_refused_with_those_there_are(
     assert (await client.get("/curves?run=one")).status_code == 400
 
 
+async def test_several_runs_are_compared_in_what_is_usually_looked_at_or_in_one_metric(
+    client: httpx2.AsyncClient,
+) -> None:
+    usual = (await client.get("/compare?run=one&run=two&format=json")).json()
+    assert usual["shown"][:2] == ["reward", "frac_reward_zero_std"]
+    page = (await client.get("/compare?run=one&run=two")).text
+    assert page.count('class="chart"') == len(usual["shown"]) > 3
+    one = (await client.get("/compare?run=one&run=two&metric=own/number&format=json")).json()
+    assert one["shown"] == ["own/number"]
+
+
 async def test_a_run_may_be_called_like_a_step_of_another(tmp_path: Path) -> None:
     for name in ("a@1", "b"):
         write_run(tmp_path / name, 2)
