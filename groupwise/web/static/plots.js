@@ -1,6 +1,7 @@
 // Plots: their curves are fetched thinned to the width of a screen and drawn as they come into sight. What is new is put into the plot that
 // is there, so that whoever reads keeps the range, the hidden lines and the cursor; a range that is looked at closely is asked for once more,
-// in finer columns. Other scripts of the page say that something has changed by the events "fresh" and "theme" of the document.
+// in finer columns. How all of them are drawn, smoothed or on a logarithmic axis, is chosen once for all pages of this browser. Other scripts of
+// the page say that something has changed by the events "fresh" and "theme" of the document.
 
 const WIDTH = 700; // columns of a picture
 const SHADED = 5; // so many runs and more have lines at their edges: areas would hide each other
@@ -9,12 +10,19 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const colour = (index) => style(`--c${index % 8}`);
 const dash = (index) => (index % 16 < 8 ? undefined : [7, 4]); // the colours begin again, in broken lines
 
-const drawn = new Map(); // element -> { made, like, raw, thinned, range, zoom, turn }
+const drawn = new Map(); // element -> { made, like, shape, raw, digits, room, thinned, range, zoom, turn }
 
-function short(value) {
+const isFar = (size) => size !== 0 && (size < 1e-3 || size >= 1e6); // from numbers that are read well as they are
+const brief = (text) => text.replace("e+", "e");
+
+function short(value, digits = 4) {
   if (value == null || Number.isNaN(value)) return "–";
-  const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return isFar(Math.abs(value)) ? brief(value.toExponential(digits - 2)) : String(Number(value.toPrecision(digits)));
+}
+
+// A step as it is, or the middle of some that share a column.
+function placed(value) {
+  return value == null ? "–" : String(Number(value.toFixed(1)));
 }
 
 function faded(name, share) {
@@ -56,21 +64,25 @@ function told(label, curve) {
   return `${label}: first ${short(values[0])}, last ${short(values.at(-1))}, lowest ${short(least)}, highest ${short(most)}.`;
 }
 
-// What a line is made of: itself, its spread, and what stands out in steps that share a column.
+// A value of which there is no other would be no line.
+const alone = (made, index) => finite(made.data[index]).length < 2;
+
+// What a line is made of: itself, its spread, and what stands out in steps that share a column; of two edges the lower one comes first, and the
+// upper one has the filling.
 function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
-  const main = { label, stroke: ink, width: 1.8, dash: dash(nth), points: { show: curve.at.length < 2 }, spanGaps: true };
+  const main = { label, stroke: ink, width: 1.8, dash: dash(nth), points: { show: alone }, spanGaps: true };
   const edge = { points: { show: false }, spanGaps: true, class: many ? "edge-of-many" : "edge" };
   const bare = { ...edge, stroke: "transparent", width: 0 };
   const found = [{ ...main, values: curve.mean }];
   if (spread) {
     const by = beside(curve, spread);
     const far = (sign) => curve.mean.map((value, at) => (value == null || by[at] == null ? null : value + sign * by[at]));
-    found.push({ ...bare, label: "+ spread", values: far(1), fill: faded(ink, 16) }, { ...bare, label: "− spread", values: far(-1) });
+    found.push({ ...bare, label: "− spread", values: far(-1), deep: true }, { ...bare, label: "+ spread", values: far(1), fill: faded(ink, 16) });
   }
   if (thinned) {
     const line = shaded && !spread ? bare : { ...edge, stroke: faded(ink, 55), width: 0.7, dash: dash(nth) };
     const fill = shaded ? faded(ink, spread ? 7 : 16) : undefined;
-    found.push({ ...line, label: "highest", values: curve.high, fill }, { ...line, label: "lowest", values: curve.low });
+    found.push({ ...line, label: "lowest", values: curve.low }, { ...line, label: "highest", values: curve.high, fill });
   }
   return found;
 }
@@ -104,7 +116,7 @@ async function curvesOf(element, range) {
       words.push(told(label, coarse));
     });
   });
-  return { lines, words, stacked: plot.stacked, thinned: thinnedAtAll, x: "step" };
+  return { lines, words, stacked: plot.stacked, thinned: thinnedAtAll, x: "step", many: runs.length > 1 };
 }
 
 function given(element) {
@@ -115,10 +127,128 @@ function given(element) {
     const main = { label: curve.label, at: curve.k, values: curve.y, stroke: ink, dash: dash(index), width: 2, points: { show: true, size: 6 }, spanGaps: true };
     if (!finite(curve.low).length) return [main];
     const edge = { at: curve.k, points: { show: false }, spanGaps: true, class: shaded ? "edge" : "edge-of-many", ...(shaded ? { stroke: "transparent", width: 0 } : { stroke: faded(ink, 55), width: 0.7, dash: dash(index) }) };
-    return [main, { ...edge, label: "95 % to", values: curve.high, fill: shaded ? faded(ink, 14) : undefined }, { ...edge, label: "95 % from", values: curve.low }];
+    return [main, { ...edge, label: "95 % from", values: curve.low }, { ...edge, label: "95 % to", values: curve.high, fill: shaded ? faded(ink, 14) : undefined }];
   });
   const words = curves.map((curve) => told(curve.label, { mean: curve.y, low: curve.y, high: curve.y }));
   return { lines, words, stacked: false, thinned: false, x: "k" };
+}
+
+// --- how it is drawn -----------------------------------------------------------------------------
+
+const MOST_SMOOTHING = 0.99;
+
+function chosen() {
+  const smoothing = Math.min(MOST_SMOOTHING, Math.max(0, Number(localStorage.getItem("smoothing")) || 0));
+  return { smoothing, logarithmic: localStorage.getItem("logarithmic") === "yes" };
+}
+
+// An exponential moving average, divided by how much of its weight lies on values that there are, as TensorBoard has it: sum = weight * sum +
+// (1 - weight) * value from 0, over 1 - weight ** n; here without the sum, so that what is always the same stays exactly so. Where there is no
+// value it stays as it was. It acts on the columns that are drawn: of a long run, whose steps share columns, it reaches over more steps than of a
+// range that is looked at closely.
+function smoothed(values, weight) {
+  let [mean, left] = [0, 1];
+  return values.map((value) => {
+    if (value == null) return value;
+    left *= weight;
+    mean += ((1 - weight) / (1 - left)) * (value - mean);
+    return mean;
+  });
+}
+
+// A shape in the way that was chosen. Stacks are left as they are, since parts of a smoothed or logarithmic whole add up to nothing, and so are
+// curves over k. On a logarithmic axis lines have gaps where they are not above 0; a plot with nothing above 0 keeps its axis.
+function asChosen(shape) {
+  const { smoothing, logarithmic } = chosen();
+  if (shape.stacked || shape.x !== "step") return shape;
+  const log = logarithmic && shape.lines.some(([main]) => main.values.some((value) => value > 0));
+  const whole = (line) => ({ ...line, spanGaps: !log, positive: log });
+  const lines = shape.lines.map(([main, ...edges]) => {
+    if (!smoothing) return [whole(main), ...edges];
+    const raw = { ...whole(main), label: "raw", stroke: faded(main.stroke, 35), width: 1, points: { show: false }, class: shape.many ? "edge-of-many" : "edge" };
+    return [{ ...whole(main), values: smoothed(main.values, smoothing) }, raw, ...edges];
+  });
+  return { ...shape, lines, log };
+}
+
+// --- axes ----------------------------------------------------------------------------------------
+
+// The power of ten of a number's first digit, and of its last one.
+function powers(value) {
+  const [digits, power] = Number(value.toPrecision(6)).toExponential().split("e");
+  return [Number(power), Number(power) - (digits.split(".")[1] ?? "").length];
+}
+
+// All with as many digits as tell them apart.
+function labels(ticks, step) {
+  const [, finest] = powers(step);
+  const exponential = (tick) => (Math.abs(tick) < step / 100 ? "0" : brief(tick.toExponential(Math.max(0, powers(tick)[0] - finest))));
+  const plain = (tick) => (Math.abs(tick) < step / 100 ? 0 : tick).toFixed(Math.max(0, -finest));
+  return ticks.map(isFar(Math.max(...ticks.map(Math.abs))) ? exponential : plain);
+}
+
+const DECADE = 4; // a logarithmic axis that is no wider than this factor is divided as any other
+
+function logarithmicTicks(low, high, step) {
+  if (high / low < DECADE) {
+    const first = Math.ceil(low / step);
+    return [...Array(Math.max(0, Math.floor(high / step) - first + 1)).keys()].map((at) => (first + at) * step);
+  }
+  const [begin, end] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  const width = Math.log10(high / low);
+  const between = width <= 1 ? [1, 2, 3, 5, 7] : width <= 2 ? [1, 2, 5] : [1];
+  const decades = [...Array(end - begin + 1).keys()].map((at) => begin + at).filter((power) => power % Math.ceil(width / 6) === 0);
+  return decades.flatMap((power) => between.map((each) => Number(`${each}e${power}`))).filter((tick) => tick >= low && tick <= high);
+}
+
+function logarithmicLabels(low, high, ticks, step) {
+  return high / low < DECADE ? labels(ticks, step) : ticks.map((tick) => (isFar(tick) ? brief(tick.toExponential()) : String(tick)));
+}
+
+const NARROWEST = 58; // pixels of an axis, so that those of plots below each other are mostly the same
+
+const measured = new Map(); // font and text, with 0 for each digit, none of which is wider -> pixels; to measure takes long
+
+function measure({ ctx }, font, text) {
+  const key = font + text.replace(/\d/g, "0");
+  if (!measured.has(key)) {
+    ctx.font = font;
+    measured.set(key, ctx.measureText(key.slice(font.length)).width / devicePixelRatio);
+  }
+  return measured.get(key);
+}
+
+// As wide as its longest label.
+function widthOf(made, texts, index, cycle) {
+  const axis = made.axes[index];
+  if (cycle > 2) return axis._size; // it has to come to an end
+  const widest = Math.max(0, ...(texts ?? []).map((text) => measure(made, axis.font[0], text)));
+  return Math.max(NARROWEST, Math.ceil(widest) + axis.ticks.size + axis.gap + 2);
+}
+
+function axes(log) {
+  const line = { stroke: style("--dim"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), width: 1 } };
+  const whole = [1, 2, 5].flatMap((each) => [...Array(7).keys()].map((power) => each * 10 ** power)).sort((a, b) => a - b);
+  const y = { ...line, size: widthOf };
+  const even = { values: (_, ticks, __, ___, step) => labels(ticks, step) };
+  const uneven = {
+    splits: (_, __, low, high, step) => logarithmicTicks(low, high, step),
+    filter: (_, ticks) => ticks,
+    values: ({ scales }, ticks, __, ___, step) => logarithmicLabels(scales.y.min, scales.y.max, ticks, step),
+  };
+  return [{ ...line, size: 34, incrs: whole }, { ...y, ...(log ? uneven : even) }];
+}
+
+// A line that is the same everywhere, but for rounding, is seen from 0.
+function extent(low, high, { stacked, log }) {
+  const flat = high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high));
+  if (log) {
+    const beside = flat ? 2 : (high / low) ** 0.08;
+    return low > 0 ? [low / beside, high * beside] : [1, 10];
+  }
+  if (low == null || high == null || (low === 0 && high === 0)) return [0, 1];
+  if (stacked || (flat && low > 0)) return [Math.min(0, low), high > 0 ? uPlot.rangeNum(0, high, 0.1, true)[1] : 1];
+  return flat ? [uPlot.rangeNum(low, 0, 0.1, true)[0], 0] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
 // --- plots ---------------------------------------------------------------------------------------
@@ -127,52 +257,44 @@ function given(element) {
 function columnsOf({ lines, stacked }) {
   const flat = lines.flat();
   const raw = flat.length ? uPlot.join(flat.map((line) => [line.at, line.values])) : [[]];
-  if (!stacked) return { raw, data: raw };
-  const sums = raw[0].map(() => 0);
-  return { raw, data: [raw[0], ...raw.slice(1).map((values) => values.map((value, at) => (sums[at] += value ?? 0)))] };
-}
-
-function axes() {
-  const line = { stroke: style("--dim"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), width: 1 } };
-  const whole = [1, 2, 5].flatMap((each) => [...Array(7).keys()].map((power) => each * 10 ** power)).sort((a, b) => a - b);
-  return [{ ...line, size: 34, incrs: whole }, { ...line, size: 58, values: (_, ticks) => ticks.map(short) }];
-}
-
-function extent(low, high, stacked) {
-  if (low == null || high == null) return [0, 1];
-  if (stacked) return [Math.min(0, low), high > 0 ? uPlot.rangeNum(0, high, 0.1, true)[1] : 1];
-  return low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true);
+  if (stacked) {
+    const sums = raw[0].map(() => 0);
+    return { raw, data: [raw[0], ...raw.slice(1).map((values) => values.map((value, at) => (sums[at] += value ?? 0)))] };
+  }
+  const above = (values) => values.map((value) => (value <= 0 ? null : value));
+  return { raw, data: raw.map((values, index) => (flat[index - 1]?.positive ? above(values) : values)) };
 }
 
 const box = (element) => ({ width: element.clientWidth, height: parseFloat(getComputedStyle(element).minHeight) - 30 });
 
-// Areas: between the two that follow each other where the first has a filling, and in a stack down to the line before.
+// Areas: from a line that has a filling down to the one before, and so in a stack.
 function areas({ lines, stacked }) {
   const flat = lines.flat();
   if (stacked) return flat.slice(1).map((line, index) => ({ series: [index + 2, index + 1], fill: faded(line.stroke, 22) }));
-  return flat.flatMap((line, index) => (line.fill ? [{ series: [index + 1, index + 2], fill: line.fill }] : []));
+  return flat.flatMap((line, index) => (line.fill ? [{ series: [index + 1, index], fill: line.fill }] : []));
 }
 
 function make(element, shape, state) {
   const hidden = new Set(state.made?.series.filter((each) => !each.show).map((each) => each.label));
   state.made?.destroy();
   element.replaceChildren();
-  const value = (_, __, series, at) => short(at == null ? null : state.raw[series][at]);
+  const value = (_, __, series, at) => short(at == null ? null : state.raw[series][at], state.digits[series]);
   const series = shape.lines.flatMap((pieces) =>
-    pieces.map(({ at, values, fill, ...line }) => ({ ...line, value, show: !hidden.has(pieces[0].label), ...(shape.stacked && line.stroke === shape.lines[0][0].stroke ? { fill: faded(line.stroke, 22) } : {}) })),
+    pieces.map(({ at, values, fill, deep, positive, ...line }) => ({ ...line, value, auto: !(deep && shape.log), show: !hidden.has(pieces[0].label), ...(shape.stacked && line.stroke === shape.lines[0][0].stroke ? { fill: faded(line.stroke, 22) } : {}) })),
   );
   state.made = new uPlot(
     {
       ...box(element),
-      scales: { x: { time: false }, y: { range: (_, low, high) => extent(low, high, shape.stacked) } },
-      axes: axes(),
-      series: [{ label: shape.x, value: (_, value) => short(value) }, ...series],
+      scales: { x: { time: false }, y: { distr: shape.log ? 3 : 1, range: (_, low, high) => extent(low, high, shape) } },
+      axes: axes(shape.log),
+      series: [{ label: shape.x, value: (made, value) => (value == null && made.cursor.left < 0 ? "last" : placed(value)) }, ...series],
       bands: areas(shape),
       cursor: { points: { size: 6 }, drag: { x: true, y: false } },
       legend: { live: true, markers: { dash: (made, index) => (made.series[index].dash ? "dashed" : "solid") } },
       hooks: {
         setScale: [(_, scale) => scale === "x" && looked(element, state)],
         setSeries: [(made, index, how) => how.show != null && together(made, index, shape)],
+        setLegend: [(made) => rest(made, shape)],
       },
     },
     columnsOf(shape).data,
@@ -189,6 +311,41 @@ function together(made, index, { lines }) {
     first += pieces.length;
   }
   pressed(made);
+}
+
+// While nobody points at the plot its legend says the last values that are seen: of a stack those of one step, else of each line its own.
+function rest(made, { lines, stacked }) {
+  const [from, to] = made.series[0].idxs;
+  if (made.cursor.left >= 0 || to == null) return;
+  const last = (series) => {
+    let at = to;
+    while (at >= from && made.data[series][at] == null) at -= 1;
+    return at < from ? null : at;
+  };
+  const own = [];
+  for (const pieces of lines) own.push(...Array(pieces.length).fill(stacked ? to : last(own.length + 1)));
+  const places = new Set(own.filter((at) => at != null));
+  made.setLegend({ idxs: [places.size === 1 ? [...places][0] : null, ...own] }, false);
+  made.legend.idxs.fill(null); // or whoever points there next is taken to have been there
+}
+
+// So many digits tell the values of a line apart.
+function digitsOf(values) {
+  const there = finite(values);
+  const low = there.reduce((least, value) => Math.min(least, value), Infinity);
+  const high = there.reduce((most, value) => Math.max(most, value), -Infinity);
+  const alike = Math.floor(Math.log10(Math.max(Math.abs(low), Math.abs(high)) / (high - low)));
+  return alike > 0 && alike < 9 ? 4 + alike : 4;
+}
+
+// Every value has the room of the longest one of its line: what stands beside it does not move under whoever points at the plot.
+function reserve(made, state) {
+  rows(made).forEach((row, index) => {
+    if (row.classList.contains("edge-of-many")) return; // it is not shown
+    const text = (value) => (index ? short(value, state.digits[index]) : placed(value));
+    state.room[index] = state.raw[index].reduce((most, value) => Math.max(most, text(value).length), state.room[index] ?? 4);
+    row.querySelector("td").style.minWidth = `${state.room[index] + 0.5}ch`;
+  });
 }
 
 const rows = (made) => [...made.root.querySelectorAll(".u-legend .u-series")];
@@ -236,18 +393,24 @@ function none(element, text) {
   element.replaceChildren(said);
 }
 
-function show(element, shape, state) {
+function show(element, plain, state) {
+  const shape = asChosen(plain);
   const { raw, data } = columnsOf(shape);
   if (!data[0].length) return none(element, "nothing recorded yet");
-  const like = JSON.stringify([shape.x, shape.stacked, shape.lines.map((pieces) => pieces.map(({ label, stroke, dash }) => [label, stroke, dash]))]);
+  const like = JSON.stringify([shape.x, shape.stacked, shape.log, shape.lines.map((pieces) => pieces.map(({ label, stroke, dash }) => [label, stroke, dash]))]);
   const { range } = state;
-  Object.assign(state, { raw, thinned: shape.thinned, busy: true });
-  if (like !== state.like) make(element, shape, state);
+  Object.assign(state, { shape: plain, raw, digits: raw.map(digitsOf), thinned: shape.thinned, busy: true });
+  if (like !== state.like) {
+    state.room = [];
+    make(element, shape, state);
+  }
   state.like = like;
+  reserve(state.made, state);
   state.made.batch(() => {
     state.made.setData(data, !range);
     if (range) state.made.setScale("x", { min: range[0], max: range[1] });
   });
+  rest(state.made, shape);
   Object.assign(state, { busy: false, range });
   const canvas = state.made.ctx.canvas;
   canvas.setAttribute("role", "img");
@@ -306,6 +469,41 @@ function redraw() {
   }
 }
 
+// --- what is chosen ------------------------------------------------------------------------------
+
+const bar = document.querySelector(".looks");
+const [slider, logarithm] = ["range", "checkbox"].map((type) => bar?.querySelector(`input[type=${type}]`));
+let underway = 0;
+
+function said() {
+  if (!bar) return;
+  const { smoothing, logarithmic } = chosen();
+  slider.value = smoothing;
+  logarithm.checked = logarithmic;
+  bar.querySelector("output").textContent = smoothing.toFixed(2);
+}
+
+// Those that are seen at once, from what has come of them before; the others as they come into sight.
+function drawAsChosen() {
+  said();
+  cancelAnimationFrame(underway);
+  underway = requestAnimationFrame(() => {
+    for (const [element, state] of drawn) {
+      if (element.dataset.visible !== "yes") element.dataset.drawn = "";
+      else if (state.shape) show(element, state.shape, state);
+    }
+  });
+}
+
+bar?.addEventListener("input", () => {
+  localStorage.setItem("smoothing", slider.value);
+  localStorage.setItem("logarithmic", logarithm.checked ? "yes" : "no");
+  drawAsChosen();
+});
+addEventListener("storage", drawAsChosen); // in another page
+addEventListener("pageshow", (event) => event.persisted && drawAsChosen()); // this page was left and is come back to
+
 document.addEventListener("fresh", redraw);
 document.addEventListener("theme", redraw); // colours are a part of what a plot is like
+said();
 watch();

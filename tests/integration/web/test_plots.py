@@ -4,19 +4,33 @@
 2. What stands out is shown, in a spread and among many runs too, and a chosen range is asked for in finer columns.
 3. What is new comes into the plot that is there: its range, its hidden lines and the cursor stay.
 4. Lines can be told apart, read without seeing them, and hidden by keyboard.
+5. Nothing moves under whoever points at a plot; while nobody does, its legend says the last values.
+6. An axis has room for its labels, digits that tell them apart, and begins at 0 for what is always the same.
+7. Smoothing and a logarithmic axis are chosen once, for all plots of all pages, and stay while a run goes on and a range is looked at.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from playwright.sync_api import Locator, Page, expect
 
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
-from tests.integration.web.test_browser import SOON, Visitor, browser, pytestmark, shown, visit
+from tests.integration.web.test_browser import (
+    DESK,
+    PHONE,
+    SOON,
+    Visitor,
+    browser,
+    pytestmark,
+    shown,
+    visit,
+)
 from tests.integration.web.test_live import going_on, is_live
 from tests.web_runs import write_run
 
@@ -35,6 +49,7 @@ def add_metrics(path: Path, steps: Sequence[Mapping[str, float]]) -> None:
 
 def chart(page: Page, title: str) -> Locator:
     found = page.locator("figure.chart").filter(has=page.locator("b", has_text=title))
+    found.scroll_into_view_if_needed()
     expect(found.locator("canvas")).to_be_visible(timeout=SOON)
     return found
 
@@ -284,8 +299,312 @@ def test_pass_at_k_has_its_interval_beside_it(
         visitor = visit(address)
         visitor.goes("/runs/often/evaluations")
         said = legend_at(chart(visitor.page, "pass@k"), 0.0)
-        assert list(said) == ["k", "several after 2 steps", "95 % to", "95 % from"]
-        value, high, low = (float(said[each]) for each in list(said)[1:])
+        assert list(said) == ["k", "several after 2 steps", "95 % from", "95 % to"]
+        value, low, high = (float(said[each]) for each in list(said)[1:])
         assert value == 0.5
         assert 0.3 < low < 0.5 < high < 0.7
         assert visitor.wrong == []
+
+
+# --- 5: what stays where it is ---------------------------------------------------------------------
+
+
+def height(plot: Locator) -> float:
+    box = plot.bounding_box()
+    assert box is not None
+    return box["height"]
+
+
+def leave(page: Page) -> None:
+    page.mouse.move(2, 2)
+
+
+def test_a_card_is_as_high_with_the_cursor_as_without(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    rewards = (0.0, 0.1234567, -0.0001234, 1e7, 0.5)
+    times = {"time/sampling": 1.0, "time/scoring": 12.25, "time/learning": 100.5}
+    add_metrics(
+        write_run(tmp_path / "odd", 0),
+        [{"reward": each, "reward_std": each / 3} | times for each in rewards],
+    )
+    with shown(tmp_path) as address:
+        for viewport in (DESK, PHONE):
+            visitor = visit(address, viewport=viewport)
+            visitor.goes("/runs/odd")
+            for title in ("Reward", "Where the time went"):
+                plot = chart(visitor.page, title)
+                heights, tops = {height(plot)}, set[float]()
+                for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+                    point(plot, share)
+                    heights.add(height(plot))
+                    over = plot.locator(".u-legend .u-series").last.bounding_box()
+                    assert over is not None
+                    tops.add(over["x"])
+                assert (len(heights), len(tops)) == (1, 1), title
+            assert visitor.wrong == []
+
+
+def test_at_rest_a_legend_says_the_last_values(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with going_on(tmp_path, 0) as path:
+        add_metrics(path, [{"reward": n / 4, "reward_std": 0.5} for n in range(4)])
+        add_metrics(write_run(tmp_path / "short", 0), [{"reward": 0.25}, {"reward": 0.5}])
+        with shown(tmp_path) as address:
+            visitor = visit(address)
+            page = visitor.page
+            visitor.goes("/runs/live")
+            is_live(page)
+            plot = chart(page, "Reward")
+            last = ["step3", "reward0.75", "− spread0.25", "+ spread1.25"]
+            assert [*map("".join, legend(plot).items())] == last
+            assert legend_at(plot, 0.0)["reward"] == "0"
+            leave(page)
+            assert [*map("".join, legend(plot).items())] == last
+            add_metrics(path, [{"reward": 2.0, "reward_std": 1.0}])
+            expect(plot.locator(".u-legend")).to_contain_text("reward2", timeout=SOON)
+            assert legend(plot)["step"] == "4"
+            visitor.goes("/compare?run=live&run=short")
+            assert legend(chart(page, "reward")) == {"step": "last", "live": "2", "short": "0.5"}
+            assert visitor.wrong == []
+
+
+# --- 6: axes ---------------------------------------------------------------------------------------
+
+SPY = """
+const { fillText, clearRect } = CanvasRenderingContext2D.prototype;
+const { arc } = Path2D.prototype;
+window.circles = 0;
+CanvasRenderingContext2D.prototype.clearRect = function (...where) {
+  this.canvas.said = [];
+  return clearRect.apply(this, where);
+};
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  if (this.textAlign === "right") this.canvas.said.push([text, x - this.measureText(text).width]);
+  return fillText.call(this, text, x, y);
+};
+Path2D.prototype.arc = function (...where) {
+  window.circles += 1;
+  return arc.apply(this, where);
+};
+"""
+"""What is written beside the y axis, from above, and where it begins; and how many circles were drawn."""
+
+
+def beside_axis(plot: Locator) -> list[str]:
+    plot.scroll_into_view_if_needed()
+    said = plot.locator("canvas").evaluate("canvas => canvas.said")
+    assert all(left >= 0 for _, left in said), "the labels fit"
+    return [text for text, _ in said]
+
+
+def test_an_axis_has_room_digits_and_zero(visit: Callable[..., Visitor], tmp_path: Path) -> None:
+    steps = [
+        {
+            "learning_rate": 3e-4 - n * 1e-6,
+            "own/tiny": 8e-6 + n * 1e-8,
+            "own/large": 2e6 + n * 1e5,
+            "own/deep": -12345.678 - n * 1e-3,
+            "sampling/ratio_mean": 1 + n * 1e-5,
+            "frac_reward_zero_std": 0.0,
+            "completions/clipped_ratio": 0.25,
+            "own/below": -3.0,
+        }
+        for n in range(20)
+    ]
+    add_metrics(write_run(tmp_path / "odd", 0), steps)
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        page.add_init_script(SPY)
+        visitor.goes("/runs/odd")
+        names = ("Learning rate", "own/tiny", "own/large", "own/deep", "sampling/ratio_mean")
+        for name in names:
+            labels = beside_axis(chart(page, name))
+            assert len(labels) == len(set(labels)) > 1, name
+        ratios = [float(each) for each in beside_axis(chart(page, "sampling/ratio_mean"))]
+        assert all(1 <= each <= 1.001 for each in ratios)
+        assert legend(chart(page, "sampling/ratio_mean"))["ratio_mean"] == "1.00019"
+        zero = beside_axis(chart(page, "Groups without signal"))
+        assert (float(zero[0]), float(zero[-1])) == (0, 1)
+        share = [float(each) for each in beside_axis(chart(page, "Truncated"))]
+        assert share[0] == 0
+        assert share[-1] >= 0.2
+        below = [float(each) for each in beside_axis(chart(page, "own/below"))]
+        assert below[0] <= -2
+        assert below[-1] == 0
+        assert visitor.wrong == []
+
+
+def test_a_value_alone_is_a_circle_until_there_are_more(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with going_on(tmp_path, 0) as path:
+        add_metrics(path, [{"reward": 0.5}])
+        with shown(tmp_path) as address:
+            visitor = visit(address)
+            page = visitor.page
+            page.add_init_script(SPY)
+            visitor.goes("/runs/live")
+            is_live(page)
+            plot = chart(page, "Reward")
+            assert page.evaluate("circles") > 0
+            page.evaluate("circles = 0")
+            add_metrics(path, [{"reward": 0.75}, {"reward": 0.25}])
+            expect(plot.locator(".u-legend")).to_contain_text("step2", timeout=SOON)
+            assert page.evaluate("circles") == 0
+            assert visitor.wrong == []
+
+
+# --- 7: smoothing and a logarithmic axis -----------------------------------------------------------
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """By the formula; the state stays where there is no value."""
+    mean, count, found = 0.0, 0, list[float]()
+    for value in values:
+        if not math.isnan(value):
+            mean = mean * weight + (1 - weight) * value
+            count += 1
+        found.append(mean / (1 - weight**count) if not math.isnan(value) else math.nan)
+    return found
+
+
+def read(text: str) -> float:
+    return math.nan if text == "–" else float(text)
+
+
+def same(seen: Sequence[float], expected: Sequence[float]) -> bool:
+    return all(
+        (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-9)
+        for a, b in zip(seen, expected, strict=True)
+    )
+
+
+def seen(plot: Locator, name: str, count: int) -> list[float]:
+    """In each of so many steps."""
+    found = []
+    for step in range(count):
+        point(plot, step / (count - 1))
+        expect(plot.locator(".u-legend .u-value").first).to_have_text(str(step))
+        found.append(read(legend(plot)[name]))
+    return found
+
+
+def test_smoothing_is_the_debiased_average_and_stays(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    rewards = [0.5, 1.0, math.nan, 0.25, 0.75, 4.0, 0.5, 0.125, 0.5]
+    with going_on(tmp_path, 0) as path:
+        times = {"time/sampling": 1.0, "time/learning": 2.0}
+        add_metrics(
+            path,
+            [
+                {"reward": reward, "reward_std": 0.25, "time/scoring": float(n % 2)} | times
+                for n, reward in enumerate(rewards)
+            ],
+        )
+        add_metrics(write_run(tmp_path / "other", 0), [{"reward": r} for r in rewards[3:]])
+        with shown(tmp_path) as address:
+            visitor = visit(address)
+            page = visitor.page
+            visitor.goes("/runs/live")
+            is_live(page)
+            plot = chart(page, "Reward")
+            slider = page.get_by_role("slider", name="Smoothing")
+            slider.fill("0.6")
+            expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
+            assert same(seen(plot, "reward", 9), smoothed(rewards, 0.6))
+            assert same(seen(plot, "raw", 9), rewards)
+            assert same(seen(plot, "+ spread", 9), [each + 0.25 for each in rewards])
+            time = chart(page, "Where the time went")
+            assert seen(time, "scoring", 9) == [0, 1, 0, 1, 0, 1, 0, 1, 0]
+            drag(plot, 0.22, 0.78)
+            rewards.append(0.625)
+            add_metrics(path, [{"reward": 0.625, "reward_std": 0.25}])
+            drawn = containing("first 0.5, last 0.625")
+            expect(plot.locator("canvas")).to_have_attribute("aria-label", drawn, timeout=SOON)
+            point(plot, 1.0)
+            assert legend(plot)["step"] == "6", "the range stays"
+            assert same([read(legend(plot)["reward"])], smoothed(rewards, 0.6)[6:7])
+            slider.focus()
+            page.keyboard.press("End")
+            expect(page.locator(".looks output")).to_have_text("0.99")
+            point(plot, 1.0)
+            assert legend(plot)["step"] == "6"
+            plot.locator(".u-over").dblclick()
+            assert same(seen(plot, "reward", 10), smoothed(rewards, 0.99))
+            page.reload()
+            expect(slider).to_have_value("0.99")
+            assert same(seen(chart(page, "Reward"), "reward", 10), smoothed(rewards, 0.99))
+            visitor.goes("/compare?run=live&run=other")
+            both = chart(page, "reward")
+            assert same(seen(both, "live", 10), smoothed(rewards, 0.99))
+            assert same(seen(both, "other", 10)[:6], smoothed(rewards[3:9], 0.99))
+            page.get_by_role("slider", name="Smoothing").fill("0")
+            expect(both.locator(".edge-of-many")).to_have_count(0)
+            assert same(seen(both, "live", 10), rewards)
+            assert visitor.wrong == []
+
+
+def top(plot: Locator, share: float) -> float:
+    """Of the first line's point, in pixels."""
+    point(plot, share)
+    box = plot.locator(".u-cursor-pt").first.bounding_box()
+    assert box is not None
+    return box["y"] + box["height"] / 2
+
+
+def test_a_logarithmic_axis_leaves_out_what_is_not_above_zero(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    steps = [
+        {"kl": kl, "loss": -1.0, "frac_reward_zero_std": 0.0, "own/near": 2.0 + kl}
+        for kl in (1e-4, 1e-3, 0.0, 1e-2, 1e-1)
+    ]
+    add_metrics(write_run(tmp_path / "odd", 0), steps)
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        page.add_init_script(SPY)
+        visitor.goes("/runs/odd")
+        plot = chart(page, "KL from the reference")
+        page.get_by_role("checkbox", name="Logarithmic axis").check()
+        expect(plot.locator("canvas")).to_be_visible()
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('canvas')].some(each => each.said.some(([text]) => text === '1e-4'))"
+        )
+        assert beside_axis(plot) == ["1e-4", "0.001", "0.01", "0.1"]
+        tops = [top(plot, step / 4) for step in (0, 1, 3, 4)]
+        gaps = [before - after for before, after in pairwise(tops)]
+        assert min(gaps) > 20
+        assert max(gaps) - min(gaps) < 2.5, "a factor is a distance"
+        point(plot, 0.5)
+        assert legend(plot)["kl from the reference"] == "0"
+        expect(plot.locator(".u-cursor-pt").first).to_be_hidden()
+        near = [float(each) for each in beside_axis(chart(page, "own/near"))]
+        assert len(set(near)) == len(near) > 1
+        assert all(1.9 < each < 2.2 for each in near)
+        assert beside_axis(chart(page, "Groups without signal"))[0] == "0.0"
+        assert min(map(float, beside_axis(chart(page, "Loss")))) < 0, "nothing is above 0"
+        page.reload()
+        expect(page.get_by_role("checkbox", name="Logarithmic axis")).to_be_checked()
+        assert beside_axis(chart(page, "KL from the reference"))[0] == "1e-4"
+        assert visitor.wrong == []
+
+
+def test_without_scripts_nothing_is_there_to_choose(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    write_run(tmp_path / "one", 2)
+    write_run(tmp_path / "none", 0)
+    with shown(tmp_path) as address:
+        still = visit(address, java_script_enabled=False)
+        still.goes("/runs/one")
+        expect(still.page.locator(".looks")).to_be_hidden()
+        visitor = visit(address)
+        visitor.goes("/runs/none")
+        expect(visitor.page.locator(".looks")).to_be_hidden()
+        visitor.goes("/runs/one")
+        expect(visitor.page.locator(".looks")).to_be_visible()
