@@ -5,6 +5,7 @@
 
 const WIDTH = 700; // columns of a picture
 const SHADED = 5; // so many runs and more have lines at their edges: areas would hide each other
+const TOTAL = " total"; // no name of a metric
 const AT = document.body.dataset.at; // what stands before all our paths
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (index) => style(`--c${index % 8}`);
@@ -31,11 +32,14 @@ function faded(name, share) {
 
 // --- what is drawn -------------------------------------------------------------------------------
 
-async function fetched(runs, names, range) {
+// Curves of runs, and of a stack how high it is.
+async function fetched(runs, names, stacked, range) {
   const near = range ? [["from", range[0]], ["to", range[1]]] : [];
-  const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...names.map((name) => ["name", name]), ["columns", WIDTH], ...near]);
+  const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...names.map((name) => ["name", name]), ...(stacked ? names.map((name) => ["total", name]) : []), ["columns", WIDTH], ...near]);
   const answer = await fetch(`${AT}/curves?${query}`, { headers: { Accept: "application/json" } });
-  return answer.ok ? (await answer.json()).runs : null;
+  if (!answer.ok) return null;
+  const { runs: found, totals } = await answer.json();
+  return Object.fromEntries(Object.entries(found).map(([run, curves]) => [run, { ...curves, [TOTAL]: totals[run] }]));
 }
 
 // A curve that is fine within the range and coarse beside it.
@@ -54,6 +58,10 @@ function beside(curve, other) {
 
 const finite = (values) => values.filter((value) => value != null);
 
+// Steps whose value was no finite number, and where they are.
+const lostIn = (curve) => (curve.lost ?? []).reduce((sum, count) => sum + count, 0);
+const lostAt = (curve) => curve.at.filter((_, index) => curve.lost?.[index]);
+
 // For whoever does not see the plot.
 function told(label, curve) {
   const values = finite(curve.mean);
@@ -61,7 +69,8 @@ function told(label, curve) {
   const [low, high] = [finite(curve.low), finite(curve.high)].map((each) => (each.length ? each : values));
   const least = low.reduce((a, b) => Math.min(a, b));
   const most = high.reduce((a, b) => Math.max(a, b));
-  return `${label}: first ${short(values[0])}, last ${short(values.at(-1))}, lowest ${short(least)}, highest ${short(most)}.`;
+  const lost = lostIn(curve) ? `, ${lostIn(curve)} steps without a finite number` : "";
+  return `${label}: first ${short(values[0])}, last ${short(values.at(-1))}, lowest ${short(least)}, highest ${short(most)}${lost}.`;
 }
 
 // A value of which there is no other would be no line.
@@ -70,8 +79,8 @@ const alone = (made, index) => finite(made.data[index]).length < 2;
 // What a line is made of: itself, its spread, and what stands out in steps that share a column; of two edges the lower one comes first, and the
 // upper one has the filling.
 function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
-  const main = { label, stroke: ink, width: 1.8, dash: dash(nth), points: { show: alone }, spanGaps: true };
-  const edge = { points: { show: false }, spanGaps: true, class: many ? "edge-of-many" : "edge" };
+  const main = { label, stroke: ink, width: 1.8, dash: dash(nth), points: { show: alone } };
+  const edge = { points: { show: false }, class: many ? "edge-of-many" : "edge" };
   const bare = { ...edge, stroke: "transparent", width: 0 };
   const found = [{ ...main, values: curve.mean }];
   if (spread) {
@@ -87,11 +96,19 @@ function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
   return found;
 }
 
+// The parts of a stack are means where steps share a column; a line of its own says how high it was at most.
+function summit(total, label) {
+  const line = { stroke: style("--dim"), width: 0.8, dash: [3, 3], points: { show: false }, apart: true };
+  return [{ ...line, label, at: total.at, values: total.high }];
+}
+
+const isEmpty = (curve) => curve.high.every((value) => !value);
+
 async function curvesOf(element, range) {
   const runs = JSON.parse(element.dataset.runs);
   const plot = JSON.parse(element.dataset.plot);
   const names = plot.lines.flatMap((line) => (line.spread ? [line.metric, line.spread] : [line.metric]));
-  const [whole, near] = await Promise.all([fetched(runs, names), range && fetched(runs, names, range)]).catch(() => []);
+  const [whole, near] = await Promise.all([fetched(runs, names, plot.stacked), range && fetched(runs, names, plot.stacked, range)]).catch(() => []);
   if (!whole) return null; // the server is away
   const curve = (run, name) => {
     const coarse = whole[run]?.[name];
@@ -99,6 +116,7 @@ async function curvesOf(element, range) {
   };
   const lines = [];
   const words = [];
+  const lost = { steps: 0, at: [] };
   let thinnedAtAll = false;
   runs.forEach((run, nth) => {
     plot.lines.forEach((line, index) => {
@@ -112,11 +130,15 @@ async function curvesOf(element, range) {
       const place = many ? nth : index;
       const how = { many, shaded: runs.length < SHADED, nth: place };
       const made = pieces(found, line.spread && curve(run, line.spread), thinned && !plot.stacked, colour(place), label, how);
-      lines.push(made.map((each) => ({ ...each, at: found.at })));
+      const hides = plot.stacked && isEmpty(coarse) ? { width: 0 } : {}; // a layer of nothing would cover the line below it
+      lines.push(made.map((each) => ({ ...each, ...hides, at: found.at })));
       words.push(told(label, coarse));
+      lost.steps += lostIn(coarse);
+      lost.at.push(...lostAt(found));
     });
+    if (plot.stacked && thinnedAtAll) lines.push(summit(curve(run, TOTAL), "highest of all"));
   });
-  return { lines, words, stacked: plot.stacked, thinned: thinnedAtAll, x: "step", many: runs.length > 1 };
+  return { lines, words, lost, stacked: plot.stacked, thinned: thinnedAtAll, x: "step", many: runs.length > 1 };
 }
 
 function given(element) {
@@ -124,9 +146,9 @@ function given(element) {
   const shaded = curves.length < SHADED;
   const lines = curves.map((curve, index) => {
     const ink = colour(index);
-    const main = { label: curve.label, at: curve.k, values: curve.y, stroke: ink, dash: dash(index), width: 2, points: { show: true, size: 6 }, spanGaps: true };
+    const main = { label: curve.label, at: curve.k, values: curve.y, stroke: ink, dash: dash(index), width: 2, points: { show: true, size: 6 } };
     if (!finite(curve.low).length) return [main];
-    const edge = { at: curve.k, points: { show: false }, spanGaps: true, class: shaded ? "edge" : "edge-of-many", ...(shaded ? { stroke: "transparent", width: 0 } : { stroke: faded(ink, 55), width: 0.7, dash: dash(index) }) };
+    const edge = { at: curve.k, points: { show: false }, class: shaded ? "edge" : "edge-of-many", ...(shaded ? { stroke: "transparent", width: 0 } : { stroke: faded(ink, 55), width: 0.7, dash: dash(index) }) };
     return [main, { ...edge, label: "95 % from", values: curve.low }, { ...edge, label: "95 % to", values: curve.high, fill: shaded ? faded(ink, 14) : undefined }];
   });
   const words = curves.map((curve) => told(curve.label, { mean: curve.y, low: curve.y, high: curve.y }));
@@ -162,7 +184,7 @@ function asChosen(shape) {
   const { smoothing, logarithmic } = chosen();
   if (shape.stacked || shape.x !== "step") return shape;
   const log = logarithmic && shape.lines.some(([main]) => main.values.some((value) => value > 0));
-  const whole = (line) => ({ ...line, spanGaps: !log, positive: log });
+  const whole = (line) => ({ ...line, positive: log });
   const lines = shape.lines.map(([main, ...edges]) => {
     if (!smoothing) return [whole(main), ...edges];
     const raw = { ...whole(main), label: "raw", stroke: faded(main.stroke, 35), width: 1, points: { show: false }, class: shape.many ? "edge-of-many" : "edge" };
@@ -259,7 +281,8 @@ function columnsOf({ lines, stacked }) {
   const raw = flat.length ? uPlot.join(flat.map((line) => [line.at, line.values])) : [[]];
   if (stacked) {
     const sums = raw[0].map(() => 0);
-    return { raw, data: [raw[0], ...raw.slice(1).map((values) => values.map((value, at) => (sums[at] += value ?? 0)))] };
+    const upon = (values, index) => (flat[index].apart ? values : values.map((value, at) => (sums[at] += value ?? 0)));
+    return { raw, data: [raw[0], ...raw.slice(1).map(upon)] };
   }
   const above = (values) => values.map((value) => (value <= 0 ? null : value));
   return { raw, data: raw.map((values, index) => (flat[index - 1]?.positive ? above(values) : values)) };
@@ -270,7 +293,7 @@ const box = (element) => ({ width: element.clientWidth, height: parseFloat(getCo
 // Areas: from a line that has a filling down to the one before, and so in a stack.
 function areas({ lines, stacked }) {
   const flat = lines.flat();
-  if (stacked) return flat.slice(1).map((line, index) => ({ series: [index + 2, index + 1], fill: faded(line.stroke, 22) }));
+  if (stacked) return flat.filter((line) => !line.apart).slice(1).map((line, index) => ({ series: [index + 2, index + 1], fill: faded(line.stroke, 22) }));
   return flat.flatMap((line, index) => (line.fill ? [{ series: [index + 1, index], fill: line.fill }] : []));
 }
 
@@ -295,6 +318,7 @@ function make(element, shape, state) {
         setScale: [(_, scale) => scale === "x" && looked(element, state)],
         setSeries: [(made, index, how) => how.show != null && together(made, index, shape)],
         setLegend: [(made) => rest(made, shape)],
+        draw: [(made) => marked(made, state.shape.lost)],
       },
     },
     columnsOf(shape).data,
@@ -327,6 +351,26 @@ function rest(made, { lines, stacked }) {
   const places = new Set(own.filter((at) => at != null));
   made.setLegend({ idxs: [places.size === 1 ? [...places][0] : null, ...own] }, false);
   made.legend.idxs.fill(null); // or whoever points there next is taken to have been there
+}
+
+// Where there was no finite number stands a mark at the foot of the plot.
+function marked(made, lost) {
+  const { ctx, bbox } = made;
+  ctx.save();
+  ctx.fillStyle = style("--bad");
+  for (const at of lost?.at ?? []) {
+    const x = made.valToPos(at, "x", true);
+    if (x >= bbox.left && x <= bbox.left + bbox.width) ctx.fillRect(x - 1, bbox.top + bbox.height - 8, 2, 8);
+  }
+  ctx.restore();
+}
+
+function sayLost(element, lost) {
+  const text = lost?.steps ? `${lost.steps} value${lost.steps === 1 ? " is" : "s are"} no finite number (NaN or infinite): marked at the foot.` : "";
+  const line = element.parentElement.querySelector(".lost") ?? document.createElement("p");
+  line.className = "lost";
+  if (line.textContent !== text) line.textContent = text;
+  if (text && !line.isConnected) element.after(line);
 }
 
 // So many digits tell the values of a line apart.
@@ -397,7 +441,7 @@ function show(element, plain, state) {
   const shape = asChosen(plain);
   const { raw, data } = columnsOf(shape);
   if (!data[0].length) return none(element, "nothing recorded yet");
-  const like = JSON.stringify([shape.x, shape.stacked, shape.log, shape.lines.map((pieces) => pieces.map(({ label, stroke, dash }) => [label, stroke, dash]))]);
+  const like = JSON.stringify([shape.x, shape.stacked, shape.log, shape.lines.map((pieces) => pieces.map(({ label, stroke, dash, width }) => [label, stroke, dash, width]))]);
   const { range } = state;
   Object.assign(state, { shape: plain, raw, digits: raw.map(digitsOf), thinned: shape.thinned, busy: true });
   if (like !== state.like) {
@@ -411,6 +455,7 @@ function show(element, plain, state) {
     if (range) state.made.setScale("x", { min: range[0], max: range[1] });
   });
   rest(state.made, shape);
+  sayLost(element, plain.lost);
   Object.assign(state, { busy: false, range });
   const canvas = state.made.ctx.canvas;
   canvas.setAttribute("role", "img");

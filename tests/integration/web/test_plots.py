@@ -608,3 +608,51 @@ def test_without_scripts_nothing_is_there_to_choose(
         expect(visitor.page.locator(".looks")).to_be_hidden()
         visitor.goes("/runs/one")
         expect(visitor.page.locator(".looks")).to_be_visible()
+
+
+# --- what is no number, and what stands out of a stack --------------------------------------------
+
+
+def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path / "lost", 0)
+    nan, inf = float("nan"), float("inf")
+    values = [nan if 1000 <= step < 1400 else inf if step == 1500 else 1.0 for step in range(3000)]
+    values[1502] = 7.0
+    add_metrics(path, [{"grad_norm": value} for value in values])
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        visitor.goes("/runs/lost")
+        plot = chart(visitor.page, "Gradient norm")
+        plot.scroll_into_view_if_needed()
+        expect(plot.locator(".lost")).to_have_text(re.compile("401 values are no finite number"))
+        told = plot.locator("canvas").get_attribute("aria-label") or ""
+        assert "401 steps without a finite number" in told
+        assert "highest 7" in told
+        point(plot, 0.4)
+        assert legend(plot)["gradient norm"] == "–", "a gap"
+        point(plot, 0.6)
+        assert legend(plot)["gradient norm"].startswith("1")
+        assert visitor.wrong == []
+
+
+def test_a_peak_of_a_stack_is_not_averaged_away(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path / "peak", 0)
+    steps = [
+        {"rollouts/failed": 100.0 if step == 3505 else 0.0, "rollouts/timed_out": 0.0}
+        for step in range(7000)
+    ]
+    add_metrics(path, steps)
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        visitor.goes("/runs/peak")
+        plot = chart(visitor.page, "Rollouts without a score")
+        highest = max(
+            float(legend_at(plot, 0.5 + shift / 1000).get("highest of all", "0").replace("–", "0"))
+            for shift in range(-2, 5)
+        )
+        assert highest == 100.0
+        assert visitor.wrong == []
