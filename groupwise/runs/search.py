@@ -22,8 +22,11 @@ def find_rollouts(
 
 
 def _page(db: Database, wanted: RolloutFilter) -> list[int]:
+    if _asks_for_rewards_of_none(wanted):
+        return []
     plan = plan_of(db, wanted)
-    if plan.lead == "text" or (wanted.text is None and plan.lead is not None):
+    by_groups = wanted.task is not None and not plan.by_column  # they are looked up first
+    if plan.lead == "text" or (wanted.text is None and (plan.lead is not None or by_groups)):
         return _ids(db, rollout_query(wanted, plan))
     look = _soon if wanted.text is None else _near
     page, many = look(db, wanted, plan)
@@ -32,6 +35,14 @@ def _page(db: Database, wanted: RolloutFilter) -> list[int]:
     if plan.lead is None and not many:
         plan = plan_of(db, wanted, FEW)
     return _ids(db, rollout_query(wanted, plan))
+
+
+def _asks_for_rewards_of_none(wanted: RolloutFilter) -> bool:
+    """Whether rollouts without a score are to have a reward."""
+    outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
+    ranged = (wanted.min_reward, wanted.max_reward) != (None, None)
+    asked = wanted.part is None and (ranged or wanted.order in ("best", "worst"))
+    return asked and outcomes is not None and "scored" not in outcomes
 
 
 Looked = tuple[list[int] | None, bool]
