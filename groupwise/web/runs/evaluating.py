@@ -150,10 +150,10 @@ class Answers(Query):
 
 
 SHOWN = {
-    "all": "all prompts",
-    "never": "never the highest reward",
-    "sometimes": "sometimes",
-    "always": "always the highest reward",
+    "all": "all",
+    "never": "no answer earns the highest reward",
+    "sometimes": "some answers do",
+    "always": "all answers do",
 }
 """Prompts by how often their answers earn what the best answer of the evaluation does."""
 
