@@ -612,3 +612,15 @@ async def test_how_this_machine_is_reached_has_no_port(
     small.machine("here", transport="local")
     assert "<dt>port</dt>" not in await shown_of(client, "/fleet/machines/here")
     assert "<dt>port</dt>" in await shown_of(client, "/fleet/machines/box-1")
+
+
+async def test_what_was_seen_of_gpus_stands_on_their_machine(client: httpx2.AsyncClient) -> None:
+    document = (await client.get("/fleet/machines/box-1?format=json")).json()["machine"]
+    page = await shown_of(client, "/fleet/machines/box-1")
+    table = page.partition('aria-label="GPUs as they were seen"')[2].partition("</table>")[0]
+    assert table.count("<tr data-key=") == 2
+    for gpu in document["gpus"]:
+        assert f"<code>{gpu['uuid']}</code>" in table
+        assert f"of {gpu['memory_mb']} MB" in table or gpu["memory_used_mb"] is None
+    without = await shown_of(client, "/fleet/machines/box-2")
+    assert "GPUs as they were seen" not in without
