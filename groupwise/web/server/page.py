@@ -5,9 +5,12 @@ from __future__ import annotations
 from groupwise.errors import RunNotFoundError
 from groupwise.web.pages import Page, Visit, shown
 from groupwise.web.server.watched import WatchedServer
+from groupwise.wire.activity import ActivityAnswer
 from groupwise.wire.training import StatusAnswer
 
 LIVE = "/live?server"
+LONG = 10.0
+"""Seconds that a request waits before somebody should know why."""
 STATES = {
     "open": "sampled, and not rewarded yet",
     "rewarded": "waits for a step",
@@ -39,12 +42,12 @@ def server(visit: Visit) -> Page:
         "activity": activity.model_dump(),
         "states": STATES,
         "run": status.run_id if status.run_id and visit.place.has(status.run_id) else None,
-        "advice": advice(status),
+        "advice": advice(status, activity),
     }
     return Page("server.html", data, live=LIVE)
 
 
-def advice(status: StatusAnswer) -> list[str]:
+def advice(status: StatusAnswer, activity: ActivityAnswer) -> list[str]:
     """What somebody should look at, in words, and what to do about it."""
     counts = status.counters
     told: list[str] = []
@@ -62,10 +65,11 @@ def advice(status: StatusAnswer) -> list[str]:
             f"{counts.stale} groups were too old when a step could have taken them. A higher `staleness` keeps more of them, and fewer "
             "groups asked for at once waste fewer."
         )
-    if status.queue_depth and counts.open and not counts.rewarded and not counts.planned:
+    waiting = sum(each.seconds >= LONG for each in activity.waiting)
+    if waiting and counts.open and not counts.rewarded and not counts.planned:
         told.append(
-            f"{status.queue_depth} requests wait for room while {counts.open} groups wait for their rewards: the clients' rewards are what "
-            "everything waits for."
+            f"Requests that wait for room: {waiting}, for {LONG:.0f} seconds and more; groups that wait for their rewards: {counts.open}. The "
+            "clients' rewards are what everything waits for."
         )
     return told
 

@@ -256,14 +256,20 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
     [
         ({"expired": 9, "trained": 4}, "lease_seconds"),
         ({"stale": 9, "trained": 4}, "staleness"),
-        ({"open": 4}, "the clients' rewards are what everything waits for"),
+        ({"open": 4}, "clients' rewards are what everything waits for"),
     ],
 )
 def test_what_the_counts_say(counts: dict[str, int], words: str) -> None:
     status = StatusAnswer(phase="running", counters=Counters.model_validate(counts), queue_depth=2)
-    assert any(words in each for each in advice(status))
-    assert advice(StatusAnswer(phase="running", counters=Counters(trained=9, open=2))) == []
-    assert "engine has ended" in advice(StatusAnswer(phase="recovering"))[0]
+    long, short = (
+        ActivityAnswer(at=1.0, waiting=[WaitingRequest(key_id="k", groups=1, seconds=seconds)])
+        for seconds in (12.0, 2.0)
+    )
+    assert any(words in each for each in advice(status, long))
+    assert "open" not in counts or advice(status, short) == [], "it has just come"
+    fine = StatusAnswer(phase="running", counters=Counters(trained=9, open=2, planned=1))
+    assert advice(fine, long) == []
+    assert "engine has ended" in advice(StatusAnswer(phase="recovering"), short)[0]
 
 
 # Mounted on the server
