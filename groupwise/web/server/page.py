@@ -68,8 +68,8 @@ def advice(status: StatusAnswer, activity: ActivityAnswer) -> list[str]:
     waiting = sum(each.seconds >= LONG for each in activity.waiting)
     if waiting and counts.open and not counts.rewarded and not counts.planned:
         told.append(
-            f"Requests that wait for room: {waiting}, for {LONG:.0f} seconds and more; groups that wait for their rewards: {counts.open}. The "
-            "clients' rewards are what everything waits for."
+            f"{waiting} of those who ask wait for room, for {LONG:.0f} seconds and more, and {counts.open} of the groups wait for their "
+            "rewards: the clients' rewards are what everything waits for."
         )
     return told
 
