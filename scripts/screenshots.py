@@ -62,7 +62,7 @@ class Album:
         print(f"docs/images/dashboard-{name}.png  {path}")
 
 
-def of_runs(album: Album, run: str, other: str, rollout: int, draw: int) -> None:
+def of_runs(album: Album, run: str, other: str, rollout: str, draw: int) -> None:
     """The list, a run, its rollouts, and two runs beside each other."""
     album.take("runs", "/runs")
     album.take("run", f"/runs/{quote(run)}")
@@ -71,6 +71,7 @@ def of_runs(album: Album, run: str, other: str, rollout: int, draw: int) -> None
     album.take("tokens", f"/runs/{quote(run)}/rollouts/{rollout}", click="log-probability")
     album.take("compare", f"/compare?run={quote(run)}&run={quote(other)}")
     album.take("answers", f"/rollouts/compare?a={quote(other)}&b={quote(run)}")
+    album.take("evaluations", "/evaluations")
     album.take("evaluation", f"/evaluations/compare?a={quote(other)}&b={quote(run)}")
 
 
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--run", required=True)
     parser.add_argument("--other", required=True)
-    parser.add_argument("--rollout", type=int, default=1, help="whose tokens are shown")
+    parser.add_argument("--rollout", default="0.0", help="whose tokens are shown: DRAW.MEMBER")
     parser.add_argument("--draw", type=int, default=0, help="whose members are shown")
     parser.add_argument("--fleet", help="folder or address")
     parser.add_argument("--job", help="of the fleet")

@@ -28,8 +28,6 @@ from groupwise.runs.store import Store
 PASS = re.compile(r"pass@(\d+)")
 MOST_FILES = 500
 """Of a run's results, the newest, that are read."""
-MOST_WITH_INTERVALS = 20
-"""Recorded evaluations, the newest, of which every answer is read for their intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +49,10 @@ class Evaluated:
     """When the file was written, in seconds since 1970; 0: not known."""
 
 
-def evaluations_of(run: Path, store: Store, *, intervals: bool = False) -> list[Evaluated]:
-    """By steps, those of files after those of the record; without the time that `intervals` of the record take, those of files alone."""
+def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evaluated]:
+    """By steps, those of files after those of the record; of the record's so many of the newest have `intervals`, which take time."""
     recorded = store.evaluations(rows=False)
-    begin = len(recorded) - (MOST_WITH_INTERVALS if intervals else 0)
+    begin = len(recorded) - intervals
     found = [
         _of_record(each, _intervals(store, each) if place >= begin else {})
         for place, each in enumerate(recorded)

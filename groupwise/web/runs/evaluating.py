@@ -34,6 +34,8 @@ MOST_SAMPLES = 32
 """Answers to one prompt that a page shows."""
 MOST_CURVES = 12
 """Of pass@k in one picture, the newest."""
+WITH_INTERVALS, WITH_INTERVALS_IN_ALL = 20, 2
+"""Evaluations of a run, the newest, of which every answer is read for their intervals: on its own page, and in the list of all."""
 RUNS = 50
 """Whose evaluations one page lists."""
 MOST_OF_EACH = 20
@@ -48,7 +50,7 @@ def evaluations(visit: Visit) -> Page:
     """All of a run."""
     path = visit.place.run(visit.named("run"))
     with Store.open(path / RECORD, readonly=True) as store:
-        found = evaluations_of(path, store, intervals=True)
+        found = evaluations_of(path, store, intervals=WITH_INTERVALS)
     names = _columns(name for each in found for name in each.metrics)
     data = {
         **head_of(visit, path),
@@ -111,7 +113,8 @@ def _columns(names: Iterable[str]) -> list[str]:
 def _quietly(path: Path) -> list[Evaluated]:
     """Of one run, the newest first; none of one that cannot be read, which the list of runs tells."""
     with suppress(GroupwiseError), Store.open(path / RECORD, readonly=True) as store:
-        return evaluations_of(path, store)[::-1][:MOST_OF_EACH]
+        found = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
+        return found[::-1][:MOST_OF_EACH]
     return []
 
 
