@@ -90,12 +90,13 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path} holds the result of a {kind}; what can be compared is an evaluation."
         )
-    if content.get("format", FORMAT) > FORMAT:
+    known = content.get("format", FORMAT)
+    if not isinstance(known, int) or known > FORMAT:
         raise UsageError(
-            f"{path} has format {content['format']}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
+            f"{path} has format {known!r:.100}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
         )
     missing = [name for name, type_ in WANTED.items() if not isinstance(content.get(name), type_)]
-    missing = missing or _missing_in_rows(content["rows"])
+    missing = missing or _missing_in_rows(content["rows"]) or _odd_in_rows(content["rows"])
     if missing:
         raise UsageError(
             f"{path} is no result of `groupwise eval`: it has no {' and no '.join(missing)}."
@@ -113,10 +114,20 @@ def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
     ]
 
 
+def _odd_in_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    kinds = {"reward": (int, float, type(None)), "parts": (dict,)}
+    names = {"reward": "number or null", "parts": "object"}
+    return [
+        f"{names[name]} as `{name}` in each row"
+        for name, kind in kinds.items()
+        if not all(isinstance(row[name], kind) for row in rows)
+    ]
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} cannot be read as a result of `groupwise eval`: {error}."
         ) from error

@@ -271,7 +271,7 @@ def what_is_meant(
     """A run, the step that it was named with, and the name of an evaluation behind a colon. Either name may hold colons; where the whole
     is a run, it is that one. Raises what `resolve` does."""
     colons = [at for at, letter in enumerate(reference) if letter == ":"]
-    for at in (len(reference), *colons):
+    for at in (len(reference), *reversed(colons)):
         with suppress(RunNotFoundError):
             return *resolve(reference[:at]), reference[at + 1 :]
     return *resolve(reference), ""
@@ -286,7 +286,11 @@ def side_of_file(path: Path) -> Side:
     content = read_result(path)
     return Side(
         f"{content['policy']} ({path})",
-        content["metrics"],
+        {
+            name: value
+            for name, value in content["metrics"].items()
+            if isinstance(value, int | float)
+        },
         content["rows"],
         content.get("config", {}),
     )
@@ -294,9 +298,17 @@ def side_of_file(path: Path) -> Side:
 
 def _side_in_results(run: Path, name: str) -> Side:
     path = run / RESULTS / name
-    if Path(name).name != name or not path.is_file():
+    if Path(name).name != name or not is_file(path):
         raise RunNotFoundError(_no_evaluation(run, None, name))
     return side_of_file(path)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is one; no name that a file could not have is one."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _side_after(run: Path, step: int | None, name: str = "") -> Side:
@@ -326,7 +338,7 @@ def _side_of_record(run: Path, record: EvaluationRecord, *, whole: bool = False)
     return Side(
         label,
         record.metrics,
-        record.rows,
+        _rows_of(run, record),
         read_config(run),
         run if whole else None,
         _is_supervised(run),
@@ -358,8 +370,16 @@ def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> S
 
 
 def _recorded(run: Path) -> list[EvaluationRecord]:
+    """Those that have rows, which are read of those alone that are looked at."""
     with Store.open(run / RECORD, readonly=True) as store:
-        return [each for each in store.evaluations() if each.rows]
+        whole = store.evaluations_with_rows()
+        found = store.evaluations(rows=False)
+        return [each for each in found if (each.step, each.name, each.policy) in whole]
+
+
+def _rows_of(run: Path, record: EvaluationRecord) -> Sequence[Row]:
+    with Store.open(run / RECORD, readonly=True) as store:
+        return store.evaluation_rows(record.step, record.name, record.policy)
 
 
 def _written(run: Path) -> list[Side]:

@@ -1,6 +1,6 @@
 """From a filter of rollouts to SQL: where SQLite begins, and what it then asks of each rollout.
 
-A page shows fifty of maybe a million. Where a condition is met by few, these are found by its index, and the rest is asked of them alone:
+A page shows some of maybe a million. Where a condition is met by few, these are found by its index, and the rest is asked of them alone:
 the narrowest condition leads. Where none is, rollouts are gone through in the order of the page until it is full. SQLite itself cannot
 know which of both is the case, so it is told: a plus before a column keeps it from that column's index.
 """

@@ -58,7 +58,7 @@ def _soon(db: Database, wanted: RolloutFilter, plan: Plan) -> Looked:
 def _near(db: Database, wanted: RolloutFilter, plan: Plan) -> Looked:
     """Of the first rollouts that meet all but the text, those that have it.
 
-    So the index need not collect a million texts for a page of fifty, which takes it a tenth of a second and more.
+    So the index need not collect a million texts for a page of thirty, which takes it a tenth of a second and more.
     """
     near = replace(wanted, text=None, offset=0, limit=NEAR * wanted.limit)
     rows = db.soon(*rollout_query(near, plan), INSTRUCTIONS)

@@ -211,8 +211,8 @@ class Store:
         self, name: str, columns: int, within: tuple[int, int] | None = None
     ) -> list[CurvePoint]:
         """A curve for a picture that is so many columns wide: each column's mean, smallest and largest value, so that nothing that stands
-        out is lost. A curve of no more steps than that comes as it is. `within` is the range of steps that the picture shows, by default
-        that of the curve."""
+        out is lost. A curve of no more steps than that has each in a column of its own. `within` is the range of steps that the picture
+        shows, by default that of the curve."""
         return self._thinned(
             f"SELECT step, {FINITE} AS value FROM metrics WHERE name = ?1",
             label(name),
@@ -415,6 +415,14 @@ class Store:
             )
             for evaluation, step, name, policy, metrics, asked in found
         ]
+
+    def evaluations_with_rows(self) -> set[tuple[int, str, str]]:
+        """Step, name and policy of the evaluations that have rows: others are metrics alone."""
+        query = (
+            "SELECT step, name, policy FROM evaluations"
+            " WHERE EXISTS (SELECT 1 FROM evaluation_rows WHERE evaluation = evaluations.id)"
+        )
+        return {(step, name, policy) for step, name, policy in self._db.all(query)}
 
     def evaluation_rows(self, step: int, name: str, policy: str) -> tuple[dict[str, Any], ...]:
         """The rows of one evaluation; none where there is no such one."""

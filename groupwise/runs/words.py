@@ -47,7 +47,7 @@ def wanted_of(words: str, *, indexed: bool, signs: bool) -> Wanted:
         term = quoted or word.strip('"') or word
         if indexed and _is_known(term):
             phrases.append(f'"{term.replace(chr(34), " ").replace(chr(0), " ")}"')
-            plain += [piece.lower() for piece in term.split() if _SIGNS.search(piece)]
+            plain += [term.lower()] if _SIGNS.search(term) else []
         elif term:
             plain.append(term.lower())
     if not signs:

@@ -1,7 +1,7 @@
 """Who may look at the dashboard.
 
     a key, typed once      → a cookie that no script can read, sealed with what the server keeps of the key: it holds for a week, outlives a
-                             restart, and ends with the key, or when its browser signs out
+                             restart, and ends with the key; here also when its browser signs out
     a key with each request→ for programs, as the other servers take it
     no keys at all         → whoever sits at this machine, and no page of another site that has a browser ask for it
 

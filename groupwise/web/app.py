@@ -25,7 +25,16 @@ from groupwise.web.fleet import machines as fleet_machines
 from groupwise.web.live import Streams, live
 from groupwise.web.pages import ABOVE, above, failed, respond_not_found
 from groupwise.web.place import Place
-from groupwise.web.runs import answers, comparing, curves, evaluating, files, overview, reading
+from groupwise.web.runs import (
+    answers,
+    comparing,
+    curves,
+    evaluating,
+    evaluation_answers,
+    files,
+    overview,
+    reading,
+)
 from groupwise.web.runs import listing as runs
 from groupwise.web.server import page as server_page
 from groupwise.web.templates import STATIC
@@ -56,6 +65,7 @@ def make_app(place: Place) -> ASGIApp:
         *files.ROUTES,
         *reading.ROUTES,
         *evaluating.ROUTES,
+        *evaluation_answers.ROUTES,
         *fleet_machines.ROUTES,
         *fleet_jobs.ROUTES,
         *server_page.ROUTES,

@@ -52,6 +52,7 @@ class Ticking(Generic[T]):
         self._lock = threading.Lock()
         self._found: tuple[float, T] | None = None
         self._finding: threading.Thread | None = None
+        self._forgotten = 0
         self._ended = False
 
     def now(self, moment: float = MOMENT) -> T | None:
@@ -72,7 +73,8 @@ class Ticking(Generic[T]):
     def forget(self) -> None:
         """It has just become another one: the next who asks finds it anew."""
         with self._lock:
-            self._found = None
+            self._found, self._finding = None, None
+            self._forgotten += 1
 
     def end(self, seconds: float = LAST) -> None:
         """Find nothing any more: what is asked may be closed then. Waits for the look under way, for so many seconds at most."""
@@ -82,9 +84,12 @@ class Ticking(Generic[T]):
             finding.join(seconds)
 
     def _look(self) -> None:
+        with self._lock:
+            begun = self._forgotten
         found = self._find()
         with self._lock:
-            self._found = (self._clock(), found)
+            if begun == self._forgotten:
+                self._found = (self._clock(), found)
 
 
 class Lately(Generic[T]):
@@ -96,17 +101,19 @@ class Lately(Generic[T]):
         """`who` is asked, for people."""
         self._ask, self._who, self._clock = ask, who, clock
         self._lock = threading.Lock()
-        self._kept: tuple[float, T | GroupwiseError] | None = None
+        self._kept: tuple[float, int, T | GroupwiseError] | None = None
+        self._forgotten = 0
 
     def now(self) -> T:
         """Raises what `ask` did, and `too_busy` where that takes too long for the others who wait."""
         if not self._lock.acquire(timeout=WAIT):
             raise Refusal("too_busy", f"{self._who} is slow to answer others.", retry_after=WAIT)
         try:
-            if self._kept is None or self._clock() - self._kept[0] >= EVERY:
-                answer = self._answer()
-                self._kept = (self._clock(), answer)
-            found: Any = self._kept[1]
+            kept = self._kept
+            if kept is None or kept[1] != self._forgotten or self._clock() - kept[0] >= EVERY:
+                begun = self._forgotten
+                kept = self._kept = (self._clock(), begun, self._answer())
+            found: Any = kept[2]
         finally:
             self._lock.release()
         if isinstance(found, GroupwiseError):
@@ -114,8 +121,8 @@ class Lately(Generic[T]):
         return found
 
     def forget(self) -> None:
-        """It has just become another one: the next who asks finds it anew."""
-        self._kept = None
+        """It has just become another one: the next who asks finds it anew, also where an answer of before is still on its way."""
+        self._forgotten += 1
 
     def _answer(self) -> T | GroupwiseError:
         try:

@@ -7,6 +7,7 @@ Result files hold every answer and are large; what they say as a whole is read o
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.evaluation.measures import REWARD, is_share, measure
 from groupwise.evaluation.results import read_result
 from groupwise.evaluation.statistics import interval_at_once
-from groupwise.review.compare import Side, side_of_file
+from groupwise.review.compare import EVAL_LOSS, LOSS, Side, is_file, side_of_file
 from groupwise.runs.folder import RESULTS
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
@@ -42,7 +43,9 @@ class Evaluated:
     intervals: Mapping[str, tuple[float, float]]
     """Of 95 %, of those metrics that have one."""
     reference: str
-    """By which it is compared, behind the run's name: `@STEP:NAME`, `:FILE.json`; empty where it has no answers."""
+    """By which it is compared, behind the run's name: `@STEP:NAME`, `:FILE.json`; empty where it is metrics alone."""
+    answers: bool
+    """Whether there are answers to read, and not only losses on given ones."""
     file: str | None
     """Its name where it is a file of results; None: it stands in the run's record."""
     at: float
@@ -51,10 +54,14 @@ class Evaluated:
 
 def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evaluated]:
     """By steps, those of files after those of the record; of the record's so many of the newest have `intervals`, which take time."""
-    recorded = store.evaluations(rows=False)
+    recorded, whole = store.evaluations(rows=False), store.evaluations_with_rows()
     begin = len(recorded) - intervals
     found = [
-        _of_record(each, _intervals(store, each) if place >= begin else {})
+        _of_record(
+            each,
+            (each.step, each.name, each.policy) in whole,
+            _intervals(store, each) if place >= begin else {},
+        )
         for place, each in enumerate(recorded)
     ]
     files = _in_files(run / RESULTS)
@@ -81,17 +88,17 @@ def side_beside(runs: Path, reference: str) -> Side:
     """One of these to compare, by its reference. Raises RunNotFoundError."""
     for prefix, folder in places(runs).items():
         name = reference.removeprefix(f":{prefix}")
-        if (
-            reference == f":{prefix}{name}"
-            and Path(name).name == name
-            and (folder / name).is_file()
-        ):
+        named = reference == f":{prefix}{name}" and Path(name).name == name
+        if named and name.endswith(".json") and is_file(folder / name):
             return side_of_file(folder / name)
     raise RunNotFoundError(f"There is no file of results {reference[1:101]!r} beside the runs.")
 
 
-def _of_record(record: EvaluationRecord, intervals: Mapping[str, tuple[float, float]]) -> Evaluated:
-    reference = f"@{record.step}:{record.name}"
+def _of_record(
+    record: EvaluationRecord, whole: bool, intervals: Mapping[str, tuple[float, float]]
+) -> Evaluated:
+    reference = f"@{record.step}:{record.name}" if whole else ""
+    losses = LOSS in record.metrics or EVAL_LOSS in record.metrics
     return Evaluated(
         record.step,
         record.name,
@@ -99,6 +106,7 @@ def _of_record(record: EvaluationRecord, intervals: Mapping[str, tuple[float, fl
         dict(record.metrics),
         intervals,
         reference,
+        whole and not losses,
         None,
         0.0,
     )
@@ -106,7 +114,7 @@ def _of_record(record: EvaluationRecord, intervals: Mapping[str, tuple[float, fl
 
 def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[float, float]]:
     names = tuple(name for name in record.metrics if name == REWARD or is_share(name))
-    values = tuple(record.metrics[name] for name in names)
+    values = repr([record.metrics[name] for name in names])  # a NaN is never equal to itself
     key = (str(store.path), record.step, record.name, record.policy, names, values)
     if not names:
         return {}
@@ -128,20 +136,24 @@ _KEPT_LOCK = threading.Lock()
 def _of_rows(
     rows: tuple[dict[str, Any], ...], names: tuple[str, ...]
 ) -> Mapping[str, tuple[float, float]]:
-    measured = {name: measure(name, rows) for name in names}
-    return {
-        name: (interval.low, interval.high)
-        for name, each in measured.items()
-        if each and each.values
-        for interval in [interval_at_once(list(each.values.values()), share=is_share(name))]
-    }
+    found: dict[str, tuple[float, float]] = {}
+    for name in names:
+        measured = measure(name, rows)
+        values = (
+            [each for each in measured.values.values() if math.isfinite(each)] if measured else []
+        )
+        if values:
+            interval = interval_at_once(values, share=is_share(name))
+            found[name] = (interval.low, interval.high)
+    return found
 
 
 def _in_files(folder: Path) -> list[Evaluated]:
     """Oldest first; files that hold something else are passed over."""
     stamped: list[tuple[int, int, Path]] = []
     for path in folder.glob("*.json"):
-        with suppress(OSError):
+        with suppress(OSError, UnicodeEncodeError):
+            path.name.encode()  # a name that is no text has no address
             facts = path.stat()
             stamped.append((facts.st_mtime_ns, facts.st_size, path))
     found = [
@@ -167,13 +179,14 @@ def _summary(file: str, stamp: int, _size: int) -> Evaluated | None:
         _numbers(cast("dict[str, Any]", metrics)),
         _pairs(content.get("intervals_95")),
         f":{path.name}" if whole else "",
+        whole,
         path.name,
         stamp / 1e9,
     )
 
 
 def _plain(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_bytes())
         if isinstance(content, dict):
             return cast("dict[str, Any]", content)
@@ -187,7 +200,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def _pairs(values: Any) -> dict[str, tuple[float, float]]:
     pairs: dict[str, tuple[float, float]] = {}
     for name, pair in (cast("dict[str, Any]", values) if isinstance(values, dict) else {}).items():
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             low, high = map(float, pair)
             pairs[name] = (low, high)
     return pairs

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from groupwise.errors import GroupwiseError, UsageError
-from groupwise.evaluation.measures import Row, by_prompt
 from groupwise.review.compare import (
     NO_MERIT,
     Comparison,
@@ -28,14 +27,14 @@ from groupwise.web.runs.evaluated import PASS, Evaluated, beside, evaluations_of
 from groupwise.web.runs.listing import are_in, has_words
 from groupwise.web.runs.overview import head_of
 
-CHANGED = 50
+PER_PAGE = 50
 """Prompts that a page lists."""
-MOST_SAMPLES = 32
-"""Answers to one prompt that a page shows."""
 MOST_CURVES = 12
 """Of pass@k in one picture, the newest."""
 WITH_INTERVALS, WITH_INTERVALS_IN_ALL = 20, 2
 """Evaluations of a run, the newest, of which every answer is read for their intervals: on its own page, and in the list of all."""
+LONGEST = 1000
+"""Characters by which an evaluation is named."""
 RUNS = 50
 """Whose evaluations one page lists."""
 MOST_OF_EACH = 20
@@ -114,8 +113,13 @@ def _quietly(path: Path) -> list[Evaluated]:
     """Of one run, the newest first; none of one that cannot be read, which the list of runs tells."""
     with suppress(GroupwiseError), Store.open(path / RECORD, readonly=True) as store:
         found = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
-        return found[::-1][:MOST_OF_EACH]
+        return sorted(found, key=_newness, reverse=True)[:MOST_OF_EACH]
     return []
+
+
+def _newness(each: Evaluated) -> tuple[bool, int, float]:
+    """What belongs to no step of the run comes last."""
+    return each.step is not None, each.step or 0, each.at
 
 
 def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
@@ -143,81 +147,12 @@ def _label(each: Evaluated) -> str:
     return name if each.step is None else f"{name} after {each.step} steps"
 
 
-class Answers(Query):
-    """Which evaluation, and which of its prompts."""
-
-    of: str = ""
-    """As one of two that are compared is named."""
-    show: Literal["all", "never", "sometimes", "always"] = "all"
-    page: int = Field(1, ge=1)
-
-
-SHOWN = {
-    "all": "all",
-    "never": "no answer earns the highest reward",
-    "sometimes": "some answers do",
-    "always": "all answers do",
-}
-"""Prompts by how often their answers earn what the best answer of the evaluation does."""
-
-
-def answers(visit: Visit) -> Page:
-    """What one policy answered to the held-out prompts, those with the lowest rewards first."""
-    asked = visit.query(Answers)
-    if not asked.of:
-        raise UsageError("Say of which evaluation: ?of=RUN@STEP.")
-    side = _side(visit, asked.of)
-    if side.supervised or not side.rows:
-        raise UsageError(
-            f"{side.label} has no answers: it was evaluated by the loss on given ones."
-        )
-    best = max((row["reward"] for row in side.rows if row["reward"] is not None), default=None)
-    prompts = [_answered(rows, best) for rows in by_prompt(side.rows).values()]
-    counts = Counter(each["solved"] for each in prompts)
-    chosen = [each for each in prompts if asked.show in ("all", each["solved"])]
-    chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
-    data = {
-        "asked": asked.model_dump(),
-        "label": side.label,
-        "metrics": dict(side.metrics),
-        "all": len(prompts),
-        "counts": {name: counts[name] for name in SHOWN if name != "all"},
-        "shows": SHOWN,
-        "prompts": chosen[(asked.page - 1) * CHANGED : asked.page * CHANGED],
-        "pages": max(1, -(-len(chosen) // CHANGED)),
-    }
-    return Page("evaluation_answers.html", data)
-
-
-def _answered(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    reached = sum(reward == best for reward in rewards)
-    solved = "never" if not reached else "always" if reached == len(rows) else "sometimes"
-    return {
-        "prompt": rows[0]["prompt"],
-        "mean": sum(rewards) / len(rewards) if rewards else None,
-        "solved": solved,
-        "answers": [
-            {
-                "reward": row["reward"],
-                "outcome": row["outcome"],
-                "completion": row["completion"],
-                "tokens": row.get("written", row["tokens"]),
-                "truncated": bool(row.get("truncated")),
-                "parts": row["parts"],
-            }
-            for row in rows[:MOST_SAMPLES]
-        ],
-        "more": max(0, len(rows) - MOST_SAMPLES),
-    }
-
-
 class Asked(Query):
     """Which two: `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
     `:FILE.json`, among the runs, and `:results/FILE.json`, beside them."""
 
-    a: str = ""
-    b: str = ""
+    a: str = Field("", max_length=LONGEST)
+    b: str = Field("", max_length=LONGEST)
     page: int = Field(1, ge=1)
 
 
@@ -226,8 +161,10 @@ def compare(visit: Visit) -> Page:
     asked = visit.query(Asked)
     if not asked.a or not asked.b:
         raise UsageError("Choose two evaluations to compare: ?a=RUN@STEP&b=RUN@STEP.")
-    found: Comparison = compare_sides(_side(visit, asked.a), _side(visit, asked.b))
-    here = found.changed[(asked.page - 1) * CHANGED : asked.page * CHANGED]
+    found: Comparison = compare_sides(side(visit, asked.a), side(visit, asked.b))
+    pages = max(1, -(-len(found.changed) // PER_PAGE))
+    page = min(asked.page, pages)
+    here = found.changed[(page - 1) * PER_PAGE : page * PER_PAGE]
     data = {
         "asked": asked.model_dump(),
         "a": found.a.label,
@@ -240,7 +177,8 @@ def compare(visit: Visit) -> Page:
         "notes": list(found.notes),
         "changed": [asdict(each) for each in here],
         "all_changed": len(found.changed),
-        "pages": max(1, -(-len(found.changed) // CHANGED)),
+        "page": page,
+        "pages": pages,
         "config": {key: list(change) for key, change in found.config.items()},
     }
     return Page("evaluations_compare.html", data)
@@ -259,7 +197,7 @@ def _pass_of_both(found: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def _side(visit: Visit, reference: str) -> Side:
+def side(visit: Visit, reference: str) -> Side:
     """An evaluation of this dashboard; a path elsewhere is none."""
     if reference.startswith(":"):
         return side_beside(visit.place.runs.folder, reference)
@@ -269,6 +207,5 @@ def _side(visit: Visit, reference: str) -> Side:
 ROUTES = (
     shown("/runs/{run}/evaluations", evaluations),
     shown("/evaluations", every_evaluation),
-    shown("/evaluations/answers", answers),
     shown("/evaluations/compare", compare),
 )

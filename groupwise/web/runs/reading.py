@@ -268,11 +268,10 @@ def _tokens(path: Path, rollout: Rollout, page: int) -> dict[str, Any]:
 
 
 def _member(group: Group, view: RolloutView) -> Rollout:
-    return next(
-        each
-        for each in group.rollouts
-        if (each.member, each.attempt) == (view.member, view.attempt)
-    )
+    for each in group.rollouts:
+        if (each.member, each.attempt) == (view.member, view.attempt):
+            return each
+    raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
 
 
 def _told(members: list[RolloutView], score: GroupScore | None) -> dict[str, Any]:

@@ -110,6 +110,7 @@ def as_before(path: Path, to: Path, version: int) -> Path:
                 "ALTER TABLE groups DROP COLUMN task; ALTER TABLE rollouts DROP COLUMN task;"
                 "ALTER TABLE segments DROP COLUMN learner_logprobs;"
             )
+        copy.execute("UPDATE meta SET value = '\"current\"' WHERE key = 'text_index'")
         copy.execute(f"PRAGMA user_version = {version}")
     copy.close()
     return to
@@ -118,6 +119,7 @@ def as_before(path: Path, to: Path, version: int) -> Path:
 @pytest.fixture(scope="module")
 def stores(paths: dict[str, Path]) -> Iterator[dict[str, Store]]:
     found = {name: Store.open(path, readonly=True) for name, path in paths.items()}
+    assert [name for name, store in found.items() if not store._db.indexed] == ["without an index"]
     yield found
     for store in found.values():
         store.close()

@@ -278,3 +278,82 @@ async def test_the_answers_of_one_evaluation_can_be_read(run: Path) -> None:
     for wrong, status in (("", 400), ("one@3", 404), ("none", 404), (":../x.json", 404)):
         answer = await asked(run, f"/evaluations/answers?of={wrong}")
         assert answer.status_code == status, wrong
+
+
+@pytest.mark.parametrize(
+    ("success", "rewards", "counts"),
+    [
+        ((False, False), (0.0, 0.0), {"never": 3, "sometimes": 0, "always": 0}),
+        ((True, True), (1.0, 1.5), {"never": 0, "sometimes": 0, "always": 3}),
+        ((True, None), (1.0, None), {"never": 0, "sometimes": 0, "always": 3}),
+        ((None, None), (float("nan"), 1.0), {"never": 0, "sometimes": 3, "always": 0}),
+    ],
+)
+async def test_how_often_answers_succeed_is_what_pass_at_k_counts(
+    run: Path, success: tuple[Any, Any], rewards: tuple[Any, Any], counts: dict[str, int]
+) -> None:
+    answers = rows(0.5, samples=2, prompts=3)
+    for row in answers:
+        row["success"], row["reward"] = success[row["sample"]], rewards[row["sample"]]
+    write(run, "a.json", "one@4", 0.5, rows=answers)
+    data = (await asked(run, "/evaluations/answers?of=one:a.json")).json()
+    assert data["counts"] == counts
+    assert (await asked(run, "/evaluations/answers?of=one:a.json", "text/html")).status_code == 200
+
+
+async def test_the_newest_of_a_run_are_in_the_list_of_all_whatever_else_it_has(run: Path) -> None:
+    for number in range(25):
+        write(run, f"other-{number}.json", f"elsewhere-{number}", 0.5)
+    listed = (await asked(run, "/evaluations")).json()["evaluations"]
+    assert len(listed) == 20
+    assert [each["reference"] for each in listed[:2]] == ["@4:held-out", "@0:held-out"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"format": "1", "policy": "p", "metrics": {}, "rows": [1]}',
+        "[" * 200_000,
+        json.dumps({"policy": "p", "metrics": {"reward": "x"}, "rows": [], "intervals_95": {"reward": [10**400, 1]}}),
+        json.dumps({"policy": "p", "metrics": {"reward": 1}, "rows": [{**rows(0.5)[0], "parts": ["x"]}]}),
+        json.dumps({"policy": "p", "metrics": {"reward": 1}, "rows": [{**rows(0.5)[0], "reward": "x"}]}),
+    ],
+    ids=["format", "deep", "large", "parts", "reward"],
+)  # fmt: skip
+async def test_an_odd_file_takes_no_page_down(run: Path, content: str) -> None:
+    (run / "results").mkdir()
+    (run / "results" / "odd.json").write_text(content)
+    (run / "results" / os.fsdecode(b"odd-\xff.json")).write_text("{}")
+    for path in ("/evaluations", "/runs/one", "/runs/one/evaluations"):
+        assert (await asked(run, path, "text/html")).status_code == 200, path
+    for path in ("answers?of=one:odd.json", "compare?a=one:odd.json&b=one@0"):
+        assert (await asked(run, f"/evaluations/{path}", "text/html")).status_code == 400, path
+
+
+async def test_an_evaluation_with_numbers_that_are_none_takes_no_page_down(run: Path) -> None:
+    odd = rows(0.5)
+    for row in odd[:9]:
+        row["reward"] = float("nan")
+    with Store.open(run / "run.db") as store:
+        metrics = {"reward": float("nan"), "pass@1": 0.5}
+        store.add_evaluation(EvaluationRecord(4, "odd", "one@4", metrics, odd))
+        store.add_evaluation(EvaluationRecord(4, "numbers", "one@4", {"score": 0.5}))
+    for path in ("/evaluations", "/runs/one/evaluations", "/evaluations/answers?of=one@4:odd"):
+        page = await asked(run, path, "text/html")
+        assert page.status_code == 200, path
+    listed = (await asked(run, "/runs/one/evaluations")).json()["evaluations"]
+    by_name = {each["name"]: each for each in listed}
+    assert (by_name["numbers"]["reference"], by_name["numbers"]["answers"]) == ("", False)
+    assert by_name["odd"]["answers"]
+
+
+async def test_names_are_looked_for_in_reason(tmp_path: Path) -> None:
+    for name in ("a", "a:b"):
+        write_run(tmp_path / name, 1)
+    found = await asked(tmp_path / "a", "/evaluations/compare?a=a:b@1:held-out&b=a@0:held-out")
+    assert found.json()["a"] == "a:b@1 (held-out)"
+    for reference in (":" + "a" * 300 + ".json", "a:" + "a" * 300 + ".json", ":a"):
+        answer = await asked(tmp_path / "a", f"/evaluations/answers?of={reference}")
+        assert answer.status_code == 404, reference
+    long = await asked(tmp_path / "a", "/evaluations/answers?of=" + ":" * 1500)
+    assert long.status_code == 400

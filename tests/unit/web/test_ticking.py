@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-from groupwise.web.ticking import EVERY, Ticking
+from groupwise.web.ticking import EVERY, Lately, Ticking
 
 
 def test_a_value_is_found_once_for_all_who_ask_within_a_second() -> None:
@@ -47,3 +48,45 @@ def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
     asked = len(begun)
     assert value.now() == "late"
     assert len(begun) == asked, "nothing is asked after the end"
+
+
+def test_what_was_asked_before_a_change_is_not_told_after_it() -> None:
+    """An answer that is on its way while somebody changes what it is about."""
+    begun, go_on = threading.Event(), threading.Event()
+    values = iter(("before", "after"))
+
+    def slow() -> str:
+        value = next(values)
+        if value == "before":
+            begun.set()
+            go_on.wait(60)
+        return value
+
+    kept = Lately(slow, "Somebody", lambda: 1.0)
+    with ThreadPoolExecutor(1) as elsewhere:
+        first = elsewhere.submit(kept.now)
+        begun.wait(60)
+        kept.forget()
+        go_on.set()
+        assert first.result() == "before"
+    assert kept.now() == "after"
+
+
+def test_a_look_of_before_a_change_is_not_kept() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    values = iter(("before", "after"))
+
+    def slow() -> str:
+        value = next(values)
+        if value == "before":
+            begun.set()
+            go_on.wait(60)
+        return value
+
+    ticking = Ticking(slow, lambda: 1.0)
+    assert ticking.now(0.01) is None
+    begun.wait(60)
+    ticking.forget()
+    go_on.set()
+    assert ticking.now(60) == "after"
+    ticking.end()
