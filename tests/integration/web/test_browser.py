@@ -289,7 +289,7 @@ def test_hostile_texts_are_shown_and_do_nothing(visit: Callable[..., Visitor], r
         visitor = visit(address)
         for path in ("/runs", "/runs/hostile", "/runs/hostile/rollouts", "/runs/hostile/rollouts/1",
                      "/runs/hostile/groups/0", "/runs/hostile/examples/0", "/runs/hostile/rollouts?text=<script>",
-                     "/runs/hostile/evaluations", "/evaluations",
+                     "/runs/hostile/evaluations", "/evaluations", "/evaluations/answers?of=hostile@2",
                      "/evaluations/compare?a=hostile@1&b=hostile@2", "/rollouts/compare?a=hostile&b=hostile",
                      "/runs/hostile/config", "/compare?run=hostile&run=first", "/runs/hostile/weights/step-2"):  # fmt: skip
             visitor.goes(path)
@@ -320,6 +320,7 @@ def test_every_page_is_accessible_and_fits(
         visitor = visit(address, color_scheme=scheme, viewport=viewport)
         for path in ("/runs", "/runs/first", "/runs/first/rollouts", "/runs/first/rollouts/2", "/runs/first/groups/1",
                      "/runs/first/examples/1", "/runs/first/evaluations", "/evaluations", "/evaluations/compare?a=first@0&b=first@30",
+                     "/evaluations/answers?of=first@30",
                      "/compare?run=first&run=second", "/rollouts/compare?a=first&b=second",
                      "/runs/first/config", "/runs/first/weights/step-2", "/runs/none"):  # fmt: skip
             visitor.goes(path)
