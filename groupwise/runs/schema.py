@@ -198,7 +198,8 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX parts_of_turns ON parts (name) WHERE turn IS NOT NULL;
     UPDATE rollouts SET completion_tokens =    -- only those that the policy wrote; token ids have four bytes
         (SELECT coalesce(sum(length(token_ids)), 0) / 4 FROM segments WHERE rollout = rollouts.id AND source = 'policy')
-        WHERE id IN (SELECT rollout FROM segments WHERE source <> 'policy' AND token_ids IS NOT NULL);
+        WHERE id IN (SELECT rollout FROM segments WHERE source <> 'policy' AND token_ids IS NOT NULL)
+            AND EXISTS (SELECT 1 FROM segments WHERE rollout = rollouts.id AND source = 'policy');
     DROP INDEX rollouts_by_task;
     CREATE INDEX rollouts_by_task ON rollouts (task, id, draw) WHERE task IS NOT NULL;
     DELETE FROM meta WHERE key = 'text_index';     -- which held no signs

@@ -174,12 +174,18 @@ def _insert_rollout(
         reward=number(rollout.reward),
         advantage=number(rollout.advantage),
         truncated=rollout.truncated,
-        completion_tokens=rollout.written,
+        completion_tokens=_length(rollout),
         completion=text(rollout.completion),
         notes=pack_json(rollout.notes),
         messages=pack_json(rollout.messages) if rollout.messages is not None else None,
         ended_by=rollout.ended_by,
     )
+
+
+def _length(rollout: Rollout) -> int:
+    """Tokens that the policy wrote; of answers that were given to learn from, where it wrote nothing, all."""
+    by_policy = any(each.source == "policy" for each in rollout.segments)
+    return rollout.written if by_policy else len(rollout.completion_ids)
 
 
 RESTRICTIONS = ("min_tokens", "top_k", "top_p", "min_p")

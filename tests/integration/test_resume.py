@@ -348,6 +348,7 @@ def test_a_run_of_an_older_format_of_the_record_goes_on(uninterrupted, tmp_path)
             "DROP INDEX groups_by_task; DROP INDEX rollouts_by_task; DROP INDEX rollouts_by_task_and_reward;"
             "ALTER TABLE groups DROP COLUMN task; ALTER TABLE rollouts DROP COLUMN task;"
             "ALTER TABLE segments DROP COLUMN learner_logprobs;"
+            "DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP INDEX parts_of_turns;"
             "PRAGMA user_version = 1;"
         )
     go_on(config(tmp_path))

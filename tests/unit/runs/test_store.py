@@ -1224,3 +1224,29 @@ def alter(path: Path, statement: str) -> None:
     with connection:
         connection.execute(statement)
     connection.close()
+
+
+@pytest.mark.parametrize(
+    ("sources", "length"),
+    [(("policy",), 3), (("policy", "environment", "policy"), 6), (("given",), 3), ((), 0)],
+)
+def test_the_length_of_a_rollout_is_what_the_policy_wrote(
+    tmp_path: Path, sources: tuple[Any, ...], length: int
+) -> None:
+    """Also of a record that an earlier version has written, with all of its tokens."""
+    path = tmp_path / "run.db"
+    segments = tuple(Segment(source, (1, 2, 3)) for source in sources)
+    with Store.create(path) as store:
+        rollout = Rollout(0, 0, 0, (), segments, "text", "scored", None, 1.0)
+        store.keep_unfinished([Group(0, Example(0, "?"), (rollout,))])
+        [view] = store.rollouts(RolloutFilter())
+        assert view.completion_tokens == length
+    with sqlite3.connect(path) as record:
+        record.execute("UPDATE rollouts SET completion_tokens = ?", (3 * len(sources),))
+        record.executescript(
+            "DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP INDEX parts_of_turns; PRAGMA user_version = 10;"
+        )
+    record.close()
+    with Store.open(path) as store:
+        [view] = store.rollouts(RolloutFilter(min_tokens=length, max_tokens=length))
+        assert view.completion_tokens == length

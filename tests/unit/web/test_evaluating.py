@@ -52,7 +52,7 @@ def write(run: Path, name: str, policy: str, reward: float, **more: Any) -> Path
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "one", 4)
+    return write_run(tmp_path / "runs" / "one", 4)
 
 
 async def asked(run: Path, path: str, kind: str = "application/json") -> httpx2.Response:
@@ -252,10 +252,10 @@ async def test_the_list_of_all_comes_in_pages_of_runs(
 ) -> None:
     monkeypatch.setattr("groupwise.web.runs.evaluating.RUNS", 2)
     for number in range(5):
-        write_run(tmp_path / f"run-{number}", 1)
+        write_run(tmp_path / "runs" / f"run-{number}", 1)
     seen: set[str] = set()
     for page in (1, 2, 3, 9):
-        data = (await asked(tmp_path / "run-0", f"/evaluations?page={page}")).json()
+        data = (await asked(tmp_path / "runs" / "run-0", f"/evaluations?page={page}")).json()
         assert data["pages"] == 3
         assert data["page"] == min(page, 3)
         seen |= {each["run"] for each in data["evaluations"]}
@@ -349,11 +349,13 @@ async def test_an_evaluation_with_numbers_that_are_none_takes_no_page_down(run: 
 
 async def test_names_are_looked_for_in_reason(tmp_path: Path) -> None:
     for name in ("a", "a:b"):
-        write_run(tmp_path / name, 1)
-    found = await asked(tmp_path / "a", "/evaluations/compare?a=a:b@1:held-out&b=a@0:held-out")
+        write_run(tmp_path / "runs" / name, 1)
+    found = await asked(
+        tmp_path / "runs" / "a", "/evaluations/compare?a=a:b@1:held-out&b=a@0:held-out"
+    )
     assert found.json()["a"] == "a:b@1 (held-out)"
     for reference in (":" + "a" * 300 + ".json", "a:" + "a" * 300 + ".json", ":a"):
-        answer = await asked(tmp_path / "a", f"/evaluations/answers?of={reference}")
+        answer = await asked(tmp_path / "runs" / "a", f"/evaluations/answers?of={reference}")
         assert answer.status_code == 404, reference
-    long = await asked(tmp_path / "a", "/evaluations/answers?of=" + ":" * 1500)
+    long = await asked(tmp_path / "runs" / "a", "/evaluations/answers?of=" + ":" * 1500)
     assert long.status_code == 400
