@@ -28,6 +28,10 @@ def _page(db: Database, wanted: RolloutFilter) -> list[int]:
     by_groups = wanted.task is not None and not plan.by_column  # they are looked up first
     if plan.lead == "text" or (wanted.text is None and (plan.lead is not None or by_groups)):
         return _ids(db, rollout_query(wanted, plan))
+    if wanted.offset >= DEEP:  # what is passed over takes longer than a moment
+        return _ids(
+            db, rollout_query(wanted, plan_of(db, wanted, FEW) if plan.lead is None else plan)
+        )
     look = _soon if wanted.text is None else _near
     page, many = look(db, wanted, plan)
     if page is not None:
@@ -142,6 +146,8 @@ def _told(head: str | bytes, tail: str | bytes, length: int, most: int | None) -
 
 INSTRUCTIONS = 400_000
 """Of SQLite's machine: some hundredths of a second, in which it goes through some ten thousand rollouts."""
+DEEP = 20_000
+"""Rollouts before those of a page, from which on it is not looked for in this way."""
 FEW = 250_000
 """Rollouts that are rather collected than going on through all of them."""
 NEAR = 3

@@ -24,7 +24,7 @@ from groupwise.wire.keys import VARIABLE, Keyring, read_keys_in
 
 END_SECONDS = 5
 """For connections to be closed."""
-FIRST_LOOK = 3.0
+FIRST_LOOK = 6.0
 """Seconds in which the runs are read before it says that it listens; later pages find them read."""
 
 

@@ -168,6 +168,7 @@ def test_a_page_is_what_going_through_all_would_find(
 ) -> None:
     monkeypatch.setattr("groupwise.runs.search.INSTRUCTIONS", instructions)
     monkeypatch.setattr("groupwise.runs.search.FEW", 2 * common)
+    monkeypatch.setattr("groupwise.runs.search.DEEP", instructions % 7)
     asked = data.draw(st.fixed_dictionaries({}, optional=OPTIONAL))
     wanted = RolloutFilter(**asked, order=order, limit=1000)
     monkeypatch.setattr("groupwise.runs.query.COMMON", common)
