@@ -104,6 +104,11 @@ def read_result(path: Path) -> dict[str, Any]:
     return content
 
 
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers; files of other programs may have others beside them."""
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+
 def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
     if not rows:
         return ["rows"]

@@ -32,9 +32,9 @@ from groupwise.evaluation.measures import (
     measure,
     prompt_key,
 )
-from groupwise.evaluation.results import read_result
+from groupwise.evaluation.results import numbers_of, read_result
 from groupwise.evaluation.statistics import Interval, paired_difference
-from groupwise.runs.find import ENDS, resolve_run, reward_ends
+from groupwise.runs.find import ENDS, is_file, resolve_run, reward_ends
 from groupwise.runs.folder import RECORD, RESULTS, read_config
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
@@ -286,11 +286,7 @@ def side_of_file(path: Path) -> Side:
     content = read_result(path)
     return Side(
         f"{content['policy']} ({path})",
-        {
-            name: value
-            for name, value in content["metrics"].items()
-            if isinstance(value, int | float)
-        },
+        numbers_of(content["metrics"]),
         content["rows"],
         content.get("config", {}),
     )
@@ -301,14 +297,6 @@ def _side_in_results(run: Path, name: str) -> Side:
     if Path(name).name != name or not is_file(path):
         raise RunNotFoundError(_no_evaluation(run, None, name))
     return side_of_file(path)
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is one; no name that a file could not have is one."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def _side_after(run: Path, step: int | None, name: str = "") -> Side:

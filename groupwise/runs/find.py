@@ -242,6 +242,14 @@ def _checkpoint_at(path: Path, step: int) -> Checkpoint:
     )
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is one; false too for a name that no file could have, and in a folder that may not be entered."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def no_such_run(name: str, runs_dir: Path) -> str:
     """What is said where there is no run of that name: which ones there are, and which was perhaps meant."""
     names = [path.name for path in run_folders(runs_dir)]

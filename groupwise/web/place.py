@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from groupwise.errors import RunNotFoundError
-from groupwise.runs.find import no_such_run, run_folders
+from groupwise.runs.find import is_file, no_such_run, run_folders
 from groupwise.runs.folder import RECORD
 from groupwise.web.access import Door
 from groupwise.web.fleet.watched import WatchedFleet
@@ -55,7 +55,4 @@ class Place:
     def has(self, name: str) -> bool:
         """Whether it has a run of this name."""
         plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
-        try:
-            return plain and (self.runs.folder / name / RECORD).is_file()
-        except OSError:  # a name that no file could have, or a folder that may not be entered
-            return False
+        return plain and is_file(self.runs.folder / name / RECORD)

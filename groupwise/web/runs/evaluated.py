@@ -19,9 +19,10 @@ from typing import Any, cast
 
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.evaluation.measures import REWARD, is_share, measure
-from groupwise.evaluation.results import read_result
+from groupwise.evaluation.results import numbers_of, read_result
 from groupwise.evaluation.statistics import interval_at_once
-from groupwise.review.compare import EVAL_LOSS, LOSS, Side, is_file, side_of_file
+from groupwise.review.compare import EVAL_LOSS, LOSS, Side, side_of_file
+from groupwise.runs.find import is_file
 from groupwise.runs.folder import RESULTS
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
@@ -176,7 +177,7 @@ def _summary(file: str, stamp: int, _size: int) -> Evaluated | None:
         None,
         str(content.get("task") or path.stem),
         policy,
-        _numbers(cast("dict[str, Any]", metrics)),
+        numbers_of(cast("dict[str, Any]", metrics)),
         _pairs(content.get("intervals_95")),
         f":{path.name}" if whole else "",
         whole,
@@ -191,10 +192,6 @@ def _plain(path: Path) -> dict[str, Any]:
         if isinstance(content, dict):
             return cast("dict[str, Any]", content)
     return {}
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def _pairs(values: Any) -> dict[str, tuple[float, float]]:
