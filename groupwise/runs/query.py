@@ -20,8 +20,6 @@ from groupwise.runs.records import RolloutFilter
 from groupwise.runs.tables import task_label
 from groupwise.runs.words import Wanted, wanted_of
 
-COMMON = 20_000
-"""Rollouts from which on a condition is so common that those which meet it are soon come upon, instead of all being collected."""
 USUAL_MEMBERS = 8
 """Of a group, about."""
 PROMPT = "coalesce(prompt_seen, prompt_text)"
@@ -49,9 +47,8 @@ class Plan:
     """A rollout may have the part that is asked for several times."""
 
 
-def plan_of(db: Database, wanted: RolloutFilter, few: int | None = None) -> Plan:
-    """Which condition leads: the one that fewest rollouts meet, if they are less than `few`, by default `COMMON`."""
-    few = COMMON if few is None else few
+def plan_of(db: Database, wanted: RolloutFilter, few: int) -> Plan:
+    """Which condition leads: the one that fewest rollouts meet, if they are less than `few`."""
     signs = db.indexed and db.lengths_indexed
     plan = Plan(None, db.indexed, signs, db.tasks_indexed, _is_of_turns(db, wanted))
     counts: Counter[Lead] = Counter()

@@ -24,14 +24,12 @@ def find_rollouts(
 def _page(db: Database, wanted: RolloutFilter) -> list[int]:
     if _asks_for_rewards_of_none(wanted):
         return []
-    plan = plan_of(db, wanted)
+    deep = wanted.offset >= DEEP  # what is passed over takes longer than a moment
+    plan = plan_of(db, wanted, FEW if deep else COMMON)
     by_groups = wanted.task is not None and not plan.by_column  # they are looked up first
-    if plan.lead == "text" or (wanted.text is None and (plan.lead is not None or by_groups)):
+    known = wanted.text is None and (plan.lead is not None or by_groups)
+    if deep or known or plan.lead == "text":
         return _ids(db, rollout_query(wanted, plan))
-    if wanted.offset >= DEEP:  # what is passed over takes longer than a moment
-        return _ids(
-            db, rollout_query(wanted, plan_of(db, wanted, FEW) if plan.lead is None else plan)
-        )
     look = _soon if wanted.text is None else _near
     page, many = look(db, wanted, plan)
     if page is not None:
@@ -94,7 +92,7 @@ def every_rollout(
 ) -> Generator[tuple[RolloutView, RolloutDetail]]:
     """All rollouts that the filter asks for, as they are found, with all that is known of them; its limit and offset are not looked at."""
     wanted = replace(wanted, limit=-1, offset=0)
-    query, values = rollout_query(wanted, plan_of(db, wanted))
+    query, values = rollout_query(wanted, plan_of(db, wanted, COMMON))
     for rows in db.stream(query, values, AT_ONCE):
         ids = [id for (id,) in rows]
         details = _details(db, ids)
@@ -148,6 +146,8 @@ INSTRUCTIONS = 400_000
 """Of SQLite's machine: some hundredths of a second, in which it goes through some ten thousand rollouts."""
 DEEP = 20_000
 """Rollouts before those of a page, from which on it is not looked for in this way."""
+COMMON = 20_000
+"""Rollouts from which on a condition is so common that those which meet it are soon come upon, instead of all being collected."""
 FEW = 250_000
 """Rollouts that are rather collected than going on through all of them."""
 NEAR = 3

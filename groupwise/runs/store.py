@@ -231,8 +231,18 @@ class Store:
         chosen = json.dumps([label(name) for name in names])
         return self._thinned(each, chosen, columns, within or self.range_of(names))
 
+    def thinned_times(
+        self, since: float | None, columns: int, within: tuple[int, int] | None
+    ) -> list[CurvePoint]:
+        """When the steps of each column were done: seconds after `since`, or after the first step of all where that came before."""
+        first = self._db.one("SELECT min(finished_at) FROM steps")[0]
+        start = first if since is None or (first is not None and first < since) else since
+        return self._thinned(
+            "SELECT step, finished_at - ?1 AS value FROM steps", start, columns, within
+        )
+
     def _thinned(
-        self, values: str, chosen: str, columns: int, within: tuple[int, int] | None
+        self, values: str, chosen: str | float, columns: int, within: tuple[int, int] | None
     ) -> list[CurvePoint]:
         if within is None:
             return []

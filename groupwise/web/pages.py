@@ -7,10 +7,10 @@ What a user did wrong is raised as everywhere (`GroupwiseError`, `Refusal`), and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -28,6 +28,7 @@ from groupwise.wire.keys import Role
 from groupwise.wire.problems import MEDIA_TYPE, Refusal
 
 Q = TypeVar("Q", bound="Query")
+T = TypeVar("T")
 TOKEN = "token"
 """Field of every form that changes something."""
 FORM = "application/x-www-form-urlencoded"
@@ -45,6 +46,23 @@ class Query(BaseModel):
     """What an address may say behind its question mark; an empty value is none."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Generic[T]):
+    """One page of a long list."""
+
+    rows: Sequence[T]
+    page: int
+    """From 1; the last one where a later one was asked for."""
+    pages: int
+
+
+def cut(rows: Sequence[T], page: int, most: int) -> Cut[T]:
+    """So many of a list, of that page."""
+    pages = max(1, -(-len(rows) // most))
+    page = min(page, pages)
+    return Cut(rows[(page - 1) * most : page * most], page, pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from groupwise.runs.asked import AskedFilter
 from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.records import GroupAsked, GroupScore, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
-from groupwise.web.pages import LARGEST, Page, Query, Visit, shown
+from groupwise.web.pages import LARGEST, Page, Query, Visit, cut, shown
 from groupwise.web.runs.comparing import differences
 from groupwise.web.runs.reading import LISTED, MOST_TASKS
 
@@ -95,9 +95,8 @@ def compare(visit: Visit) -> Page:
         if side_a.run == side_b.run:
             matched = [(a, b) for a, b in matched if a.draw != b.draw]
         pairs = _scored(matched[:MOST_PROMPTS], store_a, store_b)
-        chosen = in_order(pairs, asked.order)
-        here = chosen[(asked.page - 1) * PER_PAGE : asked.page * PER_PAGE]
-        shown_pairs = [_told(each, store_a, store_b) for each in here]
+        here = cut(in_order(pairs, asked.order), asked.page, PER_PAGE)
+        shown_pairs = [_told(each, store_a, store_b) for each in here.rows]
         tasks = store_a.tasks(MOST_TASKS + 1)
     data: dict[str, Any] = {
         "asked": asked.model_dump(),
@@ -105,7 +104,8 @@ def compare(visit: Visit) -> Page:
         "b": asdict(side_b),
         "summary": summary_of(pairs),
         "pairs": shown_pairs,
-        "pages": max(1, -(-len(chosen) // PER_PAGE)),
+        "page": here.page,
+        "pages": here.pages,
         "orders": ORDERS,
         "tasks": tasks,
         "most_tasks": MOST_TASKS,

@@ -156,6 +156,8 @@ class Asked(Query):
     name: list[str] = Field(default_factory=list, max_length=64)
     total: list[str] = Field(default_factory=list, max_length=64)
     """Metrics of a stack, whose sums are wanted as well."""
+    times: bool = False
+    """Whether it is wanted when each column was done, too."""
     columns: int = Field(600, ge=2, le=MOST_COLUMNS)
     begin: int | None = Field(None, ge=0, le=MOST_STEPS, alias="from")
     end: int | None = Field(None, ge=0, le=MOST_STEPS, alias="to")
@@ -164,16 +166,19 @@ class Asked(Query):
 
 def curves(visit: Visit) -> Response:
     """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high` of the finite values, how many others there
-    are (`lost`), and `at`, by which those of a run belong together. Beside `runs`, `totals` has the sums of those that were asked for."""
+    are (`lost`), and `at`, by which those of a run belong together. Beside `runs`, `totals` has the sums of those that were asked for, and
+    `times` when the steps of each column were done, in seconds since the run was made."""
     asked = visit.query(Asked)
     if not asked.run or not (asked.name or asked.total):
         raise UsageError(
             "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
         )
     totals: dict[str, Any] = {}
+    times: dict[str, Any] = {}
     found: dict[str, dict[str, Any]] = {}
     for run in asked.run:
-        with Store.open(visit.place.run(run) / RECORD, readonly=True) as store:
+        path = visit.place.run(run)
+        with Store.open(path / RECORD, readonly=True) as store:
             within = _within(store, asked)
             found[run] = {
                 name: _columns(store.thinned_curve(name, asked.columns, within))
@@ -181,7 +186,10 @@ def curves(visit: Visit) -> Response:
             }
             if asked.total:
                 totals[run] = _columns(store.thinned_sum(asked.total, asked.columns, within))
-    return JSONResponse(without_nan({"runs": found, "totals": totals}))
+            if asked.times:
+                since = visit.place.runs.one(path).info.started
+                times[run] = _columns(store.thinned_times(since, asked.columns, within))
+    return JSONResponse(without_nan({"runs": found, "totals": totals, "times": times}))
 
 
 def _within(store: Store, asked: Asked) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from groupwise.review.compare import (
 )
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
-from groupwise.web.pages import Page, Query, Visit, live_of, shown
+from groupwise.web.pages import Page, Query, Visit, cut, live_of, shown
 from groupwise.web.runs.evaluated import PASS, Evaluated, beside, evaluations_of, side_beside
 from groupwise.web.runs.listing import are_in, has_words
 from groupwise.web.runs.overview import head_of
@@ -74,14 +74,9 @@ def every_evaluation(visit: Visit) -> Page:
     runs = [
         each.info.path for each in known.runs if not each.info.broken and has_words(each, asked.q)
     ]
-    pages = max(1, -(-len(runs) // RUNS))
-    page = min(asked.page, pages)
-    found = [
-        (path.name, each)
-        for path in runs[(page - 1) * RUNS : page * RUNS]
-        for each in _quietly(path)
-    ]
-    if page == 1:
+    here = cut(runs, asked.page, RUNS)
+    found = [(path.name, each) for path in here.rows for each in _quietly(path)]
+    if here.page == 1:
         there = beside(visit.place.runs.folder)
         found += [
             ("", each) for each in there if are_in(asked.q, (each.policy, each.name, each.file))
@@ -89,8 +84,8 @@ def every_evaluation(visit: Visit) -> Page:
     data = {
         "asked": asked.model_dump(),
         "folder": str(visit.place.runs.folder),
-        "page": page,
-        "pages": pages,
+        "page": here.page,
+        "pages": here.pages,
         "unread": known.unread,
         "evaluations": [{"run": run, **asdict(each)} for run, each in found],
         "names": _columns(name for _, each in found for name in each.metrics)[:MOST_METRICS],
@@ -162,9 +157,7 @@ def compare(visit: Visit) -> Page:
     if not asked.a or not asked.b:
         raise UsageError("Choose two evaluations to compare: ?a=RUN@STEP&b=RUN@STEP.")
     found: Comparison = compare_sides(side(visit, asked.a), side(visit, asked.b))
-    pages = max(1, -(-len(found.changed) // PER_PAGE))
-    page = min(asked.page, pages)
-    here = found.changed[(page - 1) * PER_PAGE : page * PER_PAGE]
+    here = cut(found.changed, asked.page, PER_PAGE)
     data = {
         "asked": asked.model_dump(),
         "a": found.a.label,
@@ -175,10 +168,10 @@ def compare(visit: Visit) -> Page:
         "metrics": [asdict(each) for each in found.metrics],
         "pass_at": _pass_of_both(found),
         "notes": list(found.notes),
-        "changed": [asdict(each) for each in here],
+        "changed": [asdict(each) for each in here.rows],
         "all_changed": len(found.changed),
-        "page": page,
-        "pages": pages,
+        "page": here.page,
+        "pages": here.pages,
         "config": {key: list(change) for key, change in found.config.items()},
     }
     return Page("evaluations_compare.html", data)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from groupwise.errors import UsageError
 from groupwise.evaluation.measures import Row, by_prompt
-from groupwise.web.pages import Page, Query, Visit, shown
+from groupwise.web.pages import Page, Query, Visit, cut, shown
 from groupwise.web.runs.evaluating import LONGEST, PER_PAGE, side
 
 MOST_SAMPLES = 32
@@ -49,8 +49,7 @@ def answers(visit: Visit) -> Page:
     counts = Counter(each["solved"] for each in prompts)
     chosen = [each for each in prompts if asked.show in ("all", each["solved"])]
     chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
-    pages = max(1, -(-len(chosen) // PER_PAGE))
-    page = min(asked.page, pages)
+    here = cut(chosen, asked.page, PER_PAGE)
     data = {
         "asked": asked.model_dump(),
         "label": found.label,
@@ -58,9 +57,9 @@ def answers(visit: Visit) -> Page:
         "all": len(prompts),
         "counts": {name: counts[name] for name in SHOWN if name != "all"},
         "shows": SHOWN,
-        "prompts": chosen[(page - 1) * PER_PAGE : page * PER_PAGE],
-        "page": page,
-        "pages": pages,
+        "prompts": here.rows,
+        "page": here.page,
+        "pages": here.pages,
     }
     return Page("evaluation_answers.html", data)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from groupwise.web.index import Listed
-from groupwise.web.pages import Page, Query, Visit, shown
+from groupwise.web.pages import Page, Query, Visit, cut, shown
 
 PER_PAGE = 50
 SORTS = {
@@ -36,19 +36,17 @@ def runs(visit: Visit) -> Page:
     asked, known = visit.query(Asked), visit.place.runs.known()
     matching = [each for each in known.runs if _matches(each, asked)]
     matching = _in_order(matching, asked.sort)
-    pages = max(1, -(-len(matching) // PER_PAGE))
-    page = min(asked.page, pages)
-    shown_now = matching[(page - 1) * PER_PAGE : page * PER_PAGE]
+    here = cut(matching, asked.page, PER_PAGE)
     data: dict[str, Any] = {
         "folder": str(visit.place.runs.folder),
-        "runs": [_document(each) for each in shown_now],
+        "runs": [_document(each) for each in here.rows],
         "all": len(known.runs),
         "matching": len(matching),
         "unread": known.unread,
         "states": dict(Counter(each.info.state or "broken" for each in known.runs)),
         "asked": asked.model_dump(),
-        "page": page,
-        "pages": pages,
+        "page": here.page,
+        "pages": here.pages,
         "sorts": SORTS,
     }
     return Page("runs.html", data, live="/live")

@@ -1,11 +1,11 @@
 // Plots: their curves are fetched thinned to the width of a screen and drawn as they come into sight. What is new is put into the plot that
 // is there, so that whoever reads keeps the range, the hidden lines and the cursor; a range that is looked at closely is asked for once more,
-// in finer columns. How all of them are drawn, smoothed or on a logarithmic axis, is chosen once for all pages of this browser. Other scripts of
-// the page say that something has changed by the events "fresh" and "theme" of the document.
+// in finer columns. How all of them are drawn, smoothed, on a logarithmic axis or over time, is chosen once for all pages of this browser. Other
+// scripts of the page say that something has changed by the events "fresh" and "theme" of the document.
 
 const WIDTH = 700; // columns of a picture
 const SHADED = 5; // so many runs and more have lines at their edges: areas would hide each other
-const TOTAL = " total"; // no name of a metric
+const [TOTAL, CLOCK] = [" total", " clock"]; // no names of metrics
 const AT = document.body.dataset.at; // what stands before all our paths
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (index) => style(`--c${index % 8}`);
@@ -22,8 +22,8 @@ function short(value, digits = 4) {
 }
 
 // A step as it is, or the middle of some that share a column.
-function placed(value) {
-  return value == null ? "–" : String(Number(value.toFixed(1)));
+function placed(value, { timed }) {
+  return value == null || timed ? short(value) : String(Number(value.toFixed(1)));
 }
 
 function faded(name, share) {
@@ -32,14 +32,14 @@ function faded(name, share) {
 
 // --- what is drawn -------------------------------------------------------------------------------
 
-// Curves of runs, and of a stack how high it is.
-async function fetched(runs, names, stacked, range) {
+// Curves of runs, of a stack how high it is, and when each column was done.
+async function fetched(runs, names, stacked, timed, range) {
   const near = range ? [["from", range[0]], ["to", range[1]]] : [];
-  const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...names.map((name) => ["name", name]), ...(stacked ? names.map((name) => ["total", name]) : []), ["columns", WIDTH], ...near]);
+  const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...names.map((name) => ["name", name]), ...(stacked ? names.map((name) => ["total", name]) : []), ...(timed ? [["times", "yes"]] : []), ["columns", WIDTH], ...near]);
   const answer = await fetch(`${AT}/curves?${query}`, { headers: { Accept: "application/json" } });
   if (!answer.ok) return null;
-  const { runs: found, totals } = await answer.json();
-  return Object.fromEntries(Object.entries(found).map(([run, curves]) => [run, { ...curves, [TOTAL]: totals[run] }]));
+  const { runs: found, totals, times } = await answer.json();
+  return Object.fromEntries(Object.entries(found).map(([run, curves]) => [run, { ...curves, [TOTAL]: totals[run], [CLOCK]: times[run] }]));
 }
 
 // A curve that is fine within the range and coarse beside it.
@@ -61,6 +61,33 @@ const finite = (values) => values.filter((value) => value != null);
 // Steps whose value was no finite number, and where they are.
 const lostIn = (curve) => (curve.lost ?? []).reduce((sum, count) => sum + count, 0);
 const lostAt = (curve) => curve.at.filter((_, index) => curve.lost?.[index]);
+
+const OVER = { step: "the steps", k: "k" }; // anything else is time
+const HOUR = 3600;
+const SHORTEST = 1e-3; // seconds between two places
+
+// Where the steps of runs stand in a plot over time, and which steps stand within a range of it. A clock that was set back stands still.
+function timing(clocks) {
+  const all = clocks.map((clock) => {
+    let before = 0;
+    return clock.at.map((at, index) => [at, (before = Math.max(clock.mean[index], before + (index ? SHORTEST : 0)))]);
+  });
+  const longest = all.flat().reduce((most, [, seconds]) => Math.max(most, seconds), 0);
+  const [x, unit] = longest < 2 * HOUR ? ["minutes", 60] : ["hours", HOUR];
+  const places = all.map((each) => new Map(each.map(([at, seconds]) => [at, seconds / unit])));
+  const steps = ([from, to]) => {
+    const near = places.flatMap((each) => {
+      const there = [...each];
+      const within = there.filter(([, place]) => place >= from && place <= to);
+      return within.length ? within : there.slice(0, 1);
+    });
+    const found = near.map(([at]) => at);
+    return [Math.floor(Math.min(...found)), Math.ceil(Math.max(...found))];
+  };
+  return { x, steps, place: (nth, at) => places[nth].get(at) };
+}
+
+const OVER_STEPS = { x: "step", steps: ([from, to]) => [Math.max(0, Math.floor(from)), Math.max(0, Math.ceil(to))], place: (_, at) => at };
 
 // For whoever does not see the plot.
 function told(label, curve) {
@@ -105,15 +132,18 @@ function summit(total, label) {
 const isEmpty = (curve) => curve.high.every((value) => !value);
 
 async function curvesOf(element, range) {
+  const { timed } = chosen();
   const runs = JSON.parse(element.dataset.runs);
   const plot = JSON.parse(element.dataset.plot);
   const names = plot.lines.flatMap((line) => (line.spread ? [line.metric, line.spread] : [line.metric]));
-  const [whole, near] = await Promise.all([fetched(runs, names, plot.stacked), range && fetched(runs, names, plot.stacked, range)]).catch(() => []);
+  const [whole, near] = await Promise.all([fetched(runs, names, plot.stacked, timed), range && fetched(runs, names, plot.stacked, timed, range)]).catch(() => []);
   if (!whole) return null; // the server is away
   const curve = (run, name) => {
     const coarse = whole[run]?.[name];
     return near?.[run]?.[name] && coarse ? refined(coarse, near[run][name], range) : coarse;
   };
+  const none = { at: [], mean: [] };
+  const { x, steps, place: at } = timed ? timing(runs.map((run) => curve(run, CLOCK) ?? none)) : OVER_STEPS;
   const lines = [];
   const words = [];
   const lost = { steps: 0, at: [] };
@@ -127,18 +157,19 @@ async function curvesOf(element, range) {
       const coarse = whole[run][line.metric];
       const thinned = coarse.first.some((each, at) => each !== coarse.last[at]);
       thinnedAtAll ||= thinned;
-      const place = many ? nth : index;
-      const how = { many, shaded: runs.length < SHADED, nth: place };
-      const made = pieces(found, line.spread && curve(run, line.spread), thinned && !plot.stacked, colour(place), label, how);
+      const rank = many ? nth : index;
+      const how = { many, shaded: runs.length < SHADED, nth: rank };
+      const made = pieces(found, line.spread && curve(run, line.spread), thinned && !plot.stacked, colour(rank), label, how);
       const hides = plot.stacked && isEmpty(coarse) ? { width: 0 } : {}; // a layer of nothing would cover the line below it
-      lines.push(made.map((each) => ({ ...each, ...hides, at: found.at })));
+      const places = found.at.map((each) => at(nth, each));
+      lines.push(made.map((each) => ({ ...each, ...hides, at: places })));
       words.push(told(label, coarse));
       lost.steps += lostIn(coarse);
-      lost.at.push(...lostAt(found));
+      lost.at.push(...lostAt(found).map((each) => at(nth, each)));
     });
-    if (plot.stacked && thinnedAtAll) lines.push(summit(curve(run, TOTAL), "highest of all"));
+    if (plot.stacked && thinnedAtAll) lines.push(summit(curve(run, TOTAL), "highest of all").map((each) => ({ ...each, at: each.at.map((one) => at(nth, one)) })));
   });
-  return { lines, words, lost, stacked: plot.stacked, thinned: thinnedAtAll, x: "step", many: runs.length > 1 };
+  return { lines, words, lost, stacked: plot.stacked, thinned: thinnedAtAll, timed, x, steps, many: runs.length > 1 };
 }
 
 function given(element) {
@@ -152,7 +183,7 @@ function given(element) {
     return [main, { ...edge, label: "95 % from", values: curve.low }, { ...edge, label: "95 % to", values: curve.high, fill: shaded ? faded(ink, 14) : undefined }];
   });
   const words = curves.map((curve) => told(curve.label, { mean: curve.y, low: curve.y, high: curve.y }));
-  return { lines, words, stacked: false, thinned: false, x: "k" };
+  return { ...OVER_STEPS, lines, words, stacked: false, thinned: false, x: "k" };
 }
 
 // --- how it is drawn -----------------------------------------------------------------------------
@@ -161,7 +192,7 @@ const MOST_SMOOTHING = 0.99;
 
 function chosen() {
   const smoothing = Math.min(MOST_SMOOTHING, Math.max(0, Number(localStorage.getItem("smoothing")) || 0));
-  return { smoothing, logarithmic: localStorage.getItem("logarithmic") === "yes" };
+  return { smoothing, logarithmic: localStorage.getItem("logarithmic") === "yes", timed: localStorage.getItem("over") === "time" };
 }
 
 // An exponential moving average, divided by how much of its weight lies on values that there are, as TensorBoard has it: sum = weight * sum +
@@ -182,7 +213,7 @@ function smoothed(values, weight) {
 // curves over k. On a logarithmic axis lines have gaps where they are not above 0; a plot with nothing above 0 keeps its axis.
 function asChosen(shape) {
   const { smoothing, logarithmic } = chosen();
-  if (shape.stacked || shape.x !== "step") return shape;
+  if (shape.stacked || shape.x === "k") return shape;
   const log = logarithmic && shape.lines.some(([main]) => main.values.some((value) => value > 0));
   const whole = (line) => ({ ...line, positive: log });
   const lines = shape.lines.map(([main, ...edges]) => {
@@ -248,7 +279,7 @@ function widthOf(made, texts, index, cycle) {
   return Math.max(NARROWEST, Math.ceil(widest) + axis.ticks.size + axis.gap + 2);
 }
 
-function axes(log) {
+function axes({ log, timed }) {
   const line = { stroke: style("--dim"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), width: 1 } };
   const whole = [1, 2, 5].flatMap((each) => [...Array(7).keys()].map((power) => each * 10 ** power)).sort((a, b) => a - b);
   const y = { ...line, size: widthOf };
@@ -258,7 +289,8 @@ function axes(log) {
     filter: (_, ticks) => ticks,
     values: ({ scales }, ticks, __, ___, step) => logarithmicLabels(scales.y.min, scales.y.max, ticks, step),
   };
-  return [{ ...line, size: 34, incrs: whole }, { ...y, ...(log ? uneven : even) }];
+  const x = timed ? even : { incrs: whole };
+  return [{ ...line, size: 34, ...x }, { ...y, ...(log ? uneven : even) }];
 }
 
 // A line that is the same everywhere, but for rounding, is seen from 0.
@@ -309,10 +341,10 @@ function make(element, shape, state) {
     {
       ...box(element),
       scales: { x: { time: false }, y: { distr: shape.log ? 3 : 1, range: (_, low, high) => extent(low, high, shape) } },
-      axes: axes(shape.log),
-      series: [{ label: shape.x, value: (made, value) => (value == null && made.cursor.left < 0 ? "last" : placed(value)) }, ...series],
+      axes: axes(shape),
+      series: [{ label: shape.x, value: (made, value) => (value == null && made.cursor.left < 0 ? "last" : placed(value, shape)) }, ...series],
       bands: areas(shape),
-      cursor: { points: { size: 6 }, drag: { x: true, y: false } },
+      cursor: { points: { size: 6 }, drag: { x: true, y: false }, dataIdx: (made, series, at) => (shape.timed && shape.many ? latest(made.data[series], at) : at) },
       legend: { live: true, markers: { dash: (made, index) => (made.series[index].dash ? "dashed" : "solid") } },
       hooks: {
         setScale: [(_, scale) => scale === "x" && looked(element, state)],
@@ -325,6 +357,14 @@ function make(element, shape, state) {
     element,
   );
   legend(state.made);
+}
+
+// Runs have done their steps at times of their own: a line says what it was by then, unless it has ended before.
+function latest(values, at) {
+  if (values.findLastIndex((value) => value !== undefined) < at) return at;
+  let before = at;
+  while (before > 0 && values[before] === undefined) before -= 1;
+  return before;
 }
 
 // The edges of a line go with it.
@@ -386,7 +426,7 @@ function digitsOf(values) {
 function reserve(made, state) {
   rows(made).forEach((row, index) => {
     if (row.classList.contains("edge-of-many")) return; // it is not shown
-    const text = (value) => (index ? short(value, state.digits[index]) : placed(value));
+    const text = (value) => (index ? short(value, state.digits[index]) : placed(value, state.shape));
     state.room[index] = state.raw[index].reduce((most, value) => Math.max(most, text(value).length), state.room[index] ?? 4);
     row.querySelector("td").style.minWidth = `${state.room[index] + 0.5}ch`;
   });
@@ -422,7 +462,7 @@ function looked(element, state) {
   const { min, max } = state.made.scales.x;
   const places = state.made.data[0];
   state.range = min <= places[0] && max >= places.at(-1) ? null : [min, max];
-  const zoom = state.range && [Math.max(0, Math.floor(min)), Math.max(0, Math.ceil(max))];
+  const zoom = state.range && state.shape.steps(state.range);
   if (String(zoom) === String(state.zoom)) return;
   state.zoom = zoom;
   if (state.thinned) draw(element);
@@ -442,6 +482,7 @@ function show(element, plain, state) {
   const { raw, data } = columnsOf(shape);
   if (!data[0].length) return none(element, "nothing recorded yet");
   const like = JSON.stringify([shape.x, shape.stacked, shape.log, shape.lines.map((pieces) => pieces.map(({ label, stroke, dash, width }) => [label, stroke, dash, width]))]);
+  if (state.shape && state.shape.x !== plain.x) Object.assign(state, { range: null, zoom: null }); // of another axis
   const { range } = state;
   Object.assign(state, { shape: plain, raw, digits: raw.map(digitsOf), thinned: shape.thinned, busy: true });
   if (like !== state.like) {
@@ -459,7 +500,7 @@ function show(element, plain, state) {
   Object.assign(state, { busy: false, range });
   const canvas = state.made.ctx.canvas;
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", [element.getAttribute("aria-label"), ...shape.words].filter(Boolean).join(". "));
+  canvas.setAttribute("aria-label", [`${element.getAttribute("aria-label")} over ${OVER[shape.x] ?? "time"}`, ...shape.words].join(". "));
 }
 
 async function draw(element) {
@@ -517,25 +558,29 @@ function redraw() {
 // --- what is chosen ------------------------------------------------------------------------------
 
 const bar = document.querySelector(".looks");
-const [slider, logarithm] = ["range", "checkbox"].map((type) => bar?.querySelector(`input[type=${type}]`));
+const [slider, logarithm, axis] = ["smoothing", "logarithmic", "over"].map((name) => bar?.querySelector(`[name=${name}]`));
 let underway = 0;
 
 function said() {
   if (!bar) return;
-  const { smoothing, logarithmic } = chosen();
+  const { smoothing, logarithmic, timed } = chosen();
   slider.value = smoothing;
   logarithm.checked = logarithmic;
+  axis.value = timed ? "time" : "steps";
   bar.querySelector("output").textContent = smoothing.toFixed(2);
 }
 
-// Those that are seen at once, from what has come of them before; the others as they come into sight.
+const isOverTheSame = (shape) => shape.x === "k" || shape.timed === chosen().timed;
+
+// Those that are seen at once, from what has come of them before as far as that will do; the others as they come into sight.
 function drawAsChosen() {
   said();
   cancelAnimationFrame(underway);
   underway = requestAnimationFrame(() => {
     for (const [element, state] of drawn) {
       if (element.dataset.visible !== "yes") element.dataset.drawn = "";
-      else if (state.shape) show(element, state.shape, state);
+      else if (state.shape && isOverTheSame(state.shape)) show(element, state.shape, state);
+      else draw(element);
     }
   });
 }
@@ -543,6 +588,7 @@ function drawAsChosen() {
 bar?.addEventListener("input", () => {
   localStorage.setItem("smoothing", slider.value);
   localStorage.setItem("logarithmic", logarithm.checked ? "yes" : "no");
+  localStorage.setItem("over", axis.value);
   drawAsChosen();
 });
 addEventListener("storage", drawAsChosen); // in another page

@@ -7,6 +7,7 @@
 5. Nothing moves under whoever points at a plot; while nobody does, its legend says the last values.
 6. An axis has room for its labels, digits that tell them apart, and begins at 0 for what is always the same.
 7. Smoothing and a logarithmic axis are chosen once, for all plots of all pages, and stay while a run goes on and a range is looked at.
+8. Over time each step stands where it was done, also those of several runs, of a range, and of a clock that was set back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from groupwise.runs.records import EvaluationRecord, StepRecord
@@ -37,13 +39,21 @@ from tests.web_runs import write_run
 __all__ = ["browser", "pytestmark", "visit"]
 
 
-def add_metrics(path: Path, steps: Sequence[Mapping[str, float]]) -> None:
-    """One step each, without rollouts."""
+BEGAN = 1.7e9
+"""When all runs here were made."""
+
+
+def add_metrics(
+    path: Path,
+    steps: Sequence[Mapping[str, float]],
+    done: Callable[[int], float] = lambda _: BEGAN,
+) -> None:
+    """One step each, without rollouts; `done` says when."""
     with Store.open(path / "run.db") as store:
         last = store.last_step()
         for step, metrics in enumerate(steps, 0 if last is None else last + 1):
             store.commit_step(
-                StepRecord(step, step, step + 1, f"w{step}", (), 0.01, 1.7e9), [], metrics
+                StepRecord(step, step, step + 1, f"w{step}", (), 0.01, done(step)), [], metrics
             )
 
 
@@ -608,6 +618,89 @@ def test_without_scripts_nothing_is_there_to_choose(
         expect(visitor.page.locator(".looks")).to_be_hidden()
         visitor.goes("/runs/one")
         expect(visitor.page.locator(".looks")).to_be_visible()
+
+
+# --- 8: over time ----------------------------------------------------------------------------------
+
+
+def over(page: Page, what: str) -> None:
+    page.get_by_role("combobox", name="Over").select_option(what)
+
+
+def test_over_time_steps_stand_where_they_were_done(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    slow = write_run(tmp_path / "slow", 0)
+    rewards = [
+        {"reward": step / 10, "time/sampling": 1.0, "time/scoring": 2.0} for step in range(5)
+    ]
+    add_metrics(slow, rewards, lambda step: BEGAN + 600 * (step + 1))
+    fast = write_run(tmp_path / "fast", 0)
+    add_metrics(fast, [{"reward": step / 2} for step in range(4)], lambda n: BEGAN + 240 * (n + 1))
+    back = write_run(tmp_path / "back", 0)
+    hours = (2.5, 5, 0.1, 7.5)
+    add_metrics(back, [{"reward": float(n)} for n in range(4)], lambda n: BEGAN + 3600 * hours[n])
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/slow")
+        plot = chart(page, "Reward")
+        point(plot, 1.0)
+        assert legend(plot)["step"] == "4"
+        over(page, "time")
+        expect(plot.locator(".u-label").first).to_have_text("minutes")
+        assert legend_at(plot, 0.0)["minutes"] == "10"
+        assert legend_at(plot, 1.0) == {"minutes": "50", "reward": "0.4"}
+        expect(plot.get_by_role("img", name="Reward over time")).to_be_visible()
+        stack = chart(page, "Where the time went")
+        assert legend_at(stack, 0.5) == {"minutes": "30", "sampling": "1", "scoring": "2"}
+        visitor.goes("/compare?run=slow&run=fast")
+        both = chart(page, "reward")
+        expect(page.get_by_role("combobox", name="Over")).to_have_value("time")
+        told = [legend_at(both, share / 46) for share in (0, 6, 12, 46)]  # from 4 to 50 minutes
+        assert [each["minutes"] for each in told] == ["4", "10", "16", "50"]
+        assert [(each["slow"], each["fast"]) for each in told] == [
+            ("–", "0"),
+            ("0", "0.5"),  # what it was by then
+            ("0", "1.5"),
+            ("0.4", "–"),  # it has ended before
+        ]
+        visitor.goes("/runs/back")
+        plot = chart(page, "Reward")
+        assert legend_at(plot, 1.0) == {"hours": "7.5", "reward": "3"}
+        assert {legend_at(plot, share / 50)["reward"] for share in range(51)} >= {"0", "1", "3"}
+        over(page, "steps")
+        expect(plot.locator(".u-label").first).to_have_text("step")
+        assert legend_at(plot, 1.0) == {"step": "3", "reward": "3"}
+        assert visitor.wrong == []
+
+
+def test_a_range_of_time_is_looked_at_closely(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    steps = [{"reward": 9.0 if step == 1000 else 0.5} for step in range(2100)]
+    path = write_run(tmp_path / "long", 0, state="running")
+    add_metrics(path, steps, lambda step: BEGAN + 7.2 * step)  # 4.2 hours
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/long")
+        plot = chart(page, "Reward")
+        over(page, "time")
+        expect(plot.locator(".u-label").first).to_have_text("hours")
+        with page.expect_response(lambda answer: "from=" in answer.url) as near:
+            drag(plot, 0.45, 0.5)
+        [begin, end] = map(int, re.findall(r"(?:from|to)=(\d+)", near.value.url))
+        assert 930 <= begin <= 950
+        assert 1040 <= end <= 1060
+        told = [legend_at(plot, share / 100) for share in range(101)]
+        assert "9" in {each["reward"] for each in told}, "the very step"
+        hours = [float(each["hours"]) for each in told]
+        assert (min(hours), max(hours)) == pytest.approx((1.88, 2.09), abs=0.02)
+        over(page, "steps")
+        expect(plot.locator(".u-label").first).to_have_text("step")
+        assert float(legend_at(plot, 1.0)["step"]) > 2000, "all of it: a range is one of its axis"
+        assert visitor.wrong == []
 
 
 # --- what is no number, and what stands out of a stack --------------------------------------------

@@ -171,7 +171,7 @@ def test_a_page_is_what_going_through_all_would_find(
     monkeypatch.setattr("groupwise.runs.search.DEEP", instructions % 7)
     asked = data.draw(st.fixed_dictionaries({}, optional=OPTIONAL))
     wanted = RolloutFilter(**asked, order=order, limit=1000)
-    monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+    monkeypatch.setattr("groupwise.runs.search.COMMON", common)
     expected = [each for each in everything if meets(each, wanted)]
     for name, store in stores.items():
         found = store.rollouts(wanted)
@@ -246,7 +246,7 @@ def in_order(found: list[RolloutView], wanted: RolloutFilter) -> list[RolloutVie
 def test_the_best_of_a_part_come_first(
     stores: dict[str, Store], monkeypatch: pytest.MonkeyPatch, common: int
 ) -> None:
-    monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+    monkeypatch.setattr("groupwise.runs.search.COMMON", common)
     wanted = RolloutFilter(part="right", order="best", limit=1000)
     for store in stores.values():
         for each in (wanted, replace(wanted, task="sums"), replace(wanted, truncated=True)):
@@ -268,7 +268,7 @@ def test_texts_are_found_by_the_index_as_without(
     instructions: int,
 ) -> None:
     monkeypatch.setattr("groupwise.runs.search.INSTRUCTIONS", instructions)
-    monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+    monkeypatch.setattr("groupwise.runs.search.COMMON", common)
     monkeypatch.setattr("groupwise.runs.search.NEAR", near)
     expected = [each.id for each in everything if says(each, words)]
     assert bool(expected) == (words not in ("nowhere", "都市", "東京 kiwi", "+=1"))

@@ -326,6 +326,17 @@ class TestSteps:
         ]
         assert store.thinned_sum(["none"], 2) == []
 
+    def test_a_column_has_a_time(self, store: Store) -> None:
+        assert store.thinned_times(990.0, 2, None) == []
+        for number in range(4):
+            store.commit_step(step(number), [], {"a": 1.0})  # done at 1000 and a second each
+        assert store.thinned_times(990.0, 2, (0, 3)) == [
+            CurvePoint(0.5, 0, 1, 10.5, 10.0, 11.0),
+            CurvePoint(2.5, 2, 3, 12.5, 12.0, 13.0),
+        ]
+        for unknown in (None, 5000.0):
+            assert [at.mean for at in store.thinned_times(unknown, 9, (1, 2))] == [1.0, 2.0]
+
     def test_a_thinned_curve_keeps_what_stands_out(self, store: Store) -> None:
         values = [0.0, 9.0, 1.0, 2.0, math.nan, 3.0, 4.0]
         for at, value in enumerate(values):
@@ -672,7 +683,7 @@ class TestRollouts:
     ) -> None:
         if not indexed:
             monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
-        monkeypatch.setattr("groupwise.runs.query.COMMON", common)
+        monkeypatch.setattr("groupwise.runs.search.COMMON", common)
         texts = ("kiwi and fig", "kiwi += 1", "私は東京都に住む kiwi", "ผมสวัสดีครับ 학교에서")
         with Store.create(tmp_path / "text.db") as store:
             for draw, text in enumerate(texts):
@@ -830,15 +841,13 @@ class TestRollouts:
     def test_what_fewest_meet_leads(
         self,
         crowded: sqlite3.Connection,
-        monkeypatch: pytest.MonkeyPatch,
         wanted: RolloutFilter,
         common: int,
         lead: str | None,
     ) -> None:
-        monkeypatch.setattr("groupwise.runs.query.COMMON", common)
         path = Path(crowded.execute("SELECT file FROM pragma_database_list").fetchone()[0])
         db = database.Database.open_for_reading(path)
-        assert plan_of(db, wanted).lead == lead
+        assert plan_of(db, wanted, common).lead == lead
         db.close()
 
     def test_a_common_word_is_found_as_a_rare_one_is(
@@ -850,7 +859,7 @@ class TestRollouts:
                 wanted = RolloutFilter(text="answer", order=order, limit=100)
                 rare = store.rollouts(wanted)
                 with monkeypatch.context() as patched:
-                    patched.setattr("groupwise.runs.query.COMMON", 1)
+                    patched.setattr("groupwise.runs.search.COMMON", 1)
                     assert store.rollouts(wanted) == rare
                     assert store.rollouts(replace(wanted, text="nowhere at all")) == []
                 assert rare
@@ -895,7 +904,7 @@ class TestRollouts:
                 assert {view.draw for view in found} == (set() if words == "?!" else draws)
                 assert {view.task for view in found} <= {task[:200]}
                 with monkeypatch.context() as patched:
-                    patched.setattr("groupwise.runs.query.COMMON", 1)
+                    patched.setattr("groupwise.runs.search.COMMON", 1)
                     assert store.rollouts(wanted) == found
             everything = store.rollouts(RolloutFilter(order=order, part=part, text="answer"))
             between = RolloutFilter(order=order, part=part, min_reward=0.0, max_reward=0.5)
