@@ -63,7 +63,7 @@ const lostIn = (curve) => (curve.lost ?? []).reduce((sum, count) => sum + count,
 const lostAt = (curve) => curve.at.filter((_, index) => curve.lost?.[index]);
 
 const OVER = { step: "the steps", k: "k" }; // anything else is time
-const HOUR = 3600;
+const UNITS = [["hours", 3600], ["minutes", 60], ["seconds", 1]];
 const SHORTEST = 1e-3; // seconds between two places
 
 // Where the steps of runs stand in a plot over time, and which steps stand within a range of it. A clock that was set back stands still.
@@ -73,7 +73,7 @@ function timing(clocks) {
     return clock.at.map((at, index) => [at, (before = Math.max(clock.mean[index], before + (index ? SHORTEST : 0)))]);
   });
   const longest = all.flat().reduce((most, [, seconds]) => Math.max(most, seconds), 0);
-  const [x, unit] = longest < 2 * HOUR ? ["minutes", 60] : ["hours", HOUR];
+  const [x, unit] = UNITS.find(([, seconds]) => longest >= 2 * seconds) ?? UNITS.at(-1);
   const places = all.map((each) => new Map(each.map(([at, seconds]) => [at, seconds / unit])));
   const steps = ([from, to]) => {
     const near = places.flatMap((each) => {
