@@ -293,7 +293,8 @@ def of_the_run(folder: Path, rollouts: int) -> list[Figure]:
         pages = _pages(run, rollouts)
         names = "&name=".join(("reward", "reward_std", "entropy", "time/sampling"))
         curves = f"{address}/curves?run=large&name={names}&columns=700"
-        return [*pages, measured("four curves", curves, PAGE)]
+        over_time = measured("four curves over time", f"{curves}&times=yes", PAGE)
+        return [*pages, measured("four curves", curves, PAGE), over_time]
 
 
 def of_the_old(folder: Path) -> list[Figure]:

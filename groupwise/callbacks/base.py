@@ -18,7 +18,6 @@ import copy
 import inspect
 import json
 import logging
-import re
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -48,9 +47,6 @@ EVENTS = {
     "on_run_end": ("run", "end"),
 }
 """The methods of a callback that are called, in the order of a step, with what they are given."""
-
-OF_TRAINING = re.compile(r"before|after|step-\d+")
-"""Names of the evaluations that a training makes itself; those that callbacks record have others."""
 
 SLOW = 60.0
 """Seconds after which the log says which callback the run waits for."""

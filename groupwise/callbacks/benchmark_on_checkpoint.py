@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
-from groupwise.callbacks.base import OF_TRAINING, Callback, RunEnd, RunHandle
+from groupwise.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.errors import UsageError
 from groupwise.models.artefact import keep_artefact, weight_files
 from groupwise.models.card import model_card
@@ -40,6 +40,7 @@ from groupwise.rewards.processes import how_it_ended
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.config import RUN_NAME
 from groupwise.runs.folder import RESULTS, add_result
+from groupwise.runs.held_out import OF_TRAINING
 from groupwise.runs.records import EvaluationRecord
 from groupwise.settings.view import View
 from groupwise.suites.family import Family

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.callbacks.base import OF_TRAINING, Callback, RunEnd, RunHandle
+from groupwise.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.callbacks.jsonl_sink import JsonlSink
 from groupwise.callbacks.mlflow_sink import MlflowSink
 from groupwise.callbacks.sinks import Finding, Line, Reported, Sink
@@ -33,6 +33,7 @@ from groupwise.callbacks.wandb_sink import WandbSink
 from groupwise.runs import durable
 from groupwise.runs.config import WITH_TABLES
 from groupwise.runs.folder import RECORD
+from groupwise.runs.held_out import EVAL, OF_TRAINING, metrics_of, prefix_of
 from groupwise.runs.records import EvaluationRecord, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 from groupwise.settings.view import View
@@ -45,8 +46,6 @@ IDENTITY = "sinks.json"
 """File of a run that holds what sinks know it by, and with which line of each sink which finding went."""
 SENT = "sent"
 """Its key for findings."""
-EVAL = "eval"
-"""How the names of evaluated metrics begin."""
 SINKS: dict[str, Callable[[], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
@@ -210,9 +209,7 @@ def _findings(run: RunHandle, steps: int) -> dict[str, Finding]:
     with _record(run) as store:
         found = store.evaluations(rows=False)
     return {
-        f"{record.name}@{record.step}": Finding(
-            f"{EVAL}/{record.name}", record.step, _plain_names(record)
-        )
+        f"{record.name}@{record.step}": Finding(prefix_of(record), record.step, metrics_of(record))
         for record in found
         if not OF_TRAINING.fullmatch(record.name) and record.step <= steps
     }
@@ -231,12 +228,8 @@ def _values(store: Store, first: int) -> dict[int, dict[str, float]]:
 
 
 def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:
-    """Its metrics as `eval/…`, whatever the command that trains calls them."""
-    return {f"{EVAL}/{name}": value for name, value in _plain_names(record).items()}
-
-
-def _plain_names(record: EvaluationRecord) -> dict[str, float]:
-    return {name.removeprefix(f"{EVAL}_"): value for name, value in record.metrics.items()}
+    """Its metrics as `eval/…`."""
+    return {f"{EVAL}/{name}": value for name, value in metrics_of(record).items()}
 
 
 def _row(view: RolloutView) -> dict[str, Any]:

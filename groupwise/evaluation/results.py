@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -53,6 +53,23 @@ def result_name(task: str, policy: str) -> str:
     """Task and policy in letters that every file system takes, and short enough for it; of a long path, its end."""
     plain = re.sub(r"[^\w.@+-]+", "_", policy.strip("./"))
     return f"{task[:LONGEST_NAME]}-{plain[-LONGEST_NAME:]}"
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _has_numbers(parts: Any) -> bool:
+    return isinstance(parts, dict) and all(map(_is_number, cast("dict[str, Any]", parts).values()))
+
+
+KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "example": ("number or text", lambda value: isinstance(value, int | str)),
+    "reward": ("number or null", _is_number),
+    "parts": ("object of numbers", _has_numbers),
+    "tokens": ("number or null", _is_number),
+}
+"""What some of them must be, because it is counted."""
 
 
 def check_writable(folder: Path, name: str, output: Path | None) -> None:
@@ -120,13 +137,12 @@ def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
 
 
 def _odd_in_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    kinds = {"reward": (int, float, type(None)), "parts": (dict,)}
-    names = {"reward": "number or null", "parts": "object"}
-    return [
-        f"{names[name]} as `{name}` in each row"
-        for name, kind in kinds.items()
-        if not all(isinstance(row[name], kind) for row in rows)
-    ]
+    odd = (
+        f"{what} as `{name}` in each row"
+        for name, (what, fits) in KINDS.items()
+        if not all(fits(row[name]) for row in rows)
+    )
+    return list(odd)
 
 
 def _read(path: Path) -> dict[str, Any]:

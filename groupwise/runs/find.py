@@ -19,8 +19,13 @@ from groupwise.runs.folder import CHECKPOINTS, FINAL, FINAL_STEP, RECORD, ShownS
 from groupwise.runs.store import Store
 
 T = TypeVar("T")
+K = TypeVar("K")
 ENDS = 5
 """The first and the last reward of a run are means of so many steps, at most half of them: one step says little."""
+
+
+LAST_MOMENT = 250_000_000_000
+"""Seconds since 1970 that calendars have, about: the year 9892."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +176,25 @@ def _describe(path: Path, store: Store) -> RunInfo:
         path=path,
         state=shown_state(path, facts["state"]),
         steps=0 if last is None else last + 1,
-        max_steps=facts.get("max_steps"),
+        max_steps=_of_kind(facts.get("max_steps"), int),
         reward_first=first,
         reward_last=last_few,
         loss_first=loss_first,
         loss_last=loss_last,
-        started=facts.get("created_at"),
-        model=facts.get("model"),
-        task=facts.get("task"),
+        started=_moment(facts.get("created_at")),
+        model=_of_kind(facts.get("model"), str),
+        task=_of_kind(facts.get("task"), str),
     )
+
+
+def _of_kind(value: Any, kind: type[K]) -> K | None:
+    """None for what something else has left there."""
+    return value if isinstance(value, kind) else None
+
+
+def _moment(value: Any) -> float | None:
+    """Seconds since 1970 that a calendar has."""
+    return value if isinstance(value, int | float) and 0 <= value < LAST_MOMENT else None
 
 
 def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:

@@ -9,7 +9,9 @@ committed step are kept without one (`keep_unfinished`). A resume takes the reco
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -232,14 +234,28 @@ class Store:
         return self._thinned(each, chosen, columns, within or self.range_of(names))
 
     def thinned_times(
-        self, since: float | None, columns: int, within: tuple[int, int] | None
+        self, columns: int, within: tuple[int, int] | None, *, steps_before: int = 0
     ) -> list[CurvePoint]:
-        """When the steps of each column were done: seconds after `since`, or after the first step of all where that came before."""
-        first = self._db.one("SELECT min(finished_at) FROM steps")[0]
-        start = first if since is None or (first is not None and first < since) else since
-        return self._thinned(
-            "SELECT step, finished_at - ?1 AS value FROM steps", start, columns, within
+        """When the steps of each column were done, in seconds since the run was made, or since its first step where that came before.
+
+        `steps_before`: what is counted from is one step later, as for evaluations, which stand after so many steps.
+        """
+        first = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
+        made = self.get_meta().get("created_at")
+        known = [at for (at,) in first] + ([made] if isinstance(made, int | float) else [])
+        times = (
+            f"SELECT step + {steps_before} AS step, finished_at - ?1 AS value FROM steps"
+            f" UNION ALL SELECT {steps_before} - 1, 0.0"
         )
+        return self._thinned(times, min(known, default=0.0), columns, within)
+
+    def thinned_points(
+        self, points: Mapping[int, float], columns: int, within: tuple[int, int] | None
+    ) -> list[CurvePoint]:
+        """The same of values by steps that stand elsewhere."""
+        values = "SELECT json_extract(value, '$[0]') AS step, json_extract(value, '$[1]') AS value FROM json_each(?1)"
+        finite = [(step, value if math.isfinite(value) else None) for step, value in points.items()]
+        return self._thinned(values, json.dumps(finite), columns, within)
 
     def _thinned(
         self, values: str, chosen: str | float, columns: int, within: tuple[int, int] | None
@@ -268,6 +284,10 @@ class Store:
             (label(name), since),
         )
         return [(step, _metric(value)) for step, value in rows]
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Everything read within is of one and the same state, whatever the writer commits or takes back meanwhile."""
+        return self._db.snapshot()
 
     # Groups and rollouts
 

@@ -44,6 +44,13 @@ class Listed:
     read: float = 0.0
     """When this was found; seconds of the index's clock."""
 
+    @property
+    def ends(self) -> tuple[float | None, float | None]:
+        """The mean of the first and of the last few values of that metric."""
+        if self.metric == "loss":
+            return self.info.loss_first, self.info.loss_last
+        return self.info.reward_first, self.info.reward_last
+
 
 @dataclass(frozen=True, slots=True)
 class Known:

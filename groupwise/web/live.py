@@ -17,10 +17,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from groupwise.runs.find import run_folders
 from groupwise.runs.folder import RESULTS
 from groupwise.web.index import stamp_of
 from groupwise.web.pages import visitor_of
 from groupwise.web.place import Place
+from groupwise.web.runs.evaluated import places
 from groupwise.wire.problems import Refusal
 
 EVERY = 1.0
@@ -53,7 +55,8 @@ class Streams:
 
 
 async def live(request: Request) -> Response:
-    """The stream of what the address names: `?run=NAME` (also several), `?fleet` or `?server`; without, of the list of all runs."""
+    """The stream of what the address names: `?run=NAME` (also several), `?evaluations` of all runs and beside them, `?fleet` or `?server`;
+    without, of the list of all runs."""
     place: Place = request.app.state.place
     if visitor_of(request) is None:
         raise Refusal("unauthorised")
@@ -75,15 +78,27 @@ def look_of(place: Place, request: Request) -> Look:
     for name, watched in (("fleet", place.fleet), ("server", place.server)):
         if name in request.query_params and watched is not None:
             return watched.stamp
+    if "evaluations" in request.query_params:
+        return lambda: (place.runs.stamp(), results_of(place.runs.folder))
     return place.runs.stamp
 
 
 def _of_run(place: Place, path: Path) -> Any:
     """Its record, the results that evaluations have left beside it, and whether a process works on it."""
-    results = 0
+    return stamp_of(path), _changed(path / RESULTS), place.runs.one(path).info.state
+
+
+def results_of(runs: Path) -> list[int]:
+    """Of all runs of a folder, and beside them, when a result came."""
+    folders = [path / RESULTS for path in run_folders(runs)]
+    return [_changed(folder) for folder in (*folders, *places(runs).values())]
+
+
+def _changed(folder: Path) -> int:
+    """When a file came into it: they come whole."""
     with suppress(OSError):
-        results = os.stat(path / RESULTS).st_mtime_ns  # of the folder: files come into it whole
-    return stamp_of(path), results, place.runs.one(path).info.state
+        return os.stat(folder).st_mtime_ns
+    return 0
 
 
 async def _events(

@@ -12,13 +12,14 @@ from groupwise.review.compare import PLACES
 from groupwise.runs.folder import RECORD, flattened, read_config
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, live_of, shown
+from groupwise.web.runs.curves import names_of
 
 MOST = 12
 USUAL = (
     "reward",
     "eval/reward",
     "loss",
-    "eval_loss",
+    "eval/loss",
     "frac_reward_zero_std",
     "completions/mean_length",
     "completions/clipped_ratio",
@@ -62,8 +63,9 @@ def compare(visit: Visit) -> Page:
             name: {
                 "state": each.info.state,
                 "steps": each.info.steps,
-                "first": each.info.reward_first,
-                "last": each.info.reward_last,
+                "metric": each.metric,
+                "first": each.ends[0],
+                "last": each.ends[1],
                 "model": each.info.model,
                 "task": each.info.task,
             }
@@ -87,7 +89,7 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]
 
 def _metrics(visit: Visit, name: str) -> list[str]:
     with Store.open(visit.place.run(name) / RECORD, readonly=True) as store:
-        return store.metric_names()
+        return names_of(store)
 
 
 def _config(visit: Visit, name: str) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from starlette.responses import JSONResponse, Response
 from groupwise.errors import UsageError
 from groupwise.runs.durable import without_nan
 from groupwise.runs.folder import RECORD
+from groupwise.runs.held_out import EVAL, Curve, curves_of
 from groupwise.runs.records import CurvePoint
 from groupwise.runs.store import Store
 from groupwise.web.pages import Query, Visit, shown
+from groupwise.web.runs.evaluated import PASS
 
 MOST_COLUMNS = 2000
 MOST_STEPS = 2**53
@@ -59,7 +61,9 @@ PLOTS = (
         "Reward",
         stacked=True,
     ),
-    _one("Reward", "Held-out reward", "eval/reward", "On prompts that are not trained."),
+    _one("Held out", "Held-out reward", "eval/reward", "On prompts that are not trained."),
+    _one("Held out", "Held-out loss", "eval/loss", "On answers that are not trained: where it rises, others are learnt by heart."),
+    _one("Held out", "Held-out tokens right", "eval/mean_token_accuracy", "Share of them that the model finds likeliest itself."),
     _one("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all members of a group are the same."),
     _one("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
     Plot(
@@ -104,9 +108,11 @@ PLOTS = (
     ),
 )  # fmt: skip
 """The plots that are known by name, in the order in which they are shown; a run has those whose metrics it has."""
-SECTIONS = ("Reward", "Policy", "Completions", "Update", "Time", "Task", "More")
-_LEFT_OUT = frozenset({"time/step", "clip_ratio/region_mean", "rollouts/scored", "num_tokens"})
+SECTIONS = ("Reward", "Held out", "Policy", "Completions", "Update", "Time", "Task", "More")
+_LEFT_OUT = frozenset({"time/step", "clip_ratio/region_mean", "rollouts/scored", "num_tokens", "eval/tokens"})  # fmt: skip
 """Metrics that other plots show, or that no picture is needed for."""
+_SECTION_OF = {"task": "Task", EVAL: "Held out"}
+"""Of metrics that no plot is known for, by how their names begin."""
 
 
 def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
@@ -114,10 +120,11 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     there = set(names)
     found = [made for plot in PLOTS if (made := _with(plot, there))]
     found[1:1] = _parts(names)
+    found += _pass_at(names)
     taken = {each for plot in found for line in plot.lines for each in (line.metric, line.spread)}
     for name in names:
         if name not in taken and name not in _LEFT_OUT:
-            section = "Task" if name.startswith("task/") else "More"
+            section = _SECTION_OF.get(name.partition("/")[0], "More")
             found.append(Plot(name, (Line(name, name.rpartition("/")[2]),), "", section))
     sections = {
         section: [each for each in found if each.section == section] for section in SECTIONS
@@ -149,6 +156,16 @@ def _parts(names: Sequence[str]) -> list[Plot]:
     ]
 
 
+def _pass_at(names: Sequence[str]) -> list[Plot]:
+    """One for all k."""
+    ks = sorted(
+        int(found[1]) for name in names if (found := PASS.fullmatch(name.removeprefix(f"{EVAL}/")))
+    )
+    lines = tuple(Line(f"{EVAL}/pass@{k}", f"pass@{k}") for k in ks if f"{EVAL}/pass@{k}" in names)
+    says = "Share of held-out prompts that at least one of k answers solves."
+    return [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
+
+
 class Asked(Query):
     """Which curves."""
 
@@ -167,40 +184,68 @@ class Asked(Query):
 def curves(visit: Visit) -> Response:
     """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high` of the finite values, how many others there
     are (`lost`), and `at`, by which those of a run belong together. Beside `runs`, `totals` has the sums of those that were asked for, and
-    `times` when the steps of each column were done, in seconds since the run was made."""
+    `times` when the steps of each column were done, in seconds since the run was made. Curves of evaluations (`eval/…`) stand after so many
+    steps, others at the number of their step, from 0: with `times` they are asked for apart."""
     asked = visit.query(Asked)
     if not asked.run or not (asked.name or asked.total):
         raise UsageError(
             "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
         )
-    totals: dict[str, Any] = {}
-    times: dict[str, Any] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for run in asked.run:
-        path = visit.place.run(run)
-        with Store.open(path / RECORD, readonly=True) as store:
-            within = _within(store, asked)
-            found[run] = {
-                name: _columns(store.thinned_curve(name, asked.columns, within))
+    found = {run: _of_run(visit, run, asked) for run in asked.run}
+    told = {
+        key: {run: each[key] for run, each in found.items() if key in each}
+        for key in ("runs", "totals", "times")
+    }
+    return JSONResponse(without_nan(told))
+
+
+def _of_run(visit: Visit, run: str, asked: Asked) -> dict[str, Any]:
+    with Store.open(visit.place.run(run) / RECORD, readonly=True) as store, store.snapshot():
+        is_asked = any(name.startswith(f"{EVAL}/") for name in asked.name)
+        known = evaluated_curves(store) if is_asked else {}
+        evaluated = {name: known[name] for name in asked.name if name in known}
+        steps = [step for curve in evaluated.values() for step in curve]
+        within = _within(store, asked, steps)
+        found: dict[str, Any] = {
+            "runs": {
+                name: _columns(
+                    store.thinned_points(evaluated[name], asked.columns, within)
+                    if name in evaluated
+                    else store.thinned_curve(name, asked.columns, within)
+                )
                 for name in asked.name
             }
-            if asked.total:
-                totals[run] = _columns(store.thinned_sum(asked.total, asked.columns, within))
-            if asked.times:
-                since = visit.place.runs.one(path).info.started
-                times[run] = _columns(store.thinned_times(since, asked.columns, within))
-    return JSONResponse(without_nan({"runs": found, "totals": totals, "times": times}))
+        }
+        if asked.total:
+            found["totals"] = _columns(store.thinned_sum(asked.total, asked.columns, within))
+        if asked.times:
+            later = int(bool(evaluated))
+            times = store.thinned_times(asked.columns, within, steps_before=later)
+            found["times"] = _columns(times)
+        return found
 
 
-def _within(store: Store, asked: Asked) -> tuple[int, int] | None:
-    """The same for all curves of a run, so that their columns are, too."""
-    there = store.range_of([*asked.name, *asked.total])
-    if there is None:
+def names_of(store: Store) -> list[str]:
+    """All curves of a run."""
+    return list(dict.fromkeys([*store.metric_names(), *evaluated_curves(store)]))
+
+
+def evaluated_curves(store: Store) -> dict[str, Curve]:
+    """What held-out prompts and benchmarks said over the training, by the names that plots know them by."""
+    return curves_of(store.evaluations(rows=False))
+
+
+def _within(store: Store, asked: Asked, steps: Sequence[int]) -> tuple[int, int] | None:
+    """The same for all curves of a run, so that their columns are, too. `steps` are those of its evaluations."""
+    there = [each for each in (store.range_of([*asked.name, *asked.total]),) if each]
+    there += [(min(steps), max(steps))] if steps else []
+    if not there:
         return None
+    first, last = min(first for first, _ in there), max(last for _, last in there)
     begin, end = asked.begin, asked.end
     return (
-        there[0] if begin is None else max(begin, there[0]),
-        there[1] if end is None else min(end, there[1]),
+        first if begin is None else max(begin, first),
+        last if end is None else min(end, last),
     )
 
 

@@ -20,12 +20,14 @@ from groupwise.review.compare import (
     side_of,
     what_is_meant,
 )
+from groupwise.runs.durable import without_nan
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, cut, live_of, shown
 from groupwise.web.runs.evaluated import PASS, Evaluated, beside, evaluations_of, side_beside
 from groupwise.web.runs.listing import are_in, has_words
 from groupwise.web.runs.overview import head_of
+from groupwise.web.templates import line
 
 PER_PAGE = 50
 """Prompts that a page lists."""
@@ -90,7 +92,7 @@ def every_evaluation(visit: Visit) -> Page:
         "evaluations": [{"run": run, **asdict(each)} for run, each in found],
         "names": _columns(name for _, each in found for name in each.metrics)[:MOST_METRICS],
     }
-    return Page("evaluations_all.html", data, live="/live")
+    return Page("evaluations_all.html", data, live="/live?evaluations")
 
 
 def _columns(names: Iterable[str]) -> list[str]:
@@ -121,20 +123,21 @@ def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
     """pass@k over k of the newest evaluations that have measured it for several, with its interval where that is known."""
     curves: list[dict[str, Any]] = []
     for each in found:
-        ks = sorted(int(match[1]) for name in each.metrics if (match := PASS.fullmatch(name)))
+        named = {int(match[1]): name for name in each.metrics if (match := PASS.fullmatch(name))}
+        ks = sorted(named)
         if len(ks) < 2:
             continue
-        bounds = [each.intervals.get(f"pass@{k}", (None, None)) for k in ks]
+        bounds = [each.intervals.get(named[k], (None, None)) for k in ks]
         curves.append(
             {
-                "label": _label(each),
+                "label": line(_label(each)),
                 "k": ks,
-                "y": [each.metrics[f"pass@{k}"] for k in ks],
+                "y": [each.metrics[named[k]] for k in ks],
                 "low": [low for low, _ in bounds],
                 "high": [high for _, high in bounds],
             }
         )
-    return curves[-MOST_CURVES:]
+    return without_nan(curves[-MOST_CURVES:])
 
 
 def _label(each: Evaluated) -> str:
@@ -179,15 +182,18 @@ def compare(visit: Visit) -> Page:
 
 def _pass_of_both(found: Comparison) -> list[dict[str, Any]]:
     """pass@k over k of both, where several k were measured of both."""
-    at = sorted((int(k[1]), each) for each in found.metrics if (k := PASS.fullmatch(each.name)))
+    named = {int(k[1]): each for each in found.metrics if (k := PASS.fullmatch(each.name))}
+    at = sorted(named.items())
     if len(at) < 2:
         return []
     ks, unknown = [k for k, _ in at], [None] * len(at)
     sides = {"A": [each.a for _, each in at], "B": [each.b for _, each in at]}
-    return [
-        {"label": side, "k": ks, "y": values, "low": unknown, "high": unknown}
-        for side, values in sides.items()
-    ]
+    return without_nan(
+        [
+            {"label": side, "k": ks, "y": values, "low": unknown, "high": unknown}
+            for side, values in sides.items()
+        ]
+    )
 
 
 def side(visit: Visit, reference: str) -> Side:

@@ -18,7 +18,7 @@ from groupwise.web.index import Listed
 from groupwise.web.pages import Page, Visit, live_of, shown
 from groupwise.web.runs.advice import advice_on
 from groupwise.web.runs.archive import files_of
-from groupwise.web.runs.curves import plots_of
+from groupwise.web.runs.curves import names_of, plots_of
 from groupwise.web.runs.evaluated import evaluations_of
 
 MOST_WARNINGS = 20
@@ -35,7 +35,7 @@ def run(visit: Visit) -> Page:
     path = visit.place.run(visit.named("run"))
     listed = visit.place.runs.one(path)
     with Store.open(path / RECORD, readonly=True) as store:
-        names = store.metric_names()
+        names = names_of(store)
         last = store.last_step()
         meta, warnings = store.get_meta(), store.warnings()
         data: dict[str, Any] = {
@@ -114,7 +114,7 @@ def _left(store: Store, info: RunInfo) -> float | None:
 
 
 def _checkpoints(path: Path) -> list[dict[str, Any]]:
-    with suppress(GroupwiseError):
+    with suppress(GroupwiseError, OSError):  # one is pruned meanwhile
         found = checkpoints.complete(path / CHECKPOINTS)
         whole = [
             {"step": each.step, "bytes": size, "damaged": None}
@@ -122,7 +122,9 @@ def _checkpoints(path: Path) -> list[dict[str, Any]]:
             if (size := _bytes_of(each.path)) is not None
         ]
         damaged = [
-            {"step": None, "bytes": None, "damaged": str(skipped)} for skipped in found.skipped
+            {"step": None, "bytes": None, "damaged": str(skipped)}
+            for skipped in found.skipped
+            if skipped.path.exists()
         ]
         return [*whole, *damaged]
     return []

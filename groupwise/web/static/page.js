@@ -52,6 +52,15 @@ async function follow(element) {
 
 // --- small things --------------------------------------------------------------------------------
 
+function keep(theme) {
+  try {
+    if (theme) localStorage.setItem("theme", theme);
+    else localStorage.removeItem("theme");
+  } catch {
+    // a browser that keeps nothing has it in this page
+  }
+}
+
 function theme() {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const said = () => document.dispatchEvent(new Event("theme"));
@@ -59,10 +68,10 @@ function theme() {
     const other = dark.matches ? "light" : "dark"; // than the system's, which comes back by the next click
     if (document.documentElement.dataset.theme) {
       delete document.documentElement.dataset.theme;
-      localStorage.removeItem("theme");
+      keep(null);
     } else {
       document.documentElement.dataset.theme = other;
-      localStorage.setItem("theme", other);
+      keep(other);
     }
     said();
   });

@@ -11,7 +11,7 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const colour = (index) => style(`--c${index % 8}`);
 const dash = (index) => (index % 16 < 8 ? undefined : [7, 4]); // the colours begin again, in broken lines
 
-const drawn = new Map(); // element -> { made, like, shape, raw, digits, room, thinned, range, zoom, turn }
+const drawn = new Map(); // element -> { made, like, shape, raw, digits, room, range, span, zoom, turn, coming }
 
 const isFar = (size) => size !== 0 && (size < 1e-3 || size >= 1e6); // from numbers that are read well as they are
 const brief = (text) => text.replace("e+", "e");
@@ -22,8 +22,17 @@ function short(value, digits = 4) {
 }
 
 // A step as it is, or the middle of some that share a column.
-function placed(value, { timed }) {
-  return value == null || timed ? short(value) : String(Number(value.toFixed(1)));
+function placed(value) {
+  return value == null ? "–" : String(Number(value.toFixed(1)));
+}
+
+const magnitude = (value) => Math.floor(Math.log10(Math.abs(value) || 1));
+
+// Where somebody points: a step, or a time with as many digits as tell places of what is seen apart, and with its step where there is one run.
+function where(value, { shape, span }) {
+  if (!shape.timed || value == null) return placed(value);
+  const time = short(value, Math.min(9, 4 + Math.max(0, magnitude(value) - magnitude(span))));
+  return shape.stepAt.has(value) ? `${time} (step ${placed(shape.stepAt.get(value))})` : time;
 }
 
 function faded(name, share) {
@@ -50,6 +59,22 @@ function refined(coarse, fine, [from, to]) {
   return Object.fromEntries(Object.keys(coarse).map((key) => [key, [...coarse[key].slice(0, begin), ...fine[key], ...coarse[key].slice(end)]]));
 }
 
+function allRefined(coarse, fine, range) {
+  const one = (name) => (fine[name] && coarse[name] ? refined(coarse[name], fine[name], range) : coarse[name]);
+  return Object.fromEntries(Object.keys(coarse).map((name) => [name, one(name)]));
+}
+
+// Curves over all steps, and the same finer within a range, where one is looked at: of steps, or of seconds, in which each run has steps of its own.
+async function coarseAndFine(runs, names, stacked, timed, zoom) {
+  const whole = await fetched(runs, names, stacked, timed);
+  if (!whole || !zoom) return [whole, whole];
+  const ranges = Object.fromEntries(runs.map((run) => [run, timed ? around(whole[run][CLOCK], zoom) : zoom]));
+  const asked = timed ? runs.filter((run) => ranges[run]).map((run) => fetched([run], names, stacked, timed, ranges[run])) : [fetched(runs, names, stacked, timed, zoom)];
+  const near = Object.assign({}, ...(await Promise.all(asked)));
+  const fine = Object.entries(whole).map(([run, coarse]) => [run, near[run] ? allRefined(coarse, near[run], ranges[run]) : coarse]);
+  return [whole, Object.fromEntries(fine)];
+}
+
 // The values of another curve at the places of this one.
 function beside(curve, other) {
   const found = new Map(other.at.map((at, index) => [at, other.mean[index]]));
@@ -58,36 +83,57 @@ function beside(curve, other) {
 
 const finite = (values) => values.filter((value) => value != null);
 
-// Steps whose value was no finite number, and where they are.
+// Steps whose value was no finite number.
 const lostIn = (curve) => (curve.lost ?? []).reduce((sum, count) => sum + count, 0);
-const lostAt = (curve) => curve.at.filter((_, index) => curve.lost?.[index]);
 
-const OVER = { step: "the steps", k: "k" }; // anything else is time
 const UNITS = [["hours", 3600], ["minutes", 60], ["seconds", 1]];
 const SHORTEST = 1e-3; // seconds between two places
 
-// Where the steps of runs stand in a plot over time, and which steps stand within a range of it. A clock that was set back stands still.
-function timing(clocks) {
-  const all = clocks.map((clock) => {
-    let before = 0;
-    return clock.at.map((at, index) => [at, (before = Math.max(clock.mean[index], before + (index ? SHORTEST : 0)))]);
-  });
-  const longest = all.flat().reduce((most, [, seconds]) => Math.max(most, seconds), 0);
-  const [x, unit] = UNITS.find(([, seconds]) => longest >= 2 * seconds) ?? UNITS.at(-1);
-  const places = all.map((each) => new Map(each.map(([at, seconds]) => [at, seconds / unit])));
-  const steps = ([from, to]) => {
-    const near = places.flatMap((each) => {
-      const there = [...each];
-      const within = there.filter(([, place]) => place >= from && place <= to);
-      return within.length ? within : there.slice(0, 1);
-    });
-    const found = near.map(([at]) => at);
-    return [Math.floor(Math.min(...found)), Math.ceil(Math.max(...found))];
-  };
-  return { x, steps, place: (nth, at) => places[nth].get(at) };
+// When the columns of a run were done; a clock that was set back stands still.
+function forward(clock) {
+  let before = -SHORTEST;
+  return clock.mean.map((seconds) => (before = Math.max(seconds, before + SHORTEST)));
 }
 
-const OVER_STEPS = { x: "step", steps: ([from, to]) => [Math.max(0, Math.floor(from)), Math.max(0, Math.ceil(to))], place: (_, at) => at };
+// The steps of the columns within a range of seconds, and of those beside it: a column reaches further than the place that it has.
+function around(clock, [from, to]) {
+  const seconds = forward(clock);
+  const [before, after] = [seconds.findLastIndex((each) => each < from), seconds.findIndex((each) => each > to)];
+  return seconds.length ? [clock.first[Math.max(0, before)], clock.last[after < 0 ? seconds.length - 1 : after]] : null;
+}
+
+// The axis of a plot over time: where the columns of each run stand, in units of so many seconds.
+function overTime(clocks, stacked) {
+  const all = clocks.map((clock) => forward(clock));
+  const longest = all.flat().reduce((most, seconds) => Math.max(most, seconds), 0);
+  const [x, unit] = UNITS.find(([, seconds]) => longest >= 2 * seconds) ?? UNITS.at(-1);
+  const indices = clocks.map((clock) => new Map(clock.at.map((at, index) => [at, index])));
+  const stepAt = new Map();
+  let last = 0;
+  const place = (nth, curve) =>
+    placesOf(curve, stacked).map((at, index) => {
+      const column = indices[nth].get(curve.at[index]);
+      if (column != null) last = (all[nth][column] + aside(clocks[nth], column, at)) / unit;
+      if (clocks.length === 1) stepAt.set(last, at);
+      return last;
+    });
+  return { x, unit, timed: true, stepAt, place, zoomed: (range) => range.map((each) => each * unit), over: `time in ${x}` };
+}
+
+// Seconds by which one of the steps of a column was done before or after the place that the column has.
+function aside(clock, column, step) {
+  const [first, last, low, high, mean] = ["first", "last", "low", "high", "mean"].map((key) => clock[key][column]);
+  return Number.isInteger(step) && step >= first && step <= last && first < last ? low + ((step - first) / (last - first)) * (high - low) - mean : 0;
+}
+
+function overSteps(stacked) {
+  return { x: "step", unit: 1, timed: false, place: (_, curve) => placesOf(curve, stacked), zoomed: ([from, to]) => [Math.max(0, Math.floor(from)), Math.max(0, Math.ceil(to))], over: "the steps" };
+}
+
+// A column of a single step stands at that, but in a stack, whose parts have to stand upon each other.
+function placesOf(curve, stacked) {
+  return curve.at.map((at, index) => (stacked || curve.first[index] !== curve.last[index] ? at : curve.first[index]));
+}
 
 // For whoever does not see the plot.
 function told(label, curve) {
@@ -124,52 +170,52 @@ function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
 }
 
 // The parts of a stack are means where steps share a column; a line of its own says how high it was at most.
-function summit(total, label) {
+function summit(total, places, label) {
   const line = { stroke: style("--dim"), width: 0.8, dash: [3, 3], points: { show: false }, apart: true };
-  return [{ ...line, label, at: total.at, values: total.high }];
+  return [{ ...line, label, at: places, values: total.high }];
 }
 
+const isThinned = (curve) => curve.first.some((each, index) => each !== curve.last[index]);
 const isEmpty = (curve) => curve.high.every((value) => !value);
 
-async function curvesOf(element, range) {
-  const { timed } = chosen();
+async function curvesOf(element, timed, zoom) {
   const runs = JSON.parse(element.dataset.runs);
+  const labels = JSON.parse(element.dataset.labels);
   const plot = JSON.parse(element.dataset.plot);
   const names = plot.lines.flatMap((line) => (line.spread ? [line.metric, line.spread] : [line.metric]));
-  const [whole, near] = await Promise.all([fetched(runs, names, plot.stacked, timed), range && fetched(runs, names, plot.stacked, timed, range)]).catch(() => []);
+  const [whole, fine] = await coarseAndFine(runs, names, plot.stacked, timed, zoom).catch(() => []);
   if (!whole) return null; // the server is away
-  const curve = (run, name) => {
-    const coarse = whole[run]?.[name];
-    return near?.[run]?.[name] && coarse ? refined(coarse, near[run][name], range) : coarse;
-  };
-  const none = { at: [], mean: [] };
-  const { x, steps, place: at } = timed ? timing(runs.map((run) => curve(run, CLOCK) ?? none)) : OVER_STEPS;
+  const axis = timed ? overTime(runs.map((run) => fine[run][CLOCK]), plot.stacked) : overSteps(plot.stacked);
+  const many = runs.length > 1;
   const lines = [];
   const words = [];
   const lost = { steps: 0, at: [] };
-  let thinnedAtAll = false;
+  let [thinnedAtAll, coarseAtAll] = [false, false];
   runs.forEach((run, nth) => {
     plot.lines.forEach((line, index) => {
-      const found = curve(run, line.metric);
+      const found = fine[run][line.metric];
       if (!found?.at.length) return;
-      const many = runs.length > 1;
-      const label = many ? run : line.label || line.metric;
+      const label = many ? labels[nth] : line.label || line.metric;
       const coarse = whole[run][line.metric];
-      const thinned = coarse.first.some((each, at) => each !== coarse.last[at]);
+      const thinned = isThinned(coarse);
       thinnedAtAll ||= thinned;
+      coarseAtAll ||= thinned || coarse.at.some((at, place) => at !== coarse.first[place]);
       const rank = many ? nth : index;
       const how = { many, shaded: runs.length < SHADED, nth: rank };
-      const made = pieces(found, line.spread && curve(run, line.spread), thinned && !plot.stacked, colour(rank), label, how);
+      const made = pieces(found, line.spread && fine[run][line.spread], thinned && !plot.stacked, colour(rank), label, how);
       const hides = plot.stacked && isEmpty(coarse) ? { width: 0 } : {}; // a layer of nothing would cover the line below it
-      const places = found.at.map((each) => at(nth, each));
+      const places = axis.place(nth, found);
       lines.push(made.map((each) => ({ ...each, ...hides, at: places })));
       words.push(told(label, coarse));
       lost.steps += lostIn(coarse);
-      lost.at.push(...lostAt(found).map((each) => at(nth, each)));
+      lost.at.push(...places.filter((_, place) => found.lost?.[place]));
     });
-    if (plot.stacked && thinnedAtAll) lines.push(summit(curve(run, TOTAL), "highest of all").map((each) => ({ ...each, at: each.at.map((one) => at(nth, one)) })));
+    if (plot.stacked && thinnedAtAll) {
+      const total = fine[run][TOTAL];
+      lines.push(summit(total, axis.place(nth, total), "highest of all"));
+    }
   });
-  return { lines, words, lost, stacked: plot.stacked, thinned: thinnedAtAll, timed, x, steps, many: runs.length > 1 };
+  return { ...axis, lines, words, lost, stacked: plot.stacked, coarse: coarseAtAll, many };
 }
 
 function given(element) {
@@ -183,16 +229,34 @@ function given(element) {
     return [main, { ...edge, label: "95 % from", values: curve.low }, { ...edge, label: "95 % to", values: curve.high, fill: shaded ? faded(ink, 14) : undefined }];
   });
   const words = curves.map((curve) => told(curve.label, { mean: curve.y, low: curve.y, high: curve.y }));
-  return { ...OVER_STEPS, lines, words, stacked: false, thinned: false, x: "k" };
+  return { ...overSteps(false), lines, words, stacked: false, coarse: false, x: "k", over: "k" };
 }
 
 // --- how it is drawn -----------------------------------------------------------------------------
 
 const MOST_SMOOTHING = 0.99;
 
+const here = new Map(); // what was chosen in this page, where the browser keeps nothing
+
+function kept(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return here.get(name);
+  }
+}
+
+function keep(name, value) {
+  try {
+    localStorage.setItem(name, value);
+  } catch {
+    here.set(name, value);
+  }
+}
+
 function chosen() {
-  const smoothing = Math.min(MOST_SMOOTHING, Math.max(0, Number(localStorage.getItem("smoothing")) || 0));
-  return { smoothing, logarithmic: localStorage.getItem("logarithmic") === "yes", timed: localStorage.getItem("over") === "time" };
+  const smoothing = Math.min(MOST_SMOOTHING, Math.max(0, Number(kept("smoothing")) || 0));
+  return { smoothing, logarithmic: kept("logarithmic") === "yes", timed: kept("over") === "time" };
 }
 
 // An exponential moving average, divided by how much of its weight lies on values that there are, as TensorBoard has it: sum = weight * sum +
@@ -342,9 +406,9 @@ function make(element, shape, state) {
       ...box(element),
       scales: { x: { time: false }, y: { distr: shape.log ? 3 : 1, range: (_, low, high) => extent(low, high, shape) } },
       axes: axes(shape),
-      series: [{ label: shape.x, value: (made, value) => (value == null && made.cursor.left < 0 ? "last" : placed(value, shape)) }, ...series],
+      series: [{ label: shape.x, value: (made, value) => (value == null && made.cursor.left < 0 ? "last" : where(value, state)) }, ...series],
       bands: areas(shape),
-      cursor: { points: { size: 6 }, drag: { x: true, y: false }, dataIdx: (made, series, at) => (shape.timed && shape.many ? latest(made.data[series], at) : at) },
+      cursor: { points: { size: 6 }, drag: { x: true, y: false }, ...(shape.timed && shape.many ? { dataIdx: (made, series, at) => latest(made.data[series], at) } : {}) },
       legend: { live: true, markers: { dash: (made, index) => (made.series[index].dash ? "dashed" : "solid") } },
       hooks: {
         setScale: [(_, scale) => scale === "x" && looked(element, state)],
@@ -426,7 +490,7 @@ function digitsOf(values) {
 function reserve(made, state) {
   rows(made).forEach((row, index) => {
     if (row.classList.contains("edge-of-many")) return; // it is not shown
-    const text = (value) => (index ? short(value, state.digits[index]) : placed(value, state.shape));
+    const text = (value) => (index ? short(value, state.digits[index]) : where(value, state));
     state.room[index] = state.raw[index].reduce((most, value) => Math.max(most, text(value).length), state.room[index] ?? 4);
     row.querySelector("td").style.minWidth = `${state.room[index] + 0.5}ch`;
   });
@@ -462,10 +526,21 @@ function looked(element, state) {
   const { min, max } = state.made.scales.x;
   const places = state.made.data[0];
   state.range = min <= places[0] && max >= places.at(-1) ? null : [min, max];
-  const zoom = state.range && state.shape.steps(state.range);
+  state.span = spanOf(places, state.range);
+  const zoom = state.range && state.shape.zoomed(state.range);
   if (String(zoom) === String(state.zoom)) return;
   state.zoom = zoom;
-  if (state.thinned) draw(element);
+  if (state.shape.coarse) draw(element);
+}
+
+const spanOf = (places, range) => (range ? range[1] - range[0] : places.at(-1) - places[0]);
+
+// A range that is looked at stays where it is when another unit of time is better; over another axis it is none.
+function carry(state, { timed, unit }) {
+  const before = state.shape;
+  if (!before) return;
+  if (before.timed !== timed) Object.assign(state, { range: null, zoom: null });
+  else if (state.range) state.range = state.range.map((each) => (each * before.unit) / unit);
 }
 
 function none(element, text) {
@@ -482,9 +557,9 @@ function show(element, plain, state) {
   const { raw, data } = columnsOf(shape);
   if (!data[0].length) return none(element, "nothing recorded yet");
   const like = JSON.stringify([shape.x, shape.stacked, shape.log, shape.lines.map((pieces) => pieces.map(({ label, stroke, dash, width }) => [label, stroke, dash, width]))]);
-  if (state.shape && state.shape.x !== plain.x) Object.assign(state, { range: null, zoom: null }); // of another axis
+  carry(state, plain);
   const { range } = state;
-  Object.assign(state, { shape: plain, raw, digits: raw.map(digitsOf), thinned: shape.thinned, busy: true });
+  Object.assign(state, { shape: plain, raw, digits: raw.map(digitsOf), span: spanOf(data[0], range), busy: true });
   if (like !== state.like) {
     state.room = [];
     make(element, shape, state);
@@ -500,15 +575,22 @@ function show(element, plain, state) {
   Object.assign(state, { busy: false, range });
   const canvas = state.made.ctx.canvas;
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", [`${element.getAttribute("aria-label")} over ${OVER[shape.x] ?? "time"}`, ...shape.words].join(". "));
+  canvas.setAttribute("aria-label", [`${element.getAttribute("aria-label")} over ${shape.over}`, ...shape.words].filter(Boolean).join(". "));
 }
+
+const isAsChosen = (shape) => shape.x === "k" || shape.timed === chosen().timed;
 
 async function draw(element) {
   const state = drawn.get(element) ?? { turn: 0, zoom: null, range: null };
   const turn = (state.turn += 1);
+  const { timed } = chosen();
+  state.coming = timed;
   drawn.set(element, state);
-  const shape = element.dataset.curves ? given(element) : await curvesOf(element, state.zoom);
+  const zoom = state.shape?.timed === timed ? state.zoom : null;
+  const shape = element.dataset.curves ? given(element) : await curvesOf(element, timed, zoom);
   if (turn !== state.turn || !element.isConnected) return; // somebody has asked once more meanwhile
+  state.coming = null;
+  if (shape && !isAsChosen(shape)) return draw(element);
   if (shape) {
     show(element, shape, state);
     element.dataset.drawn = "yes";
@@ -570,8 +652,6 @@ function said() {
   bar.querySelector("output").textContent = smoothing.toFixed(2);
 }
 
-const isOverTheSame = (shape) => shape.x === "k" || shape.timed === chosen().timed;
-
 // Those that are seen at once, from what has come of them before as far as that will do; the others as they come into sight.
 function drawAsChosen() {
   said();
@@ -579,16 +659,16 @@ function drawAsChosen() {
   underway = requestAnimationFrame(() => {
     for (const [element, state] of drawn) {
       if (element.dataset.visible !== "yes") element.dataset.drawn = "";
-      else if (state.shape && isOverTheSame(state.shape)) show(element, state.shape, state);
-      else draw(element);
+      else if (state.shape && isAsChosen(state.shape)) show(element, state.shape, state);
+      else if (state.coming !== chosen().timed) draw(element);
     }
   });
 }
 
 bar?.addEventListener("input", () => {
-  localStorage.setItem("smoothing", slider.value);
-  localStorage.setItem("logarithmic", logarithm.checked ? "yes" : "no");
-  localStorage.setItem("over", axis.value);
+  keep("smoothing", slider.value);
+  keep("logarithmic", logarithm.checked ? "yes" : "no");
+  keep("over", axis.value);
   drawAsChosen();
 });
 addEventListener("storage", drawAsChosen); // in another page

@@ -8,6 +8,8 @@
 6. An axis has room for its labels, digits that tell them apart, and begins at 0 for what is always the same.
 7. Smoothing and a logarithmic axis are chosen once, for all plots of all pages, and stay while a run goes on and a range is looked at.
 8. Over time each step stands where it was done, also those of several runs, of a range, and of a clock that was set back.
+9. What is drawn is what is chosen, whatever answers come when, and in a browser that keeps nothing.
+10. What held-out prompts say over the training is a curve, too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
@@ -649,11 +651,11 @@ def test_over_time_steps_stand_where_they_were_done(
         assert legend(plot)["step"] == "4"
         over(page, "time")
         expect(plot.locator(".u-label").first).to_have_text("minutes")
-        assert legend_at(plot, 0.0)["minutes"] == "10"
-        assert legend_at(plot, 1.0) == {"minutes": "50", "reward": "0.4"}
-        expect(plot.get_by_role("img", name="Reward over time")).to_be_visible()
+        assert legend_at(plot, 0.0)["minutes"] == "10 (step 0)"
+        assert legend_at(plot, 1.0) == {"minutes": "50 (step 4)", "reward": "0.4"}
+        expect(plot.get_by_role("img", name="Reward over time in minutes")).to_be_visible()
         stack = chart(page, "Where the time went")
-        assert legend_at(stack, 0.5) == {"minutes": "30", "sampling": "1", "scoring": "2"}
+        assert legend_at(stack, 0.5) == {"minutes": "30 (step 2)", "sampling": "1", "scoring": "2"}
         visitor.goes("/compare?run=slow&run=fast")
         both = chart(page, "reward")
         expect(page.get_by_role("combobox", name="Over")).to_have_value("time")
@@ -667,7 +669,7 @@ def test_over_time_steps_stand_where_they_were_done(
         ]
         visitor.goes("/runs/back")
         plot = chart(page, "Reward")
-        assert legend_at(plot, 1.0) == {"hours": "7.5", "reward": "3"}
+        assert legend_at(plot, 1.0) == {"hours": "7.5 (step 3)", "reward": "3"}
         assert {legend_at(plot, share / 50)["reward"] for share in range(51)} >= {"0", "1", "3"}
         over(page, "steps")
         expect(plot.locator(".u-label").first).to_have_text("step")
@@ -695,11 +697,170 @@ def test_a_range_of_time_is_looked_at_closely(
         assert 1040 <= end <= 1060
         told = [legend_at(plot, share / 100) for share in range(101)]
         assert "9" in {each["reward"] for each in told}, "the very step"
-        hours = [float(each["hours"]) for each in told]
+        hours = [float(each["hours"].split()[0]) for each in told]
+        assert {each["hours"].split("step ")[1] for each in told} >= {"1000)"}
         assert (min(hours), max(hours)) == pytest.approx((1.88, 2.09), abs=0.02)
         over(page, "steps")
         expect(plot.locator(".u-label").first).to_have_text("step")
         assert float(legend_at(plot, 1.0)["step"]) > 2000, "all of it: a range is one of its axis"
+        assert visitor.wrong == []
+
+
+def test_each_run_is_looked_at_closely_where_its_own_steps_are(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    """A peak stands in the last column before the edge of the range."""
+    for name, every in (("quick", 1.0), ("slow", 10.0), ("short", 0.5)):
+        steps = 400 if name == "short" else 3600
+        path = write_run(tmp_path / name, 0)
+        metrics = [{"reward": 9.0 if step == 2879 else 0.5} for step in range(steps)]
+        add_metrics(path, metrics, lambda step, every=every: BEGAN + every * (step + 1))
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        visitor.goes("/compare?run=quick&run=slow&run=short&metric=reward")
+        plot = chart(page, "reward")
+        over(page, "time")
+        expect(plot.locator(".u-label").first).to_have_text("hours")
+        with page.expect_response(
+            lambda answer: "run=slow" in answer.url and "from=" in answer.url
+        ):
+            drag(plot, 0.8, 0.9)
+        near = {}
+        for url in asked:
+            if "from=" in url:
+                [name] = re.findall(r"run=(\w+)", url)
+                near[name] = [int(each) for each in re.findall(r"(?:from|to)=(\d+)", url)]
+        assert 2860 < near["slow"][0] < 2885
+        assert 3230 < near["slow"][1] < 3260
+        assert near["quick"][0] > 3580, "it has ended before: its last column"
+        assert near["short"][0] > 390
+        told = [legend_at(plot, share / 400)["slow"] for share in range(400)]
+        assert "9" in told
+        assert visitor.wrong == []
+
+
+def test_a_range_of_time_stays_when_the_unit_changes(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    with going_on(tmp_path, 0) as path:
+        add_metrics(path, [{"reward": float(n)} for n in range(8)], lambda n: BEGAN + 900.0 * n)
+        with shown(tmp_path) as address:
+            visitor = visit(address)
+            page = visitor.page
+            visitor.goes("/runs/live")
+            is_live(page)
+            plot = chart(page, "Reward")
+            over(page, "time")
+            expect(plot.locator(".u-label").first).to_have_text("minutes")
+            drag(plot, 2 / 7 - 0.01, 5 / 7 + 0.01)
+            assert legend_at(plot, 0.0)["minutes"].startswith("30")
+            add_metrics(path, [{"reward": 8.0}], lambda n: BEGAN + 900.0 * n)
+            expect(plot.locator(".u-label").first).to_have_text("hours", timeout=SOON)
+            assert legend_at(plot, 0.0) == {"hours": "0.5 (step 2)", "reward": "2"}
+            assert legend_at(plot, 1.0)["hours"].startswith("1.25")
+            assert visitor.wrong == []
+
+
+# --- 9: what is chosen -----------------------------------------------------------------------------
+
+
+def test_what_is_drawn_is_what_is_chosen_whatever_comes_when(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    add_metrics(write_run(tmp_path / "one", 0), [{"reward": float(n)} for n in range(4)])
+    held: list[Route] = []
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/one")
+        plot = chart(page, "Reward")
+        page.route("**/curves?*times=yes*", lambda route: held.append(route))  # noqa: PLW0108
+        over(page, "time")
+        page.wait_for_timeout(50)
+        page.get_by_role("slider", name="Smoothing").fill("0.5")
+        page.get_by_role("slider", name="Smoothing").fill("0.6")
+        page.wait_for_timeout(50)
+        assert len(held) == 1, "it is asked once"
+        over(page, "steps")
+        expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
+        with page.expect_response(lambda answer: "times" not in answer.url):
+            held[0].continue_()
+        page.wait_for_timeout(50)
+        assert legend_at(plot, 1.0)["step"] == "3"
+        page.unroute("**/curves?*times=yes*")
+        over(page, "time")
+        expect(plot.locator(".u-label").first).to_have_text("seconds")
+        assert visitor.wrong == []
+
+
+def test_a_browser_that_keeps_nothing_has_plots(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    add_metrics(write_run(tmp_path / "one", 0), [{"reward": float(n)} for n in range(4)])
+    denied = "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('denied', 'SecurityError'); } })"
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        page.add_init_script(denied)
+        visitor.goes("/runs/one")
+        plot = chart(page, "Reward")
+        page.get_by_role("slider", name="Smoothing").fill("0.5")
+        expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
+        before = page.locator("html").get_attribute("data-theme")
+        page.locator("#theme").click()
+        assert page.locator("html").get_attribute("data-theme") != before
+        assert visitor.wrong == []
+
+
+# --- 10: held-out prompts, and other steps than all -------------------------------------------------
+
+
+def test_held_out_prompts_have_a_curve_at_their_own_steps(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    path = write_run(tmp_path / "long", 0)
+    add_metrics(
+        path,
+        [{"reward": 0.5} | ({"rare": 1.0 * n} if n % 500 == 0 else {}) for n in range(2001)],
+        lambda step: BEGAN + 60.0 * (step + 1),
+    )
+    with Store.open(path / "run.db") as store:
+        for step in (0, 500, 1000, 2001):
+            metrics = {"reward": step / 10_000}
+            name = f"step-{step}" if step else "before"
+            store.add_evaluation(EvaluationRecord(step, name, f"long@{step}", metrics))
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/runs/long")
+        plot = chart(page, "Held-out reward")
+        assert legend_at(plot, 1.0) == {"step": "2001", "held-out reward": "0.2001"}
+        assert legend_at(plot, 0.25) == {"step": "500", "held-out reward": "0.05"}
+        rare = chart(page, "rare")
+        told = {(each["step"], each["rare"]) for n in range(5) if (each := legend_at(rare, n / 4))}
+        assert told == {(str(500 * n), str(500 * n)) for n in range(5)}, "where they are"
+        over(page, "time")
+        expect(plot.locator(".u-label").first).to_have_text("hours")
+        assert legend_at(plot, 0.0)["hours"] == "0 (step 0)"
+        assert legend_at(plot, 1.0)["hours"].startswith("33.3")
+        assert visitor.wrong == []
+
+
+def test_long_runs_of_different_lengths_are_read_at_every_step(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    for name, steps in (("long", 2100), ("shorter", 1500)):
+        add_metrics(write_run(tmp_path / name, 0), [{"reward": 0.5} for _ in range(steps)])
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        visitor.goes("/compare?run=long&run=shorter&metric=reward")
+        both = chart(page, "reward")
+        told = [legend_at(both, share / 100) for share in range(2, 70)]
+        assert {(each["long"], each["shorter"]) for each in told} == {("0.5", "0.5")}
         assert visitor.wrong == []
 
 

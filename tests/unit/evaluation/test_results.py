@@ -75,6 +75,23 @@ def test_what_is_no_result_says_so(tmp_path: Path, content: str, message: str):
         read_result(path)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"parts": {"a": "much"}},
+        {"parts": []},
+        {"example": [1]},
+        {"reward": "1"},
+        {"tokens": "many"},
+    ],
+)
+def test_rows_in_which_numbers_are_none_are_refused(tmp_path: Path, odd: dict):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({**CONTENT, "rows": [ROW, {**ROW, **odd}]}))
+    with pytest.raises(UsageError, match=f"as `{next(iter(odd))}` in each row"):
+        read_result(path)
+
+
 def test_what_was_written_is_read(tmp_path: Path):
     path = write_result(CONTENT, tmp_path, "x", None)
     assert read_result(path) == {"format": 1, "kind": "evaluation", **CONTENT}

@@ -327,15 +327,28 @@ class TestSteps:
         assert store.thinned_sum(["none"], 2) == []
 
     def test_a_column_has_a_time(self, store: Store) -> None:
-        assert store.thinned_times(990.0, 2, None) == []
+        assert store.thinned_times(2, None) == []
         for number in range(4):
             store.commit_step(step(number), [], {"a": 1.0})  # done at 1000 and a second each
-        assert store.thinned_times(990.0, 2, (0, 3)) == [
+        assert [at.mean for at in store.thinned_times(9, (1, 2))] == [1.0, 2.0]
+        store.set_meta({"created_at": 990.0})
+        assert store.thinned_times(2, (0, 3)) == [
             CurvePoint(0.5, 0, 1, 10.5, 10.0, 11.0),
             CurvePoint(2.5, 2, 3, 12.5, 12.0, 13.0),
         ]
-        for unknown in (None, 5000.0):
-            assert [at.mean for at in store.thinned_times(unknown, 9, (1, 2))] == [1.0, 2.0]
+        after = store.thinned_times(9, (0, 4), steps_before=1)
+        assert [(at.first, at.mean) for at in after] == [(0, 0), (1, 10), (2, 11), (3, 12), (4, 13)]
+        for odd in (5000.0, "1990", None):
+            store.set_meta({"created_at": odd})
+            assert [at.mean for at in store.thinned_times(9, (1, 2))] == [1.0, 2.0]
+
+    def test_points_that_stand_elsewhere_are_thinned_alike(self, store: Store) -> None:
+        points = {0: 1.0, 4: math.nan, 5: 3.0, 9: 5.0}
+        assert store.thinned_points(points, 2, (0, 9)) == [
+            CurvePoint(2.0, 0, 4, 1.0, 1.0, 1.0, 1),
+            CurvePoint(7.0, 5, 9, 4.0, 3.0, 5.0),
+        ]
+        assert store.thinned_points(points, 2, None) == []
 
     def test_a_thinned_curve_keeps_what_stands_out(self, store: Store) -> None:
         values = [0.0, 9.0, 1.0, 2.0, math.nan, 3.0, 4.0]

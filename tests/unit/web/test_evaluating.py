@@ -359,3 +359,19 @@ async def test_names_are_looked_for_in_reason(tmp_path: Path) -> None:
         assert answer.status_code == 404, reference
     long = await asked(tmp_path / "runs" / "a", "/evaluations/answers?of=" + ":" * 1500)
     assert long.status_code == 400
+
+
+async def test_files_of_other_programs_have_numbers_that_are_none_and_names_of_their_own(
+    run: Path,
+) -> None:
+    nan = float("nan")
+    metrics = {"reward": 0.5, "pass@01": 0.25, "pass@08": nan}
+    intervals = {"pass@01": [nan, 0.5]}
+    write(run, "other.json", "one@2", 0.5, metrics=metrics, intervals_95=intervals)
+    pages = (await asked(run, "/runs/one/evaluations")).json()["pass_at"]
+    [curve] = [each for each in pages if "other.json" in each["label"]]
+    assert (curve["k"], curve["y"], curve["low"]) == ([1, 8], [0.25, None], [None, None])
+    page = (await asked(run, "/runs/one/evaluations", "text/html")).text
+    assert "NaN" not in page[page.index("data-curves") :].partition(">")[0]
+    both = "/evaluations/compare?a=one:other.json&b=one:other.json"
+    assert (await asked(run, both, "text/html")).status_code == 200

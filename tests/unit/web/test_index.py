@@ -7,13 +7,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from groupwise.runs.find import ENDS, mean_of, reward_ends
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from groupwise.web import index as module
+from groupwise.web.access import Door
+from groupwise.web.app import make_app
 from groupwise.web.index import RunsIndex
+from groupwise.web.place import Place
 from groupwise.web.ticking import EVERY
 from tests.web_runs import add_step, write_run
 
@@ -150,3 +154,16 @@ def test_the_ends_of_long_curves_are_those_of_the_whole(tmp_path: Path) -> None:
             ends = tuple(map(mean_of, store.curve_ends("reward", ENDS)))
             assert ends == reward_ends(whole), steps
             assert store.curve_ends("none", ENDS) == ([], [])
+
+
+@pytest.mark.parametrize("odd", ["yesterday", float("nan"), 1e20, -1.0, [1]])
+async def test_odd_facts_of_a_run_take_no_page_down(tmp_path: Path, odd: object) -> None:
+    write_run(tmp_path / "runs" / "odd", 1, facts={"created_at": odd, "model": odd, "task": [odd]})
+    write_run(tmp_path / "runs" / "fine", 1)
+    transport = httpx2.ASGITransport(make_app(Place(RunsIndex(tmp_path / "runs"), Door(None))))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        for page in ("/runs", "/evaluations", "/runs/odd", "/runs/fine/examples/0", "/runs?q=odd"):
+            answer = await client.get(page)
+            assert answer.status_code == 200, page
+        [first] = (await client.get("/runs?q=fine&format=json")).json()["runs"]
+    assert first["name"] == "fine"

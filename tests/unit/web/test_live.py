@@ -39,6 +39,22 @@ def test_a_run_is_new_after_a_step_and_after_an_evaluation_beside_it(tmp_path: P
     assert all(one != other for one, other in pairwise(seen))
 
 
+@pytest.mark.parametrize("place", ["one/results", "../results", "."])
+def test_evaluations_are_new_once_a_result_is_there(tmp_path: Path, place: str) -> None:
+    runs = tmp_path / "runs"
+    write_run(runs / "one", 2)
+    now = [0.0]
+    look = look_of(Place(RunsIndex(runs, lambda: now[0]), Door(None)), asked("evaluations"))
+    before = look()
+    now[0] += 10
+    assert look() == before
+    folder = runs / place
+    folder.mkdir(exist_ok=True)
+    (folder / "held-out.json").write_text("{}")
+    now[0] += 10
+    assert look() != before
+
+
 def test_only_so_many_pages_are_followed_at_once() -> None:
     streams = Streams(2)
     streams.take()

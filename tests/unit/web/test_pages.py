@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from groupwise.runs import checkpoints
-from groupwise.runs.records import StepRecord
+from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group
 from groupwise.web.access import Door
@@ -254,6 +255,43 @@ async def test_curves_of_a_run_share_their_columns(tmp_path: Path) -> None:
     assert odd["all"]["at"] == [1.0, 4.0, 7.0, 10.0]
     assert odd["late"]["at"] == [4.0, 7.0, 10.0]
     assert odd["late"]["mean"] == [5.0, 7.0, 10.0]
+
+
+async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "runs" / "odd", 0)
+    given = [
+        ("before", 0, {"reward": 0.1, "pass@1": 0.2, "pass@4": 0.5}),
+        ("step-2", 2, {"reward": 0.3, "pass@1": math.nan}),
+        ("after", 4, {"reward": 0.4, "eval_loss": 1.5, "eval_tokens": 90.0}),
+        ("gsm8k", 4, {"accuracy": 0.7}),
+    ]
+    with Store.open(path / "run.db") as store:
+        for step in range(4):
+            done = 1.7e9 + 60 * (step + 1)
+            store.commit_step(StepRecord(step, step, step + 1, "w", (), 0.01, done), [], {"a": 1.0})
+        for name, step, metrics in given:
+            store.add_evaluation(EvaluationRecord(step, name, f"odd@{step}", metrics))
+    transport = httpx2.ASGITransport(make_app(place_of(path.parent)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+        names = "&name=".join(("eval/reward", "eval/pass@1", "eval/gsm8k/accuracy", "eval/none"))
+        found = (await client.get(f"/curves?run=odd&name={names}&times=yes")).json()
+        page = (await client.get("/runs/odd?format=json")).json()
+        write_run(tmp_path / "runs" / "odd2", 1)
+        compared = (await client.get("/compare?run=odd&run=odd2")).text
+    odd = found["runs"]["odd"]
+    assert (odd["eval/reward"]["first"], odd["eval/reward"]["mean"]) == ([0, 2, 4], [0.1, 0.3, 0.4])
+    assert (odd["eval/pass@1"]["mean"], odd["eval/pass@1"]["lost"]) == ([0.2, None], [0, 1])
+    assert odd["eval/gsm8k/accuracy"]["at"] == [4.0]
+    assert odd["eval/none"]["at"] == []
+    times = found["times"]["odd"]
+    assert dict(zip(times["at"], times["mean"], strict=True)) == {
+        0.0: 0.0, 1.0: 60.0, 2.0: 120.0, 3.0: 180.0, 4.0: 240.0
+    }  # fmt: skip
+    plots = {plot["title"]: plot["lines"] for plot in page["plots"]["Held out"]}
+    assert list(plots) == ["Held-out reward", "Held-out loss", "Held-out pass@k", "eval/gsm8k/accuracy"]  # fmt: skip
+    assert [each["label"] for each in plots["Held-out pass@k"]] == ["pass@1", "pass@4"]
+    assert "eval/reward" in compared
+    assert "eval/loss" in compared
 
 
 @pytest.mark.parametrize(
