@@ -63,7 +63,7 @@ NEW = (
     "signs that never meet",
     "a task, a common word",
 )
-FIRST_PAGE, PAGE = 0.2, 0.3
+FIRST_PAGE, PAGE, OLD_PAGE = 0.2, 0.3, 0.4
 """Seconds: the targets."""
 
 
@@ -301,18 +301,22 @@ def of_the_old(folder: Path) -> list[Figure]:
     """The same of a record of an earlier format, but for what needs the indexes of this one and takes half a second and more without."""
     pages = tuple(each for each in PAGES if each[0] not in NEW)
     with shown(folder) as address:
-        return _pages(f"{address}/runs/large", OLD_ROLLOUTS, pages, "old: ")
+        return _pages(f"{address}/runs/large", OLD_ROLLOUTS, pages, "old: ", OLD_PAGE)
 
 
 def _pages(
-    run: str, rollouts: int, pages: tuple[tuple[str, str], ...] = PAGES, prefix: str = ""
+    run: str,
+    rollouts: int,
+    pages: tuple[tuple[str, str], ...] = PAGES,
+    prefix: str = "",
+    most: float = PAGE,
 ) -> list[Figure]:
     middle = {
         "rollout": rollouts // 2,
         "draw": rollouts // MEMBERS // 2,
         "step": rollouts // MEMBERS // GROUPS // 2,
     }
-    return [measured(prefix + name, run + path.format(**middle), PAGE) for name, path in pages]
+    return [measured(prefix + name, run + path.format(**middle), most) for name, path in pages]
 
 
 def of_answers(folder: Path) -> list[Figure]:
