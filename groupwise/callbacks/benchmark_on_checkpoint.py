@@ -39,8 +39,8 @@ from groupwise.models.card import model_card
 from groupwise.rewards.processes import how_it_ended
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.config import RUN_NAME
+from groupwise.runs.evaluated_metrics import OF_TRAINING
 from groupwise.runs.folder import RESULTS, add_result
-from groupwise.runs.held_out import OF_TRAINING
 from groupwise.runs.records import EvaluationRecord
 from groupwise.settings.view import View
 from groupwise.suites.family import Family

@@ -32,8 +32,8 @@ from groupwise.callbacks.trackio_sink import TrackioSink
 from groupwise.callbacks.wandb_sink import WandbSink
 from groupwise.runs import durable
 from groupwise.runs.config import WITH_TABLES
+from groupwise.runs.evaluated_metrics import EVAL, OF_TRAINING, metrics_of, prefix_of
 from groupwise.runs.folder import RECORD
-from groupwise.runs.held_out import EVAL, OF_TRAINING, metrics_of, prefix_of
 from groupwise.runs.records import EvaluationRecord, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 from groupwise.settings.view import View

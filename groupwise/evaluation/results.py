@@ -55,23 +55,6 @@ def result_name(task: str, policy: str) -> str:
     return f"{task[:LONGEST_NAME]}-{plain[-LONGEST_NAME:]}"
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
-
-
-def _has_numbers(parts: Any) -> bool:
-    return isinstance(parts, dict) and all(map(_is_number, cast("dict[str, Any]", parts).values()))
-
-
-KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "example": ("number or text", lambda value: isinstance(value, int | str)),
-    "reward": ("number or null", _is_number),
-    "parts": ("object of numbers", _has_numbers),
-    "tokens": ("number or null", _is_number),
-}
-"""What some of them must be, because it is counted."""
-
-
 def check_writable(folder: Path, name: str, output: Path | None) -> None:
     """Before long work: UsageError if the result could not be written at its end."""
     if output is not None and output.exists():
@@ -136,10 +119,27 @@ def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
     ]
 
 
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _has_numbers(parts: Any) -> bool:
+    return isinstance(parts, dict) and all(map(_is_number, cast("dict[str, Any]", parts).values()))
+
+
+KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "example": ("number or text", lambda value: isinstance(value, int | float | str | None)),
+    "reward": ("number or null", _is_number),
+    "parts": ("object of numbers", _has_numbers),
+    "tokens": ("number or null", _is_number),
+}
+"""What some of these must be, because it is counted."""
+
+
 def _odd_in_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     odd = (
         f"{what} as `{name}` in each row"
-        for name, (what, fits) in KINDS.items()
+        for name, (what, fits) in KINDS_IN_ROWS.items()
         if not all(fits(row[name]) for row in rows)
     )
     return list(odd)

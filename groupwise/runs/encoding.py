@@ -15,6 +15,15 @@ LONGEST_REPR = 10_000
 """Characters kept of a value that JSON cannot hold (an image, an array): enough to recognise it."""
 
 
+LAST_MOMENT = 250_000_000_000
+"""Seconds since 1970 that calendars have, about: the year 9892."""
+
+
+def moment(value: Any) -> float | None:
+    """Seconds since 1970, as far as a calendar has them; None for what something else has left there."""
+    return value if isinstance(value, int | float) and 0 < value < LAST_MOMENT else None
+
+
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32; struct.error if one does not fit."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)

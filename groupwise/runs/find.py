@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from groupwise.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import Checkpoint
+from groupwise.runs.encoding import moment
 from groupwise.runs.folder import CHECKPOINTS, FINAL, FINAL_STEP, RECORD, ShownState, shown_state
 from groupwise.runs.store import Store
 
@@ -22,10 +23,6 @@ T = TypeVar("T")
 K = TypeVar("K")
 ENDS = 5
 """The first and the last reward of a run are means of so many steps, at most half of them: one step says little."""
-
-
-LAST_MOMENT = 250_000_000_000
-"""Seconds since 1970 that calendars have, about: the year 9892."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
             f"nothing to resume: every run called '{name}' in {runs_dir} is finished ({names}). "
             "Start a new one without --resume."
         )
-    return max(unfinished, key=lambda run: run[1].get("created_at", 0.0))[0]
+    return max(unfinished, key=lambda run: moment(run[1].get("created_at")) or 0.0)[0]
 
 
 def list_runs(runs_dir: Path = Path("runs")) -> list[RunInfo]:
@@ -181,7 +178,7 @@ def _describe(path: Path, store: Store) -> RunInfo:
         reward_last=last_few,
         loss_first=loss_first,
         loss_last=loss_last,
-        started=_moment(facts.get("created_at")),
+        started=moment(facts.get("created_at")),
         model=_of_kind(facts.get("model"), str),
         task=_of_kind(facts.get("task"), str),
     )
@@ -190,11 +187,6 @@ def _describe(path: Path, store: Store) -> RunInfo:
 def _of_kind(value: Any, kind: type[K]) -> K | None:
     """None for what something else has left there."""
     return value if isinstance(value, kind) else None
-
-
-def _moment(value: Any) -> float | None:
-    """Seconds since 1970 that a calendar has."""
-    return value if isinstance(value, int | float) and 0 <= value < LAST_MOMENT else None
 
 
 def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:

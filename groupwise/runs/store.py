@@ -9,7 +9,6 @@ committed step are kept without one (`keep_unfinished`). A resume takes the reco
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -19,7 +18,8 @@ from typing import Any
 from groupwise.errors import StoreError
 from groupwise.runs.asked import AskedFilter, find_asked, read_scores
 from groupwise.runs.database import Database
-from groupwise.runs.encoding import label, pack_json, plain_text, text, unpack_json
+from groupwise.runs.durable import without_nan
+from groupwise.runs.encoding import label, moment, pack_json, plain_text, text, unpack_json
 from groupwise.runs.failures import failure_kinds
 from groupwise.runs.records import (
     TIMING_PREFIXES,
@@ -234,31 +234,43 @@ class Store:
         return self._thinned(each, chosen, columns, within or self.range_of(names))
 
     def thinned_times(
-        self, columns: int, within: tuple[int, int] | None, *, steps_before: int = 0
+        self, columns: int, within: tuple[int, int] | None, name: str | None = None
     ) -> list[CurvePoint]:
-        """When the steps of each column were done, in seconds since the run was made, or since its first step where that came before.
+        """When the steps of each column were done, of a metric those that have it: in seconds since the run was made, or since its first
+        step where that came before."""
+        of_metric = " WHERE step IN (SELECT step FROM metrics WHERE name = ?5)"
+        times = f"SELECT step, finished_at - ?1 AS value FROM steps{of_metric if name else ''}"
+        more = (label(name),) if name else ()
+        return self._thinned(times, self._beginning(), columns, within, *more)
 
-        `steps_before`: what is counted from is one step later, as for evaluations, which stand after so many steps.
-        """
-        first = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
-        made = self.get_meta().get("created_at")
-        known = [at for (at,) in first] + ([made] if isinstance(made, int | float) else [])
-        times = (
-            f"SELECT step + {steps_before} AS step, finished_at - ?1 AS value FROM steps"
-            f" UNION ALL SELECT {steps_before} - 1, 0.0"
+    def seconds_after(self, steps_done: Iterable[int]) -> dict[int, float]:
+        """When so many steps were done, in the same seconds; without those that the record has not."""
+        asked = set(steps_done)
+        rows = self._db.all(
+            "SELECT step + 1, finished_at - ?1 FROM steps WHERE step IN (SELECT value - 1 FROM json_each(?2))",
+            (self._beginning(), json.dumps(sorted(asked))),
         )
-        return self._thinned(times, min(known, default=0.0), columns, within)
+        return ({0: 0.0} if 0 in asked else {}) | dict(rows)
+
+    def _beginning(self) -> float:
+        first = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
+        known = (moment(self.get_meta().get("created_at")), *(at for (at,) in first))
+        return min((each for each in known if each is not None), default=0.0)
 
     def thinned_points(
         self, points: Mapping[int, float], columns: int, within: tuple[int, int] | None
     ) -> list[CurvePoint]:
         """The same of values by steps that stand elsewhere."""
         values = "SELECT json_extract(value, '$[0]') AS step, json_extract(value, '$[1]') AS value FROM json_each(?1)"
-        finite = [(step, value if math.isfinite(value) else None) for step, value in points.items()]
-        return self._thinned(values, json.dumps(finite), columns, within)
+        return self._thinned(values, json.dumps(without_nan(list(points.items()))), columns, within)
 
     def _thinned(
-        self, values: str, chosen: str | float, columns: int, within: tuple[int, int] | None
+        self,
+        values: str,
+        chosen: str | float,
+        columns: int,
+        within: tuple[int, int] | None,
+        *more: str,
     ) -> list[CurvePoint]:
         if within is None:
             return []
@@ -267,7 +279,7 @@ class Store:
         rows = self._db.all(
             "SELECT CAST((step - ?2) / ?3 AS INTEGER), min(step), max(step), avg(value), min(value), max(value), count(*) - count(value)"
             f" FROM ({values}) WHERE step BETWEEN ?2 AND ?4 GROUP BY 1 ORDER BY 1",
-            (chosen, first, width, last),
+            (chosen, first, width, last, *more),
         )
         return [
             CurvePoint(first + (column + 0.5) * width - 0.5, *values) for column, *values in rows

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.runs.find import RunInfo, run_folders, run_info_and
-from groupwise.runs.folder import RECORD, shown_state
+from groupwise.runs.folder import RECORD, RESULTS, shown_state
 from groupwise.runs.store import Store
+from groupwise.web.runs.evaluated import places
 from groupwise.web.ticking import MOMENT, Ticking
 
 Stamp = tuple[tuple[int, ...], ...]
@@ -89,14 +90,14 @@ class RunsIndex:
         return Known(tuple(_sorted(map(_as_now, found))), len(stamps) - len(found))
 
     def stamp(self, moment: float = MOMENT) -> Any:
-        """Another value once the list has changed. It is found once a second for all who ask."""
+        """Another value once the list has changed, or a result has come to a run or beside them. It is found once a second for all."""
         return self._stamp.now(moment)
 
     def _states(self) -> Any:
         known = self.known()
-        return known.unread, [
-            (each.info.name, each.info.state, each.written) for each in known.runs
-        ]
+        runs = [(each.info.name, each.info.state, each.written) for each in known.runs]
+        results = [path / RESULTS for path in run_folders(self.folder)]
+        return known.unread, runs, [*map(changed, (*results, *places(self.folder).values()))]
 
     def one(self, path: Path) -> Listed:
         """What the list says of this run, as it is now."""
@@ -122,6 +123,13 @@ class RunsIndex:
         with self._lock:
             self._known[path.name] = (stamp, listed)
         return listed
+
+
+def changed(folder: Path) -> int:
+    """When a file came into it: they come whole."""
+    with suppress(OSError):
+        return os.stat(folder).st_mtime_ns
+    return 0
 
 
 def stamp_of(path: Path) -> Stamp:

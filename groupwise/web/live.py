@@ -7,22 +7,18 @@ slept is right with one request.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from groupwise.runs.find import run_folders
 from groupwise.runs.folder import RESULTS
-from groupwise.web.index import stamp_of
+from groupwise.web.index import changed, stamp_of
 from groupwise.web.pages import visitor_of
 from groupwise.web.place import Place
-from groupwise.web.runs.evaluated import places
 from groupwise.wire.problems import Refusal
 
 EVERY = 1.0
@@ -55,8 +51,7 @@ class Streams:
 
 
 async def live(request: Request) -> Response:
-    """The stream of what the address names: `?run=NAME` (also several), `?evaluations` of all runs and beside them, `?fleet` or `?server`;
-    without, of the list of all runs."""
+    """The stream of what the address names: `?run=NAME` (also several), `?fleet` or `?server`; without, of all runs and their results."""
     place: Place = request.app.state.place
     if visitor_of(request) is None:
         raise Refusal("unauthorised")
@@ -78,27 +73,12 @@ def look_of(place: Place, request: Request) -> Look:
     for name, watched in (("fleet", place.fleet), ("server", place.server)):
         if name in request.query_params and watched is not None:
             return watched.stamp
-    if "evaluations" in request.query_params:
-        return lambda: (place.runs.stamp(), results_of(place.runs.folder))
     return place.runs.stamp
 
 
 def _of_run(place: Place, path: Path) -> Any:
     """Its record, the results that evaluations have left beside it, and whether a process works on it."""
-    return stamp_of(path), _changed(path / RESULTS), place.runs.one(path).info.state
-
-
-def results_of(runs: Path) -> list[int]:
-    """Of all runs of a folder, and beside them, when a result came."""
-    folders = [path / RESULTS for path in run_folders(runs)]
-    return [_changed(folder) for folder in (*folders, *places(runs).values())]
-
-
-def _changed(folder: Path) -> int:
-    """When a file came into it: they come whole."""
-    with suppress(OSError):
-        return os.stat(folder).st_mtime_ns
-    return 0
+    return stamp_of(path), changed(path / RESULTS), place.runs.one(path).info.state
 
 
 async def _events(

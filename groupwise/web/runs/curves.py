@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,16 @@ from starlette.responses import JSONResponse, Response
 
 from groupwise.errors import UsageError
 from groupwise.runs.durable import without_nan
+from groupwise.runs.evaluated_metrics import EVAL, Curve, curves_of
 from groupwise.runs.folder import RECORD
-from groupwise.runs.held_out import EVAL, Curve, curves_of
 from groupwise.runs.records import CurvePoint
 from groupwise.runs.store import Store
 from groupwise.web.pages import Query, Visit, shown
 from groupwise.web.runs.evaluated import PASS
 
 MOST_COLUMNS = 2000
+MOST_PASS = 12
+"""Curves of pass@k in one plot."""
 MOST_STEPS = 2**53
 """More than any run has; beyond them numbers of a page are no longer exact."""
 PART, MEAN, SPREAD = "rewards/", "/mean", "/std"
@@ -161,7 +164,10 @@ def _pass_at(names: Sequence[str]) -> list[Plot]:
     ks = sorted(
         int(found[1]) for name in names if (found := PASS.fullmatch(name.removeprefix(f"{EVAL}/")))
     )
-    lines = tuple(Line(f"{EVAL}/pass@{k}", f"pass@{k}") for k in ks if f"{EVAL}/pass@{k}" in names)
+    known = [k for k in ks if f"{EVAL}/pass@{k}" in names]
+    lines = tuple(
+        Line(f"{EVAL}/pass@{k}", f"pass@{k}") for k in known[:: 1 + len(known) // MOST_PASS]
+    )
     says = "Share of held-out prompts that at least one of k answers solves."
     return [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
 
@@ -183,9 +189,11 @@ class Asked(Query):
 
 def curves(visit: Visit) -> Response:
     """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high` of the finite values, how many others there
-    are (`lost`), and `at`, by which those of a run belong together. Beside `runs`, `totals` has the sums of those that were asked for, and
-    `times` when the steps of each column were done, in seconds since the run was made. Curves of evaluations (`eval/…`) stand after so many
-    steps, others at the number of their step, from 0: with `times` they are asked for apart."""
+    are (`lost`), and `at`, by which those of a run belong together. Beside `runs`, `totals` has the sums of those that were asked for.
+    Curves of evaluations (`eval/…`) stand after so many steps, others at the number of their step, from 0.
+
+    With `times` each curve has `time`, when its steps of each column were done (the mean, in seconds since the run was made), and `times`
+    has the same of all steps, or of all that were evaluated where nothing else is asked for."""
     asked = visit.query(Asked)
     if not asked.run or not (asked.name or asked.total):
         raise UsageError(
@@ -199,30 +207,63 @@ def curves(visit: Visit) -> Response:
     return JSONResponse(without_nan(told))
 
 
+Within = tuple[int, int] | None
+"""The first and the last step of all columns; None: there are none."""
+
+
 def _of_run(visit: Visit, run: str, asked: Asked) -> dict[str, Any]:
     with Store.open(visit.place.run(run) / RECORD, readonly=True) as store, store.snapshot():
-        is_asked = any(name.startswith(f"{EVAL}/") for name in asked.name)
-        known = evaluated_curves(store) if is_asked else {}
+        of_evaluations = [name for name in asked.name if name.startswith(f"{EVAL}/")]
+        known = evaluated_curves(store) if of_evaluations else {}
         evaluated = {name: known[name] for name in asked.name if name in known}
-        steps = [step for curve in evaluated.values() for step in curve]
+        steps = {step for curve in evaluated.values() for step in curve}
         within = _within(store, asked, steps)
         found: dict[str, Any] = {
             "runs": {
-                name: _columns(
-                    store.thinned_points(evaluated[name], asked.columns, within)
-                    if name in evaluated
-                    else store.thinned_curve(name, asked.columns, within)
-                )
+                name: _of_evaluations(store, evaluated[name], asked, within)
+                if name in evaluated
+                else _of_steps(store, name, asked, within)
                 for name in asked.name
             }
         }
         if asked.total:
             found["totals"] = _columns(store.thinned_sum(asked.total, asked.columns, within))
         if asked.times:
-            later = int(bool(evaluated))
-            times = store.thinned_times(asked.columns, within, steps_before=later)
-            found["times"] = _columns(times)
+            alone = len(of_evaluations) == len(asked.name) and not asked.total
+            found["times"] = _columns(
+                _when_evaluated(store, steps, asked, within)
+                if alone
+                else store.thinned_times(asked.columns, within)
+            )
         return found
+
+
+def _of_steps(store: Store, name: str, asked: Asked, within: Within) -> dict[str, list[Any]]:
+    curve = _columns(store.thinned_curve(name, asked.columns, within))
+    if asked.times:
+        curve["time"] = _means(store.thinned_times(asked.columns, within, name))
+    return curve
+
+
+def _of_evaluations(
+    store: Store, points: Curve, asked: Asked, within: Within
+) -> dict[str, list[Any]]:
+    curve = _columns(store.thinned_points(points, asked.columns, within))
+    if asked.times:
+        curve["time"] = _means(_when_evaluated(store, points, asked, within))
+    return curve
+
+
+def _when_evaluated(
+    store: Store, steps: Iterable[int], asked: Asked, within: Within
+) -> list[CurvePoint]:
+    known = store.seconds_after(steps)
+    seconds = {step: known.get(step, math.nan) for step in steps}
+    return store.thinned_points(seconds, asked.columns, within)
+
+
+def _means(points: Sequence[CurvePoint]) -> list[float | None]:
+    return [each.mean for each in points]
 
 
 def names_of(store: Store) -> list[str]:
@@ -235,7 +276,7 @@ def evaluated_curves(store: Store) -> dict[str, Curve]:
     return curves_of(store.evaluations(rows=False))
 
 
-def _within(store: Store, asked: Asked, steps: Sequence[int]) -> tuple[int, int] | None:
+def _within(store: Store, asked: Asked, steps: Collection[int]) -> Within:
     """The same for all curves of a run, so that their columns are, too. `steps` are those of its evaluations."""
     there = [each for each in (store.range_of([*asked.name, *asked.total]),) if each]
     there += [(min(steps), max(steps))] if steps else []

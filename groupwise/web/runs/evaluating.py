@@ -92,7 +92,7 @@ def every_evaluation(visit: Visit) -> Page:
         "evaluations": [{"run": run, **asdict(each)} for run, each in found],
         "names": _columns(name for _, each in found for name in each.metrics)[:MOST_METRICS],
     }
-    return Page("evaluations_all.html", data, live="/live?evaluations")
+    return Page("evaluations_all.html", data, live="/live")
 
 
 def _columns(names: Iterable[str]) -> list[str]:

@@ -114,7 +114,7 @@ def _left(store: Store, info: RunInfo) -> float | None:
 
 
 def _checkpoints(path: Path) -> list[dict[str, Any]]:
-    with suppress(GroupwiseError, OSError):  # one is pruned meanwhile
+    with suppress(GroupwiseError, FileNotFoundError):  # one is pruned meanwhile
         found = checkpoints.complete(path / CHECKPOINTS)
         whole = [
             {"step": each.step, "bytes": size, "damaged": None}

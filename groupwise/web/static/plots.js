@@ -53,9 +53,10 @@ async function fetched(runs, names, stacked, timed, range) {
 
 // A curve that is fine within the range and coarse beside it.
 function refined(coarse, fine, [from, to]) {
-  const before = coarse.at.findIndex((at) => at >= from);
-  const after = coarse.at.findIndex((at) => at > to);
-  const [begin, end] = [before < 0 ? coarse.at.length : before, after < 0 ? coarse.at.length : after];
+  const places = placesOf(coarse, false);
+  const before = places.findIndex((at) => at >= from);
+  const after = places.findIndex((at) => at > to);
+  const [begin, end] = [before < 0 ? places.length : before, after < 0 ? places.length : after];
   return Object.fromEntries(Object.keys(coarse).map((key) => [key, [...coarse[key].slice(0, begin), ...fine[key], ...coarse[key].slice(end)]]));
 }
 
@@ -66,12 +67,13 @@ function allRefined(coarse, fine, range) {
 
 // Curves over all steps, and the same finer within a range, where one is looked at: of steps, or of seconds, in which each run has steps of its own.
 async function coarseAndFine(runs, names, stacked, timed, zoom) {
-  const whole = await fetched(runs, names, stacked, timed);
+  const near = (some, range) => fetched(some, names, stacked, timed, range).catch(() => null); // it stays coarse
+  const [whole, inSteps] = await Promise.all([fetched(runs, names, stacked, timed), zoom && !timed ? near(runs, zoom) : null]);
   if (!whole || !zoom) return [whole, whole];
   const ranges = Object.fromEntries(runs.map((run) => [run, timed ? around(whole[run][CLOCK], zoom) : zoom]));
-  const asked = timed ? runs.filter((run) => ranges[run]).map((run) => fetched([run], names, stacked, timed, ranges[run])) : [fetched(runs, names, stacked, timed, zoom)];
-  const near = Object.assign({}, ...(await Promise.all(asked)));
-  const fine = Object.entries(whole).map(([run, coarse]) => [run, near[run] ? allRefined(coarse, near[run], ranges[run]) : coarse]);
+  const inTime = timed ? await Promise.all(runs.filter((run) => ranges[run]).map((run) => near([run], ranges[run]))) : [];
+  const close = Object.assign({}, inSteps, ...inTime);
+  const fine = Object.entries(whole).map(([run, coarse]) => [run, close[run] ? allRefined(coarse, close[run], ranges[run]) : coarse]);
   return [whole, Object.fromEntries(fine)];
 }
 
@@ -89,41 +91,30 @@ const lostIn = (curve) => (curve.lost ?? []).reduce((sum, count) => sum + count,
 const UNITS = [["hours", 3600], ["minutes", 60], ["seconds", 1]];
 const SHORTEST = 1e-3; // seconds between two places
 
-// When the columns of a run were done; a clock that was set back stands still.
-function forward(clock) {
+// Seconds of columns that follow each other; a clock that was set back stands still, and so does what is not known.
+function forward(times) {
   let before = -SHORTEST;
-  return clock.mean.map((seconds) => (before = Math.max(seconds, before + SHORTEST)));
+  return times.map((seconds) => (before = Math.max(seconds ?? 0, before + SHORTEST)));
 }
 
 // The steps of the columns within a range of seconds, and of those beside it: a column reaches further than the place that it has.
 function around(clock, [from, to]) {
-  const seconds = forward(clock);
+  const seconds = forward(clock.mean);
   const [before, after] = [seconds.findLastIndex((each) => each < from), seconds.findIndex((each) => each > to)];
   return seconds.length ? [clock.first[Math.max(0, before)], clock.last[after < 0 ? seconds.length - 1 : after]] : null;
 }
 
-// The axis of a plot over time: where the columns of each run stand, in units of so many seconds.
+// The axis of a plot over time: a column stands where its steps were done, of a stack where all steps of the column were.
 function overTime(clocks, stacked) {
-  const all = clocks.map((clock) => forward(clock));
-  const longest = all.flat().reduce((most, seconds) => Math.max(most, seconds), 0);
+  const longest = clocks.flatMap((clock) => forward(clock.mean)).reduce((most, seconds) => Math.max(most, seconds), 0);
   const [x, unit] = UNITS.find(([, seconds]) => longest >= 2 * seconds) ?? UNITS.at(-1);
-  const indices = clocks.map((clock) => new Map(clock.at.map((at, index) => [at, index])));
   const stepAt = new Map();
-  let last = 0;
-  const place = (nth, curve) =>
-    placesOf(curve, stacked).map((at, index) => {
-      const column = indices[nth].get(curve.at[index]);
-      if (column != null) last = (all[nth][column] + aside(clocks[nth], column, at)) / unit;
-      if (clocks.length === 1) stepAt.set(last, at);
-      return last;
-    });
+  const place = (nth, curve) => {
+    const places = forward(stacked ? beside(curve, clocks[nth]) : curve.time).map((seconds) => seconds / unit);
+    if (clocks.length === 1) placesOf(curve, stacked).forEach((step, index) => stepAt.set(places[index], step));
+    return places;
+  };
   return { x, unit, timed: true, stepAt, place, zoomed: (range) => range.map((each) => each * unit), over: `time in ${x}` };
-}
-
-// Seconds by which one of the steps of a column was done before or after the place that the column has.
-function aside(clock, column, step) {
-  const [first, last, low, high, mean] = ["first", "last", "low", "high", "mean"].map((key) => clock[key][column]);
-  return Number.isInteger(step) && step >= first && step <= last && first < last ? low + ((step - first) / (last - first)) * (high - low) - mean : 0;
 }
 
 function overSteps(stacked) {
@@ -240,15 +231,16 @@ const here = new Map(); // what was chosen in this page, where the browser keeps
 
 function kept(name) {
   try {
-    return localStorage.getItem(name);
+    return here.get(name) ?? localStorage.getItem(name);
   } catch {
-    return here.get(name);
+    return null;
   }
 }
 
 function keep(name, value) {
   try {
     localStorage.setItem(name, value);
+    here.delete(name);
   } catch {
     here.set(name, value);
   }
@@ -578,11 +570,15 @@ function show(element, plain, state) {
   canvas.setAttribute("aria-label", [`${element.getAttribute("aria-label")} over ${shape.over}`, ...shape.words].filter(Boolean).join(". "));
 }
 
+const AGAIN = 10_000; // milliseconds after which a curve that did not come is asked for once more
+const again = new WeakMap(); // element -> the timer of that
+
 const isAsChosen = (shape) => shape.x === "k" || shape.timed === chosen().timed;
 
 async function draw(element) {
   const state = drawn.get(element) ?? { turn: 0, zoom: null, range: null };
   const turn = (state.turn += 1);
+  clearTimeout(again.get(element));
   const { timed } = chosen();
   state.coming = timed;
   drawn.set(element, state);
@@ -594,9 +590,10 @@ async function draw(element) {
   if (shape) {
     show(element, shape, state);
     element.dataset.drawn = "yes";
-  } else if (!state.made) {
-    none(element, "The curve could not be loaded."); // what is shown stays until the server answers again
+    return;
   }
+  if (!state.made) none(element, "The curve could not be loaded."); // what is shown stays until there is an answer
+  again.set(element, setTimeout(() => element.isConnected && element.dataset.visible === "yes" && draw(element), AGAIN));
 }
 
 // --- when ----------------------------------------------------------------------------------------
@@ -659,8 +656,10 @@ function drawAsChosen() {
   underway = requestAnimationFrame(() => {
     for (const [element, state] of drawn) {
       if (element.dataset.visible !== "yes") element.dataset.drawn = "";
-      else if (state.shape && isAsChosen(state.shape)) show(element, state.shape, state);
-      else if (state.coming !== chosen().timed) draw(element);
+      else {
+        if (state.shape) show(element, state.shape, state);
+        if (!(state.shape && isAsChosen(state.shape)) && state.coming !== chosen().timed) draw(element);
+      }
     }
   });
 }

@@ -796,6 +796,25 @@ def test_what_is_drawn_is_what_is_chosen_whatever_comes_when(
         assert visitor.wrong == []
 
 
+def test_a_curve_that_did_not_come_is_asked_for_once_more(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    add_metrics(write_run(tmp_path / "one", 0), [{"reward": float(n)} for n in range(4)])
+    with shown(tmp_path) as address:
+        visitor = visit(address)
+        page = visitor.page
+        page.clock.install()
+        visitor.goes("/runs/one")
+        plot = chart(page, "Reward")
+        page.route("**/curves?*times=yes*", lambda route: route.fulfill(status=503), times=1)
+        with page.expect_response(lambda answer: answer.status == 503):
+            over(page, "time")
+        assert legend_at(plot, 1.0)["step"] == "3", "what is there stays"
+        page.clock.fast_forward(11_000)
+        expect(plot.locator(".u-label").first).to_have_text("seconds")
+        assert visitor.wrong == []
+
+
 def test_a_browser_that_keeps_nothing_has_plots(
     visit: Callable[..., Visitor], tmp_path: Path
 ) -> None:
@@ -825,7 +844,7 @@ def test_held_out_prompts_have_a_curve_at_their_own_steps(
     add_metrics(
         path,
         [{"reward": 0.5} | ({"rare": 1.0 * n} if n % 500 == 0 else {}) for n in range(2001)],
-        lambda step: BEGAN + 60.0 * (step + 1),
+        lambda step: BEGAN + 60.0 * (step + 1) + 43_200.0 * (step >= 1000),  # it paused then
     )
     with Store.open(path / "run.db") as store:
         for step in (0, 500, 1000, 2001):
@@ -845,7 +864,10 @@ def test_held_out_prompts_have_a_curve_at_their_own_steps(
         over(page, "time")
         expect(plot.locator(".u-label").first).to_have_text("hours")
         assert legend_at(plot, 0.0)["hours"] == "0 (step 0)"
-        assert legend_at(plot, 1.0)["hours"].startswith("33.3")
+        assert legend_at(plot, 1000 / 60 / 45.35)["hours"] == "16.67 (step 1000)", (
+            "before the pause"
+        )
+        assert legend_at(plot, 1.0)["hours"] == "45.35 (step 2001)"
         assert visitor.wrong == []
 
 

@@ -336,9 +336,10 @@ class TestSteps:
             CurvePoint(0.5, 0, 1, 10.5, 10.0, 11.0),
             CurvePoint(2.5, 2, 3, 12.5, 12.0, 13.0),
         ]
-        after = store.thinned_times(9, (0, 4), steps_before=1)
-        assert [(at.first, at.mean) for at in after] == [(0, 0), (1, 10), (2, 11), (3, 12), (4, 13)]
-        for odd in (5000.0, "1990", None):
+        store.commit_step(step(4), [], {"a": 1.0, "late": 2.0})
+        assert store.thinned_times(2, (0, 4), "late") == [CurvePoint(3.25, 4, 4, 14.0, 14.0, 14.0)]
+        assert store.seconds_after([0, 1, 4, 9]) == {0: 0.0, 1: 10.0, 4: 13.0}
+        for odd in (5000.0, "1990", None, -1.0, 1e30):
             store.set_meta({"created_at": odd})
             assert [at.mean for at in store.thinned_times(9, (1, 2))] == [1.0, 2.0]
 

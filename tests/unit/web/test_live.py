@@ -44,7 +44,7 @@ def test_evaluations_are_new_once_a_result_is_there(tmp_path: Path, place: str) 
     runs = tmp_path / "runs"
     write_run(runs / "one", 2)
     now = [0.0]
-    look = look_of(Place(RunsIndex(runs, lambda: now[0]), Door(None)), asked("evaluations"))
+    look = look_of(Place(RunsIndex(runs, lambda: now[0]), Door(None)), asked(""))
     before = look()
     now[0] += 10
     assert look() == before

@@ -263,7 +263,7 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
         ("before", 0, {"reward": 0.1, "pass@1": 0.2, "pass@4": 0.5}),
         ("step-2", 2, {"reward": 0.3, "pass@1": math.nan}),
         ("after", 4, {"reward": 0.4, "eval_loss": 1.5, "eval_tokens": 90.0}),
-        ("gsm8k", 4, {"accuracy": 0.7}),
+        ("gsm8k", 4, {"accuracy": 0.7, "odd": None, "odder": "much", "large": 10**400}),
     ]
     with Store.open(path / "run.db") as store:
         for step in range(4):
@@ -275,6 +275,7 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
         names = "&name=".join(("eval/reward", "eval/pass@1", "eval/gsm8k/accuracy", "eval/none"))
         found = (await client.get(f"/curves?run=odd&name={names}&times=yes")).json()
+        mixed = (await client.get("/curves?run=odd&name=a&name=eval/reward&times=yes")).json()
         page = (await client.get("/runs/odd?format=json")).json()
         write_run(tmp_path / "runs" / "odd2", 1)
         compared = (await client.get("/compare?run=odd&run=odd2")).text
@@ -283,12 +284,14 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
     assert (odd["eval/pass@1"]["mean"], odd["eval/pass@1"]["lost"]) == ([0.2, None], [0, 1])
     assert odd["eval/gsm8k/accuracy"]["at"] == [4.0]
     assert odd["eval/none"]["at"] == []
-    times = found["times"]["odd"]
-    assert dict(zip(times["at"], times["mean"], strict=True)) == {
-        0.0: 0.0, 1.0: 60.0, 2.0: 120.0, 3.0: 180.0, 4.0: 240.0
-    }  # fmt: skip
+    assert odd["eval/reward"]["time"] == [0.0, 120.0, 240.0]
+    assert odd["eval/gsm8k/accuracy"]["time"] == [240.0]
+    assert (found["times"]["odd"]["at"], found["times"]["odd"]["mean"]) == ([0.0, 2.0, 4.0], [0.0, 120.0, 240.0])  # fmt: skip
+    assert mixed["runs"]["odd"]["a"]["time"] == mixed["times"]["odd"]["mean"][:4]
+    assert mixed["runs"]["odd"]["eval/reward"]["time"] == [0.0, 120.0, 240.0]
+    assert mixed["times"]["odd"]["mean"] == [60.0, 120.0, 180.0, 240.0]
     plots = {plot["title"]: plot["lines"] for plot in page["plots"]["Held out"]}
-    assert list(plots) == ["Held-out reward", "Held-out loss", "Held-out pass@k", "eval/gsm8k/accuracy"]  # fmt: skip
+    assert list(plots) == ["Held-out reward", "Held-out loss", "Held-out pass@k", "eval/gsm8k/accuracy", "eval/gsm8k/large"]  # fmt: skip
     assert [each["label"] for each in plots["Held-out pass@k"]] == ["pass@1", "pass@4"]
     assert "eval/reward" in compared
     assert "eval/loss" in compared

@@ -6,8 +6,10 @@ eval/LABEL/METRIC   of one that a callback made, a benchmark of each checkpoint 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from groupwise.runs.records import EvaluationRecord
 
@@ -35,5 +37,13 @@ def curves_of(records: Iterable[EvaluationRecord]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for record in sorted(records, key=lambda each: each.step):
         for name, value in metrics_of(record).items():
-            curves.setdefault(f"{prefix_of(record)}/{name}", {})[record.step] = value
+            if (known := _as_float(value)) is not None:
+                curves.setdefault(f"{prefix_of(record)}/{name}", {})[record.step] = known
     return curves
+
+
+def _as_float(value: object) -> float | None:
+    """None for what is no number: callbacks record what they like."""
+    with suppress(OverflowError):
+        return float(value) if isinstance(value, int | float) else None
+    return math.inf
