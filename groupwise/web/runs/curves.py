@@ -18,6 +18,7 @@ from groupwise.runs.records import CurvePoint
 from groupwise.runs.store import Store
 from groupwise.web.pages import Query, Visit, shown
 from groupwise.web.runs.evaluated import PASS
+from groupwise.web.templates import line as harmless
 
 MOST_COLUMNS = 2000
 MOST_PASS = 12
@@ -128,7 +129,7 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     for name in names:
         if name not in taken and name not in _LEFT_OUT:
             section = _SECTION_OF.get(name.partition("/")[0], "More")
-            found.append(Plot(name, (Line(name, name.rpartition("/")[2]),), "", section))
+            found.append(Plot(name, (Line(name, harmless(name.rpartition("/")[2])),), "", section))
     sections = {
         section: [each for each in found if each.section == section] for section in SECTIONS
     }

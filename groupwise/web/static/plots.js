@@ -22,17 +22,17 @@ function short(value, digits = 4) {
 }
 
 // A step as it is, or the middle of some that share a column.
-function placed(value) {
+function stepText(value) {
   return value == null ? "–" : String(Number(value.toFixed(1)));
 }
 
 const magnitude = (value) => Math.floor(Math.log10(Math.abs(value) || 1));
 
 // Where somebody points: a step, or a time with as many digits as tell places of what is seen apart, and with its step where there is one run.
-function where(value, { shape, span }) {
-  if (!shape.timed || value == null) return placed(value);
+function placeText(value, { shape, span }) {
+  if (!shape.timed || value == null) return stepText(value);
   const time = short(value, Math.min(9, 4 + Math.max(0, magnitude(value) - magnitude(span))));
-  return shape.stepAt.has(value) ? `${time} (step ${placed(shape.stepAt.get(value))})` : time;
+  return shape.stepAt.has(value) ? `${time} (step ${stepText(shape.stepAt.get(value))})` : time;
 }
 
 function faded(name, share) {
@@ -169,44 +169,54 @@ function summit(total, places, label) {
 const isThinned = (curve) => curve.first.some((each, index) => each !== curve.last[index]);
 const isEmpty = (curve) => curve.high.every((value) => !value);
 
+// A curve with all that is drawn of it.
+function linesOf({ fine, coarse, spread, rank, label, places }, stacked, many, shaded) {
+  const made = pieces(fine, spread, isThinned(coarse) && !stacked, colour(rank), label, { many, shaded, nth: rank });
+  const hides = stacked && isEmpty(coarse) ? { width: 0 } : {}; // a layer of nothing would cover the line below it
+  return made.map((each) => ({ ...each, ...hides, at: places }));
+}
+
+// The curves of a plot that there are: one for each of its lines, of each run.
+function curvesIn(plot, runs, labels, whole, fine) {
+  const many = runs.length > 1;
+  const all = runs.flatMap((run, nth) =>
+    plot.lines.map(({ metric, label, spread }, index) => ({
+      nth,
+      rank: many ? nth : index,
+      label: many ? labels[nth] : label || metric,
+      coarse: whole[run][metric],
+      fine: fine[run][metric],
+      spread: spread && fine[run][spread],
+    })),
+  );
+  return all.filter((each) => each.fine?.at.length);
+}
+
 async function curvesOf(element, timed, zoom) {
-  const runs = JSON.parse(element.dataset.runs);
-  const labels = JSON.parse(element.dataset.labels);
-  const plot = JSON.parse(element.dataset.plot);
-  const names = plot.lines.flatMap((line) => (line.spread ? [line.metric, line.spread] : [line.metric]));
+  const [runs, labels, plot] = ["runs", "labels", "plot"].map((name) => JSON.parse(element.dataset[name]));
+  const names = plot.lines.flatMap(({ metric, spread }) => (spread ? [metric, spread] : [metric]));
   const [whole, fine] = await coarseAndFine(runs, names, plot.stacked, timed, zoom).catch(() => []);
   if (!whole) return null; // the server is away
   const axis = timed ? overTime(runs.map((run) => fine[run][CLOCK]), plot.stacked) : overSteps(plot.stacked);
-  const many = runs.length > 1;
-  const lines = [];
-  const words = [];
-  const lost = { steps: 0, at: [] };
-  let [thinnedAtAll, coarseAtAll] = [false, false];
-  runs.forEach((run, nth) => {
-    plot.lines.forEach((line, index) => {
-      const found = fine[run][line.metric];
-      if (!found?.at.length) return;
-      const label = many ? labels[nth] : line.label || line.metric;
-      const coarse = whole[run][line.metric];
-      const thinned = isThinned(coarse);
-      thinnedAtAll ||= thinned;
-      coarseAtAll ||= thinned || coarse.at.some((at, place) => at !== coarse.first[place]);
-      const rank = many ? nth : index;
-      const how = { many, shaded: runs.length < SHADED, nth: rank };
-      const made = pieces(found, line.spread && fine[run][line.spread], thinned && !plot.stacked, colour(rank), label, how);
-      const hides = plot.stacked && isEmpty(coarse) ? { width: 0 } : {}; // a layer of nothing would cover the line below it
-      const places = axis.place(nth, found);
-      lines.push(made.map((each) => ({ ...each, ...hides, at: places })));
-      words.push(told(label, coarse));
-      lost.steps += lostIn(coarse);
-      lost.at.push(...places.filter((_, place) => found.lost?.[place]));
-    });
-    if (plot.stacked && thinnedAtAll) {
-      const total = fine[run][TOTAL];
-      lines.push(summit(total, axis.place(nth, total), "highest of all"));
-    }
-  });
-  return { ...axis, lines, words, lost, stacked: plot.stacked, coarse: coarseAtAll, many };
+  const found = curvesIn(plot, runs, labels, whole, fine).map((each) => ({ ...each, places: axis.place(each.nth, each.fine) }));
+  const [many, shaded] = [runs.length > 1, runs.length < SHADED];
+  const lines = found.map((each) => linesOf(each, plot.stacked, many, shaded));
+  if (plot.stacked && found.some(({ coarse }) => isThinned(coarse))) {
+    const total = fine[runs[0]][TOTAL];
+    lines.push(summit(total, axis.place(0, total), "highest of all"));
+  }
+  return {
+    ...axis,
+    lines,
+    words: found.map(({ label, coarse }) => told(label, coarse)),
+    lost: {
+      steps: found.reduce((sum, { coarse }) => sum + lostIn(coarse), 0),
+      at: found.flatMap(({ places, fine: { lost } }) => places.filter((_, index) => lost?.[index])),
+    },
+    stacked: plot.stacked,
+    coarse: found.some(({ coarse }) => coarse.at.some((at, index) => at !== coarse.first[index] || at !== coarse.last[index])),
+    many,
+  };
 }
 
 function given(element) {
@@ -398,7 +408,7 @@ function make(element, shape, state) {
       ...box(element),
       scales: { x: { time: false }, y: { distr: shape.log ? 3 : 1, range: (_, low, high) => extent(low, high, shape) } },
       axes: axes(shape),
-      series: [{ label: shape.x, value: (made, value) => (value == null && made.cursor.left < 0 ? "last" : where(value, state)) }, ...series],
+      series: [{ label: shape.x, value: (made, value) => (value == null && made.cursor.left < 0 ? "last" : placeText(value, state)) }, ...series],
       bands: areas(shape),
       cursor: { points: { size: 6 }, drag: { x: true, y: false }, ...(shape.timed && shape.many ? { dataIdx: (made, series, at) => latest(made.data[series], at) } : {}) },
       legend: { live: true, markers: { dash: (made, index) => (made.series[index].dash ? "dashed" : "solid") } },
@@ -482,7 +492,7 @@ function digitsOf(values) {
 function reserve(made, state) {
   rows(made).forEach((row, index) => {
     if (row.classList.contains("edge-of-many")) return; // it is not shown
-    const text = (value) => (index ? short(value, state.digits[index]) : where(value, state));
+    const text = (value) => (index ? short(value, state.digits[index]) : placeText(value, state));
     state.room[index] = state.raw[index].reduce((most, value) => Math.max(most, text(value).length), state.room[index] ?? 4);
     row.querySelector("td").style.minWidth = `${state.room[index] + 0.5}ch`;
   });
