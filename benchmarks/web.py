@@ -64,7 +64,7 @@ NEW = (
     "a task, a common word",
 )
 FIRST_PAGE, PAGE, OLD_PAGE = 0.2, 0.3, 0.4
-"""Seconds: the targets."""
+"""Seconds: the targets; a record of an earlier format has its indexes once it is written to again."""
 
 
 @dataclass(frozen=True, slots=True)
