@@ -137,12 +137,11 @@ KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _odd_in_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    odd = (
+    return [
         f"{what} as `{name}` in each row"
         for name, (what, fits) in KINDS_IN_ROWS.items()
         if not all(fits(row[name]) for row in rows)
-    )
-    return list(odd)
+    ]
 
 
 def _read(path: Path) -> dict[str, Any]:

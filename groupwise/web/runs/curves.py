@@ -17,7 +17,7 @@ from groupwise.runs.folder import RECORD
 from groupwise.runs.records import CurvePoint
 from groupwise.runs.store import Store
 from groupwise.web.pages import Query, Visit, shown
-from groupwise.web.runs.evaluated import PASS
+from groupwise.web.runs.evaluated import by_k
 from groupwise.web.templates import line as harmless
 
 MOST_COLUMNS = 2000
@@ -162,13 +162,8 @@ def _parts(names: Sequence[str]) -> list[Plot]:
 
 def _pass_at(names: Sequence[str]) -> list[Plot]:
     """One for all k."""
-    ks = sorted(
-        int(found[1]) for name in names if (found := PASS.fullmatch(name.removeprefix(f"{EVAL}/")))
-    )
-    known = [k for k in ks if f"{EVAL}/pass@{k}" in names]
-    lines = tuple(
-        Line(f"{EVAL}/pass@{k}", f"pass@{k}") for k in known[:: 1 + len(known) // MOST_PASS]
-    )
+    named = list(by_k(names, f"{EVAL}/").items())
+    lines = tuple(Line(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS])
     says = "Share of held-out prompts that at least one of k answers solves."
     return [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
 

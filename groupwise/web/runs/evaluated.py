@@ -10,7 +10,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -51,6 +51,12 @@ class Evaluated:
     """Its name where it is a file of results; None: it stands in the run's record."""
     at: float
     """When the file was written, in seconds since 1970; 0: not known."""
+
+
+def by_k(names: Iterable[str], before: str = "") -> dict[int, str]:
+    """The names of pass@k, the smallest k first; `before` is how they begin."""
+    found = ((PASS.fullmatch(name.removeprefix(before)), name) for name in names)
+    return dict(sorted((int(k[1]), name) for k, name in found if k and name.startswith(before)))
 
 
 def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evaluated]:

@@ -24,7 +24,7 @@ from groupwise.runs.durable import without_nan
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.web.pages import Page, Query, Visit, cut, live_of, shown
-from groupwise.web.runs.evaluated import PASS, Evaluated, beside, evaluations_of, side_beside
+from groupwise.web.runs.evaluated import Evaluated, beside, by_k, evaluations_of, side_beside
 from groupwise.web.runs.listing import are_in, has_words
 from groupwise.web.runs.overview import head_of
 from groupwise.web.templates import line
@@ -123,16 +123,15 @@ def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
     """pass@k over k of the newest evaluations that have measured it for several, with its interval where that is known."""
     curves: list[dict[str, Any]] = []
     for each in found:
-        named = {int(match[1]): name for name in each.metrics if (match := PASS.fullmatch(name))}
-        ks = sorted(named)
-        if len(ks) < 2:
+        named = by_k(each.metrics)
+        if len(named) < 2:
             continue
-        bounds = [each.intervals.get(named[k], (None, None)) for k in ks]
+        bounds = [each.intervals.get(name, (None, None)) for name in named.values()]
         curves.append(
             {
                 "label": line(_label(each)),
-                "k": ks,
-                "y": [each.metrics[named[k]] for k in ks],
+                "k": list(named),
+                "y": [each.metrics[name] for name in named.values()],
                 "low": [low for low, _ in bounds],
                 "high": [high for _, high in bounds],
             }
@@ -182,12 +181,12 @@ def compare(visit: Visit) -> Page:
 
 def _pass_of_both(found: Comparison) -> list[dict[str, Any]]:
     """pass@k over k of both, where several k were measured of both."""
-    named = {int(k[1]): each for each in found.metrics if (k := PASS.fullmatch(each.name))}
-    at = sorted(named.items())
-    if len(at) < 2:
+    metrics = {each.name: each for each in found.metrics}
+    named = by_k(metrics)
+    if len(named) < 2:
         return []
-    ks, unknown = [k for k, _ in at], [None] * len(at)
-    sides = {"A": [each.a for _, each in at], "B": [each.b for _, each in at]}
+    ks, unknown, both = list(named), [None] * len(named), [metrics[name] for name in named.values()]
+    sides = {"A": [each.a for each in both], "B": [each.b for each in both]}
     return without_nan(
         [
             {"label": side, "k": ks, "y": values, "low": unknown, "high": unknown}
