@@ -40,8 +40,8 @@ fix: ## mend what a machine can mend
 	$(READY) && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
 bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check"); SUITE=fleet: the fleet's figures, for 10; SUITE=web: how fast the dashboard answers
 	$(READY) && $(BIN)/python -m benchmarks.$(if $(filter fleet web,$(SUITE)),$(SUITE),against_trl) $(ARGS)
-soak: ## run the long tests (SUITE=kills or server_kills, with KILLS and SEED, SUITE=crash_points, with FIRST and LAST, SUITE=mistake, SUITE=the_game_says, SUITE=fleet, with SEED and CHAOS_SECONDS, SUITE=fleet_mutations, SUITE=notebooks, SUITE=tunix, SUITE=learning, SUITE=gap, SUITE=on_device, SUITE=unsloth, SUITE=launch, SUITE=test_ray or SUITE=plan)
-	$(READY) && $(if $(filter fleet% launch,$(SUITE)),$(BIN)/python scripts/real_servers.py && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter tunix,$(SUITE)),$(BIN)/groupwise fetch-tunix &&) $(if $(filter test_ray launch,$(SUITE)),$(BIN)/python scripts/real_environment.py ray &&) $(if $(filter unsloth,$(SUITE)),$(BIN)/python scripts/real_environment.py unsloth &&) $(PYTEST) -m soak -k "$(SUITE)" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
+soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with their times and variables)
+	$(READY) && $(if $(filter fleet mutations launch,$(SUITE)),$(BIN)/python scripts/real_servers.py && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter web,$(SUITE)),$(BIN)/python scripts/real_servers.py chromium &&) $(if $(filter tunix,$(SUITE)),$(BIN)/groupwise fetch-tunix &&) $(if $(filter launch,$(SUITE)),$(BIN)/python scripts/real_environment.py ray &&) $(if $(filter unsloth,$(SUITE)),$(BIN)/python scripts/real_environment.py unsloth &&) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
 gpu: ## run the tests that need a GPU
 	$(READY) && $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here (TORCH=cuda sets up the build for one), so nothing was tested.")' && $(PYTEST) -m gpu $(ARGS) tests/gpu
 clean: ## remove what can be made again; runs/ stays

@@ -100,6 +100,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+SUITES = (
+    "docs",
+    "engine",
+    "fleet",
+    "kills",
+    "launch",
+    "learning",
+    "mutations",
+    "notebook",
+    "server",
+    "tasks",
+    "training",
+    "tunix",
+    "unsloth",
+    "web",
+)
+"""What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
+
 OWN_STAGES = ("server", "notebook", "tunix", "launch", "web")
 """Folders of `integration`, and markers."""
 
@@ -114,6 +132,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
     for item in items:
+        for marker in item.iter_markers("soak"):
+            if marker.kwargs.get("suite") not in SUITES:
+                raise pytest.UsageError(f"{item.nodeid}: soak(suite=…) takes one of {SUITES}")
         for stage in OWN_STAGES:
             if root / "integration" / stage in item.path.parents:
                 item.add_marker(stage)

@@ -36,7 +36,7 @@ def test_it_is_small_and_does_not_grow_with_training(tmp_path: Path) -> None:
     assert fmean(gaps[-2:]) < 1.3 * fmean(gaps[:2]), gaps
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="learning")
 def test_it_is_next_to_nothing_in_float32(tmp_path: Path) -> None:
     gaps, moved = asyncio.run(trained(*engines("float32", tmp_path), updates=1))
     assert moved > 0.01

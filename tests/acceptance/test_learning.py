@@ -25,7 +25,7 @@ WORDS = {"x": "ab", "y": "cd", "z": "ef"}
 SEEN, UNSEEN = range(6), range(6, 10)
 ALWAYS = ("dapo", "dr_grpo", "gspo")
 EACH = [
-    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.soak)
+    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.soak(suite="learning"))
     for name in sorted(ALGORITHMS)
 ]
 

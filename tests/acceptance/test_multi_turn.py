@@ -49,7 +49,7 @@ def trained(example: Path, folder: Path, *more: str) -> Progress:
     return Progress(fmean(rewards[:10]), fmean(rewards[-10:]), result.after.metrics, rollouts)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="learning")
 def test_it_learns_to_follow_what_the_game_says(tmp_path):
     found = trained(GAME, tmp_path, "training.max_steps=125")
     assert found.first < 0

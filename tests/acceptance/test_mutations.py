@@ -20,7 +20,11 @@ pytestmark = pytest.mark.slow
 SLICE = 12
 """One mistake of so many is made whenever the tests run; `make soak SUITE=mistake` makes the others."""
 SLICED = [
-    pytest.param(mutation, id=mutation.name, marks=[pytest.mark.soak] if number % SLICE else [])
+    pytest.param(
+        mutation,
+        id=mutation.name,
+        marks=[pytest.mark.soak(suite="mutations")] if number % SLICE else [],
+    )
     for number, mutation in enumerate(MUTATIONS)
 ]
 
@@ -56,7 +60,11 @@ def test_a_mistake_is_noticed(nursery: Nursery, place: Path, mutation: Mutation)
     "mutations",
     [
         pytest.param(MUTATIONS[:: 3 * SLICE], id="some"),
-        pytest.param(MUTATIONS, id="all", marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+        pytest.param(
+            MUTATIONS,
+            id="all",
+            marks=[pytest.mark.soak(suite="mutations"), pytest.mark.timeout(3600)],
+        ),
     ],
 )
 def test_without_a_mistake_they_pass(

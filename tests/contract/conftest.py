@@ -338,19 +338,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         call = getattr(item, "callspec", None)
         if call and _is_told_elsewhere(call.params):
-            item.add_marker(pytest.mark.soak)
+            item.add_marker(pytest.mark.soak(suite="launch"))
         maker = call.params.get("pair") if call else None
         if isinstance(maker, str) and maker.startswith("tunix"):
             item.add_marker("tunix")  # whose workers take seconds to start
             test = (item.path, item.name.partition("[")[0], "tunix")
             if test in seen or maker == "tunix-gemma":
-                item.add_marker(pytest.mark.soak)
+                item.add_marker(pytest.mark.soak(suite="tunix"))
             seen.add(test)
         if item.path.parent != Path(__file__).parent or maker not in ("ranks", "ranks-added"):
             continue
         test = (item.path, item.name.partition("[")[0], maker)
         if test in seen:
-            item.add_marker(pytest.mark.soak)
+            item.add_marker(pytest.mark.soak(suite="engine"))
         seen.add(test)
 
 

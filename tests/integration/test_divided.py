@@ -68,10 +68,16 @@ KL = {"algorithm": {"beta": 0.05}}
         (2, {}, {**ALL, **KL}),
         (3, {"max_tokens_per_microbatch": 20}, KL),
         pytest.param(2, {"gradient_checkpointing": True}, {}, id="checkpointing"),
-        pytest.param(2, {"packing": False}, KL, marks=pytest.mark.soak),
-        pytest.param(3, {"max_tokens_per_microbatch": 20}, ALL, marks=pytest.mark.soak),
-        pytest.param(2, {"gradient_checkpointing": True}, ALL, marks=pytest.mark.soak),
-        pytest.param(2, {"num_iterations": 2, "minibatches": 2}, ALL, marks=pytest.mark.soak),
+        pytest.param(2, {"packing": False}, KL, marks=pytest.mark.soak(suite="engine")),
+        pytest.param(
+            3, {"max_tokens_per_microbatch": 20}, ALL, marks=pytest.mark.soak(suite="engine")
+        ),
+        pytest.param(
+            2, {"gradient_checkpointing": True}, ALL, marks=pytest.mark.soak(suite="engine")
+        ),
+        pytest.param(
+            2, {"num_iterations": 2, "minibatches": 2}, ALL, marks=pytest.mark.soak(suite="engine")
+        ),
     ],
 )
 def test_the_run_of_one_process(tmp_path, learners, training, more):
@@ -98,7 +104,7 @@ def files(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "lora", [{"r": 4, "dropout": 0.0}, pytest.param(None, marks=pytest.mark.soak)]
+    "lora", [{"r": 4, "dropout": 0.0}, pytest.param(None, marks=pytest.mark.soak(suite="engine"))]
 )
 def test_supervised_runs(tmp_path, lora):
     for count in (1, 2):
@@ -145,7 +151,7 @@ def numbers_held(hosted: Hosted) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param(ALL, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("more", [{}, pytest.param(ALL, marks=pytest.mark.soak(suite="engine"))])
 def test_a_run_goes_on_with_another_number(alone, tmp_path, monkeypatch, more):
     loaded, load = [], RankLearner.load
 
@@ -250,7 +256,7 @@ def test_a_killed_learner_ends_the_run(tmp_path, monkeypatch):
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(tmp_path / "whole/toy")
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="engine")
 def test_interpreters_of_their_own(alone, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert groupwise.rl(divided(tmp_path), TOY).exit_code == 0

@@ -174,7 +174,7 @@ def test_some_kills_leave_every_run_as_it_would_have_been(whole, tmp_path):
     kill(forked, 4, 1, tmp_path, random.Random(1), whole(forked, 1))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="kills")
 @pytest.mark.timeout(0)
 def test_many_kills_leave_every_run_as_it_would_have_been(whole, tmp_path):
     seed = int(os.environ.get("SEED", str(random.SystemRandom().randrange(10**6))))

@@ -135,8 +135,8 @@ class Killed:
     [
         (1, 3, "update"),
         (0, 2, "commit"),
-        pytest.param(1, 1, "commit", marks=pytest.mark.soak),
-        pytest.param(0, 0, "update", marks=pytest.mark.soak),
+        pytest.param(1, 1, "commit", marks=pytest.mark.soak(suite="engine")),
+        pytest.param(0, 0, "update", marks=pytest.mark.soak(suite="engine")),
     ],
 )
 def test_a_killed_rank_ends_the_run(undisturbed, tmp_path, monkeypatch, rank, step, moment):
@@ -166,7 +166,7 @@ def test_kill_9_of_the_main_process_leaves_nothing(undisturbed, tmp_path):
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(undisturbed)
 
 
-@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.soak(suite="engine"))])
 def test_torchrun_gives_the_same_run(undisturbed, tmp_path, machines):
     agents = torchrun(tmp_path, machines)
     for agent in agents:
@@ -243,7 +243,7 @@ def torchrun(runs: Path, machines: int, *words: str) -> list[subprocess.Popen[by
     ]
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="engine")
 @pytest.mark.parametrize("kind", ["all weights", "sft"])
 def test_other_trainings_have_learners_too(tmp_path, kind):
     folders = []
@@ -262,7 +262,7 @@ def test_other_trainings_have_learners_too(tmp_path, kind):
     assert_close(*folders, file=file)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="engine")
 @pytest.mark.timeout(0)
 def test_ranks_killed_at_any_time(undisturbed, tmp_path):
     seed = int(os.environ.get("SEED", str(random.SystemRandom().randrange(10**6))))

@@ -128,7 +128,7 @@ real = pytest.mark.skipif(
 )
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="training")
 @real
 @pytest.mark.timeout(3600)
 def test_every_suite_runs(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_every_suite_runs(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("max_tokens" in body for body in service.asked)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="training")
 @real
 @pytest.mark.timeout(3600)
 def test_the_one_that_stands_in_leaves_the_same(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_the_one_that_stands_in_leaves_the_same(hub: None, monkeypatch: pytest.M
     assert set(ours) <= set(theirs)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="training")
 @real
 @pytest.mark.timeout(3600)
 def test_the_sampler_answers_and_refused_questions_fail_the_suite(hub: None) -> None:

@@ -134,7 +134,7 @@ def test_sampler_and_learner_agree(as_on_a_gpu, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "tokens", "within"),
-    [pytest.param(1e-6, 8192, 0.5, marks=pytest.mark.soak), (1e-4, 2048, 0.1)],
+    [pytest.param(1e-6, 8192, 0.5, marks=pytest.mark.soak(suite="engine")), (1e-4, 2048, 0.1)],
 )
 def test_small_steps_act_in_full(monkeypatch, as_on_a_gpu, rate, tokens, within):
     monkeypatch.setattr(slopes, "TOKENS", tokens)

@@ -112,7 +112,9 @@ def test_repeated_runs_are_equal(uninterrupted, tmp_path, lag):
     assert found == what_must_be_equal(tmp_path / "other" / "toy")
 
 
-@pytest.mark.parametrize("number", [15, pytest.param(35, marks=pytest.mark.soak), 55])
+@pytest.mark.parametrize(
+    "number", [15, pytest.param(35, marks=pytest.mark.soak(suite="engine")), 55]
+)
 def test_a_crash_of_the_main_process_leaves_nothing_and_can_be_resumed(
     uninterrupted, tmp_path, number
 ):

@@ -76,7 +76,7 @@ def test_reward_workers_do_not_change_the_run(uninterrupted, tmp_path, workers):
 
 @pytest.mark.timeout(400)
 def test_every_ninth_durable_write_is_a_crash_point(uninterrupted, tmp_path):
-    """Dies at each in turn; the record of points shows what a run writes durably. `make soak SUITE=crash_points` has them all."""
+    """Dies at each in turn; the record of points shows what a run writes durably. `make soak SUITE=kills` has them all."""
     whole, points = uninterrupted
     kinds = {name.split(":")[0] for name in points}
     assert kinds == {"file", "folder", "remove", "commit"}
@@ -172,7 +172,7 @@ USUAL = (
     "warned of",
     "all at once, dynamic sampling ahead",
 )
-"""Between them they have all state that a checkpoint holds; `make soak SUITE=every_way_of_training` goes the others."""
+"""Between them they have all state that a checkpoint holds; `make soak SUITE=kills` goes the others."""
 SEEN_IN = {
     "rollouts/rejected_groups": "dynamic sampling",
     "data/easy_share": ("easy", "all at once"),
@@ -187,7 +187,11 @@ GAME = str(Path(__file__).parents[2] / "examples" / "03_guessing_game" / "task.p
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way in USUAL else [pytest.mark.soak]) for way in WAYS]
+    "way",
+    [
+        pytest.param(way, marks=[] if way in USUAL else [pytest.mark.soak(suite="kills")])
+        for way in WAYS
+    ],
 )
 def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
     """A crash after the fourth step, when a checkpoint is there and two steps are under way."""
@@ -367,7 +371,7 @@ def test_a_run_that_starts_from_another_one_survives_crashes(tmp_path):
     assert not starts_that_crash(tmp_path, every=9)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="kills")
 @pytest.mark.timeout(1200)
 def test_crash_points_of_a_run_that_starts_from_another_one(tmp_path):
     assert not starts_that_crash(tmp_path, every=1)

@@ -188,9 +188,9 @@ class Lost:
         (0, 1, "sampler.generate", (3,)),
         (1, 0, "sampler.generate", (4, 9)),
         (0, 0, "sampler.load", (2,)),
-        pytest.param(1, 1, "sampler.load", (1, 4), marks=pytest.mark.soak),
-        pytest.param(1, 0, "sampler.fingerprint", (2,), marks=pytest.mark.soak),
-        pytest.param(0, 0, "sampler.generate", (1, 5, 9), marks=pytest.mark.soak),
+        pytest.param(1, 1, "sampler.load", (1, 4), marks=pytest.mark.soak(suite="engine")),
+        pytest.param(1, 0, "sampler.fingerprint", (2,), marks=pytest.mark.soak(suite="engine")),
+        pytest.param(0, 0, "sampler.generate", (1, 5, 9), marks=pytest.mark.soak(suite="engine")),
     ],
 )
 def test_a_killed_sampler_is_replaced(alone, tmp_path, monkeypatch, lag, rank, name, numbers):
@@ -281,7 +281,7 @@ def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("learners", "rank", "step", "moment"),
-    [(1, 0, 3, "update"), pytest.param(2, 1, 2, "commit", marks=pytest.mark.soak)],
+    [(1, 0, 3, "update"), pytest.param(2, 1, 2, "commit", marks=pytest.mark.soak(suite="engine"))],
 )
 def test_a_killed_learner_ends_the_run(tmp_path, monkeypatch, learners, rank, step, moment):
     assert groupwise.rl(apart(tmp_path / "whole", learners), TOY).exit_code == 0
@@ -375,7 +375,7 @@ def test_full_fine_tuning_evaluations_and_replays(tmp_path):
     assert results[0].rows == results[1].rows
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="engine")
 def test_so_it_is_with_interpreters_of_their_own(alone, tmp_path, monkeypatch):
     monkeypatch.undo()
     lost = Lost(monkeypatch, 1, "sampler.generate", 3)
@@ -384,7 +384,7 @@ def test_so_it_is_with_interpreters_of_their_own(alone, tmp_path, monkeypatch):
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="engine")
 def test_under_torchrun_the_first_machine_has_samplers(tmp_path):
     (agent,) = torchrun(tmp_path, 1, "scale.samplers=1", "run.threads=3")
     talk, _ = agent.communicate(timeout=200)

@@ -156,7 +156,7 @@ def test_a_lagged_run_stops_cleanly_and_goes_on(lagged, tmp_path, monkeypatch, s
 
 @pytest.mark.timeout(400)
 def test_a_lagged_run_survives_a_crash_at_its_durable_writes(lagged, tmp_path):
-    """Every twentieth point here, others with each lag; `make soak SUITE=crash_points` has them all."""
+    """Every twentieth point here, others with each lag; `make soak SUITE=kills` has them all."""
     lag, whole, points = lagged
     chosen = range(10 * (lag - 1) + 1, len(points), 20)
     failed = [

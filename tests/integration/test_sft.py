@@ -221,7 +221,7 @@ def test_a_crash_at_durable_writes(tmp_path):
     assert not writes_that_crash(tmp_path, every=9)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="training")
 @pytest.mark.timeout(1200)
 def test_crash_points_of_supervised_runs(tmp_path):
     assert not writes_that_crash(tmp_path, every=1)

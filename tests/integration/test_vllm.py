@@ -97,7 +97,7 @@ def test_the_reward_rises(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.soak(suite="engine"))])
 def test_several_learners_train_as_one_does(tmp_path, server, lag):
     """What the server answers is checked with the first one's model; no other one is asked."""
     folders = []

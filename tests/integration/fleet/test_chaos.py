@@ -63,7 +63,7 @@ def test_whatever_happens_every_promise_is_kept() -> None:
     trouble(float(os.environ.get("CHAOS_SECONDS") or SECONDS))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="fleet")
 @pytest.mark.timeout(7200)
 def test_soak_of_a_fleet() -> None:
     """`make soak SUITE=fleet`, CHAOS_SECONDS long; CHAOS_RESULT names a file for what was done and found."""

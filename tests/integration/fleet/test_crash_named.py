@@ -86,7 +86,7 @@ def judge(fleet: RealFleet) -> None:
     [
         *(pytest.param(point, id=name) for name, point in POINTS.items()),
         *(
-            pytest.param(point, id=name, marks=pytest.mark.soak)
+            pytest.param(point, id=name, marks=pytest.mark.soak(suite="fleet"))
             for name, point in BESIDE_THEM.items()
         ),
     ],
@@ -118,7 +118,10 @@ def frozen_at(fleet: RealFleet, point: str) -> None:
 
 @pytest.mark.parametrize(
     "point",
-    ["host.launch:before", pytest.param("host.launch:after", marks=pytest.mark.soak)],
+    [
+        "host.launch:before",
+        pytest.param("host.launch:after", marks=pytest.mark.soak(suite="fleet")),
+    ],
 )
 def test_one_that_slept_through_its_lease_in_a_launch_starts_nothing_twice(
     fleet: RealFleet, point: str

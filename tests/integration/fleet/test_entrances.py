@@ -309,7 +309,7 @@ def test_five_entrances_and_one_lost_machine(
     run_all(fleet, told, {victim}, chance)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="fleet")
 def test_all_entrances_of_a_fleet_lose_their_machines(
     fleet: WholeFleet, told: dict[str, dict[str, Any]]
 ) -> None:

@@ -333,7 +333,9 @@ def check_answer(answer: httpx2.Response, field: str, text: str) -> bool:
 
 
 THIRDS = [
-    pytest.param(which, id=f"third-{which}", marks=[pytest.mark.soak] if which else [])
+    pytest.param(
+        which, id=f"third-{which}", marks=[pytest.mark.soak(suite="fleet")] if which else []
+    )
     for which in range(3)
 ]
 """The first is tried whenever the tests run, all of them by `make soak SUITE=fleet`. Each has every column."""
@@ -679,7 +681,7 @@ def places(fleet: WholeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return [*found, here]
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak(suite="fleet"))])
 def test_commands_about_rows_with_odd_ids(
     fleet: WholeFleet,
     canary: Path,

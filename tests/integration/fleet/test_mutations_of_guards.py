@@ -1,6 +1,6 @@
 """Do tests fail when a guard of the fleet is taken away? Each of `tests/fleet_mutations.py` is, in a copy of the package.
 
-A run of the tests takes some of them, drawn by a seed that is printed (SEED repeats it); `make soak SUITE=fleet_mutations` takes all.
+A run of the tests takes some of them, drawn by a seed that is printed (SEED repeats it); `make soak SUITE=mutations` takes all.
 A text of a mutation that is not found exactly once is told at once, for all of them: whoever changes the code writes the mistake anew, as
 it would be made now.
 """
@@ -78,14 +78,14 @@ def test_some_guards_are_missed(nursery: Nursery, place: Path) -> None:
         shutil.rmtree(place / str(number))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="mutations")
 @pytest.mark.parametrize("guard", [pytest.param(guard, id=guard.name) for guard in GUARDS])
 def test_fleet_mutations(nursery: Nursery, place: Path, guard: Mutation) -> None:
     problem = survives(nursery, place / "changed", guard)
     assert not problem, problem
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="mutations")
 @pytest.mark.timeout(3600)
 def test_without_fleet_mutations_they_pass(nursery: Nursery, place: Path) -> None:
     pass_unchanged(nursery, place / "whole", GUARDS)

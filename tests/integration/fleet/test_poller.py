@@ -9,7 +9,7 @@ from tests.postgres import Postgres
 pytestmark = pytest.mark.fleet
 
 
-@pytest.mark.parametrize("hosts", [100, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("hosts", [100, pytest.param(500, marks=pytest.mark.soak(suite="fleet"))])
 async def test_machines_that_do_not_answer_make_no_look_at_the_others_late(
     postgres: Postgres, hosts: int
 ):

@@ -122,7 +122,8 @@ def points(here: Machine, depth: int, when: str, every: int) -> Iterator[str]:
 
 
 every_point = pytest.mark.parametrize(
-    "every", [pytest.param(1, marks=pytest.mark.soak, id="all"), pytest.param(5, id="some")]
+    "every",
+    [pytest.param(1, marks=pytest.mark.soak(suite="fleet"), id="all"), pytest.param(5, id="some")],
 )
 
 

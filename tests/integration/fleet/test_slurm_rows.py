@@ -165,8 +165,8 @@ async def test_cancelled_in_the_queue_it_never_begins(fleet: Fleet) -> None:
     ("effect", "nth"),
     [
         ("host.launch", 1),
-        pytest.param("host.run", 1, marks=pytest.mark.soak),
-        pytest.param("host.run", 2, marks=pytest.mark.soak),
+        pytest.param("host.run", 1, marks=pytest.mark.soak(suite="fleet")),
+        pytest.param("host.run", 2, marks=pytest.mark.soak(suite="fleet")),
     ],
 )
 async def test_a_dispatcher_that_dies_on_the_way_to_slurm(
@@ -184,7 +184,7 @@ async def test_a_dispatcher_that_dies_on_the_way_to_slurm(
     assert len(fleet.queue("job")) == 1
 
 
-@pytest.mark.soak  # its clients wait long before they give up
+@pytest.mark.soak(suite="fleet")  # its clients wait long before they give up
 async def test_while_the_controller_is_away_nothing_is_lost_and_nothing_begins_twice(
     fleet: Fleet,
 ) -> None:
@@ -254,7 +254,7 @@ async def test_two_clusters_rows_and_a_machine_work_beside_each_other(fleet: Fle
     assert sorted(fleet.executions()) == ["first", "third", "wide"]
 
 
-@pytest.mark.soak  # a fleet in a process of its own, with its usual pauses
+@pytest.mark.soak(suite="fleet")  # a fleet in a process of its own, with its usual pauses
 def test_as_a_person_types_it(cluster: Cluster, tmp_path: Path) -> None:
     with fleet_in(tmp_path / "fleet") as typed:
         typed.environment |= {"SLURM_CONF": str(cluster.configuration)}

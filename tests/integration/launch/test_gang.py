@@ -475,7 +475,9 @@ def test_each_node_of_slurm_is_told_which_process_it_is(clerk: Person) -> None:
     assert clerk.result("told")["state"] == "succeeded"
 
 
-@pytest.mark.soak  # as with two machines above: that Slurm began both is seen before and after this
+@pytest.mark.soak(
+    suite="launch"
+)  # as with two machines above: that Slurm began both is seen before and after this
 def test_two_nodes_of_slurm_train_as_one_process_does(clerk: Person) -> None:
     steps = "training.max_steps=3"
     clerk.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
@@ -546,7 +548,7 @@ def test_two_nodes_of_ray_train_as_one_process_does(guest: Person) -> None:
     assert_close(*(guest.project / "launches" / name / "runs/toy" for name in ("one", "group")))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="launch")
 def test_killed_and_resumed_on_ray_it_is_the_undisturbed_training_to_the_bit(
     guest: Person,
 ) -> None:
@@ -564,7 +566,7 @@ def test_killed_and_resumed_on_ray_it_is_the_undisturbed_training_to_the_bit(
     assert what_must_be_equal(calm) == what_must_be_equal(shaken)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="launch")
 @pytest.mark.parametrize(
     ("who", "code", "state"), [("person", 130, "cancelled"), ("ray", 143, "failed")]
 )

@@ -321,7 +321,7 @@ async def test_without_its_head_a_job_goes_on_and_what_waited_waits_for_the_next
     assert (await ending(backend, new)).outcome is Outcome.SUCCEEDED
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="launch")
 async def test_what_ray_gives_up_it_gets_again(store: BlobStore, name: str, tmp_path: Path) -> None:
     with ray.cluster(start_timeout=3) as impatient:
         place = Place("ray", str(tmp_path), ray=(impatient.address, impatient.token))

@@ -103,7 +103,7 @@ async def test_stopped_by_hand_or_for_its_time_and_cancelled(fleet: Rows, cluste
     await fleet.until_clean()
 
 
-@pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.soak(suite="launch")), 2])
 async def test_a_dispatcher_that_dies_on_the_way_to_ray(
     fleet: Rows, cluster: Ray, nth: int
 ) -> None:

@@ -103,7 +103,7 @@ def test_they_run_from_start_to_end(file: Path, tmp_path: Path) -> None:
     assert list(tmp_path.glob("checkpoints/*/checkpoints/step-*/hf_lora/adapter_model.safetensors"))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="notebook")
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
 def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if call is None or item.path.parent != Path(__file__).parent:
             continue
         if call.params.get("both") == "llama" and call.params.get("name", "grpo") != "grpo":
-            item.add_marker(pytest.mark.soak)
+            item.add_marker(pytest.mark.soak(suite="tunix"))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.tunix_models import model_of
 SIDE = Path(__file__).parents[3] / "benchmarks" / "tunix_side.py"
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="tunix")
 def test_it_tells_the_seconds_of_each_step() -> None:
     text = described_text(ModelConfig(name=str(model_of("llama"))))
     work = {

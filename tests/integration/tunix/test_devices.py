@@ -42,7 +42,7 @@ def outcome(family: str, mesh: tuple[int, int], folder: Path) -> tuple[list[floa
 MESHES = (("gemma3", (8, 1)), ("llama", (1, 2)), ("gemma3", (1, 2)), ("qwen3", (4, 2)))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="tunix")
 @pytest.mark.parametrize(("family", "mesh"), MESHES)
 def test_devices_compute_together_what_one_does(
     family: str, mesh: tuple[int, int], tmp_path: Path
@@ -55,7 +55,7 @@ def test_devices_compute_together_what_one_does(
     np.testing.assert_allclose(drawn_so.logprobs, drawn.logprobs, atol=2e-3)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="tunix")
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
 def test_what_is_gone_on_with_is_equal_to_the_bit(mesh: tuple[int, int], tmp_path: Path) -> None:
     state = tmp_path / "state"

@@ -25,7 +25,11 @@ from tests.integration.tunix.running import STEP, config_of, flat, parts_of, row
 from tests.tunix_models import model_of
 
 OTHERS = ("gemma3-all-heads", "qwen2", "qwen3")
-FAMILIES = ("gemma3", "llama", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS))
+FAMILIES = (
+    "gemma3",
+    "llama",
+    *(pytest.param(each, marks=pytest.mark.soak(suite="tunix")) for each in OTHERS),
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -28,7 +28,9 @@ def found(check: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gemma3", marks=pytest.mark.soak(suite="tunix"))]
+)
 def test_a_small_step_acts_in_full_on_a_base_in_bfloat16(family: str) -> None:
     """The smaller it is, the fewer outputs it moves to the next number of bfloat16, and the more chance there is in the slope."""
     slopes = found("slopes", str(model_of(family, layers=1)), "1e-5", "1e-4", "1e-3").values()
@@ -37,7 +39,9 @@ def test_a_small_step_acts_in_full_on_a_base_in_bfloat16(family: str) -> None:
     assert all(each["1e-3"] == pytest.approx(1, abs=0.03) for each in slopes)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gemma3", marks=pytest.mark.soak(suite="tunix"))]
+)
 def test_logits_are_not_rounded_to_bfloat16(family: str) -> None:
     """With a head of its own and with that of the embedding, for prompts, for each token, and in learning."""
     told = found("logits", str(model_of(family, layers=1)))
@@ -67,7 +71,8 @@ OTHERS = ("gemma3", "gemma3-all-heads", "qwen2", "qwen3")
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHERS)]
+    "family",
+    ["llama", *(pytest.param(each, marks=pytest.mark.soak(suite="tunix")) for each in OTHERS)],
 )
 def test_layers_that_are_computed_again_give_the_same_gradient_in_less_memory(family: str) -> None:
     """On one device and on two that divide what they compute."""

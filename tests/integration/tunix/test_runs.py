@@ -55,7 +55,9 @@ def rewards(result: RlResult) -> list[float]:
     return [value for _, value in Record(result.folder).metrics("reward")["reward"]]
 
 
-@pytest.mark.parametrize("mesh", [pytest.param([1, 1], marks=pytest.mark.soak), [2, 1]])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param([1, 1], marks=pytest.mark.soak(suite="tunix")), [2, 1]]
+)
 @pytest.mark.usefixtures("divided")
 def test_a_run_that_is_gone_on_with_is_equal_to_the_bit(tmp_path: Path, mesh: list[int]) -> None:
     whole = rl(values(tmp_path / "whole", mesh=mesh), Digits())
@@ -79,7 +81,9 @@ def test_two_devices_divide_the_work(tmp_path: Path) -> None:
             np.testing.assert_allclose(ours[name], value, atol=2e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("llama", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "family", ["gemma3", pytest.param("llama", marks=pytest.mark.soak(suite="tunix"))]
+)
 def test_layers_may_be_computed_again(family: str, tmp_path: Path) -> None:
     """Which changes nothing but the memory."""
     results: list[RlResult] = []

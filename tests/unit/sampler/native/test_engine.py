@@ -291,7 +291,7 @@ def schedules() -> list[Any]:
             *case,
             dtype,
             id="-".join(map(str, [*case, dtype])).replace("torch.", ""),
-            marks=[] if dtype is usually else [pytest.mark.soak],
+            marks=[] if dtype is usually else [pytest.mark.soak(suite="engine")],
         )
         for case, usually in usual.items()
         for dtype in (torch.float32, torch.bfloat16)
