@@ -23,7 +23,7 @@ from groupwise.types import Weight
 
 WORDS = {"x": "ab", "y": "cd", "z": "ef"}
 SEEN, UNSEEN = range(6), range(6, 10)
-ALWAYS = ("dapo", "dr_grpo", "gspo")
+ALWAYS = ("dr_grpo",)
 EACH = [
     name if name in ALWAYS else pytest.param(name, marks=pytest.mark.soak(suite="learning"))
     for name in sorted(ALGORITHMS)
@@ -120,7 +120,7 @@ def test_it_learns_and_what_it_learns_holds_for_prompts_it_never_saw(model, algo
     assert found.summary["held_out"]["rises"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak(suite="learning")
 def test_a_lora_adapter_learns_too(model):
     found = trained(model, "dr_grpo", steps=80, rate=0.005, lora={"r": 8, "alpha": 16})
     assert found.last > 2 * found.first
@@ -151,8 +151,17 @@ def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, a
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
-    [{"lag": 1}, {"schedule": "free", "lag": 2}, {"num_iterations": 2, "minibatches": 2}],
-    ids=["lag", "free", "updates"],
+    [
+        pytest.param({"lag": 1}, marks=pytest.mark.soak(suite="learning"), id="lag"),
+        pytest.param(
+            {"schedule": "free", "lag": 2, "num_iterations": 2, "minibatches": 2}, id="free"
+        ),
+        pytest.param(
+            {"num_iterations": 2, "minibatches": 2},
+            marks=pytest.mark.soak(suite="learning"),
+            id="updates",
+        ),
+    ],
 )
 def test_it_learns_off_policy_too(model, way):
     found = trained(model, "dr_grpo", steps=36, rate=0.003, **way)

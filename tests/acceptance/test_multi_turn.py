@@ -3,7 +3,7 @@ in one process.
 
 In both the full reward needs a look at what the environment said: the game is won in every case only by following `<` and `>`, and the
 calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt. The game, which takes most of the
-time, is learnt in `make soak SUITE=the_game_says`.
+time, is learnt in `make soak SUITE=learning`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,13 @@ def test_it_learns_to_use_a_tool(tmp_path):
         ]
 
 
-@pytest.mark.parametrize("example", [GAME, CALCULATOR], ids=["game", "calculator"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(GAME, marks=pytest.mark.soak(suite="learning"), id="game"),
+        pytest.param(CALCULATOR, id="calculator"),
+    ],
+)
 def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, monkeypatch):
     weights = DrGrpo.weights
 
