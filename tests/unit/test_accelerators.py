@@ -9,7 +9,7 @@ import pytest
 from groupwise import accelerators
 from groupwise.errors import ConfigError
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.core import GEMMA, SMALL, core_config, model_of
+from groupwise.notebook.core import GEMMA, core_config, model_of
 
 
 @pytest.fixture
@@ -25,13 +25,6 @@ def plug_in(machine: Path, vendor: str, device: str) -> None:
     folder.mkdir()
     (folder / "vendor").write_text(f"{vendor}\n")
     (folder / "device").write_text(f"{device}\n")
-
-
-def test_a_cpu(machine: Path) -> None:
-    plug_in(machine, "0x1ae0", "0x0042")  # a network card of Google's machines
-    plug_in(machine, "0x10de", "0x0063")
-    config = TrainingConfig()
-    assert (model_of(config), config.chosen_backend) == (SMALL, "torch")
 
 
 def test_a_gpu(machine: Path) -> None:
@@ -62,10 +55,3 @@ def test_a_number_of_devices_is_a_mesh_for_tunix(machine: Path) -> None:
     config = core_config(TrainingConfig(backend="tunix", model="tiny", devices=2)).config
     assert (config.model.mesh, config.run.processes) == ((2, 1), None)
     assert core_config(TrainingConfig(backend="tunix", model="tiny")).config.model.mesh is None
-
-
-def test_a_mesh_is_not_for_torch(machine: Path) -> None:
-    with pytest.raises(ConfigError, match="a mesh, which the backend torch does not have"):
-        TrainingConfig(devices=(2, 1))
-    with pytest.raises(ConfigError, match="a mesh, which the backend torch does not have"):
-        TrainingConfig(backend="torch", devices=(2, 1))

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from groupwise.awaiting import Interrupted, Interruption, run_to_end, sigterm_interrupts
+from groupwise.awaiting import Interruption, run_to_end
 
 PREAMBLE = """
 import asyncio, signal
@@ -205,33 +205,6 @@ def test_the_second_signal_does_not_wait_for_a_task_that_will_not_end():
         assert any("KeyboardInterrupt" in line for line in rest(process))
 
 
-def test_afterwards_signals_mean_what_they_meant():
-    body = """
-    async def main():
-        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-        with Interruption():
-            inside = signal.getsignal(signal.SIGTERM)
-        say(inside not in before)
-        say((signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before)
-    """
-    with child(body) as process:
-        assert rest(process)[:2] == ["True", "True"]
-
-
-async def test_without_a_signal_results_and_errors_pass_through():
-    async def fail():
-        raise KeyError("x")
-
-    async def answer():
-        await asyncio.sleep(0)
-        return 7
-
-    with Interruption() as interruption:
-        assert await interruption.allow(answer()) == 7
-        with pytest.raises(KeyError):
-            await interruption.allow(fail())
-
-
 async def test_who_waits_may_be_cancelled_and_the_work_with_him():
     ended = []
 
@@ -264,11 +237,6 @@ def test_outside_the_main_thread_it_leaves_signals_alone():
     assert asyncio.run(main()) == "done"
 
 
-def test_the_exit_code_is_what_a_shell_expects():
-    assert Interrupted(signal.SIGINT).exit_code == 130
-    assert Interrupted(signal.SIGTERM).exit_code == 143
-
-
 # Code that is not async
 
 
@@ -282,22 +250,6 @@ def test_plain_code_awaits_to_the_end_with_or_without_a_running_loop():
 
     assert run_to_end(answer()) == 7
     assert asyncio.run(notebook()) == 7
-
-
-def test_sigterm_interrupts_plain_code_and_says_which_it_was():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt) as stopped, sigterm_interrupts():
-        signal.raise_signal(signal.SIGTERM)
-    assert stopped.value.args == (signal.SIGTERM,)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-async def test_sigterm_is_left_alone_outside_the_main_thread():
-    def inside():
-        with sigterm_interrupts():
-            return signal.getsignal(signal.SIGTERM)
-
-    assert await asyncio.to_thread(inside) is signal.getsignal(signal.SIGTERM)
 
 
 def test_a_signal_that_another_thread_gets_is_heeded_at_once():

@@ -4,12 +4,9 @@ pip itself is replaced by a recorder; nothing is installed.
 """
 
 import importlib.util
-import json
 import shutil
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -111,32 +108,11 @@ def test_torch_comes_first_then_the_package_then_the_model(bootstrap: Any, pip: 
     assert last == "byte code"
 
 
-def test_the_oracle_of_the_losses_comes_with_dev_and_without_its_dependencies(
-    bootstrap: Any, pip: FakePip
-) -> None:
-    assert bootstrap.main(["--profile", "dev"]) == 0
-    assert pip.calls[-2].endswith("--no-deps liger-kernel==0.8.5")
-
-
 def test_nothing_to_do_asks_nothing_of_pip(bootstrap: Any, pip: FakePip) -> None:
     bootstrap.main(["--profile", "train"])
     pip.calls.clear()
     assert bootstrap.main(["--profile", "train"]) == 0
     assert pip.calls == []
-
-
-def test_nothing_to_do_takes_no_time_and_says_nothing(bootstrap: Any, house: Path) -> None:
-    furnish(house)
-    bootstrap.write_stamp("dev", "cpu")
-    command = [sys.executable, str(house / "scripts/bootstrap.py")]
-
-    def seconds() -> float:
-        began = time.perf_counter()
-        answer = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert (answer.stdout, answer.stderr) == ("", "")
-        return time.perf_counter() - began
-
-    assert min(seconds() for _ in range(5)) < 0.2
 
 
 def test_dev_holds_train_and_train_does_not_hold_dev(bootstrap: Any, house: Path) -> None:
@@ -179,35 +155,6 @@ def test_a_damaged_stamp_is_no_stamp(bootstrap: Any, house: Path, text: str) -> 
     furnish(house)
     bootstrap.STAMP.write_text(text)
     assert not bootstrap.stamp_fits("train", "auto")
-
-
-def test_an_environment_whose_interpreter_is_gone_does_not_fit(bootstrap: Any, house: Path) -> None:
-    furnish(house)
-    bootstrap.write_stamp("dev", "cpu")
-    (house / ".venv/bin/python").unlink()
-    (house / ".venv/bin/python").symlink_to(house / "nowhere")
-    assert not bootstrap.stamp_fits("dev", "auto")
-    assert bootstrap.pip_version() is None
-
-
-def test_an_environment_of_another_folder_is_made_anew(bootstrap: Any, house: Path) -> None:
-    furnish(house)
-    bootstrap.write_stamp("dev", "cpu")
-    stamp = json.loads(bootstrap.STAMP.read_text())
-    bootstrap.STAMP.write_text(json.dumps({**stamp, "root": "/elsewhere"}))
-    assert not bootstrap.stamp_fits("dev", "auto")
-    assert bootstrap.pip_version() is None
-
-
-def test_a_half_made_environment_is_made_anew(
-    bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (house / ".venv").mkdir()
-    made: list[bool] = []
-    monkeypatch.setattr(bootstrap, "create_environment", lambda: made.append(True))
-    monkeypatch.setattr(bootstrap, "pip_version", lambda: 26 if made else None)
-    bootstrap.make_environment()
-    assert made == [True]
 
 
 def test_a_second_set_up_waits_for_the_first_and_finds_its_work(
@@ -256,38 +203,6 @@ def test_the_build_that_is_chosen(
     assert bootstrap.choose_flavour(wanted, TORCH) == expected
 
 
-def test_a_changed_torch_is_replaced_and_the_same_is_kept(
-    bootstrap: Any, house: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    furnish(house, CUDA_VERSION)
-    monkeypatch.setenv("TORCH", "cpu")
-    assert bootstrap.main(["--profile", "train"]) == 0
-    assert pip.calls[0] == "uninstall -y torch"
-    pip.calls.clear()
-    monkeypatch.delenv("TORCH")
-    bootstrap.STAMP.unlink()
-    assert bootstrap.main(["--profile", "train"]) == 0
-    assert not any("torch==" in call for call in pip.calls)
-
-
-def test_a_half_installed_torch_does_not_count(bootstrap: Any, house: Path) -> None:
-    furnish(house)
-    next((house / ".venv").glob("lib/*/site-packages/torch-*/RECORD")).unlink()
-    assert bootstrap.installed_torch() is None
-
-
-def test_an_unreachable_pytorch_index_costs_little(bootstrap: Any) -> None:
-    own, pytorch, last = bootstrap.torch_attempts(TORCH, "cpu", "auto", "Linux")
-    assert "--index-url" not in own.pip_arguments
-    for attempt in (own, pytorch):
-        assert attempt.pip_arguments[-1] == f"torch=={TORCH}+cpu"
-        retries = attempt.pip_arguments.index("--retries")
-        assert attempt.pip_arguments[retries + 1] == "1"
-        assert not attempt.notice
-    assert last.pip_arguments == ("--no-deps", f"torch=={TORCH}")
-    assert "CUDA" in last.notice
-
-
 def test_torch_cpu_never_takes_cuda(
     bootstrap: Any,
     pip: FakePip,
@@ -318,44 +233,7 @@ def test_auto_says_so_before_it_takes_cuda(
     assert not bootstrap.stamp_fits("train", "cpu")
 
 
-def test_without_any_index_only_one_is_asked(bootstrap: Any, pip: FakePip) -> None:
-    pip.answers = {"torch": "NewConnectionError: Connection refused"}
-    assert bootstrap.main(["--profile", "train"]) == 1
-    assert len(pip.calls) == 1
-
-
-def test_cuda_comes_with_its_libraries_and_never_as_the_cpu_build(bootstrap: Any) -> None:
-    first = bootstrap.torch_attempts(TORCH, "cuda", "cuda", "Linux")[0]
-    assert first.pip_arguments[-1] == f"torch==={TORCH}"
-    assert "--no-deps" not in first.pip_arguments
-
-
-def test_cuda_that_is_not_to_be_had_is_an_error(
-    bootstrap: Any,
-    pip: FakePip,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("TORCH", "cuda")
-    pip.answers = {f"torch==={TORCH}": "ERROR: No matching distribution found"}
-    assert bootstrap.main(["--profile", "train"]) == 1
-    assert f"torch {TORCH}+cpu, a build without CUDA" in capsys.readouterr().err
-
-
-def test_other_systems_take_the_plain_release(bootstrap: Any) -> None:
-    (only,) = bootstrap.torch_attempts(TORCH, "cpu", "auto", "Darwin")
-    assert only.pip_arguments == ("--no-deps", f"torch=={TORCH}")
-
-
 # What it says
-
-
-def test_an_unknown_torch_is_named_with_the_known_ones(
-    bootstrap: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCH", "rocm")
-    assert bootstrap.main([]) == 1
-    assert "TORCH=rocm is not known; it may be cpu, cuda, auto." in capsys.readouterr().err
 
 
 def test_an_old_python_is_refused_with_the_way_on(
@@ -367,36 +245,6 @@ def test_an_old_python_is_refused_with_the_way_on(
     said = capsys.readouterr().err
     assert "Python 3.11 or newer is needed" in said
     assert "PYTHON=" in said
-
-
-def test_an_old_python_hands_over_to_a_newer_one(
-    bootstrap: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[str] = []
-
-    def execv(path: str, arguments: list[str]) -> None:
-        started.append(path)
-        raise SystemExit
-
-    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 6))
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: f"/shims/{name}")
-    monkeypatch.setattr(bootstrap, "runs", lambda path: path == "/shims/python3.12")
-    monkeypatch.setattr(bootstrap.os, "execv", execv)
-    with pytest.raises(SystemExit):
-        bootstrap.main([])
-    assert started == ["/shims/python3.12"]
-
-
-def test_a_python_without_ensurepip_names_the_package(
-    bootstrap: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "ensurepip" else real(name)
-    )
-    assert bootstrap.main([]) == 1
-    major, minor = sys.version_info[:2]
-    assert f"sudo apt install python{major}.{minor}-venv" in capsys.readouterr().err
 
 
 def test_a_small_disk_is_told_before_the_download(
@@ -436,18 +284,6 @@ def test_pip_failures_come_with_a_remedy_and_pips_own_words(
     assert "$ pip install x" in str(caught.value)
 
 
-def test_noise_is_left_out(bootstrap: Any) -> None:
-    said = """
-WARNING: Location 'file:///x/' is ignored: it is neither a file nor a directory.
-WARNING: Retrying (Retry(total=1, connect=None)) after connection broken by X
-WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by X
-ERROR: boom
-"""
-    retried, boom = bootstrap.last_lines(said).splitlines()
-    assert "total=0" in retried
-    assert boom == "    ERROR: boom"
-
-
 def test_ctrl_c_ends_with_130(
     bootstrap: Any, pip: FakePip, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -458,32 +294,6 @@ def test_ctrl_c_ends_with_130(
     assert bootstrap.main(["--profile", "train"]) == 130
     assert "goes on from here" in capsys.readouterr().err
     assert not bootstrap.STAMP.exists()
-
-
-def test_pip_runs_quietly_and_its_words_are_kept(
-    bootstrap: Any, house: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    furnish(house)
-    with pytest.raises(bootstrap.SetupError, match="no-such-verb"):
-        bootstrap.pip("no-such-verb")
-    assert capfd.readouterr().out == ""
-    assert "$ pip no-such-verb" in bootstrap.LOG.read_text()
-
-
-def test_byte_code_is_kept_whatever_the_environment_says(
-    bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    furnish(house)
-    (house / "imported.py").write_text("")
-    monkeypatch.setattr(bootstrap, "IMPORTED", "import imported")
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    bootstrap.keep_byte_code()
-    assert list((house / "__pycache__").glob("imported.*.pyc"))
-
-
-def test_what_is_imported_for_its_byte_code_exists_and_is_what_runs_import(bootstrap: Any) -> None:
-    answer = subprocess.run([sys.executable, "-c", bootstrap.IMPORTED], check=False)
-    assert answer.returncode == 0
 
 
 def test_pip_is_shielded_from_the_callers_environment(

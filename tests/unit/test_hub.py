@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 from collections.abc import Iterator
 
@@ -10,7 +9,6 @@ import httpx
 import pytest
 
 from groupwise import hub
-from groupwise.errors import EX_TEMPFAIL, ModelError, TaskError
 
 
 @pytest.fixture(autouse=True)
@@ -71,18 +69,6 @@ def test_what_passes_by_itself(
     assert hub.will_pass(error) is passes
 
 
-def test_a_hub_that_does_not_answer_may_answer_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "answers", lambda: False)
-    assert hub.will_pass(OSError("not in the cache"))
-
-
 def test_who_decided_to_be_offline_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert not hub.will_pass(ConnectionResetError())
-
-
-@pytest.mark.parametrize("kind", [ModelError, TaskError])
-def test_an_error_that_passes_has_its_own_exit_code(kind: type[ModelError | TaskError]) -> None:
-    assert kind("no").exit_code == 2
-    again = pickle.loads(pickle.dumps(kind("no", temporary=True)))
-    assert (again.exit_code, str(again)) == (EX_TEMPFAIL, "no")

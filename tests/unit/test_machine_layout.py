@@ -5,7 +5,6 @@ import pytest
 from groupwise import machine_layout
 from groupwise.config import load_config
 from groupwise.errors import ConfigError
-from groupwise.sft_config import load_sft_config
 
 
 def test_whole_rollouts_have_room():
@@ -112,12 +111,3 @@ def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
     assert (layout.key_length, layout.slots) == (512, expected)
     asked = load_config({"model": {"name": "tiny"}, "sampler": {"slots": 300}}).config
     assert machine_layout.choose_layout(asked, 12).slots == 300
-
-
-def test_supervised_runs_have_processes_by_examples(monkeypatch):
-    monkeypatch.setattr(machine_layout, "available_cores", lambda: 4)
-    monkeypatch.setattr("groupwise.models.plan.count_parameters", lambda _: 10**9)
-    for examples, expected in ((1, 1), (4, 2), (16, 4)):
-        given = {"model": {"name": "tiny"}, "training": {"examples_per_step": examples}}
-        layout = machine_layout.supervised_layout(load_sft_config(given).config)
-        assert layout.processes == expected

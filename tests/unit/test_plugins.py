@@ -43,26 +43,12 @@ def test_file_and_its_attribute(tmp_path):
     assert load(f"{path}:ready").object.board == 8
 
 
-def test_spec_of_a_relative_file_is_absolute(tmp_path, monkeypatch):
-    path = write(tmp_path, "task.py", "x = 1")
-    monkeypatch.chdir(tmp_path)
-    assert load("task.py").spec == path
-
-
 def test_files_of_one_name_do_not_collide(tmp_path):
     first = load(write(tmp_path / "a", "task.py", "x = 'a'"))
     second = load(write(tmp_path / "b", "task.py", "x = 'b'"))
     assert (first.object.x, second.object.x) == ("a", "b")
     assert first.module.__name__ != second.module.__name__
     assert sys.modules[first.module.__name__] is first.module
-
-
-def test_each_file_gets_its_own_siblings(tmp_path):
-    for name in "ab":
-        write(tmp_path / name, "helpers.py", f"origin = '{name}'")
-    text = "import helpers\norigin = helpers.origin"
-    assert load(write(tmp_path / "a", "task.py", text)).object.origin == "a"
-    assert load(write(tmp_path / "b", "task.py", text)).object.origin == "b"
 
 
 def test_siblings_can_be_imported_later_from_a_hook(tmp_path):
@@ -74,24 +60,6 @@ def test_siblings_can_be_imported_later_from_a_hook(tmp_path):
 def test_an_edited_file_is_read_anew(tmp_path):
     assert load(write(tmp_path, "task.py", "x = 1")).object.x == 1
     assert load(write(tmp_path, "task.py", "x = 2")).object.x == 2
-
-
-def test_failed_reload_keeps_the_module_that_worked(tmp_path):
-    good = load(write(tmp_path, "task.py", "x = 1"))
-    refused(write(tmp_path, "task.py", "1 / 0"))
-    assert sys.modules[good.module.__name__] is good.module
-
-
-def test_dataclasses_of_a_file_work(tmp_path):
-    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 3\n"
-    assert load(write(tmp_path, "task.py", text) + ":A").object.x == 3
-
-
-def test_module_from_the_working_directory(tmp_path, monkeypatch):
-    write(tmp_path / "my_tasks_pkg", "chess.py", "class Chess:\n    pass\n")
-    monkeypatch.chdir(tmp_path)
-    assert load("my_tasks_pkg.chess").spec == "my_tasks_pkg.chess"
-    assert type(load("my_tasks_pkg.chess:Chess").object).__name__ == "Chess"
 
 
 def test_built_in_name_comes_before_a_module_of_that_name():
@@ -118,26 +86,6 @@ def test_unknown_name_says_what_was_tried_and_what_is_near(tmp_path, monkeypatch
     ]
     assert positions == sorted(positions)
     assert "Did you mean `sort_words`?" in message
-
-
-def test_missing_file_names_the_nearest(tmp_path):
-    write(tmp_path, "wordle.py", "")
-    message = refused(str(tmp_path / "wordel.py"))
-    assert f"Did you mean {tmp_path / 'wordle.py'}?" in message
-    assert "is not a file" in message
-
-
-def test_missing_folder_lists_what_the_nearest_one_has(tmp_path):
-    write(tmp_path, "task.py", "")
-    message = refused(str(tmp_path / "no" / "such" / "task.py"))
-    assert f"Python files in {tmp_path}: task.py" in message
-
-
-def test_folder_is_refused_with_its_files(tmp_path):
-    write(tmp_path, "task.py", "")
-    message = refused(f"{tmp_path}/")
-    assert "is a folder" in message
-    assert "task.py" in message
 
 
 def test_missing_attribute_lists_those_there_are(tmp_path):
@@ -177,30 +125,6 @@ def test_misspelt_sibling_is_suggested(tmp_path):
     write(tmp_path, "my_helpers.py", "")
     message = refused(write(tmp_path, "task.py", "import my_helper"))
     assert "my_helpers.py beside the task" in message
-
-
-def test_relative_import_in_a_file_is_explained(tmp_path):
-    assert "`import helpers`" in refused(write(tmp_path, "task.py", "from . import helpers"))
-
-
-def test_syntax_error_shows_the_line(tmp_path):
-    path = write(tmp_path, "task.py", "x = 1\ndef f(:\n")
-    message = refused(path)
-    assert f'"{path}", line 2' in message
-    assert "SyntaxError" in message
-
-
-def test_script_that_exits_is_an_error_not_an_exit(tmp_path):
-    assert "SystemExit" in refused(write(tmp_path, "task.py", "raise SystemExit(3)"))
-
-
-def test_broken_module_is_not_taken_for_a_missing_one(tmp_path, monkeypatch):
-    write(tmp_path / "broken_pkg", "__init__.py", "import no_such_pkg\n")
-    write(tmp_path / "broken_pkg", "task.py", "")
-    monkeypatch.chdir(tmp_path)
-    message = refused("broken_pkg.task")
-    assert "pip install no_such_pkg" in message
-    assert "was found" not in message
 
 
 def test_search_path_is_as_before_after_a_failure_and_longer_at_its_end_after_success(tmp_path):

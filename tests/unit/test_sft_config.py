@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError
-from groupwise.ranks.config import SampledScaleConfig, ScaleConfig
 from groupwise.settings.schema import leaves
 from groupwise.sft_config import SftConfig, documentation, load_sft_config
 
@@ -34,14 +32,6 @@ def test_one_epoch_unless_told_otherwise():
     epochs = config(training={"num_train_epochs": 0.5}).training
     assert (epochs.max_steps, epochs.num_train_epochs) == (None, 0.5)
     assert "give one of the two" in refused(training={"max_steps": 5, "num_train_epochs": 2.0})
-
-
-def test_overrides_and_the_name_of_the_file(tmp_path):
-    file = tmp_path / "warm up.yaml"
-    file.write_text("model: {name: tiny}\n")
-    loaded = load_sft_config(file, ["training.examples_per_step=3", "lora=null"])
-    assert (loaded.config.training.examples_per_step, loaded.config.lora) == (3, None)
-    assert loaded.run_name == "warm-up"
 
 
 @pytest.mark.parametrize("section", ["sampler", "algorithm", "rewards"])
@@ -90,21 +80,6 @@ def test_advice_names_keys_that_there_are():
         for word in advice.replace(",", " ").replace(";", " ").split():
             if word.split(".")[0] in sections and "." in word:
                 assert word in known, (foreign, advice)
-
-
-def test_rl_tells_of_keys_that_belong_here():
-    with pytest.raises(ConfigError, match="it belongs to `groupwise sft`"):
-        load_config({**MODEL, "data": {"completion_only_loss": True}})
-
-
-def test_what_is_shared_means_the_same():
-    shared = SftConfig.model_fields.keys() & RunConfig.model_fields.keys()
-    for name in shared - {"training", "data", "eval", "scale"}:
-        assert SftConfig.model_fields[name].annotation == RunConfig.model_fields[name].annotation
-    of_samplers = {name: SampledScaleConfig.model_fields[name] for name in ("samplers", "patience")}
-    of_both = {**ScaleConfig.model_fields, **of_samplers}
-    assert issubclass(SampledScaleConfig, ScaleConfig)
-    assert of_both.keys() == SampledScaleConfig.model_fields.keys(), "only samplers are RL's own"
 
 
 def test_the_page_is_up_to_date():

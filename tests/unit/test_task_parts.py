@@ -4,12 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from groupwise import task_parts
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import TaskError
-from groupwise.rewards.inprocess import InProcessScorer
 from groupwise.rewards.router import Router
 from groupwise.rewards.scoring import ScoreRequest
 from groupwise.rewards.workers import RewardWorkers
@@ -17,7 +15,7 @@ from groupwise.rollouts.environment import EnvironmentRollouts
 from groupwise.rollouts.hosts import LocalHost, WorkerHost
 from groupwise.rollouts.single import Single
 from groupwise.rollouts.two_stage import TwoStage
-from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
+from groupwise.tasks.contract import Task, check_reward_columns, load_task
 from groupwise.types import Example, RewardPart
 from tests.scripted import ScriptedSampler, ask_for
 
@@ -84,29 +82,6 @@ async def test_reward_uses_the_tokenizer_and_then_a_model(tmp_path):
     assert len(set(processes)) == len(processes) == 2  # once in each process: it may load a model
 
 
-@pytest.mark.parametrize(("in_process", "kind"), [(True, InProcessScorer), (False, RewardWorkers)])
-async def test_task_without_rewards_still_has_metrics(tmp_path, in_process, kind):
-    config, task = config_of(in_process=in_process), task_of(tmp_path, METRICS_ONLY)
-    tokenizer = task_parts.LazyTokenizer(config)
-    assert task_parts.task_rubric(config, task, tokenizer) is None
-    scorer = task_parts.build_scorer(config, task, tokenizer)
-    assert type(scorer) is kind
-    assert await scorer.compute_metrics(["a"], ["b"], [{}]) == {"n": 1, "tokens": 3}
-    await scorer.close()
-
-
-def test_where_rewards_run(tmp_path):
-    def rubric_of(text: str):
-        task = task_of(tmp_path, f"def f(completions): ...\n{text}")
-        return task, task_parts.task_rubric(config_of(), task, None)
-
-    hook = "def get_reward_funcs(config, tokenizer):\n    return [f]\n"
-    assert task_parts.scores_in_workers(config_of(), *rubric_of(hook))
-    assert not task_parts.scores_in_workers(config_of(in_process=True), *rubric_of(hook))
-    assert not task_parts.scores_in_workers(config_of(), *rubric_of(f"f.stateful = True\n{hook}"))
-    assert not task_parts.scores_in_workers(config_of(), load_task(object()), None)
-
-
 OWN_AND_NAMED = """
 def get_rl_dataset(config):
     return [{"prompt": "a"}]
@@ -140,19 +115,6 @@ async def test_the_config_names_rewards_instead_of_the_task(tmp_path):
     await scorer.close()
     assert [member.reward for member in score.members] == [2.0, 6.0]
     assert score.members[0].parts == (RewardPart("x/named", 1.0, 2.0),)
-
-
-def test_a_task_without_the_hook_has_the_rewards_of_the_config(tmp_path):
-    task = task_of(tmp_path, 'def get_rl_dataset(config):\n    return [{"prompt": "a"}]')
-    with pytest.raises(TaskError, match="has no get_reward_funcs"):
-        require(task, "rl")
-    config = config_of(reward_funcs=["statistics:fmean"], reward_weights=[3.0])
-    found = task_parts.rewarded(config, task)
-    require(found, "rl")
-    assert found.gives_rewards
-    rubric = task_parts.task_rubric(config, found, None)
-    assert rubric is not None
-    assert (rubric.names, rubric.weights) == (("fmean",), (3.0,))
 
 
 ROUTED = """
@@ -191,21 +153,6 @@ def test_environment_names_the_default_label_of_whatever_routes(tmp_path, monkey
     monkeypatch.setenv("GROUPWISE_TASK", "b")
     plain = task_parts.task_rubric(loaded.config, task_of(tmp_path, OWN_AND_NAMED), None)
     assert task_parts.with_default_label(loaded, plain) is loaded
-
-
-def test_limits_reach_the_workers(tmp_path):
-    config = config_of(start_limit=5.0, time_limit=3.0)
-    scorer = task_parts.build_scorer(config, task_of(tmp_path, METRICS_ONLY), None)
-    assert vars(vars(scorer)["_pool"])["_start_limit"] == 5.0
-    assert vars(scorer)["_time_limit"] == 3.0
-
-
-def test_lazy_tokenizer_passes_for_the_tokenizer():
-    tokenizer = task_parts.LazyTokenizer(config_of())
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    tokenizer.padding_side = "left"
-    assert tokenizer(["a", "abc"], padding=True)["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
-    assert len(tokenizer) == tokenizer.vocab_size
 
 
 ENVIRONMENT = """

@@ -111,19 +111,6 @@ def test_each_checkpoint_is_evaluated_and_recorded(folder):
     assert found == ["mine of step-2: right 0.5, n 3", "mine of step-4: right 0.5, n 3"]
 
 
-def test_the_process_is_told_where_everything_is(folder):
-    code = (
-        "import json, os, sys; policy, step, run, output = sys.argv[1:]; "
-        "json.dump({'files': len(os.listdir(policy)), 'is': int(step) if run == 'r' else 0}, "
-        "open(output, 'w'))"
-    )
-    words = (sys.executable, "-c", code, "{policy}", "{step}", "{run}", "{output}")
-    session = Session(folder, BenchmarkOnCheckpoint(command=words))
-    session.save(3)
-    session.end()
-    assert session.found()[0][3] == {"files": 3.0, "is": 3.0}  # two of an adapter and the card
-
-
 def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
     callback = BenchmarkOnCheckpoint(command=command(HANGS), max_processes=2)
     session = Session(folder, callback)
@@ -183,40 +170,6 @@ def test_a_result_that_a_dead_process_had_written_is_taken(folder):
     assert not place.exists()
 
 
-def test_a_label_that_continues_another_one_has_results_of_its_own(folder):
-    other = Session(folder, BenchmarkOnCheckpoint("a-step-2", command(WRITES)))
-    other.save(2)
-    other.end()
-    (folder.results / "a-step-2-step-2.json").rename(folder.results / "a-step-2x.json")
-    session = Session(folder, BenchmarkOnCheckpoint("a", command(WRITES)))
-    session.save(2)
-    assert session.callback._started, "the result of the other one does not count"
-    session.end()
-
-
-def test_what_was_evaluated_is_not_evaluated_again_but_recorded_again(folder):
-    first = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)))
-    first.save(2)
-    first.end()
-    folder.store.rewind(0)
-    assert first.found() == []
-    again = Session(folder, BenchmarkOnCheckpoint(command=command("raise SystemExit(1)")), step=0)
-    again.save(2)
-    again.end()
-    assert again.found() == [(2, "benchmark", "r@2", {"right": 0.5, "n": 3.0})]
-    assert results(folder) == ["benchmark-step-2.json"]
-
-
-def test_other_weights_of_the_same_step_are_evaluated(folder):
-    first = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)))
-    first.save(2)
-    first.end()
-    again = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)))
-    again.save(2, weights=b"others")
-    again.end()
-    assert results(folder) == ["benchmark-step-2-2.json", "benchmark-step-2.json"]
-
-
 def test_steps_that_are_done_again_are_given_up(folder):
     callback = BenchmarkOnCheckpoint(command=command(HANGS))
     session = Session(folder, callback)
@@ -249,13 +202,6 @@ def test_a_failure_is_told_with_the_log_and_the_run_goes_on(folder, caplog, code
     assert not (place / "files").exists()
 
 
-def test_one_that_takes_too_long_is_ended(folder, caplog):
-    session = Session(folder, BenchmarkOnCheckpoint(command=command(HANGS), time_limit=0.2))
-    session.save(2)
-    session.end()
-    assert "it took longer than 0.2 seconds" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -284,21 +230,6 @@ def test_one_that_takes_too_long_is_ended(folder, caplog):
 def test_what_cannot_work_is_refused(given, told):
     with pytest.raises(ValueError, match=told):
         BenchmarkOnCheckpoint(**given)
-
-
-def test_program_and_config_must_be_there(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no file .*c\.yaml"):
-        BenchmarkOnCheckpoint(config=str(tmp_path / "c.yaml")).check(View({}))
-    with pytest.raises(ValueError, match="no program 'no-such-program'"):
-        BenchmarkOnCheckpoint(command=("no-such-program", "{output}")).check(View({}))
-
-
-def test_a_config_becomes_the_command_of_groupwise_eval():
-    made = BenchmarkOnCheckpoint(config="c.yaml", task_module="t.py", overrides=("a.b=1",))
-    assert made.command[1:] == (
-        *("-P", "-m", "groupwise", "eval", "--config", "c.yaml", "--task-module", "t.py"),
-        *("--policy", "{policy}", "--output", "{output}", "a.b=1"),
-    )
 
 
 def test_suites_are_asked_of_a_server_of_the_checkpoint(folder, tmp_path, monkeypatch, caplog):
@@ -346,20 +277,3 @@ def alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_a_missing_lighteval_is_told_before_the_run():
-    callback = BenchmarkOnCheckpoint(suites=("lcb",), serve=SERVE, program=("no-such-program",))
-    with pytest.raises(ValueError, match="uv tool install"):
-        callback.check(View({}))
-
-
-def test_suites_become_the_command_of_groupwise_eval():
-    made = BenchmarkOnCheckpoint(
-        suites=("lcb", "aime24"), serve=SERVE, model="policy", temperature=0.6, time_limit=60.0
-    )
-    assert made.command[1:] == (
-        *("-P", "-m", "groupwise", "eval", "--suite", "lcb", "--suite", "aime24"),
-        *("--endpoint-model", "policy", "--time-limit", "60.0", "--temperature", "0.6"),
-        *("--policy", "{policy}", "--output", "{output}"),
-    )

@@ -16,9 +16,7 @@ from groupwise.callbacks.registry import (
     configured_callbacks,
     given_callbacks,
 )
-from groupwise.callbacks.trainer import TrainerCallbackAdapter
 from groupwise.errors import ConfigError, TaskError
-from groupwise.parameters import taken_by
 from groupwise.settings.view import View
 from tests.unit.callbacks.observed import CONFIG
 
@@ -136,13 +134,6 @@ def test_an_installed_package_announces_one(monkeypatch, tmp_path, file):
     assert (name, callback.url) == ("notify", "x")
 
 
-def test_those_of_transformers_are_wrapped(file):
-    name, callback = one({"name": f"{file}:Foreign", "patience": 3})
-    assert name == "Foreign"
-    assert isinstance(callback, TrainerCallbackAdapter)
-    assert callback.wrapped.patience == 3
-
-
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
@@ -190,11 +181,6 @@ def test_what_is_refused(file, entry, told):
     assert told in refused(entry)
 
 
-def test_no_built_in_one_has_a_parameter_that_no_entry_can_give():
-    taken = [parameter.name for kind in BUILTIN.values() for parameter in taken_by(kind)]
-    assert "name" not in taken
-
-
 BENCHMARK = {"name": "benchmark_on_checkpoint", "command": [sys.executable, "{output}"]}
 
 
@@ -215,21 +201,6 @@ def test_two_that_would_destroy_each_others_results_are_refused(first, second, c
     with pytest.raises(TaskError, match=claim):
         callbacks_of_task(task, GIVEN, None, "", beside)
     assert len(callbacks_of_task(task, GIVEN, None, "")) == 1
-
-
-def test_two_with_places_of_their_own_are_not():
-    entries = ["loss_logging", {"name": "loss_logging", "file": "more.csv"}, "early_stop"]
-    assert len(configured_callbacks([*entries, "early_stop"], GIVEN, "c")) == 4
-    labelled = [{**BENCHMARK, "label": label} for label in ("a", "b")]
-    made: list[Any] = [callback for _, callback in configured_callbacks(labelled, GIVEN, "c")]
-    assert [callback.label for callback in made] == ["a", "b"]
-
-
-def test_what_their_code_prints_is_no_part_of_the_commands_result(tmp_path, capsys):
-    file = tmp_path / "talking.py"
-    file.write_text("from groupwise import Callback\nprint('loaded')\nclass Own(Callback): ...\n")
-    one(f"{file}:Own")
-    assert capsys.readouterr() == ("", "loaded\n")
 
 
 def test_all_problems_at_once():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from groupwise.callbacks import base as module
 from groupwise.callbacks.base import Callback, Callbacks, RunEnd, Stop
 from groupwise.errors import CallbackError
 from groupwise.runs.records import EvaluationRecord
@@ -122,90 +121,6 @@ async def test_what_they_are_given_are_copies_of_their_own(begun):
     assert first.seen == second.seen
 
 
-async def test_nobody_is_called_who_does_not_listen(begun, caplog):
-    callbacks = await begun(Callback())
-    await callbacks.step_begins()
-    await callbacks.groups_scored([object()])  # type: ignore[list-item]  # is not even copied
-    assert not warnings(caplog)
-
-
-async def test_the_handle_shows_the_run(begun, tmp_path):
-    seen = {}
-
-    class Looking(Callback):
-        def on_step_end(self, run, metrics):
-            seen.update(
-                name=run.name,
-                folder=run.folder,
-                kind=run.kind,
-                step=run.step,
-                first_step=run.first_step,
-                max_steps=run.max_steps,
-                epoch=run.epoch,
-                version=run.policy.version,
-                tokenizer=run.tokenizer,
-                rate=run.config.training.learning_rate,
-                curve=run.metrics(["loss"]),
-            )
-            run.say("hello")
-            run.config.training.learning_rate = 1  # refused: it can only be read
-
-    run = Observed(tmp_path, step=4, curves={"loss": [(0, 1.5)]})
-    callbacks = await begun(Looking(), run=run)
-    run.step = 5
-    await callbacks.step_committed({})
-    assert seen == {
-        "name": "toy",
-        "folder": tmp_path,
-        "kind": "rl",
-        "step": 5,
-        "first_step": 4,
-        "max_steps": 10,
-        "epoch": 1.25,
-        "version": 3,
-        "tokenizer": "the tokenizer",
-        "rate": 0.1,
-        "curve": {"loss": [(0, 1.5)]},
-    }
-    assert run.said == ["hello"]
-
-
-async def test_what_they_print_is_no_part_of_the_commands_result(begun, capsys):
-    class Plain(Callback):
-        def on_step_begin(self, run):
-            print("plain")
-
-        def state(self):
-            print("state")
-
-    class Async(Callback):
-        async def on_step_begin(self, run):
-            print("async")
-
-    callbacks = await begun(Plain(), Async())
-    await callbacks.step_begins()
-    print("the result")
-    assert capsys.readouterr() == ("the result\n", "state\nplain\nasync\n")
-
-
-async def test_those_who_show_what_others_record_come_last(begun):
-    told = []
-
-    class Showing(Callback):
-        last = True
-
-        def on_step_begin(self, run):
-            told.append("shows")
-
-    class Recording(Callback):
-        def on_step_begin(self, run):
-            told.append("records")
-
-    callbacks = await begun(Showing(), Recording())
-    await callbacks.step_begins()
-    assert told == ["records", "shows"]
-
-
 async def test_once_one_leaves_work_the_others_are_told_of_an_interruption(begun, tmp_path):
     told = []
 
@@ -260,17 +175,6 @@ async def test_whatever_a_plain_one_raises_is_reported(begun, caplog, error):
     assert "callbacks/base.py" not in warned
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), asyncio.CancelledError()])
-async def test_whatever_an_async_one_raises_is_reported(begun, caplog, error):
-    class Bad(Callback):
-        async def on_step_begin(self, run):
-            raise error
-
-    callbacks = await begun(Bad())
-    await callbacks.step_begins()
-    assert len(warnings(caplog)) == 1
-
-
 async def test_a_failure_is_reported_whole_once_and_counted_at_the_end(begun, caplog):
     class Bad(Callback):
         def on_step_begin(self, run):
@@ -317,22 +221,6 @@ async def test_a_critical_one_does_not_hide_why_a_run_failed(begun, caplog):
         await callbacks.end(RunEnd("finished", {}))
 
 
-async def test_a_slow_one_is_named_and_waited_for(begun, caplog, monkeypatch):
-    monkeypatch.setattr(module, "SLOW", 0.0)
-    done = []
-
-    class Slow(Callback):
-        async def on_step_begin(self, run):
-            for _ in range(10):
-                await asyncio.sleep(0)
-            done.append(True)
-
-    callbacks = await begun(Slow())
-    await callbacks.step_begins()
-    assert done == [True]
-    assert "waiting for the callback Slow in on_step_begin" in warnings(caplog)[0]
-
-
 async def test_cancelling_the_run_cancels_an_async_one(begun):
     entered, left = asyncio.Event(), []
 
@@ -355,30 +243,6 @@ async def test_cancelling_the_run_cancels_an_async_one(begun):
 
 
 # --- asking
-
-
-async def test_the_first_who_asks_to_stop_is_remembered(begun):
-    class Stopping(Callback):
-        def on_step_begin(self, run):
-            run.stop(f"after {run.step}")
-
-    callbacks = await begun(Stopping(), Stopping())
-    assert callbacks.stop is None
-    await callbacks.step_begins()
-    assert callbacks.stop == Stop("Stopping", "after 0")
-    assert callbacks.names == ["Stopping", "Stopping-2"]
-
-
-async def test_requests_are_forgotten_when_they_are_taken(begun):
-    class Asking(Callback):
-        def on_step_begin(self, run):
-            run.save()
-            run.evaluate()
-
-    callbacks = await begun(Asking())
-    assert not callbacks.save_was_asked()
-    await callbacks.step_begins()
-    assert [callbacks.save_was_asked(), callbacks.save_was_asked()] == [True, False]
 
 
 async def test_an_evaluation_is_asked_for_until_it_was_made_or_given_up(begun):
@@ -415,26 +279,6 @@ async def test_evaluations_are_told_once_and_only_of_the_policy_as_it_is(begun, 
     await callbacks.evaluated(BEFORE)
     await callbacks.evaluated(EvaluationRecord(1, "step-1", "toy@1", {}))
     assert told == [("before", 0), ("step-1", 1)]
-
-
-async def test_checkpoints_are_told_once_and_the_one_of_a_resume_again(begun, tmp_path):
-    told = []
-
-    class Witness(Callback):
-        def on_run_begin(self, run):
-            told.append("begin")
-
-        def on_save(self, run, checkpoint):
-            told.append(str(checkpoint.relative_to(run.folder)))
-
-    run = Observed(tmp_path, step=2, saved_step=2)
-    callbacks = await begun(Witness(), run=run)
-    await callbacks.saved()
-    run.step = 3
-    await callbacks.saved()
-    run.saved_step = 3
-    await callbacks.saved()
-    assert told == ["begin", "checkpoints/step-2", "checkpoints/step-3"]
 
 
 # --- state
@@ -495,20 +339,3 @@ async def test_a_state_that_would_come_back_as_another_is_no_state(begun, caplog
     callbacks = await begun(Counting(state))
     assert callbacks.state()["states"] == {}
     assert "its state cannot be kept" in warnings(caplog)[0]
-
-
-async def test_the_state_that_is_kept_does_not_change_with_the_callback(begun):
-    counting = Counting()
-    callbacks = await begun(counting)
-    kept = callbacks.state()
-    counting.kept["begun"] = 7
-    assert kept["states"] == {"Counting": {"begun": 0}}
-
-
-async def test_a_callback_that_cannot_take_its_state_is_reported(caplog):
-    class Broken(Counting):
-        def load_state(self, state):
-            raise KeyError("old")
-
-    Callbacks([("Broken", Broken())]).load_state({"states": {"Broken": {}, "Gone": {}}})
-    assert "Broken failed in load_state" in warnings(caplog)[0]

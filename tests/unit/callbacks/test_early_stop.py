@@ -51,16 +51,6 @@ def test_patience(parameters, values, stopped_after):
     assert steps_until_stopped(EarlyStop(observe="steps", **parameters), values) == stopped_after
 
 
-def test_the_reason_says_what_was_best_and_when():
-    run = Run()
-    steps_until_stopped(
-        EarlyStop(observe="steps", patience=2, min_delta=0.1), [0.5, 0.55, 0.2], run
-    )
-    assert run.stopped == [
-        "reward has not risen above 0.5 (after 1 steps) by more than 0.1 in 2 steps"
-    ]
-
-
 def test_state_goes_on_where_it_was():
     values = [0.1, 0.3, 0.2, 0.3, 0.1]
     whole, first, second = (EarlyStop(observe="steps") for _ in range(3))
@@ -81,19 +71,6 @@ def test_the_best_on_other_held_out_prompts_is_no_mark():
     for step, reward in enumerate((0.2, 0.1, 0.3, 0.2)):
         other.on_evaluate(run, EvaluationRecord(step, "s", "x", {"reward": reward}, asked="hard"))
     assert (other.best, other.not_better, run.stopped) == (0.3, 1, [])
-
-
-def test_only_what_it_observes_counts():
-    evaluation = EvaluationRecord(0, "step-1", "x", {"reward": 1.0})
-    run: Any = Run()
-    steps, evaluations = EarlyStop(observe="steps", patience=1), EarlyStop(patience=1)
-    for _ in range(2):
-        steps.on_evaluate(run, evaluation)
-        evaluations.on_step_end(run, {"reward": 1.0})
-    assert not run.stopped
-    for _ in range(2):
-        evaluations.on_evaluate(run, evaluation)
-    assert len(run.stopped) == 1
 
 
 def test_a_metric_that_is_not_there_is_said_once():

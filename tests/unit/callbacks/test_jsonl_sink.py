@@ -49,13 +49,6 @@ def test_a_line_is_one_flat_object(tmp_path):
     assert not (tmp_path / "completions.jsonl").exists()
 
 
-def test_rollouts_are_in_a_file_of_their_own_under_the_step_of_their_line(tmp_path):
-    three_lines(tmp_path)
-    rows = written(tmp_path, "completions")
-    assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2]
-    assert rows[0] == {**ROW, "step": 0}
-
-
 def test_a_run_that_goes_on_adds_what_is_missing(tmp_path):
     three_lines(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -79,14 +72,6 @@ def test_half_a_line_is_cut_off_with_its_rollouts(tmp_path, kept):
     sink.line(Line(2, {"reward": 0.5}, 102.5, [ROW]))
     assert steps_of(tmp_path) == [0, 1, 2]
     assert steps_of(tmp_path, "completions") == [0, 0, 1, 1, 2]
-
-
-def test_half_a_rollout_is_cut_off(tmp_path):
-    three_lines(tmp_path)
-    with (tmp_path / "completions.jsonl").open("ab") as file:
-        file.write(b'{"step": 3, "prompt": "p')
-    assert begun(tmp_path, steps=3)[1] == 2
-    assert steps_of(tmp_path, "completions") == [0, 0, 1, 1, 2, 2]
 
 
 def test_steps_that_are_drawn_again_are_written_again(tmp_path):

@@ -63,23 +63,3 @@ def test_a_name_that_stands_for_nothing_is_told_once(tmp_path, metrics, recorded
     for told, name in zip(run.said, said, strict=True):
         assert told.startswith(f"loss_logging: there is no metric {name} in the steps so far")
         assert "Did you mean learning_rate?" in told
-
-
-@pytest.mark.parametrize("file", ["run.db", "../x.csv", "a/b.csv", ""])
-def test_it_writes_a_table_in_the_runs_folder_and_over_nothing_else(file):
-    with pytest.raises(ValueError, match=r"a name alone, that ends in \.csv"):
-        LossLogging(file=file)
-
-
-def test_another_file_is_another_table(tmp_path):
-    run, callback = Observed(tmp_path), LossLogging(("loss",), "mine.csv")
-    callback.on_run_begin(handle(run))
-    run.step = 1
-    callback.on_step_end(handle(run), {"loss": 0.5})
-    assert (tmp_path / "mine.csv").read_text() == "step,loss\n0,0.5\n"
-    assert not (tmp_path / "loss_history.csv").exists()
-
-
-def test_without_metrics_it_has_nothing_to_write():
-    with pytest.raises(ValueError, match="name at least one"):
-        LossLogging(())

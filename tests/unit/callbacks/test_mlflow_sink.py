@@ -8,10 +8,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import logging
 import os
 import re
 import sys
@@ -204,17 +201,6 @@ def test_a_run_is_found_again_and_says_up_to_where_it_is_there(tracking):
     assert [point.timestamp for point in made.data.points[:2]] == [200250, 200250]
 
 
-def test_another_run_of_the_name_is_another_one_there(tracking):
-    begun()
-    begun(replace(RUN, id="99999999"))
-    assert len(tracking.runs) == 2
-
-
-def test_a_run_that_failed_says_so(tracking):
-    begun()[0].end("failed")
-    assert tracking.runs["run1"].info.status == "FAILED"
-
-
 @pytest.mark.parametrize("there", [("reward", "loss"), ("reward",), ()])
 def test_of_a_line_that_was_cut_short_only_the_rest_is_sent(tracking, there):
     """Killed before the tag, with all of the line, a part, or nothing."""
@@ -288,33 +274,6 @@ def test_the_config_is_there_as_params_and_whole_as_a_file(tracking):
     assert json.loads(tracking.files["config.json"]) == config
 
 
-def test_what_a_resume_changed_is_in_the_file(tracking):
-    begun()
-    changed = {**CONFIG, "training": {"learning_rate": 1e-5, "max_steps": 9}, "new": True}
-    begun(replace(RUN, config=View(changed)))
-    params = tracking.runs["run1"].data.params
-    assert (params["training.max_steps"], params["new"]) == ("3", "true")
-    assert json.loads(tracking.files["config.json"])["training"]["max_steps"] == 9
-
-
-def test_a_table_is_a_file_of_its_line(tracking):
-    sink, _ = begun()
-    rows = [{"prompt": "a,\nb", "completion": "half \ud800", "parts": {"right": 1.0}}]
-    sink.line(replace(line(12), table=rows))
-    shown = list(csv.DictReader(io.StringIO(tracking.files["completions/step-00000012.csv"])))
-    assert shown == [{"prompt": "a,\nb", "completion": "half ?", "parts": '{"right": 1.0}'}]
-
-
-def test_without_a_store_for_files_the_metrics_go_on(tracking, caplog):
-    tracking.fails["log_text"] = ModuleNotFoundError("No module named 'boto3'")
-    sink, _ = begun()
-    for steps in (1, 2):
-        sink.line(replace(line(steps), table=[{"prompt": "p"}]))
-    assert tracking.points("run1", "reward") == [1, 2]
-    (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert warned == "mlflow takes no files: No module named 'boto3'. Only metrics are sent"
-
-
 # --- the environment
 
 
@@ -340,24 +299,6 @@ def test_the_client_is_quiet_and_bounded_and_nothing_stays_in_the_environment(
     assert [name for name in os.environ if name.startswith("MLFLOW")] == [
         "MLFLOW_HTTP_REQUEST_TIMEOUT"
     ]
-
-
-@pytest.mark.parametrize(
-    ("key", "variables", "experiment"),
-    [
-        (None, {}, "groupwise"),
-        (None, {"MLFLOW_EXPERIMENT_NAME": "theirs"}, "theirs"),
-        ("ours", {"MLFLOW_EXPERIMENT_NAME": "theirs", "MLFLOW_EXPERIMENT_ID": "1"}, "ours"),
-        (None, {"MLFLOW_EXPERIMENT_ID": "1"}, "first"),
-    ],
-)
-def test_the_experiment(tracking, monkeypatch, key, variables, experiment):
-    Client(tracking).create_experiment("first")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    begun(replace(RUN, config=View({"run": {"mlflow_experiment": key}})))
-    wanted = tracking.experiments[experiment].experiment_id
-    assert tracking.runs["run1"].info.at == wanted
 
 
 def test_a_run_that_the_environment_names_is_used_and_left_to_those_who_made_it(
@@ -395,41 +336,3 @@ def test_a_server_that_does_not_answer_is_refused_without_its_password(tracking)
         "mlflow cannot write to http://tracking:5000: request to http://tracking:5000/api failed: refused. Start that server "
         "(mlflow server), or set MLFLOW_TRACKING_URI to another address, or to a database file such as sqlite:///mlflow.db."
     )
-
-
-def test_a_run_of_the_environment_that_is_not_there_is_refused(tracking, monkeypatch):
-    monkeypatch.setenv("MLFLOW_RUN_ID", "gone")
-    assert "'gone'" in refusal()
-
-
-def test_a_deleted_experiment_is_refused(tracking):
-    Client(tracking).create_experiment("groupwise")
-    tracking.experiments["groupwise"].lifecycle_stage = "deleted"
-    assert "`mlflow experiments restore -x 1`" in refusal()
-
-
-def test_what_fails_later_tells_no_password_either(tracking):
-    sink, _ = begun()
-    tracking.fails["log_batch"] = OSError("http://user:secret@tracking:5000 is gone")
-    with pytest.raises(MlflowError, match=r"^http://tracking:5000 is gone$"):
-        sink.line(line(1))
-
-
-def test_a_database_file_needs_its_packages_and_a_place(tracking, monkeypatch, tmp_path):
-    tracking.uri = f"sqlite:///{tmp_path}/new/mlflow.db"
-    MlflowSink().check(View(CONFIG))
-    assert list(tmp_path.iterdir()) == []
-    assert tracking.seen == [], "asking would make the file"
-    (tmp_path / "file").touch()
-    tracking.uri = f"sqlite:///{tmp_path}/file/mlflow.db"
-    assert f"mlflow cannot write to {tmp_path}/file: Not a directory" in refusal()
-    tracking.uri = "sqlite:///mlflow.db"
-    monkeypatch.setattr("groupwise.callbacks.mlflow_sink.find_spec", lambda name: None)
-    assert "mlflow needs sqlalchemy and alembic" in refusal()
-
-
-def test_a_folder_is_taken_where_mlflow_takes_it(tracking, monkeypatch):
-    tracking.uri = "file:///somewhere/mlruns"
-    assert "sqlite:///mlflow.db" in refusal()
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    MlflowSink().check(View(CONFIG))

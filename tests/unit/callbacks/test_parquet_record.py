@@ -64,9 +64,3 @@ def test_a_run_that_went_on_replaces_it(tmp_path):
         end(folder, "finished")
         assert steps(folder) == [0, 1]
         assert [path.name for path in folder.path.glob("*parquet*")] == ["parquet"]
-
-
-def test_a_run_without_a_step_has_empty_files(tmp_path):
-    with RunFolder.create(tmp_path, "r", {}, {"kind": "rl"}) as folder:
-        end(folder, "failed")
-    assert steps(folder) == []

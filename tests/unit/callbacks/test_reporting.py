@@ -25,7 +25,6 @@ from groupwise.callbacks.reporting import Reporting
 from groupwise.callbacks.sinks import Line, Reported, State
 from groupwise.callbacks.wandb_sink import WandbSink
 from groupwise.errors import ConfigError
-from groupwise.runs.config import SINKS, WITH_TABLES
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.settings.view import View
@@ -159,52 +158,6 @@ def test_a_line_is_sent_once_all_of_it_is_known(folder, sinks, capsys):
     assert capsys.readouterr().out == "", "standard output is the command's"
 
 
-def test_a_line_without_anything_is_none(folder, sinks):
-    session = Session(folder, ("other",))
-    session.take()
-    session.end()
-    assert sinks["other"].steps == [1]
-
-
-def test_every_second_line_has_its_table(folder, sinks):
-    session = Session(folder, ("wandb",))
-    for _ in range(4):
-        session.take()
-    session.end()
-    tables = {line.steps: line.table for line in sinks["wandb"].lines}
-    assert [steps for steps, table in tables.items() if table] == [2, 4]
-    assert [(row["step"], row["prompt"], row["completion"]) for row in tables[2]] == [
-        (1, "one", "text 0"),
-        (1, "one", "text 1"),
-        (1, "two", "text 0"),
-    ]
-    assert tables[2][1]["parts"] == {"right": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("section", "shown"),
-    [
-        ({"log_unique_prompts": True}, ["one", "two"]),
-        ({"num_completions_to_print": 0}, []),
-        ({"num_completions_to_print": 100}, ["one", "one", "two", "two"]),
-    ],
-)
-def test_what_a_table_shows(folder, sinks, section, shown):
-    session = Session(folder, ("wandb",), **section)
-    session.take()
-    session.take()
-    session.end()
-    assert [row["prompt"] for row in sinks["wandb"].lines[-1].table] == shown
-
-
-def test_sinks_without_tables_get_none(folder, sinks):
-    session = Session(folder, ("other",))
-    session.take()
-    session.take()
-    session.end()
-    assert not any(line.table for line in sinks["other"].lines)
-
-
 # --- going on
 
 
@@ -278,19 +231,6 @@ def test_over_a_resume_each_of_them_is_sent_once(folder, sinks, had):
     assert all(f.steps <= line.steps for line in sent.lines for f in line.findings)
 
 
-def test_a_sink_that_starts_anew_gets_each_with_the_line_of_its_steps(folder, sinks):
-    first = Session(folder, ("other",))
-    for _ in range(4):
-        first.take()
-    for steps in (1, 3):
-        first.record("benchmark", steps, x=1.0)
-    first.end()
-    del sinks["other"].lines[:]
-    Session(folder, ("other",), step=4).end()
-    found = [(line.steps, [f.steps for f in line.findings]) for line in sinks["other"].lines]
-    assert found == [(1, [1]), (2, []), (3, [3]), (4, [])]
-
-
 def test_an_interrupted_run_leaves_its_last_line_to_the_resume(folder, sinks):
     first, sent = Session(folder, ("other",)), sinks["other"]
     first.take()
@@ -320,14 +260,6 @@ def test_a_sink_that_fails_is_named_once_and_left_out(folder, sinks, caplog):
     )
 
 
-def test_one_that_cannot_begin_is_left_out_too(folder, sinks, monkeypatch, caplog):
-    monkeypatch.setattr(sinks["wandb"], "begin", lambda run: 1 // 0)
-    session = Session(folder, ("wandb",))
-    session.take()
-    session.end()
-    assert "wandb failed" in caplog.text
-
-
 # --- before a run
 
 
@@ -343,11 +275,6 @@ def test_the_config_names_the_sinks():
     several = configured(report_to=["jsonl", "parquet", "tensorboard"])
     assert [name for name, _ in several] == ["report_to", "parquet"]
     assert [name for name, _ in configured(report_to="parquet")] == ["parquet"]
-
-
-def test_every_name_of_the_config_is_a_sink():
-    assert {*reporting.SINKS, "parquet"} == set(SINKS)
-    assert set(reporting.SINKS) > WITH_TABLES
 
 
 def test_what_is_not_installed_is_refused_with_the_way_to_get_it(monkeypatch):

@@ -1,16 +1,14 @@
 """Callbacks for the Trainer of transformers: what they are given, and what becomes of what they ask."""
 
-import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import EarlyStoppingCallback, PrinterCallback
+from transformers import EarlyStoppingCallback
 from transformers import TrainerCallback as Base
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ExportableState
 
 from groupwise.callbacks.base import Callbacks, RunEnd
-from groupwise.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
+from groupwise.callbacks.trainer import TrainerCallbackAdapter
 from groupwise.runs.records import EvaluationRecord
 from tests.unit.callbacks.observed import CONFIG, Observed
 
@@ -103,12 +101,6 @@ def warnings(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("groupwise.")]
 
 
-def test_they_are_known_by_the_name_of_their_base():
-    assert is_trainer_callback(PrinterCallback)
-    assert is_trainer_callback(type("Own", (type("TrainerCallback", (), {}),), {}))
-    assert not is_trainer_callback(dict)
-
-
 async def test_events_in_the_order_of_a_trainer(told, tmp_path):
     recording = Recording()
     one = await told(recording)
@@ -186,18 +178,6 @@ async def test_control_is_passed_on(told, event):
     assert not saving.adapter._control.should_save
 
 
-async def test_another_control_may_be_returned(told):
-    class Other(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            answer = type(control)()
-            answer.should_training_stop = True
-            return answer
-
-    one = await told(Other())
-    await one.step()
-    assert one.callbacks.stop is not None
-
-
 async def test_events_that_do_not_happen_are_named_once(told):
     class Waiting(TrainerCallback):
         def on_epoch_end(self, args, state, control, **kwargs): ...
@@ -209,15 +189,6 @@ async def test_events_that_do_not_happen_are_named_once(told):
     (said,) = one.run.said
     assert "Waiting: on_epoch_end, on_optimizer_step will not be called" in said
     assert not (await told(Recording())).run.said
-
-
-async def test_stopping_an_epoch_is_said_to_do_nothing_once(told):
-    one = await told(Recording(on_step_end="should_epoch_stop"))
-    await one.step()
-    await one.step()
-    (said,) = one.run.said
-    assert "control.should_epoch_stop has no effect" in said
-    assert one.callbacks.stop is None
 
 
 # --- real ones
@@ -232,22 +203,6 @@ async def test_early_stopping(told, caplog):
     assert one.callbacks.stop.by == "EarlyStoppingCallback"
     assert (one.adapter._state.best_metric, one.adapter._state.best_global_step) == (2.0, 2)
     assert not [text for text in warnings(caplog) if "failed" in text]
-
-
-async def test_early_stopping_of_a_supervised_run_looks_at_the_loss(told):
-    settings = {**CONFIG, "eval": {"eval_steps": None}}
-    one = await told(EarlyStoppingCallback(1), kind="sft", settings=settings)
-    for loss in (2.0, 1.0, 1.5):
-        assert one.callbacks.stop is None
-        await one.step()
-        await one.evaluate(eval_loss=loss)
-    assert one.callbacks.stop is not None
-
-
-async def test_early_stopping_without_evaluations_is_reported(told, caplog):
-    caplog.set_level(logging.WARNING)
-    await told(EarlyStoppingCallback(), settings={**CONFIG, "eval": {"eval_steps": None}})
-    assert any("requires IntervalStrategy of steps or epoch" in t for t in warnings(caplog))
 
 
 async def test_exported_state_and_the_best_metric_go_on_over_a_resume(told):
@@ -268,36 +223,3 @@ async def test_exported_state_and_the_best_metric_go_on_over_a_resume(told):
     await again.evaluate(reward=1.5)
     assert again.callbacks.stop is not None
     assert isinstance(again.adapter.wrapped, ExportableState)
-
-
-async def test_the_best_on_other_held_out_prompts_is_forgotten(told):
-    first = await told(Recording())
-    easy = EvaluationRecord(0, "step-0", "toy", {"reward": 9.0}, asked="easy")
-    await first.callbacks.evaluated(easy)
-    second = await told(Recording(), begun=False)
-    second.callbacks.load_state(first.callbacks.state())
-    await second.begin()
-    assert second.adapter._state.best_metric == 9.0
-    await second.callbacks.evaluated(replace(easy, metrics={"reward": 1.0}, asked="hard"))
-    assert second.adapter._state.best_metric == 1.0
-
-
-async def test_the_best_checkpoint_is_the_one_of_the_best_evaluation(told, tmp_path):
-    one = await told(Recording())
-    for reward in (1.0, 3.0, 2.0):
-        await one.step()
-        await one.save()
-        await one.evaluate(reward=reward)
-    assert one.adapter._state.best_model_checkpoint == str(tmp_path / "checkpoints" / "step-2")
-
-
-async def test_printing_and_progress(told, capsys, caplog):
-    one, other = await told(PrinterCallback()), await told(ProgressCallback())
-    await one.step(loss=0.25)
-    await other.step(loss=0.25)
-    await other.callbacks.end(RunEnd("finished", {}))
-    shown = capsys.readouterr()
-    assert "{'loss': '0.25', 'epoch': '0.25'}" in shown.err
-    assert shown.out == "", "standard output belongs to the command's result"
-    assert "1/10" in shown.err
-    assert not [text for text in warnings(caplog) if "failed" in text]

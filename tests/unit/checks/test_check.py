@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from groupwise.checks import check as module
 from groupwise.checks.check import check
 from groupwise.checks.findings import Finding, Report
-from groupwise.errors import ConfigError, RunNotFoundError, TaskError, UsageError
+from groupwise.errors import ConfigError, TaskError, UsageError
 from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest, unscored
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import StepRecord
@@ -94,26 +93,6 @@ def test_gold_is_written_the_way_that_earns_most():
     assert found["gold earns most"].level == "ok"
 
 
-def test_a_column_of_gold_completions_is_used_as_it_stands():
-    def particular(completions, number):
-        return [float(text == f"[[{n}]]") for text, n in zip(completions, number, strict=True)]
-
-    rows = [{"prompt": f"{n}?", "number": n, "gold_completion": f"[[{n}]]"} for n in range(4)]
-    found = checked(particular, rows=rows)
-    assert found["gold answers"].measured == "column `gold_completion`, whole completions"
-    assert found["gold earns most"].level == "ok"
-
-
-def test_without_gold_it_says_what_could_not_be_checked():
-    found = checked(
-        lambda completions: [float(len(text)) for text in completions], rows=[{"prompt": "a"}]
-    )
-    assert found["gold answers"].level == "skipped"
-    assert "gold_completion" in found["gold answers"].remedy
-    assert "gold earns most" not in found
-    assert found["spread"].level == "ok"
-
-
 # What fails
 
 
@@ -127,41 +106,6 @@ def test_a_reward_that_crashes():
     assert "IndexError" in said.measured
     assert "test_check.py" in said.measured
     assert report.summary["error"]["code"] == "check_failed"
-
-
-def test_a_reward_that_never_varies():
-    report = check(task(lambda completions: [0.5] * len(completions)), PLAIN)
-    assert report.exit_code == 1
-    assert [each.name for each in report.of_level("problem")] == ["spread"]
-
-
-def test_a_reward_that_prefers_the_wrong_answer():
-    def wrong(completions, answer):
-        return [float(text.strip() != gold) for text, gold in zip(completions, answer, strict=True)]
-
-    assert by_name(check(task(wrong), PLAIN))["gold earns most"].level == "problem"
-
-
-def test_a_reward_that_grows_with_length():
-    report = check(
-        task(right, lambda completions: [len(text) / 100 for text in completions]), PLAIN
-    )
-    assert report.exit_code == 1
-    assert "very long" in by_name(report)["gold earns most"].measured
-
-
-def test_a_reward_that_exceeds_its_time(monkeypatch: pytest.MonkeyPatch):
-    over = threading.Event()
-
-    def endless(completions):
-        over.wait()
-        return [0.0] * len(completions)
-
-    slow = {**PLAIN, "rewards": {"time_limit": 0.05}}
-    report = check(task(endless), slow)
-    over.set()
-    assert report.exit_code == 1
-    assert "took longer than 0.05 s" in by_name(report)["exceptions"].measured
 
 
 class Hanging:
@@ -237,24 +181,6 @@ def test_a_reward_that_compares_the_group_unless_it_says_so():
     assert checked(share)["independence"].level == "ok"
 
 
-def test_a_stateful_reward_is_not_asked_twice():
-    def novel(completions, answer):
-        return right(completions, answer)
-
-    novel.stateful = True  # type: ignore[attr-defined]
-    found = checked(novel)
-    assert {found["determinism"].level, found["independence"].level} == {"skipped"}
-
-
-def test_metrics_that_fail_are_a_problem():
-    def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):
-        return {"accuracy": 1 / 0}
-
-    found = checked(compute_metrics=compute_metrics)
-    assert found["compute_metrics"].level == "problem"
-    assert "ZeroDivisionError" in found["compute_metrics"].measured
-
-
 # What cannot be used
 
 
@@ -276,25 +202,6 @@ def test_without_transformers_a_task_can_be_checked_without_a_config_only(
     assert report.details["prompts_rendered_by"] is None
     with pytest.raises(UsageError, match="transformers is not installed"):
         check(task(), PLAIN)
-
-
-def test_a_task_without_rewards_is_looked_at_as_far_as_it_goes():
-    hooks = SimpleNamespace(
-        get_eval_dataset=lambda config: ROWS,
-        compute_metrics=lambda prompts, completions, dataset_rows, config, tokenizer: {},
-    )
-    found = by_name(check(hooks, PLAIN))
-    assert found["rewards"].level == "skipped"
-    assert found["held-out data"].data["rows"] == 4
-
-
-def test_rows_of_a_teacher_are_looked_at():
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    teacher = SimpleNamespace(get_sft_dataset=lambda config, tokenizer: [{"messages": chat}] * 3)
-    assert by_name(check(teacher, PLAIN))["sft data"].data["rows"] == 3
-    silent = SimpleNamespace(get_sft_dataset=lambda config, tokenizer: [{"messages": chat[:1]}])
-    with pytest.raises(TaskError, match="row 0"):
-        check(silent, PLAIN)
 
 
 # Completions that were given
@@ -320,11 +227,6 @@ def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
     assert report.details["table"][-1]["completion"] == "given"
 
 
-def test_given_completions_that_all_earn_the_same_are_a_warning(tmp_path: Path):
-    source = given(tmp_path, *({"example": 0, "completion": text} for text in ("a", "b")))
-    assert by_name(check(task(), PLAIN, completions=source))["given completions"].level == "warning"
-
-
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -342,14 +244,6 @@ def test_rows_that_fit_nothing_are_refused_with_their_line(row: Any, words: str,
     assert "given.jsonl:2" in str(refused.value)
 
 
-def test_results_of_an_evaluation_can_be_given(tmp_path: Path):
-    file = tmp_path / "results.json"
-    row = {"example": 0, "prompt": "Say green.", "completion": "green"}
-    file.write_text(json.dumps({"metrics": {}, "rows": [row]}, indent=2))
-    said = by_name(check(task(), PLAIN, completions=str(file)))["given completions"]
-    assert said.data["mean"] == 1
-
-
 def test_rollouts_of_a_run_are_scored_again_and_compared(tmp_path: Path):
     record(tmp_path / "runs", {"red": 1.0, "blue": 0.0})
     config = {**PLAIN, "run": {"dir": str(tmp_path / "runs")}}
@@ -357,15 +251,6 @@ def test_rollouts_of_a_run_are_scored_again_and_compared(tmp_path: Path):
     doubled = check(task((right, 2.0)), config, completions="old")
     said = by_name(doubled)["given: recorded"]
     assert (said.level, said.data["changed"]) == ("warning", 1)
-
-
-def test_a_source_that_is_neither_a_file_nor_a_run_says_so(tmp_path: Path):
-    config = {**PLAIN, "run": {"dir": str(tmp_path)}}
-    with pytest.raises(UsageError, match="names no run"):
-        check(task(), config, completions="nowhere")
-    with pytest.raises(UsageError) as refused:
-        check(task(), config, completions="nowhere")
-    assert isinstance(refused.value.__cause__, RunNotFoundError)
 
 
 def record(runs: Path, rewards: dict[str, float]) -> None:

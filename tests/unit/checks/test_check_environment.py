@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,20 +25,6 @@ class Guess:
         return (
             Step(done=True, reward=1.0) if completion == self.secret else Step("No.", reward=-0.5)
         )
-
-
-class Moody(Guess):
-    """Begins differently each time."""
-
-    def reset(self, secret):
-        return f"{super().reset(secret)} {random.random()}"
-
-
-class Fragile(Guess):
-    """Takes numbers only."""
-
-    def step(self, completion):
-        return Step(reward=float(completion))
 
 
 class Silent:
@@ -81,20 +66,6 @@ def test_an_environment_is_begun_and_answered():
     assert said.data["rewards"] == {"environment": -0.5}
 
 
-def test_a_task_whose_environment_gives_the_rewards_suffices():
-    seen = found(Guess)
-    assert "rl" in seen["hooks"].data["verbs"]
-    assert seen["rewards"].level == "ok"
-    assert (seen["rewards"].data["min"], seen["rewards"].data["max"]) == (-2.0, 1.0)
-
-
-def test_games_are_shown_by_who_played_them():
-    table = {row["completion"]: row for row in reported(Guess).details["table"]}
-    assert table["the row"]["reward"] == 1.0, "the secret is a column"
-    assert table["nonsense"]["reward"] == -2.0, "four turns"
-    assert all(row["failed"] == 0 for row in table.values())
-
-
 def test_an_environment_that_never_gives_a_reward_is_a_problem():
     seen = found(Silent)
     assert seen["rewards"].level == "problem"
@@ -109,10 +80,6 @@ def test_an_environment_that_never_gives_a_reward_is_a_problem():
     assert "rewards" not in {each.name for each in check(with_functions).findings}
 
 
-def test_games_that_all_earn_the_same_say_nothing():
-    assert found(Tools(Shop))["rewards"].level == "skipped"
-
-
 def test_games_that_cannot_go_on_are_a_problem():
     class Mute:
         def step(self, completion):
@@ -121,11 +88,6 @@ def test_games_that_cannot_go_on_are_a_problem():
     said = found(Mute, prompt=[{"role": "user", "content": "Guess."}])
     assert said["games"].level == "problem"
     assert "no observation" in said["games"].measured
-
-
-def test_prompts_are_those_that_the_environment_begins_with():
-    assert reported(Guess).details["prompts"] == ["Guess the word of 3 letters."]
-    assert reported(Moody).details["prompts"][0].startswith("Guess the word of 3 letters. 0.")
 
 
 def test_tools_are_part_of_the_prompt_and_of_its_length():
@@ -139,18 +101,6 @@ def test_tools_are_part_of_the_prompt_and_of_its_length():
     short = found(Tools(Shop), prompt=chat, model={"max_seq_length": 500})
     assert short["training data: length"].level == "problem"
     assert short["training data: length"].data["room"] == 100
-
-
-def test_members_must_begin_alike():
-    said = found(Moody)["environment"]
-    assert said.level == "problem"
-    assert "same seed" in said.measured
-
-
-def test_an_environment_that_raises_is_a_problem():
-    said = found(Fragile)["environment"]
-    assert said.level == "problem"
-    assert "ValueError" in said.measured
 
 
 def test_an_environment_that_the_config_would_never_ask_is_refused():

@@ -6,7 +6,6 @@ from groupwise.checks.check_gold import (
     LAYOUTS,
     LONG_CHARACTERS,
     Gold,
-    accepted_forms,
     answer_in,
     cases_of,
     echo,
@@ -26,14 +25,6 @@ def test_a_column_of_completions_comes_before_one_of_answers():
     assert gold_column(rows({"text": "x"})) is None
     assert gold_column(rows({"answer": None, "solution": "x"})) == "solution"
     assert gold_column(rows({"answer": "1", "capital": "2"}), "capital") == "capital"
-
-
-@pytest.mark.parametrize(
-    ("value", "forms"),
-    [("x", ("x",)), (3, ("3",)), (3.0, ("3",)), (2.5, ("2.5",)), (["a", ["b"]], ("a", "b")), (None, ()), ({"a": 1}, ())],
-)  # fmt: skip
-def test_accepted_forms(value, forms):
-    assert accepted_forms(value) == forms
 
 
 @pytest.mark.parametrize(
@@ -85,11 +76,6 @@ def test_a_prompt_or_silence_that_is_right_is_no_wrong_completion():
     copy = Example(0, "Say it.", {"answer": ["say it.", ""]})
     kinds = [case.kind for case in cases_of(copy, [], Gold("answer", "plain"))]
     assert kinds == ["gold", "gold", "garbage", "very long"]
-
-
-def test_without_gold_the_other_wrong_ones_remain():
-    kinds = [case.kind for case in cases_of(rows({})[0], [], None)]
-    assert kinds == ["empty", "garbage", "prompt echoed", "very long"]
 
 
 def test_an_echo_repeats_the_last_question():

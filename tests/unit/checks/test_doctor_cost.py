@@ -9,23 +9,13 @@ from typing import Any
 import pytest
 
 from groupwise.checks.doctor_cost import (
-    BUDGET,
-    MIB,
-    LessonSpeeds,
     Speeds,
-    duration,
     estimate,
-    estimate_lessons,
     measure,
-    measure_lessons,
-    peak,
 )
 from groupwise.checks.doctor_engine import Engine
 from groupwise.config import RunConfig, load_config
-from groupwise.models.chat_masks import Masked
 from groupwise.rollouts.config import RolloutConfig
-from groupwise.rollouts.teacher import Lesson, LessonSet
-from groupwise.sft_config import load_sft_config
 from groupwise.testing.fakes import END_ID, FakeLearner, FakeSampler, FakeTokenizer
 from groupwise.types import Example, SamplingParams
 
@@ -101,13 +91,6 @@ async def test_speeds_are_tokens_by_seconds(tmp_path: Path):
     assert all(request.params.stop_token_ids == () for request in sampler.requests)
 
 
-async def test_a_slow_machine_is_measured_on_less(tmp_path: Path):
-    speeds, _, learner = await measured(tmp_path, 0.2, 0.5)
-    assert 4 < speeds.tokens < 50
-    assert 8 * speeds.tokens * 0.2 <= BUDGET
-    assert learner.rows[-1] == 2
-
-
 def test_a_step_is_estimated_from_the_speeds():
     said = estimate(SPEEDS, CONFIG, 100, usual_length=10.0)
     assert said.data["step_seconds_at_most"] == pytest.approx(8 * 50 / 100 + 8 * 50 / 200 + 1)
@@ -138,78 +121,4 @@ async def test_reading_is_measured_where_there_are_turns(tmp_path: Path):
     assert speeds.reading == pytest.approx(300 / 0.01)
 
 
-def test_lengths_that_nobody_knows_are_not_made_up():
-    said = estimate(SPEEDS, CONFIG, None, usual_length=None)
-    assert said.data["step_seconds_usual"] is None
-    assert "run_seconds_at_most" not in said.data
-    assert "7.0 s at most;" in said.meaning
-
-
-@pytest.mark.parametrize(("held", "level"), [(1600, "ok"), (2000, "warning")])
-def test_more_memory_than_was_planned_is_a_warning(held, level):
-    assert peak(1600.0, held * MIB).level == level
-
-
-def test_memory_that_nobody_tells_is_not_made_up():
-    said = peak(1600.0, None)
-    assert (said.level, said.data["peak_mib"]) == ("skipped", None)
-    assert "the plan for a whole step is 1,600 MiB" in said.measured
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.44, "0.4 s"), (11.6, "12 s"), (150, "2 min"), (9000, "2.5 h")],
-)
-def test_durations_for_people(seconds, shown):
-    assert duration(seconds) == shown
-
-
 # --- supervised ----------------------------------------------------------------------------------
-
-
-def lessons(*lengths: int) -> LessonSet:
-    """One row each, of so many tokens, the last half trained."""
-    rows = [
-        Masked(tuple(range(length)), (0,) * (length - length // 2) + (1,) * (length // 2), 1, 1)
-        for length in lengths
-    ]
-    return LessonSet(tuple(Lesson(Example(n, "p"), (row,)) for n, row in enumerate(rows)))
-
-
-SFT = load_sft_config({"model": {"name": "tiny"}, "training": {"examples_per_step": 4}}).config
-
-
-class Pupil(FakeLearner):
-    """Takes `pace` seconds for each token of a row."""
-
-    def __init__(self, folder: Path, clock: Clock, pace: float) -> None:
-        super().__init__("init", folder)
-        self.clock, self.pace = clock, pace
-        self.batches: list[tuple[int, float]] = []
-        """Rows, and what their losses are divided by."""
-
-    async def forward_backward(self, rows, loss, denominators):
-        self.batches.append((len(rows), denominators[loss.name]))
-        tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
-        self.clock.now += self.pace * tokens
-        return {}
-
-
-@pytest.mark.parametrize(("pace", "rows"), [(0.1, 4), (BUDGET / 50, 2), (BUDGET, 1)])
-async def test_lessons_are_measured_as_far_as_there_is_time(tmp_path: Path, pace: float, rows: int):
-    clock = Clock()
-    pupil = Pupil(tmp_path, clock, pace)
-    speeds = await measure_lessons(pupil, lessons(*[20] * 8), SFT, clock)
-    assert speeds.learning == pytest.approx(1 / pace)
-    assert pupil.batches == [(1, 10.0), (rows, 10.0 * rows)]
-
-
-def test_a_supervised_step_has_usual_and_longest_rows():
-    found = estimate_lessons(LessonSpeeds(100.0, 0.5), lessons(50, 150), SFT, 10)
-    assert found.data["step_seconds_usual"] == 4 * 100 / 100 + 0.5
-    assert found.data["step_seconds_at_most"] == 4 * 150 / 100 + 0.5
-    assert found.data["run_seconds_usual"] == 45.0
-    assert (
-        "4.5 s with usual rows (100 tokens), 6.5 s with the longest; 10 steps: 45 s"
-        in found.meaning
-    )

@@ -1,7 +1,5 @@
 """What the doctor says of the machine, and when."""
 
-from pathlib import Path
-
 import pytest
 
 from groupwise.checks import doctor_machine as machine
@@ -25,11 +23,6 @@ def test_a_missing_library_is_a_problem():
 )
 def test_more_threads_than_cores_and_busy_cores_are_warned_of(threads, cores, load, level):
     assert machine.cores(threads, 1, cores, load).level == level
-
-
-def test_too_many_threads_have_a_remedy_that_a_config_may_have():
-    assert machine.cores(6, 2, 2, 0.0).remedy == "run.threads=2"
-    assert machine.cores(64, 64, 2, 0.0).remedy == "run.threads=2 run.processes=2"
 
 
 def test_emulated_bfloat16_is_warned_of():
@@ -58,10 +51,6 @@ def test_a_run_writes_its_checkpoints_its_weights_and_its_rollouts():
     assert machine.disk_needed(0, 10, kept=2) == 81920
 
 
-def test_the_folder_need_not_be_there(tmp_path: Path):
-    assert machine.existing_parent(tmp_path / "a" / "b") == tmp_path
-
-
 def test_random_numbers_are_those_of_every_machine():
     seed = member_seed(0, 0, 0)
     start = random_start(0, 4)
@@ -69,11 +58,3 @@ def test_random_numbers_are_those_of_every_machine():
     assert machine.random_numbers(seed + 1, uniform(seed, 0), start).level == "problem"
     assert machine.random_numbers(seed, uniform(seed, 1), start).level == "problem"
     assert machine.random_numbers(seed, uniform(seed, 0), start[::-1]).level == "warning"
-
-
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [(12, "12 B"), (1536, "1.5 KiB"), (50 * MIB, "50 MiB"), (3 << 42, "12 TiB")],
-)
-def test_sizes_for_people(count, shown):
-    assert machine.size(count) == shown

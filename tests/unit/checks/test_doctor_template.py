@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from groupwise.checks.doctor_template import answer_end, check_tokenizer, opening_of, stop_tokens
 from groupwise.checks.findings import Finding
 from groupwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
@@ -76,28 +74,6 @@ def test_a_template_without_a_system_role_is_asked_without():
     assert {each.level for each in found(made).values()} == {"ok"}
 
 
-def test_a_double_begin_of_sequence_is_a_problem():
-    once = tokenizer("{{ bos_token }}" + CHAT_TEMPLATE, bos_token="<unk>")
-    assert found(once)["begin of sequence"].data["count"] == 1
-    twice = tokenizer("{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATE, bos_token="<unk>")
-    assert found(twice)["begin of sequence"].level == "problem"
-
-
-def test_no_end_of_sequence_is_a_problem():
-    assert found(tokenizer(eos_token=None))["end of sequence"].level == "problem"
-
-
-def test_a_pad_token_that_ends_sequences_is_harmless():
-    said = found(tokenizer(pad_token="<eos>"))["padding"]
-    assert (said.level, "harmless" in said.measured) == ("ok", True)
-
-
-def test_without_a_template_the_rest_is_still_looked_at():
-    said = found(tokenizer(None))
-    assert said["chat template"].level == "skipped"
-    assert said["end of sequence"].level == "ok"
-
-
 def test_text_that_does_not_survive_is_told():
     class Lowering:
         """Forgets capitals."""
@@ -130,13 +106,3 @@ def test_a_completion_must_end_where_the_template_ends_an_answer():
 def test_the_end_of_sequence_must_stop_too():
     said = stop_tokens(tokenizer(None), [5], ())
     assert (said.level, said.data["missing"]) == ("problem", EOS)
-
-
-@pytest.mark.parametrize(("texts", "level"), [((), "problem"), (("\n",), "ok")])
-def test_something_must_stop_a_completion(texts, level):
-    assert stop_tokens(tokenizer(None, eos_token=None), [], texts).level == level
-
-
-def test_a_template_that_ends_answers_with_nothing_has_no_end():
-    assert answer_end(tokenizer(LOOP)) is None
-    assert stop_tokens(tokenizer(LOOP), [EOS], ()).level == "ok"

@@ -13,12 +13,6 @@ def test_only_problems_fail():
     assert report("ok", "problem").exit_code == 1
 
 
-def test_the_verdict_counts():
-    assert report("ok").verdict == "nothing to complain of"
-    told = report("problem", "warning", "warning", "skipped").verdict
-    assert told == "1 problem, 2 warnings, 1 could not be looked at"
-
-
 def test_a_failed_report_has_an_error_for_programs():
     summary = report("problem", "ok", "problem").summary
     assert summary["error"] == {"code": "check_failed", "message": "problems: n0, n2"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from pydantic import BaseModel, Field
 
 from groupwise.checks.init_choices import (
     PATIENCE,
@@ -13,25 +12,16 @@ from groupwise.checks.init_choices import (
     Answers,
     Draft,
     choose_beside_given,
-    choose_dtype,
     choose_lengths,
     choose_step,
-    choose_teacher_step,
     choose_trained,
     fit_memory,
     fit_time,
-    rounded_up,
     wanted_completion,
 )
-from groupwise.checks.init_file import rendered
 from groupwise.errors import ConfigError
 
 BUDGETS = (8192, 4096, 2048)
-
-
-class TaskSection(BaseModel):
-    words: int = Field(3, description="Words in each prompt.")
-    folder: str | None = None
 
 
 def draft(*overrides: str, kind: str = "rl") -> Draft:
@@ -39,66 +29,6 @@ def draft(*overrides: str, kind: str = "rl") -> Draft:
 
 
 # --- what was given ------------------------------------------------------------------------------
-
-
-def test_what_was_given_stands():
-    given = draft("training.learning_rate=0.5")
-    given.choose(("training", "learning_rate"), 0.1, "chosen")
-    given.choose(("training", "seed"), 7, "chosen")
-    assert (given.config.training.learning_rate, given.config.training.seed) == (0.5, 7)
-    reasons = {choice.key: choice.reason for choice in given.choices()}
-    assert reasons["training.learning_rate"] == "given on the command line"
-    assert reasons["training.seed"] == "chosen"
-
-
-@pytest.mark.parametrize("word", ["lora=null", "lora.r=4", "lora={r: 4}"])
-def test_a_section_and_its_keys_are_about_the_same(word):
-    given = draft(word)
-    choose_trained(given, 100_000_000)
-    choose_trained(given, 1_000)
-    assert [choice.value for choice in given.choices() if choice.path[0] == "lora"] == [
-        given._given[choice.path] for choice in given.choices() if choice.path[0] == "lora"
-    ]
-    assert (given.config.lora is None) == (word == "lora=null")
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("lora=null", "lora.r=4"), {("lora",): {"r": 4}}),
-        (("lora.r=4", "lora=null"), {("lora",): None}),
-        (("lora={r: 4}", "lora.alpha=9", "lora.r=2"), {("lora",): {"r": 2, "alpha": 9}}),
-        (("lora.r=4", "lora.r=2"), {("lora", "r"): 2}),
-    ],
-)
-def test_later_words_win_in_the_file_as_in_the_config(words, expected):
-    given = draft(*words)
-    written = [choice for choice in given.choices() if choice.path[0] == "lora"]
-    assert {choice.path: choice.value for choice in written} == expected
-    lora = given.config.lora
-    assert rendered("Title.", [], given.choices())
-    ((path, value),) = expected.items()
-    wanted = {path[1]: value} if len(path) > 1 else value
-    assert (lora and lora.model_dump(exclude_unset=True)) == wanted
-
-
-def test_what_was_given_wrongly_is_refused_with_its_place():
-    with pytest.raises(ConfigError, match=r"override training\.learning_rat=1"):
-        draft("training.learning_rat=1").loaded()
-
-
-def test_choices_stand_in_the_order_of_the_schema_and_the_task_comes_last():
-    chosen = Draft("rl", "tiny", ("run.name=mine", "task.folder=x"), TaskSection)
-    chosen.choose(("data", "max_prompt_length"), 9, "so long")
-    chosen.choose(("sampler", "max_completion_length"), 9, "so long")
-    assert [(choice.key, choice.value, choice.reason) for choice in chosen.choices()] == [
-        ("model.name", "tiny", ""),
-        ("sampler.max_completion_length", 9, "so long"),
-        ("data.max_prompt_length", 9, "so long"),
-        ("run.name", "mine", "given on the command line"),
-        ("task.words", 3, "Words in each prompt."),
-        ("task.folder", "x", "given on the command line"),
-    ]
 
 
 # --- beside what was given -----------------------------------------------------------------------
@@ -190,14 +120,6 @@ def test_what_was_given_and_does_not_go_together_is_refused(words, told):
         chosen.loaded()
 
 
-@pytest.mark.parametrize("parameters", [1_000, 100_000_000])
-def test_an_adapter_that_was_given_decides_about_itself(parameters):
-    chosen = draft("model.adapter=adapter")
-    choose_trained(chosen, parameters)
-    assert not [choice for choice in chosen.choices() if choice.path[0] == "lora"]
-    assert chosen.config.lora is not None
-
-
 # --- the model -----------------------------------------------------------------------------------
 
 
@@ -221,26 +143,7 @@ def test_what_is_trained_and_how_fast(kind, parameters, words, full, rate):
     assert (config.lora is None, config.training.learning_rate) == (full, rate)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "there", "told"),
-    [
-        ("bfloat16", True, "bfloat16 on this machine"),
-        ("float32", True, "all weights are trained"),
-        ("float32", False, "has no bfloat16"),
-    ],
-)
-def test_the_number_format_is_left_to_the_machine_and_named(dtype, there, told):
-    chosen = draft()
-    choose_dtype(chosen, dtype, there)
-    assert chosen.config.model.dtype == "auto"
-    assert told in chosen.chosen["model", "dtype"].reason
-
-
 # --- lengths -------------------------------------------------------------------------------------
-
-
-def test_lengths_are_rounded_up():
-    assert [rounded_up(tokens) for tokens in (1, 16, 16.5, 33)] == [16, 16, 32, 48]
 
 
 @pytest.mark.parametrize(
@@ -290,12 +193,6 @@ def test_prompt_and_completion_fit_the_model_together(words, longest, wanted, li
     assert expected[1] + whole <= limit
 
 
-def test_prompts_that_do_not_fit_are_said_to_be_left_out():
-    chosen = draft()
-    choose_lengths(chosen, 190, "measured", (64, ""), 200)
-    assert "longer ones are left out" in chosen.chosen["data", "max_prompt_length"].reason
-
-
 # --- the step ------------------------------------------------------------------------------------
 
 
@@ -312,39 +209,6 @@ def test_a_step_draws_no_more_than_there_is(device, examples, prompts, told):
     choose_step(chosen, device, examples)
     assert chosen.config.training.prompts_per_step == prompts
     assert chosen.chosen["training", "max_steps"].reason.endswith(told)
-
-
-@pytest.mark.parametrize(("rows", "steps", "size"), [(400, 75, 16), (1000, 63, 16), (5, 3, 5)])
-def test_few_rows_of_a_teacher_are_seen_several_times(rows, steps, size):
-    chosen = draft(kind="sft")
-    choose_teacher_step(chosen, rows, 150)
-    training = chosen.sft_config.training
-    assert (training.max_steps, training.examples_per_step) == (steps, size)
-    assert chosen.sft_config.data.max_length == 150
-
-
-def test_epochs_that_were_given_leave_no_steps():
-    chosen = draft("training.num_train_epochs=2.0", kind="sft")
-    choose_beside_given(chosen)
-    choose_teacher_step(chosen, 400, 150)
-    assert chosen.sft_config.training.max_steps is None
-
-
-@pytest.mark.parametrize(
-    ("word", "steps", "epochs"),
-    [
-        ("training.num_train_epochs=null", 75, None),
-        ("training.max_steps=null", None, 3.0),
-        ("training.max_steps=7", 7, None),
-    ],
-)
-def test_how_long_a_supervised_run_is_has_one_key(word, steps, epochs):
-    chosen = draft(word, kind="sft")
-    choose_beside_given(chosen)
-    chosen.loaded()
-    choose_teacher_step(chosen, 400, 150)
-    training = chosen.sft_config.training
-    assert (training.max_steps, training.num_train_epochs) == (steps, epochs)
 
 
 # --- memory and time -----------------------------------------------------------------------------
@@ -386,14 +250,6 @@ def test_memory_takes_the_fastest_settings_that_fit(free, expected):
     )
     assert found == expected
     assert free in (None, 100) or needed(chosen)() <= 0.8 * free
-
-
-def test_a_budget_that_was_given_is_not_fitted():
-    chosen = draft("training.max_tokens_per_microbatch=8192", "sampler.slots=64")
-    fit_memory(chosen, needed(chosen), 100, BUDGETS, SLOTS)
-    config = chosen.config
-    assert (config.training.max_tokens_per_microbatch, config.sampler.slots) == (8192, 64)
-    assert config.training.gradient_checkpointing
 
 
 @pytest.mark.parametrize(

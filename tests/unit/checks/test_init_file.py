@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from groupwise.checks.init_choices import Choice
-from groupwise.checks.init_file import WIDTH, commands, rendered
+from groupwise.checks.init_file import WIDTH, rendered
 from groupwise.settings.tree import read_yaml
 
 CHOICES = [
@@ -41,18 +40,3 @@ def test_reasons_stand_above_their_keys_and_commands_at_the_top():
     assert lines[lines.index("lora: null") - 1] == "# all weights are trained"
     assert lines[lines.index("  text: 'yes: no'") - 1] == "  # line one line two"
     assert max(map(len, lines)) <= WIDTH + 2
-
-
-def test_the_commands_are_those_that_the_verb_has():
-    assert commands("rl", "t.py", "c.yaml") == [
-        "groupwise check --config c.yaml --task-module t.py",
-        "groupwise doctor --config c.yaml --task-module t.py",
-        "groupwise rl --config c.yaml --task-module t.py --dry-run",
-        "groupwise rl --config c.yaml --task-module t.py",
-    ]
-    assert commands("sft", "t.py", "c.yaml") == [
-        "groupwise check --task-module t.py",
-        "groupwise sft --config c.yaml --task-module t.py --dry-run",
-        "groupwise sft --config c.yaml --task-module t.py",
-    ]
-    assert shlex.split(commands("sft", "my task.py", "c.yaml")[2])[-1] == "my task.py"

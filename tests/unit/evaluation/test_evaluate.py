@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from groupwise import build, task_parts
+from groupwise import build
 from groupwise.errors import (
     CheckpointError,
     ConfigError,
-    GroupwiseError,
-    ModelError,
     RewardWorkerError,
     RunNotFoundError,
     TaskError,
@@ -35,7 +33,6 @@ from groupwise.evaluation.statistics import pass_at_k
 from groupwise.rewards.inprocess import InProcessScorer
 from groupwise.rewards.scoring import GroupScore, MemberScore
 from groupwise.rollouts.prompts import PromptSet
-from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import Single
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
@@ -106,16 +103,6 @@ async def answers(held_out: HeldOut, sampler=None, scorer: Any = None, **more) -
 # What an evaluation does
 
 
-async def test_every_prompt_is_answered_by_every_sample():
-    result = await answers(asked())
-    assert [(row["example"], row["sample"]) for row in result.rows] == [
-        (example, sample) for example in (10, 11, 12) for sample in (0, 1)
-    ]
-    assert {row["outcome"] for row in result.rows} == {"scored"}
-    assert all(row["tokens"] <= 8 for row in result.rows)
-    assert result.rows[0]["parts"] == {"share": result.rows[0]["reward"]}
-
-
 async def test_two_policies_get_the_same_seeds():
     first, second = FakeSampler(), FakeSampler()
     second.table[1] = 3.0
@@ -124,15 +111,6 @@ async def test_two_policies_get_the_same_seeds():
     assert [each.seeds for each in first.requests] == [each.seeds for each in second.requests]
     seeds = [seed for each in first.requests for seed in each.seeds]
     assert len(set(seeds)) == 6
-
-
-async def test_fewer_prompts_or_samples_are_the_first_of_more():
-    few, many = FakeSampler(), FakeSampler()
-    await answers(asked(2, 1), few)
-    await answers(asked(4, 3), many)
-    for one, other in zip(few.requests, many.requests, strict=False):
-        assert one.prompt_ids == other.prompt_ids
-        assert one.seeds == other.seeds[:1]
 
 
 async def test_failures_are_no_low_rewards():
@@ -147,43 +125,6 @@ async def test_failures_are_no_low_rewards():
     assert result.rewards[10] == whole.rows[1]["reward"]
     assert [row["reason"] for row in result.rows].count("it raised") == 3
     assert "rollouts/failed" not in whole.metrics
-
-
-async def test_where_all_fail_there_is_no_reward():
-    failing = CountingScorer({(i, j) for i in range(3) for j in range(2)})
-    result = await answers(asked(), scorer=failing)
-    assert "reward" not in result.metrics
-    assert result.rewards == {}
-    assert "reward" not in result.summary["intervals_95"]
-
-
-async def test_the_tasks_numbers_stand_beside_ours():
-    result = await answers(asked())
-    assert result.metrics["accuracy"] == 0.25
-    assert not {"name", "flag", "more"} & set(result.metrics)
-    assert result.details["more"] == [0, 0, 1, 1, 2, 2]
-    scorer = CountingScorer()
-    without = await answers(asked(has_metrics=False, scores_rewards=False), scorer=scorer)
-    assert scorer.measured == 0
-    assert set(without.metrics) == {"completions/mean_length", "completions/clipped_ratio"}
-
-
-async def test_progress_is_told():
-    told = []
-    await answers(asked(), on_progress=lambda done, total: told.append((done, total)))
-    assert sorted(told) == [(1, 3), (2, 3), (3, 3)]
-
-
-async def test_intervals_are_given_for_the_reward_and_for_shares():
-    result = await answers(asked())
-    low, high = result.summary["intervals_95"]["accuracy"]
-    assert low < 0.25 < high
-    low, high = result.summary["intervals_95"]["reward"]
-    assert low <= result.metrics["reward"] <= high
-    percent = replace(result, metrics={**result.metrics, "word_accuracy": 85.0})
-    assert set(percent.summary["intervals_95"]) == {
-        "reward", "pass@1", "avg@2", "maj@2", "accuracy"}  # fmt: skip
-    assert not {"left_out", "failures"} & set(result.summary)
 
 
 class MixtureScorer(CountingScorer):
@@ -235,33 +176,6 @@ async def test_the_vote_on_a_task_counts_answers_however_they_were_found():
     assert (result.metrics["maj@3"], result.metrics["avg@3"]) == (1.0, pytest.approx(2 / 3))
 
 
-class TwoTurns(Single):
-    """A kind of rollout that asks for the seed of a second segment, and says when it ends."""
-
-    def __init__(self):
-        super().__init__(lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True))
-        self.asks, self.closed = [], False
-
-    async def sample(self, sampler, ask):
-        self.asks.append(ask)
-        return await super().sample(sampler, ask)
-
-    async def close(self):
-        self.closed = True
-
-
-async def test_every_kind_of_rollout_is_asked_with_seeds_of_its_own():
-    kind = TwoTurns()
-    result = await answers(asked(rollouts=kind))
-    assert [row["completion"] for row in result.rows] == [
-        row["completion"] for row in (await answers(asked())).rows
-    ]
-    assert [ask.members for ask in kind.asks] == [2, 2, 2]
-    seeds = {ask.seed(m, segment) for ask in kind.asks for m in (0, 1) for segment in (0, 1, -1)}
-    assert len(seeds) == 3 * 2 * 3
-    assert kind.asks[1].seed(1, 2) == evaluation_seed(5, 1, 1, 2)
-
-
 async def test_pass_at_k_counts_what_reaches_the_threshold():
     told = asked(4, 4, pass_at_k=(1, 2, 4), success=Success(2 / 8))
     result = await answers(told)
@@ -276,14 +190,6 @@ async def test_pass_at_k_counts_what_reaches_the_threshold():
     assert result.metrics["avg@4"] == pytest.approx(sum(wins) / 16)
     low, high = result.summary["intervals_95"]["pass@2"]
     assert low < result.metrics["pass@2"] < high
-
-
-async def test_a_part_may_decide_what_succeeds():
-    by_part = await answers(asked(success=Success(1 / 8, "share")))
-    by_total = await answers(asked(success=Success(1 / 8)))
-    assert by_part.metrics["pass@1"] == by_total.metrics["pass@1"] > 0
-    other = await answers(asked(success=Success(1 / 8, "style")))
-    assert "pass@1" not in other.metrics, "a part that no sample has judges none"
 
 
 async def test_before_and_after_are_compared_prompt_by_prompt():
@@ -384,14 +290,6 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-def test_the_base_model_is_the_default(served, runs):
-    result = evaluate(config(runs), Task())
-    assert served == [None]
-    assert (result.policy, result.path) == ("base", runs.parent / "results" / "Task-base.json")
-    assert result.metrics["accuracy"] == 0.5
-    assert result.summary["samples"] == 3
-
-
 def test_results_of_a_run_are_numbered_and_never_overwritten(served, runs):
     run = a_run(runs)
     results = [evaluate(config(runs), Task(), policy="sort@2") for _ in range(3)]
@@ -407,24 +305,6 @@ def test_results_of_a_run_are_numbered_and_never_overwritten(served, runs):
     assert stored["task"] == "Task"
     assert len(stored["rows"]) == 3
     assert stored["details"] == {"accuracy": 0.5}
-
-
-def test_an_output_file_is_written_once(served, runs, tmp_path):
-    output = tmp_path / "new" / "result.json"
-    assert evaluate(config(runs), Task(), output=output).path == output
-    before = output.read_bytes()
-    with pytest.raises(UsageError, match=r"result\.json exists.*another --output"):
-        evaluate(config(runs), Task(), output=output)
-    assert len(served) == 1, "it is refused before anything is computed"
-    assert output.read_bytes() == before
-
-
-def test_samples_per_prompt_replace_the_configs(served, runs):
-    assert evaluate(config(runs), Task(), samples_per_prompt=4).summary["samples"] == 12
-    asked = config(runs, eval={"temperature": 1.0, "pass_at_k": [1, 4]})
-    assert "pass@4" in evaluate(asked, Task(), samples_per_prompt=4).summary["metrics"]
-    with pytest.raises(GroupwiseError, match="temperature"):
-        evaluate(config(runs, eval={"temperature": 0.0}), Task(), samples_per_prompt=4)
 
 
 def test_what_is_written_says_how_it_came_about(served, runs):
@@ -456,13 +336,6 @@ def test_more_successes_than_samples_cannot_be_asked_for(served, runs):
     assert served == []
 
 
-def test_the_configured_kind_of_rollout_is_used_and_ended(served, runs, monkeypatch):
-    kind = TwoTurns()
-    monkeypatch.setattr(task_parts, "build_rollouts", lambda *_: kind)
-    evaluate(config(runs), Task())
-    assert (len(kind.asks), kind.closed) == (3, True)
-
-
 def test_several_policies_are_found_before_the_first_is_loaded(served, runs):
     a_run(runs)
     with pytest.raises(RunNotFoundError):
@@ -472,11 +345,6 @@ def test_several_policies_are_found_before_the_first_is_loaded(served, runs):
     assert [result.policy for result in found] == ["base", "sort@2"]
     with pytest.raises(UsageError, match="--output names one file, but 2 policies"):
         evaluate_each(config(runs), Task(), ["base", "sort"], output=runs / "x.json")
-
-
-def test_no_more_prompts_than_asked_for(served, runs):
-    limited = config(runs, eval={"max_prompts": 2})
-    assert evaluate(limited, Task()).summary["prompts"] == 2
 
 
 # Which policy
@@ -495,11 +363,6 @@ def test_policies_by_name(runs):
         assert found.folder.samefile(kept[4])
 
 
-def test_a_finished_run_is_its_final_policy(runs):
-    run = a_run(runs, final=True)
-    assert find_policy("sort", runs) == FoundPolicy("sort@4", run / "final", run)
-
-
 def test_a_folder_of_weights_is_taken_before_a_run_of_that_name(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     a_run(runs)
@@ -507,42 +370,6 @@ def test_a_folder_of_weights_is_taken_before_a_run_of_that_name(runs, tmp_path, 
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
         assert find_policy(name, runs) == FoundPolicy(name, Path(name))
-
-
-def test_a_step_without_checkpoint_lists_those_there_are(runs):
-    a_run(runs)
-    with pytest.raises(RunNotFoundError, match=r"no checkpoint after 3 steps.*sort@2, sort@4"):
-        find_policy("sort@3", runs)
-
-
-def test_an_unknown_run_lists_those_there_are(runs):
-    a_run(runs)
-    a_run(runs, "words")
-    with pytest.raises(RunNotFoundError) as caught:
-        find_policy("srot", runs)
-    assert "no run 'srot'" in str(caught.value)
-    assert "Did you mean 'sort'?" in str(caught.value)
-    assert "sort, words" in str(caught.value)
-
-
-def test_what_is_neither_a_run_nor_on_the_hub_says_both(runs):
-    a_run(runs)
-    with pytest.raises(ModelError) as caught:
-        find_policy("someone/adapter@v1", runs)
-    assert "no run 'someone/adapter@v1'" in str(caught.value)
-    assert "As a hub id: " in str(caught.value)
-
-
-@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere"])
-def test_a_path_that_is_not_there_is_no_hub_id(runs, path):
-    with pytest.raises(RunNotFoundError, match="nowhere"):
-        find_policy(path, runs)
-
-
-def test_a_run_without_checkpoint_says_what_is_possible(runs):
-    a_run(runs, steps=())
-    with pytest.raises(ModelError, match=r"no checkpoint yet.*--policy base"):
-        find_policy("sort", runs)
 
 
 @pytest.mark.parametrize(
@@ -554,10 +381,3 @@ def test_a_damaged_checkpoint_is_refused_and_named(runs, content, error):
         (folder / "w").write_text(content)
     with pytest.raises(error, match=r"step-2.*: w "):
         find_policy("sort@2", runs)
-
-
-def test_the_policy_that_was_named_is_served(served, runs):
-    a_run(runs)
-    result = evaluate(config(runs), Task(), policy="sort@2")
-    assert served == [find_policy("sort@2", runs).folder]
-    assert result.policy == "sort@2"

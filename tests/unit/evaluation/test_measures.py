@@ -7,7 +7,6 @@ import pytest
 
 from groupwise.evaluation.measures import (
     Success,
-    by_prompt,
     key_of,
     measure,
     metric_names,
@@ -90,19 +89,7 @@ def test_the_names_of_an_evaluation():
     assert "avg@1" not in metric_names(single, [1])
 
 
-@pytest.mark.parametrize("name", ["reward2", "accuracy", "pass@", "maj", "avg@x", "rewards/mean"])
-def test_other_names_are_not_computed(name):
-    assert measure(name, rows_of([group(0, rollout(0, 1.0))], Success())) is None
-
-
 # The vote
-
-
-def test_texts_are_the_answers_where_nothing_was_recorded():
-    members = [rollout(0, 1.0, " 7\n"), rollout(1, 1.0, "7"), rollout(2, 0.0, "8")]
-    assert values("maj@3", group(0, *members)) == [1.0]
-    assert values("maj@4", group(0, *members, rollout(3, 0.0, "8"))) == [0.5]
-    assert values("maj@3", group(0, *members[1:], rollout(3, 0.0, "   "))) == [0.5]
 
 
 def test_recorded_answers_come_before_texts():
@@ -143,10 +130,3 @@ def test_no_answer_never_wins():
 def test_an_example_is_known_by_its_content_and_not_its_place():
     assert key_of(Example(0, "a", {"answer": 1})) == key_of(Example(9, "a", {"answer": 1}))
     assert key_of(Example(0, "a", {"answer": 1})) != key_of(Example(0, "a", {"answer": 2}))
-
-
-def test_equal_examples_keep_apart():
-    twins = [Group(i, Example(i, "same"), (rollout(0, float(i)),)) for i in range(3)]
-    keys = list(by_prompt(rows_of(twins, Success())))
-    assert [key.partition("#")[2] for key in keys] == ["", "2", "3"]
-    assert len({key.partition("#")[0] for key in keys}) == 1

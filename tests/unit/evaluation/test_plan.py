@@ -35,12 +35,6 @@ def test_it_says_what_is_asked_and_where_results_go(
     assert [path.name for path in place.iterdir()] == ["c.yaml"]
 
 
-def test_an_output_is_where_results_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned(capsys, "--output", "here.json")["results"] == ["here.json"]
-    (place / "here.json").touch()
-    assert main([*WORDS, "-c", "c.yaml", "--dry-run", "--output", "here.json"]) == 2
-
-
 def test_no_model_is_loaded(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

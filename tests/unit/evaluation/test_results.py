@@ -90,9 +90,3 @@ def test_rows_in_which_numbers_are_none_are_refused(tmp_path: Path, odd: dict):
     path.write_text(json.dumps({**CONTENT, "rows": [ROW, {**ROW, **odd}]}))
     with pytest.raises(UsageError, match=f"as `{next(iter(odd))}` in each row"):
         read_result(path)
-
-
-def test_what_was_written_is_read(tmp_path: Path):
-    path = write_result(CONTENT, tmp_path, "x", None)
-    assert read_result(path) == {"format": 1, "kind": "evaluation", **CONTENT}
-    assert json.loads(path.read_text())["kind"] == "evaluation"

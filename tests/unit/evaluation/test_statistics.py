@@ -3,9 +3,7 @@
 And the estimators of repeated sampling, against every choice of samples, by hand, and against what they estimate.
 """
 
-import math
 import random
-import time
 from itertools import combinations
 from statistics import fmean
 
@@ -47,17 +45,6 @@ def test_an_interval_ends_exactly_where_all_or_none_succeeded(count):
     assert wilson(1.0, count).high == 1.0
 
 
-def test_a_share_of_1_with_rounding_is_no_trouble():
-    assert wilson(sum([0.1] * 10) + 2e-16, 5).high == 1.0
-
-
-def test_the_bootstrap_is_the_same_for_the_same_seed():
-    chance = random.Random(1)
-    values = [chance.gauss(0, 1) for _ in range(30)]
-    assert bootstrap_mean(values, seed=3) == bootstrap_mean(values, seed=3)
-    assert bootstrap_mean(values, seed=3) != bootstrap_mean(values, seed=4)
-
-
 def test_its_interval_is_that_of_the_mean():
     chance = random.Random(1)
     values = [chance.gauss(5, 2) for _ in range(400)]
@@ -88,34 +75,6 @@ def test_pairs_take_the_difficulty_of_the_prompts_out():
     assert found.high - found.low < apart / 10
 
 
-def test_the_same_change_everywhere_is_certain():
-    found = paired_difference([1.0, 2.0, 3.0], [1.5, 2.5, 3.5])
-    assert (found.low, found.value, found.high) == (0.5, 0.5, 0.5)
-
-
-def test_nothing_observed_is_no_number():
-    found = bootstrap_mean([])
-    assert all(math.isnan(value) for value in (found.value, found.low, found.high))
-    assert found.count == 0
-
-
-def test_pairs_must_be_pairs():
-    with pytest.raises(ValueError, match="zip"):
-        paired_difference([1.0], [1.0, 2.0])
-
-
-def test_it_reads_well():
-    assert str(wilson(0.5, 10)) == "0.500 [0.237, 0.763]"
-
-
-def test_prompts_that_all_succeed_are_not_taken_for_certain():
-    found = mean_with_interval([1.0] * 20)
-    assert (found.low, found.high) == (wilson(1.0, 20).low, 1.0)
-    assert found.low < 0.9
-    assert mean_with_interval([0.5] * 20) == bootstrap_mean([0.5] * 20)
-    assert math.isnan(mean_with_interval([]).value)
-
-
 @pytest.mark.parametrize("samples", [1, 4])
 def test_success_over_prompts_is_covered(monkeypatch, samples):
     """Prompts of different difficulty, some samples of each: the interval holds the mean over all prompts there could be."""
@@ -127,13 +86,6 @@ def test_success_over_prompts_is_covered(monkeypatch, samples):
         found = mean_with_interval(values)
         covered += found.low <= 1 / 3 <= found.high
     assert 0.88 <= covered / 200 <= 0.995
-
-
-def test_five_hundred_prompts_take_no_time():
-    chance = random.Random(0)
-    begun = time.process_time()
-    mean_with_interval([chance.randrange(17) / 16 for _ in range(500)])
-    assert time.process_time() - begun < 1.0
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -154,11 +106,6 @@ def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not():
     assert fmean(pass_at_k(samples, won, k) for won in wins) == pytest.approx(truth, abs=error)
     plain = fmean(1 - (1 - won / samples) ** k for won in wins)
     assert abs(plain - truth) > 2 * error, "the shortcut that this must not be"
-
-
-def test_pass_at_k_holds_for_many_samples():
-    assert pass_at_k(1000, 1, 100) == pytest.approx(0.1)
-    assert pass_at_k(1000, 1000, 1000) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.errors import EndpointError, RunError, UsageError
+from groupwise.errors import RunError, UsageError
 from groupwise.evaluation.suites import SuitesAsked, evaluate_suites
 from groupwise.suites.lighteval import PROGRAM_VARIABLE
 from tests.serving import Service, scripted, serve
@@ -156,25 +156,6 @@ def test_answers_that_do_not_come_are_no_wrong_answers(service, here):
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
 
-def test_one_that_takes_too_long_is_ended(service, monkeypatch):
-    monkeypatch.setenv("FAKE_LIGHTEVAL", "aime24=hang")
-    found = evaluate_suites(asked(service, "aime24", time_limit=0.2))
-    assert "it took longer than 0.2 seconds" in found.failed["aime24"]
-
-
-def test_an_endpoint_that_is_not_there_is_told_before_any_work(service, here, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "another")
-    with pytest.raises(EndpointError, match="holds a key that is refused"):
-        evaluate_suites(asked(service, "math_500"))
-    assert not (here / "results").exists()
-
-
-def test_a_program_that_is_missing_is_told_how_to_get(service, monkeypatch, capsys):
-    monkeypatch.setenv(PROGRAM_VARIABLE, "no-such-program")
-    with pytest.raises(UsageError, match=r"uv tool install 'lighteval\[litellm\]==0.13.0' --with"):
-        evaluate_suites(asked(service, "math_500"))
-
-
 def test_a_policy_is_served_and_its_server_ended(here):
     words = (*SERVER, "{policy}", "{port}")
     folder = adapter(here / "runs/mine")
@@ -241,20 +222,6 @@ def test_everything_ends_with_who_began_it(here, number):
         for each in begun:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
-
-
-def test_a_dry_run_shows_the_commands_and_does_nothing(here, capsys):
-    words = ["eval", "--endpoint", "http://127.0.0.1:1", "--endpoint-model", "m", "--dry-run"]
-    assert main([*words, "--suite", "all"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert list(plan["suites"]) == ["math_500", "aime24", "aime25", "gpqa_diamond", "lcb", "lcb_v4"]
-    command = plan["suites"]["gpqa_diamond"]["command"]
-    assert command[2:6] == [
-        *("endpoint", "litellm", str(here / "results/gpqa_diamond-m/model.yaml")),
-        "gpqa:diamond@k=1@n=1|0",
-    ]
-    assert KEY not in json.dumps(plan)
-    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize(

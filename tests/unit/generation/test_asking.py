@@ -71,34 +71,6 @@ async def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
     assert [body.get("n", 1) for body in again.asked[1:]] == [1, 1, 1]
 
 
-async def test_options_are_sent_and_seeds_are_of_the_row(tmp_path: Path) -> None:
-    service = Service(most=1)
-    options: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7, "stop": ["x"]}
-    await ask(tmp_path, service, items(2), seed=3, num_generations=2, **options)
-    one, two, other, _ = service.asked
-    assert {name: one[name] for name in ("temperature", "top_p", "max_tokens", "stop")} == {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "max_tokens": 7,
-        "stop": ["x"],
-    }
-    assert two["seed"] == one["seed"] + 1
-    assert abs(other["seed"] - one["seed"]) > 2
-    repeated = Service()
-    (tmp_path / "a.jsonl").unlink()
-    await ask(tmp_path, repeated, items(1), seed=3)
-    assert repeated.asked[0]["seed"] == one["seed"]
-
-
-async def test_a_row_that_is_refused_stops_no_other(tmp_path: Path) -> None:
-    service = Service(r1=400, r2=500)
-    tally, answers = await ask(tmp_path, service, items(4))
-    assert [failure.index for failure in tally.failures] == [1, 2]
-    assert "status 400: no. 2" in tally.failures[0].reason
-    assert tally.answered == 2
-    assert answers.of("k3")
-
-
 @pytest.mark.parametrize("status", [401, 402, 403, 404])
 async def test_what_every_row_would_meet_ends_it(tmp_path: Path, status: int) -> None:
     service = Service(r2=status)
@@ -131,13 +103,3 @@ async def test_refused_rows_leave_hope_once_one_was_answered(tmp_path: Path) -> 
     with pytest.raises(EndpointError, match="status 400"):
         await ask(other, hopeless, items(3 * HOPE))
     assert len(hopeless.asked) == HOPE
-
-
-async def test_answers_that_do_not_tell_their_tokens_are_counted(tmp_path: Path) -> None:
-    async def answer(request: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(200, json={"choices": [{"text": "t"}]})
-
-    service = Service()
-    service.answer = answer
-    tally, _ = await ask(tmp_path, service, items(2))
-    assert (tally.billed.untold, tally.billed.usage) == (2, Usage(0, 0))

@@ -60,22 +60,6 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], said: str
     assert "sk-1" not in str(caught.value)
 
 
-def test_the_hub_may_stand_in_the_output() -> None:
-    config = read_options({"dataset": "d", "output": "hub:me/it"})
-    assert (config.hub, config.output, config.private) == ("me/it", None, True)
-    assert config.folder == Path("generated/me--it")
-    with pytest.raises(UsageError, match="Two datasets"):
-        read_options({"dataset": "d", "output": "hub:me/it", "hub": "me/other"})
-
-
-def test_a_shard_has_a_folder_of_its_own() -> None:
-    config = read_options({**GIVEN, "shard": "2/3"})
-    assert (config.part, config.root, config.folder) == (
-        (1, 3), Path("out"), Path("out/shard-2-of-3"),
-    )  # fmt: skip
-    assert read_options(GIVEN).part == (0, 1)
-
-
 def test_the_command_has_every_option_and_no_other() -> None:
     here = set(inspect.signature(command.generate).parameters)
     words_for_others = {"input_batch_size", "client_replicas", "shards", "dry_run", "as_json"}
@@ -109,13 +93,6 @@ def test_names_that_scripts_have_mean_the_same(monkeypatch: pytest.MonkeyPatch) 
         "hub": "o/n",
         "concurrency": 24,
     }
-
-
-def test_replicas_alone_multiply_the_usual_concurrency(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = GenerateConfig.model_fields["concurrency"].default
-    assert options_of(["--client-replicas", "2"], monkeypatch)["concurrency"] == 2 * usual
-    words = "--client-replicas 2 --concurrency 3".split()
-    assert options_of(words, monkeypatch)["concurrency"] == 6
 
 
 def test_options_reach_the_function_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:

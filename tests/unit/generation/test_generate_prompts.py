@@ -10,7 +10,7 @@ import pytest
 from groupwise.config import view
 from groupwise.errors import TaskError
 from groupwise.generation.config import read_options
-from groupwise.generation.prompts import Prompts, Template, read_prompts
+from groupwise.generation.prompts import Prompts, read_prompts
 
 SHAPES = {"model": "m", "temperature": 1.0}
 
@@ -50,12 +50,6 @@ def test_the_answer_that_is_there_is_left_out(rows: Any) -> None:
     assert rows([{"messages": answered[:1]}], prompt_column="messages").answered_already == 0
 
 
-def test_templates_fill_columns_in(rows: Any) -> None:
-    template = "{{Q}} {question} {n} {list} ö"
-    read = rows([{"question": "why {n}?", "n": 3, "list": ["a", "ü"]}], prompt_template=template)
-    assert read.items[0].prompt == [user('{Q} why {n}? 3 ["a", "ü"] ö')]
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -73,14 +67,6 @@ def test_templates_that_cannot_be_meant(rows: Any, template: str, said: str) -> 
         rows([{"question": "q"}], prompt_template=template)
 
 
-@pytest.mark.parametrize("template", ["{{ instruction }}", "{{instruction}}\n"])
-def test_a_template_of_distilabel_is_the_prompt_column(rows: Any, template: str) -> None:
-    given = [{"problem": "why?", "prompt": "how?"}]
-    read = rows(given, prompt_template=template, prompt_column="problem")
-    assert read.items[0].prompt == [user("why?")]
-    assert rows(given, prompt_template=template).items[0].prompt == [user("how?")]
-
-
 def test_an_instruction_in_a_longer_template_is_the_prompt_column(rows: Any) -> None:
     given = [{"problem": "why {n}?", "prompt": "how?", "answer": "7"}]
     boxed = "Put the answer within \\boxed{}, as in \\boxed{answer}:\n{{ instruction }}"
@@ -96,29 +82,6 @@ def test_an_instruction_in_a_longer_template_is_the_prompt_column(rows: Any) -> 
             rows(given, prompt_template=f"{other} {{{{ instruction }}}}")
     with pytest.raises(TaskError, match=r"no column 'prompt'.*in the prompt template"):
         rows([{"problem": "p"}], prompt_template="Solve: {{ instruction }}")
-
-
-def test_a_chat_has_no_place_in_a_longer_template(rows: Any) -> None:
-    chat = [{"prompt": [user("hi")]}]
-    assert rows(chat, prompt_template="{{ instruction }}").items[0].prompt == [user("hi")]
-    with pytest.raises(TaskError, match="its column 'prompt' is no text"):
-        rows(chat, prompt_template="Say: {{ instruction }}")
-
-
-def test_a_column_that_is_not_there_is_named_with_those_that_are(rows: Any) -> None:
-    with pytest.raises(TaskError, match=r"no column 'prompt'.* It has: prompts, x"):
-        rows([{"prompts": "q", "x": 1}])
-
-
-def test_rows_that_cannot_be_asked_are_told_apart(rows: Any) -> None:
-    read = rows([{"prompt": "a"}, {"prompt": ""}, {"prompt": None}, {"prompt": "b"}])
-    assert [item.index for item in read.items] == [0, 3]
-    assert [each.index for each in read.unasked] == [1, 2]
-    assert "`prompt` is empty" in read.unasked[0].reason
-    with pytest.raises(TaskError, match=r"No row can be asked\. Row 0: .*its prompt"):
-        rows([{"prompt": ""}])
-    read = rows([{"a": "x", "b": 1}, {"a": "", "b": 1}], prompt_template="{a} {b}")
-    assert "column 'a', which the template names, is empty" in read.unasked[0].reason
 
 
 def keys(read: Prompts) -> list[str]:
@@ -190,7 +153,3 @@ def test_rewards_that_the_config_names_stand_in_for_the_tasks(tmp_path: Path) ->
     assert read.task is not None
     assert read.task_config is not None
     assert read.task.rubric(view(read.task_config), None).names == ("length",)
-
-
-def test_fields_are_named_once() -> None:
-    assert Template("{a} {b} {a}").fields == ("a", "b")

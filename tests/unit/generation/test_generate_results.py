@@ -11,7 +11,7 @@ from groupwise.generation.asking import Failure
 from groupwise.generation.config import read_options
 from groupwise.generation.journal import Answers, Journal
 from groupwise.generation.prompts import Item
-from groupwise.generation.results import Counts, replaced_columns, write_results
+from groupwise.generation.results import Counts, write_results
 from groupwise.rewards.scoring import MemberScore
 
 Given = Mapping[str, Sequence[tuple[str, str | None]]]
@@ -52,21 +52,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rows_stand_in_the_order_of_the_input(tmp_path: Path) -> None:
-    given = {"k2": [("c", "stop")], "k0": [("a", "stop")], "k1": [("b", "stop")]}
-    _, generations, train = results(tmp_path, [item(i, x=i) for i in range(3)], given)
-    assert [row["generation"] for row in generations] == ["a", "b", "c"]
-    assert [(row["x"], row["generation"]) for row in train] == [(0, "a"), (1, "b"), (2, "c")]
-    assert generations[0] == {
-        "prompt": "q",
-        "x": 0,
-        "generation": "a",
-        "finish_reason": "stop",
-        "usage": {"prompt_tokens": 5, "completion_tokens": 3},
-        "model": "m",
-    }
-
-
 def test_several_generations_of_a_row_are_grouped(tmp_path: Path) -> None:
     given = {"k0": [("a", "stop"), ("b", "length")], "k1": [("only one", "stop")]}
     failures = (Failure(2, "is empty"), Failure(1, "refused"))
@@ -83,14 +68,6 @@ def test_several_generations_of_a_row_are_grouped(tmp_path: Path) -> None:
     assert counts.summary == {
         "answered": 1, "generations": 2, "kept": 1, "left_out": {"cut off": 1},
     }  # fmt: skip
-
-
-def test_failures_show_the_beginning_of_what_was_asked(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "x" * 300}]
-    items = [item(0, chat), item(1, "continue")]
-    results(tmp_path, items, {}, failures=(Failure(0, "no"), Failure(1, "no")))
-    shown = [row["prompt"] for row in lines(tmp_path / "failures.jsonl")]
-    assert shown == ["x" * 199 + "…", "continue"]
 
 
 def test_rows_train_as_conversations_or_as_text(tmp_path: Path) -> None:
@@ -141,12 +118,6 @@ def test_rows_are_kept_for_their_best_generation(tmp_path: Path) -> None:
     assert counts.summary["reward"]["mean_of_best"] == (1.0 + 0.4 + 2.0) / 3
 
 
-def test_all_that_earn_enough_may_be_kept(tmp_path: Path) -> None:
-    items = [item(n) for n in range(3)]
-    _, _, train = results(tmp_path, items, ANSWERS, SCORES, min_reward=0.5, keep="all", **SCORED)
-    assert [row["generation"] for row in train] == ["a", "b", "c", "h"]
-
-
 def test_what_trained_stays_where_nothing_could_be_scored(tmp_path: Path) -> None:
     items = [item(n) for n in range(3)]
     _, _, before = results(tmp_path, items, ANSWERS, SCORES, min_reward=0.5, **SCORED)
@@ -160,21 +131,3 @@ def test_what_trained_stays_where_nothing_could_be_scored(tmp_path: Path) -> Non
     assert (counts.kept, train) == (0, []), "a low reward is a verdict"
     _, _, train = results(tmp_path, items, {}, broken, **SCORED)
     assert len(train) == 8, "without a limit nothing depends on rewards"
-
-
-def test_a_negative_reward_may_be_the_best(tmp_path: Path) -> None:
-    given: Given = {"k0": [("a", "stop"), ("b", "stop")]}
-    options = {"rewards": ["r"], "num_generations": 2, "min_reward": -2.0}
-    _, _, train = results(tmp_path, [item(0)], given, {"k0": [-1.5, -1.0]}, **options)
-    assert [row["generation"] for row in train] == ["b"]
-
-
-def test_rewards_without_a_limit_leave_nothing_out(tmp_path: Path) -> None:
-    _, _, train = results(tmp_path, [item(n) for n in range(2)], ANSWERS, SCORES, **SCORED)
-    assert [row["reward"] for row in train] == [0.5, 1.0, 1.0, 0.4, None, 0.0]
-
-
-def test_columns_that_are_replaced_are_known() -> None:
-    items = [item(0, model="x", reward=1, generation="g")]
-    config = read_options({"dataset": "d", "output": "o"})
-    assert replaced_columns(items, config) == ["generation", "model"]

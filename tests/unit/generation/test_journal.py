@@ -29,15 +29,6 @@ def written(path: Path) -> Answers:
     return answers
 
 
-def test_what_was_appended_is_read_again(tmp_path: Path) -> None:
-    answers = written(tmp_path / "a.jsonl")
-    assert texts(answers, "k") == ["a", "b\nü", "c"]
-    assert answers.of("l")[0].reasoning == "hm"
-    assert answers.usage("k") == Usage(10, 6)
-    assert texts(answers, "none") == []
-    assert answers.usage("none") == Usage(0, 0)
-
-
 def test_what_all_answers_have_cost_and_whose_they_are(tmp_path: Path) -> None:
     answers = written(tmp_path / "a.jsonl")
     assert answers.billed == Billed(3, Usage(15, 8))

@@ -36,11 +36,6 @@ def refused(rubric: Rubric) -> str:
     return str(caught.value)
 
 
-def test_rewards_of_text_stay_as_they_are() -> None:
-    rubric = Rubric([text])
-    assert without_tokens(rubric) == (rubric, ())
-
-
 def test_rewards_of_tokens_are_left_out_with_their_weights() -> None:
     left, out = without_tokens(Rubric([(tokens, 2.0), (text, 0.5), (tokens, 1.0)]))
     assert out == ("tokens", "tokens_2")

@@ -147,17 +147,6 @@ async def test_the_part_that_says_whether_a_task_is_solved_counts(store, part):
     assert store.warnings() == [], "another metric says otherwise"
 
 
-async def test_a_metric_that_does_not_exist_is_told_at_once(store):
-    course = Course(store, held_out_metric="pass@7")
-    await course.announced(8)
-    course.steps(*RISING)
-    await course.announced(2)
-    assert course.told == []
-    (said,) = course.said
-    assert "signals.held_out_metric is pass@7" in said
-    assert said.endswith("There are: reward")
-
-
 async def test_rewards_of_chosen_examples_do_not_count_as_a_rise(store):
     course = Course(store)
     await course.announced(8)
@@ -167,12 +156,3 @@ async def test_rewards_of_chosen_examples_do_not_count_as_a_rise(store):
         course.run.step += 1
     await course.announced(2)
     assert course.told == []
-
-
-async def test_who_does_not_want_to_be_warned_is_not(store):
-    course = Course(store)
-    course.run.signals = None
-    await course.announced(8)
-    course.steps(*RISING)
-    await course.announced(2)
-    assert store.warnings() == []

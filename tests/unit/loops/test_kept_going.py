@@ -10,7 +10,6 @@ import pytest
 
 from groupwise.client.errors import ClientError, Refused
 from groupwise.config import LoadedConfig, load_config
-from groupwise.errors import RunError, UsageError
 from groupwise.loops import start
 from groupwise.loops.start import MOST_IN_VAIN, Ways, kept_going
 from groupwise.runs import checkpoints
@@ -78,17 +77,3 @@ def test_losses_without_progress_end_it(tmp_path: Path) -> None:
     with pytest.raises(ClientError, match="the engine has ended"):
         kept_going(tried.begin, Ways(), tried.loaded)
     assert len(tried.ways) == 1 + MOST_IN_VAIN
-
-
-@pytest.mark.parametrize("error", [lost("parts_taken"), lost("run_active"), RunError("bug")])
-def test_nothing_else_is_tried_again(tmp_path: Path, error: BaseException) -> None:
-    tried = Tried(tmp_path, (2, error))
-    with pytest.raises(type(error)):
-        kept_going(tried.begin, Ways(), tried.loaded)
-    assert len(tried.ways) == 1
-
-
-def test_what_keeps_it_from_going_on_says_where_it_stands(tmp_path: Path) -> None:
-    tried = Tried(tmp_path, (4, lost()), (4, UsageError("run.server: another loop is there.")))
-    with pytest.raises(RunError, match=r"another loop is there\. The run r stands at step 4"):
-        kept_going(tried.begin, Ways(), tried.loaded)

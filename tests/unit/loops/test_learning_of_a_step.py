@@ -183,12 +183,6 @@ def test_rows_of_one_rollout_need_the_proximal_ones_of_each_other():
     assert all(row.proximal_logprobs is not None for row in learner.rows[0])
 
 
-def test_where_nothing_teaches_the_learner_is_not_asked():
-    learner, learned = learnt([group(0, 1.0, 1.0), group(1, None, None)], "grpo")
-    assert learner.calls == []
-    assert (learned.changed, learned.metrics) == (False, {})
-
-
 def in_two_rows(draw: int) -> Group:
     """Two members, of whom the second has another row of 3 tokens after one of 2."""
     plain = group(draw, 0.0, 1.0)
@@ -257,11 +251,3 @@ def test_what_the_first_pass_found_is_noted():
         [*[(-2.0,) * 3] * 2, None],
         [(-2.0, -2.0), (-2.0, -2.0), (-2.0,) * 3],
     ]
-
-
-@pytest.mark.parametrize(("keep_tokens", "tells"), [(False, True), (True, False)])
-def test_nothing_is_noted_where_nobody_keeps_or_tells_it(keep_tokens, tells):
-    learner, learned = learnt(STEP, "grpo", keep_tokens=keep_tokens, tells=tells)
-    assert learned.logprobs == {}
-    assert said(STEP, learned, "grpo") == [[None] * 2, [None] * 2, [None] * 3]
-    assert learner.asked == keep_tokens

@@ -6,11 +6,8 @@ from dataclasses import replace
 import pytest
 
 from groupwise.loops.metrics import (
-    Timings,
-    failure_reasons,
     group_metrics,
     loss_metrics,
-    timing_metrics,
 )
 from groupwise.types import Example, FinishReason, Group, Outcome, RewardPart, Rollout, Segment
 
@@ -94,13 +91,6 @@ def test_what_tasks_log_is_averaged_over_the_groups_that_have_it():
     assert found["only_here"] == 7.0
 
 
-def test_numbers_that_do_not_exist_are_left_out():
-    found = group_metrics(STEP[2:])
-    assert not {"reward", "reward_std", "frac_reward_zero_std"} & set(found)
-    assert found["rollouts/scored"] == 0
-    assert all(math.isfinite(value) for value in found.values())
-
-
 def test_rewards_that_are_the_same_up_to_addition_have_no_spread():
     found = group_metrics([group(rollout(0, 1, 0.1 + 0.2), rollout(1, 1, 0.1 + 0.2))])
     assert found["frac_reward_zero_std"] == 1.0
@@ -138,28 +128,9 @@ def test_the_loss_is_divided_and_statistics_are_means_over_tokens():
     )
 
 
-def test_nothing_learnt_is_no_number_and_no_division_by_0():
-    assert loss_metrics([({"loss/policy": 0.0, "tokens": 0.0}, {"policy": 0.0})]) == {"loss": 0}
-
-
 def test_several_updates_give_their_mean_loss_and_means_over_all_their_tokens():
     first = ({"loss/policy": -4.0, "tokens": 2.0, "ratio": 2.0}, {"policy": 4.0})
     second = ({"loss/policy": -6.0, "tokens": 6.0, "ratio": 9.0}, {"policy": 2.0})
     found = loss_metrics([first, second])
     assert found["loss"] == -2.0
     assert found["sampling/ratio_mean"] == 11 / 8
-
-
-def test_rates_are_tokens_per_second():
-    found = timing_metrics(Timings(2.0, 0.5, 4.0, 0.1, 7.0, sampled_tokens=100, learned_tokens=80))
-    assert found["perf/sampling_tokens_per_second"] == 50
-    assert found["perf/learning_tokens_per_second"] == 20
-    assert (found["time/step"], found["time/scoring"]) == (7.0, 0.5)
-    assert not any(name.startswith("perf/") for name in timing_metrics(Timings(step=1.0)))
-
-
-def test_the_most_frequent_reasons_come_first():
-    assert failure_reasons(STEP) == ["2 × 30 s", "1 × reward `right` raised KeyError"]
-    assert failure_reasons(STEP, most=1) == ["2 × 30 s"]
-    assert failure_reasons(STEP[1:2]) == []
-    assert failure_reasons([group(rollout(0, 1, None, "failed"))]) == ["1 × no reason given"]

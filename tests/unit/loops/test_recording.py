@@ -50,13 +50,6 @@ def test_whoever_failed_is_to_be_mended(kind, endings, culprit):
     )
 
 
-def test_steps_in_a_row_are_counted():
-    run = run_of("single", limit=2)
-    check_something_scored(run, failed(None))
-    with pytest.raises(NothingScoredError, match="in 2 steps in a row"):
-        check_something_scored(run, failed(None))
-
-
 def test_a_short_run_in_which_nothing_was_scored_fails_at_its_end():
     run = run_of("single", limit=3, max_steps=2)
     check_something_scored(run, failed(None))

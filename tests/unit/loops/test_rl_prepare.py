@@ -40,11 +40,6 @@ def test_a_budget_limits_what_is_learnt_from_at_once(monkeypatch):
     assert asked_of_the_plan(monkeypatch, training=training)["microbatch"] == 100
 
 
-def test_processes_divide_the_rows(monkeypatch):
-    given = asked_of_the_plan(monkeypatch, processes=2)
-    assert given["microbatch"] == 2 * 40 + 6 * 24
-
-
 def test_later_turns_have_prompts_of_their_own(monkeypatch):
     several = {"type": "environment", "max_turns": 3, "max_rollout_length": 88}
     given = asked_of_the_plan(monkeypatch, rollout=several)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,10 +44,6 @@ def test_who_would_become_too_old_goes_first_though_it_is_replayed():
     assert choose([2, 3, 1, 0], since, 1, 1, size=2, replayed={0, 1}, most=1) == [1, 0]
 
 
-def test_too_few_finished_are_waited_for():
-    assert choose([0], {0: 0, 1: 0}, step=0, lag=1, size=2) is None
-
-
 @given(
     lag=st.integers(1, 4),
     size=st.integers(1, 3),
@@ -89,15 +84,3 @@ def test_every_pass_cuts_the_groups_alike_and_loses_none():
     cut = list(parts(7, training))
     assert [list(part) for part in cut] == [[0, 1], [2, 3], [4, 5, 6]] * 2
     assert training.updates_per_step == 6
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"schedule": "free"}, "free with lag 0"),
-        ({"prompts_per_step": 2, "minibatches": 3}, "minibatches is 3"),
-    ],
-)
-def test_what_could_not_take_effect_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        TrainingConfig(**settings)

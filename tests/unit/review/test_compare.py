@@ -2,7 +2,6 @@
 
 import json
 import random
-import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +15,6 @@ from groupwise.evaluation.statistics import paired_difference
 from groupwise.review.compare import Comparison, compare_references, find_side
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
-from groupwise.runs.store import Store
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
 
@@ -78,23 +76,6 @@ def test_the_interval_is_the_paired_bootstrap(tmp_path):
     assert 0.199 < change.low <= change.high < 0.201
 
 
-def test_the_same_policy_is_equal_everywhere(tmp_path):
-    a = a_file(tmp_path, "a", {"p": [0.0], "q": [1.0]})
-    found = compare_references(a, a)
-    assert metric(found, "pass@1").equal == 2
-    assert (found.config, found.notes, found.changed) == ({}, (), ())
-
-
-def test_equal_examples_pair_one_to_one(tmp_path):
-    twice = evaluation_rows({"p": [0.0], "q": [1.0]})
-    for row in twice:
-        row.update(prompt="p", key="same")
-    path = tmp_path / "twins.json"
-    path.write_text(json.dumps({"policy": "x", "metrics": {"reward": 0.5}, "rows": twice}))
-    found = compare_references(str(path), str(path))
-    assert (found.prompts, metric(found, "reward").a) == (2, 0.5)
-
-
 def test_what_was_not_scored_is_left_out_and_told(tmp_path):
     a = a_file(tmp_path, "a", {"p": [None], "q": [1.0]})
     b = a_file(tmp_path, "b", {"p": [1.0], "q": [0.0]})
@@ -124,35 +105,6 @@ def test_nothing_in_common_is_refused_with_the_reason(tmp_path):
         compare_references(a, a_file(tmp_path, "b", {"q": [0.0]}))
     with pytest.raises(UsageError, match="1 prompts are the same text, but with other columns"):
         compare_references(a, a_file(tmp_path, "c", {"p": [0.0]}, answer=2))
-
-
-def test_another_answer_is_another_example(tmp_path):
-    mixed = evaluation_rows({"p": [0.0]}, answer=1) + evaluation_rows({"p": [0.0]}, answer=2)
-    mixed[1]["example"] = 1
-    (tmp_path / "m.json").write_text(
-        json.dumps({"policy": "m", "metrics": {"reward": 0.0}, "rows": mixed})
-    )
-    b = evaluation_rows({"p": [1.0]}, answer=1) + evaluation_rows({"p": [0.0]}, answer=3)
-    b[1]["example"] = 1
-    (tmp_path / "b.json").write_text(
-        json.dumps({"policy": "b", "metrics": {"reward": 0.0}, "rows": b})
-    )
-    found = compare_references(str(tmp_path / "m.json"), str(tmp_path / "b.json"))
-    assert (found.prompts, found.only_a, found.only_b) == (1, 1, 1)
-    assert "1 prompts stand in both with other columns" in found.notes[0]
-
-
-def test_the_prompts_that_changed_most_come_first_with_telling_samples(tmp_path):
-    a = a_file(tmp_path, "a", {"p": [0.0, 0.5], "q": [1.0, 1.0], "r": [0.2, 0.2]})
-    b = a_file(tmp_path, "b", {"p": [0.5, 0.5], "q": [1.0, 0.0], "r": [0.2, 0.2]})
-    found = compare_references(a, b)
-    assert [change.prompt for change in found.changed] == ["q", "p"]
-    assert (found.changed[0].a, found.changed[0].b) == (1.0, 0.5)
-    assert found.changed[0].completion_b == "q gives 0.0", "the sample that fell"
-    assert found.changed[1].completion_a == "p gives 0.0", "the sample that rose"
-    shown = found.summary(rows=1)
-    assert len(shown["changed"]) == 1
-    assert json.loads(json.dumps(shown))["metrics"]["reward"]["better"] == 1
 
 
 # Runs
@@ -202,13 +154,6 @@ def test_a_run_is_its_evaluation_after_training_and_its_curve(runs):
     assert found.config == {"training.seed": (0, 7)}
 
 
-def test_a_step_is_what_was_recorded_then(runs):
-    found = compare_references("a@0", "a@2", runs)
-    assert (found.a.label, found.b.label) == ("a@0 (before)", "a@2 (step-2)")
-    assert metric(found, "reward").change.value == pytest.approx(0.1)
-    assert (found.curve, found.config) == (None, {})
-
-
 def test_what_was_not_recorded_may_stand_in_a_result_file(runs):
     with pytest.raises(RunNotFoundError, match=r"no evaluation after 3 steps.*a@0 \(before\), a@2"):
         compare_references("a", "a@3", runs)
@@ -220,57 +165,6 @@ def test_what_was_not_recorded_may_stand_in_a_result_file(runs):
     for other in ("a:a@4.json", "a:../results/a@3.json", "a:/etc/passwd.json"):
         with pytest.raises(RunNotFoundError, match=r"called .*json"):
             find_side(other, runs)
-
-
-def test_one_of_several_evaluations_after_the_same_steps_is_named(runs):
-    with Store.open(runs / "a" / "run.db") as store:
-        for name, reward in (("step-2", 0.1), ("with: colon", 0.3), ("last", 0.6)):
-            rows = evaluation_rows({"p": [reward]})
-            store.add_evaluation(EvaluationRecord(2, name, "other", {"reward": reward}, rows))
-    assert find_side("a@2", runs).label == "a@2 (last)", "without a name it is the last one"
-    for name in ("with: colon", "last"):
-        assert find_side(f"a@2:{name}", runs).label == f"a@2 ({name})"
-        assert find_side(f"a:{name}", runs).label == f"a@2 ({name})"
-    found = compare_references("a@2:with: colon", "a@2:last", runs)
-    assert metric(found, "reward").change.value == pytest.approx(0.3)
-    with pytest.raises(
-        RunNotFoundError, match=r"after 2 steps called 'none' on record.*a@2 \(last\)"
-    ):
-        find_side("a@2:none", runs)
-    with pytest.raises(RunNotFoundError, match="no run 'nobody@2:last'"):
-        find_side("nobody@2:last", runs)
-    a_run(runs, "odd@2:last", [0.5], {})
-    assert find_side("odd@2:last", runs).label == "odd@2:last", "a run's own name comes first"
-
-
-def test_runs_without_evaluation_are_compared_by_their_curves(runs):
-    found = compare_references("a", "bare", runs)
-    assert (found.metrics, found.curve.steps) == ((), 2)
-    assert found.notes == ("only rewards in training are compared: no evaluation of bare",)
-    with pytest.raises(
-        RunNotFoundError, match=r"'bare' has no evaluation on record.*eval --policy"
-    ):
-        compare_references("a@4", "bare", runs)
-
-
-def test_draws_with_other_prompts_do_not_pair(runs):
-    path = a_run(runs, "other", [0.5, 0.5], {})
-    with sqlite3.connect(path / "run.db") as db:
-        db.execute("UPDATE groups SET prompt_text = 'else'")
-    db.close()
-    found = compare_references("bare", "other", runs)
-    assert found.curve.change is None
-    assert found.curve.b == (0.5, 0.5)
-
-
-def test_nothing_at_all_is_said(runs):
-    a_run(runs, "empty", [], {})
-    with pytest.raises(UsageError, match="nothing to compare in empty and bare"):
-        compare_references("empty", "bare", runs)
-    with pytest.raises(RunNotFoundError, match="no run 'c'"):
-        compare_references("a", "c", runs)
-    with pytest.raises(RunNotFoundError, match=r"no file nothing\.json"):
-        compare_references("a", "nothing.json", runs)
 
 
 # Supervised runs

@@ -13,10 +13,8 @@ from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise
-from groupwise.cli.main import main
-from groupwise.errors import ModelError, RunError, RunNotFoundError, UsageError
+from groupwise.errors import RunError, RunNotFoundError, UsageError
 from groupwise.review.export import CONVERTER_VARIABLE, export
-from groupwise.runs.folder import RunFolder
 from groupwise.runs.record_files import KINDS
 from groupwise.runs.store import Store
 from tests.integration.running import TOY, config
@@ -66,17 +64,6 @@ def test_a_checkpoint_gets_tokenizer_and_card_and_nothing_of_the_training(runs, 
     assert there == (runs / "toy/checkpoints/step-4/adapter_model.safetensors").read_bytes()
 
 
-def test_the_checkpoint_of_the_last_step_shows_what_the_run_came_to(runs, tmp_path):
-    assert (runs / "toy/checkpoints/step-5").is_dir()
-    for step in (4, 5):
-        export(f"toy@{step}", "adapter", tmp_path / str(step), runs_dir=runs)
-    last, earlier = ((tmp_path / step / "README.md").read_text() for step in ("5", "4"))
-    results = last.partition("## Results on 3 held-out prompts")[2].partition("## How")[0]
-    assert results
-    assert results in (runs / "toy/final/README.md").read_text()
-    assert "## Results" not in earlier
-
-
 @pytest.mark.parametrize(("run", "base"), [("toy", "tiny"), ("whole", "whole")])
 def test_a_merged_model_stands_alone(runs, tmp_path, run, base):
     export(run, "merged", tmp_path / "out", runs_dir=runs)
@@ -89,21 +76,6 @@ def test_a_merged_model_stands_alone(runs, tmp_path, run, base):
     assert not list(tmp_path.glob(".*")), "nothing is left beside it"
 
 
-def test_a_change_that_is_lost_in_rounding_is_warned_of(runs, tmp_path, monkeypatch, caplog):
-    import groupwise.models.export as merging
-
-    monkeypatch.setattr(
-        merging, "write_merged", lambda *_, **__: merging.Written("bfloat16", kept=0.25)
-    )
-    export("toy", "merged", tmp_path / "out", runs_dir=runs)
-    assert "in bfloat16, 75 % of the adapter's change is lost in rounding" in caplog.text
-
-
-def test_a_whole_model_has_no_adapter(runs, tmp_path):
-    with pytest.raises(UsageError, match="it has no adapter"):
-        export("whole", "adapter", tmp_path / "out", runs_dir=runs)
-
-
 def test_gguf_is_made_by_the_converter(runs, tmp_path, monkeypatch):
     program = tmp_path / "llama.cpp/convert_hf_to_gguf.py"
     program.parent.mkdir()
@@ -113,21 +85,6 @@ def test_gguf_is_made_by_the_converter(runs, tmp_path, monkeypatch):
     assert made.files == ("README.md", "toy.gguf")
     assert "model.safetensors" in json.loads((tmp_path / "out/toy.gguf").read_text())
     assert "llama-cli -m toy.gguf" in (tmp_path / "out/README.md").read_text()
-
-
-def test_a_converter_that_fails_leaves_nothing(runs, tmp_path):
-    program = tmp_path / "convert.py"
-    program.write_text("raise SystemExit('no such architecture')")
-    with pytest.raises(RunError, match="no such architecture"):
-        export("toy", "gguf", tmp_path / "out", runs_dir=runs, converter=program)
-    assert names(tmp_path) == {"convert.py"}
-
-
-def test_without_a_converter_it_says_where_to_get_one(runs, tmp_path, monkeypatch):
-    monkeypatch.delenv(CONVERTER_VARIABLE, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ModelError, match=r"git clone .*llama\.cpp"):
-        export("toy", "gguf", tmp_path / "out", runs_dir=runs)
 
 
 # --- the record
@@ -169,23 +126,6 @@ def without_nan(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_step_cuts_the_record_there(runs, tmp_path):
-    made = export("toy@2", "jsonl", tmp_path / "out", runs_dir=runs)
-    rows = [
-        json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_bytes().splitlines()
-    ]
-    assert {row["step"] for row in rows} == {0, 1}
-    assert made.step == 2
-
-
-@pytest.mark.parametrize("to", ["jsonl", "parquet"])
-def test_a_run_that_has_recorded_nothing_gives_empty_files(tmp_path, to):
-    with RunFolder.create(tmp_path / "runs", "new", {"model": {"name": "tiny"}}):
-        pass
-    made = export("new", to, tmp_path / "out", runs_dir=tmp_path / "runs")
-    assert made.files == tuple(sorted(f"{kind}.{to}" for kind in KINDS))
-
-
 # --- the place
 
 
@@ -211,15 +151,6 @@ def test_a_failure_leaves_what_was_there(runs, tmp_path):
     assert names(output) == before
 
 
-@pytest.mark.parametrize("where", ["runs/toy", ".", "repository"])
-def test_some_folders_are_replaced_by_nobody(runs, tmp_path, monkeypatch, where):
-    (tmp_path / "repository/.git").mkdir(parents=True)
-    (tmp_path / "runs").symlink_to(runs)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="no folder that an export should replace"):
-        export("toy", "jsonl", Path(where), runs_dir=runs, force=True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -236,12 +167,3 @@ def test_what_cannot_work_is_said_before_any_work(runs, tmp_path, arguments, tol
     with pytest.raises((UsageError, RunNotFoundError), match=told):
         export(output=tmp_path / "out", runs_dir=runs, **given)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command(runs, tmp_path, capsys):
-    words = ["runs", "export", "toy", "--dir", str(runs), "--output", str(tmp_path / "out")]
-    assert main([*words, "--to", "jsonl", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["files"] == sorted(f"{kind}.jsonl" for kind in KINDS)
-    assert main([*words, "--to", "jsonl"]) == 2
-    assert "is not empty" in capsys.readouterr().err

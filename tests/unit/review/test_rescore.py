@@ -1,9 +1,6 @@
 """Recorded rollouts judged anew: by a task or by named functions, in workers, without a word written into the record."""
 
 import json
-import tracemalloc
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import correlation, fmean
 from types import SimpleNamespace
@@ -85,18 +82,6 @@ def test_totals_agreement_and_places(runs):
     assert record(runs) == before, "the record is only read"
 
 
-def test_the_farthest_moved_come_first(runs):
-    moved = judged(runs, "backwards").farthest(2)
-    assert [(row.draw, row.member, row.old_rank, row.new_rank) for row in moved] == [
-        (0, 0, 1, 4),
-        (0, 3, 4, 1),
-    ]
-    again = judged(runs, "backwards", step=2).rows()
-    failed = next(row for row in again if row.old is None)
-    assert (failed.new, failed.old_outcome, failed.new_outcome) == (-1.0, "failed", "scored")
-    assert (failed.old_rank, failed.moved) == (None, 0)
-
-
 def test_all_is_written_beside_the_record(runs):
     found = [judged(runs, "length"), judged(runs, "length")]
     names = [each.path.name for each in found]
@@ -121,41 +106,6 @@ def test_all_steps_together_are_what_their_rollouts_say(runs):
         assert (found.overall.old, found.overall.new) == (fmean(old), fmean(new))
         assert found.overall.correlation == pytest.approx(correlation(old, new))
         assert found.overall.rollouts == 20
-
-
-def memory_of_judging(runs: Path) -> list[Any]:
-    judged(runs, "length", limit=1)  # whatever is imported on the way
-    tracemalloc.start()
-    found = judged(runs, "length")
-    farthest = found.farthest(3)
-    peak = tracemalloc.get_traced_memory()[1]
-    return [peak, found.overall.rollouts, found.overall.new, len(farthest)]
-
-
-def test_a_long_run_is_never_in_memory_as_a_whole(tmp_path):
-    text, steps = "a" * 200_000, 40
-    with RunFolder.create(
-        tmp_path, "r", {"model": {"name": "tiny"}, "rewards": {"in_process": True}}, {}
-    ) as run:
-        for step in range(steps):
-            one = Rollout(step, 0, 0, (1,), (Segment("policy", (1,)),), text, "scored", None, 1.0)
-            record = StepRecord(step, 0, 0, "f", (step,), 0.1, 0.0)
-            run.store.commit_step(record, [Group(step, Example(0, "p"), (one,))], {})
-    with ProcessPoolExecutor(1, get_context("spawn")) as alone:  # other threads allocate here
-        peak, *found = alone.submit(memory_of_judging, tmp_path).result()
-    assert peak < steps * len(text) / 2
-    assert found == [steps, len(text), 0]
-
-
-def test_a_result_of_an_earlier_version_keeps_its_name(runs):
-    results = runs / "r" / "results"
-    (results / "rescored-length.json").write_text("{}")
-    assert judged(runs, "length", step=0).path.name == "rescored-length-2.json"
-    assert sorted(path.name for path in results.iterdir()) == [
-        "rescored-length-2.json",
-        "rescored-length-2.jsonl",
-        "rescored-length.json",
-    ]
 
 
 def test_a_task_judges_with_its_weights_and_the_configs_task_section(runs):
@@ -211,15 +161,6 @@ def test_a_reward_that_scores_nothing_is_told_with_its_reason(runs, name, why, b
     assert Path(summary["results_rows"]).suffix == ".jsonl"
 
 
-def test_a_reward_that_fails_here_and_there_is_not_broken(runs):
-    found = judged(runs, "length", "raises_at_two")
-    assert (found.overall.unanswered, found.overall.failed) == ({"raises_at_two": 4}, 4)
-    assert (found.broken, found.exit_code) == ((), 0)
-    assert [row.failed_rewards.keys() for row in found.rows() if row.draw == 2] == [
-        {"raises_at_two"}
-    ] * 4
-
-
 def test_a_call_that_was_cut_off_gave_no_value_of_any_function(in_workers):
     found = judged(in_workers, "length", "hangs_at_one", step=0)
     assert found.overall.unanswered == {"length": 4, "hangs_at_one": 4}
@@ -229,45 +170,11 @@ def test_a_call_that_was_cut_off_gave_no_value_of_any_function(in_workers):
     assert "`hangs_at_one` was running" in next(iter(alone.overall.reasons))
 
 
-def test_a_reward_without_weight_that_fails_throughout_is_told(runs):
-    found = rescore("r", task=REWARDS, runs_dir=runs, overrides=["task.broken=true"])
-    assert (found.overall.scored, found.overall.failed) == (23, 0)
-    assert (found.broken, found.exit_code) == (("boo",), 1)
-    assert next(iter(found.overall.reasons.values())) == 24
-
-
 def test_texts_are_enough_but_token_ids_are_not_made_up(tmp_path):
     a_run(tmp_path, keep_tokens=False)
     assert judged(tmp_path, "length", step=0).overall.new == 2.5
     with pytest.raises(TaskError, match=r"`ids` asks for completion_ids, but the run did not keep"):
         judged(tmp_path, "ids")
-
-
-def test_token_ids_are_given_where_they_were_kept(runs):
-    assert judged(runs, "ids", step=0).overall.new == 2.5
-
-
-def test_attempts_that_never_ended_are_left_out(tmp_path):
-    turns = (Segment("policy", (1,)), Segment("environment", (2,)), Segment("policy", (1,)))
-    torn, whole = rollout(0, 0, None, segments=turns), rollout(0, 1, 1.0, segments=turns)
-    stages = (Segment("policy", (1,)), Segment("inserted", (2,)), Segment("policy", (1,)))
-    two_stage = rollout(0, 2, None, segments=stages)
-    config = {"model": {"name": "tiny"}, "rewards": {"in_process": True}}
-    with RunFolder.create(tmp_path, "r", config, {}) as run:
-        group = Group(0, Example(0, "p"), (torn, whole, two_stage))
-        run.store.commit_step(StepRecord(0, 0, 0, "f", (0,), 0.1, 0.0), [group], {})
-        run.finish("finished")
-    assert [row.member for row in judged(tmp_path, "length").rows()] == [1, 2]
-
-
-def test_without_spread_there_is_no_correlation(tmp_path):
-    a_run(tmp_path)
-    found = judged(tmp_path, "raises_at_two", step=1, limit=1)
-    assert found.overall.correlation == pytest.approx(1)
-    empty = judged(tmp_path, "raises_at_two", step=1)
-    assert empty.overall.scored == 4
-    alone = rescore("r", rewards=[f"{REWARDS}:raises_at_two"], runs_dir=tmp_path, step=1)
-    assert alone.summary(rows=3)["moved"] == []
 
 
 def test_what_cannot_be_done_is_said(runs):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.errors import UsageError
 from groupwise.models.tiny import tiny_model
 from groupwise.runs.folder import RunFolder
 from groupwise.suites import serving
@@ -43,12 +42,6 @@ def test_weights_in_the_folder_of_a_run_know_their_model(run):
     assert filled == [str(folder), "--base=tiny", "81", "1"]
 
 
-def test_weights_of_no_run_are_told_of(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UsageError, match="which model it was trained on"):
-        serving._filled("{base}", Weights.of(tmp_path), tmp_path, 81)
-
-
 def test_an_adapter_is_merged_where_that_is_asked_for(run, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -79,9 +72,3 @@ def test_an_adapter_is_merged_where_that_is_asked_for(run, tmp_path):
     merged = load_file(Path(first) / "model.safetensors")[f"{layer}.weight"].float()
     assert (merged - weight.float() - 2.0).abs().max() < 0.02  # alpha / r times ones
     assert (Path(first) / "tokenizer.json").is_file()
-
-
-def test_a_whole_model_is_its_own_merged_one(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    weights = Weights.of(tmp_path)
-    assert serving._filled("{merged}", weights, tmp_path / "x", 81) == str(tmp_path)

@@ -1,0 +1,48 @@
+"""Long lists of which a commit tests a part, and another commit another part; the suite of soak tests them all.
+
+The turn comes from the commit, or from GROUPWISE_TURN; without git it is 0.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+VARIABLE = "GROUPWISE_TURN"
+
+
+@cache
+def turn() -> int:
+    """A number that differs from commit to commit."""
+    if given := os.environ.get(VARIABLE):
+        return int(given)
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(found[:7], 16)
+
+
+def described() -> str:
+    """For a person who wants the same part again."""
+    return f"{VARIABLE}={turn()}"
+
+
+def in_turn(
+    items: Sequence[T], parts: int, suite: str, name: Callable[[T], str], marks: Sequence[Any] = ()
+) -> list[Any]:
+    """Parameters: those of this turn, one in `parts` but at least one, and all of them in the suite of soak."""
+    parts = min(parts, len(items)) or 1
+    now = [
+        pytest.param(each, id=name(each), marks=marks) for each in items[turn() % parts :: parts]
+    ]
+    long = (*marks, pytest.mark.soak(suite=suite))
+    return now + [pytest.param(each, id=f"all: {name(each)}", marks=long) for each in items]
