@@ -1,59 +1,229 @@
-"""Mutations: the package with one guard removed, to see the tests that guard it fail.
+"""Mutations: the package with one mistake made on purpose, to see that tests notice it.
 
-Each mutation lives in a tree of its own: a copy of `groupwise`, changed in one place, and links to everything else. A nursery, which is
-one process that has imported the slow libraries and nothing of ours, forks a child for each tree; the child runs the named tests there,
-so a mutation costs what its tests cost. What is reported are the outcomes of tests that ran: a file that cannot be imported, a fixture
-that breaks or a test that is not there are no failed tests.
+`tests/mutations.txt` says which. A mutation names a module, a function and an edit of its syntax tree, so that neither layout nor comments
+nor moved lines matter to it, and the test files of which at least one test must fail. Each is made in a tree of its own: a copy of
+`groupwise` with that edit, and links to everything else. A nursery, one process that has imported the slow libraries and nothing of ours,
+forks a child for each tree, and the child runs the tests there; so a mutation costs what its tests cost.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests" / "mutations.txt"
 LINKED = ("tests", "examples", "configs", "pyproject.toml")
 SLOW_IMPORTS = (
-    "torch",
-    "hypothesis",
-    "numba",
-    "numpy",
-    "peft",
-    "pydantic",
-    "rich.table",
-    "safetensors.torch",
-    "tokenizers",
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "typer",
+    *("torch", "alembic.command", "asyncssh", "fastapi", "httpx2", "hypothesis", "numba", "numpy"),
+    *("peft", "psycopg", "pydantic", "rich.table", "safetensors.torch", "sqlalchemy.orm"),
+    *("tokenizers", "torch._dynamo", "transformers.models.llama.modeling_llama", "typer"),
+    "uvicorn",
 )
+ONE_PROCESS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not soak and not gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One change in one function of one file."""
+
+    file: str
+    """Below `groupwise`."""
+    scope: str
+    """Qualified name of a function or class; empty for the module."""
+    text: str
+    """As it stands in the table, whose head says how to read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
     """One mistake, made on purpose."""
 
-    item: str
-    """Of docs/correctness.md, or the guard of the fleet that is taken away."""
     mistake: str
-    edits: tuple[tuple[str, str, str], ...]
-    """(file in `groupwise`, text that stands there exactly once, what takes its place)."""
+    """For people; starts with the number of its row in docs/correctness.md, if it has one."""
+    edits: tuple[Edit, ...]
     tests: tuple[str, ...]
-    """Each of these must fail, in at least one case."""
+    """Test files: in at least one of them a test must fail."""
 
-    @property
-    def name(self) -> str:
-        """For people: item and mistake."""
-        return f"{self.item}: {self.mistake}"
+
+@dataclass(slots=True)
+class _Section:
+    file: str
+    tests: tuple[str, ...]
+    mutations: list[Mutation] = field(default_factory=list)
+
+
+def read_table(text: str) -> tuple[Mutation, ...]:
+    """The mutations of such a table. ValueError for a line that cannot be read."""
+    sections: list[_Section] = []
+    above = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            file, *tests = line.split()
+            mirrored = f"unit/{file.rpartition('/')[0]}/test_{file.rpartition('/')[2]}"
+            sections.append(_Section(file, tuple(f"tests/{test}" for test in tests or [mirrored])))
+            continue
+        if line.startswith("    # "):
+            above = line[6:]
+            continue
+        found = re.fullmatch(r" +(and )?(?:(\S+\.py):)?([\w.]*): (.*?)(?:  # (.*))?", line)
+        if found is None or not sections:
+            raise ValueError(f"mutations.txt, line {number}: {line!r}")
+        joined, file, scope, edit, beside = found.groups()
+        section = sections[-1]
+        edits = (Edit(file or section.file, scope, edit),)
+        if joined:
+            last = section.mutations.pop()
+            section.mutations.append(Mutation(last.mistake, last.edits + edits, last.tests))
+        else:
+            section.mutations.append(Mutation(beside or above, edits, section.tests))
+    return tuple(mutation for section in sections for mutation in section.mutations)
+
+
+def _key(node: ast.AST) -> str:
+    """What makes two pieces of code the same, whether they are read or written."""
+    return re.sub(r"ctx=\w+\(\)", "", ast.dump(node))
+
+
+def _readings(text: str) -> Iterator[list[ast.AST]]:
+    """What the text can stand for: an expression, statements, a slice or an argument by keyword."""
+    with contextlib.suppress(SyntaxError):
+        body = ast.parse(text.replace(" ;; ", "\n")).body
+        single = len(body) == 1 and isinstance(body[0], ast.Expr)
+        yield [body[0].value] if single and isinstance(body[0], ast.Expr) else list(body)
+    for around in ("_[{}]", "_({})"):
+        with contextlib.suppress(SyntaxError):
+            whole = ast.parse(around.format(text), mode="eval").body
+            yield [whole.slice] if isinstance(whole, ast.Subscript) else list(whole.keywords)  # type: ignore[attr-defined]
+
+
+def _alike(text: str, node: ast.AST) -> list[ast.AST]:
+    """The reading of the text that can take the place of such a node."""
+    readings = [each for each in _readings(text) if each]
+    kinds = (ast.Slice, ast.keyword, ast.stmt, ast.expr)
+    kind = next((kind for kind in kinds if isinstance(node, kind)), ast.AST)
+    return next((each for each in readings if isinstance(each[0], kind)), readings[0])
+
+
+def _is(node: ast.AST, wanted: str | set[str], header: bool) -> bool:
+    if not header:
+        return _key(node) in wanted
+    if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+        return False
+    lines = [line for line in ast.unparse(node).strip().splitlines() if line[:1] != "@"]
+    return lines[0].strip() == wanted
+
+
+def _scopes(node: ast.AST, names: Sequence[str]) -> Iterator[ast.AST]:
+    """The functions or classes of that qualified name."""
+    if not names:
+        yield node
+        return
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _scopes(child, names)
+        elif child.name == names[0]:
+            yield from _scopes(child, names[1:])
+
+
+Place = tuple[ast.AST, str, int | None]
+"""Where a node stands: its parent, the parent's field, and the index if that is a list."""
+
+
+def _places(tree: ast.AST) -> dict[int, Place]:
+    places: dict[int, Place] = {}
+    for parent in ast.walk(tree):
+        for name, value in ast.iter_fields(parent):
+            if isinstance(value, ast.AST):
+                places[id(value)] = parent, name, None
+            for index, each in enumerate(value if isinstance(value, list) else ()):
+                places[id(each)] = parent, name, index
+    return places
+
+
+def _replace(node: ast.AST, new: list[ast.AST], places: dict[int, Place]) -> None:
+    parent, name, index = places[id(node)]
+    expressions = all(isinstance(each, ast.expr) for each in new)
+    if isinstance(parent, ast.Expr) and not (len(new) == 1 and expressions):
+        _replace(parent, new, places)
+    elif index is None:
+        setattr(parent, name, new[0])
+    else:
+        listed = getattr(parent, name)
+        if isinstance(node, ast.stmt):
+            new = [ast.Expr(each) if isinstance(each, ast.expr) else each for each in new]
+            new = new or [ast.Pass()] * (len(listed) == 1)
+        listed[index : index + 1] = new
+        if isinstance(parent, ast.BoolOp) and len(listed) == 1:
+            _replace(parent, listed, places)
+
+
+def make_edit(tree: ast.Module, edit: Edit) -> None:
+    """Change the tree. ValueError if what is to be changed is not there, or stands there more than once."""
+    text, nth = edit.text, 0
+    if marked := re.fullmatch(r"(.*) @(\d+)", text):
+        text, nth = marked[1], int(marked[2])
+    names = edit.scope.split(".") if edit.scope else []
+    nodes = [node for scope in _scopes(tree, names) for node in ast.walk(scope)]
+    if " ~> " in text:
+        old, new = (ast.literal_eval(each) for each in text.split(" ~> "))
+        texts = [
+            each for each in nodes if isinstance(each, ast.Constant) and type(each.value) is str
+        ]
+        found = [each for each in texts if old in each.value]  # type: ignore[operator]
+    else:
+        old, new = (text[5:], "") if text.startswith("drop ") else text.split(" => ", 1)
+        header = old.endswith(": ...")
+        wanted = f"{old[:-5]}:" if header else {_key(each[0]) for each in _readings(old) if each}
+        found = [each for each in nodes if _is(each, wanted, header)]
+    if not found or (len(found) > 1 and not nth):
+        raise ValueError(f"{edit.file}, {edit.scope or 'module'}: {len(found)} times {old!r}")
+    node = found[nth - 1 if nth else 0]
+    if " ~> " in text:
+        assert isinstance(node, ast.Constant)
+        node.value = str(node.value).replace(old, new)
+    else:
+        _replace(node, _alike(new, node) if new else [], _places(tree))
+
+
+def changed(edits: Sequence[Edit]) -> dict[str, ast.Module]:
+    """The files of the package that are changed, as syntax trees. ValueError as `make_edit`."""
+    trees: dict[str, ast.Module] = {}
+    for edit in edits:
+        if edit.file not in trees:
+            trees[edit.file] = ast.parse((ROOT / "groupwise" / edit.file).read_text())
+        make_edit(trees[edit.file], edit)
+    return trees
+
+
+def tree(folder: Path, edits: Sequence[Edit] = ()) -> Path:
+    """Copy the package there, mutated. ValueError as `make_edit`."""
+    trees = changed(edits)
+    shutil.copytree(
+        ROOT / "groupwise", folder / "groupwise", ignore=shutil.ignore_patterns("*.pyc.*")
+    )
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    for file, code in trees.items():
+        path = folder / "groupwise" / file
+        path.write_text(ast.unparse(ast.fix_missing_locations(code)) + "\n")
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,58 +234,19 @@ class Outcomes:
     """The file that `import groupwise` found."""
     code: int
     """Exit code of pytest; 1 says that tests failed."""
-    passed: frozenset[str]
     failed: frozenset[str]
     """In their call: what breaks before, in a fixture, stands in `broken`."""
     broken: frozenset[str]
-    talk: str
-    """What pytest printed."""
-
-
-def tree(folder: Path, edits: Sequence[tuple[str, str, str]] = ()) -> Path:
-    """Copy the package there, mutated. AssertionError where a text to be replaced does not stand there exactly once."""
-    texts = changed(edits)
-    shutil.copytree(ROOT / "groupwise", folder / "groupwise", ignore=_half_written)
-    for name in LINKED:
-        (folder / name).symlink_to(ROOT / name)
-    for file, text in texts.items():
-        path = folder / "groupwise" / file
-        path.write_text(text)
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-            compiled.unlink()
-    return folder
-
-
-def changed(edits: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """The files of the package that are changed, with their texts. AssertionError where a text does not stand there exactly once."""
-    texts: dict[str, str] = {}
-    for file, old, new in edits:
-        text = texts.get(file) or (ROOT / "groupwise" / file).read_text()
-        found = text.count(old)
-        assert found == 1, (
-            f"{file} has the text of a mutation {found} times, not once. Make the same mistake in the code as it is now, in "
-            f"tests/mutations.py or tests/fleet_mutations.py:\n{old}"
-        )
-        texts[file] = text.replace(old, new)
-    return texts
-
-
-def _half_written(_: str, names: list[str]) -> list[str]:
-    """Compiled files that another process is about to rename."""
-    return [name for name in names if ".pyc." in name]
+    printed: str
 
 
 class Nursery:
     """The process that forks; a context manager."""
 
-    def __init__(self, imports: Sequence[str] = SLOW_IMPORTS) -> None:
-        """`imports`: what takes long to import, and which most of the tests need."""
-        self._imports = tuple(imports)
-
     def __enter__(self) -> Self:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *self._imports],
+            [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -124,35 +255,31 @@ class Nursery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(30)
+        self._process.communicate(timeout=30)
 
-    def run(self, folder: Path, tests: Sequence[str]) -> Outcomes:
+    def run(self, folder: Path, tests: Sequence[str], *options: str) -> Outcomes:
         """Run these tests with the package of that tree."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps([str(folder), list(tests)]), file=self._process.stdin, flush=True)
+        print(json.dumps([str(folder), [*options, *tests]]), file=self._process.stdin, flush=True)
         assert self._process.stdout.readline() == "done\n", "the nursery ended"
-        talk = (folder / "talk").read_text(errors="replace")
+        printed = (folder / "printed").read_text(errors="replace")
         report = folder / "report.json"
-        assert report.exists(), f"the tests did not come to an end:\n{talk}"
+        assert report.exists(), f"the tests did not come to an end:\n{printed}"
         found = json.loads(report.read_text())
-        passed, failed, broken = (frozenset(found[key]) for key in ("passed", "failed", "broken"))
-        return Outcomes(found["package"], found["code"], passed, failed, broken, talk)
+        failed, broken = frozenset(found["failed"]), frozenset(found["broken"])
+        return Outcomes(found["package"], found["code"], failed, broken, printed)
 
 
-class _Witness:
-    """A plugin of pytest that writes down what happened to whom."""
+class _Recorder:
+    """A plugin of pytest that notes which tests failed."""
 
     def __init__(self) -> None:
-        self.found: dict[str, list[str]] = {"passed": [], "failed": [], "broken": []}
+        self.found: dict[str, list[str]] = {"failed": [], "broken": []}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" and report.outcome in ("passed", "failed"):
-            self.found[report.outcome].append(report.nodeid)
+        if report.failed and report.when == "call":
+            self.found["failed"].append(report.nodeid)
         elif report.failed and report.when == "setup":
             self.found["broken"].append(report.nodeid)
 
@@ -161,30 +288,42 @@ class _Witness:
             self.found["broken"].append(report.nodeid)
 
 
-def _nursery() -> None:
-    for name in (*sys.argv[1:], "pytest"):
+def _fork_for_each_line() -> None:
+    for name in (*SLOW_IMPORTS, "pytest"):
         __import__(name)
     gc.collect()
     gc.freeze()  # or each child would look through all that for garbage, and so copy it
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        folder, tests = json.loads(line)
+        folder, arguments = json.loads(line)
         child = os.fork()
         if not child:
-            _run_in(folder, tests)
+            _run_in_child(Path(folder), arguments)
         os.waitpid(child, 0)
         print("done", file=answers, flush=True)
 
 
-def _run_in(folder: str, tests: list[str]) -> None:
-    """In a forked child: never returns."""
+def _run_in_child(folder: Path, arguments: list[str]) -> None:
+    """Never returns."""
     try:
-        talk = os.open(f"{folder}/talk", os.O_WRONLY | os.O_CREAT)
-        os.dup2(talk, 1)
-        os.dup2(talk, 2)
+        printed = os.open(folder / "printed", os.O_WRONLY | os.O_CREAT)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
         os.chdir(folder)
-        sys.path[0] = folder
-        _run_tests(Path(folder), tests)
+        sys.path[0] = str(folder)
+        import pytest
+
+        recorder = _Recorder()
+        options = [*ONE_PROCESS, f"--basetemp={folder / 'tmp'}"]
+        options += [
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]  # anyio came with transformers
+        code = pytest.main([*options, *arguments], plugins=[recorder])
+        import groupwise
+
+        report = {**recorder.found, "code": int(code), "package": groupwise.__file__}
+        (folder / "report.json").write_text(json.dumps(report))
     except BaseException:  # noqa: BLE001 — a child must never return into the nursery
         traceback.print_exc()
     finally:
@@ -192,18 +331,5 @@ def _run_in(folder: str, tests: list[str]) -> None:
         os._exit(0)
 
 
-def _run_tests(folder: Path, tests: list[str]) -> None:
-    import pytest
-
-    witness = _Witness()
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder / 'tmp'}"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # anyio came with transformers
-    code = pytest.main([*options, *tests], plugins=[witness])
-    import groupwise
-
-    report = {**witness.found, "code": int(code), "package": groupwise.__file__}
-    (folder / "report.json").write_text(json.dumps(report))
-
-
 if __name__ == "__main__":
-    _nursery()
+    _fork_for_each_line()
