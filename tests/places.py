@@ -144,15 +144,14 @@ def gang(home: Path) -> Iterator[Place]:
 @contextmanager
 def slurm(home: Path) -> Iterator[Place]:
     """A real Slurm with two nodes, which share the home folder."""
-    with real_slurm.cluster() as found:
-        yield Place("slurm", str(home), slurm=str(found.configuration))
+    yield Place("slurm", str(home), slurm=str(real_slurm.shared().configuration))
 
 
 @contextmanager
 def ray(home: Path) -> Iterator[Place]:
-    """A real Ray, whose head is its only node."""
-    with real_ray.cluster() as found:
-        yield Place("ray", str(home), ray=(found.address, found.token))
+    """A real Ray with two nodes, which share the home folder."""
+    found = real_ray.shared()
+    yield Place("ray", str(home), ray=(found.address, found.token))
 
 
 @contextmanager

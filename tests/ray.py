@@ -4,6 +4,8 @@ It listens on more than the loopback, so that it does nothing for whoever has no
 which ends it when its own input does: with the tests, however these end.
 """
 
+import atexit
+import functools
 import json
 import os
 import random
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from runpy import run_path
@@ -268,3 +270,13 @@ def cluster(*, start_timeout: int = 900) -> Iterator[Ray]:
             yield found
         finally:
             found.end()
+
+
+@functools.cache
+def shared() -> Ray:
+    """One with two nodes for all tests of this process that leave it as they found it; it ends with the process."""
+    until_the_end = ExitStack()
+    atexit.register(until_the_end.close)
+    found = until_the_end.enter_context(cluster())
+    found.start_node()
+    return found

@@ -1,5 +1,7 @@
 """A real Slurm of two nodes on this machine, with two GPUs each that are none."""
 
+import atexit
+import functools
 import os
 import shutil
 import signal
@@ -8,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from getpass import getuser
 from pathlib import Path
@@ -193,3 +195,11 @@ def cluster(*, node_timeout: int = 60, min_job_age: int = 300) -> Iterator[Clust
             yield found
         finally:
             found.end()
+
+
+@functools.cache
+def shared() -> Cluster:
+    """One for all tests of this process that leave it as they found it; it ends with the process."""
+    until_the_end = ExitStack()
+    atexit.register(until_the_end.close)
+    return until_the_end.enter_context(cluster())

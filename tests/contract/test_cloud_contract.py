@@ -78,7 +78,29 @@ def save(step, data):
 WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
 
 
-@pytest.fixture(scope="module", params=places.PLACES)
+EVERYWHERE = {"gang", "ssh", "slurm", "ray", "aws", "modal"}
+"""Beside this machine, where all tests run always."""
+ALSO_AT: dict[str, set[str]] = {
+    "test_all_that_was_asked_arrives_exactly": EVERYWHERE,
+    "test_one_name_is_one_job_and_runs_once": EVERYWHERE,
+    "test_cancelled_it_has_time_to_save": EVERYWHERE,
+    "test_a_crash_is_gone_on_with_from_the_newest_checkpoint": EVERYWHERE,
+    "test_secrets_arrive_and_are_kept_nowhere": EVERYWHERE,
+    "test_whoever_submitted_may_be_gone": {"ssh", "modal"},
+    "test_results_come_whole_and_again_only_where_they_differ": {"ssh", "modal"},
+    "test_removed_its_name_is_free": {"aws"},
+}
+"""Where else a test runs always; at all other places it is one of the suite `launch` of the long tests."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    always = {"local", *ALSO_AT.get(metafunc.function.__name__, ())}
+    long = pytest.mark.soak(suite="launch")
+    found = [pytest.param(each, marks=[] if each in always else long) for each in places.PLACES]
+    metafunc.parametrize("place", found, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
@@ -128,18 +150,24 @@ def tree(folder: Path) -> dict[str, bytes]:
 # --- what arrives -------------------------------------------------------------------------------
 
 
-async def test_arguments_environment_and_files_arrive_exactly(
+async def test_all_that_was_asked_arrives_exactly(
     place: Place, backend: Backend, store: BlobStore, name: str, tmp_path: Path
 ) -> None:
+    """And a plan of it changes nothing."""
     script = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD'], open('data/in', 'rb').read().hex()]))"
     (tmp_path / "in").write_bytes(bytes(range(256)))
     files = store.put_files({"data/in": tmp_path / "in"})
     asked = order(name, script, *ODD, environment={"ODD": "".join(ODD)}, files=files)
+    before = await backend.list()
+    plan = await backend.plan(asked)
+    assert plan.command == ("python3", "-c", script, *ODD)
+    assert plan.steps
+    assert await backend.list() == before
+    assert await backend.find(name) is None
     handle = await backend.submit(asked, store)
-    status = await ended(backend, handle)
-    assert status.ending is not None
-    assert (status.ending.outcome, status.ending.code) == (Outcome.SUCCEEDED, 0)
-    assert status.ending.failure is None
+    ending = (await ended(backend, handle)).ending
+    assert ending is not None
+    assert (ending.outcome, ending.code, ending.failure) == (Outcome.SUCCEEDED, 0, None)
     assert json.loads(await said(backend, handle)) == [
         list(ODD),
         "".join(ODD),
@@ -148,20 +176,11 @@ async def test_arguments_environment_and_files_arrive_exactly(
     assert (await backend.order(handle)).document() == {**asked.document(), "nodes": place.nodes}
 
 
-async def test_a_plan_changes_nothing(backend: Backend, store: BlobStore, name: str) -> None:
-    before = await backend.list()
-    plan = await backend.plan(order(name, "print()", *ODD))
-    assert plan.command == ("python3", "-c", "print()", *ODD)
-    assert plan.steps
-    assert await backend.list() == before
-    assert await backend.find(name) is None
-
-
 async def test_what_is_wrong_with_a_job_is_told_before_anything_happens(
     backend: Backend, store: BlobStore, name: str
 ) -> None:
     wrong = [
-        (order("no/name", "print()"), "letters, digits"),
+        (order("no/name", "print()"), "no/name"),
         (order(name, "print()", secrets=("TOKEN",)), "secret TOKEN"),
         (order(name, "print()", environment={"LD_PRELOAD": "x"}), "LD_PRELOAD"),
         (replace(order(name, "print()"), gpus=-1), "gpus -1"),
@@ -172,34 +191,31 @@ async def test_what_is_wrong_with_a_job_is_told_before_anything_happens(
         with pytest.raises(UsageError, match=why):
             await backend.plan(asked)
     assert await backend.find(name) is None
+    with pytest.raises(NotHere, match=name):
+        await backend.resume(name, {}, store)
+    with pytest.raises(NotHere, match=name):
+        await backend.status(Handle(backend.name, name, 1))
 
 
 # --- one name, one job ---------------------------------------------------------------------------
 
 
-async def test_submitted_again_and_at_once_it_runs_once(
+async def test_one_name_is_one_job_and_runs_once(
     place: Place, backend: Backend, store: BlobStore, name: str, tmp_path: Path
 ) -> None:
+    """Submitted again and at once, by several; and nothing else is placed under it."""
     marks = tmp_path / "marks"
     asked = order(name, "import sys; open(sys.argv[1], 'a').write('x')", str(marks))
-    others = [place.reach() for _ in range(3)]
+    others = [place.reach() for _ in range(2)]
     handles = await asyncio.gather(*(each.submit(asked, store) for each in (backend, *others)))
     assert len({each.attempt for each in handles}) == 1
+    with pytest.raises(NameTaken, match=name):
+        await backend.submit(order(name, "print(2)"), store)
     await ended(backend, handles[0])
     assert await others[0].submit(asked, store) == handles[0]
     assert marks.read_text() == "x" * place.nodes
     for each in others:
         await each.close()
-
-
-async def test_under_its_name_nothing_else_is_placed(
-    backend: Backend, store: BlobStore, name: str
-) -> None:
-    first = await backend.submit(order(name, "print(1)"), store)
-    with pytest.raises(NameTaken, match=name):
-        await backend.submit(order(name, "print(2)"), store)
-    await ended(backend, first)
-    assert await said(backend, first) == "1\n"
 
 
 SUBMITS = """\
@@ -258,38 +274,25 @@ async def test_whoever_submitted_may_be_gone(
 # --- how it ends ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("script", "outcome", "failure", "code", "reason"),
-    [
-        ("raise SystemExit(3)", Outcome.FAILED, FailureClass.CRASHED, 3, "exit code 3"),
-        ("raise SystemExit('no such key')", Outcome.FAILED, FailureClass.CRASHED, 1, "no such key"),
-        ("raise SystemExit(2)", Outcome.FAILED, FailureClass.USER_ERROR, 2, "exit code 2"),
-        (
-            "import os; os.kill(os.getpid(), 9)",
-            Outcome.FAILED,
-            FailureClass.KILLED,
-            -9,
-            "signal 9",
-        ),
-        ("raise MemoryError", Outcome.FAILED, FailureClass.HOST_OOM, 1, "MemoryError"),
-    ],
-)
-async def test_a_failure_is_told_with_its_kind(
-    backend: Backend,
-    store: BlobStore,
-    script: str,
-    outcome: Outcome,
-    failure: FailureClass,
-    code: int | None,
-    reason: str,
-) -> None:
-    name = f"fails-{hashlib.sha256(script.encode()).hexdigest()[:8]}"
-    handle = await backend.submit(order(name, script), store)
-    ending = (await ended(backend, handle)).ending
-    assert ending is not None
-    assert (ending.outcome, ending.failure, ending.code) == (outcome, failure, code)
-    assert reason in ending.reason
-    assert ending.seconds is not None
+FAILURES = {
+    "raise SystemExit(3)": (FailureClass.CRASHED, 3, "exit code 3"),
+    "raise SystemExit('no such key')": (FailureClass.CRASHED, 1, "no such key"),
+    "raise SystemExit(2)": (FailureClass.USER_ERROR, 2, "exit code 2"),
+    "import os; os.kill(os.getpid(), 9)": (FailureClass.KILLED, -9, "signal 9"),
+    "raise MemoryError": (FailureClass.HOST_OOM, 1, "MemoryError"),
+}
+
+
+async def test_a_failure_is_told_with_its_kind(backend: Backend, store: BlobStore) -> None:
+    orders = [order(f"fails-{n}", script) for n, script in enumerate(FAILURES)]
+    handles = [await backend.submit(each, store) for each in orders]
+    for handle, (failure, code, reason) in zip(handles, FAILURES.values(), strict=True):
+        ending = (await ended(backend, handle)).ending
+        assert ending is not None
+        told = (ending.outcome, ending.failure, ending.code)
+        assert told == (Outcome.FAILED, failure, code), ending
+        assert reason in ending.reason
+        assert ending.seconds is not None
 
 
 async def test_a_program_that_is_not_there(backend: Backend, store: BlobStore, name: str) -> None:
@@ -393,23 +396,21 @@ async def test_a_crash_is_gone_on_with_from_the_newest_checkpoint(
         await backend.resume(name, {"KEY": "v"}, store)
 
 
-async def test_what_runs_is_not_begun_again(backend: Backend, store: BlobStore, name: str) -> None:
+async def test_what_runs_is_not_begun_again_and_a_wait_for_it_ends(
+    backend: Backend, store: BlobStore, name: str
+) -> None:
     handle = await backend.submit(order(name, WAITS), store)
     await running(backend, handle)
     with pytest.raises(CloudError, match="goes on by itself"):
         await backend.resume(name, {}, store)
     with pytest.raises(CloudError, match="stop it first"):
         await backend.cleanup(handle)
+    seen = await backend.status(handle)
+    began = time.monotonic()
+    assert await backend.wait(handle, seen, 0.2) == seen
+    assert time.monotonic() - began < SOON
     await backend.cancel(handle, grace=0.1)
     await ended(backend, handle)
-
-
-async def test_nobody_knows_it(backend: Backend, store: BlobStore) -> None:
-    assert await backend.find("never-heard-of") is None
-    with pytest.raises(NotHere, match="never-heard-of"):
-        await backend.resume("never-heard-of", {}, store)
-    with pytest.raises(NotHere, match="never-heard-of"):
-        await backend.status(Handle(backend.name, "never-heard-of", 1))
 
 
 # --- what comes back ------------------------------------------------------------------------------
@@ -527,16 +528,3 @@ async def test_removed_its_name_is_free(backend: Backend, store: BlobStore, name
     await ended(backend, second)
     assert await said(backend, second) == "second\n"
     assert [each.name for each in await backend.list()].count(name) == 1
-
-
-async def test_a_wait_ends_when_its_time_is_over(
-    backend: Backend, store: BlobStore, name: str
-) -> None:
-    handle = await backend.submit(order(name, WAITS), store)
-    await running(backend, handle)
-    seen = await backend.status(handle)
-    began = time.monotonic()
-    assert await backend.wait(handle, seen, 0.2) == seen
-    assert time.monotonic() - began < SOON
-    await backend.cancel(handle, grace=0.1)
-    await ended(backend, handle)

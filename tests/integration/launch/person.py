@@ -7,10 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from groupwise.cli.main import main
 
 PATIENCE = 240.0
 
@@ -35,17 +39,18 @@ class Person:
         }
 
     def types(self, *words: str, code: int | None = 0) -> "Typed":
-        """`groupwise launch …`, until it has ended."""
-        done = subprocess.run(
-            [sys.executable, "-m", "groupwise", "launch", *words],
-            cwd=self.project,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        typed = Typed(done.stdout.decode(), done.stderr.decode(), done.returncode)
+        """`groupwise launch …`, until it has ended: in this process, which has the person's variables meanwhile."""
+        out, err = BytesIO(), BytesIO()
+        with (
+            mock.patch.dict(os.environ, self.environment, clear=True),
+            chdir(self.project),
+            redirect_stdout(TextIOWrapper(out, "utf-8", write_through=True)) as shown,
+            redirect_stderr(TextIOWrapper(err, "utf-8", write_through=True)) as told,
+        ):
+            ended = main(["launch", *words])
+        for each in (shown, told):
+            each.flush()
+        typed = Typed(out.getvalue().decode(), err.getvalue().decode(), ended)
         assert code is None or typed.code == code, typed
         return typed
 

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.integration.launch.person import Person
@@ -95,12 +94,11 @@ def test_whoever_watches_may_be_killed_and_another_machine_goes_on(person: Perso
 
 
 def test_a_training_that_was_killed_is_resumed_to_the_same_bits(person: Person) -> None:
-    words = ("--no-preflight", "--", *TRAINS, "training.max_steps=20")
+    words = ("--no-preflight", "--", *TRAINS, "training.max_steps=6")
     person.types("local", "--detach", "--name", "whole", *words)
-    person.types("logs", "-f", "whole")
-    with person.held_at(11):
+    with person.held_at(3):
         watching = person.begins("local", "--name", "killed", *words)
-        person.sees("step 10/20")
+        person.sees("step 2/6")
         [pid] = pids_of("attempts/killed.1/work")
         os.kill(pid, signal.SIGKILL)
     assert watching.wait(60) == 128 + signal.SIGKILL
@@ -109,9 +107,10 @@ def test_a_training_that_was_killed_is_resumed_to_the_same_bits(person: Person) 
     assert "going on from" in typed.out
     resumed = re.search(r"resumed after (\d+) steps", typed.out)
     assert resumed is not None
-    assert int(resumed[1]) == 10
+    assert int(resumed[1]) == 2
     found = person.result("killed")
     assert (found["state"], found["attempt"]) == ("succeeded", 2)
+    person.types("logs", "-f", "whole")
     folders = [person.project / "launches" / each / "runs/toy" for each in ("whole", "killed")]
     whole, again = (what_must_be_equal(folder) for folder in folders)
     assert whole == again
@@ -132,30 +131,36 @@ def pids_of(folder: str) -> list[int]:
     return found
 
 
-def test_what_would_fail_is_told_here_and_nothing_is_placed(person: Person) -> None:
+def test_what_would_fail_or_is_only_a_plan_changes_nothing(person: Person) -> None:
     words = ["rl", "--task-module", "task.py", "model.name=tiny", "training.max_stepz=3"]
     typed = person.types("local", "--name", "wrong", "--", *words, code=2)
-    assert f"tried here, `groupwise {shlex.join(words)}` would fail" in typed.err
+    assert f"`groupwise {shlex.join(words)}` would fail" in typed.err
     assert "training.max_steps" in typed.err
-    assert not (person.home / "groupwise-launch").exists()
-    assert person.types("list").out == ""
-
-
-def test_a_plan_changes_nothing(person: Person) -> None:
     script(person, TELLS)
     typed = person.types("local", "--dry-run", "--name", "planned", "--script", "job.py", "a b")
     assert "python job.py 'a b'" in typed.out
+    for wrong in (
+        ("local", "--name", "a b", "--script", "job.py"),
+        ("fetch", "../evil", "--at", "local"),
+    ):
+        assert "no name of a job" in person.types(*wrong, code=2).err
+    person.types("fetch", "nobody", "--at", "local", code=1)
+    assert person.types("list").out == ""
     assert not (person.project / "launches").exists()
     assert not list((person.home / "groupwise-launch").glob("attempts/*"))
 
 
 def test_one_name_is_one_job_however_often_it_is_submitted(person: Person) -> None:
-    script(person, "print('once', flush=True)")
+    script(person, "print('once', flush=True); raise SystemExit(7)")
     words = ("local", "--name", "one", "--detach", "--script", "job.py")
-    with ThreadPoolExecutor(3) as typists:
-        for typed in [typists.submit(person.types, *words) for _ in range(3)]:
-            assert typed.result().out == "one\n"
-    assert person.types("logs", "-f", "one").out == "once\n"
+    typists = [person.begins(*words) for _ in range(3)]
+    assert [each.wait(60) for each in typists] == [0, 0, 0]
+    assert person.types("logs", "-f", "one", code=7).out == "once\n"
+    typed = person.types("local", "--name", "one", "--json", "--script", "job.py", code=7)
+    found = json.loads(typed.out)
+    assert (found["state"], found["failure"], found["exit_code"]) == ("failed", "crashed", 7)
+    assert "one was there already" in typed.err
+    assert "launch resume one" in typed.err
     script(person, "print('other')")
     assert "has another job called one" in person.types(*words, code=1).err
     person.types("remove", "one")
@@ -164,49 +169,15 @@ def test_one_name_is_one_job_however_often_it_is_submitted(person: Person) -> No
     assert "was there already" not in typed.err
 
 
-def test_what_is_there_already_is_told_as_such(person: Person) -> None:
-    script(person, "raise SystemExit(3)")
-    words = ("local", "--name", "fails", "--script", "job.py")
-    assert "was there already" not in person.types(*words, code=3).err
-    typed = person.types(*words, code=3)
-    assert "fails was there already" in typed.err
-    assert "launch resume fails" in typed.err
-
-
-def test_what_was_not_fetched_is_not_removed(person: Person) -> None:
-    script(person, "import os; os.makedirs('outputs'); open('outputs/made', 'w').write('it')")
-    person.types("local", "--name", "kept", "--detach", "--to", "there", "--script", "job.py")
+def test_what_was_not_fetched_is_not_removed_wherever_it_was_fetched_to(person: Person) -> None:
+    script(person, "import os; os.mkdir('outputs'); open('outputs/x', 'w').write('x')")
+    person.types("local", "--name", "kept", "--detach", "--script", "job.py")
     assert "is not all here" in person.types("remove", "kept", code=2).err
-    assert person.types("logs", "-f", "kept").code == 0
-    assert (person.project / "there/outputs/made").read_text() == "it"
+    person.types("logs", "-f", "kept", "--to", "there")
+    assert (person.project / "there/outputs/x").read_text() == "x"
     person.types("remove", "kept")
     assert person.types("list").out == ""
-
-
-def test_what_was_fetched_to_another_folder_may_be_removed(person: Person) -> None:
-    script(person, "import os; os.mkdir('outputs'); open('outputs/x', 'w').write('x')")
-    person.types("local", "--detach", "--name", "short", "--script", "job.py")
-    person.types("logs", "-f", "short", "--to", "there")
-    person.types("remove", "short")
-    person.types("local", "--detach", "--name", "short", "--script", "job.py")
-    person.types("logs", "short")
-    typed = person.types("fetch", "short", "--to", "elsewhere")
-    while not (person.project / "elsewhere/outputs/x").exists():
-        typed = person.types("fetch", "short", "--to", "elsewhere")
-    assert typed.out == "elsewhere\n"
-    person.types("remove", "short")
-    assert (person.project / "elsewhere/outputs/x").exists()
-    assert not (person.project / "launches").exists()
-
-
-def test_names_are_looked_at_first_and_make_no_folders(person: Person) -> None:
-    script(person, "")
-    assert (
-        "no name of a job"
-        in person.types("local", "--name", "a b", "--script", "job.py", code=2).err
-    )
-    assert "no name of a job" in person.types("fetch", "../evil", "--at", "local", code=2).err
-    person.types("fetch", "nobody", "--at", "local", code=1)
+    assert (person.project / "there/outputs/x").exists()
     assert not (person.project / "launches").exists()
 
 
@@ -220,21 +191,3 @@ def test_a_note_that_lacks_something_spoils_no_list(person: Person) -> None:
     found = json.loads(person.types("list", "--json").out)["jobs"]
     states = {each["name"]: each["state"] for each in found}
     assert states == {"good": "succeeded", "broken": "unknown"}
-
-
-def test_the_time_limit_ends_it_and_what_it_left_comes_back(person: Person) -> None:
-    script(person, WAITS)
-    words = ("local", "--name", "long", "--max-hours", "0.002", "--script", "job.py")
-    typed = person.types(*words, code=None)
-    assert typed.code != 0
-    assert person.result("long")["state"] == "time_limit"
-    assert (person.project / "launches/long/outputs/ended").is_file()
-
-
-def test_results_are_json_for_programs(person: Person) -> None:
-
-    script(person, "print('the log'); raise SystemExit(7)")
-    typed = person.types("local", "--name", "seven", "--json", "--script", "job.py", code=7)
-    found = json.loads(typed.out)
-    assert (found["state"], found["failure"], found["exit_code"]) == ("failed", "crashed", 7)
-    assert "the log" in typed.err
