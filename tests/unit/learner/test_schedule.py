@@ -11,28 +11,20 @@ def course(steps: int, **settings) -> list[float]:
     return [learning_rate(step, steps, config) for step in range(steps)]
 
 
-def test_constant_stays():
-    assert course(5, lr_scheduler_type="constant") == [1.0] * 5
-
-
-def test_linear_goes_down_and_would_be_0_after_the_last_step():
-    assert course(4, lr_scheduler_type="linear") == [1.0, 0.75, 0.5, 0.25]
-
-
-def test_cosine_goes_down_slowly_first():
-    assert course(4, lr_scheduler_type="cosine") == pytest.approx(
-        [1.0, 0.8535533905932737, 0.5, 0.14644660940672627]
-    )
-
-
-def test_the_warm_up_rises_to_the_peak_and_never_begins_at_0():
-    found = course(6, lr_scheduler_type="constant", warmup_steps=3)
-    assert found == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_the_decay_begins_after_the_warm_up():
-    found = course(6, lr_scheduler_type="linear", warmup_steps=2)
-    assert found == pytest.approx([1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25])
+@pytest.mark.parametrize(
+    ("kind", "steps", "warmup", "wanted"),
+    [
+        ("constant", 1, 0, [1.0]),
+        ("linear", 4, 0, [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", 4, 0, [1.0, 0.8535533905932737, 0.5, 0.14644660940672627]),
+        ("constant", 6, 3, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ("linear", 6, 2, [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
+    ],
+)
+def test_the_course_of_each_kind(kind, steps, warmup, wanted):
+    """It would be 0 after the last step, and does not begin at 0."""
+    found = course(steps, lr_scheduler_type=kind, warmup_steps=warmup)
+    assert found == pytest.approx(wanted)
 
 
 def test_a_share_of_the_steps_is_the_same_as_so_many():
@@ -47,8 +39,3 @@ def test_every_step_learns_and_none_exceeds_the_peak(kind, warmup):
     assert all(0 < rate <= 1 for rate in found)
     falling = found[warmup:]
     assert falling == sorted(falling, reverse=True)
-
-
-def test_one_step_is_taken_at_the_peak():
-    for kind in ("constant", "linear", "cosine"):
-        assert course(1, lr_scheduler_type=kind) == [1.0]

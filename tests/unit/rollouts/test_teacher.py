@@ -61,6 +61,7 @@ def trained(row: dict[str, Any], family: str = "chatml", **way: Any) -> list[str
         (PAIR, {}, [f"cd{END}"]),
         (PAIR, {"completion_only": False}, [f"bcd{END}"]),
         (TOKENS, {}, ["bd"]),
+        ({"prompt": CHAT["messages"][:3], "completion": CHAT["messages"][3:]}, {}, [f"gh{END}"]),
     ],
 )
 def test_what_is_trained(row, way, wanted):
@@ -68,16 +69,12 @@ def test_what_is_trained(row, way, wanted):
     assert trained(row, **way) == wanted
 
 
-def test_a_template_that_rewrites_turns_gives_several_rows():
-    assert trained(CHAT, "qwen3") == [
-        f"<think>\n\n</think>\n\ncd{END}",
-        f"<think>\n\n</think>\n\ngh{END}",
-    ]
-
-
-def test_only_the_completion_of_messages_is_trained():
-    row = {"prompt": CHAT["messages"][:3], "completion": CHAT["messages"][3:]}
-    assert trained(row) == [f"gh{END}"]
+def test_a_template_that_rewrites_turns_gives_several_rows_which_are_members_of_a_group():
+    thought = "<think>\n\n</think>\n\n"
+    assert trained(CHAT, "qwen3") == [f"{thought}cd{END}", f"{thought}gh{END}"]
+    (lesson,) = read([CHAT], "qwen3").lessons
+    group = teacher_group(chat_tokenizer("qwen3"), lesson, 0)
+    assert [rollout.member for rollout in group.rollouts] == [0, 1]
 
 
 def test_a_collators_masks_are_used_as_they_are():
@@ -95,17 +92,13 @@ def test_a_collators_masks_are_used_as_they_are():
     [
         ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, "no token of it is trained"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, {}, "no token of it is trained"),
-        (
-            TEXT,
-            {"completion_only": True},
-            "data.completion_only_loss is true, but the row is one text",
-        ),
+        (TEXT, {"completion_only": True}, "data.completion_only_loss"),
         ({"messages": [*CHAT["messages"][1:]]}, {}, "begins with the assistant"),
         ({"words": "a"}, {}, "has none of the forms"),
         (
             {"input_ids": [10, 260, 11], "labels": [-100, 260, 11]},
             {"vocabulary": 260},
-            "token 1 has the id 260, but the model's vocabulary has 260 tokens, with the ids 0 to 259",
+            "token 1 has the id 260",
         ),
         ({"input_ids": [10, -1]}, {}, "token 1 has the id -1"),
     ],
@@ -141,18 +134,6 @@ def test_a_cut_row_that_teaches_nothing_any_more_is_left_out():
         read([{"prompt": "abcdef", "completion": "g"}], max_length=4)
 
 
-def test_counts():
-    found = read([CHAT, PAIR])
-    assert found.trained_tokens == 2 * 3 + 3
-    assert found.tokens == sum(len(row.ids) for lesson in found.lessons for row in lesson.rows)
-    assert found.longest == len(found.lessons[0].rows[0].ids)
-    assert found.without_end == 0
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    open_ended = read_lessons(tokenizer, [CHAT, PAIR], TeacherWay(), where="W")
-    assert open_ended.without_end == 2
-
-
 def test_learner_rows_begin_and_end_with_a_trained_token():
     (lesson,) = read([CHAT]).lessons
     masked = lesson.rows[0]
@@ -175,10 +156,3 @@ def test_the_record():
     assert rollout.completion == "cd\nuser\nef\nassistant\ngh"
     assert group.example.prompt == CHAT["messages"][:1]
     assert not rollout.truncated
-
-
-def test_several_rows_of_an_example_are_members_of_a_group():
-    (lesson,) = read([CHAT], "qwen3").lessons
-    group = teacher_group(chat_tokenizer("qwen3"), lesson, 0)
-    assert [rollout.member for rollout in group.rollouts] == [0, 1]
-    assert group.rollouts[0].prompt_ids != group.rollouts[1].prompt_ids

@@ -36,36 +36,24 @@ def pieces(rollout, source=None, tokenizer=PIECES):
     ]
 
 
-async def test_tag_that_the_policy_wrote_over_several_tokens_ends_the_first_stage():
-    rollout, sampler = await rollout_of("a b</think> more", "42<eos>")
-    assert pieces(rollout) == [
-        ["a", " ", "b", "</th", "i", "n", "k", ">"],
-        ["<answer>"],
-        ["4", "2", "<eos>"],
-    ]
-    assert rollout.completion == "a b</think><answer>42"
+@pytest.mark.parametrize(
+    ("reasoning", "written", "inserted", "completion"),
+    [
+        ("a b</think> more", ["a", " ", "b", "</th", *"ink>"], [], "a b</think><answer>7"),
+        ("on and on and on", [*"on and on an"], ["</th", *"ink>"], "on and on an</think><answer>7"),
+        ("so</think>x and", ["s", "o", "</th", "ink>x"], [], "so</think>x<answer>7"),
+        ("so<eos>", ["s", "o", "<eos>"], ["</th", *"ink>"], "so</think><answer>7"),
+    ],
+)
+async def test_the_first_stage_ends_with_its_tag(reasoning, written, inserted, completion):
+    """Written over several tokens, or within one that stays as it was sampled; where it is missing, it is inserted."""
+    rollout, sampler = await rollout_of(reasoning, "7<eos>")
+    assert pieces(rollout) == [written, [*inserted, "<answer>"], ["7", "<eos>"]]
     assert [s.source for s in rollout.segments] == ["policy", "inserted", "policy"]
-    assert sampler.requests[0].params.stop == ("</think>",)
-
-
-async def test_tag_that_is_missing_is_inserted():
-    rollout, _ = await rollout_of("on and on and on", "7<eos>")
-    assert rollout.completion == "on and on an</think><answer>7"
+    assert rollout.completion == completion
     assert not rollout.truncated  # the answer came to its end
-    assert pieces(rollout, "inserted") == [["</th", "i", "n", "k", ">", "<answer>"]]
-
-
-async def test_rest_of_a_token_in_which_the_tag_ends_stays_as_it_was_sampled():
-    rollout, _ = await rollout_of("so</think>x and", "7<eos>")
-    assert pieces(rollout)[0] == ["s", "o", "</th", "ink>x"]
-    assert rollout.completion == "so</think>x<answer>7"
-
-
-async def test_stop_token_that_ended_the_reasoning_stays_and_the_tags_follow():
-    rollout, _ = await rollout_of("so<eos>", "7<eos>")
-    assert pieces(rollout)[0] == ["s", "o", "<eos>"]
-    assert pieces(rollout, "inserted")[0][-1] == "<answer>"
-    assert rollout.completion == "so</think><answer>7"
+    assert sampler.requests[0].params.stop == ("</think>",)
+    assert CONFIG.longest(999) == 12 + 5 + len("</think><answer>")
 
 
 async def test_stop_texts_of_the_config_end_either_stage():
@@ -126,40 +114,12 @@ async def test_mask_ids_and_log_probabilities_fit_whatever_is_said(reasoning, an
     )
 
 
-async def test_it_needs_nothing_of_a_sampler_but_generate():
-    tokenizer = FakeTokenizer()
-    config = RolloutConfig(
-        type="two_stage",
-        reasoning_end="ab",
-        answer_start="c",
-        max_reasoning_length=6,
-        max_answer_length=3,
-    )
-    ask = ask_for(tokenizer, "ask", tokenizer("ask")["input_ids"], members=8)
-    kind = TwoStage(config, tokenizer)
-    one, other = [await kind.sample(FakeSampler(), ask) for _ in range(2)]
-    assert one == other
-    assert all(len(each.segments) == 3 for each in one.rollouts)
-    assert len({each.completion for each in one.rollouts}) > 1
-
-
-@pytest.mark.parametrize("key", ["max_turns", "workers", "max_rollout_length"])
-def test_keys_of_another_kind_are_refused(key):
-    with pytest.raises(ValueError, match=f"{key} has no effect where type is two_stage"):
-        RolloutConfig.model_validate({"type": "two_stage", key: 3})
-
-
 @pytest.mark.parametrize("key", ["sampler", "eval"])
 def test_length_of_a_single_completion_is_refused_beside_two_stages(key):
     given = {"model": {"name": "tiny"}, "rollout": {"type": "two_stage"}}
     load_config(resolved(load_config(given).config))
     with pytest.raises(ConfigError, match=rf"{key}\.max_completion_length has no effect"):
         load_config({**given, key: {"max_completion_length": 99}})
-
-
-def test_longest_rollout_has_room_for_the_tags():
-    assert CONFIG.longest(999) == 12 + 5 + len("</think><answer>")
-    assert CONFIG.longest_written(999) == 17
 
 
 async def test_reasoning_and_answer_both_have_their_least_length(tmp_path):

@@ -163,14 +163,3 @@ def test_long_texts_are_computed_in_pieces_of_bounded_size():
         members = piece.texts.stop - piece.texts.start
         queries = piece.queries.stop - piece.queries.start
         assert members * queries * shape.heads * (800 + piece.queries.stop) <= 3 * pieces.SCORES
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_setting_of_products_is_put_back(dtype):
-    products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    before = products.fp32_precision
-    (each,) = piece_attention(SHAPE, LAYOUTS["one text"], torch.device("cpu"))
-    queries, keys, values, _ = inputs(7)
-    out = torch.empty(7, 24, dtype=dtype)
-    each.forward(queries.float(), keys.float(), values.to(dtype), out)
-    assert products.fp32_precision == before

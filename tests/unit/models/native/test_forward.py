@@ -57,8 +57,10 @@ def test_logits_are_those_of_transformers(name):
     assert float(turned.abs().max()) > 1e-3, "positions do not matter, so nothing is compared"
 
 
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("llama", "all"), ("llama-biases", "queries"), ("qwen3", "attention"), ("qwen3", "mlp")],
+)
 def test_an_adapter_changes_them_as_it_changes_the_modules(name, targets):
     adapter = adapted(family(name), TARGETS[targets])
     model = native(adapter.base)
@@ -70,20 +72,6 @@ def test_an_adapter_changes_them_as_it_changes_the_modules(name, targets):
         assert float((own_logits(plain, text(40)) - changed).abs().max()) > 0.1
 
 
-def test_the_modules_are_given_back_their_adapter_whichever_acts():
-    """What is native does not depend on the adapter that acts while it is made."""
-    adapter = adapted(family("llama"))
-    with adapter.using("policy"), torch.no_grad():
-        wanted = own_logits(adapter.base, text(40))
-    model = native(adapter.base)
-    torch.testing.assert_close(
-        plain_logits(model, text(40), products(model, adapter)).detach(),
-        wanted,
-        rtol=1e-5,
-        atol=1e-5 * float(wanted.abs().max()),
-    )
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_in_bfloat16_they_are_as_near_to_float32_as_transformers(name):
     """Of the same rounded weights, computed in float32; a tenth more is allowed, for chance."""
@@ -91,7 +79,7 @@ def test_in_bfloat16_they_are_as_near_to_float32_as_transformers(name):
     exact = family(name, dtype=torch.bfloat16).float()
     ours, theirs = 0.0, 0.0
     found = native(model)
-    for seed in range(6):
+    for seed in range(3):
         ids_N = text(60, seed=seed)
         wanted = own_logits(exact, ids_N).log_softmax(-1)
         theirs += float((own_logits(model, ids_N).log_softmax(-1) - wanted).abs().mean())

@@ -22,7 +22,7 @@ from numba.core.caching import CompileResultCacheImpl
 
 from groupwise.models.native import kept
 from groupwise.models.native.jit import kernel
-from tests.disks import fill, read_only, small_disk
+from tests.disks import fill, small_disk
 
 SOURCES = Path(kept.__file__).parent
 INTEGERS, FLOATS = np.arange(5), np.arange(5, dtype=np.float32)
@@ -67,11 +67,15 @@ def kept_files(folder: Path) -> list[Path]:
 # 1
 
 
-def test_what_was_compiled_is_loaded(folder):
-    assert [is_loaded(INTEGERS) for _ in range(3)] == [False, True, True]
-    assert [is_loaded(FLOATS) for _ in range(2)] == [False, True]
-    assert is_loaded(INTEGERS)
+def test_what_was_compiled_is_loaded(folder, caplog):
+    """Compiling is told once, loading is not."""
+    with caplog.at_level(logging.INFO, "groupwise"):
+        assert [is_loaded(INTEGERS) for _ in range(3)] == [False, True, True]
+        assert [is_loaded(FLOATS) for _ in range(2)] == [False, True]
+        assert is_loaded(INTEGERS)
     assert len(kept_files(folder)) == 2
+    (told,) = caplog.messages
+    assert str(folder) in told
 
 
 def test_what_was_made_of_other_sources_is_not_loaded_and_deleted(folder, monkeypatch):
@@ -88,24 +92,11 @@ def test_what_was_made_of_other_sources_is_not_loaded_and_deleted(folder, monkey
     assert not {*before} & {*kept_files(folder)}
 
 
-@pytest.mark.parametrize("version", ["numba", "llvmlite"])
-def test_what_another_version_made_is_not_loaded(folder, monkeypatch, version):
+def test_what_another_version_made_is_not_loaded(folder, monkeypatch):
     is_loaded(INTEGERS)
-    monkeypatch.setattr(f"{version}.__version__", "0.0.0")
+    monkeypatch.setattr("numba.__version__", "0.0.0")
     assert not is_loaded(INTEGERS)
     assert len(kept_files(folder)) == 2, "the other one is still in use, perhaps"
-
-
-def test_compiling_is_told_once_and_loading_not(caplog, folder):
-    with caplog.at_level(logging.INFO, "groupwise"):
-        for numbers in (INTEGERS, FLOATS):
-            is_loaded(numbers)
-    (told,) = caplog.messages
-    assert told.startswith(f"Compiling kernels for this processor; kept in {folder}")
-    kept._tell_of_compiling.cache_clear()
-    with caplog.at_level(logging.INFO, "groupwise"):
-        assert is_loaded(INTEGERS)
-    assert caplog.messages == [told]
 
 
 # 2
@@ -157,12 +148,10 @@ def test_two_that_begin_at_once_do_not_take_each_others_code(folder, monkeypatch
     "damage",
     [
         lambda whole: b"",
-        lambda whole: whole[:20],
         lambda whole: whole[: len(whole) // 2],
-        lambda whole: whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
         lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),
     ],
-    ids=["empty", "cut in the digest", "cut", "zeros", "a bit"],
+    ids=["empty", "cut", "a bit"],
 )
 def test_what_is_damaged_is_like_nothing(folder, damage):
     is_loaded(INTEGERS)
@@ -170,14 +159,6 @@ def test_what_is_damaged_is_like_nothing(folder, damage):
     path.write_bytes(damage(path.read_bytes()))
     assert [is_loaded(INTEGERS) for _ in range(2)] == [False, True]
     assert kept_files(folder) == [path]
-
-
-def test_what_cannot_be_read_is_like_nothing(folder):
-    is_loaded(INTEGERS)
-    (path,) = kept_files(folder)
-    path.unlink()
-    path.mkdir()
-    assert not is_loaded(INTEGERS)
 
 
 # 4
@@ -204,16 +185,6 @@ def test_a_full_disk(tmp_path, monkeypatch, caplog):
         both_work()
         assert_warned_once(caplog, "No space left on device")
         assert kept_files(disk) == [ballast], "nothing half written"
-
-
-def test_a_disk_that_becomes_read_only(tmp_path, monkeypatch, caplog):
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        monkeypatch.setattr(numba.config, "CACHE_DIR", str(disk))
-        begun, numbers = new(), INTEGERS.copy()
-        with read_only(disk):
-            begun(numbers)
-        assert numbers.tolist() == [0, 2, 4, 6, 8]
-        assert_warned_once(caplog, "Read-only file system")
 
 
 def test_no_folder_can_be_written_to(monkeypatch, caplog):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -55,10 +53,10 @@ def exact(linear: Linear, x: torch.Tensor, adapter: dict[str, Factors]) -> torch
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 8, 33])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "bias"), [(1, True), (33, False)])
 @pytest.mark.parametrize("chosen", ADAPTERS)
-def test_a_product_is_the_exact_sum_of_its_parts(chosen, bias, rows):
+def test_a_product_is_the_exact_sum_of_its_parts(chosen, rows, bias):
+    """An adapter of other layers adds nothing at all."""
     adapter = ADAPTERS[chosen]
     linear = three_parts(torch.float32, bias=bias)
     x = random(rows, INPUTS, seed=2)
@@ -66,28 +64,10 @@ def test_a_product_is_the_exact_sum_of_its_parts(chosen, bias, rows):
     results = [linear.many(x, linear.low_rank(adapter)), linear.few(x, linear.low_rank(adapter))]
     linear.pack()
     low = linear.packed_low_rank(adapter)
+    assert (low is None) == (chosen in ("none", "others"))
     results += [linear.few(x, low), linear.many(x, linear.low_rank(adapter))]
     for found in results:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_an_adapter_of_other_layers_adds_nothing_at_all():
-    linear = three_parts(torch.float32, bias=True)
-    linear.pack()
-    for chosen in ("none", "others"):
-        assert linear.low_rank(ADAPTERS[chosen]) is None
-        assert linear.packed_low_rank(ADAPTERS[chosen]) is None
-
-
-def test_parts_without_an_adapter_stay_as_they_were():
-    linear = three_parts(torch.float32, bias=True)
-    x = random(8, INPUTS, seed=2)
-    for pack in (False, True):
-        if pack:
-            linear.pack()
-        plain, changed = linear.few(x), linear.few(x, linear.packed_low_rank(ADAPTERS["one"]))
-        torch.testing.assert_close(changed[:, :32], plain[:, :32], rtol=0, atol=1e-6)
-        assert float((changed - plain)[:, 32:].abs().mean()) > 0.1
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -121,7 +101,7 @@ def test_what_is_packed_is_a_copy_and_factors_are_read_when_asked():
     torch.testing.assert_close(changed.double(), exact(linear, x, given), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [8, 16, 24, 40])
+@pytest.mark.parametrize("rows", [8, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_rows_beside_it_do_not_change_a_bit_of_a_row(dtype, rows):
     linear = three_parts(dtype, bias=True)
@@ -135,26 +115,6 @@ def test_the_rows_beside_it_do_not_change_a_bit_of_a_row(dtype, rows):
 # Float32 by oneDNN
 
 
-@pytest.mark.parametrize(
-    ("processor", "quick"),
-    [
-        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, True),
-        ({"architecture": "x86_64", "avx2": True}, True),
-        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": True}, False),
-        ({"architecture": "aarch64", "bf16": True}, False),
-    ],
-)
-def test_rounding_is_allowed_where_it_does_not_happen(monkeypatch, processor, quick):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
-    products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    before = products.fp32_precision
-    with quick_float32(False):
-        assert products.fp32_precision == before
-    with quick_float32(True):
-        assert (products.fp32_precision == "bf16") == quick
-    assert products.fp32_precision == before
-
-
 def test_products_that_are_to_be_quick_are_not_rounded_here():
     queries, keys = random(9, 96, 64), random(9, 64, 96, seed=1)
     with quick_float32(True):
@@ -165,10 +125,8 @@ def test_products_that_are_to_be_quick_are_not_rounded_here():
 # Small changes on a base in bfloat16
 
 
-@cache
-def many_rows(inputs: int) -> torch.Tensor:
-    """So many that they make a slope sure to about 1 %."""
-    return random(1 << 16, inputs, seed=3).bfloat16()
+ROWS = {1e-4: 1 << 11, 1e-5: 1 << 13, 1e-6: 1 << 16}
+"""So many that they make a slope sure to about 1 %; products of few rows are not rounded."""
 
 
 def slope(linear: Linear, learning_rate: float, *, few: bool) -> float:
@@ -176,7 +134,7 @@ def slope(linear: Linear, learning_rate: float, *, few: bool) -> float:
     outputs, inputs = linear.weight_OI.shape
     down = (torch.rand(16, inputs, generator=torch.Generator().manual_seed(1)) * 2 - 1) / 16
     step = learning_rate * torch.sign(random(outputs, 16, seed=2))
-    x = many_rows(inputs)
+    x = random(1 << 10 if few else ROWS[learning_rate], inputs, seed=3).bfloat16()
 
     def product(up: torch.Tensor) -> torch.Tensor:
         given = {"x": Factors(down, up, 2.0)}
@@ -189,10 +147,9 @@ def slope(linear: Linear, learning_rate: float, *, few: bool) -> float:
     return float((realised * wanted).sum() / (wanted * wanted).sum())
 
 
-@pytest.mark.parametrize("bias", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("learning_rate", [1e-4, 1e-5, 1e-6])
-def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, few, bias):
+@pytest.mark.parametrize(("learning_rate", "bias"), [(1e-4, 1.0), (1e-5, 0.0), (1e-6, 0.1)])
+def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, bias, few):
     """Also beside a bias, whose rounding would swallow it."""
     weight = (random(128, 256) / 16).bfloat16()
     bias_O = (random(128, seed=9) * bias).bfloat16() if bias else None

@@ -58,15 +58,13 @@ def assert_exact(kind: str, product: Packed, weight: Tensor, bias: Tensor | None
     torch.testing.assert_close(found.double(), exact(weight, bias, x, parts), rtol=1e-5, atol=3e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 16, 24, 40])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "bias"), [(1, True), (7, False), (8, True), (40, True)])
 @pytest.mark.parametrize(
     ("ranks", "columns"),
     [
         ((), ()),
         ((16,), (0, 64)),
         ((3, 16, 5), (0, 20, 40, 64)),
-        ((8,), (30, 31)),
         ((40,), (16, 48)),
     ],
 )
@@ -86,24 +84,18 @@ def test_any_size(kind, outputs, inputs):
     assert_exact(kind, Packed(weight, bias), weight, bias, x, parts)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_several_threads_make_the_same_bits(kind, threads):
+def test_several_threads_make_the_same_bits(kind):
     weight = given(kind, 16 * 50 + 3, 30)
     x = given(FLOATS, 16, 30, seed=2).to(weight.dtype)
     product = Packed(weight, None)
     low = product.low_rank(placed(kind, 30, (5, 7), (0, 400, 803)))
     wanted = product.product(x, low)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(3)
     try:
         assert torch.equal(product.product(x, low), wanted)
     finally:
         torch.set_num_threads(before)
-
-
-def test_weights_are_kept_in_half_the_memory_where_that_changes_nothing(kind):
-    stored = Packed(given(kind, 32, 8), None)._weights
-    assert stored.dtype.name == ("float32" if kind == FLOATS else "uint16")
 
 
 def test_a_row_is_the_same_among_any_others(kind):

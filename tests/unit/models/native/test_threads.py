@@ -20,7 +20,7 @@ def threads(request) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 40])
+@pytest.mark.parametrize("count", [0, 5, 6, 40])
 def test_all_is_done_once(threads, count):
     done: list[int] = []
     parts: list[tuple[int, int]] = []
