@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -144,39 +144,23 @@ def assert_kept(history: Iterable[Record], **how: Any) -> None:
 
 
 def _executions(ordered: Sequence[Record]) -> list[Execution]:
+    seen = {_member(r): r["at"] for r in ordered if r["what"] == "child"}
     runs: list[Execution] = []
-    seen: dict[tuple[Any, ...], float] = {}
-    for record in ordered:
-        if record["what"] == "child":
-            seen[_member(record)] = record["at"]
-    for index, record in enumerate(ordered):
-        if record["what"] == "start":
-            end, code, why = _end_of(record, ordered[index + 1 :])
-            runs.append(_execution(record, end, code, why, seen.get(_member(record), 0.0)))
+    for index, start in enumerate(ordered):
+        if start["what"] == "start":
+            runs.append(
+                Execution(
+                    *(start["job"], start["epoch"], start["rank"], start["vm"]),
+                    *(tuple(start["gpus"]), start.get("share_mb"), start.get("members", 1)),
+                    *(start["at"], *_end_of(start, ordered[index + 1 :])),
+                    seen.get(_member(start), 0.0),
+                )
+            )
     return runs
 
 
 def _member(record: Record) -> tuple[Any, ...]:
     return record["job"], record["epoch"], record["rank"], record["vm"]
-
-
-def _execution(
-    start: Record, end: float, code: int | None, why: str | None, seen: float
-) -> Execution:
-    return Execution(
-        job=start["job"],
-        epoch=start["epoch"],
-        rank=start["rank"],
-        vm=start["vm"],
-        gpus=tuple(start["gpus"]),
-        share_mb=start.get("share_mb"),
-        members=start.get("members", 1),
-        begin=start["at"],
-        end=end,
-        code=code,
-        why=why,
-        seen=seen,
-    )
 
 
 def _end_of(start: Record, later: Sequence[Record]) -> tuple[float, int | None, str | None]:
@@ -189,10 +173,11 @@ def _end_of(start: Record, later: Sequence[Record]) -> tuple[float, int | None, 
     return math.inf, None, None
 
 
-def _by_job(runs: Sequence[Execution]) -> dict[str, list[Execution]]:
-    found: dict[str, list[Execution]] = defaultdict(list)
-    for run in runs:
-        found[run.job].append(run)
+def _by(what: str, records: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Runs or records with the same of that, in their order."""
+    found: dict[Any, list[Any]] = defaultdict(list)
+    for each in records:
+        found[each[what] if isinstance(each, Mapping) else getattr(each, what)].append(each)
     return found
 
 
@@ -202,26 +187,24 @@ def _by_job(runs: Sequence[Execution]) -> dict[str, list[Execution]]:
 
 
 def _twice(runs: Sequence[Execution]) -> list[str]:
-    seen: set[tuple[str, int, int]] = set()
-    found: list[str] = []
-    for run in runs:
-        name = (run.job, run.epoch, run.rank)
-        if name in seen:
-            found.append(f"{run}: the same member of the same attempt began twice")
-        seen.add(name)
-    return found
+    count = Counter((run.job, run.epoch, run.rank) for run in runs)
+    return [
+        f"{job}.{epoch} rank {rank}: the same member of the same attempt began twice"
+        for (job, epoch, rank), times in count.items()
+        if times > 1
+    ]
 
 
 def _overlapping(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     """Of one of which an operator has said before that it will not come back nothing is known."""
-    lost = [(r["vm"], r["at"]) for r in ordered if r["what"] == "lost"]
+    lost = _by("vm", (r for r in ordered if r["what"] == "lost"))
 
     def given_up(one: Execution, other: Execution) -> bool:
-        return any(vm == one.vm and one.begin < at <= other.begin for vm, at in lost)
+        return any(one.begin < r["at"] <= other.begin for r in lost.get(one.vm, ()))
 
     return [
         f"{one} and {other}: two executions of one job at the same time"
-        for mine in _by_job(runs).values()
+        for mine in _by("job", runs).values()
         for index, one in enumerate(mine)
         for other in mine[index + 1 :]
         if one.epoch != other.epoch
@@ -232,15 +215,15 @@ def _overlapping(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[s
 
 
 def _clashes(ordered: Sequence[Record]) -> list[str]:
-    lost = [(r["vm"], r["at"]) for r in ordered if r["what"] == "lost"]
+    lost = _by("vm", (r for r in ordered if r["what"] == "lost"))
     where = {(r["job"], r["epoch"]): r["vm"] for r in ordered if r["what"] == "start"}
 
     def given_up(record: Record) -> bool:
         """The other one of its job is on a machine that an operator had given up."""
         job, epoch, *_ = record["holder"].rsplit(".", 2)
-        vm = where.get((job, int(epoch)))
+        before = lost.get(where.get((job, int(epoch))), ())
         same = job == record["job"] and not record["over"].startswith("gpu")
-        return same and any(v == vm and at <= record["at"] for v, at in lost)
+        return same and any(r["at"] <= record["at"] for r in before)
 
     return [
         f"{r['job']}.{r['epoch']} found {r['over']} in the hands of {r['holder']}"
@@ -267,11 +250,7 @@ def _shared_gpus(runs: Sequence[Execution], memory_mb: int | None) -> list[str]:
 
 
 def _statuses(ordered: Sequence[Record]) -> dict[str, list[Record]]:
-    found: dict[str, list[Record]] = defaultdict(list)
-    for record in ordered:
-        if record["what"] == "status":
-            found[record["job"]].append(record)
-    return found
+    return _by("job", (r for r in ordered if r["what"] == "status"))
 
 
 def _not_final(ordered: Sequence[Record]) -> list[str]:
@@ -289,10 +268,7 @@ def _not_final(ordered: Sequence[Record]) -> list[str]:
 
 
 def _attempts(runs: Sequence[Execution]) -> dict[int, list[Execution]]:
-    found: dict[int, list[Execution]] = defaultdict(list)
-    for run in sorted(runs, key=lambda r: (r.epoch, r.rank)):
-        found[run.epoch].append(run)
-    return found
+    return _by("epoch", sorted(runs, key=lambda r: (r.epoch, r.rank)))
 
 
 def _succeeded(attempt: Sequence[Execution]) -> bool:
@@ -345,7 +321,7 @@ def _codes(
 
 def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     found: list[str] = []
-    by_job = _by_job(runs)
+    by_job = _by("job", runs)
     for job, told in _statuses(ordered).items():
         last = told[-1]
         attempts = _attempts([r for r in by_job.get(job, ()) if r.begin < last["at"]])
@@ -371,7 +347,7 @@ def _as_shell(code: int | None) -> int | None:
 def _ran_again(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     """What had succeeded on a machine that was lost with its artefacts has to be run again; nothing else has."""
     found: list[str] = []
-    for job, mine in _by_job(runs).items():
+    for job, mine in _by("job", runs).items():
         attempts = _attempts(mine)
         done = [
             epoch
@@ -467,20 +443,14 @@ def _wrong_resumes(ordered: Sequence[Record]) -> list[str]:
 
 def _wrong_ends(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     """What the fleet says of an attempt is what happened to it."""
-    attempts: dict[tuple[str, int], list[Execution]] = defaultdict(list)
-    for run in runs:
-        attempts[run.job, run.epoch].append(run)
-    found: list[str] = []
-    for record in ordered:
-        if record["what"] == "attempt":
-            mine = attempts.get((record["job"], record["epoch"]), [])
-            why = _wrong_end(ordered, record, mine)
-            if why:
-                found.append(
-                    f"{record['job']}.{record['epoch']} is said to have ended {record['outcome']} "
-                    f"({record['failure']}), and {why}"
-                )
-    return found
+    said = [r for r in ordered if r["what"] == "attempt"]
+    mine = [[e for e in runs if (e.job, e.epoch) == (r["job"], r["epoch"])] for r in said]
+    found = [(r, _wrong_end(ordered, r, m)) for r, m in zip(said, mine, strict=True)]
+    return [
+        f"{r['job']}.{r['epoch']} is said to have ended {r['outcome']} ({r['failure']}), and {why}"
+        for r, why in found
+        if why
+    ]
 
 
 def _wrong_end(ordered: Sequence[Record], said: Record, mine: Sequence[Execution]) -> str | None:
@@ -532,10 +502,8 @@ def _explained(
 
 
 def _charged_too_often(ordered: Sequence[Record]) -> list[str]:
-    count: dict[tuple[str, int], int] = defaultdict(int)
-    for record in ordered:
-        if record["what"] == "attempt" and record["charged"]:
-            count[record["job"], record["generation"]] += 1
+    charged = (r for r in ordered if r["what"] == "attempt" and r["charged"])
+    count = Counter((r["job"], r["generation"]) for r in charged)
     return [
         f"{job} was tried {tries} times in generation {generation} although it was at fault"
         for (job, generation), tries in count.items()

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
+from tests.postgres import ends_with_us
 
 TOKEN = "canary-of-nats-6e5b"
 SECONDS = 20.0
@@ -71,7 +72,7 @@ class Nats:
         assert self._process is None
         with (self.folder / "log").open("ab") as output:
             self._process = subprocess.Popen(
-                [self.program, "-c", self.folder / "nats.conf"],
+                [*ends_with_us(), self.program, "-c", self.folder / "nats.conf"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

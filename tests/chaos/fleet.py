@@ -7,7 +7,7 @@ ends: each child has asked the kernel for it, and the machines are namespaces be
     with real_fleet(machines=3, gpus=2) as fleet:
         fleet.start()
         job = fleet.submit([{"steps": 5}])
-        fleet.until(lambda: fleet.status(job) == "completed", 30, "the job")
+        fleet.until(lambda: fleet.status(job) == "completed", "the job")
 
 All of it lies in a network that only the thread which came here is in.
 """
@@ -35,7 +35,7 @@ from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup
 from groupwise.fleet.store import database as databases
 from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Reservation
 from groupwise.fleet.verbs import jobs as job_verbs
 from groupwise.fleet.verbs import machines as machine_verbs
 from groupwise.fleet.verbs.actor import Actor
@@ -76,13 +76,6 @@ def dies_with_us() -> list[str]:
     program = shutil.which("setpriv", path=ssh_hosts.PLACES)
     assert program is not None
     return [program, "--pdeathsig", "KILL", "--"]
-
-
-class _MortalPostgres(Postgres):
-    """One that ends with the test."""
-
-    def _popen(self, command: list[str | Path]) -> subprocess.Popen[bytes]:
-        return super()._popen([*dies_with_us(), *command])
 
 
 class Control:
@@ -161,8 +154,100 @@ class Control:
         return self._process.wait(SECONDS)
 
 
-class RealFleet:
-    """All parts, what is done to them, and what was done."""
+class Parts:
+    """Database, messages, machines and processes of a fleet, below one folder, and what everybody looks at."""
+
+    def __init__(
+        self,
+        root: Path,
+        url: str,
+        messages: Nats,
+        hosts: Sequence[FullHost],
+        further: Mapping[str, str],
+    ) -> None:
+        """`further`: of the environment of its processes."""
+        self.url = url
+        self.nats = messages
+        self.hosts = {host.name: host for host in hosts}
+        self.home = root / "fleet"
+        """Settings, logs, artefacts, blobs."""
+        self.home.mkdir()
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(root),
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": str(ROOT),
+            "GROUPWISE_FLEET": str(self.home),
+            "GROUPWISE_FLEET_DATABASE": url,
+            "GROUPWISE_FLEET_NATS_URL": messages.url,
+            "NATS_TOKEN": nats.TOKEN,
+            **{f"GROUPWISE_FLEET_{name}": value for name, value in QUICK.items()},
+            **further,
+        }
+        self.database: Database = databases.connect(url)
+        databases.migrate(self.database)
+        self.controls: dict[str, Control] = {}
+
+    def no_pauses(self) -> None:
+        """Jobs that wait before they are tried again need not wait any longer: minutes of a real fleet are seconds here."""
+        self.database.run(
+            lambda s: s.execute(
+                update(Job).where(Job.status == "queued", Job.not_before > 0).values(not_before=0.0)
+            )
+        )
+
+    def look(self, fn: Callable[[Session], T]) -> T:
+        """At the database."""
+        return self.database.read(fn)
+
+    def rows(self, query: Any) -> list[Any]:
+        """As they are now, for good."""
+
+        def find(session: Session) -> list[Any]:
+            found = list(session.scalars(query))
+            session.expunge_all()
+            return found
+
+        return self.look(find)
+
+    def job(self, job_id: str) -> Job:
+        return self.rows(select(Job).where(Job.job_id == job_id))[0]
+
+    def attempts(self, job_id: str) -> list[Attempt]:
+        return self.rows(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch))
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
+        """Its first true value."""
+        end = time.monotonic() + seconds
+        while not (found := condition()):
+            told = f"waited {seconds:g} s in vain for {what}"
+            assert time.monotonic() < end, f"{told}\n{self.story()}"
+            time.sleep(0.05)
+        return found
+
+    def story(self) -> str:
+        """For whoever wonders why a test failed."""
+        jobs = [
+            f"{j.job_id} {j.status} {j.assigned_vm} {j.failure_reason} {j.blocked_reasons}"
+            for j in self.rows(select(Job))
+        ]
+        happened = [
+            f"{e.kind} {e.job_id} {e.epoch} {e.vm_id} {str(e.detail)[:300]}"
+            for e in self.rows(select(Event).order_by(Event.event_id))
+        ]
+        said = [f"--- {n}\n{c.log()[-3000:]}" for n, c in self.controls.items() if c.path.exists()]
+        return "\n".join([*jobs, *happened[-60:], *said])
+
+    def end(self) -> None:
+        """All its processes."""
+        for control in self.controls.values():
+            if control.is_there():
+                control.kill()
+        self.database.close()
+
+
+class RealFleet(Parts):
+    """What is done to them, and what was done."""
 
     def __init__(
         self,
@@ -173,10 +258,10 @@ class RealFleet:
         gpus: int,
         settings: Mapping[str, str],
     ) -> None:
+        further = {f"GROUPWISE_FLEET_{name}": value for name, value in settings.items()}
+        super().__init__(folder, server.new_database(), messages, hosts, further)
         self.folder = folder
         self.postgres = server
-        self.nats = messages
-        self.hosts = {host.name: host for host in hosts}
         self.gpus = gpus
         self.records: list[dict[str, Any]] = []
         """What this process did, and was told."""
@@ -184,31 +269,11 @@ class RealFleet:
         self.history = folder / "history"
         self.history.mkdir()
         self.history.chmod(0o1777)
-        self.place = folder / "fleet"
-        self.place.mkdir()
-        self.database_url = server.new_database()
-        self.database: Database = databases.connect(self.database_url)
-        databases.migrate(self.database)
-        self.blobs = BlobStore(self.place / "blobs")
-        self.trainer = self.blobs.put_file(TRAINER)
+        self.trainer = BlobStore(self.home / "blobs").put_file(TRAINER)
         self.controls = {
-            name: Control(name, role, folder, self._environment(settings))
-            for name, role in ROLES.items()
+            name: Control(name, role, folder, self.environment) for name, role in ROLES.items()
         }
         self._numbers = 0
-
-    def _environment(self, settings: Mapping[str, str]) -> dict[str, str]:
-        return {
-            "PATH": os.environ["PATH"],
-            "HOME": str(self.folder),
-            "LANG": "C.UTF-8",
-            "PYTHONPATH": str(ROOT),
-            "GROUPWISE_FLEET": str(self.place),
-            "GROUPWISE_FLEET_DATABASE": self.database_url,
-            "GROUPWISE_FLEET_NATS_URL": self.nats.url,
-            "NATS_TOKEN": nats.TOKEN,
-            **{f"GROUPWISE_FLEET_{name}": value for name, value in settings.items()},
-        }
 
     # what is done
 
@@ -233,7 +298,7 @@ class RealFleet:
         """All machines with their GPUs are known."""
         wanted = len(self.hosts) * self.gpus
         counted = select(func.count()).select_from(GPU).where(GPU.observed == "ok")
-        self.until(lambda: self.look(lambda s: s.scalar(counted)) == wanted, SECONDS, "all GPUs")
+        self.until(lambda: self.look(lambda s: s.scalar(counted)) == wanted, "all GPUs")
 
     def submit(
         self, plays: Sequence[Mapping[str, Any]], *, job_id: str | None = None, **request: Any
@@ -293,19 +358,7 @@ class RealFleet:
         self.hosts[vm].power_loss()
         self.record("power_off", vm=vm)
 
-    def no_pauses(self) -> None:
-        """Jobs that wait before they are tried again need not wait any longer: minutes of a real fleet are seconds here."""
-        self.database.run(
-            lambda s: s.execute(
-                update(Job).where(Job.status == "queued", Job.not_before > 0).values(not_before=0.0)
-            )
-        )
-
     # what is seen
-
-    def look(self, fn: Callable[[Session], T]) -> T:
-        """At the database."""
-        return self.database.read(fn)
 
     def status(self, job: str) -> str:
         """Of a job."""
@@ -350,19 +403,6 @@ class RealFleet:
 
         return self.look(find)
 
-    def until(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
-        """Its first true value."""
-        end = time.monotonic() + seconds
-        while True:
-            found = condition()
-            if found:
-                return found
-            if time.monotonic() > end:
-                raise AssertionError(
-                    f"waited {seconds:g} s in vain for {what}: {self.unfinished()}\n{self.logs()}"
-                )
-            time.sleep(0.05)
-
     def told(self, job: str | None = None) -> list[dict[str, Any]]:
         """What trainers wrote down, of one job or of all, in the order of time."""
         paths = self.history.glob("*.jsonl" if job is None else f"{job}.*.jsonl")
@@ -399,21 +439,6 @@ class RealFleet:
         """Jobs that have ended."""
         query = select(Job.job_id).where(Job.status.in_(FINAL))
         return self.look(lambda s: set(s.scalars(query)))
-
-    def logs(self) -> str:
-        """The last words of all control processes."""
-        return "\n".join(
-            f"--- {name}\n" + "\n".join(control.log().splitlines()[-40:])
-            for name, control in self.controls.items()
-            if control.path.exists()
-        )
-
-    def end(self) -> None:
-        """All control processes."""
-        for control in self.controls.values():
-            if control.is_there():
-                control.kill()
-        self.database.close()
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -477,11 +502,11 @@ def real_fleet(*, machines: int = 2, gpus: int = 2, **settings: str) -> Iterator
     try:
         with (
             ssh_hosts.own_network(),
-            _postgres(folder) as server,
-            _nats(folder) as messages,
+            postgres.server() as server,
+            nats.server(folder) as messages,
             ssh_hosts.full_hosts(machines) as hosts,
         ):
-            fleet = RealFleet(folder, server, messages, hosts, gpus, {**QUICK, **settings})
+            fleet = RealFleet(folder, server, messages, hosts, gpus, settings)
             try:
                 fleet.add_machines()
                 yield fleet
@@ -489,30 +514,3 @@ def real_fleet(*, machines: int = 2, gpus: int = 2, **settings: str) -> Iterator
                 fleet.end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _postgres(folder: Path) -> Iterator[Postgres]:
-    place = folder / "postgres"
-    place.mkdir()
-    server = _MortalPostgres(postgres.needed(), place)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
-
-
-@contextlib.contextmanager
-def _nats(folder: Path) -> Iterator[Nats]:
-    place = folder / "nats"
-    place.mkdir()
-    program = place / "nats-server"
-    program.write_text(f'#!/bin/sh\nexec {" ".join(dies_with_us())} {nats.needed()} "$@"\n')
-    program.chmod(0o755)
-    server = Nats(str(program), place)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.end()

@@ -261,7 +261,7 @@ def _logs(fleet: RealFleet, told: list[Record], ends: list[Record]) -> list[Reco
         at = max(r["at"] for r in mine)
         size = max((r["wrote"] for r in mine if "wrote" in r), default=0)
         exact = any(r["what"] == "stop" for r in mine)
-        path = fleet.place / "logs" / job / (f"{epoch}.log" if rank == 0 else f"{epoch}.{rank}.log")
+        path = fleet.home / "logs" / job / (f"{epoch}.log" if rank == 0 else f"{epoch}.{rank}.log")
         mirrored = path.read_bytes() if path.exists() else b""
         length = size if exact else max(size, len(mirrored))
         wrote = printed(f"{job}.{epoch}.{rank}", starts[0]["play"]["log"], 0, length)
@@ -285,7 +285,7 @@ def _artefacts(fleet: RealFleet, told: list[Record]) -> list[Record]:
             made = f"{job}.{epoch}.{rank}"
             found.append({"at": record["at"], "what": "made", "data": made, **facts})
             folder = str(epoch) if rank == 0 else f"{epoch}.{rank}"
-            path = fleet.place / "artefacts" / job / folder / "outputs" / name
+            path = fleet.home / "artefacts" / job / folder / "outputs" / name
             if path.exists():
                 kept = path.read_text()
                 found.append({"at": record["at"], "what": "kept", "data": kept, **facts})

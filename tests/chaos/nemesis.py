@@ -11,15 +11,12 @@ cannot draw is when things happen among many processes: the same seed deals the 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,6 @@ from groupwise.fleet.store.events import ENDS
 from groupwise.fleet.store.tables import GPU, VM, Cursor, Event, Job
 from groupwise.fleet.tracker import NatsOutlet
 from groupwise.fleet.verbs import machines as machine_verbs
-from groupwise.models.machine import describe_processor
 from groupwise.wire.problems import Refusal
 from tests.chaos import history
 from tests.chaos.fleet import LEASE, OPERATOR, RealFleet, state_and_parent
@@ -186,9 +182,7 @@ class Nemesis:
         chance = self.chance
         resources = chance.choice(
             [
-                {"gpus": 1},
-                {"gpus": 1},
-                {"gpus": 1},
+                *[{"gpus": 1}] * 3,
                 {"gpus": 2},
                 {"gpus": 1, "machines": 2},
                 {"gpus": 1, "share_mb": 30_000},
@@ -429,8 +423,8 @@ class Nemesis:
             except RunError:
                 return False
 
-        fleet.until(rested, REST, "rest")
-        fleet.until(self._all_is_told, REST, "the tracker")
+        fleet.until(rested, "rest", REST)
+        fleet.until(self._all_is_told, "the tracker", REST)
 
     def _all_is_told(self) -> bool:
         """The tracker has told NATS of every job that ended."""
@@ -465,24 +459,3 @@ def _name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text()
     except OSError:
         return ""
-
-
-def report(seed: int, seconds: float, nemesis: Nemesis, broken: list[str]) -> dict[str, Any]:
-    """As it is stored. `version`: what was run, as git names it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    version = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "on": date.today().isoformat(),
-        "machine": {"processor": describe_processor("cpu"), "cores": os.cpu_count()},
-        "version": version or None,
-        "seed": seed,
-        "seconds": seconds,
-        "blows": dict(nemesis.blows),
-        "summary": nemesis.summary(),
-        "broken": broken,
-    }
-
-
-def as_json(document: dict[str, Any]) -> str:
-    """For a file."""
-    return json.dumps(document, indent=1) + "\n"

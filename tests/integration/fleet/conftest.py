@@ -1,13 +1,12 @@
-"""Both databases of a fleet. A suite of `tests/unit/fleet` that is imported here runs on both."""
+"""The real servers of a worker. A suite of `tests/unit/fleet` that is imported here runs on PostgreSQL; on SQLite it runs there."""
 
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from groupwise.fleet.store.database import Database, connect
-from tests.fleet_databases import copied, migrated_file, new_fleet
+from tests.fleet_databases import migrated_file, new_fleet
 from tests.postgres import Postgres, server
 from tests.ssh_hosts import full_machines, network_of_the_fleet, plain_machines
 
@@ -21,25 +20,27 @@ def postgres() -> Iterator[Postgres]:
         yield running
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture
+def empty_url(postgres: Postgres) -> str:
     """Of a database without tables."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'fleet.db'}"
-    running: Postgres = request.getfixturevalue("postgres")
-    return running.new_database()
+    return postgres.new_database()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def ready_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture
+def ready_url(postgres: Postgres) -> str:
     """Of a database with all tables."""
-    if request.param == "sqlite":
-        return copied(request.getfixturevalue("migrated_file"), tmp_path)
-    return new_fleet(request.getfixturevalue("postgres"))
+    return new_fleet(postgres)
 
 
 @pytest.fixture
 def database(ready_url: str) -> Iterator[Database]:
     """Empty, with all tables."""
+    with closing(connect(ready_url)) as made:
+        yield made
+
+
+@pytest.fixture
+def second(ready_url: str, database: Database) -> Iterator[Database]:
+    """The same, as another process has it."""
     with closing(connect(ready_url)) as made:
         yield made

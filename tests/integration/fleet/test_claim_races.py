@@ -1,10 +1,10 @@
 """Several dispatchers on one queue, on a real PostgreSQL.
 
-1. Eight processes, killed at random: no job is lost, none runs twice at a time, no GPU is booked twice.
+1. Processes that are killed at random: no job is lost, none runs twice at a time, no GPU is booked twice.
 2. A job that is marked as pending while the GPU that it needs is released is not forgotten, whichever of the two commits first.
 3. A project's quota holds for claims that do not see each other.
 4. Two submissions under one key are one job.
-5. Ten thousand jobs at once.
+5. A thousand jobs at once, or ten thousand.
 """
 
 import itertools
@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,11 +25,9 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.queue import admission, capacity, claim, waking
 from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database, connect
+from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Event, Job, Project, Reservation
-from tests.fleet_databases import new_fleet
 from tests.integration.fleet import dispatchers
-from tests.postgres import Postgres
 from tests.unit.fleet.small_fleet import (
     add_machine,
     claim_some,
@@ -41,57 +40,44 @@ from tests.unit.fleet.small_fleet import (
     submit,
 )
 
-pytestmark = pytest.mark.fleet
-
 SECONDS = 120.0
 
 
-@pytest.fixture
-def database(postgres: Postgres) -> Iterator[Database]:
-    with closing(connect(new_fleet(postgres))) as made:
-        yield made
+# --- 1. processes that are killed -----------------------------------------------------------------
 
 
-@pytest.fixture
-def second(database: Database) -> Iterator[Database]:
-    """The same database, as another process has it."""
-    made = connect(database._url.render_as_string(hide_password=False))
-    yield made
-    made.close()
-
-
-# --- 1. eight processes ---------------------------------------------------------------------------
-
-
-def dispatcher(database: Database, owner: str, seed: int) -> "subprocess.Popen[bytes]":
-    url = database._url.render_as_string(hide_password=False)
+def dispatcher(url: str, owner: str, seed: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, dispatchers.__file__, url, owner, str(seed)])
 
 
 @pytest.mark.timeout(300)
-def test_eight_dispatchers_that_are_killed(database: Database) -> None:
+@pytest.mark.parametrize("many", [4, pytest.param(8, marks=pytest.mark.soak(suite="fleet"))])
+def test_dispatchers_that_are_killed(ready_url: str, database: Database, many: int) -> None:
     chance = random.Random(5)
     for n in range(3):
         add_machine(database, f"vm-{n}", 2)
     add_machine(database, "cpu", cpu_slots=2)
-    names = [f"j{n:03}" for n in range(60)]
+    names = [f"j{n:03}" for n in range(7 * many)]
     for name in names:
         submit(database, name, project=chance.choice("pq"), **chance.choice(MIX))
-    numbers = itertools.count()
-    running = {
-        owner: dispatcher(database, owner, n) for n in range(8) for owner in [f"d{next(numbers)}"]
-    }
+    running = {f"d{n}": dispatcher(ready_url, f"d{n}", n) for n in range(many)}
     try:
-        kill_some(database, running, numbers, chance)
-        deadline = time.monotonic() + SECONDS
-        while any(process.poll() is None for process in running.values()):
-            assert time.monotonic() < deadline, statuses(database)
-            time.sleep(0.05)
+        # Half as many, in the middle of what they do; each is replaced, and what it held given back.
+        for kill in range(1, many // 2 + 1):
+            wait_for(lambda: ended(database) >= 8 * kill, "no jobs end")  # noqa: B023 — called at once
+            owner = chance.choice(sorted(running))
+            killed = running.pop(owner)
+            killed.kill()
+            killed.wait()
+            wait_for(lambda: not connections_of_dead(database, many - 1), "a connection stays")
+            dispatchers.give_back(database, owner)
+            running[f"later-{kill}"] = dispatcher(ready_url, f"later-{kill}", kill + 100)
+        wait_for(lambda: all(p.poll() is not None for p in running.values()), "they go on")
     finally:
         for process in running.values():
             process.kill()
             process.wait()
-    assert [p.returncode for p in running.values()] == [0] * 8
+    assert {p.returncode for p in running.values()} == {0}
     assert statuses(database) == dict.fromkeys(names, "completed")
     check_history(database)
 
@@ -104,25 +90,6 @@ MIX: list[dict[str, Any]] = [
     {"share_mb": 30_000},
     {"gpus": 0},
 ]
-
-
-def kill_some(
-    database: Database,
-    running: "dict[str, subprocess.Popen[bytes]]",
-    numbers: Iterator[int],
-    chance: random.Random,
-) -> None:
-    """Four of them, in the middle of what they do; each is replaced, and what it held given back."""
-    for kill in range(1, 5):
-        wait_for(lambda: ended(database) >= 8 * kill, "no jobs end")  # noqa: B023 — called at once
-        owner = chance.choice(sorted(running))
-        killed = running.pop(owner)
-        killed.kill()
-        killed.wait()
-        wait_for(lambda: not connections_of_dead(database, len(running)), "a connection stays")
-        dispatchers.give_back(database, owner)
-        fresh = f"d{next(numbers)}"
-        running[fresh] = dispatcher(database, fresh, kill + 100)
 
 
 def ended(database: Database) -> int:
@@ -196,6 +163,25 @@ class Step:
         assert self.go_on.wait(SECONDS)
 
 
+def stops_in(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, *, after: bool = False
+) -> Step:
+    """Whoever calls that function in another thread stops before it, or after it."""
+    step, real = Step(), getattr(module, name)
+
+    def stopped(*given: Any) -> Any:
+        stops = threading.current_thread() is not threading.main_thread()
+        if stops and not after:
+            step.stop()
+        found = real(*given)
+        if stops and after and not step.go_on.is_set():
+            step.stop()
+        return found
+
+    monkeypatch.setattr(module, name, stopped)
+    return step
+
+
 def in_background(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -208,31 +194,38 @@ def nothing_is_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waking, "wake_unnoticed", lambda *_: 0)
 
 
-def one_taken_gpu_and_one_that_waits(database: Database) -> None:
-    add_machine(database, "vm-1", 1)
+@contextmanager
+def a_claim_that_stops(database: Database, step: Step) -> Iterator[list[Any]]:
+    """What it takes, once it goes on."""
+    taken: list[Any] = []
+    claiming = in_background(lambda: taken.extend(claim_some(database, limit=1)))
+    assert step.reached.wait(SECONDS)
+    yield taken
+    step.go_on.set()
+    claiming.join(SECONDS)
+
+
+def one_begun_and_one_that_waits(database: Database, **other: Any) -> None:
     submit(database, "r", gpus=1)
     assert claimed_ids(database) == ["r"]
-    submit(database, "w", gpus=1)
+    submit(database, "w", gpus=1, **other)
 
 
 @pytest.mark.usefixtures("nothing_is_found_later")
+@pytest.mark.parametrize(("gpus", "after"), [(1, []), (4, ["r"])], ids=["gpu", "job"])
 def test_released_between_the_look_and_the_mark(
-    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database,
+    second: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    after: list[str],
 ) -> None:
-    """The claim has seen the GPU taken; then it is released, and nobody is pending yet who could be woken."""
-    one_taken_gpu_and_one_that_waits(database)
-    step, real = Step(), waking.lock_marking
-
-    def stopped(session: Session) -> None:
-        step.stop()
-        real(session)
-
-    monkeypatch.setattr(waking, "lock_marking", stopped)
-    claiming = in_background(lambda: claim_some(second, limit=1))
-    assert step.reached.wait(SECONDS)
-    assert finish(database, "r") == 0
-    step.go_on.set()
-    claiming.join(SECONDS)
+    """The claim has seen that the GPU is taken, or that the job before has not ended; then it is released, and nobody is pending yet who
+    could be woken."""
+    add_machine(database, "vm-1", gpus)
+    one_begun_and_one_that_waits(database, after=after)
+    with a_claim_that_stops(second, stops_in(monkeypatch, waking, "lock_marking")):
+        assert finish(database, "r") == 0
     assert statuses(database)["w"] == "queued"
     assert claimed_ids(database, limit=1) == ["w"]
 
@@ -242,54 +235,21 @@ def test_released_between_the_mark_and_its_commit(
     database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim has marked the job, which nobody sees yet; whoever releases the GPU has to wait for it."""
-    one_taken_gpu_and_one_that_waits(database)
-    step, real = Step(), events.append_of_jobs
-
-    def stopped(*given: Any) -> None:
-        real(*given)
-        if threading.current_thread() is not threading.main_thread() and not step.go_on.is_set():
-            step.stop()
-
-    monkeypatch.setattr(events, "append_of_jobs", stopped)
-    claiming = in_background(lambda: claim_some(second, limit=1))
-    assert step.reached.wait(SECONDS)
-    releasing = in_background(lambda: finish(database, "r"))
-    wait_for(
-        lambda: not releasing.is_alive() or waits_for_a_lock(second), "the release does nothing"
-    )
-    assert releasing.is_alive(), "it does not wait for the claim"
-    step.go_on.set()
-    claiming.join(SECONDS)
+    add_machine(database, "vm-1", 1)
+    one_begun_and_one_that_waits(database)
+    step = stops_in(monkeypatch, events, "append_of_jobs", after=True)
+    with a_claim_that_stops(second, step):
+        releasing = in_background(lambda: finish(database, "r"))
+        wait_for(lambda: not releasing.is_alive() or waits(second, "advisory"), "no release")
+        assert releasing.is_alive(), "it does not wait for the claim"
     releasing.join(SECONDS)
     assert statuses(database)["w"] == "queued"
 
 
-def waits_for_a_lock(database: Database) -> bool:
-    query = text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
-    return database.read(lambda s: s.execute(query).scalar_one()) > 0
-
-
-@pytest.mark.usefixtures("nothing_is_found_later")
-def test_a_job_that_ends_while_another_is_marked_as_waiting_for_it(
-    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_machine(database, "vm-1", 4)
-    submit(database, "a", gpus=1)
-    submit(database, "b", gpus=1, after=["a"], priority=-1)
-    assert claimed_ids(database, limit=1) == ["a"]
-    step, real = Step(), waking.lock_marking
-
-    def stopped(session: Session) -> None:
-        step.stop()
-        real(session)
-
-    monkeypatch.setattr(waking, "lock_marking", stopped)
-    claiming = in_background(lambda: claim_some(second, limit=1))
-    assert step.reached.wait(SECONDS)
-    finish(database, "a")
-    step.go_on.set()
-    claiming.join(SECONDS)
-    assert statuses(database)["b"] == "queued"
+def waits(database: Database, lock: str) -> bool:
+    """Somebody, for such a lock."""
+    query = text("SELECT count(*) FROM pg_locks WHERE locktype = :lock AND NOT granted")
+    return database.read(lambda s: s.execute(query, {"lock": lock}).scalar_one()) > 0
 
 
 # --- claims that do not see each other ------------------------------------------------------------
@@ -301,20 +261,8 @@ def test_a_gpu_that_somebody_took_between_plan_and_booking(
     add_machine(database, "vm-1", 1)
     submit(database, "one", gpus=1)
     submit(database, "two", gpus=1)
-    step, real = Step(), claim._book
-
-    def stopped(*given: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            step.stop()
-        return real(*given)
-
-    monkeypatch.setattr(claim, "_book", stopped)
-    slow: list[Any] = []
-    claiming = in_background(lambda: slow.extend(claim_some(second, limit=1)))
-    assert step.reached.wait(SECONDS)
-    assert claimed_ids(database, limit=1) == ["two"]  # `one` is locked by the other
-    step.go_on.set()
-    claiming.join(SECONDS)
+    with a_claim_that_stops(second, stops_in(monkeypatch, claim, "_book")) as slow:
+        assert claimed_ids(database, limit=1) == ["two"]  # `one` is locked by the other
     assert slow == []
     assert statuses(database) == {"one": "queued", "two": "running"}
 
@@ -336,33 +284,14 @@ def two_claims_at_once(
     database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """What both take; the first is stopped when it has booked, until the second has done the same or waits for a row."""
-    step, real = Step(), claim._book
-
-    def stopped(*given: Any) -> Any:
-        made = real(*given)
-        if threading.current_thread() is not threading.main_thread() and not step.go_on.is_set():
-            step.stop()
-        return made
-
-    monkeypatch.setattr(claim, "_book", stopped)
-    first: list[Any] = []
-    claiming = in_background(lambda: first.extend(claim_some(second, limit=1)))
-    assert step.reached.wait(SECONDS)
-    step.reached.clear()
+    step = stops_in(monkeypatch, claim, "_book", after=True)
     other: list[Any] = []
-    waiting = in_background(lambda: other.extend(claim_some(database, limit=1)))
-    wait_for(
-        lambda: step.reached.is_set() or waits_for_a_row(second), "the second claim does nothing"
-    )
-    step.go_on.set()
-    claiming.join(SECONDS)
+    with a_claim_that_stops(second, step) as first:
+        step.reached.clear()
+        waiting = in_background(lambda: other.extend(claim_some(database, limit=1)))
+        wait_for(lambda: step.reached.is_set() or waits(second, "transactionid"), "no claim")
     waiting.join(SECONDS)
     return first + other
-
-
-def waits_for_a_row(database: Database) -> bool:
-    query = text("SELECT count(*) FROM pg_locks WHERE locktype = 'transactionid' AND NOT granted")
-    return database.read(lambda s: s.execute(query).scalar_one()) > 0
 
 
 def test_claims_of_one_machine_see_each_other(
@@ -414,14 +343,17 @@ def test_one_key_at_once_is_one_job(database: Database, second: Database) -> Non
 
 
 @pytest.mark.timeout(300)
-def test_ten_thousand_at_once(database: Database, second: Database) -> None:
+@pytest.mark.parametrize(
+    "many", [1_000, pytest.param(10_000, marks=pytest.mark.soak(suite="fleet"))]
+)
+def test_many_thousand_at_once(database: Database, second: Database, many: int) -> None:
     for n in range(10):
         add_machine(database, f"vm-{n}", 8)
     request = '{"arguments": ["true"], "resources": {"gpus": 1}}'
     execute(
         database,
         "INSERT INTO jobs (job_id, job_type, request) "
-        f"SELECT 'j' || lpad(n::text, 5, '0'), 'COMMAND', '{request}'::jsonb FROM generate_series(0, 9999) AS n",
+        f"SELECT 'j' || lpad(n::text, 5, '0'), 'COMMAND', '{request}'::jsonb FROM generate_series(1, {many}) AS n",
     )
     admitted = [in_background(lambda d=d: admit_all(d)) for d in (database, second)]
     for thread in admitted:
@@ -440,7 +372,7 @@ def test_ten_thousand_at_once(database: Database, second: Database) -> None:
     counts = database.run(
         lambda s: dict(s.execute(select(Job.status, func.count()).group_by(Job.status)).all())
     )
-    assert counts == {"running": 80, "pending": 9920}
+    assert counts == {"running": 80, "pending": many - 80}
     for job_id in begun[:3]:
         database.run(lambda s, job_id=job_id: end(s, job_id))
     best = select(Job.job_id).where(Job.status == "pending").order_by(Job.rank, Job.job_id).limit(3)

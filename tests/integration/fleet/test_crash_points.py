@@ -1,19 +1,48 @@
-"""A dispatcher dies beside every effect that it has on a job on one machine; `crash_points.py` says how."""
+"""A dispatcher dies before and after every effect that it has on the world; whoever goes on keeps every promise.
+
+Each scenario is played once without a death, and the effects of its attempts are counted by name. Then it is played again for each of them,
+twice: dying just before it and just after it, as by kill -9. When the lease of the dead has run out another dispatcher takes over, and the
+history is judged by somebody who knows nothing of dispatchers.
+
+A run of the tests takes each seventh of these deaths, another one in each scenario, so that all kinds of effects have their turn; all of
+them with `make soak SUITE=fleet`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.attempts.effects import Side
+from groupwise.fleet.attempts.effects import Death, Side
+from groupwise.fleet.store.database import connect
 from groupwise.fleet.store.tables import Checkpoint
 from groupwise.fleet.verbs import jobs
 from groupwise.testing.fake_hosts import Fault, Script
+from tests.fleet_databases import copied
 from tests.fleet_rig import SOMEBODY, Rig
-from tests.integration.fleet.crash_points import Scenario, die_beside_every_effect
 
-pytestmark = pytest.mark.fleet
+Scenario = Callable[[Rig], Awaitable[None]]
+Effect = tuple[str, int]
+"""Name, and which of that name."""
+BESIDE = ("lease.", "job.admit", "host.wait", "host.observe", "stray.", "vm.")
+"""What a dispatcher does all the time, whatever becomes of an attempt."""
+LOOKS = frozenset({"host.status", "host.log", "host.manifest", "host.release", "host.missing"})
+AGAIN: Effect = ("attempt.launching", 2)
+VARYING = frozenset(
+    "job.claim job.mark host.status host.log host.release host.kill attempt.record attempt.leaking "
+    "attempt.release".split()
+)
+"""How often a machine is asked and the queue is looked at depends on how tasks interleave; after the last one nobody may be left to die."""
+LONG = Script(ticks=10**6)
+
+
+# --- scenarios: one machine -----------------------------------------------------------------------
 
 
 async def plain(rig: Rig) -> None:
@@ -23,8 +52,7 @@ async def plain(rig: Rig) -> None:
 
 async def fails_first(rig: Rig) -> None:
     rig.rack.scripts["job"] = [Script(code=1), Script()]
-    rig.submit("job")
-    await rig.until(rig.has("job", "completed"))
+    await plain(rig)
     assert [a.outcome for a in rig.attempts("job")] == ["failed", "succeeded"]
 
 
@@ -35,8 +63,7 @@ async def answer_lost(rig: Rig) -> None:
 
 async def refused(rig: Rig) -> None:
     rig.rack.scripts["job"] = [Script(refusal="gpu_busy"), Script()]
-    rig.submit("job")
-    await rig.until(rig.has("job", "completed"))
+    await plain(rig)
 
 
 async def turned_down(rig: Rig) -> None:
@@ -79,18 +106,171 @@ async def checkpoint_damaged(rig: Rig) -> None:
     assert [each for each in ended if each != (None, 20)] == [("not_provided", 20), (None, 10)]
 
 
-SCENARIOS: dict[str, Scenario] = {
-    scenario.__name__: scenario
-    for scenario in (
-        *(plain, fails_first, answer_lost, refused, turned_down, waits_for_room, files),
-        checkpoint_damaged,
-    )
-}
+# --- several machines -----------------------------------------------------------------------------
 
 
+async def gang(rig: Rig) -> None:
+    rig.submit("job", resources={"gpus": 1, "machines": 2})
+    await rig.until(rig.has("job", "completed"))
+
+
+async def gang_refused(rig: Rig) -> None:
+    """One of two machines has no room left on its disk; it has again when the gang has been taken back."""
+    rig.rack["b"].refuses = "disk_full"
+    rig.rack.scripts["job"] = [LONG, Script()]
+    rig.submit("job", resources={"gpus": 1, "machines": 2})
+    await rig.until(lambda: any(r["what"] == "refused" for r in rig.rack.history))
+    rig.rack["b"].refuses = None
+    rig.rack.scripts["job"] = [Script()]
+    await rig.until(rig.has("job", "completed"))
+
+
+# --- ends that do not come by themselves ----------------------------------------------------------
+
+
+async def begun(rig: Rig) -> tuple[str, int]:
+    """A job that would run for ever is there."""
+    rig.rack.scripts["job"] = [LONG, Script()]
+    rig.submit("job")
+    await rig.until(lambda: rig.rack.running() != [])
+    ((job, epoch),) = rig.rack.running()
+    return job, epoch
+
+
+async def cancelled(rig: Rig) -> None:
+    await begun(rig)
+    rig.cancel("job")
+    await rig.until(rig.has("job", "cancelled"))
+    assert rig.rack.running() == []
+
+
+async def supervisor_lost(rig: Rig) -> None:
+    rig.rack["a"].kill_supervisor(*await begun(rig))
+    await rig.until(rig.has("job", "completed"))
+
+
+async def lost(rig: Rig) -> None:
+    await begun(rig)
+    rig.rack["a"].power_off()
+    rig.lose("a")
+    await rig.until(rig.has("job", "completed"))
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    *(plain, fails_first, answer_lost, refused, turned_down, waits_for_room, files),
+    *(checkpoint_damaged, gang, gang_refused, cancelled, supervisor_lost, lost),
+)
+
+
+# --- deaths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "every", [7, pytest.param(1, marks=pytest.mark.soak(suite="fleet"))], ids=["some", "all"]
+)
 @pytest.mark.parametrize("side", Side)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[s.__name__ for s in SCENARIOS])
 async def test_a_dispatcher_may_die_beside_every_effect(
-    name: str, side: Side, tmp_path: Path
+    number: int, side: Side, every: int, migrated_file: Path, tmp_path: Path
 ) -> None:
-    await die_beside_every_effect(SCENARIOS[name], side, tmp_path)
+    missed: list[Effect] = []
+    with closing(Stage(migrated_file, tmp_path)) as stage:
+        golden = Counting()
+        await stage.play(SCENARIOS[number], golden)
+        where = points(golden.seen, side)
+        assert len(where) >= 4
+        for effect in where[(number + 3 * (side is Side.AFTER)) % every :: every]:
+            hook = Counting((effect, side))
+            try:
+                await stage.play(SCENARIOS[number], hook)
+            except AssertionError as error:
+                raise AssertionError(f"dying {side} {effect}: {error}") from error
+            if not hook.died:
+                missed.append(effect)
+    assert [effect for effect in missed if effect[0] not in VARYING] == []
+
+
+class Counting:
+    """A hook that counts effects, and dies at one of them."""
+
+    def __init__(self, death: tuple[Effect, Side] | None = None) -> None:
+        self.seen: list[Effect] = []
+        self.died = False
+        self._death = death
+        self._counts: Counter[tuple[str, Side]] = Counter()
+
+    def __call__(self, name: str, side: Side) -> None:
+        if name.startswith(BESIDE):
+            return
+        self._counts[name, side] += 1
+        effect = (name, self._counts[name, side])
+        if side is Side.BEFORE:
+            self.seen.append(effect)
+        if self._death == (effect, side):
+            self.died = True
+            raise Death
+
+
+def points(seen: Sequence[Effect], side: Side) -> list[Effect]:
+    """Where to die: everywhere until a second attempt begins, which is like the first. Beside a look at something one side is enough."""
+    until = seen.index(AGAIN) + 1 if AGAIN in seen else len(seen)
+    return [effect for effect in seen[:until] if side is Side.BEFORE or effect[0] not in LOOKS]
+
+
+class Stage:
+    """Where scenarios are played: a database that is each time as it was when it had been made.
+
+    Its file is exchanged beneath it between two plays: a database for each of them would learn all statements anew, a third of a play.
+    """
+
+    def __init__(self, new: Path, folder: Path) -> None:
+        self._new, self._folder = new, folder
+        self._database = connect(copied(new, folder))
+
+    async def play(self, scenario: Scenario, hook: Counting) -> None:
+        """From the beginning, with a dispatcher that may die and the one that comes after it."""
+        self._database.engine.dispose()
+        for each in self._folder.glob("fleet.db*"):
+            each.unlink()
+        copied(self._new, self._folder)
+        rig = Rig(self._database, self._folder, {"a": ["GPU-a0"], "b": ["GPU-b0"]})
+        try:
+            await _play(rig, scenario, hook)
+        finally:
+            shutil.rmtree(self._folder / "blobs", ignore_errors=True)
+
+    def close(self) -> None:
+        """No more plays."""
+        self._database.close()
+
+
+async def _play(rig: Rig, scenario: Scenario, hook: Counting) -> None:
+    survivor = rig.dispatcher("survivor")
+    first = rig.dispatcher("first", hook)
+
+    async def live() -> None:
+        try:
+            await first.run()
+        except BaseException as error:  # a Death, or a group of them, for its tasks died together
+            if not _is_death(error):
+                raise
+            rig.rack.record("death")
+            rig.expire_leases()
+            await survivor.run()
+
+    living = asyncio.create_task(live())
+    try:
+        await scenario(rig)
+        await rig.until(rig.is_clean)
+    finally:
+        first.stop()
+        survivor.stop()
+        await living
+    rig.judge()
+    assert rig.open_reservations() == []
+
+
+def _is_death(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(Death)[1] is None
+    return isinstance(error, Death)

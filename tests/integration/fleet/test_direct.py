@@ -17,8 +17,6 @@ from tests.postgres import Postgres
 from tests.unit.fleet.test_direct import *  # noqa: F403
 from tests.unit.fleet.test_direct import COMMAND
 
-pytestmark = pytest.mark.fleet
-
 
 def test_who_follows_beside_the_database_goes_on_where_its_server_was_away(
     postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any

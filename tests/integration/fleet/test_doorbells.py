@@ -14,9 +14,8 @@ from groupwise.fleet.doorbells.local import LocalDoorbell
 from groupwise.fleet.doorbells.nats import NatsAccess, NatsAway, NatsDoorbell, NatsLink, access_from
 from groupwise.fleet.doorbells.postgres import CHANNEL, PostgresDoorbell
 from groupwise.fleet.doorbells.several import SeveralDoorbells
-from tests import nats, postgres
-
-pytestmark = pytest.mark.fleet
+from tests import nats
+from tests.postgres import Postgres
 
 SECONDS = 30.0
 
@@ -72,12 +71,11 @@ def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
 
 
 class TestNats:
-    async def test_a_plain_publication_is_heard_in_each_form(self, server, doorbell):
+    async def test_a_publication_is_a_plain_one(self, server, doorbell):
+        """Anybody's is heard in each form, and ours is heard by anybody."""
         for message in (b"job-1", b'{"job_id": "job-1"}', b'["job-1"]', b'"job-1"'):
             server.publish("jobs.new", message)
             assert await doorbell.wait(SECONDS) == {"job-1"}
-
-    async def test_ours_is_a_plain_publication_to_others(self, server, doorbell):
         with server.subscribed("jobs.new") as heard:
             doorbell.ring(["job-1"])
             assert await asyncio.to_thread(next, heard) == b"job-1"
@@ -116,7 +114,7 @@ class TestNats:
 
     async def test_killed_emptied_and_back_with_one_line_each(self, server, doorbell, caplog):
         caplog.set_level(logging.INFO)
-        for turn in range(3):
+        for turn in range(2):
             server.kill()
             await until(lambda n=turn: len(lines(caplog, "has gone")) > n)
             assert await doorbell.wait(0.3) == frozenset()
@@ -127,8 +125,8 @@ class TestNats:
                 lambda n=turn: server.publish("jobs.new", b"after-%d" % n),
                 f"after-{turn}",
             )
-        assert len(lines(caplog, "has gone")) == len(lines(caplog, "is there")) == 3
-        assert len(caplog.records) == 6
+        assert len(lines(caplog, "has gone")) == len(lines(caplog, "is there")) == 2
+        assert len(caplog.records) == 4
         assert nats.TOKEN not in caplog.text
 
     async def test_a_frozen_server_is_noticed(self, server, doorbell, caplog):
@@ -170,24 +168,19 @@ class TestNats:
         await brief.close()
         assert await doorbell.wait(SECONDS) == {"from-a-command"}
 
-    async def test_a_wrong_token_is_told_without_the_token(self, server, caplog):
+    async def test_a_token_is_never_shown(self, server, caplog):
         caplog.set_level(logging.INFO)
-        bell = NatsDoorbell(NatsAccess(server.url, token="wrong-canary"))
-        assert await bell.wait(1) == frozenset()
-        await bell.close()
-        assert len(caplog.records) == 1
-        assert "Authorization" in caplog.text
-        assert "wrong-canary" not in caplog.text
-
-    async def test_the_token_in_the_url_is_never_shown(self, server, caplog):
-        caplog.set_level(logging.INFO)
+        wrong = NatsDoorbell(NatsAccess(server.url, token="wrong-canary"))
+        assert await wrong.wait(1) == frozenset()
+        await wrong.close()
+        assert len(lines(caplog, "Authorization")) == len(caplog.records) == 1
         given = NatsAccess(server.url.replace("nats://", f"nats://{nats.TOKEN}@"))
         assert nats.TOKEN not in repr(given)
         bell = NatsDoorbell(given)
         await hears(bell, lambda: server.publish("jobs.new", b"a"), "a")
         await bell.close()
-        assert "is there" in caplog.text
-        assert nats.TOKEN not in caplog.text
+        assert lines(caplog, "is there")
+        assert not [token for token in ("wrong-canary", nats.TOKEN) if token in caplog.text]
 
     async def test_what_may_not_be_rung_is_tried_once(self, tmp_path, caplog):
         more = "authorization { users: [{ user: u, password: p, permissions: { publish: x } }] }"
@@ -225,13 +218,12 @@ class TestNats:
         await link.close()
 
 
-@pytest.fixture(scope="module")
-def database() -> Iterator[postgres.Postgres]:
-    with postgres.server() as running:
-        yield running
+@pytest.fixture
+def database(postgres: Postgres) -> Postgres:
+    return postgres
 
 
-def arguments(database: postgres.Postgres) -> dict[str, object]:
+def arguments(database: Postgres) -> dict[str, object]:
     return {
         "host": "127.0.0.1",
         "port": database.port,
@@ -370,9 +362,7 @@ async def listening(bell: PostgresDoorbell) -> None:
             await bell.wait(0.01)
 
 
-async def test_any_one_alive_is_enough(
-    server: nats.Nats, database: postgres.Postgres, tmp_path: Path
-):
+async def test_any_one_alive_is_enough(server: nats.Nats, database: Postgres, tmp_path: Path):
     heard_by = [
         LocalDoorbell(tmp_path),
         NatsDoorbell(access(server)),

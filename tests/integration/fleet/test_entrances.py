@@ -1,10 +1,12 @@
-"""A real GRPO job by each of the five entrances, on a real machine, to its very end. And one of them loses its machine on the way.
+"""A real GRPO job by the five entrances, on a real machine, to its very end. And one of them loses its machine on the way.
 
-1. However it was submitted, a job ends `completed`, and its model can be loaded.
+1. However it was submitted, a job has the same command; it ends `completed`, and its model is there.
 2. Its log is byte for byte what the machine has; its end is told on `jobs.completed`.
 3. A message alone wakes a dispatcher that would not have looked for ten minutes; a row alone is found without any message.
 4. One that loses its machine after a checkpoint was mirrored goes on from there on another one: no step before the checkpoint is
    done twice, and its weights are those of a job that nothing happened to, to the bit.
+
+In a run of the tests two of the five train, and the others are held; with `make soak SUITE=fleet` all of them train and lose their machine.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -37,7 +40,7 @@ from tests.integration.fleet.whole_fleet import (
 )
 from tests.postgres import Postgres
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 ENTRANCES = ("message", "row", "cli", "http", "python")
 DOOMED, SAFE = "h1", "h2"
@@ -81,13 +84,13 @@ class Entrances:
             "reward_function": f"{self.rewards}:share,correctness",
         }
 
-    def hold(self, job_id: str) -> Path:
+    def stop(self, job_id: str) -> Path:
         """It stops after that checkpoint, until the file is gone."""
         path = self.fleet.shared / f"hold-{job_id}"
         path.touch()
         return path
 
-    def cli(self) -> str:
+    def cli(self, hold: bool) -> str:
         """Files of the submitter travel."""
         further = {
             k: v for k, v in COLUMNS.items() if k not in {"model", "hyperparams", "use_unsloth"}
@@ -97,35 +100,37 @@ class Entrances:
             *("--reward_function", f"{self.rewards}:share", "--reward_function", "correctness"),
             *(word for name, value in further.items() for word in (f"--{name}", str(value))),
             *("--hyperparams", json.dumps(COLUMNS["hyperparams"])),
+            *(["--hold"] if hold else []),
         )
 
-    def http(self) -> str:
+    def http(self, hold: bool) -> str:
         """Any client of HTTP."""
         with httpx2.Client(headers={"Authorization": f"Bearer {self.key}"}) as client:
-            answer = client.post(
-                f"{self.address}/jobs", json={**COLUMNS, **self.there, "job_type": "GRPO"}
-            )
+            request = {**COLUMNS, **self.there, "job_type": "GRPO", "hold": hold}
+            answer = client.post(f"{self.address}/jobs", json=request)
         assert answer.status_code == 201, answer.text
         return answer.json()["job_id"]
 
-    def python(self) -> str:
+    def python(self, hold: bool) -> str:
         """The client of the package; it uploads what travels."""
         with FleetClient(self.address, self.key) as client:
-            request = tiny_grpo.row(reward_function=f"{tiny_grpo.REWARDS}:share,correctness")
+            rewards = f"{tiny_grpo.REWARDS}:share,correctness"
+            request = tiny_grpo.row(reward_function=rewards) | COLUMNS | {"hold": hold}
             job = client.submit(request, files=[self.data, self.rewards])
         return job["job_id"]
 
-    def row(self, job_id: str = "by-row") -> str:
+    def row(self, hold: bool, job_id: str = "by-row") -> str:
         """A row, as SQL; what it does not say has defaults."""
         written = {"job_id": job_id, **self.there, **COLUMNS}
+        written |= {"status": "held"} if hold else {}
         written["hyperparams"] = json.dumps(written["hyperparams"])
         names, marks = ", ".join(written), ", ".join(["%s"] * len(written))
         self.fleet.sql(f"INSERT INTO jobs ({names}) VALUES ({marks})", *written.values())
         return job_id
 
-    def message(self) -> str:
+    def message(self, hold: bool) -> str:
         """The id of a row that is there."""
-        job_id = self.row("by-message")
+        job_id = self.row(hold, "by-message")
         time.sleep(1.0)  # nobody looks meanwhile: nothing else could show that
         assert self.fleet.job(job_id).status == "queued"
         assert self.fleet.attempts(job_id) == []
@@ -167,23 +172,25 @@ def only(fleet: WholeFleet, vm: str) -> None:
 
 
 def submitted(
-    fleet: WholeFleet, ways: Entrances, victims: set[str], chance: random.Random
+    fleet: WholeFleet, ways: Entrances, running: set[str], victims: set[str], chance: random.Random
 ) -> dict[str, str]:
-    """A job by each entrance, in a machine that stays or in one that does not; entrance → id."""
+    """A job by each entrance, held, or in a machine that stays, or in one that does not; entrance → id."""
     jobs: dict[str, str] = {}
     for name in ENTRANCES:
         only(fleet, DOOMED if name in victims else SAFE)
-        job_id = jobs[name] = getattr(ways, name)()
-        hold = ways.hold(job_id) if name in victims else None
+        job_id = jobs[name] = getattr(ways, name)(hold=name not in running)
+        if name not in running:
+            continue
+        stopped = ways.stop(job_id) if name in victims else None
         fleet.until(lambda j=job_id: begun(fleet, j), f"the start of {name}")
-        assert fleet.job(job_id).assigned_vm == (DOOMED if hold else SAFE), fleet.story()
+        assert fleet.job(job_id).assigned_vm == (DOOMED if stopped else SAFE), fleet.story()
         if name == "message":  # it has woken somebody; from now on somebody looks
-            assert fleet.controls["dispatcher"].stop() == 0
-            fleet.start("dispatcher", "requeue")
-        if hold:
+            assert fleet.controls["up"].stop() == 0
+            fleet.start("up")
+        if stopped:
             lose_the_machine(fleet, job_id, chance.choice((True, False)))
-            hold.unlink()
-        if hold and len(victims) > 1:
+            stopped.unlink()
+        if stopped and len(victims) > 1:
             fleet.until(lambda j=job_id: resumed(fleet, j), f"the second attempt of {name}")
             bring_back(fleet)
     return jobs
@@ -232,15 +239,10 @@ def weights(fleet: WholeFleet, job_id: str) -> bytes:
 
 def check_end(fleet: WholeFleet, job_id: str, heard: dict[str, Any]) -> None:
     """Artefacts, log and news."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     job, [*_, last] = fleet.ended(job_id), fleet.attempts(job_id)
     folder = artefact_folder(fleet.place.artefacts, job_id, last.epoch)
     missing = [name for name in tiny_grpo.EXPECTED if not (folder / name).exists()]
     assert missing == [], job_id
-    model = AutoModelForCausalLM.from_pretrained(folder / "outputs")
-    assert model.num_parameters() > 0
-    assert AutoTokenizer.from_pretrained(folder / "outputs")("abc")["input_ids"]
     kept = log_path(fleet.place.logs, job_id, last.epoch).read_bytes()
     assert kept == fleet.log_there(job_id, last.epoch)
     assert f"step {tiny_grpo.STEPS}/{tiny_grpo.STEPS}".encode() in kept
@@ -275,18 +277,33 @@ def check_resumed(fleet: WholeFleet, job_id: str, reference: bytes) -> None:
     assert weights(fleet, job_id) == reference
 
 
+def commands(fleet: WholeFleet, jobs: dict[str, str]) -> set[tuple[str, ...]]:
+    """Of jobs that nobody is asked to begin, once they are admitted; wherever their files lie."""
+    waiting = select(Job).where(Job.job_id.in_(jobs.values()), Job.admitted_at.is_(None))
+    fleet.until(lambda: not fleet.rows(waiting), "admission of all")
+    specs = [fleet.job(job_id).spec or {} for job_id in jobs.values()]
+    return {tuple(re.sub(r"=(\./|/\S*/)", "=", word) for word in s["arguments"]) for s in specs}
+
+
 def run_all(
-    fleet: WholeFleet, heard: dict[str, Any], victims: set[str], chance: random.Random
+    fleet: WholeFleet,
+    heard: dict[str, Any],
+    running: set[str],
+    victims: set[str],
+    chance: random.Random,
 ) -> None:
-    fleet.start("poller", "tracker")
-    fleet.start("dispatcher", SWEEP_SECONDS="600", REQUEUE_SECONDS="600")
+    fleet.start("up", SWEEP_SECONDS="600", REQUEUE_SECONDS="600")
     fleet.until_polled()
-    key = fleet.cli("key", "new", "act").stdout.decode().strip()
+    key = fleet.cli("key", "new", "act").stdout.strip()
     with fleet.api() as address:
         ways = Entrances(fleet, address, key)
-        jobs = submitted(fleet, ways, victims, chance)
-        if len(victims) == len(ENTRANCES):
-            jobs["undisturbed"] = ways.row("undisturbed")
+        jobs = submitted(fleet, ways, running, victims, chance)
+        assert len(commands(fleet, jobs)) == 1
+        held = {name for name in jobs if name not in running}
+        for name in held:
+            fleet.cli("cancel", jobs.pop(name))
+        if victims == running:
+            jobs["undisturbed"] = ways.row(False, "undisturbed")
         for job_id in jobs.values():
             check_end(fleet, job_id, heard)
     undisturbed = [job for name, job in jobs.items() if name not in victims]
@@ -297,23 +314,24 @@ def run_all(
     for name in victims:
         check_resumed(fleet, jobs[name], reference)
     fleet.until_idle()
-    assert len(fleet.rows(select(Job))) == len(jobs)
+    assert len(fleet.rows(select(Job))) == len(jobs) + len(held)
 
 
 def test_five_entrances_and_one_lost_machine(
     fleet: WholeFleet, told: dict[str, dict[str, Any]]
 ) -> None:
     chance = drawn()
-    victim = chance.choice(ENTRANCES)
+    victim, other = chance.choice(ENTRANCES), chance.choice(ENTRANCES[1:])
     print(f"the one that loses its machine is {victim}")
-    run_all(fleet, told, {victim}, chance)
+    running = {"message", other if victim == "message" else victim}
+    run_all(fleet, told, running, {victim}, chance)
 
 
 @pytest.mark.soak(suite="fleet")
 def test_all_entrances_of_a_fleet_lose_their_machines(
     fleet: WholeFleet, told: dict[str, dict[str, Any]]
 ) -> None:
-    run_all(fleet, told, set(ENTRANCES), drawn())
+    run_all(fleet, told, set(ENTRANCES), set(ENTRANCES), drawn())
 
 
 def drawn() -> random.Random:

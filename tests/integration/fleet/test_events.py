@@ -7,7 +7,6 @@
 
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -17,12 +16,11 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.database import Database, connect
+from tests.fleet_databases import new_fleet
 from tests.postgres import Postgres
 from tests.unit.fleet.store.test_events import *  # noqa: F403
 from tests.unit.fleet.store.test_events import happens, read
-
-pytestmark = pytest.mark.fleet
 
 
 class Late:
@@ -66,57 +64,47 @@ class Late:
         self.end()
 
 
-@pytest.fixture
-def on_server(postgres: Postgres) -> Iterator[Database]:
-    """PostgreSQL alone: SQLite has no second writer."""
-    database = connect(postgres.new_database())
-    migrate(database)
-    yield database
-    database.close()
-
-
 @pytest.mark.parametrize("savepoint", [False, True])
-def test_who_commits_late_is_not_skipped(on_server: Database, savepoint: bool) -> None:
-    first = on_server.run(happens())
-    with Late(on_server, savepoint) as late:
-        early = on_server.run(happens())
+def test_who_commits_late_is_not_skipped(database: Database, savepoint: bool) -> None:
+    first = database.run(happens())
+    with Late(database, savepoint) as late:
+        early = database.run(happens())
         assert early > late.event_id
-        assert read(on_server) == [first]
+        assert read(database) == [first]
         late.end()
-        assert read(on_server) == [first, late.event_id, early]
+        assert read(database) == [first, late.event_id, early]
 
 
-def test_what_was_undone_holds_nobody_up(on_server: Database) -> None:
-    with Late(on_server) as late:
-        early = on_server.run(happens())
-        assert read(on_server) == []
+def test_what_was_undone_holds_nobody_up(database: Database) -> None:
+    with Late(database) as late:
+        early = database.run(happens())
+        assert read(database) == []
         late.end(undo=True)
-        assert read(on_server) == [early]
+        assert read(database) == [early]
 
 
-def test_the_very_first_may_be_late(on_server: Database) -> None:
-    with Late(on_server) as late:
-        assert read(on_server) == []
+def test_the_very_first_may_be_late(database: Database) -> None:
+    with Late(database) as late:
+        assert read(database) == []
         late.end()
-        assert read(on_server) == [late.event_id]
+        assert read(database) == [late.event_id]
 
 
-def test_strangers_hold_nobody_up(on_server: Database, postgres: Postgres) -> None:
-    neighbour = connect(postgres.new_database())
-    migrate(neighbour)
-    with Late(neighbour), on_server.engine.begin() as unrelated:
+def test_strangers_hold_nobody_up(database: Database, postgres: Postgres) -> None:
+    neighbour = connect(new_fleet(postgres))
+    with Late(neighbour), database.engine.begin() as unrelated:
         unrelated.execute(text("INSERT INTO cursors (name) VALUES ('a')"))
         unrelated.execute(
             text("SELECT pg_advisory_xact_lock(1), pg_advisory_xact_lock_shared(0, 0)")
         )
-        event = on_server.run(happens())
-        assert read(on_server) == [event]
+        event = database.run(happens())
+        assert read(database) == [event]
     neighbour.close()
 
 
-def test_a_look_at_one_moment_is_refused(on_server: Database) -> None:
+def test_a_look_at_one_moment_is_refused(database: Database) -> None:
     with pytest.raises(AssertionError, match=r"read in Database\.run"):
-        on_server.read(lambda session: events.after(session, 0, 10))
+        database.read(lambda session: events.after(session, 0, 10))
 
 
 def write_many(database: Database, number: int, times: int) -> None:
@@ -147,15 +135,15 @@ def follow(database: Database, until: threading.Event) -> list[int]:
         last_look = until.is_set()
 
 
-def test_a_reader_beside_many_writers(on_server: Database) -> None:
-    writers, times = 6, 40
+def test_a_reader_beside_many_writers(database: Database) -> None:
+    writers, times = 6, 20
     written = threading.Event()
     with ThreadPoolExecutor(writers + 1) as threads:
-        reader = threads.submit(follow, on_server, written)
-        for work in [threads.submit(write_many, on_server, n, times) for n in range(writers)]:
+        reader = threads.submit(follow, database, written)
+        for work in [threads.submit(write_many, database, n, times) for n in range(writers)]:
             work.result()
         written.set()
-    there = on_server.read(
+    there = database.read(
         lambda s: list(s.scalars(text("SELECT event_id FROM events ORDER BY event_id")))
     )
     assert len(there) > writers * times

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,31 +18,21 @@ from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import claim
 from groupwise.fleet.states import AttemptState, Outcome
-from groupwise.fleet.store.database import Database, connect, seconds
+from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Job, Project
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.hosts.failures import FailureClass
 from groupwise.wire.problems import Refusal
-from tests.fleet_databases import new_fleet
-from tests.postgres import Postgres
 from tests.unit.fleet.machines.test_observation import gpu, running, seen
 from tests.unit.fleet.small_fleet import add_machine, claim_some, statuses, submit
-
-pytestmark = pytest.mark.fleet
 
 ADA = Actor("user:ada")
 SECONDS = 60.0
 WAITING = text(
     "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
 )
-
-
-@pytest.fixture
-def database(postgres: Postgres) -> Iterator[Database]:
-    with closing(connect(new_fleet(postgres))) as made:
-        yield made
 
 
 @pytest.fixture

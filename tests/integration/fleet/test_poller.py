@@ -6,10 +6,9 @@ from benchmarks.fleet_polling import Shape, measure
 from groupwise.fleet.poller import Pace
 from tests.postgres import Postgres
 
-pytestmark = pytest.mark.fleet
 
-
-@pytest.mark.parametrize("hosts", [100, pytest.param(500, marks=pytest.mark.soak(suite="fleet"))])
+@pytest.mark.soak(suite="fleet")
+@pytest.mark.parametrize("hosts", [100, 500])
 async def test_machines_that_do_not_answer_make_no_look_at_the_others_late(
     postgres: Postgres, hosts: int
 ):

@@ -30,8 +30,6 @@ from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.unit.fleet.machines.prepared_place import Place
 from tests.wheels import fill_wheelhouse, lock_of
 
-pytestmark = pytest.mark.fleet
-
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[LoopbackHost]:
@@ -58,7 +56,7 @@ async def test_only_what_is_missing_travels(place: Place, tmp_path: Path) -> Non
     assert any(line == "sent 0.0 MB" for line in place.told)
 
 
-async def test_a_build_that_was_killed_there_is_begun_anew(place: Place) -> None:
+async def test_a_build_that_was_killed_or_took_too_long_there_is_begun_anew(place: Place) -> None:
     mark = place.desk.folder / "installing"
     place.desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
     first = asyncio.create_task(place.prepare())
@@ -69,14 +67,10 @@ async def test_a_build_that_was_killed_there_is_begun_anew(place: Place) -> None
     os.kill(state.pid, signal.SIGKILL)
     with pytest.raises(PrepareError, match="it was killed"):
         await first
+    with pytest.raises(PrepareError, match="--time-limit"):
+        await place.prepare(place.plan(time_seconds=1.0))
     place.desk.behaves("")
     assert (await place.prepare()).made
-
-
-async def test_a_time_limit_is_told(place: Place) -> None:
-    place.desk.behaves('case "$*" in *"-r lock.txt"*) sleep 300;; esac')
-    with pytest.raises(PrepareError, match="--time-limit allows more"):
-        await place.prepare(place.plan(time_seconds=1.0))
 
 
 async def test_secrets_reach_pip_and_nothing_else(place: Place) -> None:
@@ -184,6 +178,7 @@ def test_from_a_wheelhouse_to_a_job(
     assert (again["made"], again["python"], again["removed"]) == (False, made["python"], [])
 
 
+@pytest.mark.soak(suite="fleet")  # a real pip once more
 def test_a_lock_that_lacks_something_changes_nothing(
     machine: LoopbackHost, fleet: Path, wheelhouse: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,13 +17,11 @@ import pytest
 from groupwise.hosts import bootstrap, driver, framing, local
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
-from groupwise.hosts.framing import PROTOCOL, BadAnswer
+from groupwise.hosts.framing import PROTOCOL
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import RunnerRefused
 from groupwise.hosts.spec import JobSpec
 from tests.runner_machine import Machine, alive
-
-pytestmark = pytest.mark.fleet
 
 NEXT = PROTOCOL + 1
 SECONDS = 30.0
@@ -134,31 +132,19 @@ async def test_what_the_release_before_has_begun_is_driven_on(
 async def test_answers_in_the_protocol_before_are_understood(
     here: Machine, release: Release
 ) -> None:
+    """Those in any other are refused: `tests/unit/hosts/test_framing.py`."""
     runner = release(NEXT, answers=PROTOCOL)
     await is_driven_by(here, runner, lambda: runner)
 
 
-@pytest.mark.parametrize("number", [NEXT - 2, NEXT + 1], ids=["two before", "one ahead"])
-async def test_answers_in_any_other_are_refused_in_words(release: Release, number: int) -> None:
-    runner = release(NEXT, answers=number)
-    with pytest.raises(BadAnswer, match=rf"answers in protocol {number}; .* speaks 1 and 2: bring"):
-        await runner.status("job", 1)
-
-
-async def test_requests_that_a_runner_does_not_know_are_refused_in_words(
-    here: Machine, release: Release
-) -> None:
-    runner = release(NEXT, takes=PROTOCOL)
-    with pytest.raises(RunnerRefused, match=r"this runner speaks 1$"):
-        await runner.launch(job("job", FOR_EVER))
-    assert not here.folder("job").exists()
-
-
-async def test_a_bootstrap_of_the_release_before_says_what_it_is(
+async def test_what_an_older_one_does_not_know_is_refused_in_words(
     here: Machine, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release(NEXT)
+    """The runner, or the bootstrap before it."""
+    with pytest.raises(RunnerRefused, match="runner speaks 1"):
+        await release(NEXT, takes=PROTOCOL).launch(job("job", FOR_EVER))
+    assert not here.folder("job").exists()
     monkeypatch.setattr(local, "BOOTSTRAP", bootstrap.BOOTSTRAP)
     runner = Runner(LocalHost(environment=here.environment), root=str(here.root))
-    with pytest.raises(RunnerRefused, match=r"this is protocol 1, the request is of 2"):
+    with pytest.raises(RunnerRefused, match="protocol 1, the request is of 2"):
         await runner.status("job", 1)

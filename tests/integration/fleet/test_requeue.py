@@ -1,7 +1,3 @@
-"""The same suite on SQLite and on a real PostgreSQL."""
-
-import pytest
+"""The suite of `tests/unit/fleet/test_requeue.py` on a real PostgreSQL."""
 
 from tests.unit.fleet.test_requeue import *  # noqa: F403
-
-pytestmark = pytest.mark.fleet

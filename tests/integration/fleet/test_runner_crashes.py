@@ -21,8 +21,6 @@ import pytest
 
 from tests.runner_machine import Machine, alive, machine, request, until
 
-pytestmark = pytest.mark.fleet
-
 DYING = """
 
 import itertools as _itertools
@@ -123,7 +121,7 @@ def points(here: Machine, depth: int, when: str, every: int) -> Iterator[str]:
 
 every_point = pytest.mark.parametrize(
     "every",
-    [pytest.param(1, marks=pytest.mark.soak(suite="fleet"), id="all"), pytest.param(5, id="some")],
+    [pytest.param(1, marks=pytest.mark.soak(suite="fleet"), id="all"), pytest.param(7, id="some")],
 )
 
 
@@ -178,10 +176,13 @@ def test_a_supervisor_dies_anywhere(here: Machine, when: str, every: int) -> Non
     next_one_runs(here)
 
 
+@every_point
 @pytest.mark.parametrize("depth", [BETWEEN, CHILD])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_stands_between_dies_anywhere(here: Machine, depth: int, when: str) -> None:
-    for point in range(1, 16, 2):
+def test_what_stands_between_dies_anywhere(
+    here: Machine, depth: int, when: str, every: int
+) -> None:
+    for point in range(1 + every // 2, 16, every):
         job = f"{when}-{point}"
         launched(here, depth, point, when, job)
         told = settled(here, job)

@@ -15,8 +15,6 @@ from tests.fleet_databases import new_fleet
 from tests.postgres import Postgres
 from tests.unit.fleet.store.test_schema import *  # noqa: F403
 
-pytestmark = pytest.mark.fleet
-
 
 @pytest.fixture
 def url(postgres: Postgres) -> str:

@@ -13,8 +13,6 @@ import hashlib
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,11 @@ import psycopg
 import pytest
 
 from groupwise.fleet.files.artefacts import artefact_folder
+from tests.integration.fleet.test_up import fleet_in
 from tests.integration.fleet.whole_fleet import WholeFleet, hearing, whole_fleet
 from tests.postgres import Postgres
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 OF_A_VARIABLE = "canary-of-a-variable-4f1e8a"
 OF_A_FILE = "canary-of-a-file-93bd07"
@@ -57,7 +56,7 @@ def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet
         keep(made.folder / "secrets" / "token", OF_A_FILE)
         keep(made.folder / "private" / "token", OF_ANOTHER)
         made.add_machines(python="python3", cpu_slots=4)
-        made.start("poller", "dispatcher", "requeue", "tracker")
+        made.start("up")
         made.until_polled()
         yield made
 
@@ -192,10 +191,7 @@ class Noted:
 
 
 def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[str, bytes]]) -> None:
-    keys = {
-        role: fleet.cli("key", "new", role).stdout.decode().strip()
-        for role in ("read", "act", "admin")
-    }
+    keys = {role: fleet.cli("key", "new", role).stdout.strip() for role in ("read", "act", "admin")}
     gate = fleet.shared / "gate"
     with fleet.api() as address:
         noted = Noted(address, keys["admin"])
@@ -220,18 +216,8 @@ def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[st
                 noted.ask("GET", f"/jobs/{job_id}{path}")
         noted.ask("POST", f"/jobs/{jobs[1]}/retry")
         fleet.ended(jobs[1], status="failed")
-        for path in (
-            "/jobs",
-            "/vms",
-            "/vms/h1",
-            "/events",
-            "/status",
-            "/projects",
-            "/keys",
-            "/metrics",
-            "/openapi.json",
-        ):
-            noted.ask("GET", path)
+        for path in "jobs vms vms/h1 events status projects keys metrics openapi.json".split():
+            noted.ask("GET", f"/{path}")
         noted.ask("POST", "/jobs", json=requested(fleet, gate, 0, secrets={"TOKEN": OF_A_VARIABLE}))
     printed = [
         fleet.cli(*words, code=None)
@@ -255,7 +241,10 @@ def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[st
     everything = (*ALL, *keys.values(), *(key.rpartition("_")[2] for key in keys.values()))
     assert found_in(iter(noted.answers), *everything) == []
     assert found_in(iter(said), *everything) == []
-    assert found_in(((str(p.args), p.stdout + p.stderr) for p in printed), *everything) == []
+    assert (
+        found_in(((str(p.args), (p.stdout + p.stderr).encode()) for p in printed), *everything)
+        == []
+    )
     expect_written_nowhere(fleet, *everything)
 
 
@@ -268,7 +257,7 @@ def check_values(fleet: WholeFleet, job_id: str) -> None:
 
 
 def test_what_nobody_allowed_is_not_to_be_had(fleet: WholeFleet) -> None:
-    key = fleet.cli("key", "new", "act").stdout.decode().strip()
+    key = fleet.cli("key", "new", "act").stdout.strip()
     place = fleet.folder
     (place / "secrets" / "elsewhere").symlink_to("../private/token")
     references = [
@@ -303,8 +292,8 @@ def test_what_nobody_allowed_is_not_to_be_had(fleet: WholeFleet) -> None:
         if number > 1:
             continue
         done = fleet.cli("submit", "--secret", f"STOLEN={reference}", "--", "true", code=2)
-        assert b"allowed_secrets" in done.stderr
-        assert OF_ANOTHER.encode() not in done.stdout + done.stderr
+        assert "allowed_secrets" in done.stderr
+        assert OF_ANOTHER not in done.stdout + done.stderr
     assert found_in(iter(noted.answers), *ALL) == []
     expect_written_nowhere(fleet, *ALL)
 
@@ -316,42 +305,24 @@ def by_row(fleet: WholeFleet, job_id: str, secrets: Mapping[str, str]) -> None:
     )
 
 
-@contextlib.contextmanager
-def held_job(fleet: WholeFleet) -> Iterator[str]:
-    """Admitted, and released at the end."""
-    key = fleet.cli("key", "new", "act").stdout.decode().strip()
+def test_a_row_that_is_changed_after_its_admission_gets_no_more(fleet: WholeFleet) -> None:
+    """Whoever may write rows may write them at any time, and whoever owns the database may take its triggers away, too."""
+    key = fleet.cli("key", "new", "act").stdout.strip()
+    changed = json.dumps({"arguments": ["true"], "secrets": {"TOKEN": "env:OWN_TOKEN"}})
     with fleet.api() as address:
         noted = Noted(address, key)
         asked = {"arguments": ["true"], "secrets": SECRETS, "hold": True}
-        job_id = noted.ask("POST", "/jobs", json=asked).json()["job_id"]
-        yield job_id
-        noted.ask("POST", f"/jobs/{job_id}/release")
-
-
-def ask_for_another_secret(fleet: WholeFleet, job_id: str) -> None:
-    """By a row."""
-    changed = json.dumps({"arguments": ["true"], "secrets": {"TOKEN": "env:OWN_TOKEN"}})
-    fleet.sql("UPDATE jobs SET request = %s WHERE job_id = %s", changed, job_id)
-
-
-def test_a_row_that_is_changed_after_its_admission_gets_no_more(fleet: WholeFleet) -> None:
-    """Whoever may write rows may write them at any time."""
-    with (
-        held_job(fleet) as job_id,
-        pytest.raises(psycopg.errors.CheckViolation, match="does not change"),
-    ):
-        ask_for_another_secret(fleet, job_id)
-    fleet.ended(job_id, status="completed")
-    expect_written_nowhere(fleet, *ALL)
-
-
-def test_the_dispatcher_looks_into_what_it_launches_once_more(fleet: WholeFleet) -> None:
-    """Whoever owns the database may take its triggers away, too."""
-    with held_job(fleet) as job_id:
+        one, other = (noted.ask("POST", "/jobs", json=asked).json()["job_id"] for _ in "ab")
+        for job_id in (one, other):
+            with pytest.raises(psycopg.errors.CheckViolation):
+                fleet.sql("UPDATE jobs SET request = %s WHERE job_id = %s", changed, job_id)
         fleet.sql("ALTER TABLE jobs DISABLE TRIGGER fleet_job_request")
-        ask_for_another_secret(fleet, job_id)
+        fleet.sql("UPDATE jobs SET request = %s WHERE job_id = %s", changed, other)
         fleet.sql("ALTER TABLE jobs ENABLE TRIGGER fleet_job_request")
-    assert "allowed_secrets" in str(fleet.ended(job_id, status="failed").failure_reason)
+        for job_id in (one, other):
+            noted.ask("POST", f"/jobs/{job_id}/release")
+    fleet.ended(one)
+    assert "allowed_secrets" in str(fleet.ended(other, status="failed").failure_reason)
     expect_written_nowhere(fleet, *ALL)
 
 
@@ -359,19 +330,12 @@ def test_the_password_is_in_no_complaint(fleet: WholeFleet, postgres: Postgres) 
     """The database goes away, and everybody says so."""
     postgres.kill()
     try:
-        done = fleet.cli("jobs", code=None)
-        assert done.returncode != 0
-        assert OF_THE_DATABASE.encode() not in done.stdout + done.stderr
-        doctor = fleet.cli("doctor", code=None)
-        assert OF_THE_DATABASE.encode() not in doctor.stdout + doctor.stderr
-        fleet.until(
-            lambda: all(
-                "does not do its work" in c.log() or "away" in c.log()
-                for n, c in fleet.controls.items()
-                if n == "dispatcher"
-            ),
-            "a complaint of the dispatcher",
-        )
+        for done in (fleet.cli("jobs", code=None), fleet.cli("doctor", code=None)):
+            assert done.returncode != 0
+            assert OF_THE_DATABASE not in done.stdout + done.stderr
+        control = fleet.controls["up"]
+        words = ("does not do its work", "away")
+        fleet.until(lambda: any(word in control.log() for word in words), "a complaint")
     finally:
         postgres.start()
     assert found_in(files(fleet.folder.parent), OF_THE_DATABASE) == []
@@ -380,46 +344,27 @@ def test_the_password_is_in_no_complaint(fleet: WholeFleet, postgres: Postgres) 
 def test_an_embedded_fleet_writes_none_down(tmp_path: Path) -> None:
     """The bytes of SQLite's files, with what it keeps beside them; the machine is this one."""
     folder = tmp_path / "fleet"
-    keep_in = folder / "secrets"
-    keep_in.mkdir(parents=True)
-    keep(keep_in / "token", OF_A_FILE)
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path),
-        "GROUPWISE_FLEET": str(folder),
-        "GROUPWISE_FLEET_SWEEP_SECONDS": "0.2",
-        "GROUPWISE_FLEET_POLL_SECONDS": "1",
-        "HF_TOKEN": OF_A_VARIABLE,
-    }
+    token, gate = folder / "secrets" / "token", tmp_path / "gate"
+    token.parent.mkdir(parents=True)
+    keep(token, OF_A_FILE)
+    gate.touch()
 
-    def fleet_command(*words: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "groupwise", "fleet", *words]
-        output = (tmp_path / "said").open("ab")
-        with output:
-            return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
+    def there() -> dict[str, bytes]:
+        return {name: content for name, content in files(tmp_path) if name != str(token)}
 
-    running = fleet_command("up")
-    try:
-        gate = tmp_path / "gate"
-        gate.touch()
-        submitted = fleet_command(
+    with fleet_in(folder) as fleet:
+        fleet.environment |= {"HOME": str(tmp_path), "HF_TOKEN": OF_A_VARIABLE}
+        fleet.up()
+        done = fleet.call(
             *("submit", "--wait", "--retries", "0", "--gpus", "0"),
-            *("--secret", "TOKEN=env:HF_TOKEN", "--secret", f"FROM_FILE=file:{keep_in}/token"),
+            *("--secret", "TOKEN=env:HF_TOKEN", "--secret", f"FROM_FILE=file:{token}"),
             *("--", "python3", "-c", PROGRAM, str(gate), "4"),
         )
-        assert submitted.wait(300) == 4, (tmp_path / "said").read_text()
-        there = {
-            name: content for name, content in files(tmp_path) if name != str(keep_in / "token")
-        }
-        assert any(name.endswith("fleet.db") for name in there)
-        assert any(name.endswith(".log") for name in there)
-        assert found_in(iter(there.items()), OF_A_VARIABLE, OF_A_FILE) == []
-    finally:
-        running.terminate()
-        assert running.wait(60) == 0
+        assert done.returncode == 4, done.stderr
+        said = {"said": (done.stdout + done.stderr).encode(), **there()}
+        assert {Path(name).suffix for name in said} >= {".db", ".log"}
+        assert found_in(iter(said.items()), OF_A_VARIABLE, OF_A_FILE) == []
+        assert fleet.end() == 0
     with contextlib.closing(sqlite3.connect(folder / "fleet.db")) as database:
         database.execute("VACUUM")
-    there = {name: content for name, content in files(tmp_path) if name != str(keep_in / "token")}
-    assert found_in(iter(there.items()), OF_A_VARIABLE, OF_A_FILE) == []
+    assert found_in(iter(there().items()), OF_A_VARIABLE, OF_A_FILE) == []

@@ -23,7 +23,8 @@ from tests.fleet_rows import SAVES, SAYS, Rows
 from tests.integration.fleet.test_up import fleet_in, until
 from tests.slurm import Cluster
 
-pytestmark = pytest.mark.fleet
+soak = pytest.mark.soak(suite="fleet")
+"""Most of them: Slurm takes its time, and two cores all of theirs."""
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,7 @@ async def test_a_job_waits_says_what_for_and_comes_back(fleet: Fleet) -> None:
     assert fleet.machine("slurm")["available_slots"] == 8
 
 
+@soak
 async def test_no_more_are_in_slurm_than_there_are_places(fleet: Fleet) -> None:
     fleet.add("slurm", {"name": "slurm", "slots": 2})
     fleet.partition("DOWN")
@@ -108,7 +110,8 @@ async def test_no_more_are_in_slurm_than_there_are_places(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "failure", "charged"), [("kill", "killed", True), ("scancel", "preemption", False)]
+    ("how", "failure", "charged"),
+    [pytest.param("kill", "killed", True, marks=soak), ("scancel", "preemption", False)],
 )
 async def test_ended_by_somebody_it_goes_on_from_its_checkpoint(
     fleet: Fleet, how: str, failure: str, charged: bool
@@ -127,6 +130,7 @@ async def test_ended_by_somebody_it_goes_on_from_its_checkpoint(
     assert len(fleet.queue("job")) == 2
 
 
+@soak
 async def test_cancelled_by_slurms_own_means_in_the_queue_it_is_given_to_it_again(
     fleet: Fleet,
 ) -> None:
@@ -144,6 +148,7 @@ async def test_cancelled_by_slurms_own_means_in_the_queue_it_is_given_to_it_agai
     assert fleet.job("job")["retry_count"] == 0
 
 
+@soak
 async def test_cancelled_in_the_queue_it_never_begins(fleet: Fleet) -> None:
     fleet.add("slurm", {"name": "slurm"})
     fleet.partition("DOWN")
@@ -165,8 +170,8 @@ async def test_cancelled_in_the_queue_it_never_begins(fleet: Fleet) -> None:
     ("effect", "nth"),
     [
         ("host.launch", 1),
-        pytest.param("host.run", 1, marks=pytest.mark.soak(suite="fleet")),
-        pytest.param("host.run", 2, marks=pytest.mark.soak(suite="fleet")),
+        pytest.param("host.run", 1, marks=soak),
+        pytest.param("host.run", 2, marks=soak),
     ],
 )
 async def test_a_dispatcher_that_dies_on_the_way_to_slurm(
@@ -184,7 +189,7 @@ async def test_a_dispatcher_that_dies_on_the_way_to_slurm(
     assert len(fleet.queue("job")) == 1
 
 
-@pytest.mark.soak(suite="fleet")  # its clients wait long before they give up
+@soak  # its clients wait long before they give up
 async def test_while_the_controller_is_away_nothing_is_lost_and_nothing_begins_twice(
     fleet: Fleet,
 ) -> None:
@@ -218,6 +223,7 @@ async def test_while_the_controller_is_away_nothing_is_lost_and_nothing_begins_t
     assert set(others) <= {("void", "preemption", False)}
 
 
+@soak
 async def test_what_slurm_would_not_have_is_told_and_goes_elsewhere(fleet: Fleet) -> None:
     fleet.add("slurm", {"name": "slurm", "options": ["--partition=none-such"]})
     fleet.begin()
@@ -230,6 +236,7 @@ async def test_what_slurm_would_not_have_is_told_and_goes_elsewhere(fleet: Fleet
     assert fleet.log("job") == "on no node\n"
 
 
+@soak
 async def test_two_clusters_rows_and_a_machine_work_beside_each_other(fleet: Fleet) -> None:
     fleet.add("here", cpu_slots=1, labels={"kind": "own"})
     fleet.add("a", {"name": "slurm", "slots": 1, "gpus": 2})
@@ -254,7 +261,7 @@ async def test_two_clusters_rows_and_a_machine_work_beside_each_other(fleet: Fle
     assert sorted(fleet.executions()) == ["first", "third", "wide"]
 
 
-@pytest.mark.soak(suite="fleet")  # a fleet in a process of its own, with its usual pauses
+@soak  # a fleet in a process of its own, with its usual pauses
 def test_as_a_person_types_it(cluster: Cluster, tmp_path: Path) -> None:
     with fleet_in(tmp_path / "fleet") as typed:
         typed.environment |= {"SLURM_CONF": str(cluster.configuration)}

@@ -22,7 +22,6 @@ from tests import ssh_hosts
 from tests.contract.test_host_contract import arrived, ask, request
 from tests.ssh_hosts import FullHost, LoopbackHost
 
-pytestmark = pytest.mark.fleet
 QUICK = Patience(connect=2.0, keepalive=0.3)
 
 
@@ -44,6 +43,18 @@ def logins(host: ssh_hosts.Host) -> int:
     return host.log().count("Accepted publickey")
 
 
+def host_of(host: ssh_hosts.Host, **changed: Any) -> SshHost:
+    return SshHost(dataclasses.replace(address(host), **changed))
+
+
+async def refusal(host: SshHost, **fields: Any) -> HostKeyError:
+    """Of somebody who is not who he was."""
+    with pytest.raises(HostKeyError) as refused:
+        await ask(host, "echo", **fields)
+    await host.close()
+    return refused.value
+
+
 # Whom one speaks to
 
 
@@ -57,57 +68,32 @@ def machine(machines: list[LoopbackHost]) -> LoopbackHost:
     return machines[0]
 
 
-async def test_without_a_pinned_key_nothing_is_sent(machine: LoopbackHost) -> None:
-    before = machine.log()
-    host = SshHost(dataclasses.replace(address(machine), host_key=None))
-    with pytest.raises(HostKeyError, match="no host key is pinned") as refused:
-        await ask(host, "echo")
-    assert refused.value.seen is None
-    assert machine.log() == before
-
-
-async def test_a_broken_pinned_key_is_no_key(machine: LoopbackHost) -> None:
-    host = SshHost(dataclasses.replace(address(machine), host_key="ssh-ed25519 AAAA"))
-    with pytest.raises(HostKeyError, match="the key pinned for"):
-        await ask(host, "echo")
-
-
 async def test_another_key_than_the_pinned_one_stops_everything(
     machines: list[LoopbackHost],
 ) -> None:
     one, other = machines
     mark, before = marker(one), logins(one)
-    host = SshHost(dataclasses.replace(address(one), host_key=other.host_key))
-    try:
-        with pytest.raises(
-            HostKeyError, match=r"shows the key SHA256:.*the pinned one is SHA256:"
-        ) as refused:
-            await ask(host, "echo", mark=str(mark))
-    finally:
-        await host.close()
-    assert refused.value.seen == one.host_key
-    assert logins(one) == before
-    assert not mark.read_text()
-
-
-async def test_a_key_of_another_kind_is_shown_too(machine: LoopbackHost) -> None:
+    refused = await refusal(host_of(one, host_key=other.host_key), mark=str(mark))
+    assert refused.seen == one.host_key
     rsa = asyncssh.generate_private_key("ssh-rsa").export_public_key().decode()
-    host = SshHost(dataclasses.replace(address(machine), host_key=rsa))
-    with pytest.raises(HostKeyError) as refused:
-        await ask(host, "echo")
-    assert refused.value.seen == machine.host_key
+    assert (await refusal(host_of(one, host_key=rsa))).seen == one.host_key
+    assert (logins(one), mark.read_text()) == (before, "")
+
+
+async def test_without_a_pinned_key_nothing_is_sent(machine: LoopbackHost) -> None:
+    before = machine.log()
+    for key in (None, "ssh-ed25519 AAAA"):
+        assert (await refusal(host_of(machine, host_key=key))).seen is None
+    assert machine.log() == before
 
 
 async def test_a_key_that_changed_is_found_at_the_next_connection(machine: LoopbackHost) -> None:
-    host = SshHost(address(machine))
+    host = host_of(machine)
     await ask(host, "echo")
     before = machine.host_key
     machine.new_host_key()
     machine.restart()
-    with pytest.raises(HostKeyError) as refused:
-        await ask(host, "echo")
-    assert refused.value.seen == machine.host_key != before
-    await host.close()
+    assert (await refusal(host)).seen == machine.host_key != before
 
 
 async def test_the_key_is_read_without_a_login(machine: LoopbackHost) -> None:
@@ -115,9 +101,6 @@ async def test_the_key_is_read_without_a_login(machine: LoopbackHost) -> None:
     found = await read_host_key(machine.address, machine.port)
     assert str(found) == machine.host_key
     assert logins(machine) == before
-
-
-async def test_the_key_of_nobody_cannot_be_read(machine: LoopbackHost) -> None:
     with pytest.raises(HostUnreachable, match="cannot be read"):
         await read_host_key("127.0.0.99", 1)
 
@@ -135,48 +118,40 @@ async def test_nothing_of_the_users_is_read(
     )
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "no-agent"))
-    host = SshHost(address(machine))
+    host = host_of(machine)
     await ask(host, "echo")
     await host.close()
-    with pytest.raises(HostKeyError):
-        await ask(SshHost(dataclasses.replace(address(machine), host_key=None)), "echo")
+    await refusal(host_of(machine, host_key=None))
     assert not trap.exists()
-
-
-async def test_a_login_that_is_not_accepted_says_so(machine: LoopbackHost, tmp_path: Path) -> None:
-    key = tmp_path / "other"
-    asyncssh.generate_private_key("ssh-ed25519").write_private_key(key)
-    key.chmod(0o600)
-    with pytest.raises(HostUnreachable, match="authorized_keys"):
-        await ask(SshHost(dataclasses.replace(address(machine), key_path=str(key))), "echo")
 
 
 @pytest.mark.parametrize(
     ("mode", "contents", "why"),
     [
+        (0o600, None, "authorized_keys"),
         (0o644, "", "chmod 600"),
         (None, "", "No such file"),
         (0o600, "no key", "cannot be used"),
     ],
 )
 async def test_a_private_key_that_cannot_be_used_says_why(
-    machine: LoopbackHost, tmp_path: Path, mode: int | None, contents: str, why: str
+    machine: LoopbackHost, tmp_path: Path, mode: int | None, contents: str | None, why: str
 ) -> None:
     key = tmp_path / "key"
-    if mode is not None:
+    if contents is None:  # a good one, but a stranger's
+        asyncssh.generate_private_key("ssh-ed25519").write_private_key(key)
+    elif mode is not None:
         key.write_text(contents)
+    if mode is not None:
         key.chmod(mode)
     with pytest.raises(HostUnreachable, match=why):
-        await ask(SshHost(dataclasses.replace(address(machine), key_path=str(key))), "echo")
-
-
-async def test_without_a_key_or_an_agent_there_is_no_login(machine: LoopbackHost) -> None:
-    with pytest.raises(HostUnreachable, match="no key to log in"):
-        await ask(SshHost(dataclasses.replace(address(machine), key_path=None)), "echo")
+        await ask(host_of(machine, key_path=str(key)), "echo")
 
 
 async def test_an_agent_that_is_named_is_asked(machine: LoopbackHost, tmp_path: Path) -> None:
     ssh_hosts.needed("ssh-agent", "ssh-add")
+    with pytest.raises(HostUnreachable, match="no key to log in"):
+        await ask(host_of(machine, key_path=None), "echo")
     socket = tmp_path / "agent"
     agent = await asyncio.create_subprocess_exec("ssh-agent", "-D", "-a", str(socket))
     try:
@@ -203,30 +178,17 @@ async def test_through_a_jump_host_that_shows_its_own_key(machines: list[Loopbac
     assert f"from {gate.address}" in inner.log() or "from 127.0.0.1" in inner.log()
     await host.close()
     assert str(await read_host_key(inner.address, inner.port, jump=address(gate))) == inner.host_key
-
-
-@pytest.mark.parametrize("wrong", [None, "inner"])
-async def test_a_jump_host_with_another_key_is_not_used(
-    machines: list[LoopbackHost], wrong: str | None
-) -> None:
-    gate, inner = machines
-    key = inner.host_key if wrong else None
-    host = SshHost(address(inner), jump=dataclasses.replace(address(gate), host_key=key))
-    with pytest.raises(HostKeyError):
-        await ask(host, "echo")
-
-
-async def test_behind_a_jump_host_the_key_is_looked_at_too(machines: list[LoopbackHost]) -> None:
-    gate, inner = machines
-    host = SshHost(dataclasses.replace(address(inner), host_key=gate.host_key), jump=address(gate))
-    with pytest.raises(HostKeyError) as refused:
-        await ask(host, "echo")
-    assert refused.value.seen == inner.host_key
+    for key in (None, inner.host_key):
+        await refusal(
+            SshHost(address(inner), jump=dataclasses.replace(address(gate), host_key=key))
+        )
+    behind = dataclasses.replace(address(inner), host_key=gate.host_key)
+    assert (await refusal(SshHost(behind, jump=address(gate)))).seen == inner.host_key
 
 
 async def test_noise_of_a_start_up_file_is_skipped(machine: LoopbackHost) -> None:
     machine.noise("Welcome!\nGROUPWISE-ANSWER 1 2 3\n" + "x" * 5000)
-    host = SshHost(address(machine))
+    host = host_of(machine)
     assert (await ask(host, "echo", n=1)).body["told"]["n"] == 1
     await host.close()
     machine.noise("")
@@ -234,32 +196,23 @@ async def test_noise_of_a_start_up_file_is_skipped(machine: LoopbackHost) -> Non
 
 async def test_a_machine_that_takes_few_sessions_is_asked_through_several_connections() -> None:
     with ssh_hosts.loopback_hosts(settings="MaxSessions 2") as [narrow]:
-        host = SshHost(address(narrow))
+        host = host_of(narrow)
         answers = await asyncio.gather(*(ask(host, "echo", n=n) for n in range(20)))
         assert [a.body["told"]["n"] for a in answers] == list(range(20))
         await host.close()
-
-
-async def test_a_machine_that_takes_no_session_says_so() -> None:
     with ssh_hosts.loopback_hosts(settings="MaxSessions 0") as [closed]:
-        host = SshHost(address(closed))
+        host = host_of(closed)
         with pytest.raises(HostUnreachable, match="opens no session"):
             await ask(host, "echo")
         await host.close()
 
 
-async def test_one_connection_is_kept(machine: LoopbackHost) -> None:
-    host = SshHost(address(machine))
+async def test_one_connection_is_kept_until_the_machine_goes(machine: LoopbackHost) -> None:
+    host = host_of(machine)
     before = logins(machine)
     for _ in range(5):
         await ask(host, "echo")
     assert logins(machine) == before + 1
-    await host.close()
-
-
-async def test_a_machine_that_went_and_came_back_is_found_again(machine: LoopbackHost) -> None:
-    host = SshHost(address(machine))
-    await ask(host, "echo")
     machine.power_loss()
     with pytest.raises(HostUnreachable):
         await ask(host, "echo")
@@ -290,26 +243,30 @@ async def quick(host: SshHost, verb: str, timeout: float = 1.0, **fields: Any) -
     return await host.call(request(verb, **fields), timeout=timeout)
 
 
-@pytest.mark.parametrize("how", ["partition", "half_open", "reset", "power_loss"])
+WAYS = ("partition", "half_open", "reset", "power_loss")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [*WAYS[::2], *(pytest.param(w, marks=pytest.mark.soak(suite="fleet")) for w in WAYS[1::2])],
+)
 async def test_cut_off_before_anything_was_sent(full: FullHost, way: SshHost, how: str) -> None:
+    """On a connection that is not there yet, or is kept."""
+    mark = marker(full)
     getattr(full, how)()
     with pytest.raises(HostUnreachable):
-        await quick(way, "echo")
-
-
-@pytest.mark.parametrize("how", ["partition", "half_open", "reset", "power_loss"])
-async def test_a_kept_connection_that_is_cut_has_sent_nothing(
-    full: FullHost, way: SshHost, how: str
-) -> None:
+        await quick(way, "echo", mark=str(mark))
+    if not full.is_on():
+        full.start()
+    full.heal()
     await ask(way, "echo")
-    mark = marker(full)
     getattr(full, how)()
     with pytest.raises(HostUnreachable):
         await quick(way, "echo", mark=str(mark))
     assert not mark.read_text()
 
 
-@pytest.mark.parametrize("how", ["partition", "half_open", "reset", "power_loss"])
+@pytest.mark.parametrize("how", WAYS)
 async def test_cut_off_after_it_was_sent_leaves_it_open(
     full: FullHost, way: SshHost, how: str
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from groupwise.fleet import tracker
 from groupwise.fleet.doorbells.nats import NatsAccess, NatsLink
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
@@ -18,8 +17,6 @@ from groupwise.fleet.store.tables import Cursor, Job
 from groupwise.fleet.tasks import ended
 from groupwise.fleet.tracker import NatsOutlet, Tracker, position_of
 from tests import nats
-
-pytestmark = pytest.mark.fleet
 
 SECONDS = 30.0
 
@@ -77,29 +74,6 @@ async def test_a_plain_subscriber_hears_how_jobs_ended(server: nats.Nats, databa
             first, second = await heard(good), await heard(bad)
     assert (first["job_id"], first["exit_code"], first["log_tail"]) == ("a", 0, ["last line of a"])
     assert (second["job_id"], second["status"], second["exit_code"]) == ("b", "failed", 1)
-
-
-async def test_where_it_is_new_it_begins_with_the_last_hour(
-    server: nats.Nats, database: Database, monkeypatch: pytest.MonkeyPatch
-):
-    end(database, "long-ago")
-    monkeypatch.setattr(tracker, "RECENT", -60.0)
-    with server.subscribed("jobs.*") as payloads:
-        async with tracking(server, database):
-            end(database, "new")
-            assert (await heard(payloads))["job_id"] == "new"
-
-
-async def test_a_restart_of_the_tracker_loses_nothing(server: nats.Nats, database: Database):
-    with server.subscribed("jobs.*") as payloads:
-        async with tracking(server, database):
-            end(database, "a")
-            assert (await heard(payloads))["job_id"] == "a"
-            await until(lambda: kept(database) == 1)
-        end(database, "meanwhile")
-        async with tracking(server, database):
-            assert (await heard(payloads))["job_id"] == "meanwhile"
-            await until(lambda: kept(database) == 2)
 
 
 async def test_a_restart_of_the_server_loses_nothing(server: nats.Nats, database: Database):
@@ -170,14 +144,3 @@ async def test_what_may_not_be_published_is_not_told_and_holds_up_nothing_else(
         assert 'publish to "jobs.errored"' in link.trouble
         assert len([r for r in caplog.records if link.trouble in r.getMessage()]) == 1
         await link.close()
-
-
-async def test_two_trackers_tell_at_least_once(server: nats.Nats, database: Database):
-    with server.subscribed("jobs.*") as payloads:
-        async with tracking(server, database), tracking(server, database):
-            for number in range(20):
-                end(database, f"job-{number}")
-            told: set[str] = set()
-            while len(told) < 20:
-                told.add((await heard(payloads))["job_id"])
-            await until(lambda: kept(database) == 20)

@@ -11,8 +11,6 @@ from groupwise.fleet.store.tables import Checkpoint
 from tests.integration.fleet.whole_fleet import WholeFleet, whole_fleet
 from tests.postgres import Postgres
 
-pytestmark = pytest.mark.fleet
-
 EXAMPLES = Path(__file__).parents[3] / "examples" / "10_fleet"
 TORCHRUN = (
     'exec torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node 1 '
@@ -28,12 +26,12 @@ def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet
         for host in made.hosts.values():
             host.gpus(1)
         made.add_machines()
-        made.start("poller", "dispatcher")
+        made.start("up")
         made.until_polled()
         yield made
 
 
-@pytest.mark.timeout(300)  # two machines import torch, and begin once more
+@pytest.mark.soak(suite="fleet")  # two machines import torch, and begin once more
 def test_a_gang_under_torchrun_meets_and_goes_on_from_what_it_sealed(fleet: WholeFleet) -> None:
     job_id = fleet.submit(
         *("--machines", "2", "--gpus", "1", "--file", str(EXAMPLES / "ddp.py")),
@@ -46,6 +44,6 @@ def test_a_gang_under_torchrun_meets_and_goes_on_from_what_it_sealed(fleet: Whol
     steps = fleet.rows(select(Checkpoint.step).where(Checkpoint.job_id == job_id))
     assert sorted(steps) == [4, 8]
     for rank in (0, 1):
-        said = fleet.cli("logs", job_id, "--rank", str(rank)).stdout.decode()
+        said = fleet.cli("logs", job_id, "--rank", str(rank)).stdout
         assert "goes on after step 4" in said
         assert f"rank {rank} of 2: the same weights" in said

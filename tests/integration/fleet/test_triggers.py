@@ -12,8 +12,6 @@ from groupwise.fleet.store.database import Database
 from tests.unit.fleet.store.test_triggers import *  # noqa: F403
 from tests.unit.fleet.store.test_triggers import RESERVE, attempt, job, machine, reservation, value
 
-pytestmark = pytest.mark.fleet
-
 
 @pytest.mark.parametrize("share", [None, 600])
 def test_two_at_once_do_not_get_the_same_gpu(database: Database, share: int | None) -> None:

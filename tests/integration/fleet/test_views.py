@@ -1,7 +1,3 @@
-"""The same suite on SQLite and on a real PostgreSQL."""
-
-import pytest
+"""The suite of `tests/unit/fleet/store/test_views.py` on a real PostgreSQL."""
 
 from tests.unit.fleet.store.test_views import *  # noqa: F403
-
-pytestmark = pytest.mark.fleet

@@ -1,4 +1,4 @@
-"""A whole fleet of real parts, as its users meet it: the command line and each role a process of its own, PostgreSQL, NATS, machines.
+"""A whole fleet of real parts, as its users meet it: the command line, roles as processes, PostgreSQL, NATS, machines.
 
     with whole_fleet(postgres, count=2) as fleet:
         fleet.start("poller", "dispatcher")
@@ -10,6 +10,7 @@ Jobs run with this environment's interpreter. Where only root may come to it, th
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import socket
@@ -18,32 +19,23 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psycopg
-from sqlalchemy import select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import select
 
+from groupwise.cli.main import main
 from groupwise.fleet.settings import FleetPlace, find
-from groupwise.fleet.store import database as databases
-from groupwise.fleet.store.tables import VM, Attempt, Event, Job
+from groupwise.fleet.store.tables import VM, Attempt, Job
 from tests import fleet_api, nats
-from tests.chaos.fleet import Control, dies_with_us
+from tests.chaos.fleet import Control, Parts
 from tests.postgres import Postgres
 from tests.ssh_hosts import FullHost, full_hosts
 
-ROOT = Path(__file__).parents[3]
 SECONDS = 300.0
 """For anything, on a machine with other work."""
-QUICK = {
-    "POLL_SECONDS": "1",
-    "SWEEP_SECONDS": "0.5",
-    "REQUEUE_SECONDS": "3",
-    "LEASE_SECONDS": "4",
-}
 DOOR = """\
 set -e
 mkdir -p /run/interpreter; mount --bind "$1" /run/interpreter
@@ -52,40 +44,40 @@ mount -t tmpfs -o mode=755 none "$2"; mkdir -p "$1"; mount --bind /run/interpret
 """In a machine: a folder that only root may pass is replaced by an empty one with the interpreter at its place."""
 
 
-class WholeFleet:
-    """All parts, and what its people do."""
+def call(environment: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """`groupwise fleet …` in this process, with these variables."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="") for _ in "oe")
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(["fleet", *words])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    said: list[str] = []
+    for stream in (out, err):
+        stream.seek(0)
+        said.append(stream.read())
+    return subprocess.CompletedProcess(words, code, *said)
+
+
+class WholeFleet(Parts):
+    """What its people do with them."""
 
     def __init__(
         self,
-        folder: Path,
+        root: Path,
         url: str,
         messages: nats.Nats,
         hosts: list[FullHost],
         environment: Mapping[str, str],
     ) -> None:
-        self.folder = folder
-        """Of the fleet: settings, logs, artefacts, blobs."""
+        super().__init__(root, url, messages, hosts, environment)
+        self.folder = self.home
         self.shared = hosts[0].folder.parent / "shared"
         """What lies at the same path on every machine."""
         self.shared.mkdir(mode=0o755)
-        self.url = url
-        self.nats = messages
-        self.hosts = {host.name: host for host in hosts}
-        self.environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(folder.parent),
-            "LANG": "C.UTF-8",
-            "PYTHONPATH": str(ROOT),
-            "GROUPWISE_FLEET": str(folder),
-            "GROUPWISE_FLEET_DATABASE": url,
-            "GROUPWISE_FLEET_NATS_URL": messages.url,
-            "NATS_TOKEN": nats.TOKEN,
-            **{f"GROUPWISE_FLEET_{name}": value for name, value in QUICK.items()},
-            **environment,
-        }
-        self.database = databases.connect(url)
-        databases.migrate(self.database)
-        self.controls: dict[str, Control] = {}
         for host in hosts:
             open_the_interpreter(host)
 
@@ -98,14 +90,15 @@ class WholeFleet:
     # what is done
 
     def add_machines(self, **columns: Any) -> None:
-        """Rows, as somebody would write them by hand."""
+        """Rows, as somebody would write them by hand. The machine that `up` runs on is none of them."""
         rows = [
             host.vm_row() | {"python": sys.executable} | columns for host in self.hosts.values()
         ]
+        rows.append({"vm_id": "local", "transport": "local", "active": False})
         self.database.run(lambda s: s.add_all(VM(**row) for row in rows))
 
     def start(self, *roles: str, **further: str) -> None:
-        """Processes of the control plane. `further`: settings of theirs, as `SWEEP_SECONDS="600"`."""
+        """Processes of the control plane; `up` plays all roles in one. `further`: settings of theirs, as `SWEEP_SECONDS="600"`."""
         environment = self.environment | {f"GROUPWISE_FLEET_{k}": v for k, v in further.items()}
         for role in roles:
             self.controls[role] = Control(role, role, self.folder.parent, environment)
@@ -116,26 +109,15 @@ class WholeFleet:
         query = select(VM.vm_id).where(VM.active, VM.last_polled.is_(None) | (VM.contact != "ok"))
         self.until(lambda: not self.rows(query), "the first look at the machines")
 
-    def cli(
-        self, *words: str, code: int | None = 0, text: str | None = None
-    ) -> subprocess.CompletedProcess[bytes]:
+    def cli(self, *words: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """`groupwise fleet …`; its exit code is looked at unless it is None."""
-        done = subprocess.run(
-            [sys.executable, "-m", "groupwise", "fleet", *words],
-            env=self.environment,
-            cwd=self.folder.parent,
-            input=None if text is None else text.encode(),
-            stdin=subprocess.DEVNULL if text is None else None,
-            capture_output=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        done = call(self.environment, *words)
         assert code is None or done.returncode == code, (words, done.stdout, done.stderr)
         return done
 
     def submit(self, *words: str) -> str:
         """By the command line; the id that it prints."""
-        return self.cli("submit", *words).stdout.decode().strip()
+        return self.cli("submit", *words).stdout.strip()
 
     def sql(self, statement: str, *values: Any) -> None:
         """As somebody at a prompt of the database."""
@@ -148,37 +130,10 @@ class WholeFleet:
         with fleet_api.api(self.database, self.place, self.environment) as address:
             yield address
 
-    def no_pauses(self) -> None:
-        """Nothing waits before it is tried again."""
-        self.database.run(
-            lambda s: s.execute(
-                update(Job).where(Job.status == "queued", Job.not_before > 0).values(not_before=0.0)
-            )
-        )
-
     # what is seen
 
-    def rows(self, query: Any) -> list[Any]:
-        def look(session: Session) -> list[Any]:
-            found = list(session.scalars(query))
-            session.expunge_all()
-            return found
-
-        return self.database.read(look)
-
-    def job(self, job_id: str) -> Job:
-        return self.rows(select(Job).where(Job.job_id == job_id))[0]
-
-    def attempts(self, job_id: str) -> list[Attempt]:
-        return self.rows(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch))
-
     def until(self, condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-        """Its first true value."""
-        deadline = time.monotonic() + seconds
-        while not (found := condition()):
-            assert time.monotonic() < deadline, f"waited in vain for {what}\n{self.story()}"
-            time.sleep(0.05)
-        return found
+        return super().until(condition, what, seconds)
 
     def ended(self, job_id: str, *, status: str = "completed") -> Job:
         """The job, once it has ended, which it has to in this way."""
@@ -206,30 +161,6 @@ class WholeFleet:
             if path.exists():
                 return path.read_bytes()
         raise AssertionError(f"no machine has a log of {job_id}.{epoch}")
-
-    def story(self) -> str:
-        """For whoever wonders why a test failed."""
-        jobs = [
-            f"{j.job_id} {j.status} {j.assigned_vm} {j.failure_reason} {j.blocked_reasons}"
-            for j in self.rows(select(Job))
-        ]
-        happened = [
-            f"{e.kind} {e.job_id} {e.epoch} {e.vm_id} {str(e.detail)[:300]}"
-            for e in self.rows(select(Event).order_by(Event.event_id))
-        ]
-        there = [
-            f"{name}: {path.relative_to(host.workdir)}"
-            for name, host in self.hosts.items()
-            for path in (host.workdir / "attempts").glob("*/*/outputs/**/manifest.json")
-        ]
-        said = [f"--- {n}\n{c.log()[-3000:]}" for n, c in self.controls.items() if c.path.exists()]
-        return "\n".join([*jobs, *happened[-60:], *there, *said])
-
-    def close(self) -> None:
-        for control in self.controls.values():
-            if control.is_there():
-                control.kill()
-        self.database.close()
 
 
 @contextlib.contextmanager
@@ -269,20 +200,6 @@ def open_the_interpreter(host: FullHost) -> None:
 
 
 @contextlib.contextmanager
-def _messages(folder: Path) -> Iterator[nats.Nats]:
-    """A NATS that ends with this process, however that ends."""
-    program = folder / "nats-server"
-    program.write_text(f'#!/bin/sh\nexec {" ".join(dies_with_us())} {nats.needed()} "$@"\n')
-    program.chmod(0o755)
-    server = nats.Nats(str(program), folder)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.end()
-
-
-@contextlib.contextmanager
 def whole_fleet(
     server: Postgres,
     *,
@@ -299,18 +216,17 @@ def whole_fleet(
         tempfile.mkdtemp(prefix="groupwise-whole-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
     )
     try:
-        for name in ("fleet", "nats"):
-            (folder / name).mkdir()
+        (folder / "nats").mkdir()
         with (
-            _messages(folder / "nats") as messages,
+            nats.server(folder / "nats") as messages,
             full_hosts(machines, settings=settings) as hosts,
         ):
             fleet = WholeFleet(
-                folder / "fleet", url(server.new_database()), messages, hosts, environment or {}
+                folder, url(server.new_database()), messages, hosts, environment or {}
             )
             try:
                 yield fleet
             finally:
-                fleet.close()
+                fleet.end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
