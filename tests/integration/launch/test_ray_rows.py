@@ -79,6 +79,7 @@ async def test_a_job_waits_says_what_for_and_comes_back(fleet: Rows, cluster: Ra
     assert [path for path in kept if cluster.token.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.soak(suite="launch")
 async def test_stopped_by_hand_or_for_its_time_and_cancelled(fleet: Rows, cluster: Ray) -> None:
     """Three at once: each has its own end."""
     fleet.add("ray", row(cluster))
