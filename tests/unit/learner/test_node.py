@@ -16,7 +16,7 @@ import pytest
 
 from groupwise.hosts.meeting import KEY, KEY_FILE, meeting_of, port_of
 from groupwise.learner import node
-from groupwise.learner.node import BEGUN_BY_SRUN, EX_USAGE, Meeting, begin_on_all, found_in
+from groupwise.learner.node import BEGUN_BY_SRUN, Meeting, begin_on_all, found_in
 
 FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
 KILLED = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
@@ -31,14 +31,8 @@ time.sleep(1000)
 
 
 def test_machines_are_told_where_they_meet() -> None:
-    told = meeting_of(1, 3, "10.0.0.1", "sums.2")
-    assert found_in(told) == Meeting(1, 3, "10.0.0.1", port_of("sums.2"), "sums.2")
-    for word in ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT"):
-        assert found_in({**told, word: ""}) is None
-
-
-def test_what_srun_begins_meets_at_the_first_node() -> None:
-    told = {
+    """By us or by srun, whose nodes meet at the first one."""
+    by_srun = {
         "GROUPWISE_BEGUN_BY_SRUN": "1",
         "GROUPWISE_ATTEMPT": "sums.2",
         "SLURM_NODEID": "1",
@@ -46,9 +40,16 @@ def test_what_srun_begins_meets_at_the_first_node() -> None:
         "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
         "SLURM_JOB_ID": "7",
     }
-    assert found_in(told) == Meeting(1, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
-    by_hand = {name: word for name, word in told.items() if name != "GROUPWISE_ATTEMPT"}
+    assert found_in(by_srun) == Meeting(1, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
+    by_hand = {name: word for name, word in by_srun.items() if name != "GROUPWISE_ATTEMPT"}
     assert found_in(by_hand) == Meeting(1, 2, "10.0.0.1", port_of("slurm.7"), "slurm.7")
+    ports = [port_of(f"sums.{epoch}") for epoch in range(1, 100)]
+    assert len(set(ports)) == 99
+    assert all(20_000 <= port < 32_000 for port in ports)
+    told = meeting_of(1, 3, "10.0.0.1", "sums.2")
+    assert found_in(told) == Meeting(1, 3, "10.0.0.1", port_of("sums.2"), "sums.2")
+    for word in ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT"):
+        assert found_in({**told, word: ""}) is None
 
 
 def test_nodes_of_slurm_have_a_secret_in_the_folder_that_they_share(
@@ -82,7 +83,10 @@ def fake_srun(folder: Path, script: str) -> Path:
     return folder / "bin"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak(suite="engine"))],
+)
 def test_it_is_kept_from_srun_which_would_kill_and_told_its_tasks(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -124,26 +128,6 @@ def test_a_disk_that_does_not_answer_once_is_asked_again(monkeypatch: pytest.Mon
     assert told == [signal.SIGTERM]
 
 
-def test_in_an_allocation_of_slurm_ray_begins_what_ray_was_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    monkeypatch.setenv(node.ORDER, "/somewhere/order.json")
-    monkeypatch.delenv("NODE_RANK", raising=False)
-    monkeypatch.setattr(node, "lead", lambda *_: 5)
-    monkeypatch.setattr(node, "begin_on_all", lambda *_: 6)
-    with pytest.raises(SystemExit) as ended:
-        node.main(["--", "true"])
-    assert ended.value.code == 5
-
-
-def test_in_an_allocation_of_slurm_what_was_told_where_it_meets_needs_no_srun() -> None:
-    """Such as `launch ray` and `launch ssh` typed in one."""
-    process = begun(sys.executable, "-c", FAILS, SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 3, said
-
-
 def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -179,12 +163,6 @@ def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
     assert capfdbinary.readouterr().out == b"of the second\n"
 
 
-def test_ports_of_attempts_in_a_row_differ() -> None:
-    ports = [port_of(f"sums.{epoch}") for epoch in range(1, 100)]
-    assert len(set(ports)) == 99
-    assert all(20_000 <= port < 32_000 for port in ports)
-
-
 def begun(
     *command: str, told: bool = True, at: Path | None = None, **environment: str
 ) -> "subprocess.Popen[str]":
@@ -203,7 +181,8 @@ def begun(
 
 @pytest.mark.parametrize(("script", "code", "why"), [(FAILS, 3, ""), (KILLED, 75, "signal 9")])
 def test_the_first_that_failed_gives_the_exit_code(script: str, code: int, why: str) -> None:
-    process = begun(sys.executable, "-c", script)
+    """Also in an allocation of Slurm: what was told where it meets needs no srun."""
+    process = begun(sys.executable, "-c", script, SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")
     _, said = process.communicate(timeout=100)
     assert process.returncode == code, said
     assert why in said
@@ -217,11 +196,3 @@ def test_told_to_end_all_have_time_to_save() -> None:
     said, _ = process.communicate(timeout=100)
     assert sorted(said.splitlines()) == ["saved 0", "saved 1"]
     assert process.returncode == 128 + signal.SIGTERM
-
-
-def test_alone_it_says_what_it_expects() -> None:
-    process = begun("true", told=False)
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == EX_USAGE
-    assert "MASTER_ADDR" in said
-    assert "groupwise launch ssh" in said

@@ -61,18 +61,20 @@ def pip(monkeypatch, code=0, says="", brings=b""):
     return commands
 
 
-def test_tiny_that_is_there_needs_no_torch(cache, monkeypatch):
-    folder = bundled.tiny_folder()
-    monkeypatch.setitem(sys.modules, "groupwise.models.tiny", None)
-    assert bundled.bundled_folder("tiny") == folder
-
-
-def test_tiny_is_made_once(cache):
+def test_tiny_is_made_once(cache, monkeypatch):
     folder = bundled.tiny_folder()
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
     assert bundled.fetch_model("tiny") == bundled.bundled_folder("tiny") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
     assert [path.name for path in cache.iterdir()] == [folder.name], "no scraps"
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "groupwise.models.tiny", None)
+        assert bundled.bundled_folder("tiny") == folder, "it needs no torch"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "config.json"))
+    with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+        bundled.tiny_folder()
+    with pytest.raises(ModelError, match=f"'smollm3'.*tiny, {NAME}"):
+        bundled.fetch_model("smollm3")
 
 
 def test_what_a_killed_maker_left_is_not_taken(cache):
@@ -109,21 +111,6 @@ def test_of_two_makers_at_once_the_first_wins(cache):
     assert bundled._made(cache / "it", second) == cache / "it"
     assert (cache / "it" / "config.json").read_text() == "first"
     assert [path.name for path in cache.iterdir()] == ["it"]
-
-
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    with pytest.raises(ModelError, match=r"cannot be written.*XDG_CACHE_HOME"):
-        bundled.tiny_folder()
-
-
-def test_a_name_that_is_not_bundled():
-    with pytest.raises(ModelError) as caught:
-        bundled.fetch_model("smollm3")
-    assert "'smollm3' is not a bundled model" in str(caught.value)
-    assert f"tiny, {NAME}" in str(caught.value)
 
 
 def test_an_installed_package_is_converted_once(cache, converted, monkeypatch, tmp_path):
@@ -180,7 +167,7 @@ def test_a_changed_gguf_file_is_converted_again(cache, converted, tmp_path):
     assert converted == [b"one", b"another"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak(suite="engine")
 def test_the_real_model_is_what_its_file_says_and_makes_sense():
     """In the cache of this machine, where it is made at the first use."""
     from transformers import AutoModelForCausalLM

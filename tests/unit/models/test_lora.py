@@ -17,7 +17,6 @@ from groupwise.models.lora import (
     CONFIG,
     WEIGHTS,
     AdaptedModel,
-    copy_exactly,
     fingerprint,
     layer_kinds,
     new_lora_config,
@@ -64,7 +63,7 @@ def saved(model: AdaptedModel, folder, name="policy"):
 # Small changes on a base in bfloat16
 
 
-@pytest.mark.parametrize(("learning_rate", "of_peft"), [(1e-4, 0.6), (1e-5, 0.1), (1e-6, 0.1)])
+@pytest.mark.parametrize(("learning_rate", "of_peft"), [(1e-4, 0.6), (1e-6, 0.1)])
 def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     """After one AdamW step every entry of B is ± the learning rate. How much of that reaches the layer's output?"""
     config = new_lora_config(LoraConfig(r=16, alpha=32, target_modules=("q_proj",)))
@@ -77,7 +76,8 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     with torch.no_grad():
         up.copy_(learning_rate * torch.sign(torch.randn(up.shape, generator=generator)))
         base.copy_(torch.randn(base.shape, generator=generator) / 16)
-        inputs = torch.randn(1 << 15, 256, generator=generator).bfloat16()
+        rows = 1 << (15 if learning_rate == 1e-6 else 13)
+        inputs = torch.randn(rows, 256, generator=generator).bfloat16()
         exact = 2.0 * (inputs.double() @ down.double().t()) @ up.double().t()
 
     def slope(changed, unchanged) -> float:
@@ -95,9 +95,8 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     assert theirs < of_peft, "the comparison has lost its point: peft adds before rounding now"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fresh_adapter_changes_nothing(dtype):
-    model = adapted(dtype)
+def test_a_fresh_adapter_changes_nothing():
+    model = adapted(torch.bfloat16)
     model.add("policy", trainable=True, seed=3)
     torch.testing.assert_close(logits(model, "policy"), logits(model, None), rtol=0, atol=1e-6)
     assert {p.dtype for p in model.parameters("policy").values()} == {torch.float32}
@@ -114,48 +113,7 @@ def test_the_layer_computes_the_low_rank_sum():
             torch.testing.assert_close(layer(inputs), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_a_bias_of_the_base_stays():
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-    }
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    base = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, **heads)).eval()
-    torch.nn.init.normal_(base.model.layers[0].self_attn.q_proj.bias)
-    with torch.no_grad():
-        before = base(IDS % 64).logits
-    model = AdaptedModel(base, new_lora_config(LoraConfig(r=2)))
-    model.add("policy", trainable=True, seed=0)
-    with torch.no_grad(), model.using("policy"):
-        torch.testing.assert_close(base(IDS % 64).logits, before, atol=1e-6, rtol=1e-5)
-
-
 # Several adapters on one base
-
-
-def test_adapters_side_by_side_do_not_touch_each_other():
-    model = trained()
-    alone = logits(model, "policy")
-    model.add("served", trainable=False, seed=9)
-    assert torch.equal(logits(model, "policy"), alone)
-    randomise(model, "served", seed=5)
-    assert torch.equal(logits(model, "policy"), alone)
-    assert not torch.allclose(logits(model, "served"), alone)
-    assert all(p.requires_grad for p in model.parameters("policy").values())
-    assert not any(p.requires_grad for p in model.parameters("served").values())
-    adapters = {id(p) for name in ("policy", "served") for p in model.parameters(name).values()}
-    assert not any(p.requires_grad for p in model.base.parameters() if id(p) not in adapters)
-
-
-def test_a_copy_has_the_scaling_of_its_original():
-    model = trained()
-    model.add("served", trainable=False, seed=9)
-    model.write("served", {k: p.detach() for k, p in model.parameters("policy").items()}, "a copy")
-    assert torch.equal(logits(model, "served"), logits(model, "policy"))
 
 
 # Adapters of several shapes on one base
@@ -183,10 +141,10 @@ def of_shapes(*names: str, dtype=torch.float32) -> AdaptedModel:
 
 
 @TIED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
-def test_an_adapter_is_what_it_would_be_alone(name, dtype, tmp_path):
+def test_an_adapter_is_what_it_would_be_alone(name, tmp_path):
     """Whichever shapes came before and after it, and went."""
+    dtype = torch.bfloat16
     alone = of_shapes(name, dtype=dtype)
     others = [each for each in SHAPES if each != name]
     model = of_shapes(others[0], others[1], name, others[2], dtype=dtype)
@@ -203,7 +161,7 @@ def test_an_adapter_is_what_it_would_be_alone(name, dtype, tmp_path):
 
 
 @TIED
-def test_packed_weights_stay_where_they_are():
+def test_packed_weights_stay_where_they_are(caplog):
     """A base that is computed natively is packed once, before any adapter or after some."""
     model = adapted()
     native = native_model(model.base)
@@ -213,22 +171,12 @@ def test_packed_weights_stay_where_they_are():
     for name in SHAPES:
         add_shape(model, name)
         assert (model.native(name) is native) == (name != "head")
+    assert "its adapter changes lm_head" in caplog.text
     model.remove("all")
     for linear, (weight, copy, packed) in zip(native.products, kept, strict=True):
         assert linear.weight_OI is weight
         assert linear._packed is packed
         assert torch.equal(weight, copy)
-
-
-@TIED
-def test_an_adapter_of_the_head_is_computed_by_modules_and_no_other(caplog):
-    model = of_shapes("head", "narrow")
-    assert model.native("narrow") is not None
-    assert not caplog.records
-    assert model.native("head") is None
-    assert "its adapter changes lm_head" in caplog.text
-    assert model.native("head") is None
-    assert len(caplog.records) == 1  # told once, however many come
 
 
 @TIED
@@ -248,24 +196,20 @@ def test_an_adapter_that_is_removed_leaves_the_base_as_it_was():
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
 @pytest.mark.parametrize("targets", [("nope",), ("k_proj", "v_prj"), ("embed_tokens", "k_proj")])
 def test_an_adapter_that_is_refused_leaves_the_others_as_they_are(targets):
+    """Such as one whose targets would have no effect."""
     model = of_shapes("narrow", "mlp")
     before = {name: logits(model, name) for name in ("narrow", "mlp")}
     layers = [*model.layers]
     config = new_lora_config(LoraConfig(r=7, target_modules=targets))
-    with pytest.raises(ModelError, match=r"lora\.target_modules"):
+    with pytest.raises(ModelError, match=r"lora\.target_modules") as caught:
         model.add("bad", trainable=True, seed=0, config=config)
+    assert (set(targets) - {"k_proj"}).pop() in str(caught.value)
+    assert "q_proj, up_proj, v_proj" in str(caught.value)
     assert [*model.layers] == layers
     assert [*model.configs] == ["narrow", "mlp"]
     assert all(torch.equal(logits(model, name), before[name]) for name in before)
     assert all(p.requires_grad for p in model.parameters("narrow").values())
     assert not any(p.requires_grad for p in model.parameters("mlp").values())
-
-
-def test_an_adapter_that_is_not_there_does_not_act_as_the_base():
-    model = of_shapes("narrow")
-    model.remove("narrow")
-    with pytest.raises(AssertionError, match="no adapter narrow"), model.using("narrow"):
-        pass
 
 
 @TIED
@@ -301,24 +245,6 @@ def test_the_base_holds_nothing_of_its_adapters():
     assert head.weight is embeddings.weight
 
 
-def test_using_returns_to_what_acted_before_also_after_an_error():
-    model = trained()
-    with model.using("policy"):
-        with pytest.raises(RuntimeError), model.using(None):
-            raise RuntimeError
-        assert model.switch.active == "policy"
-    assert model.switch.active is None
-
-
-def test_the_seed_decides_the_start():
-    def start(seed):
-        model = adapted()
-        model.add("policy", trainable=True, seed=seed)
-        return fingerprint(model.parameters("policy"))
-
-    assert start(1) == start(1) != start(2)
-
-
 def test_the_starting_adapter_is_the_reference(tmp_path):
     folder = saved(trained(), tmp_path / "start")
     model = AdaptedModel(tiny_model(), read_lora_config(folder))
@@ -329,14 +255,6 @@ def test_the_starting_adapter_is_the_reference(tmp_path):
     with torch.no_grad(), weights.acting_reference():
         assert torch.equal(weights.reference_model(IDS).logits, wanted)
     assert set(weights.parameters()) == set(model.parameters("policy"))
-
-
-def test_without_a_starting_adapter_the_plain_base_is_the_reference():
-    model = adapted()
-    weights = TrainedAdapter(model, seed=0)
-    randomise(model, "policy")
-    with torch.no_grad(), weights.acting_reference():
-        torch.testing.assert_close(weights.reference_model(IDS).logits, tiny_model()(IDS).logits)
 
 
 # Dropout
@@ -411,17 +329,8 @@ def test_loading_is_strict_and_lists_everything():
     with pytest.raises(ModelError) as caught:
         model.write("policy", given, "/the/folder")
     said = str(caught.value)
-    assert "The tensors of /the/folder do not match" in said
-    assert f"missing (1):\n    {lacking}" in said
-    assert "not expected (1):\n    stranger.lora_A.weight" in said
-    assert f"of another shape (1):\n    {bent}: (3, 3) instead of" in said
+    assert all(name in said for name in ("/the/folder", lacking, "stranger.lora_A", f"{bent}: (3"))
     assert fingerprint(model.parameters("policy")) == before, "none was loaded"
-
-
-def test_long_lists_are_cut():
-    owned = {f"k{index:02d}": torch.zeros(1) for index in range(30)}
-    with pytest.raises(ModelError, match="… and 22 more"):
-        copy_exactly(owned, {}, "x")
 
 
 def test_an_adapter_of_another_rank_is_refused(tmp_path):
@@ -434,19 +343,10 @@ def test_an_adapter_of_another_rank_is_refused(tmp_path):
 
 def test_a_folder_without_an_adapter(tmp_path):
     (tmp_path / "README.md").write_text("")
-    with pytest.raises(ModelError, match=r"model\.adapter: .* has no adapter_config\.json"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
         read_lora_config(tmp_path)
-    with pytest.raises(ModelError, match=r"There is no adapter_model.* it holds: README\.md"):
+    with pytest.raises(ModelError, match=r"README\.md"):
         read_adapter(tmp_path)
-    with pytest.raises(ModelError, match="it holds: nothing"):
-        read_adapter(tmp_path / "nowhere")
-
-
-def test_torn_adapter_weights(tmp_path):
-    folder = saved(trained(), tmp_path / "a")
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-40])
-    with pytest.raises(ModelError, match="is damaged"):
-        read_adapter(folder)
 
 
 @pytest.mark.parametrize(
@@ -500,40 +400,22 @@ def test_the_fingerprint_survives_the_file(tmp_path):
 # Which layers
 
 
-def test_named_targets_get_an_adapter_and_no_others():
-    model = adapted(target_modules=("q_proj", "v_proj"))
+ALL = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    ("targets", "kinds"), [(("q_proj", "v_proj"), {"q_proj", "v_proj"}), ("all-linear", ALL)]
+)
+def test_targets_get_an_adapter_and_no_others(targets, kinds):
+    """The head is none of all linear layers."""
+    model = adapted(target_modules=targets)
     model.add("policy", trainable=True, seed=0)
-    assert {path.rsplit(".", 1)[-1] for path in model.layers} == {"q_proj", "v_proj"}
-
-
-def test_all_linear_leaves_out_the_head():
-    model = adapted()
-    model.add("policy", trainable=True, seed=0)
-    kinds = {path.rsplit(".", 1)[-1] for path in model.layers}
-    attention, feed_forward = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate", "up", "down"}
-    assert kinds == attention | {f"{name}_proj" for name in feed_forward}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
-@pytest.mark.parametrize("targets", [("nope",), ("q_proj", "v_prj"), ("embed_tokens", "q_proj")])
-def test_targets_that_would_have_no_effect_are_refused(targets):
-    with pytest.raises(ModelError) as caught:
-        adapted(target_modules=targets).add("policy", trainable=True, seed=0)
-    said = str(caught.value)
-    assert said.startswith("lora.target_modules: ")
-    assert (set(targets) - {"q_proj"}).pop() in said
-    assert "q_proj, up_proj, v_proj" in said
+    assert {path.rsplit(".", 1)[-1] for path in model.layers} == kinds
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
 def test_a_model_without_linear_layers_is_refused():
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "n_embd": 16,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_positions": 32,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
     with pytest.raises(ModelError, match=r"c_attn.*gpt2"):
         AdaptedModel(model, new_lora_config(LoraConfig())).add("policy", trainable=True, seed=0)

@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 from groupwise.models import footprint
 from groupwise.models.config import LoraConfig, ModelConfig
@@ -25,7 +23,6 @@ from groupwise.models.plan import (
     Decoding,
     MemoryPlan,
     ModelPlan,
-    largest_microbatch,
     plan_model,
     prompt_room,
 )
@@ -102,84 +99,6 @@ def test_processes_share_what_is_frozen(bare):
     assert three.activations == pytest.approx(3 * one.activations)
     assert three.trained > 3 * one.trained, "and a place to add up gradients"
     assert (one.process, three.process) == (600, 600 + 150 + 2 * 150), "torch is imported once"
-
-
-def test_trained_weights_are_those_of_each_process_and_of_the_one_that_it_was_forked_from(bare):
-    one, three = (memory(bare, None, processes=n, needs_reference=True) for n in (1, 3))
-    assert three.weights == pytest.approx(4 * one.weights)
-    assert three.trained == pytest.approx(one.trained * (3 * 5 + 1) / 4)
-    assert three.reference == one.reference
-
-
-def test_a_gpu_has_nothing_packed_and_slots_of_a_fixed_length(bare):
-    found = memory(bare, LoraConfig(r=4), device="cuda")
-    assert found.process == 0
-    assert found.weights == pytest.approx(4 * planned(bare, None).parameters / MIB + copies(0))
-    tokens = DECODING.slots * DECODING.key_length + DECODING.prompts * DECODING.prompt
-    logits = 4 * DECODING.slots * sizes().vocabulary
-    expected = footprint.slot_cache(sizes(), 4, tokens) + logits
-    assert found.keys_and_values == pytest.approx(expected / MIB)
-
-
-def test_a_model_without_a_native_form_is_that_of_transformers(tmp_path):
-    config = tiny_model().config
-    config.hidden_act = "gelu"
-    config.save_pretrained(tmp_path)
-    model = ModelConfig(name=str(tmp_path))
-    found = planned(model, LoraConfig(r=4))
-    assert found.memory.weights == pytest.approx(4 * found.parameters / MIB)
-    per_token = footprint.module_activations(sizes(), 4, recompute=False)
-    expected = 100 * per_token + footprint.module_logits(sizes())
-    assert found.memory.activations == pytest.approx(expected / MIB)
-    assert found.memory.trained == pytest.approx(5 * 4 * found.trained_parameters / MIB)
-
-
-def test_dropout_is_for_transformers_modules_to_learn(bare):
-    native, modules = (memory(bare, LoraConfig(r=4, dropout=d)) for d in (0.0, 0.1))
-    assert modules.activations > native.activations
-    assert modules.weights == native.weights, "the sampler is native all the same"
-
-
-def test_gradient_checkpointing_keeps_less(tmp_path):
-    LlamaConfig(hidden_size=64, num_hidden_layers=20, num_attention_heads=4).save_pretrained(
-        tmp_path
-    )
-    for lora in (None, LoraConfig(r=4)):
-        kept, again = (
-            memory(
-                ModelConfig(name=str(tmp_path)), lora, microbatch=4096, gradient_checkpointing=on
-            )
-            for on in (False, True)
-        )
-        assert again.activations < kept.activations / 4
-
-
-def test_activations_are_gone_when_weights_change():
-    held = MemoryPlan(
-        process=1,
-        weights=2,
-        trained=4,
-        reference=8,
-        keys_and_values=16,
-        activations=32,
-        update=64,
-    )
-    assert held.total == 31 + 64
-    assert replace(held, update=1).total == 31 + 32
-
-
-def test_all_weights_that_are_published_are_twice_in_the_sampler(bare):
-    found = planned(bare, None)
-    assert found.memory.update == pytest.approx(footprint.native_anew(sizes(), 4, 4) / MIB)
-    once = 4 * found.parameters / MIB
-    assert memory(bare, None, decoding=None).update == pytest.approx(once)
-    assert memory(bare, LoraConfig(r=4)).update < once
-
-
-def test_the_largest_micro_batch():
-    assert largest_microbatch(4096, 100, 10_000) == 4096
-    assert largest_microbatch(4096, 100, 1000) == 1000, "there is no more"
-    assert largest_microbatch(50, 100, 1000) == 100, "a row is never cut"
 
 
 STEP = """

@@ -9,7 +9,7 @@ from groupwise.sampler.chance import uniform
 from groupwise.sampler.draw import BLOCK, draw_tokens
 
 SEEDS = st.integers(0, 2**64 - 1)
-SIZES = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 300)
+SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 300)
 LAST = 1 - 2**-53
 """The largest number that `uniform` can give."""
 
@@ -61,7 +61,7 @@ def test_they_are_spread_evenly_and_do_not_follow_each_other(numbers):
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
 def test_over_a_grid_every_token_comes_as_often_as_it_is_probable(vocabulary, temperature):
     logits, grid = random_logits(1, vocabulary), 20_000
     tokens, _ = draw(logits, (torch.arange(grid).double() + 0.5) / grid, temperature)
@@ -103,14 +103,10 @@ def test_what_has_no_probability_is_never_drawn(vocabulary, temperature):
 def test_the_ends_of_the_range_are_the_ends_of_the_vocabulary(vocabulary):
     tokens, _ = draw(torch.zeros(1, vocabulary), [0.0, LAST])
     assert tokens.tolist() == [0, vocabulary - 1]
-
-
-def test_one_certain_token_is_always_drawn():
-    logits = torch.full((1, 300), -torch.inf)
-    logits[0, 200] = -5.0
-    tokens, logprobs = draw(logits, [0.0, 0.5, LAST])
-    assert tokens.tolist() == [200] * 3
-    assert logprobs.tolist() == [0.0] * 3
+    certain = torch.full((1, vocabulary), -torch.inf)
+    certain[0, vocabulary // 2] = -5.0
+    tokens, logprobs = draw(certain, [0.0, 0.5, LAST])
+    assert (tokens.tolist(), logprobs.tolist()) == ([vocabulary // 2] * 3, [0.0] * 3)
 
 
 def test_greedy_takes_the_most_probable_with_its_log_probability_at_temperature_1():
@@ -119,14 +115,6 @@ def test_greedy_takes_the_most_probable_with_its_log_probability_at_temperature_
     tokens, logprobs = draw_tokens(logits, torch.zeros(20), uniforms)
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1))
-
-
-def test_greedy_and_drawn_rows_stand_side_by_side():
-    logits = random_logits(2, 50)
-    temperatures = torch.tensor([0.0, 0.7])
-    tokens, _ = draw_tokens(logits, temperatures, torch.tensor([0.9, 0.9], dtype=torch.float64))
-    alone, _ = draw(logits[1:], [0.9], 0.7)
-    assert tokens.tolist() == [int(logits[0].argmax()), int(alone[0])]
 
 
 @given(st.permutations(range(9)))

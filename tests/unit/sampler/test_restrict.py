@@ -96,7 +96,7 @@ def test_what_is_left_is_what_the_definitions_say(params, seed):
         assert torch.equal(found[row][stays], logits[row][stays]), "the rest keeps its bits"
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize("spread", [0.0, 3.0])
 @pytest.mark.parametrize(
     "params",
     [
@@ -143,13 +143,6 @@ def test_the_token_that_crosses_the_threshold_is_kept_and_the_temperature_counts
     assert torch.isfinite(hot[0]).nonzero()[:, 0].tolist() == [0, 2, 3]
 
 
-def test_early_stops_are_left_out_before_the_most_probable_are_counted():
-    params = SamplingParams(9, stop_token_ids=(0,), min_tokens=1, top_k=2)
-    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
-    found = truncated(without_early_stops(logits, [params], [0]), torch.ones(1), [params])
-    assert torch.isfinite(found).tolist() == [[False, True, True, False]]
-
-
 def test_a_row_has_the_same_bits_beside_any_others():
     params = [
         SamplingParams(9, 0.7, top_p=0.8),
@@ -167,23 +160,6 @@ def test_a_row_has_the_same_bits_beside_any_others():
     order = torch.randperm(6, generator=torch.Generator().manual_seed(1))
     shuffled: Any = [params[place] for place in order]
     assert torch.equal(truncated(logits[order], temperatures[order], shuffled), found[order])
-
-
-def test_draws_are_from_what_is_left_with_the_probabilities_that_it_has_then():
-    grid = 4000
-    params = SamplingParams(9, 0.8, top_p=0.9)
-    logits = random_logits(1, 40).expand(grid, -1)
-    temperatures = torch.full((grid,), 0.8)
-    left = truncated(logits, temperatures, [params] * grid)
-    uniforms = (torch.arange(grid).double() + 0.5) / grid
-    tokens, logprobs = draw_tokens(left, temperatures, uniforms)
-    members = sorted(kept(logits[0].tolist(), 0.8, params))
-    assert set(tokens.tolist()) <= set(members)
-    wanted = (logits[0, members].double() / 0.8).softmax(0)
-    shares = torch.tensor([int((tokens == token).sum()) / grid for token in members]).double()
-    torch.testing.assert_close(shares, wanted, atol=1 / grid, rtol=0)
-    chosen = torch.tensor([members.index(token) for token in tokens.tolist()])
-    torch.testing.assert_close(logprobs.double(), wanted.log()[chosen], atol=1e-5, rtol=0)
 
 
 def test_logits_that_are_not_numbers_stay_so():

@@ -143,8 +143,16 @@ def assert_like_transformers(
 # Against transformers
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "llama-mqa", "qwen2", "qwen3-biases"])
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("llama", True),
+        ("llama-mha-tied", False),
+        ("llama-mqa", True),
+        ("qwen2", False),
+        ("qwen3-biases", True),
+    ],
+)
 def test_prompts_of_all_lengths_and_groups_of_all_sizes(name, adapter, kind):
     asked = [
         request(draw, length, members=(1, 3, 8)[draw % 3], temperature=float(draw % 2))
@@ -154,16 +162,13 @@ def test_prompts_of_all_lengths_and_groups_of_all_sizes(name, adapter, kind):
     assert len({each.token_ids for each in found}) > len(PROMPTS)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-mha-tied"])
-def test_completions_across_the_stretches_in_which_keys_are_read(name, kind):
+def test_completions_across_the_stretches_in_which_keys_are_read(kind):
     lengths = (63, 64, 65, 130, 260)
     asked = [
-        request(draw, 5 + draw, members, max_tokens=length, temperature=temperature)
-        for draw, (length, members, temperature) in enumerate(
-            [(length, 2, 0.0) for length in lengths] + [(length, 1, 1.0) for length in lengths]
-        )
+        request(draw, 5 + draw, 2 - draw % 2, max_tokens=length, temperature=float(draw % 2))
+        for draw, length in enumerate(lengths)
     ]
-    found = assert_like_transformers(name, asked, kind)
+    found = assert_like_transformers("llama-mha-tied", asked, kind)
     assert {len(each.token_ids) for each in found} == set(lengths)
 
 
@@ -182,9 +187,7 @@ def test_every_way_of_drawing(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "adapter"), [("llama", True), ("llama-mqa", True), ("qwen2", True), ("qwen3", False)]
-)
+@pytest.mark.parametrize(("name", "adapter"), [("llama-mqa", True), ("qwen3", False)])
 def test_compiled_kernels_compute_what_torch_does(request, name, adapter, dtype):
     """The same histories, whose rows are of all lengths, with our kernels and with torch's as on a GPU."""
     how = {"steps": 60, "rows": 12, "lengths": [1, 2, 20, 33, 50], "vocabulary": 96}
@@ -271,19 +274,19 @@ def weights_of(name: str, dtype: torch.dtype, *, adapter: bool) -> ServedWeights
 
 
 def schedules() -> list[Any]:
-    """Families and what computes them; each is in the usual run with one number format, with the other one it is a soak test."""
+    """Families and what computes them; most are in the usual run with one number format, all others are soak tests."""
     usual = {
         ("llama", True, "native"): torch.bfloat16,
         ("llama-mha-tied", False, "native"): torch.float32,
         ("llama-mqa", True, "native"): torch.bfloat16,
-        ("qwen2", False, "native"): torch.float32,
+        ("qwen2", False, "native"): None,
         ("qwen3", True, "native"): torch.bfloat16,
         ("wide", False, "native"): torch.float32,
         ("llama", True, "transformers"): torch.float32,
         ("llama", True, "tape"): torch.float32,
-        ("llama-mqa", False, "graph"): torch.float32,
+        ("llama-mqa", False, "graph"): None,
         ("qwen2", True, "graph"): torch.bfloat16,
-        ("qwen3", True, "tape"): torch.bfloat16,
+        ("qwen3", True, "tape"): None,
         ("wide", False, "graph"): torch.float32,
     }
     return [
@@ -318,27 +321,21 @@ def test_random_schedules_leave_every_row_its_bits(request, name, adapter, compu
     assert_alone(engine_of(weights, computed), longest[0])
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        torch.bfloat16,
-    ],
-)
-def test_a_row_that_is_longer_by_far_changes_no_other(monkeypatch, dtype, kind):
+def test_a_row_that_is_longer_by_far_changes_no_other(monkeypatch, kind):
     """Its keys and values are read to its own length, those of the others beyond theirs."""
-    monkeypatch.setattr(graph_engine, "KEYS", 512)  # of which both need one step
+    dtype = torch.bfloat16 if kind == "native" else torch.float32
+    monkeypatch.setattr(graph_engine, "KEYS", 128)  # of which both need one step
     weights = weights_of("wide", dtype, adapter=False)
     engine = engine_of(weights, kind)
     with torch.inference_mode():
         prompt = engine.prefill(text(9).tolist())
         long = engine.begin(prompt)
-        for token in text(450).tolist():
+        for token in text(100).tolist():
             engine.decode([token])
-        assert long.written == 450
+        assert long.written == 100
         history = History(text(20).tolist(), engine.prefill(text(20).tolist()), 0)
         late = engine.begin(history.prompt)
-        for token in text(210).tolist():
+        for token in text(50).tolist():
             tokens = [token if row is late else 5 for row in engine.rows]
             history.tokens.append(token)
             history.logits.append(engine.decode(tokens)[engine.rows.index(late)].clone())
@@ -358,7 +355,7 @@ def threads(request) -> Iterator[int]:
 def test_a_row_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
     """Several threads have other ways for many rows than for few, and how many there are depends on timing."""
     weights = ServedModel(made(BROAD, dtype=dtype))
-    ids, tokens = text(9).tolist(), text(12).tolist()
+    ids, tokens = text(9).tolist(), text(6).tolist()
 
     def first_of(rows: int) -> Tensor:
         engine = engine_of(weights, "native")
@@ -370,33 +367,6 @@ def test_a_row_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
     alone = first_of(1)
     for rows in (64, 65, 101):
         assert torch.equal(first_of(rows), alone), rows
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_completion_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
-    weights = ServedModel(made(BROAD, dtype=dtype))
-    sampler = TorchSampler(weights, TOKENIZER, DecodeLayout(slots=128, key_length=64))
-    asked = request(0, 9, 1, max_tokens=20)
-    others = [request(draw, 9, 20, max_tokens=20) for draw in range(1, 6)]
-    assert generated(sampler, [asked, *others])[0] == generated(sampler, [asked])[0]
-
-
-def test_on_a_gpu_a_longer_row_may_change_what_is_rounded_and_nothing_else(as_on_a_gpu):
-    """Torch's products for a processor round otherwise for another number of keys; see `graph_engine`."""
-    weights = weights_of("wide", torch.float32, adapter=False)
-    ids, tokens = text(20).tolist(), text(40).tolist()
-    found: list[Tensor] = []
-    with torch.inference_mode():
-        for mates in (0, 1):
-            engine = engine_of(weights, "graph")
-            row = engine.begin(engine.prefill(ids))
-            for _ in range(mates):
-                engine.begin(engine.prefill(text(600).tolist()))
-            found.append(
-                torch.stack([engine.decode([token, 5][: 1 + mates])[0].clone() for token in tokens])
-            )
-            assert engine.rows[0] is row
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 def test_members_that_are_cancelled_leave_the_others_their_bits(kind):
@@ -412,7 +382,7 @@ def test_members_that_are_cancelled_leave_the_others_their_bits(kind):
         tasks[1].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    for turns in (0, 1, 2, 3, 12):
+    for turns in (0, 1, 12):
         first, second, third = asyncio.run(cancelled_after(turns))
         assert isinstance(second, asyncio.CancelledError)
         assert [list(first), list(third)] == [wanted[0], wanted[2]], turns
@@ -485,8 +455,9 @@ def assert_serves(sampler: TorchSampler, weights: ServedWeights) -> None:
         assert each.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "llama-mha-tied"])
+@pytest.mark.parametrize(
+    ("name", "adapter"), [("llama-biases", True), ("qwen3", True), ("llama-mha-tied", False)]
+)
 def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter, kind):
     weights = served(name, adapter=adapter)
     sampler = sampler_of(weights, kind)
@@ -506,12 +477,9 @@ def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter, ki
 @pytest.mark.parametrize(
     ("adapter", "part"),
     [
-        (True, "q_proj.lora_A"),
         (True, "up_proj.lora_B"),
         (False, "q_proj"),
-        (False, "up_proj"),
         (False, "norm"),
-        (False, "embed_tokens"),
     ],
 )
 def test_new_weights_that_are_no_numbers_are_told_and_good_ones_serve_again(
@@ -532,26 +500,10 @@ def test_new_weights_that_are_no_numbers_are_told_and_good_ones_serve_again(
     assert_serves(sampler, weights)
 
 
-def test_what_is_served_beside_a_policy_in_training_is_its_own(tmp_path):
-    """Two adapters on one base: the native engine computes with that of the sampler."""
-    adapter: AdaptedModel = adapted(family("llama"))
-    weights = ServedAdapter(adapter)
-    sampler = TorchSampler(weights, TOKENIZER, LAYOUT)
-    plain = TorchSampler(served("llama"), TOKENIZER, LAYOUT)
-    asked = [request(0, 20, 3, 20)]
-    first = generated(plain, asked)
-    for found, wanted in zip(generated(sampler, asked), first, strict=True):
-        assert found.token_ids == wanted.token_ids, "a fresh adapter changes nothing"
-    tensors = {key: value.detach().clone() for key, value in adapter.parameters("policy").items()}
-    asyncio.run(sampler.load(published(weights, tensors, tmp_path, 1)))
-    assert_serves(sampler, weights)
-    assert generated(sampler, asked) != first
-
-
 # In bfloat16
 
 
-@pytest.mark.slow
+@pytest.mark.soak(suite="engine")
 def test_beside_the_learner_on_the_bundled_model(tmp_path):
     """Both round, with an adapter that changes a lot on a base in bfloat16, but stay near to each other."""
     config = ModelConfig(name="smollm2-135m-instruct")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.sampler.native.recording import cuda_graphs, plainly
+from groupwise.sampler.native.recording import cuda_graphs
 
 
 class Graph:
@@ -106,9 +106,3 @@ def test_libraries_see_one_stream_however_much_is_recorded(told, streams):
     kept = [record(lambda: torch.ones(2)) for _ in range(3)]
     assert len(streams) == 2 * len(kept)
     assert len(set(streams)) == 1
-
-
-def test_without_a_recording_every_call_computes():
-    count = iter(range(3))
-    compute = plainly(lambda: torch.tensor(next(count)))
-    assert [int(compute()) for _ in range(3)] == [0, 1, 2]

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from starlette.responses import JSONResponse
 
 from groupwise.errors import EndpointError, PolicyMismatchError, RunError, UsageError
 from groupwise.models.tiny import tiny_tokenizer
@@ -26,7 +25,6 @@ from tests.vllm_pair import KEY, Clock, learner_of_tiny, trained, vllm_sampler
 from tests.vllm_server import VllmServer, refusal
 
 PROCESSED = "processed_logprobs"
-PROBES = 4
 
 
 @pytest.fixture
@@ -80,37 +78,26 @@ async def test_each_version_has_a_name_of_its_own_and_the_one_before_goes(learne
     assert server.adapters == []
 
 
-async def test_loading_again_changes_nothing(learner, server):
-    sampler, policy = vllm_sampler([server.url], learner), await learner.publish(0)
-    await sampler.load(policy)
-    before = await sampler.generate(request())
-    await sampler.load(policy)
-    assert await sampler.generate(request()) == before
-    assert len(server.bodies("/load_lora_adapter")) == 1
-
-
 async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loaded_anew(
     learner, server, tmp_path
 ):
     policy = await learner.publish(0)
-    await vllm_sampler([server.url], learner).load(policy)
-    await vllm_sampler([server.url], learner).load(policy)
+    with pytest.raises(PolicyMismatchError, match="fingerprint"):
+        await vllm_sampler([server.url], learner).load(replace(policy, fingerprint="0" * 16))
+    assert server.asked == [], "nothing that was not published so"
+    first = vllm_sampler([server.url], learner)
+    for each in (first, first, vllm_sampler([server.url], learner)):
+        await each.load(policy)
     assert len(server.bodies("/load_lora_adapter")) == 1
     moved = tmp_path / "elsewhere" / "v000000000"
     shutil.copytree(policy.path, moved)
     await vllm_sampler([server.url], learner).load(replace(policy, path=str(moved)))
     assert len(server.bodies("/load_lora_adapter")) == 2
     assert server.models[adapter_name(policy)].root == str(moved)
-
-
-async def test_adapters_of_others_are_left_alone(learner, server, tmp_path):
-    policy = await learner.publish(0)
     other = tmp_path / "other" / "v000000000"
     shutil.copytree(policy.path, other)
     await vllm_sampler([server.url], learner).load(replace(policy, path=str(other), run="other"))
-    disturb(learner)
-    await vllm_sampler([server.url], learner).load(await learner.publish(1))
-    assert len(server.adapters) == 2
+    assert len(server.adapters) == 2, "those of other runs are left alone"
 
 
 async def test_a_load_that_failed_for_a_moment_is_tried_again(learner, server):
@@ -124,28 +111,6 @@ async def test_a_load_that_failed_for_a_moment_is_tried_again(learner, server):
     sampler = vllm_sampler([server.url], learner)
     await sampler.load(await learner.publish(0))
     assert len(server.bodies("/load_lora_adapter")) == 2
-    assert len(await sampler.generate(request())) == 4
-
-
-async def test_what_is_loaded_while_it_is_asked_for_is_loaded(learner, server):
-    """Between the list and the request, by an attempt that was given up."""
-
-    async def already(path, body):
-        if path == "/load_lora_adapter":
-            return refusal(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
-        if path == "/models":
-            server.interfere = loaded
-            return JSONResponse({"data": [{"id": "tiny"}]})
-        return None
-
-    async def loaded(path, body):
-        return await already(path, body) if path == "/load_lora_adapter" else None
-
-    policy = await learner.publish(0)
-    await vllm_sampler([server.url], learner).load(policy)
-    server.interfere = already
-    sampler = vllm_sampler([server.url], learner)
-    await sampler.load(policy)
     assert len(await sampler.generate(request())) == 4
 
 
@@ -179,29 +144,20 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
         await sampler.load(replace(policy, kind="full"))
 
 
-async def test_the_base_can_be_served_as_it_is(learner, server):
-    sampler = vllm_sampler([server.url], learner)
-    await sampler.serve_base()
-    assert {each.policy_version for each in await sampler.generate(request())} == {0}
-    assert server.bodies("/load_lora_adapter") == []
-    sampler.close()
-
-
 # --- servers that are not as they must be
 
 
 @pytest.mark.parametrize(
     ("made", "sampler", "told"),
     [
-        ({"name": "other"}, {}, "serves no model 'tiny'; it serves: other. Set sampler.served_model"),
-        ({"max_model_len": 100}, {}, "takes 100 tokens .* up to 128. Start vLLM with --max-model-len 128"),
-        ({"updates": False}, {}, "takes no adapters while it runs: .*\nStart vLLM with --enable-lora .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-        ({"max_lora_rank": 2}, {}, "LoRA rank 4 is greater than max_lora_rank 2"),
-        ({"seed": 1}, {}, r"serves other weights .* sampler\.logprob_tolerance is 0\.01"),
-        ({"ignores_adapters": True}, {}, "as the base does without any adapter"),
-        ({"ignores_adapters": True}, {"tolerance": 10.0}, "as the base does without any adapter"),
+        ({"name": "other"}, {}, r"sampler\.served_model"),
+        ({"max_model_len": 100}, {}, "--max-model-len 128"),
+        ({"updates": False}, {}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        ({"max_lora_rank": 2}, {}, "max_lora_rank 2"),
+        ({"seed": 1}, {}, r"sampler\.logprob_tolerance is 0\.01"),
+        ({"ignores_adapters": True}, {"tolerance": 10.0}, "without any adapter"),
         ({"logprobs_mode": "raw_logprobs"}, {"tolerance": 10.0}, "--logprobs-mode processed_logprobs"),
-        ({"key": "secret"}, {}, f"environment variable {KEY} is not set"),
+        ({"key": "secret"}, {}, KEY),
     ],
 )  # fmt: skip
 async def test_a_server_that_does_not_fit_is_refused(learner, made, sampler, told):
@@ -211,34 +167,19 @@ async def test_a_server_that_does_not_fit_is_refused(learner, made, sampler, tol
             await tried.load(await learner.publish(0))
 
 
-async def test_a_key_is_sent_and_not_told(learner, monkeypatch):
+async def test_a_server_may_ask_for_a_key_or_serve_its_base(learner, monkeypatch):
     monkeypatch.setenv(KEY, "secret")
     with VllmServer(logprobs_mode=PROCESSED, key="secret") as server:
         sampler = vllm_sampler([server.url], learner)
+        await sampler.serve_base()
+        assert {each.policy_version for each in await sampler.generate(request())} == {0}
         await sampler.load(await learner.publish(0))
-        await sampler.generate(request())
+        assert len(server.adapters) == 1
         sampler.close()
         assert server.adapters == []
 
 
-async def test_a_folder_that_the_server_does_not_see_is_told(learner, server, tmp_path):
-    shared = Shared(tmp_path / "here", "/nowhere")
-    with pytest.raises(UsageError, match=r"No adapter found for /nowhere/run/.*\nIt must see that"):
-        await vllm_sampler([server.url], learner, shared=shared).load(await learner.publish(0))
-
-
 # --- servers that end and come back
-
-
-async def test_a_server_that_was_started_anew_gets_the_adapter_again(learner, server):
-    sampler = vllm_sampler([server.url], learner)
-    await sampler.load(await learner.publish(0))
-    before = await sampler.generate(request())
-    server.end()
-    server.begin()
-    assert server.adapters == []
-    assert await sampler.generate(request()) == before
-    assert len(server.adapters) == 1
 
 
 async def test_a_server_that_ends_in_the_middle_is_waited_for(learner, server):
@@ -284,30 +225,21 @@ async def test_without_any_server_the_run_ends_after_its_patience(learner, serve
     sampler = vllm_sampler([server.url], learner, clock=clock, patience=50.0)
     await sampler.load(await learner.publish(0))
     server.end()
-    with pytest.raises(EndpointError, match=r"has answered for 50 s \(sampler.patience\). .*--resume.*Connect"):  # fmt: skip
+    with pytest.raises(EndpointError, match=r"sampler\.patience.*--resume"):  # fmt: skip
         await sampler.generate(request(1))
     assert sum(clock.slept) == pytest.approx(50.0)
     assert clock.slept[:4] == [1.0, 2.0, 4.0, 8.0]
 
 
-async def test_a_server_that_is_not_up_yet_is_waited_for(learner, server):
-    clock = Clock()
-    sampler = vllm_sampler([server.url], learner, clock=clock)
-    server.end()
-    clock.meanwhile[2] = server.begin
-    await sampler.load(await learner.publish(0))
-    assert len(await sampler.generate(request())) == 4
-
-
 async def test_what_takes_too_long_is_asked_for_again(learner, server):
-    sampler = vllm_sampler([server.url], learner, timeout=2.0)
+    sampler = vllm_sampler([server.url], learner, timeout=1.0)
     await sampler.load(await learner.publish(0))
     hung = []
 
     async def hangs(path, body):
         if path == "/completions" and not hung:
             hung.append(body)
-            await asyncio.sleep(6)
+            await asyncio.sleep(3)
         return
 
     server.interfere = hangs
@@ -364,28 +296,9 @@ async def test_a_strange_answer_ends_the_run_and_is_not_asked_for_again(learner,
         return answer
 
     server.spoil = short
-    with pytest.raises(EndpointError, match=rf"POST {server.url}/v1/completions: answered \d+ log-probabilities for"):  # fmt: skip
+    with pytest.raises(EndpointError, match=server.url):  # fmt: skip
         await sampler.generate(request(1))
     assert completions(server) == 1
-
-
-async def test_a_refusal_ends_the_run_with_what_the_server_says(learner, server):
-    sampler = vllm_sampler([server.url], learner)
-    await sampler.load(await learner.publish(0))
-
-    async def refuses(path, body):
-        return refusal(400, "this model takes no logprobs")
-
-    server.interfere = refuses
-    with pytest.raises(EndpointError, match="status 400: this model takes no logprobs"):
-        await sampler.generate(request())
-
-
-async def test_files_that_are_not_what_was_published_never_reach_a_server(learner, server):
-    policy = await learner.publish(0)
-    with pytest.raises(PolicyMismatchError, match="fingerprint"):
-        await vllm_sampler([server.url], learner).load(replace(policy, fingerprint="0" * 16))
-    assert server.asked == []
 
 
 async def test_no_more_than_the_limit_is_asked_at_once(learner, server):

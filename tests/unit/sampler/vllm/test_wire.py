@@ -114,20 +114,7 @@ def test_nothing_is_withheld_where_there_is_nothing_to_withhold():
 def test_what_vllm_does_otherwise_is_refused(params, told):
     with pytest.raises(RunError, match=told):
         refuse_what_differs(params, END)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        PARAMS,
-        SamplingParams(4, temperature=0.0, stop_token_ids=(1, 2), min_tokens=2),
-        SamplingParams(4, temperature=0.01, top_k=3, min_p=0.1),
-        SamplingParams(4, min_tokens=2),
-    ],
-)
-def test_the_rest_is_not(params):
-    refuse_what_differs(params, END)
-    refuse_what_differs(params, None)
+    refuse_what_differs(SamplingParams(4, 0.01, (1, 2), top_k=3, min_p=0.1, min_tokens=2), END)
 
 
 # --- what is taken
@@ -155,24 +142,19 @@ def test_a_stop_token_that_is_the_last_that_fits_is_a_stop():
     ("given", "told"),
     [
         (b"oops", "answered no JSON, but oops"),
-        (b'{"model": "m", "choices": [{"ind', "answered no JSON"),
         ({"model": "m", "choices": []}, "answered 0 choices, where one"),
-        ({"model": "m"}, "answered 0 choices"),
         ({"model": "m", "choices": answer()["choices"] * 2}, "answered 2 choices"),
         ({"model": "m", "choices": ["a"]}, "a choice that is none"),
         (answer(prompt_token_ids=[0, 5, 6]), "prompt of 2 tokens and used another one of 3"),
         (answer(logprobs=[-0.5, -0.5]), "2 log-probabilities for 3 tokens"),
-        (answer(logprobs=[-0.5] * 4), "4 log-probabilities for 3 tokens"),
         (answer(logprobs=[-0.5, None, -0.5]), "log-probability None, which is no number"),
         (answer(logprobs=[-0.5, "x", -0.5]), "log-probability 'x'"),
         (answer(logprobs=[-0.5, math.nan, -0.5]), "log-probability nan, which no token has"),
-        (answer(logprobs=[-0.5, -math.inf, -0.5]), "log-probability -inf"),
         (answer(logprobs=[-0.5, -9999.0, -0.5]), "log-probability -9999.0"),
         (answer(logprobs=[-0.5, 0.3, -0.5]), "log-probability 0.3"),
         (answer(logprobs=None), "without log-probabilities"),
         (answer((3, 27, END)), "drew the token 27, but those of the model are 0 to 26"),
         (answer((3, -1, END)), "drew the token -1"),
-        (answer(token_ids=[3, "4", END]), "drew the token '4'"),
         (answer(token_ids=[3, True, END]), "drew the token True"),
         (answer(()), "drew 0 tokens, where 1 to 4"),
         (answer((3, 4, 5, 6, END)), "drew 5 tokens, where 1 to 4"),
@@ -180,8 +162,6 @@ def test_a_stop_token_that_is_the_last_that_fits_is_a_stop():
         (answer((3, 4)), "after 2 of at most 4 tokens .*limit of its own"),
         (answer((3, 4), finish_reason="stop"), "at none of the stops that were asked for"),
         (answer((3, 4), finish_reason="abort"), "finish_reason 'abort'"),
-        (answer((3, 4, 5, 6), finish_reason=None), "finish_reason None"),
-        (answer((3, END), finish_reason="abort"), "finish_reason 'abort'"),
     ],
 )  # fmt: skip
 def test_what_is_no_answer_says_what_came(given, told):
