@@ -113,22 +113,6 @@ async def plan(engine: Engine, step: int, **given: Any) -> Plan:
     return Plan(step, (rewarded(sampled.group, **given),))
 
 
-async def test_a_new_run(host: Host):
-    engine = await host.make()
-    opened = await engine.open(host.order())
-    assert (opened.run, opened.step, opened.max_steps) == ("contract", 0, STEPS)
-    assert (opened.policy.run, opened.policy.version) == ("contract", 0)
-    assert (opened.manifests, opened.longest_prompt) == ((), LONGEST_PROMPT)
-    assert opened.longest_completion == 6
-    assert Path(opened.folder) == Path(host.config["run"]["dir"], "contract")
-    assert _has_words(opened.folder) == host.grows, "the fakes have none"
-    await engine.close()
-
-
-def _has_words(folder: str) -> bool:
-    return Path(folder, "tokenizer", "tokenizer.json").is_file()
-
-
 async def test_what_cannot_be_opened_leaves_nothing(host: Host):
     wrong = replace(host.order(), config={**host.config, "model": {"name": "no-such-model"}})
     for order in (wrong, host.order(run="no-such-run")):
@@ -204,74 +188,6 @@ async def test_what_cannot_be_asked(host: Host):
     assert await engine.sample(SampleOrder(7, "sort these", prompt_ids=own)) == before
 
 
-async def test_a_cancelled_request_disturbs_nobody(host: Host):
-    engine = await host.make()
-    await engine.open(host.order())
-    kept = asyncio.create_task(engine.sample(SampleOrder(7, "sort these")))
-    given_up = asyncio.create_task(engine.sample(SampleOrder(8, "sort these")))
-    await asyncio.sleep(0)
-    given_up.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await given_up
-    first = await kept
-    assert await engine.sample(SampleOrder(7, "sort these")) == first
-    assert await engine.partial(8) == ()
-    assert (await engine.probe()).sampling == 0
-
-
-async def test_a_request_can_be_read_as_it_grows(host: Host):
-    engine = await host.make()
-    await engine.open(host.order())
-    order = SampleOrder(7, "sort these", sampling=Sampling(seed=1))
-    task = asyncio.create_task(engine.sample(order))
-    seen = []
-    while not task.done():
-        seen.append(await engine.partial(7))
-        await asyncio.sleep(0)
-    group = task.result().group
-    for texts in filter(None, seen):
-        for text, rollout in zip(texts, group.rollouts, strict=True):
-            assert rollout.completion.startswith(text)
-    assert len({*seen}) > 3 or not host.grows
-    ids = group.rollouts[0].completion_ids
-    texts = await engine.token_texts(ids)
-    assert len(texts) == len(ids)
-    written = group.rollouts[0].completion
-    assert "".join(text for text in texts if text in written) == written
-
-
-async def test_a_step(host: Host):
-    engine = await host.make()
-    opened = await engine.open(host.order())
-    before = await engine.sample(SampleOrder(7, "sort these"))
-    order = Plan(0, (rewarded(before.group),), learning_rate=0.2)
-    done = await engine.step(order)
-    record = done.record
-    assert (record.step, record.version_in, record.version_out) == (0, 0, 1)
-    assert (record.draws, record.learning_rate) == ((7,), 0.2)
-    assert record.fingerprint_out == done.policy.fingerprint != opened.policy.fingerprint
-    assert done.metrics["reward"] == 1.0
-    after = await engine.sample(SampleOrder(7, "sort these"))
-    assert (after.step, after.version, after.fingerprint) == (1, 1, done.policy.fingerprint)
-    for wrong in (0, 2):
-        with pytest.raises(GroupwiseError, match=f"step {wrong}.*1 steps"):
-            await engine.step(replace(order, step=wrong))
-    idle = await engine.step(await plan(engine, 1, reward=lambda member: 1.0))
-    assert (idle.record.step, idle.record.version_out) == (1, 1)
-    assert idle.policy.fingerprint == done.policy.fingerprint
-    third = await engine.step(await plan(engine, 2))
-    assert (third.record.version_in, third.record.version_out) == (1, 2)
-
-
-async def test_a_failed_member_does_not_teach(host: Host):
-    engine = await host.make()
-    await engine.open(host.order())
-    group = rewarded((await engine.sample(SampleOrder(7, "sort these"))).group)
-    failed = replace(group.rollouts[0], outcome="failed", reason="by the client", reward=None)
-    done = await engine.step(Plan(0, (replace(group, rollouts=(failed, *group.rollouts[1:])),)))
-    assert done.metrics["reward"] == 1.5
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 async def test_a_successor_begins_anew_before_the_first_checkpoint(host: Host, steps: int):
     engine = await host.make()
@@ -330,28 +246,6 @@ def _timeless(record: Any) -> Any:
     return replace(record, finished_at=0.0)
 
 
-async def test_nothing_is_lost_where_an_engine_is_asked_to_end(host: Host):
-    engine = await host.make()
-    await engine.open(host.order())
-    losing = asyncio.create_task(engine.lost())
-    await engine.probe()
-    await engine.close()
-    assert not losing.done()
-    losing.cancel()
-
-
-async def test_the_tokenizer_has_the_hash_that_was_told(host: Host):
-    engine = await host.make()
-    opened = await engine.open(host.order())
-    told = await engine.tokenizer_files()
-    assert told
-    digest = hashlib.sha256()
-    for name, content in sorted(told.items()):
-        digest.update(f"{name}|{len(content)}|".encode())
-        digest.update(content)
-    assert opened.tokenizer_hash == digest.hexdigest()[:16]
-
-
 @pytest.mark.parametrize("finished", [True, False])
 async def test_a_closed_run(host: Host, finished: bool):
     engine = await host.make()
@@ -366,3 +260,81 @@ async def test_a_closed_run(host: Host, finished: bool):
     if finished:
         another = await host.make()
         assert (await another.open(host.order())).run == "contract-2"
+
+
+async def test_a_new_run(host: Host):
+    engine = await host.make()
+    opened = await engine.open(host.order())
+    assert (opened.run, opened.step, opened.max_steps) == ("contract", 0, STEPS)
+    assert (opened.policy.run, opened.policy.version) == ("contract", 0)
+    assert (opened.manifests, opened.longest_prompt) == ((), LONGEST_PROMPT)
+    assert opened.longest_completion == 6
+    folder = Path(opened.folder)
+    assert folder == Path(host.config["run"]["dir"], "contract")
+    words = folder / "tokenizer" / "tokenizer.json"
+    assert words.is_file() == host.grows, "the fakes have none"
+    digest = hashlib.sha256()
+    for name, content in sorted((await engine.tokenizer_files()).items()):
+        digest.update(f"{name}|{len(content)}|".encode())
+        digest.update(content)
+    assert opened.tokenizer_hash == digest.hexdigest()[:16]
+    losing = asyncio.create_task(engine.lost())
+    await engine.probe()
+    await engine.close()
+    assert not losing.done(), "it was asked to end"
+    losing.cancel()
+
+
+async def test_requests_are_read_as_they_grow_and_one_that_is_cancelled_disturbs_nobody(host: Host):
+    engine = await host.make()
+    await engine.open(host.order())
+    order = SampleOrder(7, "sort these", sampling=Sampling(seed=1))
+    task = asyncio.create_task(engine.sample(order))
+    given_up = asyncio.create_task(engine.sample(SampleOrder(8, "sort these")))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    seen = []
+    while not task.done():
+        seen.append(await engine.partial(7))
+        await asyncio.sleep(0)
+    group = task.result().group
+    for texts in filter(None, seen):
+        for text, rollout in zip(texts, group.rollouts, strict=True):
+            assert rollout.completion.startswith(text)
+    assert len({*seen}) > 3 or not host.grows
+    ids = group.rollouts[0].completion_ids
+    texts = await engine.token_texts(ids)
+    assert len(texts) == len(ids)
+    written = group.rollouts[0].completion
+    assert "".join(text for text in texts if text in written) == written
+    assert (await engine.sample(order)).group == group
+    assert await engine.partial(8) == ()
+    assert (await engine.probe()).sampling == 0
+
+
+async def test_a_step(host: Host):
+    engine = await host.make()
+    opened = await engine.open(host.order())
+    before = await engine.sample(SampleOrder(7, "sort these"))
+    order = Plan(0, (rewarded(before.group),), learning_rate=0.2)
+    done = await engine.step(order)
+    record = done.record
+    assert (record.step, record.version_in, record.version_out) == (0, 0, 1)
+    assert (record.draws, record.learning_rate) == ((7,), 0.2)
+    assert record.fingerprint_out == done.policy.fingerprint != opened.policy.fingerprint
+    assert done.metrics["reward"] == 1.0
+    after = await engine.sample(SampleOrder(7, "sort these"))
+    assert (after.step, after.version, after.fingerprint) == (1, 1, done.policy.fingerprint)
+    for wrong in (0, 2):
+        with pytest.raises(GroupwiseError, match=f"step {wrong}.*1 steps"):
+            await engine.step(replace(order, step=wrong))
+    idle = await engine.step(await plan(engine, 1, reward=lambda member: 1.0))
+    assert (idle.record.step, idle.record.version_out) == (1, 1)
+    assert idle.policy.fingerprint == done.policy.fingerprint
+    (group,) = (await plan(engine, 2)).groups
+    failed = replace(group.rollouts[0], outcome="failed", reason="by the client", reward=None)
+    third = await engine.step(Plan(2, (replace(group, rollouts=(failed, *group.rollouts[1:])),)))
+    assert (third.record.version_in, third.record.version_out) == (1, 2)
+    assert third.metrics["reward"] == 1.5

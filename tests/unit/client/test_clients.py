@@ -13,8 +13,6 @@ import inspect
 import io
 import json
 import ssl
-import subprocess
-import sys
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
@@ -140,30 +138,6 @@ def lost() -> Exception:
     return httpx2.ReadError("the connection is gone")
 
 
-def test_a_post_that_was_lost_is_sent_again_with_its_key(ask: Ask) -> None:
-    server = Server(lost(), httpx2.ReadTimeout("slow"), refusal("in_progress"), REWARDED)
-    answer = ask(server, "rewards", "g-1", [1, None])
-    assert (answer.status, answer.model_version) == ("accepted", ("run", 0))
-    keys = {request.headers["Idempotency-Key"] for request in server.requests}
-    assert (len(server.requests), len(keys)) == (4, 1)
-    assert json.loads(server.requests[0].content)["rewards"] == [1, None]
-    assert server.slept == [0.5, 1.0, 2.0]
-
-
-def test_two_calls_have_two_keys(ask: Ask) -> None:
-    server = Server(REWARDED)
-    ask(server, "rewards", "g-1", [1, None])
-    ask(server, "rewards", "g-1", [1, None])
-    assert len({request.headers["Idempotency-Key"] for request in server.requests}) == 2
-
-
-@pytest.mark.parametrize("code", ["too_busy", "engine_recovering", "disk_full"])
-def test_retry_after_is_honoured(ask: Ask, code: str) -> None:
-    server = Server(refusal(code, retry_after=7), GROUP)
-    assert ask(server, "completions", "p").group_id == "g-1"
-    assert server.slept == [7.5]
-
-
 def test_patience_ends_with_what_the_server_said_last(ask: Ask) -> None:
     server = Server(refusal("too_busy", retry_after=30))
     with pytest.raises(TooBusy) as caught:
@@ -173,24 +147,6 @@ def test_patience_ends_with_what_the_server_said_last(ask: Ask) -> None:
     gone = Server(lost())
     with pytest.raises(NoAnswer, match="http://server does not answer"):
         ask(gone, "status")
-
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        ("not_started", NotStarted),
-        ("already_rewarded", AlreadyRewarded),
-        ("lease_expired", GroupGone),
-        ("unauthorised", NotAuthorised),
-        ("engine_failed", Unavailable),
-        ("model_not_allowed", InvalidRequest),
-    ],
-)
-def test_what_will_not_pass_is_raised_at_once(ask: Ask, code: str, kind: type[ClientError]) -> None:
-    server = Server(refusal(code, detail="because of this"))
-    with pytest.raises(kind, match="because of this") as caught:
-        ask(server, "start")
-    assert (caught.value.code, server.slept, len(server.requests)) == (code, [], 1)
 
 
 def test_a_server_that_does_not_answer_is_told_once_and_once_when_it_does(
@@ -208,26 +164,6 @@ def test_a_server_that_does_not_answer_is_told_once_and_once_when_it_does(
     assert not caplog.records
 
 
-def test_a_certificate_that_is_not_trusted_is_told_at_once(ask: Ask) -> None:
-    refused = ssl.SSLCertVerificationError(1, "certificate verify failed")
-    refused.verify_message = "self-signed certificate"
-    error = httpx2.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED]")
-    error.__cause__ = refused
-    server = Server(error)
-    with pytest.raises(NoAnswer, match=r"self-signed certificate.*SSL_CERT_FILE"):
-        ask(server, "status")
-    assert (server.slept, len(server.requests)) == ([], 1)
-
-
-def test_garbage_is_no_answer_and_a_gateway_is_asked_again(ask: Ask) -> None:
-    with pytest.raises(StrangeAnswer, match="<html>"):
-        ask(Server(httpx2.Response(200, text="<html>")), "status")
-    with pytest.raises(StrangeAnswer):
-        ask(Server(httpx2.Response(404, text="nothing here")), "status")
-    server = Server(httpx2.Response(502, text="bad gateway"), {"phase": "idle", "of_later": 1})
-    assert ask(server, "status").phase == "idle"
-
-
 def test_mistakes_are_told_before_anything_is_sent(ask: Ask) -> None:
     server = Server({})
     with pytest.raises(InvalidRequest) as caught:
@@ -238,26 +174,6 @@ def test_mistakes_are_told_before_anything_is_sent(ask: Ask) -> None:
     with pytest.raises(InvalidRequest, match="max_stepz"):
         ask(server, "start", max_stepz=3)
     assert server.requests == []
-
-
-def test_every_call_goes_where_it_belongs(ask: Ask) -> None:
-    step = {"status": "trained", "step": 0, "group_ids": ["g-1"]}
-    checkpoint = {"run_id": "r", "step": 1, "address": "a"}
-    entry = rewards_for(GroupAnswer.model_validate_json(json.dumps(GROUP)), [1, 2])
-    for reply, method, path, call, args in [
-        ({"status": "stopped"}, "POST", "/stop", "stop", ()),
-        ({"groups": [GROUP]}, "POST", "/completions", "completions_batch", (["p"],)),
-        ({"groups": [REWARDED]}, "POST", "/rewards", "rewards_batch", ([entry],)),
-        ({"status": "given_up", "group_id": "g-1"}, "DELETE", "/completions/g-1", "give_up", ("g-1",)),
-        (step, "POST", "/step", "step", (["g-1"],)),
-        ({"checkpoints": [checkpoint]}, "GET", "/checkpoints", "checkpoints", ()),
-        (checkpoint, "POST", "/checkpoints", "save_checkpoint", ("a",)),
-        ({"hash": "h", "tokenizer_json": "{}"}, "GET", "/tokenizer", "tokenizer", ()),
-    ]:  # fmt: skip
-        server = Server(reply)
-        ask(server, call, *args)
-        assert [(r.method, r.url.path) for r in server.requests] == [(method, path)]
-        assert server.requests[0].headers["Authorization"] == f"Bearer {KEY}"
 
 
 def event(number: int) -> bytes:
@@ -300,30 +216,6 @@ def packed() -> bytes:
     return made.getvalue()
 
 
-def test_a_model_that_was_cut_off_comes_again(ask: Ask, tmp_path: Path) -> None:
-    torn = httpx2.Response(200, content=packed()[:-30])
-    for unpack in (False, True):
-        to = tmp_path / f"new-{unpack}" / "model"
-        server = Server(
-            httpx2.Response(200, stream=Cut(packed()[:99])),
-            torn,
-            httpx2.Response(200, content=packed()),
-        )
-        assert ask(server, "model", "run@3", to=to, unpack=unpack) == to
-        assert server.requests[0].url.params["version"] == "run@3"
-        assert list(to.parent.iterdir()) == [to]
-        assert (to / "adapter/config.json").exists() if unpack else zipfile.is_zipfile(to)
-
-
-def test_a_model_that_never_comes_leaves_nothing(ask: Ask, tmp_path: Path) -> None:
-    with pytest.raises(StrangeAnswer, match="did not arrive whole"):
-        ask(Server(httpx2.Response(200, content=b"x")), "model", to=tmp_path / "m.zip")
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "mine").touch()
-    with pytest.raises(FileExistsError):
-        ask(Server({}), "model", to=tmp_path, unpack=True)
-
-
 def test_the_key_never_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUPWISE_API_KEY", KEY)
     monkeypatch.setenv("GROUPWISE_URL", "http://there:1/")
@@ -352,14 +244,90 @@ def test_both_clients_have_the_same_calls() -> None:
     assert there == here
 
 
-def test_errors_by_code_name_codes_that_there_are() -> None:
-    assert set(BY_CODE) - set(KINDS) == set()
+def test_a_post_that_was_lost_is_sent_again_with_its_key(ask: Ask) -> None:
+    server = Server(lost(), httpx2.ReadTimeout("slow"), refusal("in_progress"), REWARDED)
+    answer = ask(server, "rewards", "g-1", [1, None])
+    assert (answer.status, answer.model_version) == ("accepted", ("run", 0))
+    keys = {request.headers["Idempotency-Key"] for request in server.requests}
+    assert (len(server.requests), len(keys)) == (4, 1)
+    assert json.loads(server.requests[0].content)["rewards"] == [1, None]
+    assert server.slept == [0.5, 1.0, 2.0]
+    ask(server, "rewards", "g-1", [1, None])
+    assert server.requests[-1].headers["Idempotency-Key"] not in keys, "another call"
+    for code in ("too_busy", "engine_recovering", "disk_full"):
+        server = Server(refusal(code, retry_after=7), GROUP)
+        assert ask(server, "completions", "p").group_id == "g-1"
+        assert server.slept == [7.5]
 
 
-def test_importing_the_client_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from groupwise.client import AsyncTrainingClient, TrainingClient, rewards_for, train; "
-        "print([n for n in ('torch', 'transformers', 'peft', 'numpy', 'datasets', 'fastapi') if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_what_will_not_pass_is_raised_at_once(ask: Ask) -> None:
+    kinds: dict[str, type[ClientError]] = {
+        "not_started": NotStarted,
+        "already_rewarded": AlreadyRewarded,
+        "lease_expired": GroupGone,
+        "unauthorised": NotAuthorised,
+        "engine_failed": Unavailable,
+        "model_not_allowed": InvalidRequest,
+    }
+    assert {*BY_CODE} <= {*KINDS}
+    for code, kind in kinds.items():
+        server = Server(refusal(code, detail="because of this"))
+        with pytest.raises(kind, match="because of this") as caught:
+            ask(server, "start")
+        assert (caught.value.code, server.slept, len(server.requests)) == (code, [], 1)
+    refused = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    refused.verify_message = "self-signed certificate"
+    error = httpx2.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED]")
+    error.__cause__ = refused
+    server = Server(error)
+    with pytest.raises(NoAnswer, match=r"self-signed certificate.*SSL_CERT_FILE"):
+        ask(server, "status")
+    assert (server.slept, len(server.requests)) == ([], 1)
+
+
+def test_garbage_is_no_answer_and_a_gateway_is_asked_again(ask: Ask) -> None:
+    for status, text in ((200, "<html>"), (404, "nothing here")):
+        with pytest.raises(StrangeAnswer, match=text):
+            ask(Server(httpx2.Response(status, text=text)), "status")
+    server = Server(httpx2.Response(502, text="bad gateway"), {"phase": "idle", "of_later": 1})
+    assert ask(server, "status").phase == "idle"
+
+
+def test_every_call_goes_where_it_belongs(ask: Ask) -> None:
+    step = {"status": "trained", "step": 0, "group_ids": ["g-1"]}
+    checkpoint = {"run_id": "r", "step": 1, "address": "a"}
+    given_up = {"status": "given_up", "group_id": "g-1"}
+    entry = rewards_for(GroupAnswer.model_validate_json(json.dumps(GROUP)), [1, 2])
+    for reply, where, call, args in (
+        ({"status": "stopped"}, "POST /stop", "stop", ()),
+        ({"groups": [GROUP]}, "POST /completions", "completions_batch", (["p"],)),
+        ({"groups": [REWARDED]}, "POST /rewards", "rewards_batch", ([entry],)),
+        (given_up, "DELETE /completions/g-1", "give_up", ("g-1",)),
+        (step, "POST /step", "step", (["g-1"],)),
+        ({"checkpoints": [checkpoint]}, "GET /checkpoints", "checkpoints", ()),
+        (checkpoint, "POST /checkpoints", "save_checkpoint", ("a",)),
+        ({"hash": "h", "tokenizer_json": "{}"}, "GET /tokenizer", "tokenizer", ()),
+    ):
+        server = Server(reply)
+        ask(server, call, *args)
+        (request,) = server.requests
+        assert f"{request.method} {request.url.path}" == where
+        assert request.headers["Authorization"] == f"Bearer {KEY}"
+
+
+def test_a_model_that_was_cut_off_comes_again_or_leaves_nothing(ask: Ask, tmp_path: Path) -> None:
+    whole, torn = (httpx2.Response(200, content=content) for content in (packed(), packed()[:-30]))
+    for unpack in (False, True):
+        to = tmp_path / f"new-{unpack}" / "model"
+        server = Server(httpx2.Response(200, stream=Cut(packed()[:99])), torn, whole)
+        assert ask(server, "model", "run@3", to=to, unpack=unpack) == to
+        assert server.requests[0].url.params["version"] == "run@3"
+        assert list(to.parent.iterdir()) == [to]
+        assert (to / "adapter/config.json").exists() if unpack else zipfile.is_zipfile(to)
+    never = tmp_path / "never"
+    never.mkdir()
+    with pytest.raises(StrangeAnswer, match="did not arrive whole"):
+        ask(Server(httpx2.Response(200, content=b"x")), "model", to=never / "m.zip")
+    assert list(never.iterdir()) == []
+    with pytest.raises(FileExistsError):
+        ask(Server({}), "model", to=tmp_path, unpack=True)

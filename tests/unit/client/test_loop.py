@@ -12,7 +12,6 @@ import httpx2
 import pytest
 
 from groupwise.client.async_training_client import AsyncTrainingClient
-from groupwise.client.exchange import Timing
 from groupwise.client.loop import TrainingSummary, train, train_async
 from groupwise.client.training_client import TrainingClient
 from groupwise.errors import TaskError, UsageError
@@ -143,86 +142,6 @@ async def test_it_posts_what_the_steps_need_and_no_more(concurrency: int) -> Non
     assert server.given_up == []
 
 
-async def test_it_ends_where_the_run_does() -> None:
-    server = Server(max_steps=2)
-    summary = await trained(server, steps=50)
-    assert sorted(summary.rewards) == [0, 1]
-    assert len(server.rewards) == 4
-
-
-async def test_a_reward_function_may_be_async_and_give_none() -> None:
-    async def some(completions: list[str], **_: Any) -> list[float | None]:
-        return [None, 1.0]
-
-    server = Server()
-    await trained(server, some, steps=1)
-    assert list(server.rewards.values()) == [[None, 1.0]] * 2
-
-
-async def test_a_group_that_cannot_be_scored_teaches_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def odd(answer: list[int], **_: Any) -> list[float]:
-        if answer[0] == 1:
-            raise ValueError("no such word")
-        return [1.0, 2.0]
-
-    server = Server()
-    with caplog.at_level(logging.WARNING):
-        summary = await trained(server, odd, steps=2, concurrency=1)
-    assert summary.failed_groups == 1
-    assert server.rewards["g-1"] == [None, None]
-    assert "no such word" in caplog.text
-
-
-async def test_three_failures_in_a_row_end_it_and_give_the_rest_up() -> None:
-    def broken(**_: Any) -> list[float]:
-        raise ValueError("no such word")
-
-    server = Server()
-    with pytest.raises(TaskError, match="3 groups in a row") as caught:
-        await trained(server, broken, steps=5, concurrency=1)
-    assert "no such word" in str(caught.value)
-    assert server.given_up == ["g-2"]
-
-
-async def test_a_draw_whose_lease_has_expired_is_asked_for_again() -> None:
-    server = Server()
-    server.expire = {"g-1"}
-    await trained(server, steps=1, concurrency=1)
-    assert server.draws == [0, 1, 1]
-
-
-async def test_groups_that_the_server_lost_are_made_up_for() -> None:
-    server = Server()
-
-    async def lose() -> None:
-        async with server.changed:
-            await server.changed.wait_for(lambda: server.done == 1)
-            server.stale = 1
-            server.events.append({"kind": "groups", "message": "1 group is stale"})
-            server.changed.notify_all()
-
-    losing = asyncio.create_task(lose())
-    await trained(server, steps=2, concurrency=1)
-    await losing
-    assert len(server.rewards) == 5
-
-
-async def test_what_the_server_warns_of_is_told_and_checkpoints_are_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    server = Server()
-    server.events += [
-        {"kind": "checkpoint", "message": "resume_from: r@10"},
-        {"kind": "warning", "message": "completions repeat themselves"},
-    ]
-    await trained(server, steps=1, concurrency=1, progress=True)
-    said = capsys.readouterr().err
-    assert "completions repeat themselves" in said
-    assert "r@10" not in said
-
-
 async def test_cancelling_gives_up_what_is_under_way() -> None:
     server, asked = Server(), asyncio.Event()
 
@@ -239,27 +158,6 @@ async def test_cancelling_gives_up_what_is_under_way() -> None:
     assert server.given_up == ["g-0"]
 
 
-async def test_a_server_that_does_not_answer_meanwhile_is_told_above_the_steps(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    server, lost = Server(), 2
-
-    async def answer(request: httpx2.Request) -> httpx2.Response:
-        nonlocal lost
-        if request.url.path == "/completions" and lost:
-            lost -= 1
-            raise httpx2.ConnectError("nobody there")
-        return await server.answer(request)
-
-    transport, timing = httpx2.MockTransport(answer), Timing(chance=lambda: 0.0)
-    async with AsyncTrainingClient("http://server", transport=transport, timing=timing) as client:
-        await train_async(client, EXAMPLES, lengths, steps=1, concurrency=2)
-    said = capsys.readouterr().err
-    assert said.count("http://server does not answer") == 1
-    assert said.count("http://server answers again") == 1
-    assert not caplog.records
-
-
 async def test_what_cannot_work_is_said_first() -> None:
     with pytest.raises(UsageError, match="steps: manual"):
         await trained(Server(steps="manual"), steps=1)
@@ -269,11 +167,67 @@ async def test_what_cannot_work_is_said_first() -> None:
         await trained(Server(), steps=0)
 
 
-def test_the_synchronous_client_does_it_too_and_shows_it(
+async def test_it_ends_where_the_run_does_and_asks_again_for_what_expired() -> None:
+    async def some(completions: list[str], **_: Any) -> list[float | None]:
+        return [None, 1.0]
+
+    server = Server(max_steps=2)
+    server.expire = {"g-1"}
+    summary = await trained(server, some, steps=50, concurrency=1)
+    assert sorted(summary.rewards) == [0, 1]
+    assert list(server.rewards.values()) == [[None, 1.0]] * 4
+    assert server.draws[:3] == [0, 1, 1]
+
+
+async def test_what_cannot_be_scored_teaches_nothing_and_three_in_a_row_end_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def odd(answer: list[int], **_: Any) -> list[float]:
+        if answer[0] == 1:
+            raise ValueError("no such word")
+        return [1.0, 2.0]
+
+    def broken(**_: Any) -> list[float]:
+        raise ValueError("no such word")
+
+    server = Server()
+    with caplog.at_level(logging.WARNING):
+        summary = await trained(server, odd, steps=2, concurrency=1)
+    assert (summary.failed_groups, server.rewards["g-1"]) == (1, [None, None])
+    assert "no such word" in caplog.text
+    server = Server()
+    with pytest.raises(TaskError, match="3 groups in a row") as caught:
+        await trained(server, broken, steps=5, concurrency=1)
+    assert "no such word" in str(caught.value)
+    assert server.given_up == ["g-2"]
+
+
+async def test_groups_that_the_server_lost_are_made_up_for() -> None:
+    server = Server()
+
+    async def lose() -> None:
+        async with server.changed:
+            await server.changed.wait_for(lambda: server.done == 1)
+            server.stale = 1
+            server.events.append({"kind": "groups", "message": "1 group is stale"})
+            server.changed.notify_all()
+
+    await asyncio.gather(lose(), trained(server, steps=2, concurrency=1))
+    assert len(server.rewards) == 5
+
+
+def test_the_synchronous_client_does_it_too_and_shows_it_with_what_the_server_warns_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     server = Server()
+    server.events += [
+        {"kind": "checkpoint", "message": "resume_from: r@10"},
+        {"kind": "warning", "message": "completions repeat themselves"},
+    ]
     with TrainingClient("http://s", transport=httpx2.MockTransport(server.answer)) as client:
         summary = train(client, EXAMPLES, lengths, steps=2)
     assert summary.rewards == {0: 0.0, 1: 1.0}
-    assert "step 2/2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "step 2/2" in said
+    assert "completions repeat themselves" in said
+    assert "r@10" not in said

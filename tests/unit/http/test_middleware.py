@@ -4,13 +4,12 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import httpx2
 import pytest
 
 from groupwise.http import bodies
-from groupwise.http.logs import ForPrograms, configure
+from groupwise.http.logs import ForPrograms
 from groupwise.http.middleware import Buckets, check_local
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
@@ -18,18 +17,6 @@ from tests.unit.server.asking import app_of, client_of, keyring, listening, serv
 from tests.unit.server.fake_service import FakeService
 
 # Limits
-
-
-async def test_a_body_that_says_its_size_is_refused_before_it_is_read() -> None:
-    app = app_of(FakeService(), max_body_bytes=1024)
-    async with listening(app) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(
-            b"POST /completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n"
-        )
-        assert b" 413 " in await reader.readline()
-        writer.close()
-        await writer.wait_closed()
 
 
 async def test_a_body_in_pieces_is_refused_as_soon_as_it_is_too_large() -> None:
@@ -47,33 +34,6 @@ async def test_a_body_in_pieces_is_refused_as_soon_as_it_is_too_large() -> None:
         )
     assert answer.json()["code"] == "too_large"
     assert sent < 10
-
-
-async def test_a_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
-    async with listening(app_of(FakeService())) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(
-            b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
-        )
-        assert b" 504 " in await reader.readline()
-        writer.close()
-        await writer.wait_closed()
-
-
-async def test_a_body_that_is_half_here_when_the_server_ends_is_refused() -> None:
-    app = app_of(FakeService())
-    async with listening(app) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(
-            b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
-        )
-        await until(lambda: serving_of(app).bodies.coming)
-        serving_of(app).end()
-        assert b" 503 " in await reader.readline()
-        await reader.readuntil(b"shutting_down")  # the connection is kept for another request
-        writer.close()
-        await writer.wait_closed()
 
 
 def test_a_bucket_gives_a_burst_and_then_so_many_a_second() -> None:
@@ -102,39 +62,6 @@ async def test_each_key_has_a_bucket_of_its_own_and_health_has_none() -> None:
 # Pages of other sites
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "127.1.2.3"])
-def test_this_machine_by_name(host: str) -> None:
-    check_local({"host": host, "origin": f"http://{host}"})
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"host": "evil.example"},
-        {"host": "localhost.evil.example"},
-        {"host": "10.0.0.1:8000"},
-        {"host": ""},
-        {},
-        {"host": "localhost", "origin": "https://evil.example"},
-        {"host": "localhost", "origin": "null"},
-        {"host": "localhost", "origin": "http://[bad"},
-        {"host": "localhost", "x-forwarded-for": "192.0.2.7"},
-        {"host": "localhost", "forwarded": "for=192.0.2.7"},
-    ],
-)
-def test_other_hosts_and_origins_are_refused_where_there_is_no_key(headers: dict[str, str]) -> None:
-    with pytest.raises(Refusal) as refused:
-        check_local(headers)
-    assert refused.value.code == "forbidden"
-
-
-async def test_with_a_key_any_host_is_right() -> None:
-    ring, keys = keyring()
-    headers = {"Host": "train.example", "Origin": "https://x.example", "api-key": keys[Role.READ]}
-    async with client_of(app_of(FakeService(), ring), **headers) as client:
-        assert (await client.get("/status")).status_code == 200
-
-
 # The log and the numbers
 
 
@@ -159,109 +86,7 @@ async def test_a_line_for_each_request_without_bodies_and_keys(
         assert hidden not in caplog.text
 
 
-async def test_an_id_that_could_spoil_the_log_is_not_taken() -> None:
-    async with client_of(app_of(FakeService())) as client:
-        answer = await client.get("/status", headers={"X-Request-ID": "a b\tc"})
-    assert answer.headers["x-request-id"] != "a b\tc"
-
-
-@pytest.mark.parametrize("kind", ["text", "json"])
-def test_log_lines(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    handler = configure(kind)
-    try:
-        logging.getLogger("groupwise.server").info("hello", extra={"facts": {"step": 3}})
-    finally:
-        logging.getLogger().removeHandler(handler)
-    line = capsys.readouterr().err.strip()
-    assert json.loads(line)["step"] == 3 if kind == "json" else line.endswith("INFO hello")
-
-
-async def test_metrics_count_what_was_asked() -> None:
-    service = FakeService()
-    async with client_of(app_of(service)) as client:
-        await client.get("/status")
-        await client.get("/status")
-        service.fails["completions"] = Refusal("too_busy")
-        await client.post("/completions", json={"prompt": "a"})
-        text = (await client.get("/metrics")).text
-    assert 'groupwise_http_requests_total{route="GET /status",status="200"} 2' in text
-    assert 'groupwise_refusals_total{code="too_busy"} 1' in text
-    assert 'groupwise_http_request_seconds_count{route="GET /status"} 2' in text
-
-
 # Clients that go away
-
-COMPLETE = b'{"prompt": "a"}'
-REWARD = b'{"group_id": "g-1", "rewards": [1], "wait": true}'
-
-
-def request(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
-async def ask_and_go(port: int, service: FakeService, path: str, body: bytes) -> None:
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request(path, body))
-    await service.entered.wait()
-    writer.close()
-    await writer.wait_closed()
-
-
-async def test_sampling_ends_with_the_client_that_asked() -> None:
-    service = FakeService()
-    service.blocked.add("completions")
-    app = app_of(service)
-    async with listening(app) as port:
-        await ask_and_go(port, service, "/completions", COMPLETE)
-        await until(lambda: service.cancelled == ["completions"])
-        await until(lambda: serving_of(app).metrics.requests["POST /completions", 499] == 1)
-
-
-async def test_a_wait_ends_with_its_client_and_what_was_committed_stands() -> None:
-    service = FakeService()
-    service.blocked.add("rewards")
-    async with listening(app_of(service)) as port:
-        await ask_and_go(port, service, "/rewards", REWARD)
-        await until(lambda: service.cancelled == ["rewards"])
-    assert len(service.committed) == 1
-
-
-async def test_a_run_is_begun_whoever_listens() -> None:
-    service = FakeService()
-    service.blocked.add("start")
-    app = app_of(service)
-    async with listening(app) as port:
-        await ask_and_go(port, service, "/start", b"{}")
-        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            assert (await client.get("/healthz")).status_code == 200
-        assert not service.cancelled
-        service.let_go.set()
-        await until(lambda: len(service.committed) == 1)
-        await until(lambda: serving_of(app).metrics.requests["POST /start", 200] == 1)
-    assert not service.cancelled
-
-
-async def test_whoever_waits_for_the_same_answer_goes_on_when_the_first_client_has_gone() -> None:
-    service = FakeService()
-    service.blocked.add("completions")
-    named = {"Idempotency-Key": "k"}
-    async with listening(app_of(service)) as port:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        first = request("/completions", COMPLETE).replace(
-            b"\r\n\r\n", b"\r\nIdempotency-Key: k\r\n\r\n"
-        )
-        writer.write(first)
-        await service.entered.wait()
-        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            second = asyncio.create_task(
-                client.post("/completions", json={"prompt": "a"}, headers=named)
-            )
-            service.blocked.clear()
-            writer.close()
-            await writer.wait_closed()
-            assert (await second).status_code == 200
-    assert service.cancelled == ["completions"]
 
 
 async def test_the_roles_of_a_stream_and_that_it_ends_with_its_client() -> None:
@@ -278,3 +103,116 @@ async def test_the_roles_of_a_stream_and_that_it_ends_with_its_client() -> None:
                 assert answer.status_code == 200
                 assert serving_of(app).metrics.event_streams == 1
             await until(lambda: serving_of(app).metrics.event_streams == 0)
+
+
+def request(path: str, body: bytes, length: int | None = None, more: str = "") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
+    return f"{head}Content-Length: {length or len(body)}\r\n\r\n".encode() + body
+
+
+async def begun(port: int, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    return reader, writer
+
+
+async def gone(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_bodies_that_are_too_large_or_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = app_of(FakeService(), max_body_bytes=1024)
+    async with listening(app) as port:
+        reader, writer = await begun(port, request("/completions", b"", 99999999999))
+        assert b" 413 " in await reader.readline(), "before it is read"
+        await gone(writer)
+        monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+        reader, writer = await begun(port, request("/step", b"{", 10))
+        assert b" 504 " in await reader.readline()
+        await gone(writer)
+        monkeypatch.setattr(bodies, "BODY_SECONDS", 60.0)
+        reader, writer = await begun(port, request("/step", b"{", 10))
+        await until(lambda: serving_of(app).bodies.coming)
+        serving_of(app).end()
+        assert b" 503 " in await reader.readline()
+        await reader.readuntil(b"shutting_down")  # the connection is kept for another request
+        await gone(writer)
+
+
+async def test_pages_of_other_sites_are_refused_where_there_is_no_key() -> None:
+    for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "127.1.2.3"):
+        check_local({"host": host, "origin": f"http://{host}"})
+    hosts = ("evil.example", "localhost.evil.example", "10.0.0.1:8000", "")
+    origins = ("https://evil.example", "null", "http://[bad")
+    foreign: list[dict[str, str]] = [
+        {},
+        *({"host": host} for host in hosts),
+        *({"host": "localhost", "origin": origin} for origin in origins),
+        {"host": "localhost", "x-forwarded-for": "192.0.2.7"},
+        {"host": "localhost", "forwarded": "for=192.0.2.7"},
+    ]
+    for headers in foreign:
+        with pytest.raises(Refusal) as refused:
+            check_local(headers)
+        assert refused.value.code == "forbidden", headers
+    ring, keys = keyring()
+    headers = {"Host": "train.example", "Origin": "https://x.example", "api-key": keys[Role.READ]}
+    async with client_of(app_of(FakeService(), ring), **headers) as client:
+        assert (await client.get("/status")).status_code == 200
+
+
+async def test_metrics_count_what_was_asked() -> None:
+    service = FakeService()
+    async with client_of(app_of(service)) as client:
+        await client.get("/status")
+        await client.get("/status")
+        service.fails["completions"] = Refusal("too_busy")
+        await client.post("/completions", json={"prompt": "a"})
+        text = (await client.get("/metrics")).text
+    assert 'groupwise_http_requests_total{route="GET /status",status="200"} 2' in text
+    assert 'groupwise_refusals_total{code="too_busy"} 1' in text
+
+
+async def test_who_goes_away_ends_sampling_and_waits_and_nothing_that_is_committed() -> None:
+    service = FakeService()
+    app = app_of(service)
+    sent = {
+        "completions": b'{"prompt": "a"}',
+        "rewards": b'{"group_id": "g-1", "rewards": [1], "wait": true}',
+        "start": b"{}",
+    }
+    async with listening(app) as port:
+        for name, body in sent.items():
+            service.blocked = {name}
+            service.entered.clear()
+            _, writer = await begun(port, request(f"/{name}", body))
+            await service.entered.wait()
+            await gone(writer)
+            if name != "start":
+                await until(lambda name=name: name in service.cancelled)
+        await until(lambda: serving_of(app).metrics.requests["POST /completions", 499] == 1)
+        assert len(service.committed) == 1, "the rewards stand"
+        service.let_go.set()
+        await until(lambda: len(service.committed) == 2)
+        await until(lambda: serving_of(app).metrics.requests["POST /start", 200] == 1)
+    assert service.cancelled == ["completions", "rewards"], "a run is begun whoever listens"
+
+
+async def test_whoever_waits_for_the_same_answer_goes_on_when_the_first_client_has_gone() -> None:
+    service = FakeService()
+    service.blocked.add("completions")
+    named = {"Idempotency-Key": "k"}
+    async with (
+        listening(app_of(service)) as port,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+    ):
+        first = request("/completions", b'{"prompt": "a"}', more="Idempotency-Key: k\r\n")
+        _, writer = await begun(port, first)
+        await service.entered.wait()
+        asked = client.post("/completions", json={"prompt": "a"}, headers=named)
+        second = asyncio.create_task(asked)
+        service.blocked.clear()
+        await gone(writer)
+        assert (await second).status_code == 200
+    assert service.cancelled == ["completions"]

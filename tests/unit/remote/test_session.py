@@ -21,7 +21,7 @@ import pytest
 
 from groupwise.client.errors import Refused
 from groupwise.client.exchange import Timing
-from groupwise.errors import GroupwiseError, PolicyMismatchError, RunError, UsageError
+from groupwise.errors import PolicyMismatchError, RunError, UsageError
 from groupwise.remote import session as module
 from groupwise.remote.learner import RemoteLearner
 from groupwise.remote.parts import Wanted, model_files, owner_of, sections
@@ -29,7 +29,7 @@ from groupwise.remote.sampler import RemoteSampler, weight_files
 from groupwise.remote.session import Session
 from groupwise.server.parts.files import Files
 from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
-from groupwise.wire.parts import Discard, FileFacts, FolderAnswer, PartsOpenedAnswer, Update
+from groupwise.wire.parts import Discard, FileFacts, FolderAnswer, Update
 from tests.fake_parts import SUMS, TRAINED, FakeCore, FakeParts
 from tests.parts_server import HERE, PartsServer
 
@@ -111,18 +111,6 @@ async def test_over_a_bad_network_every_call_is_done_once(
     assert pair.network.lost > 20
 
 
-async def test_a_server_of_an_earlier_version_is_not_asked_what_it_cannot_tell(
-    pair_of: Callable[..., Pair], tmp_path: Path
-) -> None:
-    assert not PartsOpenedAnswer(
-        stop_token_ids=(), layout={}, fingerprint="f0"
-    ).tells_trained_logprobs
-    pair = await asyncio.to_thread(pair_of)
-    learner = RemoteLearner(pair.session, tmp_path / "of", {}, tells_trained_logprobs=False)
-    assert await learner.trained_logprobs() is None
-    assert pair.parts.done == []
-
-
 async def test_files_go_to_and_fro_whole(
     pair_of: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,61 +186,6 @@ async def test_the_server_hears_of_a_loop_that_computes(pair_of: Callable[..., P
     assert (await pair.session.call(Discard())) is None
 
 
-async def test_a_call_that_is_refused_holds_up_none_after_it(
-    pair_of: Callable[..., Pair],
-) -> None:
-    pair = await asyncio.to_thread(pair_of, most_bytes=1 << 16)
-    learner = RemoteLearner(pair.session, Path("unused"), {})
-    with pytest.raises(Refused, match="max_body_bytes"):
-        await learner.forward_backward([ROW] * 2000, LossSpec("x"), {"policy": 1.0})
-    await asyncio.to_thread(learner.discard)
-    assert pair.parts.done == ["discard"]
-
-
-async def test_files_are_sent_in_pieces_that_the_server_takes(
-    pair_of: Callable[..., Pair], tmp_path: Path
-) -> None:
-    pair = await asyncio.to_thread(pair_of, most_bytes=1 << 16)
-    (tmp_path / "sent").mkdir()
-    (tmp_path / "sent" / "a.safetensors").write_bytes(bytes(300_000))
-    await pair.session.awaited(pair.session.upload(weight_files(tmp_path / "sent"), "there"))
-    found = pair.server.service.files(pair.session.id).list("there")
-    assert [each.size for each in found.files] == [300_000]
-
-
-@pytest.mark.parametrize(
-    "error", [PolicyMismatchError("other weights"), UsageError("not so"), RunError("on its way")]
-)
-async def test_what_was_raised_there_is_raised_here(
-    pair_of: Callable[..., Pair], error: GroupwiseError
-) -> None:
-    pair = await asyncio.to_thread(pair_of)
-    pair.parts.fails["update"] = error
-    with pytest.raises(type(error), match=error.message) as raised:
-        await pair.session.call(Update(params=STEP), ordered=True)
-    assert type(raised.value) is type(error)
-    del pair.parts.fails["update"]
-    await pair.session.call(Update(params=STEP), ordered=True)
-
-
-async def test_parts_that_have_ended_say_why(pair_of: Callable[..., Pair]) -> None:
-    pair = await asyncio.to_thread(pair_of)
-    pair.server.engines[0].lost = "it was killed"
-    with pytest.raises(Refused, match=r"parts_gone.*it was killed.*last checkpoint"):
-        await pair.session.call(Discard())
-
-
-async def test_who_is_refused_at_the_beginning_is_told_at_once(
-    pair_of: Callable[..., Pair],
-) -> None:
-    pair = await asyncio.to_thread(pair_of)
-    other = Session(HERE, transport=pair.server.transport)
-    with pytest.raises(UsageError, match=r"run\.server: .*run_active"):
-        await asyncio.to_thread(lambda: asyncio.run(other.open("somebody else")))
-    other.close()
-    other.close()
-
-
 def test_what_is_told_of_a_config() -> None:
     config: dict[str, Any] = {
         "model": {"name": "tiny"},
@@ -284,3 +217,39 @@ def test_the_owner_is_the_run_and_not_whoever_holds_it(tmp_path: Path) -> None:
         owner_of(wanted(tmp_path, "r", "serving")),
     }
     assert len(others) == 5
+
+
+async def test_a_call_that_is_refused_holds_up_none_after_it(
+    pair_of: Callable[..., Pair], tmp_path: Path
+) -> None:
+    pair = await asyncio.to_thread(pair_of, most_bytes=1 << 16)
+    learner = RemoteLearner(pair.session, Path("unused"), {})
+    with pytest.raises(Refused, match="max_body_bytes"):
+        await learner.forward_backward([ROW] * 2000, LossSpec("x"), {"policy": 1.0})
+    await asyncio.to_thread(learner.discard)
+    assert pair.parts.done == ["discard"]
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "a.safetensors").write_bytes(bytes(300_000))
+    await pair.session.awaited(pair.session.upload(weight_files(tmp_path / "sent"), "there"))
+    found = pair.server.service.files(pair.session.id).list("there")
+    assert [each.size for each in found.files] == [300_000], "in pieces that the server takes"
+
+
+async def test_what_was_raised_there_is_raised_here(pair_of: Callable[..., Pair]) -> None:
+    pair = await asyncio.to_thread(pair_of)
+    errors = (PolicyMismatchError("other weights"), UsageError("not so"), RunError("on its way"))
+    for error in errors:
+        pair.parts.fails["update"] = error
+        with pytest.raises(type(error), match=error.message) as raised:
+            await pair.session.call(Update(params=STEP), ordered=True)
+        assert type(raised.value) is type(error)
+    del pair.parts.fails["update"]
+    await pair.session.call(Update(params=STEP), ordered=True)
+    other = Session(HERE, transport=pair.server.transport)
+    with pytest.raises(UsageError, match=r"run\.server: .*run_active"):
+        await asyncio.to_thread(lambda: asyncio.run(other.open("somebody else")))
+    other.close()
+    other.close()
+    pair.server.engines[0].lost = "it was killed"
+    with pytest.raises(Refused, match=r"parts_gone.*it was killed"):
+        await pair.session.call(Discard())

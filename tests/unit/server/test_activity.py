@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from groupwise.client.calls import activity as asked_by_clients
-from groupwise.server.routes.declared import Serving
 from groupwise.server.verbs.mount import Verbs
 from groupwise.server.verbs.port import ModelSpec
 from groupwise.wire.activity import ActivityAnswer, LoopElsewhere
@@ -15,12 +13,6 @@ from tests.unit.server.asking import app_of, client_of, keyring
 from tests.unit.server.fake_service import RUN, FakeService
 from tests.unit.server.serving import served
 from tests.unit.server.verbs.test_mount import no_engine
-
-
-async def test_before_the_first_run_there_is_nothing(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        found = await server.service.activity()
-        assert found == ActivityAnswer(at=found.at)
 
 
 async def test_groups_are_told_with_their_leases_and_rewards_until_they_end(tmp_path: Path) -> None:
@@ -133,15 +125,3 @@ async def test_clients_are_told_by_their_keys_with_what_went_wrong_last() -> Non
     assert (trainer.last_request, trainer.last_problem) == ("GET /checkpoints", None)
     known = ActivityAnswer.model_validate_json(again.content).clients
     assert [each.requests for each in known] == [1, 1], "whoever only looks asks for nothing"
-
-
-def test_clients_of_the_library_ask_for_it() -> None:
-    call = asked_by_clients()
-    assert (call.method, call.path) == ("GET", "/activity")
-
-
-def test_serving_adds_who_has_asked_to_what_the_service_says() -> None:
-    app = app_of(FakeService())
-    serving: Serving = app.state.shared
-    found = asyncio.run(serving.activity())
-    assert (found.run_id, found.clients) == (RUN, [])

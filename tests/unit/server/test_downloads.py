@@ -16,7 +16,7 @@ from groupwise.server.routes import models
 from tests.unit.server.asking import app_of, listening, until
 from tests.unit.server.fake_service import FakeService
 
-LARGE = 200 << 20
+LARGE = 80 << 20
 
 
 @pytest.fixture
@@ -52,23 +52,6 @@ def files(tmp_path: Path) -> list[Path]:
     return [tmp_path / name for name in made]
 
 
-async def test_the_zip_file_holds_what_the_files_hold(tmp_path: Path) -> None:
-    paths = files(tmp_path)
-    archive = zipfile.ZipFile(io.BytesIO(await whole(version_of(*paths))))
-    assert archive.testzip() is None
-    assert {name: archive.read(name) for name in archive.namelist()} == {
-        path.name: path.read_bytes() for path in paths
-    }
-    kinds = {info.filename: info.compress_type for info in archive.infolist()}
-    assert kinds["adapter_model.safetensors"] == zipfile.ZIP_STORED
-    assert kinds["README.md"] == zipfile.ZIP_DEFLATED
-
-
-async def test_the_same_version_is_the_same_file(tmp_path: Path) -> None:
-    paths = files(tmp_path)
-    assert await whole(version_of(*paths)) == await whole(version_of(*paths))
-
-
 def memory_of_zipping(path: Path) -> tuple[int, int]:
     async def size() -> int:
         version = version_of(path)
@@ -88,15 +71,6 @@ def test_a_large_file_passes_through_in_little_memory(sparse: Path) -> None:
     assert most < 10 * CHUNK
 
 
-async def test_a_version_that_is_deleted_meanwhile_is_sent_to_its_end(tmp_path: Path) -> None:
-    (path,) = files(tmp_path)[:1]
-    content = path.read_bytes()
-    version = version_of(path)
-    path.unlink()
-    archive = zipfile.ZipFile(io.BytesIO(await whole(version)))
-    assert archive.read("adapter_model.safetensors") == content
-
-
 def served(service: FakeService, path: Path) -> None:
     """Opened anew for each request."""
     open_version = service.open_version
@@ -112,49 +86,42 @@ def closed(service: FakeService) -> bool:
     return all(entry.file.closed for version in service.opened for entry in version.files)
 
 
-async def test_downloads_at_once_do_not_hold_each_other_up(sparse: Path) -> None:
-    service = FakeService()
-    served(service, sparse)
-    async with (
-        listening(app_of(service)) as port,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
-        client.stream("GET", "/model") as slow,  # begun, and not read on
-    ):
-        assert slow.status_code == 200
-        sizes: list[int] = []
-
-        async def download() -> None:
-            async with client.stream("GET", "/model") as answer:
-                sizes.append(sum([len(piece) async for piece in answer.aiter_bytes()]))
-
-        await asyncio.gather(download(), download())
-        assert len(sizes) == 2
-        assert min(sizes) == max(sizes) > LARGE
-    await until(lambda: closed(service))
-
-
-async def test_the_files_are_closed_when_the_client_goes(sparse: Path) -> None:
-    service = FakeService()
-    served(service, sparse)
-    async with listening(app_of(service)) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /model HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await reader.readexactly(100_000)
-        assert not closed(service)
-        writer.close()
-        await writer.wait_closed()
-        await until(lambda: closed(service))
-
-
-async def test_a_client_that_takes_nothing_is_left(
-    sparse: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_the_zip_file_holds_what_the_files_hold_also_where_they_are_deleted_meanwhile(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(models, "STALLED", 0.2)
+    paths = files(tmp_path)
+    contents = {path.name: path.read_bytes() for path in paths}
+    first, second = version_of(*paths), version_of(*paths)
+    for path in paths:
+        path.unlink()
+    content = await whole(first)
+    assert await whole(second) == content
+    archive = zipfile.ZipFile(io.BytesIO(content))
+    assert archive.testzip() is None
+    assert {name: archive.read(name) for name in archive.namelist()} == contents
+    kinds = {info.filename: info.compress_type for info in archive.infolist()}
+    assert kinds["adapter_model.safetensors"] == zipfile.ZIP_STORED
+    assert kinds["README.md"] == zipfile.ZIP_DEFLATED
+
+
+async def test_downloads_hold_nobody_up_and_end_with_their_clients(
+    sparse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = FakeService()
     served(service, sparse)
     async with listening(app_of(service)) as port:
+        async with (
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+            client.stream("GET", "/model") as slow,  # begun, and not read on
+            client.stream("GET", "/model") as answer,
+        ):
+            assert slow.status_code == 200
+            assert sum([len(piece) async for piece in answer.aiter_bytes()]) > LARGE
+            assert not closed(service)
+        await until(lambda: closed(service))
+        monkeypatch.setattr(models, "STALLED", 0.2)
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /model HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await until(lambda: service.opened and closed(service))
+        await until(lambda: len(service.opened) == 3 and closed(service))
         writer.close()
         await writer.wait_closed()

@@ -14,7 +14,7 @@ from groupwise.server.app import make_app
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.routes.declared import REPLAYED
 from tests.unit.server.asking import client_of
-from tests.unit.server.serving import Served, letters, served
+from tests.unit.server.serving import Served, served
 
 NAME = {"Idempotency-Key": "once"}
 
@@ -50,35 +50,6 @@ async def test_a_step_that_comes_again_is_not_another_step(wait: bool, tmp_path:
         other = await client.post("/step", json={"wait": not wait}, headers=NAME)
         assert other.json()["code"] == "idempotency_key_reused"
         assert (await server.service.status()).counters.rewarded == 1
-
-
-@pytest.mark.parametrize("wait", [True, False])
-async def test_other_rewards_under_the_same_key_are_refused(wait: bool, tmp_path: Path) -> None:
-    async with asking(tmp_path) as (server, client):
-        await server.start(groups_per_step=1, staleness=1)
-        one, two = [await server.ask() for _ in range(2)]
-        body = {"group_id": one.group_id, "rewards": letters(one), "wait": wait}
-        first = await client.post("/rewards", json=body, headers=NAME)
-        again = await client.post("/rewards", json=body, headers=NAME)
-        assert (first.status_code, first.content) == (200, again.content)
-        other = {"group_id": two.group_id, "rewards": letters(two), "wait": wait}
-        refused = await client.post("/rewards", json=other, headers=NAME)
-        assert (refused.status_code, refused.json()["code"]) == (422, "idempotency_key_reused")
-        assert (await server.service.status()).counters.open == 1
-
-
-async def test_a_checkpoint_that_is_asked_for_again_is_the_same(tmp_path: Path) -> None:
-    async with asking(tmp_path) as (server, client):
-        await server.start()
-        first = await client.post("/checkpoints", json={"name": "kept"}, headers=NAME)
-        await server.round(0)
-        again = await client.post("/checkpoints", json={"name": "kept"}, headers=NAME)
-        assert (first.status_code, first.content) == (200, again.content)
-        other = await client.post("/checkpoints", json={"name": "other"}, headers=NAME)
-        assert other.json()["code"] == "idempotency_key_reused"
-        taken = await client.post("/checkpoints", json={"name": "kept"})
-        assert taken.json()["code"] == "checkpoint_exists"
-        assert len((await server.service.checkpoints()).checkpoints) == 2
 
 
 async def test_a_checkpoint_that_stood_before_the_server_ended_is_answered_by_the_next(

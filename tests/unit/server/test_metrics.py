@@ -46,9 +46,3 @@ def test_buckets_count_everything_below_them() -> None:
     assert len(counts) == len(LATENCIES) + 1
     found = dict(counts)
     assert (found["0.002"], found["0.5"], found["300"], found["+Inf"]) == ("2", "3", "3", "4")
-
-
-def test_what_is_not_known_is_left_out() -> None:
-    text = render(Requests(), StatusAnswer(phase="idle"))
-    assert "run_step" not in text
-    assert "step_seconds" not in text

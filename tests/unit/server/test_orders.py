@@ -14,59 +14,31 @@ from groupwise.wire.problems import Refusal
 from groupwise.wire.training import StartRequest
 
 ALLOWED = Allowed(Path("models"), ())
+
+
+def test_what_has_a_flat_name_is_a_key_of_the_config_and_a_field_of_the_start() -> None:
+    keys = {".".join(leaf.path) for leaf in leaves(RunConfig)}
+    assert {name for name in FLAT if "." in name} <= keys
+    assert set(FLAT.values()) <= set(StartRequest.model_fields)
+
+
+INVALID, CONFLICT = "invalid_request", "settings_conflict"
+VLLM = {"engine": "vllm", "url": "http://169.254.169.254"}
+SEVERAL = {"sed": 1, "weight_decay": "x"}
+NUMBER = "num_completions_per_prompt"
 CASES: list[tuple[dict[str, Any], str, list[str], str]] = [
-    ({"algorithm": "dr_grp"}, "invalid_request", ["algorithm"], "did you mean dr_grpo?"),
-    ({"algorithm": {"type": "foo"}}, "invalid_request", ["algorithm.type"], "one of grpo, "),
-    (
-        {"sampler": {"num_generations": 3}},
-        "invalid_request",
-        ["sampler.num_generations"],
-        "did you mean num_completions_per_prompt?",
-    ),
-    (
-        {"sampler": {"max_tokens": 3}},
-        "invalid_request",
-        ["sampler.max_tokens"],
-        "here it is max_completion_length.",
-    ),
-    ({"lora": {"rank": 3}}, "invalid_request", ["lora.rank"], "here it is lora.r."),
-    ({"training": {"seed": -1}}, "invalid_request", ["training.seed"], "at least 0"),
-    (
-        {"training": {"sed": 1, "weight_decay": "x"}},
-        "invalid_request",
-        ["training.weight_decay", "training.sed"],
-        "must be a number",
-    ),
-    (
-        {"num_completions_per_prompt": 1},
-        "settings_conflict",
-        ["num_completions_per_prompt"],
-        "num_completions_per_prompt is 1, but dr_grpo",
-    ),
-    (
-        {"training": {"minibatches": 7}},
-        "settings_conflict",
-        ["training"],
-        "only groups_per_step = 1 groups",
-    ),
-    (
-        {"sampler": {"temperature_schedule": {}}},
-        "settings_conflict",
-        ["sampler.temperature_schedule"],
-        "with each request",
-    ),
-    (
-        {"sampler": {"engine": "vllm", "url": "http://169.254.169.254"}},
-        "settings_conflict",
-        ["sampler.url"],
-        "this server samples itself, and asks no other one",
-    ),
-    (
-        {"sampler": {"engine": "vllm"}},
-        "settings_conflict",
-        ["sampler.engine"],
-        "this server samples itself, and asks no other one",
-    ),
+    ({"algorithm": "dr_grp"}, INVALID, ["algorithm"], "did you mean dr_grpo?"),
+    ({"algorithm": {"type": "foo"}}, INVALID, ["algorithm.type"], "one of grpo, "),
+    ({"sampler": {"num_generations": 3}}, INVALID, ["sampler.num_generations"], f"mean {NUMBER}?"),
+    ({"sampler": {"max_tokens": 3}}, INVALID, ["sampler.max_tokens"], "max_completion_length"),
+    ({"lora": {"rank": 3}}, INVALID, ["lora.rank"], "lora.r."),
+    ({"training": {"seed": -1}}, INVALID, ["training.seed"], "at least 0"),
+    ({"training": SEVERAL}, INVALID, ["training.weight_decay", "training.sed"], "a number"),
+    ({NUMBER: 1}, CONFLICT, [NUMBER], f"{NUMBER} is 1, but dr_grpo"),
+    ({"training": {"minibatches": 7}}, CONFLICT, ["training"], "groups_per_step = 1"),
+    ({"sampler": {"temperature_schedule": {}}}, CONFLICT, ["sampler.temperature_schedule"], "with"),
+    ({"sampler": VLLM}, CONFLICT, ["sampler.url"], "this server samples itself"),
+    ({"sampler": {"engine": "vllm"}}, CONFLICT, ["sampler.engine"], "this server samples itself"),
 ]
 
 
@@ -81,9 +53,3 @@ def test_each_setting_is_named_as_its_client_knows_it(
     assert "config" not in refused.value.detail
     advised = refused.value.detail.partition("did you mean ")[2]
     assert not any(name in advised for name in FLAT if "." in name)
-
-
-def test_what_has_a_flat_name_is_a_key_of_the_config_and_a_field_of_the_start() -> None:
-    keys = {".".join(leaf.path) for leaf in leaves(RunConfig)}
-    assert {name for name in FLAT if "." in name} <= keys
-    assert set(FLAT.values()) <= set(StartRequest.model_fields)

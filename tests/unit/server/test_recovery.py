@@ -72,11 +72,16 @@ POINTS: dict[Verb, tuple[Point, ...]] = {
     "step": ("begun", "before_write", "after_write", "done"),
     "sample": ("begun", "done"),
 }
-ENGINE_FAULTS: list[tuple[Verb, Point, int]] = [
-    *((verb, point, call) for verb in POINTS for point in POINTS[verb] for call in (1, 2, 3)),
-    ("close_run", "begun", 1),
-    ("close_run", "after_write", 1),
-    ("close_run", "done", 1),
+CLOSING: tuple[Point, ...] = ("begun", "after_write", "done")
+ENGINE_FAULTS = [
+    *(pytest.param(verb, point, 3) for verb in POINTS for point in POINTS[verb]),
+    *(pytest.param("close_run", point, 1) for point in CLOSING),
+    *(
+        pytest.param(verb, point, call, marks=pytest.mark.soak(suite="kills"))
+        for verb in POINTS
+        for point in POINTS[verb]
+        for call in (1, 2)
+    ),
 ]
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from groupwise.server.ledger.transaction import Transaction
 from groupwise.testing.fake_engine import Fault
 from groupwise.wire.training import (
     CompletionsRequest,
@@ -42,26 +41,15 @@ async def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
         assert await server.start(run_name="first") == "first-2"
 
 
-async def test_an_answer_names_its_version_and_what_was_sampled(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        run = await server.start()
-        group = await server.ask("abc", draw=1)
-        assert group.model_version == (run, 0)
-        assert group.draw == 1
-        assert len(group.completions) == len(group.completion_tokens) == 4
-        assert group.fingerprint == (await server.service.status()).fingerprint
-        other = await server.ask("abc")
-        assert other.draw == 2
-        assert other.group_id != group.group_id
-
-
 async def test_the_same_rewards_are_accepted_once_and_others_are_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         await server.start()
         group = await server.ask()
-        first = await server.reward(group)
-        assert first.status == "accepted"
-        assert await server.reward(group) == first
+        assert len(group.completions) == len(group.completion_tokens) == 4
+        assert group.fingerprint == (await server.service.status()).fingerprint
+        first = await server.reward(group, wait=True, timeout=0.01)
+        assert (first.status, first.step) == ("accepted", None)
+        assert (await server.reward(group)).status == "accepted"
         await refused("already_rewarded", server.reward(group, [9.0] * 4))
         await refused("invalid_request", server.reward(await server.ask(), [1.0]))
         status = await server.service.status()
@@ -143,11 +131,7 @@ async def test_steps_by_hand_take_what_is_named_or_what_waits(tmp_path: Path) ->
         answer = await server.service.step(StepRequest(), ME)
         assert answer.group_ids == [group.group_id for group in groups[1:3]]
         await refused("group_in_use", server.service.step(StepRequest(group_ids=named), ME))
-
-
-async def test_a_step_out_of_turn_is_refused_where_steps_are_automatic(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        await server.start()
+        await server.start(replace=True)
         await refused("auto_mode", server.service.step(StepRequest(), ME))
         held = await server.ask()
         await server.reward(held, include="hold")
@@ -180,17 +164,6 @@ async def test_null_rewards_do_not_teach_and_stop_nothing(tmp_path: Path) -> Non
             await asyncio.gather(*(server.reward(g, [None] * 4, wait=True) for g in groups))
         status = await server.service.status()
         assert (status.step, status.fingerprint, status.phase) == (4, before, "running")
-
-
-async def test_a_wait_that_is_too_short_is_told_that_the_post_was_accepted(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        await server.start()
-        group = await server.ask()
-        answer = await server.reward(group, wait=True, timeout=0.01)
-        assert (answer.status, answer.step) == ("accepted", None)
-        other = await server.ask()
-        await server.reward(other, wait=True)
-        assert (await server.reward(group, wait=True)).step == 0
 
 
 async def test_rewards_of_the_policy_before_are_trained_as_far_as_staleness_allows(
@@ -226,136 +199,6 @@ async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_gone_on_with(
         assert {answer.step for answer in answers} == {1}
 
 
-@pytest.mark.parametrize("source", ["run", "checkpoint", "automatic"])
-@pytest.mark.parametrize(
-    ("old", "new", "size"),
-    [
-        ({"training_batch_size": 2}, {"groups_per_step": 3}, 3),
-        ({"groups_per_step": 2}, {"gradient_accumulation_steps": 3}, 3),
-        ({"training_batch_size": 2}, {"groups_per_step": None}, 2),
-        ({"training_batch_size": 2}, {"gradient_accumulation_steps": 2}, 4),
-    ],
-)
-async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
-    source: str, old: dict[str, int], new: dict[str, int], size: int, tmp_path: Path
-) -> None:
-    plain = {key: value for key, value in SETTINGS.items() if key != "groups_per_step"}
-    async with served(tmp_path) as server:
-        first = await server.service.start(StartRequest.model_validate({**plain, **old}), ME)
-        await server.service.save_checkpoint("kept", ME)
-        await server.service.stop()
-        names = {"run": first.run_id, "checkpoint": "kept", "automatic": f"{first.run_id}@0"}
-        request = StartRequest.model_validate({"resume_from": names[source], **new})
-        assert (await server.service.start(request, ME)).groups_per_step == size
-
-
-async def test_settings_that_do_not_go_with_the_earlier_ones_are_named(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        run = await server.start(lora={"r": 2})
-        await server.service.stop()
-        request = StartRequest(resume_from=run, adapter="full")
-        refusal = await refused("settings_conflict", server.service.start(request, ME))
-        assert [error.field for error in refusal.errors] == ["lora"]
-        again = StartRequest(resume_from=run, adapter="full", lora=None)
-        assert (await server.service.start(again, ME)).run_id == run
-
-
-@pytest.mark.parametrize(("old", "new"), [("full", "new"), ("new", "full")])
-async def test_a_checkpoint_of_other_weights_is_told_before_anything_is_loaded(
-    old: Literal["full", "new"], new: Literal["full", "new"], tmp_path: Path
-) -> None:
-    async with served(tmp_path) as server:
-        run = await server.start(adapter=old)
-        await server.service.save_checkpoint("kept", ME)
-        await server.service.stop()
-        for name in ("kept", f"{run}@0"):
-            asked = StartRequest(resume_from=name, adapter=new)
-            refusal = await refused("resume_mismatch", server.service.start(asked, ME))
-            assert [error.field for error in refusal.errors] == ["adapter"]
-            assert f"Give `adapter: {old}`" in refusal.message
-        assert await server.start(resume_from="kept", adapter=old) != run
-
-
-async def test_a_run_that_goes_on_keeps_its_name(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        run = await server.start(run_name="old")
-        await server.round(0)
-        await server.service.stop()
-        refusal = await refused(
-            "settings_conflict", server.start(resume_from=run, run_name="another")
-        )
-        assert [error.field for error in refusal.errors] == ["run_name"]
-        assert await server.start(resume_from=run, run_name=run) == "old"
-        await server.service.stop()
-        assert await server.start(resume_from="old@1", run_name="another") == "another"
-
-
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [
-        ({"model_id": "/etc"}, "model_not_allowed"),
-        ({"model_id": "../secret"}, "model_not_allowed"),
-        ({"training": {"seed": -1}}, "invalid_request"),
-        ({"algorithm": "no_such"}, "invalid_request"),
-        ({"num_completions_per_prompt": 1}, "settings_conflict"),
-        ({"sampler": {"temperature_schedule": {}}}, "settings_conflict"),
-    ],
-)
-async def test_settings_that_cannot_be_are_refused_and_leave_nothing(
-    settings: dict[str, object], code: str, tmp_path: Path
-) -> None:
-    async with served(tmp_path) as server:
-        await refused(code, server.start(**settings))
-        assert not (tmp_path / "runs").exists()
-        assert (await server.service.status()).phase == "idle"
-
-
-TOO_LONG = "a" * 600
-WRONG_ORDERS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a prompt": ({"prompt": TOO_LONG}, "prompt_too_long", "prompt"),
-    "one of several": ({"prompts": ["a", TOO_LONG]}, "prompt_too_long", "prompts.1"),
-    "tokens": ({"prompt": "a", "prompt_tokens": [1, 2]}, "tokenizer_mismatch", "prompt_tokens"),
-    "the longest": (
-        {"prompt": "a", "max_completion_length": 7},
-        "invalid_request",
-        "max_completion_length",
-    ),
-    "the shortest": (
-        {"prompt": "a", "min_completion_length": 7},
-        "invalid_request",
-        "min_completion_length",
-    ),
-}
-
-
-@pytest.mark.parametrize("why", WRONG_ORDERS)
-async def test_a_prompt_that_cannot_be_completed_is_refused_with_its_field(
-    why: str, tmp_path: Path
-) -> None:
-    body, code, field = WRONG_ORDERS[why]
-    async with served(tmp_path) as server:
-        await server.start()
-        asked = server.service.completions(CompletionsRequest.model_validate(body), ME)
-        refusal = await refused(code, asked)
-        assert [error.field for error in refusal.errors] == [field]
-        assert (await server.ask()).completions
-
-
-async def test_the_hash_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        await server.start()
-        refusal = await refused("tokenizer_mismatch", server.ask(tokenizer_hash="another"))
-        assert [error.field for error in refusal.errors] == ["tokenizer_hash"]
-
-
-async def test_a_run_whose_engine_cannot_begin_is_told_why(tmp_path: Path) -> None:
-    broken = Fault("open", "raise", message="there is no room for the model")
-    async with served(tmp_path, [broken]) as server:
-        refusal = await refused("engine_failed", server.start())
-        assert "no room for the model" in refusal.detail
-        assert (await server.service.status()).phase == "idle"
-
-
 async def test_a_step_is_trained_in_the_order_of_its_draws(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         await server.start()
@@ -376,52 +219,11 @@ async def test_a_rewarded_group_takes_room_until_it_is_trained(tmp_path: Path) -
         assert (await server.ask()).draw == 2
 
 
-async def test_a_run_that_is_about_to_finish_is_in_nobodys_way(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        await server.start(max_steps=1)
-        held = server.engines[0].hold("close_run")
-        await server.round(0)
-        begun = asyncio.create_task(server.start(run_name="next"))
-        await asyncio.sleep(0.01)
-        assert not begun.done()
-        held.set()
-        assert await begun == "next"
-
-
 async def checkpoints_told(server: Served) -> list[tuple[int | None, str]]:
     """The steps and the address of each, as the events have them."""
     events = [e for e in await server.service.events(0, 100) if e.kind == "checkpoint"]
     assert all(event.message and event.data["address"] in event.message for event in events)
     return [(event.step, event.data["address"]) for event in events]
-
-
-async def test_a_checkpoint_is_told_as_soon_as_it_stands(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        run = await server.start(save_steps=1, max_steps=2)
-        seen = asyncio.create_task(server.service.next_event(2, 20))  # after `started` and `step`
-        await server.round(0)
-        await seen
-        assert await checkpoints_told(server) == [(1, f"{run}@1")]
-        await server.service.stop()
-        assert await checkpoints_told(server) == [(1, f"{run}@1")]
-
-
-async def test_a_checkpoint_that_nobody_was_told_of_is_told_by_the_next_server(
-    tmp_path: Path,
-) -> None:
-    def untold(transaction: Transaction) -> None:
-        transaction.execute("DELETE FROM events WHERE kind = 'checkpoint'")
-
-    server = Served(tmp_path)
-    await server.service.begin()
-    run = await server.start(save_steps=1)
-    await server.round(0)
-    await server.ledger.do(untold)
-    last = await server.service.last_event()
-    await server.kill()  # as if it had been a moment earlier
-    async with served(tmp_path) as server:
-        await server.service.next_event(last + 1, 20)  # after `recovered`
-        assert await checkpoints_told(server) == [(1, f"{run}@1")]
 
 
 async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
@@ -442,75 +244,124 @@ async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
         assert again != run
 
 
-async def test_what_is_known_of_a_run_that_has_ended_outlives_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "old", "new", "size"),
+    [
+        ("run", {"training_batch_size": 2}, {"groups_per_step": 3}, 3),
+        ("kept", {"groups_per_step": 2}, {"gradient_accumulation_steps": 3}, 3),
+        ("automatic", {"training_batch_size": 2}, {"groups_per_step": None}, 2),
+        ("run", {"training_batch_size": 2}, {"gradient_accumulation_steps": 2}, 4),
+    ],
+)
+async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
+    source: str, old: dict[str, int], new: dict[str, int], size: int, tmp_path: Path
+) -> None:
+    plain = {key: value for key, value in SETTINGS.items() if key != "groups_per_step"}
     async with served(tmp_path) as server:
-        run = await server.start()
+        first = await server.service.start(StartRequest.model_validate({**plain, **old}), ME)
+        await server.service.save_checkpoint("kept", ME)
+        await server.service.stop()
+        names = {"run": first.run_id, "automatic": f"{first.run_id}@0"}
+        request = StartRequest.model_validate({"resume_from": names.get(source, source), **new})
+        assert (await server.service.start(request, ME)).groups_per_step == size
+
+
+async def test_what_cannot_be_gone_on_with_is_refused_by_its_field(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(lora={"r": 2}, adapter="new")
         await server.round(0)
-        tokenizer = await server.service.tokenizer()
-        stopped = await server.service.stop()
-        assert (stopped.run_id, stopped.step) == (run, 1)
+        await server.service.save_checkpoint("kept", ME)
+        await server.service.stop()
+
+        async def field(code: str, resume_from: str, **more: Any) -> str:
+            request = StartRequest.model_validate({"resume_from": resume_from, **more})
+            refusal = await refused(code, server.service.start(request, ME))
+            (error,) = refusal.errors
+            return error.field
+
+        assert await field("settings_conflict", run, adapter="full") == "lora"
+        assert await field("settings_conflict", run, run_name="another") == "run_name"
+        for name in ("kept", f"{run}@1"):
+            other = {"adapter": "full", "lora": None}
+            assert await field("resume_mismatch", name, **other) == "adapter"
+        assert await server.start(resume_from=f"{run}@1", run_name="another") == "another"
+
+
+async def test_settings_that_cannot_be_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("model_not_allowed", {"model_id": "/etc"}),
+        ("model_not_allowed", {"model_id": "../secret"}),
+        ("invalid_request", {"training": {"seed": -1}}),
+        ("invalid_request", {"algorithm": "no_such"}),
+        ("settings_conflict", {"num_completions_per_prompt": 1}),
+        ("settings_conflict", {"sampler": {"temperature_schedule": {}}}),
+    ]
     async with served(tmp_path) as server:
-        assert await server.service.tokenizer() == tokenizer
-        assert await server.service.stop() == stopped
-        assert await server.start(resume_from=run) == run
-        assert await server.service.tokenizer() == tokenizer
+        for code, settings in wrong:
+            await refused(code, server.start(**settings))
+        await refused("not_started", server.service.tokenizer())
+        await refused("not_started", server.service.open_version(None))
+        assert (await server.service.stop()).run_id is None
+        assert not (tmp_path / "runs").exists()
+        assert (await server.service.status()).phase == "idle"
 
 
-async def test_rewards_name_the_version_before_an_engine_is_back(tmp_path: Path) -> None:
-    server = Served(tmp_path)
+async def test_what_cannot_be_completed_is_refused_with_its_field(tmp_path: Path) -> None:
+    too_long, given = "a" * 600, {"prompt": "a"}
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        ({"prompt": too_long}, "prompt_too_long", "prompt"),
+        ({"prompts": ["a", too_long]}, "prompt_too_long", "prompts.1"),
+        ({**given, "prompt_tokens": [1, 2]}, "tokenizer_mismatch", "prompt_tokens"),
+        ({**given, "tokenizer_hash": "another"}, "tokenizer_mismatch", "tokenizer_hash"),
+        ({**given, "max_completion_length": 7}, "invalid_request", "max_completion_length"),
+        ({**given, "min_completion_length": 7}, "invalid_request", "min_completion_length"),
+    ]
+    async with served(tmp_path) as server:
+        await server.start()
+        for body, code, field in wrong:
+            asked = server.service.completions(CompletionsRequest.model_validate(body), ME)
+            refusal = await refused(code, asked)
+            assert [error.field for error in refusal.errors] == [field]
+        assert (await server.ask()).completions
+
+
+async def test_a_run_whose_engine_cannot_begin_is_told_why(tmp_path: Path) -> None:
+    broken = Fault("open", "raise", message="there is no room for the model")
+    async with served(tmp_path, [broken]) as server:
+        refusal = await refused("engine_failed", server.start())
+        assert "no room for the model" in refusal.detail
+        assert (await server.service.status()).phase == "idle"
+
+
+async def test_a_run_that_is_about_to_finish_is_in_nobodys_way(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start(max_steps=1)
+        held = server.engines[0].hold("close_run")
+        await server.round(0)
+        begun = asyncio.create_task(server.start(run_name="next"))
+        await asyncio.sleep(0.01)
+        assert not begun.done()
+        held.set()
+        assert await begun == "next"
+
+
+async def test_what_is_known_of_a_run_outlives_the_server_and_its_place(tmp_path: Path) -> None:
+    server = Served(tmp_path / "here")
     await server.service.begin()
     run = await server.start()
     await server.round(0)
     group = await server.ask()
+    tokenizer = await server.service.tokenizer()
     await server.kill()
-    async with served(tmp_path) as server:  # its engine is about to be begun
-        assert (await server.reward(group)).model_version == (run, 1)
-
-
-async def test_before_the_first_run_there_is_nothing_to_be_read(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        await refused("not_started", server.service.tokenizer())
-        await refused("not_started", server.service.open_version(None))
-        stopped = await server.service.stop()
-        assert (stopped.run_id, stopped.step) == (None, None)
-
-
-async def test_an_output_folder_may_be_moved(tmp_path: Path) -> None:
-    async with served(tmp_path / "here") as server:
-        await server.start()
-        await server.round(0)
     (tmp_path / "here").rename(tmp_path / "there")
+    async with served(tmp_path / "there") as server:  # its engine is about to be begun
+        assert (await server.reward(group)).model_version == (run, 1)
+        await server.until(lambda seen: seen.phase == "running")
+        stopped = await server.service.stop()
+        assert (stopped.run_id, stopped.step) == (run, 1)
     async with served(tmp_path / "there") as server:
-        status = await server.until(lambda seen: seen.phase == "running")
-        assert status.step == 1
-        await server.round(1)
+        assert await server.service.tokenizer() == tokenizer
+        assert await server.service.stop() == stopped
+        assert await server.start(resume_from=run) == run
+        assert (await server.service.status()).step == 1
     assert not (tmp_path / "here").exists()
-
-
-async def test_steps_are_lines_of_the_log_as_often_as_the_run_says(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", logger="groupwise.server.conductor"):
-        async with served(tmp_path) as server:
-            await server.start(logging_steps=2, max_steps=3)
-            for step in range(3):
-                await server.round(step)
-    lines = [line.partition("  ")[0] for line in caplog.messages if ": step " in line]
-    assert lines == ["tiny: step 2/3", "tiny: step 3/3"]
-
-
-async def test_a_caller_that_goes_away_frees_its_slot(tmp_path: Path) -> None:
-    async with served(tmp_path, completions_wait=5.0) as server:
-        await server.start(groups_per_step=1)
-        held = server.engines[0].hold("sample")
-        gone = asyncio.create_task(server.ask())
-        await asyncio.sleep(0.01)
-        waiting = asyncio.create_task(server.ask())
-        await asyncio.sleep(0.01)
-        assert (await server.service.status()).queue_depth == 1
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        held.set()
-        assert (await waiting).completions
-        status = await server.service.status()
-        assert (status.counters.open, status.queue_depth) == (1, 0)

@@ -30,9 +30,7 @@ def read(
     return read_settings(path, given, options or {}, words)
 
 
-def test_every_key_says_what_it_means() -> None:
-    for name, key in keys_of(ServerConfig).items():
-        assert key.description, name
+# Keys
 
 
 def test_later_places_go_before_earlier_ones(tmp_path: Path) -> None:
@@ -41,43 +39,35 @@ def test_later_places_go_before_earlier_ones(tmp_path: Path) -> None:
         "GROUPWISE_SERVE_PORT": "2",
         "GROUPWISE_SERVE_MODEL_DIR": "environment",
         "GROUPWISE_SERVE_MAX_EVENT_STREAMS": "2",
-    }
-    options = {"model_dir": "option", "max_event_streams": 3}
-    found = read(file, environment, options, ("max_event_streams=4",), tmp_path=tmp_path)
-    assert (found.host, found.port) == ("localhost", 2)
-    assert (found.model_dir, found.max_event_streams) == ("option", 4)
-    assert found.shutdown_seconds == 30.0
-
-
-def test_variables_are_typed_as_in_the_file(tmp_path: Path) -> None:
-    environment = {
         "GROUPWISE_SERVE_ALLOWED_MODELS": "[org/model, /srv/m]",
         "GROUPWISE_SERVE_REQUESTS_PER_SECOND": "2.5",
         "GROUPWISE_SERVE_KEY_FILE": "null",
         "GROUPWISE_OTHER": "is not ours",
     }
-    found = read(None, environment, tmp_path=tmp_path)
+    options = {"model_dir": "option", "max_event_streams": 3}
+    found = read(file, environment, options, ("max_event_streams=4",), tmp_path=tmp_path)
+    assert (found.host, found.port) == ("localhost", 2)
+    assert (found.model_dir, found.max_event_streams) == ("option", 4)
     assert found.allowed_models == ("org/model", "/srv/m")
     assert (found.requests_per_second, found.key_file) == (2.5, None)
+    assert found.shutdown_seconds == 30.0
 
 
-@pytest.mark.parametrize(
-    ("environment", "words", "problem"),
-    [
-        (
-            {"GROUPWISE_SERVE_PROT": "1"},
-            (),
-            "GROUPWISE_SERVE_PROT is no setting; did you mean GROUPWISE_SERVE_PORT?",
-        ),
-        ({"GROUPWISE_SERVE_port": "1"}, (), "did you mean GROUPWISE_SERVE_PORT?"),
-        ({"GROUPWISE_SERVE_XYZ": "1"}, (), "there are GROUPWISE_SERVE_OUTPUT_DIR"),
-        (
-            {"GROUPWISE_SERVE_PORT": "x"},
-            (),
-            'GROUPWISE_SERVE_PORT: port is "x"; it must be a whole number',
-        ),
-        ({"GROUPWISE_SERVE_PORT": ""}, (), "GROUPWISE_SERVE_PORT: nothing is given"),
-        ({"GROUPWISE_SERVE_API_KEY": PLAIN}, (), "GROUPWISE_API_KEY"),
+def test_what_cannot_be_is_told_all_at_once_each_with_its_place(tmp_path: Path) -> None:
+    for name, key in keys_of(ServerConfig).items():
+        assert key.description, name
+    environment = {"GROUPWISE_SERVE_PORT": "x"}
+    options = {"model_dir": ""}
+    with pytest.raises(ConfigError) as told:
+        read("host: 5\n", environment, options, ("burst=0",), tmp_path=tmp_path)
+    for place in ("S.yaml:1: host", "GROUPWISE_SERVE_PORT: port", "--model-dir: ", "burst=0: "):
+        assert place in told.value.message
+    wrong: list[tuple[dict[str, str], tuple[str, ...], str]] = [
+        ({"PROT": "1"}, (), "did you mean GROUPWISE_SERVE_PORT?"),
+        ({"port": "1"}, (), "did you mean GROUPWISE_SERVE_PORT?"),
+        ({"XYZ": "1"}, (), "there are GROUPWISE_SERVE_OUTPUT_DIR"),
+        ({"PORT": ""}, (), "GROUPWISE_SERVE_PORT: nothing is given"),
+        ({"API_KEY": PLAIN}, (), "GROUPWISE_API_KEY"),
         ({}, ("api_key=" + PLAIN,), "--new-key"),
         ({}, ("port=65536",), "at most 65535"),
         ({}, ("prot=1",), "did you mean port?"),
@@ -85,83 +75,37 @@ def test_variables_are_typed_as_in_the_file(tmp_path: Path) -> None:
         ({}, ("tls_key=k.pem",), "tls_key has no effect without tls_certificate"),
         ({}, ("burst=3",), "burst has no effect without requests_per_second"),
         ({}, ("log_format=xml",), "one of text, json"),
-    ],
-)
-def test_what_cannot_be_is_told(
-    environment: dict[str, str], words: tuple[str, ...], problem: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError) as told:
-        read(None, environment, {}, words, tmp_path=tmp_path)
-    assert problem in told.value.message
-    assert PLAIN not in told.value.message
-
-
-def test_settings_that_do_not_go_together_are_told_under_one_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as told:
-        read(None, {}, {}, ("tls_certificate=c.pem",), tmp_path=tmp_path)
-    assert told.value.message == (
-        "settings: tls_certificate has no effect without tls_key; give both."
-    )
-
-
-def test_all_problems_are_told_at_once_each_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as told:
-        read(
-            "host: 5\n",
-            {"GROUPWISE_SERVE_PORT": "x"},
-            {"model_dir": ""},
-            ("burst=0",),
-            tmp_path=tmp_path,
-        )
-    for place in ("S.yaml:1: host", "GROUPWISE_SERVE_PORT: port", "--model-dir: ", "burst=0: "):
-        assert place in told.value.message
-
-
-def test_the_folder_is_needed() -> None:
+    ]
+    for given, words, problem in wrong:
+        variables = {f"GROUPWISE_SERVE_{name}": value for name, value in given.items()}
+        with pytest.raises(ConfigError) as told:
+            read(None, variables, {}, words, tmp_path=tmp_path)
+        assert problem in told.value.message
+        assert PLAIN not in told.value.message
     with pytest.raises(ConfigError, match="output_dir is required"):
         read_settings(None, {}, {}, ())
 
 
-# Keys
+def test_others_may_not_ask_without_a_key_and_this_machine_may(tmp_path: Path) -> None:
+    def keys(environment: dict[str, str], **given: Any) -> Any:
+        return read_keys(ServerConfig(output_dir="out", **given), environment)
 
-
-def config(**given: Any) -> ServerConfig:
-    return ServerConfig(output_dir="out", **given)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "train.example"])
-def test_others_may_not_ask_without_a_key(host: str) -> None:
-    with pytest.raises(UsageError) as told:
-        read_keys(config(host=host), {})
-    assert "GROUPWISE_API_KEY" in told.value.message
-    assert "--new-key" in told.value.message
-    assert read_keys(config(host=host), {"GROUPWISE_API_KEY": PLAIN}).caller(PLAIN)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1", "LocalHost."])
-def test_this_machine_may(host: str) -> None:
-    assert is_loopback(host)
-    assert read_keys(config(host=host), {}) is None
-
-
-def test_keys_come_from_the_file_and_the_environment(tmp_path: Path) -> None:
+    plain = {"GROUPWISE_API_KEY": PLAIN}
+    for host in ("0.0.0.0", "::", "10.0.0.5", "train.example"):
+        with pytest.raises(UsageError, match="--new-key"):
+            keys({}, host=host)
+        assert keys(plain, host=host).caller(PLAIN)
+    for host in ("127.0.0.1", "127.9.9.9", "localhost", "::1", "LocalHost."):
+        assert is_loopback(host)
+        assert keys({}, host=host) is None
     made = new_key(Role.TRAIN)
-    path = tmp_path / "keys"
-    path.write_text(made.line)
-    ring = read_keys(config(key_file=str(path)), {"GROUPWISE_API_KEY": PLAIN})
-    assert ring.caller(made.key).role == Role.TRAIN
-    assert ring.caller(PLAIN).role == Role.ADMIN
-
-
-def test_a_key_file_that_helps_nobody_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_keys(config(key_file=str(tmp_path / "none")), {})
+    (tmp_path / "keys").write_text(made.line)
     (tmp_path / "empty").write_text("# nobody\n")
-    with pytest.raises(ConfigError, match="holds no key"):
-        read_keys(config(key_file=str(tmp_path / "empty")), {})
-
-
-def test_a_short_key_is_told_without_being_shown() -> None:
+    ring = keys(plain, key_file=str(tmp_path / "keys"))
+    assert [ring.caller(key).role for key in (made.key, PLAIN)] == [Role.TRAIN, Role.ADMIN]
+    for name in ("none", "empty"):
+        with pytest.raises(ConfigError, match=name):
+            keys({}, key_file=str(tmp_path / name))
     with pytest.raises(UsageError) as told:
-        read_keys(config(), {"GROUPWISE_API_KEY": "short-key"})
+        keys({"GROUPWISE_API_KEY": "short-key"})
     assert "short-key" not in told.value.message

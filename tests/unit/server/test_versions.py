@@ -62,13 +62,6 @@ def read(run: Versions, version: str | None) -> tuple[str, str, Sequence[str], b
         found.close()
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 5])
-def test_what_is_published_saved_or_named_can_be_read(run: Versions, step: int) -> None:
-    files = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
-    whole = (f"letters@{step}", f"f{step}", files, b"weights %d" % step)
-    assert read(run, str(step)) == read(run, f"letters@{step}") == whole
-
-
 def test_a_checkpoint_that_somebody_is_deleting_is_passed_over(run: Versions) -> None:
     (run.named[0] / "adapter_model.safetensors").unlink()
     assert run.steps() == [3, 4, 5]
@@ -78,31 +71,15 @@ def test_a_checkpoint_that_somebody_is_deleting_is_passed_over(run: Versions) ->
         run.open("1")
 
 
-def test_without_a_name_the_newest_is_meant(run: Versions) -> None:
-    assert read(run, None) == read(run, "latest") == read(run, "5")
-
-
-def test_all_that_can_be_read_are_listed(run: Versions) -> None:
+def test_what_is_published_saved_or_named_can_be_read(run: Versions) -> None:
     assert run.steps() == [1, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    ("version", "code"),
-    [
-        ("2", "version_gone"),
-        ("letters@0", "version_gone"),
-        ("6", "unknown_version"),
-        ("letters@6", "unknown_version"),
-        ("others@1", "unknown_version"),
-        ("letters@", "unknown_version"),
-        ("-1", "unknown_version"),
-        ("²", "unknown_version"),
-    ],
-)
-def test_what_cannot_be_read_is_told_from_what_never_was(
-    run: Versions, version: str, code: str
-) -> None:
-    said = "letters@1, letters@3, letters@4, letters@5.* GET /checkpoints"
-    with pytest.raises(Refusal, match=said) as refused:
-        run.open(version)
-    assert refused.value.code == code
+    for step in run.steps():
+        files = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+        whole = (f"letters@{step}", f"f{step}", files, b"weights %d" % step)
+        assert read(run, str(step)) == read(run, f"letters@{step}") == whole
+    assert read(run, None) == read(run, "latest") == read(run, "5")
+    gone, unknown = ("2", "letters@0"), ("6", "letters@6", "others@1", "letters@", "-1", "²")
+    for version in (*gone, *unknown):
+        with pytest.raises(Refusal, match="letters@1, letters@3") as refused:
+            run.open(version)
+        assert refused.value.code == ("version_gone" if version in gone else "unknown_version")

@@ -18,63 +18,34 @@ def text(**more):
 
 def test_messages_become_what_templates_take():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    pieces = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    result = {"role": "tool", "content": "d", "tool_call_id": "1"}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    named = {"role": "user", "content": "c", "name": "me"}
     messages = [
-        {
-            "role": "developer",
-            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-        },
-        {"role": "user", "content": "c", "name": "me"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
-        {"role": "tool", "content": "d", "tool_call_id": "1"},
+        {"role": "developer", "content": pieces},
+        named,
+        {**called, "refusal": None},
+        result,
     ]
     plain = [message.plain() for message in chat(messages=messages).messages]
-    assert plain == [
-        {"role": "system", "content": "ab"},
-        {"role": "user", "content": "c", "name": "me"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "d", "tool_call_id": "1"},
-    ]
+    assert plain == [{"role": "system", "content": "ab"}, named, called, result]
 
 
-@pytest.mark.parametrize(
-    ("given", "stops"), [(None, None), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())]
-)
-def test_stops(given, stops):
-    assert chat(stop=given).stops == stops
-
-
-def test_only_what_restricts_is_a_restriction():
+def test_what_fields_come_to():
+    stops = [chat(stop=given).stops for given in (None, "a", ["a", "b"], [])]
+    assert stops == [None, ("a",), ("a", "b"), ()]
     assert text(top_p=1, top_k=-1, min_p=0).restrictions == {}
-    assert text(top_p=0.5, top_k=3, min_p=0.1).restrictions == {
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.1,
-    }
-
-
-def test_both_names_of_the_longest_completion():
+    restricted = {"top_p": 0.5, "top_k": 3, "min_p": 0.1}
+    assert text(**restricted).restrictions == restricted
     assert chat(max_tokens=5).longest == chat(max_completion_tokens=5).longest == 5
     assert chat(max_tokens=5, max_completion_tokens=5).longest == 5
-    with pytest.raises(ValidationError, match="give one of the two"):
-        chat(max_tokens=5, max_completion_tokens=6)
-
-
-@pytest.mark.parametrize("metadata", [{"a" * 65: "b"}, {"a": "b" * 513}])
-def test_metadata_has_openais_limits(metadata):
-    with pytest.raises(ValidationError, match="above 64 characters, or a value above 512"):
-        chat(metadata=metadata)
+    asked = chat(logprobs=True), text(logprobs=0), chat(logprobs=False), text()
+    assert [each.wants_logprobs for each in asked] == [True, True, False, False]
     assert chat(metadata={"a" * 64: "b" * 512})
-
-
-@pytest.mark.parametrize("name", ["store", "stream", "n", "temperature"])
-def test_null_is_as_good_as_nothing(name):
-    null, without = chat(**{name: None}), chat()
-    assert null.model_dump() == without.model_dump()
-    assert null.choices == 1
-
-
-def test_log_probabilities_are_asked_for_in_two_ways():
-    assert chat(logprobs=True).wants_logprobs
-    assert text(logprobs=0).wants_logprobs
-    assert not chat(logprobs=False).wants_logprobs
-    assert not text().wants_logprobs
+    for name in ("store", "stream", "n", "temperature"):
+        assert chat(**{name: None}).model_dump() == chat().model_dump()
+    wrong = {"metadata": {"a" * 65: "b"}}, {"metadata": {"a": "b" * 513}}
+    for given in (*wrong, {"max_tokens": 5, "max_completion_tokens": 6}):
+        with pytest.raises(ValidationError):
+            chat(**given)

@@ -2,18 +2,9 @@ import ast
 import pickle
 from pathlib import Path
 
-import pytest
-
 from groupwise.wire.problems import KINDS, FieldError, Problem, Refusal, field_errors
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_every_problem_has_a_status_of_errors_and_words() -> None:
-    for code, kind in KINDS.items():
-        assert 400 <= kind.status < 600, code
-        assert kind.title, code
-        assert kind.meaning.endswith("."), code
 
 
 def test_what_may_pass_is_what_the_client_may_send_again() -> None:
@@ -37,26 +28,17 @@ def test_refusals_cross_processes() -> None:
     assert again.problem() == refusal.problem()
 
 
-def test_a_code_that_is_not_in_the_table_is_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="not_startd"):
-        Refusal("not_startd")
-
-
 def test_every_code_that_is_raised_stands_in_the_table() -> None:
     used = {
         node.args[0].value
         for path in (ROOT / "groupwise").rglob("*.py")
         if path.name != "runner.py"  # it stands alone, with refusals of its own
+        and "Refusal(" in path.read_text()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id == "Refusal" and node.args and isinstance(node.args[0], ast.Constant)
     }
     assert used - set(KINDS) == set()
-
-
-def test_fields_lose_the_labels_and_where_they_came_from() -> None:
-    detail = {"loc": ("body", "(one)", "rewards", 3), "msg": "Value error, is odd", "type": "x"}
-    assert field_errors([detail]) == (FieldError(field="rewards.3", message="is odd"),)
 
 
 def test_a_million_wrong_fields_do_not_make_a_large_answer() -> None:

@@ -79,32 +79,6 @@ REWARDS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "field"), START)
-def test_wrong_settings_are_refused_with_the_field(body: Any, field: str) -> None:
-    assert field in wrong_fields(StartRequest, body)
-
-
-@pytest.mark.parametrize(("body", "field"), COMPLETIONS)
-def test_wrong_requests_for_completions_likewise(body: Any, field: str) -> None:
-    assert field in wrong_fields(CompletionsRequest, body)
-
-
-@pytest.mark.parametrize(("body", "field"), REWARDS)
-def test_wrong_rewards_likewise(body: Any, field: str) -> None:
-    assert field in wrong_fields(REWARDS_REQUEST, body)
-
-
-def test_a_step_names_no_group_twice() -> None:
-    assert wrong_fields(StepRequest, {"group_ids": ["g-1", "g-1"]}) == ["group_ids"]
-
-
-def test_an_empty_body_starts_the_default_training() -> None:
-    given = StartRequest.model_validate({})
-    assert (given.model_id, given.max_steps, given.prompts_per_step) == ("tiny", 201, 1)
-    assert (given.max_completion_length, given.num_completions_per_prompt) == (64, 8)
-    assert (given.learning_rate, given.lease_seconds, given.staleness) == (None, 600.0, 1)
-
-
 def test_groups_of_a_step_are_given_either_way() -> None:
     parts = {"training_batch_size": 2, "gradient_accumulation_steps": 3}
     for body in (parts, {"groups_per_step": 6}, {**parts, "groups_per_step": 6}):
@@ -120,26 +94,26 @@ def test_both_forms_of_rewards_come_out_alike() -> None:
     assert REWARDS_REQUEST.validate_python(echo).all_groups[0].group_id is None
 
 
-def test_prompts_come_out_as_they_were_given() -> None:
-    chat = [{"role": "user", "content": "x"}]
-    given = CompletionsRequest.model_validate({"prompts": ["a", chat], "draws": [4, 2]})
-    assert given.all_prompts == ("a", chat)
-    assert given.all_draws == (4, 2)
-
-
 def models(base: type[Any]) -> list[type[Any]]:
     return [model for child in base.__subclasses__() for model in (child, *models(child))]
 
 
-@pytest.mark.parametrize(
-    "model", [*models(Body), *models(Answer)], ids=lambda model: model.__name__
-)
-def test_every_field_is_described(model: type[Any]) -> None:
-    for name, field in model.model_fields.items():
-        assert field.description, name
+CASES = [
+    *((StartRequest, body, field) for body, field in START),
+    *((CompletionsRequest, body, field) for body, field in COMPLETIONS),
+    *((REWARDS_REQUEST, body, field) for body, field in REWARDS),
+    (StepRequest, {"group_ids": ["g-1", "g-1"]}, "group_ids"),
+]
 
 
-def test_the_schemas_can_be_written() -> None:
+@pytest.mark.parametrize(("model", "body", "field"), CASES)
+def test_what_is_wrong_is_refused_with_the_field(model: Any, body: Any, field: str) -> None:
+    assert field in wrong_fields(model, body)
+
+
+def test_every_field_is_described_and_schemas_can_be_written() -> None:
     for model in (*models(Body), *models(Answer)):
+        for name, field in model.model_fields.items():
+            assert field.description, (model, name)
         model.model_json_schema()
     REWARDS_REQUEST.json_schema()

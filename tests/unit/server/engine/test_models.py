@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,7 @@ async def test_a_sample_that_is_cancelled_frees_its_sampler(
 
 
 async def test_a_model_is_made_again(models: EngineModels, tmp_path: Path) -> None:
+    one = Stored(MODEL, "weights", "one")
     await learn(models, keep_as=2)
     await models.save_state(MODEL, "one", False, 3)
     expected = [await learn(models) for _ in range(2)]
@@ -137,49 +139,45 @@ async def test_a_model_is_made_again(models: EngineModels, tmp_path: Path) -> No
         other = await opened(tmp_path, scope)
         await other.create_model(MODEL, SPEC, 2)
         assert [await learn(other) for _ in range(2)] == expected
-        await other.load_state(MODEL, Stored(MODEL, "weights", "one"), True)
+        await other.load_state(MODEL, one, True)
         assert [await learn(other) for _ in range(2)] == expected
-        await other.load_state(MODEL, Stored(MODEL, "weights", "one"), False)
+        await other.load_state(MODEL, one, False)
         fresh = [await learn(other) for _ in range(2)]
         assert (fresh[0] == expected[0], fresh[1] == expected[1]) == (True, False)
-
-
-async def test_what_is_loaded_takes_the_place_of_a_gradient(models: EngineModels) -> None:
-    await models.save_state(MODEL, "one", False, 1)
-    await models.forward_backward(MODEL, ROWS, LOSS)
-    await models.load_state(MODEL, Stored(MODEL, "weights", "one"), False)
-    assert (await models.optim_step(MODEL, STEP)).grad_norm == 0
+        await other.forward_backward(MODEL, ROWS, LOSS)
+        await other.load_state(MODEL, one, False)  # which takes the place of the gradient
+        assert (await other.optim_step(MODEL, STEP)).grad_norm == 0
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 async def test_what_cannot_be(models: EngineModels, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"data\[1\] has the token 900"):
-        await models.forward_backward(MODEL, [ROWS[0], row(1, 900, 2)], LOSS)
-    with pytest.raises(UsageError, match=r"data\[0\] has the token -5; those of tiny are 0 to"):
-        await models.forward_backward(MODEL, [row(1, -5, 2)], LOSS)
-    with pytest.raises(UsageError, match=r"data\[0\] has 3000 tokens"):
-        await models.forward(MODEL, [row(*[5] * 3000)], LOSS)
+    def drawn(most: int, *prompt: int) -> VerbSample:
+        return VerbSample(prompt or PROMPT, (1,), SamplingParams(max_tokens=most))
+
+    async def refused(said: str, call: Awaitable[Any]) -> None:
+        with pytest.raises(UsageError, match=said):
+            await call
+
+    unknown, negative = [ROWS[0], row(1, 900, 2)], [row(1, -5, 2)]
+    await refused(r"data\[1\] has the token 900", models.forward_backward(MODEL, unknown, LOSS))
+    await refused(r"data\[0\] has the token -5", models.forward_backward(MODEL, negative, LOSS))
+    await refused("3000 tokens", models.forward(MODEL, [row(*[5] * 3000)], LOSS))
     assert (await models.optim_step(MODEL, STEP)).grad_norm == 0
-    with pytest.raises(UsageError, match="there is room for 128"):
-        await models.sample(None, VerbSample(PROMPT, (1,), SamplingParams(max_tokens=126)))
-    with pytest.raises(UsageError, match="prompt has the token 900"):
-        await models.sample(None, VerbSample((900,), (1,), SamplingParams(max_tokens=1)))
-    with pytest.raises(UsageError, match="tiny is in memory"):
-        await models.open(OpenModels("smollm2-135m-instruct", str(tmp_path), 2, 128))
+    await refused("there is room for 128", models.sample(None, drawn(126)))
+    await refused("prompt has the token 900", models.sample(None, drawn(1, 900)))
+    other = OpenModels("smollm2-135m-instruct", str(tmp_path), 2, 128)
+    await refused("tiny is in memory", models.open(other))
     await models.create_model("other", HEAD)
-    with pytest.raises(UsageError, match="End the session"):
-        await models.create_model("third", SPEC)
+    await refused("End the session", models.create_model("third", SPEC))
     await models.save_state("other", "head", False, 1)
-    with pytest.raises(UsageError, match="They must be equal"):
-        await models.load_state(MODEL, Stored("other", "weights", "head"), True)
+    head = Stored("other", "weights", "head")
+    await refused("They must be equal", models.load_state(MODEL, head, True))
     await models.save_for_sampler("other", "head", 2)
-    with pytest.raises(UsageError, match="for samplers alone"):
-        await models.load_state("other", Stored("other", "sampler_weights", "head"), True)
-    with pytest.raises(UsageError, match="something saved as head already"):
-        await models.save_state("other", "head", False, 3)
+    for_samplers = Stored("other", "sampler_weights", "head")
+    await refused("for samplers alone", models.load_state("other", for_samplers, True))
+    await refused("head already", models.save_state("other", "head", False, 3))
     await models.save_state("other", "head", True, 3)
     await models.drop("other")
     await models.drop("other")
-    with pytest.raises(UsageError, match="no model 'other'"):
-        await models.forward("other", ROWS, LOSS)
-    assert len((await models.sample(Stored("other", "weights", "head"), ASKED)).completions) == 2
+    await refused("no model 'other'", models.forward("other", ROWS, LOSS))
+    assert len((await models.sample(head, ASKED)).completions) == 2

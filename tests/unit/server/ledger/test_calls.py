@@ -45,47 +45,12 @@ def repeated(ledger: Transaction, after: int = -1) -> list[tuple[str, bytes]]:
     return calls.to_repeat(ledger, MODEL, after)
 
 
-def test_all_that_is_open_is_found_again(opened):
-    calls.add_sampler(
-        opened, "s-1:sample:0", SESSION, "tiny", {"model": MODEL, "kind": "k", "name": "n"}
-    )
-    calls.add_sampler(opened, "s-1:sample:1", SESSION, "tiny", None)
-    done(opened, 0, "CreateModel", changed=False)
-    calls.accept(opened, call(1))
-    found = calls.everything(opened)
-    assert found.sessions == [(SESSION, "named")]
-    (model,) = found.models
-    assert (model.spec, model.kept, model.done) == (SPEC, None, 0)
-    assert [(each.id, each.weights is None) for each in found.samplers] == [
-        ("s-1:sample:0", False),
-        ("s-1:sample:1", True),
-    ]
-    assert [(each.sequence, each.state, each.content) for each in found.calls] == [
-        (0, "answered", None),
-        (1, "waiting", b"1"),
-    ]
-
-
-def test_a_model_whose_making_was_not_answered_has_done_nothing(opened):
-    calls.accept(opened, call(0, "CreateModel"))
-    assert calls.everything(opened).models[0].done == -1
-
-
 def test_what_it_came_to_stands(opened):
     id = done(opened, 1)
     with pytest.raises(sqlite3.IntegrityError, match="stands"):
         calls.settle(opened, id, Outcome("answered", True, "application/json", b"other"))
     with pytest.raises(sqlite3.IntegrityError):
         calls.accept(opened, call(1))
-
-
-def test_what_changed_the_model_is_repeated_in_order(opened):
-    for sequence in (2, 1, 3):
-        done(opened, sequence)
-    done(opened, 4, changed=False)
-    calls.accept(opened, call(5))
-    assert [content for _, content in repeated(opened)] == [b"1", b"2", b"3"]
-    assert [content for _, content in repeated(opened, 2)] == [b"3"]
 
 
 def test_calls_before_a_state_that_is_kept_are_forgotten(opened):
@@ -96,15 +61,6 @@ def test_calls_before_a_state_that_is_kept_are_forgotten(opened):
     assert found.models[0].kept == 2
     assert [each.content for each in found.calls] == [None, None, b"3"]
     assert repeated(opened, 2) == [("forward_backward", b"3")]
-
-
-def test_updates_are_recorded_once_each(opened):
-    for sequence in (1, 2):
-        done(opened, sequence, "OptimStep", step=StepRow(0.1, float(sequence), {"tokens": 3.0}))
-    assert calls.steps_of(opened, MODEL) == [
-        StepRow(0.1, 1.0, {"tokens": 3.0}),
-        StepRow(0.1, 2.0, {"tokens": 3.0}),
-    ]
 
 
 def test_a_session_that_ends_takes_all_with_it_but_the_record(opened):

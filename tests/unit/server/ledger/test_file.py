@@ -35,20 +35,6 @@ def test_a_newer_format_is_refused(tmp_path):
         open_file(tmp_path / "server.db")
 
 
-def test_another_database_is_refused(tmp_path):
-    Database.open_for_writing(tmp_path / "run.db").close()
-    with pytest.raises(StoreError, match="not the ledger of a training server"):
-        open_file(tmp_path / "run.db")
-
-
-def test_no_database_at_all_is_refused(tmp_path):
-    (tmp_path / "server.db").write_bytes(b"something else entirely" * 100)
-    with pytest.raises(StoreError, match="damaged: restore it from a copy"):
-        open_file(tmp_path / "server.db")
-    with pytest.raises(StoreError, match="See that the folder is there"):
-        open_file(tmp_path / "missing" / "server.db")
-
-
 def test_a_full_disk_is_told_apart(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         fill(disk)
@@ -58,3 +44,11 @@ def test_a_full_disk_is_told_apart(tmp_path):
     with pytest.raises(StoreError) as other, explained(tmp_path / "server.db"):
         raise sqlite3.OperationalError("something new")
     assert not isinstance(other.value, DiskFull)
+
+
+def test_what_is_no_ledger_is_refused(tmp_path):
+    Database.open_for_writing(tmp_path / "run.db").close()
+    (tmp_path / "damaged.db").write_bytes(b"something else entirely" * 100)
+    for name, said in (("run.db", "not the ledger"), ("damaged.db", "damaged"), ("a/b", "folder")):
+        with pytest.raises(StoreError, match=said):
+            open_file(tmp_path / name)

@@ -56,50 +56,6 @@ def refused(code, work, *args, **kwargs):
     return raised.value
 
 
-@pytest.mark.parametrize(
-    ("id", "meant"),
-    [
-        ("g-0a", Named("g-0a")),
-        ("g-0a-12", Named("g-0a", 12)),
-        ("chatcmpl-g-0a-0", Named("g-0a", 0)),
-        ("cmpl-g-0a", Named("g-0a")),
-        ("chatcmpl-0a", Named("chatcmpl-0a")),
-        ("g-0a-x", Named("g-0a-x")),
-        ("g-0a-1-2", Named("g-0a-1-2")),
-    ],
-)
-def test_what_an_id_means(id, meant):
-    assert members.named(id) == meant
-
-
-def test_each_call_gets_a_member_until_all_are_given(run):
-    assert next_member(run, WHERE, 0) is None
-    assert begin(run).member == 0
-    second = following(run)
-    assert (second.row.id, second.member) == ("g-0", 1)
-    assert give(run, second)
-    assert not give(run, second)
-    assert next_member(run, WHERE, 0) is None
-
-
-def test_groups_are_apart_by_run_key_and_name(run):
-    begin(run)
-    for key, value in {"run": "other", "key_id": "other", "name": "name:b"}.items():
-        assert next_member(run, replace(WHERE, **{key: value}), 0) is None
-    refused("settings_conflict", next_member, run, replace(WHERE, asked="other"), 0)
-
-
-def test_a_group_that_is_over_or_too_old_gives_nothing(run):
-    begin(run, 0, step=3)
-    assert next_member(run, WHERE, 3)
-    assert next_member(run, WHERE, 4) is None
-    assert next_member(replace(run, uptime=run.uptime + LEASE), WHERE, 3) is None
-    waiting = following(run, 3)
-    give_up(run, "g-0")
-    assert not give(run, waiting)
-    assert next_member(run, WHERE, 3) is None
-
-
 def test_the_group_is_rewarded_with_its_last_member(run):
     both(run)
     first = post(run, "chatcmpl-g-0-1", 0.5, step=1)
@@ -111,32 +67,6 @@ def test_the_group_is_rewarded_with_its_last_member(run):
     assert post(run, "g-0", None, 0.5).accepted is False
     for member, reward in enumerate((None, 0.5)):
         assert post(run, f"g-0-{member}", reward).accepted is False
-
-
-def test_other_rewards_of_a_member_are_refused(run):
-    both(run)
-    post(run, "g-0-0", 1.0)
-    for name, rewards in {"g-0-0": [2.0], "chatcmpl-g-0": [None, 0.0]}.items():
-        error = refused("already_rewarded", post, run, name, *rewards)
-        assert "g-0-0" in error.detail
-    assert post(run, "g-0", 1.0, 0.0).state == "rewarded"
-    assert post(run, "g-0-1", 0.0).accepted is False
-    refused("already_rewarded", post, run, "g-0-1", 1.0)
-
-
-def test_what_is_no_given_member(run):
-    begin(run)
-    opened(run, RUN, [new(1)], key_id="k", lease=LEASE)
-    for name in ("g-0-1", "g-0-7", "g-1-0", "g-9-0", "g-9"):
-        refused("unknown_group", post, run, name, 1.0)
-    refused("invalid_request", post, run, "g-0-0", 1.0, 2.0)
-
-
-def test_held_members_hold_the_group(run):
-    both(run)
-    post(run, "g-0-0", 1.0, include="hold")
-    assert post(run, "g-0-1", 0.0).state == "held"
-    assert post(run, "g-0", 1.0, 0.0).state == "rewarded"
 
 
 def test_an_acknowledged_reward_outlives_the_lease(run):
@@ -154,24 +84,6 @@ def test_an_acknowledged_reward_outlives_the_lease(run):
     assert read_group(later, "g-1").state == "open"
 
 
-def test_of_a_run_that_has_ended_nothing_is_taken(run):
-    both(run, 0)
-    both(run, 1)
-    post(run, "g-0-0", 1.0)
-    set_run_state(run, RUN, "stopped")
-    for last in ("g-0-1", "g-1-0"):
-        refused("finished", post, run, last, 1.0)
-    assert post(run, "g-0-0", 1.0).accepted is False
-    assert members.settle_overdue(replace(run, uptime=run.uptime + LEASE)) == []
-
-
-def test_given_up_groups_take_nothing(run):
-    both(run)
-    post(run, "g-0-0", 1.0)
-    give_up(run, "g-0")
-    refused("group_given_up", post, run, "g-0-1", 1.0)
-
-
 def test_the_database_keeps_rewards_of_members(run):
     both(run)
     post(run, "g-0-0", 1.0)
@@ -179,3 +91,60 @@ def test_the_database_keeps_rewards_of_members(run):
         run.execute("UPDATE member_rewards SET reward = 2")
     with pytest.raises(sqlite3.IntegrityError):
         run.insert("member_rewards", id="g-0", member=0, include="next", answer="{}")
+
+
+def test_each_call_gets_a_member_until_all_are_given_apart_by_run_key_and_name(run):
+    assert next_member(run, WHERE, 0) is None
+    assert begin(run).member == 0
+    for key, value in {"run": "other", "key_id": "other", "name": "name:b"}.items():
+        assert next_member(run, replace(WHERE, **{key: value}), 0) is None
+    refused("settings_conflict", next_member, run, replace(WHERE, asked="other"), 0)
+    second = following(run)
+    assert (second.row.id, second.member) == ("g-0", 1)
+    assert give(run, second)
+    assert not give(run, second)
+    assert next_member(run, WHERE, 0) is None
+
+
+def test_held_members_hold_the_group_and_those_of_what_has_ended_are_refused(run):
+    for draw in range(3):
+        both(run, draw)
+        post(run, f"g-{draw}-0", 1.0, include="hold" if draw == 0 else "next")
+    assert post(run, "g-0-1", 0.0).state == "held"
+    assert post(run, "g-0", 1.0, 0.0).state == "rewarded"
+    give_up(run, "g-1")
+    refused("group_given_up", post, run, "g-1-1", 1.0)
+    set_run_state(run, RUN, "stopped")
+    refused("finished", post, run, "g-2-1", 1.0)
+    assert post(run, "g-2-0", 1.0).accepted is False
+    assert members.settle_overdue(replace(run, uptime=run.uptime + LEASE)) == []
+
+
+def test_a_group_that_is_over_or_too_old_gives_nothing(run):
+    begin(run, 0, step=3)
+    assert next_member(run, WHERE, 4) is None
+    assert next_member(replace(run, uptime=run.uptime + LEASE), WHERE, 3) is None
+    waiting = following(run, 3)
+    give_up(run, "g-0")
+    assert not give(run, waiting)
+    assert next_member(run, WHERE, 3) is None
+
+
+def test_what_is_no_given_member_and_other_rewards_are_refused(run):
+    ids = ("g-0a", "g-0a-12", "chatcmpl-g-0a-0", "cmpl-g-0a", "chatcmpl-0a", "g-0a-x", "g-0a-1-2")
+    assert [members.named(id) for id in ids] == [
+        *(Named("g-0a"), Named("g-0a", 12), Named("g-0a", 0), Named("g-0a")),
+        *(Named("chatcmpl-0a"), Named("g-0a-x"), Named("g-0a-1-2")),
+    ]
+    begin(run)
+    opened(run, RUN, [new(1)], key_id="k", lease=LEASE)
+    for name in ("g-0-1", "g-0-7", "g-1-0", "g-9-0", "g-9"):
+        refused("unknown_group", post, run, name, 1.0)
+    refused("invalid_request", post, run, "g-0-0", 1.0, 2.0)
+    give(run, following(run))
+    post(run, "g-0-0", 1.0)
+    for name, rewards in {"g-0-0": [2.0], "chatcmpl-g-0": [None, 0.0]}.items():
+        assert "g-0-0" in refused("already_rewarded", post, run, name, *rewards).detail
+    assert post(run, "g-0", 1.0, 0.0).state == "rewarded"
+    assert post(run, "g-0-1", 0.0).accepted is False
+    refused("already_rewarded", post, run, "g-0-1", 1.0)

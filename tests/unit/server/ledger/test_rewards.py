@@ -35,22 +35,6 @@ def refused(transaction, name, rewards=REWARDS, **more) -> Refusal:
     return refusal.value
 
 
-@pytest.mark.parametrize("rewards", [(1.0, 0.1 + 0.2), (None, -1e9), (None, None), (3, 0)])
-def test_rewards_are_kept_to_the_last_bit(run, rewards):
-    open_groups(run, 0)
-    posted = post(run, "g-0", rewards)
-    assert (posted.group, posted.accepted, posted.state) == ("g-0", True, "rewarded")
-    assert read_group(run, "g-0").rewards == rewards
-    assert read_group(run, "g-0").state == "rewarded"
-
-
-def test_acceptance_has_an_order(run):
-    open_groups(run, 0, 1, 2)
-    for name in ("g-1", "g-0", "g-2", "g-1"):
-        post(run, name)
-    assert [read_group(run, f"g-{draw}").accepted for draw in range(3)] == [2, 1, 3]
-
-
 def train(run) -> None:
     make_plan(run, RUN, 0, ["g-0"], {})
     mark_trained(run, RUN, 0, Trained("f", 1, "/p", {}))
@@ -72,25 +56,6 @@ BECOMES = {
 }
 
 
-@pytest.mark.parametrize("fate", BECOMES)
-@pytest.mark.parametrize("include", ["next", "hold"])
-def test_a_duplicate_gets_the_first_answer_whatever_has_become_of_the_group(run, fate, include):
-    open_groups(run, 0)
-    first = post(run, "g-0")
-    BECOMES[fate](run)
-    state = read_group(run, "g-0").state
-    much_later = replace(run, now=run.now + 1e6, uptime=run.uptime + 1e6)
-    again = post(much_later, "g-0", include=include)
-    assert (again.accepted, again.answer, again.state) == (False, first.answer, state)
-    assert refused(much_later, "g-0", (1.0, None)).code == "already_rewarded"
-
-
-def test_equal_numbers_are_the_same_rewards(run):
-    open_groups(run, 0)
-    post(run, "g-0", (1, 0.0))
-    assert not post(run, "g-0", (1.0, 0)).accepted
-
-
 def test_a_held_group_is_released_once(run):
     open_groups(run, 0)
     held = post(run, "g-0", include="hold")
@@ -102,52 +67,6 @@ def test_a_held_group_is_released_once(run):
     assert (released.accepted, released.state) == (True, "rewarded")
     again = post(replace(run, now=run.now + 3), "g-0", include="next")
     assert (again.accepted, again.answer) == (False, released.answer)
-
-
-def test_a_held_group_of_a_run_that_has_ended_is_not_released(run):
-    open_groups(run, 0)
-    post(run, "g-0", include="hold")
-    set_run_state(run, RUN, "stopped")
-    assert refused(run, "g-0").code == "finished"
-
-
-def test_a_held_group_that_was_given_up(run):
-    open_groups(run, 0)
-    post(run, "g-0", include="hold")
-    give_up(run, "g-0")
-    assert refused(run, "g-0").code == "group_given_up"
-
-
-@pytest.mark.parametrize("swept", [False, True])
-def test_a_lease_that_is_over(run, swept):
-    open_groups(run, 0)
-    late = replace(run, uptime=run.uptime + LEASE)
-    if swept:
-        expire_overdue(late)
-    assert refused(late, "g-0").code == "lease_expired"
-    if not swept:
-        assert post(replace(run, uptime=run.uptime + LEASE - 0.01), "g-0").accepted
-
-
-def test_given_up_unknown_and_ended(run):
-    open_groups(run, 0, 1)
-    give_up(run, "g-0")
-    assert refused(run, "g-0").code == "group_given_up"
-    assert refused(run, "g-9").code == "unknown_group"
-    set_run_state(run, RUN, "replaced")
-    assert refused(run, "g-1").code == "finished"
-
-
-@pytest.mark.parametrize("rewards", [(), (1.0,), (1.0, 0.25, 0.0)])
-@pytest.mark.parametrize("rewarded", [False, True])
-def test_the_wrong_number_of_rewards(run, rewards, rewarded):
-    open_groups(run, 0)
-    if rewarded:
-        post(run, "g-0")
-    wrong = refused(run, "g-0", rewards, field="groups.3.rewards")
-    assert wrong.code == "invalid_request"
-    assert f"has 2 completions, but {len(rewards)} rewards came" in wrong.errors[0].message
-    assert wrong.errors[0].field == "groups.3.rewards"
 
 
 def test_several_posts_are_answered_in_order_and_may_repeat_each_other(run):
@@ -178,3 +97,52 @@ def test_the_long_form_takes_the_oldest_open_group_then_repeats_the_last_answer(
     with pytest.raises(Refusal, match="Send `group_id`") as refusal:
         accept_rewards(run, RUN, [Post(Echo("abc", (), ()), REWARDS, {})])
     assert refusal.value.code == "unknown_group"
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.1 + 0.2), (None, -1e9), (None, None), (3, 0)])
+def test_rewards_are_kept_to_the_last_bit_in_the_order_of_their_acceptance(run, rewards):
+    open_groups(run, 0, 1, 2)
+    for name in ("g-1", "g-0", "g-2", "g-1"):
+        posted = post(run, name, rewards)
+    assert (posted.group, posted.accepted, posted.state) == ("g-1", False, "rewarded")
+    assert not post(run, "g-0", tuple(r if r is None else float(r) for r in rewards)).accepted
+    found = [read_group(run, f"g-{draw}") for draw in range(3)]
+    assert [(each.accepted, each.rewards) for each in found] == [
+        (place, rewards) for place in (2, 1, 3)
+    ]
+
+
+@pytest.mark.parametrize("fate", BECOMES)
+def test_a_duplicate_gets_the_first_answer_whatever_has_become_of_the_group(run, fate):
+    open_groups(run, 0)
+    first = post(run, "g-0")
+    BECOMES[fate](run)
+    state = read_group(run, "g-0").state
+    much_later = replace(run, now=run.now + 1e6, uptime=run.uptime + 1e6)
+    for include in ("next", "hold"):
+        again = post(much_later, "g-0", include=include)
+        assert (again.accepted, again.answer, again.state) == (False, first.answer, state)
+    assert refused(much_later, "g-0", (1.0, None)).code == "already_rewarded"
+
+
+def test_what_takes_no_rewards_says_why(run):
+    open_groups(run, 0, 1, 2, 3)
+    give_up(run, "g-0")
+    post(run, "g-2", include="hold")
+    late = replace(run, uptime=run.uptime + LEASE)
+    assert refused(late, "g-1").code == "lease_expired"
+    assert post(replace(run, uptime=run.uptime + LEASE - 0.01), "g-3").accepted
+    expire_overdue(late)
+    codes = [refused(run, f"g-{draw}").code for draw in (0, 1, 9)]
+    set_run_state(run, RUN, "replaced")
+    codes.append(refused(run, "g-2").code)
+    assert codes == ["group_given_up", "lease_expired", "unknown_group", "finished"]
+
+
+@pytest.mark.parametrize("rewards", [(), (1.0,), (1.0, 0.25, 0.0)])
+def test_the_wrong_number_of_rewards(run, rewards):
+    open_groups(run, 0)
+    for _ in range(2):
+        wrong = refused(run, "g-0", rewards, field="groups.3.rewards")
+        assert (wrong.code, wrong.errors[0].field) == ("invalid_request", "groups.3.rewards")
+        post(run, "g-0")

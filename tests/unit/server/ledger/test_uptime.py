@@ -8,23 +8,6 @@ from groupwise.server.ledger.writer import Ledger
 from tests.unit.server.ledger.making import RUN, begin, new
 
 
-def now(transaction) -> float:
-    return transaction.uptime
-
-
-async def test_it_goes_on_where_it_was_closed_whatever_time_has_passed(tmp_path, time):
-    ledger = Ledger.open(tmp_path / "server.db", time.clock)
-    assert await ledger.do(now) == 0
-    time.pass_(30)
-    await ledger.close()
-    time.pass_(1000)
-    time.monotonic = 3.0  # the machine was started anew
-    ledger = Ledger.open(tmp_path / "server.db", time.clock)
-    time.pass_(5)
-    assert await ledger.do(now) == 35
-    await ledger.close()
-
-
 async def test_a_lease_counts_uptime_and_a_kill_loses_what_came_after_the_last_tick(tmp_path, time):
     ledger = Ledger.open(tmp_path / "server.db", time.clock)
     await ledger.do(begin)

@@ -81,101 +81,6 @@ def nothing(transaction) -> str:
     return "nothing"
 
 
-async def test_many_callers_share_a_commit_named_after_them(opened, points):
-    calls = [(count, "r", f"c{number}") for number in range(40)]
-    assert await together(opened, *calls, (add_event, "r", "told", {}), (nothing,)) == [
-        *[None] * 40,
-        1,
-        "nothing",
-    ]
-    assert points == ["commit:add_event+count:before", "commit:add_event+count:after"]
-    assert on_disk(opened.path) == {f"c{number}": 1 for number in range(40)}
-
-
-async def test_a_caller_hears_of_what_is_on_the_disk(opened, monkeypatch):
-    waiting, go = threading.Event(), threading.Event()
-
-    def hold(name: str) -> None:
-        if name == "commit:count:before":
-            waiting.set()
-            assert go.wait(60)
-
-    monkeypatch.setattr(durable, "on_write", hold)
-    task = asyncio.create_task(opened.do(count, "r", "x"))
-    await asyncio.to_thread(waiting.wait, 60)
-    assert not task.done()
-    assert on_disk(opened.path) == {}
-    go.set()
-    await task
-    assert on_disk(opened.path) == {"x": 1}
-
-
-async def test_an_operation_that_fails_is_undone_alone(opened, points):
-    first, failed, last = await together(opened, (count, "r", "a"), (fails,), (count, "r", "b"))
-    assert (first, last) == (None, None)
-    assert isinstance(failed, ValueError)
-    assert on_disk(opened.path) == {"a": 1, "b": 1}
-    assert points[0] == "commit:count:before"
-
-
-async def test_a_broken_constraint_is_a_mistake_of_the_code(opened):
-    def twice(transaction) -> None:
-        for _ in range(2):
-            transaction.insert("meta", key="a", value="1")
-
-    with pytest.raises(sqlite3.IntegrityError):
-        await opened.do(twice)
-
-
-async def test_an_operation_that_ends_the_transaction_fails_the_batch(opened):
-    def ends(transaction) -> None:
-        transaction.execute("ROLLBACK")
-        raise sqlite3.OperationalError("database or disk is full")
-
-    outcomes = await together(opened, (count, "r", "a"), (ends,), (count, "r", "b"))
-    assert [type(outcome) for outcome in outcomes] == [StoreError] * 3
-    assert on_disk(opened.path) == {}
-    await opened.do(count, "r", "c")
-    assert on_disk(opened.path) == {"c": 1}
-
-
-@pytest.mark.parametrize("error", [sqlite3.OperationalError("disk I/O error"), RuntimeError("?")])
-async def test_a_failed_commit_fails_everybody_and_nothing_stays(opened, monkeypatch, error):
-    def refuse(name: str) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(durable, "on_write", refuse)
-        outcomes = await together(opened, (count, "r", "a"), (fails,), (nothing,))
-    expected = StoreError if isinstance(error, sqlite3.Error) else RuntimeError
-    assert [type(outcome) for outcome in outcomes] == [expected] * 3
-    assert on_disk(opened.path) == {}
-    await opened.do(count, "r", "b")
-    assert on_disk(opened.path) == {"b": 1}
-
-
-async def test_a_foreign_writer_is_named(opened, monkeypatch):
-    opened._connection.execute("PRAGMA busy_timeout = 1")
-    with closing(sqlite3.connect(opened.path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreError, match="Another process is writing to it; end that one"):
-            await opened.do(count, "r", "a")
-        other.execute("ROLLBACK")
-    await opened.do(count, "r", "a")
-
-
-async def test_what_changes_nothing_is_not_committed(opened, points):
-    assert await opened.do(counters_of, "r") == {}
-    with pytest.raises(ValueError, match="no"):
-        await opened.do(fails)
-    assert points == []
-
-
-async def test_reads_see_what_was_committed_before(opened):
-    await opened.do(count, "r", "a", by=3)
-    assert await opened.do(counters_of, "r") == {"a": 3}
-
-
 async def test_who_goes_away_takes_nothing_with_it(opened):
     gate = Gate()
     first = asyncio.create_task(opened.do(gate))
@@ -188,21 +93,6 @@ async def test_who_goes_away_takes_nothing_with_it(opened):
         await gone
     await opened.do(count, "r", "b")
     assert on_disk(opened.path) == {"a": 1, "b": 1}
-
-
-def test_a_loop_that_is_gone_does_not_stop_the_thread(tmp_path):
-    opened, gate = Ledger.open(tmp_path / "server.db"), Gate()
-
-    async def leave() -> None:
-        task = asyncio.create_task(opened.do(gate))
-        await asyncio.to_thread(gate.entered.wait, 60)
-        task.cancel()
-
-    asyncio.run(leave())
-    gate.opened.set()
-    asyncio.run(opened.do(count, "r", "a"))
-    asyncio.run(opened.close())
-    assert on_disk(tmp_path / "server.db") == {"a": 1}
 
 
 def refuses(ledger) -> None:
@@ -246,3 +136,56 @@ async def test_a_full_disk_fails_and_writing_goes_on_with_room_again(tmp_path):
         await opened.close()
         with closing(open_file(disk / "server.db")) as connection:
             assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == len(stand) + 1
+
+
+async def test_many_callers_share_a_commit_and_who_fails_is_undone_alone(opened, points):
+    calls = [(count, "r", f"c{number}") for number in range(40)]
+    *found, failed = await together(
+        opened, *calls, (add_event, "r", "told", {}), (nothing,), (fails,)
+    )
+    assert found == [*[None] * 40, 1, "nothing"]
+    assert isinstance(failed, ValueError)
+    assert points == ["commit:add_event+count:before", "commit:add_event+count:after"]
+    assert on_disk(opened.path) == {f"c{number}": 1 for number in range(40)}
+    assert await opened.do(counters_of, "r") == on_disk(opened.path)
+    with pytest.raises(ValueError, match="no"):
+        await opened.do(fails)
+    assert len(points) == 2, "what changes nothing is not committed"
+
+
+async def test_a_caller_hears_of_what_is_on_the_disk(opened, monkeypatch):
+    waiting, go = threading.Event(), threading.Event()
+
+    def hold(name: str) -> None:
+        if name == "commit:count:before":
+            waiting.set()
+            assert go.wait(60)
+
+    monkeypatch.setattr(durable, "on_write", hold)
+    task = asyncio.create_task(opened.do(count, "r", "x"))
+    await asyncio.to_thread(waiting.wait, 60)
+    assert (task.done(), on_disk(opened.path)) == (False, {})
+    go.set()
+    await task
+    assert on_disk(opened.path) == {"x": 1}
+
+
+async def test_a_failed_commit_fails_everybody_and_nothing_stays(opened, monkeypatch):
+    def ends(transaction) -> None:
+        transaction.execute("ROLLBACK")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    found = [await together(opened, (count, "r", "a"), (ends,), (count, "r", "b"))]
+    for error in (sqlite3.OperationalError("disk I/O error"), RuntimeError("?")):
+
+        def refuse(name: str, error: Exception = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "on_write", refuse)
+            found.append(await together(opened, (count, "r", "a"), (fails,), (nothing,)))
+    kinds = (StoreError, StoreError, RuntimeError)
+    assert [[*map(type, each)] for each in found] == [[kind] * 3 for kind in kinds]
+    assert on_disk(opened.path) == {}
+    await opened.do(count, "r", "b")
+    assert on_disk(opened.path) == {"b": 1}

@@ -24,31 +24,26 @@ async def record(served: Open, group: str) -> Group:
 
 
 async def counts(served: Open) -> dict[str, int]:
-    run = (await served.service.status()).run_id
-    assert run is not None
-    return {
-        state: number
-        for state, number in (await served.ledger.do(groups.count_groups, run)).items()
-        if number
-    }
+    run = (await served.service.status()).run_id or ""
+    found = await served.ledger.do(groups.count_groups, run)
+    return {state: number for state, number in found.items() if number}
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_several_completions_are_a_group(tmp_path, path) -> None:
+async def test_several_completions_are_a_group(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
-        answer = await client.ok(path, {**PATHS[path], "n": 3, "store": True})
-        group = answer["group_id"]
-        prefix = "chatcmpl-" if "chat" in path else "cmpl-"
-        assert answer["id"] == prefix + group
-        kept = await record(served, group)
-        assert [each.completion for each in kept.rollouts] == shown(answer)
-        assert [[*each.completion_ids] for each in kept.rollouts] == [
-            choice["token_ids"] for choice in answer["choices"]
-        ]
-        posted = await client.reward(answer["id"], 1, 0, None)
-        assert (posted["group_id"], posted["status"]) == (group, "accepted")
-        assert (await client.reward(group, 1, 0, None)) == posted
-        assert await counts(served) == {"rewarded": 1}
+        for count, (path, body) in enumerate(PATHS.items(), 1):
+            answer = await client.ok(path, {**body, "n": 3, "store": True})
+            group = answer["group_id"]
+            assert answer["id"] == ("chatcmpl-" if "chat" in path else "cmpl-") + group
+            kept = await record(served, group)
+            assert [each.completion for each in kept.rollouts] == shown(answer)
+            ids = [choice["token_ids"] for choice in answer["choices"]]
+            assert [[*each.completion_ids] for each in kept.rollouts] == ids
+            if count == 1:
+                posted = await client.reward(answer["id"], 1, 0, None)
+                assert (posted["group_id"], posted["status"]) == (group, "accepted")
+                assert (await client.reward(group, 1, 0, None)) == posted
+        assert await counts(served) == {"rewarded": 1, "open": 1}
 
 
 async def test_a_stream_is_kept_before_it_ends(tmp_path) -> None:
@@ -151,11 +146,8 @@ async def test_what_differs_cannot_share(tmp_path) -> None:
     async with asking(tmp_path, settings={"groups_per_step": 4}) as (_, client):
         named = {**KEPT, "metadata": {"group": "a"}}
         await client.ok("/v1/completions", named)
-        for other in (
-            {"prompt": "b"},
-            {"temperature": 0.5},
-            {"metadata": {"group": "a", "size": "2"}},
-        ):
+        size = {"metadata": {"group": "a", "size": "2"}}
+        for other in ({"prompt": "b"}, {"temperature": 0.5}, size):
             error = await client.refused(400, "/v1/completions", {**named, **other})
             assert error["code"] == "settings_conflict"
         first = await client.ok("/v1/completions", {**KEPT, "max_tokens": 2})
@@ -175,24 +167,18 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("field", WRONG)
-async def test_what_cannot_be_kept(tmp_path, field) -> None:
+async def test_what_cannot_be_kept_is_refused_by_its_field(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
-        error = await client.refused(400, "/v1/completions", {**KEPT, **WRONG[field]})
-        assert error["param"] == field
-        assert field in error["message"]
-        assert served.engine.calls["sample"] == 0
-
-
-async def test_groups_go_with_calls_of_one_kept_completion(tmp_path) -> None:
-    async with asking(tmp_path) as (_, client):
-        metadata = {"metadata": {"group": "a"}}
-        error = await client.refused(400, "/v1/completions", {**TEXT, **metadata})
-        assert "store" in error["message"]
-        error = await client.refused(400, "/v1/completions", {**KEPT, **metadata, "n": 2})
-        assert "n = 1" in error["message"]
+        for field, wrong in WRONG.items():
+            error = await client.refused(400, "/v1/completions", {**KEPT, **wrong})
+            assert error["param"] == field
+            assert field in error["message"]
+        named = {"metadata": {"group": "a"}}
+        for body in ({**TEXT, **named}, {**KEPT, **named, "n": 2}):
+            await client.refused(400, "/v1/completions", body)
         headers = {"X-Groupwise-Group": "a"}
         await client.refused(400, "/v1/completions", TEXT, headers=headers)
+        assert served.engine.calls["sample"] == 0
 
 
 async def test_room_is_waited_for(tmp_path) -> None:

@@ -19,8 +19,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.errors import PolicyMismatchError, RunError, UsageError
+from groupwise.errors import RunError
 from groupwise.server.parts.calls import MOST_BODIES, MOST_CALLS, TOLD_KEPT
+from groupwise.wire.parts import CallRequest
 from groupwise.wire.problems import Refusal
 from tests.fake_parts import LAYOUT, SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, NoRuns, PartsServer
@@ -34,18 +35,17 @@ GENERATE = {
     "verb": "generate",
     "request": {"draw": 0, "prompt_ids": [1], "seeds": [7, 8], "params": {"max_tokens": 2}},
 }
+ROW: dict[str, Any] = {
+    "prompt_ids": [1],
+    "completion_ids": [2],
+    "mask": [1],
+    "sampling_logprobs": [-0.5],
+    "advantage": "NaN",
+    "scale": 1.0,
+}
 LEARN = {
     "verb": "forward_backward",
-    "rows": [
-        {
-            "prompt_ids": [1],
-            "completion_ids": [2],
-            "mask": [1],
-            "sampling_logprobs": [-0.5],
-            "advantage": "NaN",
-            "scale": 1.0,
-        }
-    ],
+    "rows": [ROW],
     "loss": {"name": "dr_grpo"},
     "denominators": {"policy": 1.0},
 }
@@ -116,35 +116,6 @@ async def test_a_call_that_comes_again_is_done_once(tmp_path: Path) -> None:
         assert (other.status_code, code(other)) == (409, "call_taken")
 
 
-async def test_a_call_that_takes_long_is_asked_for_again(tmp_path: Path) -> None:
-    async with asking(tmp_path) as ask:
-        held = ask.parts.held["update"]
-        begun = await ask.call(1, UPDATE, wait=0.0)
-        assert (begun.status_code, begun.json()["state"]) == (202, "working")
-        assert (await ask.call(1, UPDATE, wait=0.0)).status_code == 202
-        waiting = asyncio.create_task(ask.answer(1))
-        held.set()
-        assert (await waiting).json()["result"] == {"grad_norm": "NaN", "applied": False}
-        assert ask.parts.begun == ["update"]
-
-
-async def test_an_answer_is_kept_until_it_was_told_and_a_while_longer(tmp_path: Path) -> None:
-    clock = Clock()
-    async with asking(tmp_path, clock=clock, silence=1e9) as ask:
-        await ask.call(1, DISCARD, wait=0.0)
-        await until(lambda: ask.parts.done)
-        clock.now += 10 * TOLD_KEPT
-        ask.server.service.forget_told()
-        assert (await ask.answer(1)).status_code == 200, "nobody was told yet"
-        clock.now += TOLD_KEPT / 2
-        ask.server.service.forget_told()
-        assert (await ask.answer(1)).status_code == 200
-        clock.now += TOLD_KEPT + 1
-        ask.server.service.forget_told()
-        gone = await ask.answer(1)
-        assert (gone.status_code, code(gone)) == (404, "unknown_call")
-
-
 async def test_calls_that_overtake_each_other_are_done_in_order(tmp_path: Path) -> None:
     async with asking(tmp_path) as ask:
         held = ask.parts.held["forward_backward"]
@@ -177,57 +148,6 @@ async def test_what_is_given_up_holds_nobody_up(tmp_path: Path) -> None:
         assert not drawing.is_set()
 
 
-async def test_a_predecessor_that_never_comes_is_waited_for_only_so_long(tmp_path: Path) -> None:
-    async with asking(tmp_path, longest_wait=0.01) as ask:
-        found = (await ask.call(9, DISCARD, after=8)).json()
-        assert found["state"] == "failed"
-        assert "The call 8" in found["error"]["message"]
-
-
-async def test_errors_keep_their_kind_and_bugs_are_told_to_nobody(tmp_path: Path) -> None:
-    async with asking(tmp_path) as ask:
-        ask.parts.fails = {
-            "discard": PolicyMismatchError("other weights"),
-            "update": UsageError("not so"),
-            "generate": ValueError("secret place"),
-        }
-        found = [
-            (await ask.call(n, do)).json() for n, do in enumerate((DISCARD, UPDATE, GENERATE), 1)
-        ]
-        assert [each["error"]["code"] for each in found] == [
-            "policy_mismatch",
-            "usage",
-            "run_failed",
-        ]
-        assert found[0]["error"]["message"] == "other weights"
-
-
-async def test_so_many_calls_and_no_more(tmp_path: Path) -> None:
-    async with asking(tmp_path) as ask:
-        _ = ask.parts.held["discard"]
-        parts = ask.server.service
-        for number in range(1, MOST_CALLS + 1):
-            await parts.call(ID, number, _request(DISCARD), b"", 0.0)
-        refused = await ask.call(MOST_CALLS + 1, DISCARD, wait=0.0)
-        assert (refused.status_code, code(refused)) == (429, "too_busy")
-
-
-async def test_so_many_bytes_and_no_more(tmp_path: Path) -> None:
-    async with asking(tmp_path, most_bytes=1 << 16) as ask:
-        rows = LEARN["rows"] * 500
-        found = [
-            await ask.call(n, {**LEARN, "rows": rows}, after=99, wait=0.0) for n in range(1, 14)
-        ]
-        assert {each.status_code for each in found} == {202, 429}
-        assert sum(each.status_code == 202 for each in found) >= MOST_BODIES
-
-
-def _request(do: Mapping[str, Any]) -> Any:
-    from groupwise.wire.parts import CallRequest
-
-    return CallRequest.model_validate({"do": do})
-
-
 # 3. and 4.
 
 
@@ -245,43 +165,6 @@ async def test_who_falls_silent_is_ended_and_told(tmp_path: Path) -> None:
         assert "nothing was heard" in gone.json()["detail"]
         assert not (tmp_path / "parts" / ID).exists()
         assert (tmp_path / "parts" / OTHER).exists()
-
-
-async def test_the_same_owner_takes_over_and_calls_under_way_hear_of_it(tmp_path: Path) -> None:
-    async with asking(tmp_path) as ask:
-        _ = ask.parts.held["update"]
-        waiting = asyncio.create_task(ask.call(1, UPDATE))
-        await until(lambda: ask.parts.begun)
-        assert (await ask.open(OTHER, "me")).status_code == 200
-        assert code(await waiting) == "parts_taken", "its loop is not to go on by itself"
-        assert len(ask.server.engines) == 2
-        assert code(await ask.open(ID, "me")) == "parts_taken", "what has ended does not come back"
-
-
-async def test_opening_and_closing_may_be_repeated(tmp_path: Path) -> None:
-    async with asking(tmp_path) as ask:
-        assert (await ask.open()).json()["ready"] is False
-        assert len(ask.server.engines) == 1
-        await ask.call(1, OPEN)
-        assert (await ask.open()).json()["ready"]
-        for _ in range(2):
-            assert (await ask.http.delete(f"/parts/{ID}")).status_code == 200
-        assert code(await ask.http.delete(f"/parts/{OTHER}")) == "unknown_parts"
-        assert (await ask.open(OTHER, "you")).status_code == 200
-
-
-async def test_an_engine_that_ends_takes_the_parts_with_it(tmp_path: Path) -> None:
-    async with asking(tmp_path) as ask:
-        _ = ask.parts.held["update"]
-        waiting = asyncio.create_task(ask.call(1, UPDATE))
-        await until(lambda: ask.parts.begun)
-        ask.server.engines[0].lost = "it was killed"
-        ask.parts.held["update"].set()
-        lost = await waiting
-        assert (lost.status_code, code(lost)) == (410, "parts_gone")
-        assert "it was killed" in lost.json()["detail"]
-        assert (await ask.open(OTHER, "me")).status_code == 200
-        assert len(ask.server.engines) == 2
 
 
 class Busy(NoRuns):
@@ -377,24 +260,6 @@ async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> Non
         assert order.folder == str(tmp_path / "parts" / ID)
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ({"name": "/etc"}, "may not be loaded"),
-        ({"name": "../models"}, "may not be loaded"),
-        ({"name": "tiny", "trust_remote_code": True}, "would run code"),
-    ],
-)
-async def test_models_that_may_not_be_loaded(tmp_path: Path, model: Any, said: str) -> None:
-    async with asking(tmp_path) as ask:
-        found = await ask.call(1, {**OPEN, "config": {"model": model}})
-        assert said in found.text
-        assert not ask.parts.orders
-        plan = {"kind": "training", "config": {"model": model}}
-        assert said in (await ask.http.post("/parts/plan", json=plan)).text
-        assert not ask.parts.planned
-
-
 async def test_what_was_sent_is_used_and_nothing_else(tmp_path: Path) -> None:
     async with asking(tmp_path) as ask:
         missing = await ask.call(1, {**OPEN, "adapter": "sent"})
@@ -408,30 +273,6 @@ async def test_what_was_sent_is_used_and_nothing_else(tmp_path: Path) -> None:
         assert (escape.status_code, code(escape)) == (422, "invalid_request")
         policy = {"run": "r", "version": 0, "fingerprint": "f", "kind": "adapter", "path": "/etc"}
         assert code(await ask.call(4, {"verb": "load", "policy": policy})) == "invalid_request"
-
-
-async def test_a_server_forgets_what_an_earlier_one_left(tmp_path: Path) -> None:
-    (tmp_path / "parts" / "old").mkdir(parents=True)
-    server = PartsServer(tmp_path, make_core=FakeCore)
-    await server.service.begin()
-    assert not (tmp_path / "parts" / "old").exists()
-    await server.service.shut_down()
-
-
-async def test_an_answer_that_was_told_and_lost_is_told_again_however_late(tmp_path: Path) -> None:
-    clock = Clock()
-    async with asking(tmp_path, clock=clock, silence=1e9) as ask:
-        first = await ask.call(1, UPDATE, after=0)
-        clock.now += 100 * TOLD_KEPT
-        ask.server.service.forget_told()
-        assert (await ask.call(1, UPDATE, after=0)).content == first.content
-        assert ask.parts.done == ["update"]
-        await ask.call(2, DISCARD, after=1)  # the client has the answer
-        ask.server.service.forget_told()
-        late = await ask.call(1, UPDATE, after=0)
-        assert (late.status_code, code(late)) == (404, "unknown_call"), "never done twice"
-        assert code(await ask.give_up(1)) == "unknown_call"
-        assert ask.parts.done == ["update", "discard"]
 
 
 async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path: Path) -> None:
@@ -448,6 +289,74 @@ async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path
         assert ask.parts.done == ["forward_backward", "discard"]
 
 
+async def test_so_much_and_no_more(tmp_path: Path) -> None:
+    async with asking(tmp_path / "impatient", longest_wait=0.01) as ask:
+        found = (await ask.call(9, DISCARD, after=8)).json()
+        assert found["state"] == "failed", "it waits for the one before it only so long"
+        assert "The call 8" in found["error"]["message"]
+    async with asking(tmp_path / "small", most_bytes=1 << 16) as ask:
+        rows = [ROW] * 500
+        sent = [
+            await ask.call(n, {**LEARN, "rows": rows}, after=99, wait=0.0) for n in range(10, 23)
+        ]
+        statuses = [each.status_code for each in sent]
+        assert {*statuses} == {202, 429}
+        assert statuses.count(202) >= MOST_BODIES
+    async with asking(tmp_path / "other") as ask:
+        _ = ask.parts.held["discard"]
+        request = CallRequest.model_validate({"do": DISCARD})
+        for number in range(1, MOST_CALLS + 1):
+            await ask.server.service.call(ID, number, request, b"", 0.0)
+        refused = await ask.call(MOST_CALLS + 1, DISCARD, wait=0.0)
+        assert (refused.status_code, code(refused)) == (429, "too_busy")
+
+
+async def test_an_answer_that_was_told_and_lost_is_told_again_however_late(tmp_path: Path) -> None:
+    clock = Clock()
+    async with asking(tmp_path, clock=clock, silence=1e9) as ask:
+        first = await ask.call(1, UPDATE, after=0)
+        clock.now += 100 * TOLD_KEPT
+        ask.server.service.forget_told()
+        assert (await ask.call(1, UPDATE, after=0)).content == first.content
+        assert ask.parts.done == ["update"]
+        await ask.call(2, DISCARD, after=1)  # the client has the answer
+        ask.server.service.forget_told()
+        late = await ask.call(1, UPDATE, after=0)
+        assert (late.status_code, code(late)) == (404, "unknown_call"), "never done twice"
+        assert code(await ask.give_up(1)) == "unknown_call"
+        assert ask.parts.done == ["update", "discard"]
+        held = ask.parts.held["update"]
+        begun = await ask.call(3, UPDATE, after=2, wait=0.0)
+        assert (begun.status_code, begun.json()["state"]) == (202, "working")
+        waiting = asyncio.create_task(ask.answer(3))
+        held.set()
+        assert (await waiting).json()["result"] == {"grad_norm": "NaN", "applied": False}
+        assert ask.parts.begun.count("update") == 2
+
+
+async def test_the_same_owner_takes_over_and_calls_under_way_hear_of_it(tmp_path: Path) -> None:
+    left = tmp_path / "parts" / "of-an-earlier-server"
+    left.mkdir(parents=True)
+    async with asking(tmp_path, opened=False) as ask:
+        await ask.server.service.begin()
+        assert not left.exists()
+        for _ in range(2):
+            assert (await ask.open()).json()["ready"] is False
+        await ask.call(1, OPEN)
+        assert (await ask.open()).json()["ready"]
+        assert len(ask.server.engines) == 1
+        _ = ask.parts.held["update"]
+        waiting = asyncio.create_task(ask.call(2, UPDATE))
+        await until(lambda: "update" in ask.parts.begun)
+        assert (await ask.open(OTHER, "me")).status_code == 200
+        assert code(await waiting) == "parts_taken", "its loop is not to go on by itself"
+        assert len(ask.server.engines) == 2
+        assert code(await ask.open(ID, "me")) == "parts_taken", "what has ended does not come back"
+        for _ in range(2):
+            assert (await ask.http.delete(f"/parts/{OTHER}")).status_code == 200
+        assert code(await ask.http.delete(f"/parts/{'c' * 16}")) == "unknown_parts"
+
+
 async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_turn(
     tmp_path: Path,
 ) -> None:
@@ -459,19 +368,15 @@ async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_tu
         async with runs.turn:
             ask.server.engines[0].lost = "it was killed"
             ask.parts.held["update"].set()
-            assert code(await waiting) == "parts_gone"
+            lost = await waiting
+            assert (lost.status_code, code(lost)) == (410, "parts_gone")
+            assert "it was killed" in lost.json()["detail"]
             assert code(await ask.call(2, DISCARD)) == "parts_gone"
         await until(lambda: not (tmp_path / "parts" / ID).exists())
-
-
-async def test_an_engine_that_ends_while_nobody_asks_is_noticed(tmp_path: Path) -> None:
-    async with asking(tmp_path) as ask:
-        ask.server.engines[0].lost = "it was killed"
+        assert (await ask.open(OTHER, "me")).status_code == 200
+        ask.server.engines[1].lost = "it was killed"
         ask.server.service.notice_loss()
-        gone = await ask.http.get(f"/parts/{ID}")
-        assert code(gone) == "parts_gone"
-        assert "it was killed" in gone.json()["detail"]
-        assert (await ask.open(OTHER, "you")).status_code == 200
+        assert code(await ask.http.get(f"/parts/{OTHER}")) == "parts_gone", "though nobody asked"
 
 
 async def test_an_engine_that_cannot_be_begun_is_told_and_tried_again(tmp_path: Path) -> None:
@@ -482,3 +387,20 @@ async def test_an_engine_that_cannot_be_begun_is_told_and_tried_again(tmp_path: 
             assert (refused.status_code, code(refused)) == (503, "engine_recovering")
             assert "no memory" in refused.json()["detail"]
         assert (await ask.open()).status_code == 200
+
+
+async def test_models_that_may_not_be_loaded(tmp_path: Path) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"name": "/etc"},
+        {"name": "../models"},
+        {"name": "tiny", "trust_remote_code": True},
+    ]
+    async with asking(tmp_path) as ask:
+        for number, model in enumerate(wrong, 1):
+            said = "would run code" if len(model) > 1 else "may not be loaded"
+            found = await ask.call(number, {**OPEN, "config": {"model": model}})
+            assert said in found.text
+            plan = {"kind": "training", "config": {"model": model}}
+            assert said in (await ask.http.post("/parts/plan", json=plan)).text
+        assert not ask.parts.orders
+        assert not ask.parts.planned

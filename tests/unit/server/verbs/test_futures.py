@@ -61,16 +61,6 @@ async def _failure(futures: Futures, id: str) -> Failure:
     return answer
 
 
-async def test_order_is_that_of_the_numbers() -> None:
-    futures = Futures()
-    line, done = Line("m", futures), list[str]()
-    ids = {n: line.submit(n, b"%d" % n, _saying(str(n), done)) for n in (3, 1, 2)}
-    assert await futures.answer(ids[1], 0.001) is None
-    ids[0] = line.submit(0, b"0", _saying("0", done))
-    assert [await _text(futures, ids[n]) for n in range(4)] == ["0", "1", "2", "3"]
-    assert done == ["0", "1", "2", "3"]
-
-
 async def test_one_at_a_time_but_lines_beside_each_other() -> None:
     futures = Futures()
     under_way, most, others = 0, 0, asyncio.Event()
@@ -105,16 +95,6 @@ async def test_a_call_sent_again_is_the_same_call() -> None:
     assert done == ["first", "next"]
 
 
-async def test_a_delivered_answer_never_changes() -> None:
-    futures = Futures()
-    line = Line("m", futures)
-    first = line.submit(0, b"0", _saying("0"))
-    before = await futures.answer(first, LONG)
-    for n in range(1, 20):
-        await futures.answer(line.submit(n, b"%d" % n, _saying(str(n))), LONG)
-    assert await futures.answer(first, LONG) is before
-
-
 async def test_failures_are_told_and_hold_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
     futures = Futures()
     line = Line("m", futures)
@@ -146,16 +126,6 @@ async def test_a_number_that_never_comes() -> None:
     assert await _text(futures, line.submit(4, b"4", _saying("4"))) == "4"
 
 
-async def test_a_number_that_comes_late_but_in_time() -> None:
-    futures = Futures()
-    line = Line("m", futures, patience=LONG)
-    late = line.submit(1, b"1", _saying("1"))
-    assert await futures.answer(late, 0.001) is None
-    line.submit(0, b"0", _saying("0"))
-    assert await _text(futures, late) == "1"
-    await line.close()
-
-
 async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> None:
     futures = Futures(Limits(answers=3))
     line = Line("m", futures)
@@ -175,16 +145,6 @@ async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> Non
         await futures.answer("nonsense", LONG)
     with pytest.raises(AnswerGone, match="a server that has ended"):
         await futures.answer("f-0-1", LONG)
-
-
-async def test_answers_are_bounded_by_their_size_but_the_newest_stays() -> None:
-    futures = Futures(Limits(answer_bytes=10))
-    line = Line("m", futures)
-    small = line.submit(0, b"0", _saying("1234"))
-    large = line.submit(1, b"1", _saying("x" * 100))
-    assert await _text(futures, large) == "x" * 100
-    with pytest.raises(AnswerGone):
-        await futures.answer(small, LONG)
 
 
 @pytest.mark.parametrize("limits", [Limits(waiting=2), Limits(waiting_bytes=4)])
@@ -218,3 +178,23 @@ async def test_closing_answers_all_who_wait() -> None:
     for id in ids:
         assert "its session has ended" in (await _failure(futures, id)).message
     await futures.close()
+
+
+async def test_order_is_that_of_the_numbers_and_an_answer_never_changes() -> None:
+    futures = Futures()
+    line, done = Line("m", futures, patience=LONG), list[str]()
+    ids = {n: line.submit(n, b"%d" % n, _saying(str(n), done)) for n in (3, 1, 2)}
+    assert await futures.answer(ids[1], 0.001) is None
+    ids[0] = line.submit(0, b"0", _saying("0", done))
+    assert [await _text(futures, ids[n]) for n in range(4)] == done == ["0", "1", "2", "3"]
+    assert await futures.answer(ids[0], LONG) is await futures.answer(ids[0], LONG)
+    await line.close()
+
+
+async def test_answers_are_bounded_by_their_size_but_the_newest_stays() -> None:
+    futures = Futures(Limits(answer_bytes=10))
+    line = Line("m", futures)
+    small = line.submit(0, b"0", _saying("1234"))
+    assert len(await _text(futures, line.submit(1, b"1", _saying("x" * 100)))) == 100
+    with pytest.raises(AnswerGone):
+        await futures.answer(small, LONG)

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from groupwise.http.logs import ACCESS, configure, log_request
+from groupwise.http.logs import ACCESS
 from groupwise.server.engine.port import Engine
 from groupwise.server.serve import Built
 from groupwise.server.verbs.mount import Verbs
@@ -17,36 +17,6 @@ from groupwise.wire.keys import Role
 from groupwise.wire.training import ByVerbs
 from tests.unit.server.asking import HERE, keyring
 from tests.unit.server.serving import Served, served
-
-
-async def test_the_status_tells_of_them_also_where_no_run_was_begun(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        assert (await server.service.status()).verbs == ByVerbs()
-        verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
-        await verbs.begin()
-        session = await verbs.service.opened.create_session(None)
-        status = await server.service.status()
-        assert (status.phase, status.verbs) == ("idle", ByVerbs(sessions=1))
-        await server.start()
-        assert (await server.service.status()).verbs == ByVerbs(sessions=1)
-        await verbs.service.opened.finish(session)
-        assert (await server.service.status()).verbs == ByVerbs()
-        await verbs.shut_down()
-
-
-async def test_a_start_that_replaces_ends_the_sessions_that_have_models(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
-        await verbs.begin()
-        opened = verbs.service.opened
-        crashed, watching = [await opened.create_session(None) for _ in range(2)]
-        opened.new_model(crashed, 0)
-        assert [*opened.with_models()] == [crashed]
-        await server.start(replace=True)
-        opened.session(watching)
-        with pytest.raises(NotThere, match="had to make way for a run"):
-            opened.session(crashed)
-        await verbs.shut_down()
 
 
 async def test_requests_have_lines_of_the_log_ids_and_metrics(
@@ -80,24 +50,26 @@ async def test_requests_have_lines_of_the_log_ids_and_metrics(
         await verbs.shut_down()
 
 
-def test_people_do_not_see_polls_that_are_to_come_again(capsys: pytest.CaptureFixture[str]) -> None:
-    handler = configure("text")
-    try:
-        for status, code in ((200, ""), (408, ""), (404, "unknown_answer")):
-            path = "/api/v1/retrieve_future"
-            log_request(
-                request_id="r",
-                method="POST",
-                path=path,
-                status=status,
-                seconds=0.1,
-                key_id="k",
-                code=code,
-            )
-    finally:
-        logging.getLogger().removeHandler(handler)
-    assert capsys.readouterr().err.count("retrieve_future") == 1
-
-
 async def no_engine(server: Served) -> Engine:
     raise AssertionError(f"nothing needs a model in {server.folder}")
+
+
+async def test_the_status_tells_of_sessions_and_a_start_that_replaces_ends_those_with_models(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path) as server:
+        verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
+        await verbs.begin()
+        opened = verbs.service.opened
+        crashed, watching = [await opened.create_session(None) for _ in range(2)]
+        status = await server.service.status()
+        assert (status.phase, status.verbs) == ("idle", ByVerbs(sessions=2))
+        opened.new_model(crashed, 0)
+        assert [*opened.with_models()] == [crashed]
+        await server.start(replace=True)
+        opened.session(watching)
+        with pytest.raises(NotThere, match="had to make way for a run"):
+            opened.session(crashed)
+        await opened.finish(watching)
+        assert (await server.service.status()).verbs == ByVerbs()
+        await verbs.shut_down()

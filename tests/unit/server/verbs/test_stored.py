@@ -21,27 +21,6 @@ def saved(folders: SavedFolders, name: str, call: int = 1) -> Stored:
     return stored
 
 
-def test_what_was_saved_is_found_and_forgotten(tmp_path: Path) -> None:
-    folders = SavedFolders(tmp_path)
-    stored = saved(folders, "one")
-    assert folders.read(stored) == Saved(SPEC, "f00d", 1)
-    folders.forget(stored)
-    folders.forget(stored)
-    with pytest.raises(UsageError, match="nothing of this kind"):
-        folders.read(stored)
-    saved(folders, "two")
-    with pytest.raises(UsageError, match="It has saved: two"):
-        folders.read(stored)
-
-
-def test_a_name_is_free_for_the_call_that_took_it(tmp_path: Path) -> None:
-    folders = SavedFolders(tmp_path)
-    stored = saved(folders, "one", call=5)
-    folders.check_free(stored, 5)
-    with pytest.raises(UsageError, match="something saved as one already"):
-        folders.check_free(stored, 6)
-
-
 def test_of_the_states_that_are_kept_the_last_two_stay(tmp_path: Path) -> None:
     folders = SavedFolders(tmp_path)
     for call in (3, 6, 9, 12):
@@ -53,3 +32,17 @@ def test_of_the_states_that_are_kept_the_last_two_stay(tmp_path: Path) -> None:
     ]
     folders.forget_automatic(MODEL)
     assert not folders.automatic(MODEL, 12).exists()
+
+
+def test_what_was_saved_is_found_and_forgotten_and_its_name_is_taken(tmp_path: Path) -> None:
+    folders = SavedFolders(tmp_path)
+    stored = saved(folders, "one", call=5)
+    assert folders.read(stored) == Saved(SPEC, "f00d", 5)
+    folders.check_free(stored, 5)  # for the call that took it
+    with pytest.raises(UsageError, match="one"):
+        folders.check_free(stored, 6)
+    folders.forget(stored)
+    folders.forget(stored)
+    saved(folders, "two")
+    with pytest.raises(UsageError, match="two"):
+        folders.read(stored)

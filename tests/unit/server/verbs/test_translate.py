@@ -62,14 +62,10 @@ def test_cross_entropy() -> None:
     from_spec(asked.loss)
 
 
-@pytest.mark.parametrize(
-    ("loss", "surrogate"),
-    [
-        ("importance_sampling", "ratio"),
-        ("ppo", "clipped_ratio"),
-        ("cispo", "clipped_weight"),
-    ],
-)
+POLICY_LOSSES = {"importance_sampling": "ratio", "ppo": "clipped_ratio", "cispo": "clipped_weight"}
+
+
+@pytest.mark.parametrize(("loss", "surrogate"), POLICY_LOSSES.items())
 def test_policy_losses(loss: str, surrogate: str) -> None:
     request = _request(loss)
     _add(request, [5, 6, 7], [6, 7, 8], logprobs=[0.0, -0.5, -1.0], advantages=[0.0, 0.5, -2.0])
@@ -104,73 +100,48 @@ def _emptied(request: Any) -> None:
     _weights(request).dense = b""
 
 
-WRONG: dict[str, Callable[[Any], Any]] = {
-    "nothing": lambda request: None,
-    "loss": lambda request: setattr(request, "loss_fn", "dro"),
-    "setting": lambda request: request.loss_fn_config.update({"beta": 0.1}),
-    "clip": lambda request: request.loss_fn_config.update({"clip_low_threshold": 1.1}),
-    "clip text": lambda request: setattr(
-        request.loss_fn_config_v2["clip_low_threshold"], "text", "low"
-    ),
-    "no data": lambda request: request.ClearField("data"),
-    "image": lambda request: setattr(request.data[0].model_input.add().image, "format", "png"),
-    "unknown input": lambda request: (
-        request.data[0].loss_fn_inputs["mask"].CopyFrom(_weights(request))
-    ),
-    "missing input": lambda request: request.data[0].loss_fn_inputs.pop("weights"),
-    "too short": lambda request: setattr(_weights(request), "dense", b""),
-    "torn": lambda request: setattr(_weights(request), "dense", b"123"),
-    "not finite": lambda request: setattr(_weights(request), "dense", struct.pack("<f", math.nan)),
-    "several targets": lambda request: _targets(request).shape.append(2),
-    "sparse": lambda request: setattr(_weights(request).sparse_csr, "values", b""),
-    "targets as floats": lambda request: setattr(
-        _targets(request), "dtype", messages().DTYPE_FLOAT32
-    ),
-    "bfloat16": lambda request: setattr(_weights(request), "dtype", messages().DTYPE_BFLOAT16),
-    "negative target": lambda request: setattr(_targets(request), "dense", struct.pack("<q", -100)),
-    "negative input": lambda request: setattr(
-        request.data[0].model_input[0].encoded_text, "tokens", struct.pack("<i", -5)
-    ),
-    "empty": _emptied,
-}
-"""One mistake each."""
+def _set(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda request: setattr(_weights(request), name, value)
 
 
-def _wrong(change: str) -> Any:
-    request = _request("ppo" if "clip" in change else "cross_entropy")
-    floats = {"logprobs": [-1.0], "advantages": [1.0]} if "clip" in change else {"weights": [1.0]}
+def _dtype(name: str) -> int:
+    return getattr(messages(), f"DTYPE_{name}")
+
+
+PPO = "clip_low_threshold"
+NAN, MINUS = struct.pack("<f", math.nan), struct.pack("<q", -100)
+WRONG: list[tuple[str, Callable[[Any], Any]]] = [
+    ("'dro' is not supported by this server. There are: ", lambda r: setattr(r, "loss_fn", "dro")),
+    ("no setting 'beta'", lambda r: r.loss_fn_config.update({"beta": 0.1})),
+    (r"\[1.1, 1.2\]", lambda r: r.loss_fn_config.update({PPO: 1.1})),
+    (f"'{PPO}'] is a text", lambda r: setattr(r.loss_fn_config_v2[PPO], "text", "low")),
+    ("has no data", lambda r: r.ClearField("data")),
+    ("a chunk 'image'", lambda r: setattr(r.data[0].model_input.add().image, "format", "png")),
+    ("has 'mask'", lambda r: r.data[0].loss_fn_inputs["mask"].CopyFrom(_weights(r))),
+    (r"\['weights'\] is missing", lambda r: r.data[0].loss_fn_inputs.pop("weights")),
+    ("has 0 numbers, but the model input has 1 tokens", _set("dense", b"")),
+    ("has 3 bytes, which is no multiple of 4", _set("dense", b"123")),
+    (r"\['weights'\]\[0\] is nan", _set("dense", NAN)),
+    (r"has the shape \[1, 2\]", lambda r: _targets(r).shape.append(2)),
+    ("one number for each token", lambda r: setattr(_weights(r).sparse_csr, "values", b"")),
+    ("must be int64", lambda r: setattr(_targets(r), "dtype", _dtype("FLOAT32"))),
+    ("must be float32", lambda r: setattr(_weights(r), "dtype", _dtype("BFLOAT16"))),
+    ("is -100; a token is 0 or more", lambda r: setattr(_targets(r), "dense", MINUS)),
+    ("model_input is empty", _emptied),
+]
+"""One mistake each, and what is said of it."""
+
+
+@pytest.mark.parametrize(("message", "change"), WRONG)
+def test_what_cannot_be_is_refused_by_name(message: str, change: Callable[[Any], Any]) -> None:
+    clips = PPO in message or "1.1" in message
+    request = _request("ppo" if clips else "cross_entropy")
+    floats = {"logprobs": [-1.0], "advantages": [1.0]} if clips else {"weights": [1.0]}
     _add(request, [5], [6], **floats)
-    WRONG[change](request)
-    return request
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("loss", "The loss 'dro' is not supported by this server. There are: cross_entropy, "),
-        ("setting", "The loss 'cross_entropy' has no setting 'beta'"),
-        ("clip", r"is to clip the ratio to \[1.1, 1.2\]"),
-        ("clip text", "'clip_low_threshold'] is a text"),
-        ("no data", "has no data"),
-        ("image", r"data\[0\].model_input holds a chunk 'image'"),
-        ("unknown input", "has 'mask', which this loss does not take"),
-        ("missing input", r"data\[0\].loss_fn_inputs\['weights'\] is missing"),
-        ("too short", "has 0 numbers, but the model input has 1 tokens"),
-        ("torn", "has 3 bytes, which is no multiple of 4"),
-        ("not finite", r"\['weights'\]\[0\] is nan"),
-        ("several targets", r"has the shape \[1, 2\]"),
-        ("sparse", "one number for each token"),
-        ("targets as floats", "must be int64"),
-        ("bfloat16", "must be float32"),
-        ("negative target", "is -100; a token is 0 or more"),
-        ("negative input", "has the token -5 at 0; a token is 0 or more"),
-        ("empty", "model_input is empty"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(change: str, message: str) -> None:
-    translate.forward_of(_wrong("nothing"))
+    translate.forward_of(request)
+    change(request)
     with pytest.raises(UsageError, match=message):
-        translate.forward_of(_wrong(change))
+        translate.forward_of(request)
 
 
 def test_targets_are_the_tokens_that_follow() -> None:
@@ -178,9 +149,6 @@ def test_targets_are_the_tokens_that_follow() -> None:
     _add(request, [5, 6, 7], [6, 9, 8], weights=[0.0, 0.0, 1.0])
     with pytest.raises(UsageError, match=r"'target_tokens'\]\[1\] is 9, but the input goes on"):
         translate.forward_of(request)
-
-
-def test_a_body_that_is_no_message() -> None:
     with pytest.raises(UsageError, match="no protobuf message"):
         translate.parsed(b"\xff\xff\xff")
 
