@@ -116,29 +116,6 @@ def test_letters_that_are_cut_by_a_piece_are_whole_in_a_terminal(said: Said) -> 
     assert said()[0] == text * 2
 
 
-@pytest.mark.usefixtures("terminal")
-def test_a_letter_that_never_came_whole_is_told_and_spoils_no_other_attempt(said: Said) -> None:
-    fleet = Fleet(of_3="cut €".encode()[:-1])
-
-    def again() -> None:
-        fleet.logs[7], fleet.epochs = "€ whole €".encode()[2:-2], [3, 7]
-
-    def ends() -> None:
-        fleet.status = "completed"
-
-    fleet.later = [again, ends]
-    follow(fleet)
-    assert said() == ("cut \ufffd\ufffd whole \ufffd", "— job-1 is tried again: epoch 7 —\n")
-
-
-def test_only_the_attempt_that_is_wanted(said: Said) -> None:
-    fleet = Fleet(of_3=b"first\n", of_7=b"second\n")
-    assert follow(fleet, epoch=3)["status"] == "running"
-    assert said() == ("first\n", "")
-    with pytest.raises(UsageError, match="no attempt with epoch 4; there are: 3, 7"):
-        follow(fleet, epoch=4)
-
-
 @pytest.mark.parametrize(("tail", "before"), [(0, ""), (1, "two\n"), (9, "one\ntwo\n")])
 def test_it_begins_near_the_end_and_repeats_nothing(said: Said, tail: int, before: str) -> None:
     fleet = Fleet(of_3=b"one\ntwo\n")
@@ -186,12 +163,14 @@ def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
     del fleet.logs[9]  # it has begun, and nothing of it has come
     print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
     assert said() == ("second log\n", "")
-
-
-def test_an_empty_log_does_not_become_the_next_one(said: Said) -> None:
-    fleet = Fleet(of_3=b"", of_7=b"second\n")
-    print_log(cast("Any", fleet), "job-1", tail=None, epoch=3)
-    assert said() == ("", "job-1 has written nothing yet\n")
+    assert follow(fleet, epoch=3)["status"] == "running"
+    assert said() == ("first log\n", "")
+    with pytest.raises(UsageError, match="epoch 4"):
+        follow(fleet, epoch=4)
+    fleet.of_rank_1[7], fleet.status = b"rank 1\n", "completed"
+    print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)
+    follow(fleet, rank=1)
+    assert said()[0] == "rank 1\n" * 2
 
 
 def test_each_change_is_told_and_what_has_ended_is_not_asked_again(said: Said) -> None:
@@ -239,15 +218,6 @@ def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_told(
     fleet.removed = "job-7"
     with pytest.raises(Refusal, match="no job 'job-7'"):
         until_ended(cast("Any", fleet), ids, lambda _: None)
-
-
-def test_the_log_of_another_machine_of_the_job(said: Said) -> None:
-    fleet = Fleet(of_4=b"rank 0\n")
-    fleet.status = "completed"
-    fleet.of_rank_1[4] = b"rank 1\n"
-    print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)
-    follow(fleet, rank=1)
-    assert said()[0] == "rank 1\n" * 2
 
 
 class Restarted(Fleet):
@@ -306,23 +276,3 @@ def test_a_log_is_followed_over_restarts_and_no_byte_is_lost_or_told_twice(said:
         "the fleet does not answer, and is asked on for 10 minutes",
         "the fleet answers again",
     }
-
-
-def test_the_end_of_jobs_is_waited_for_over_restarts(said: Said) -> None:
-    fleet = Restarted()
-    fleet.status = "queued"
-
-    def ends(_: float) -> None:
-        fleet.status = "completed"
-
-    (found,) = until_ended(cast("Any", fleet), ["job-1"], ends)
-    assert found["status"] == "completed"
-    assert said()[1] == "job-1 is queued\njob-1 has completed\n"
-    assert fleet.now >= 900.0  # jobs, show, jobs
-
-
-def test_a_log_as_far_as_it_is_is_a_short_question() -> None:
-    fleet = Restarted(of_3=b"text")
-    with pytest.raises(AwayError):
-        print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
-    assert fleet.told == []

@@ -103,14 +103,6 @@ def test_jobs(printed: Printed) -> None:
         assert len(others) == len(jobs) - 1
 
 
-def test_jobs_that_have_room_are_told_whole(printed: Printed) -> None:
-    done = {"status": "completed", "exit_code": 0, "assigned_vm": "h1", "gpu_index": None}
-    (_, line) = printed(print_jobs, [{**JOB, **done}], NOW)
-    assert re.fullmatch(r"\S+  completed  COMMAND  h1 +\d+ h +\d+ h +a night of sums", line)
-    (_, line) = printed(print_jobs, [{**JOB, **done, "name": None}], NOW)
-    assert re.fullmatch(r"\S+  completed  COMMAND  h1 .* \d+ min  \d+ h \d+ min", line)
-
-
 def test_machines(printed: Printed) -> None:
     _, line = printed(print_machines, [VM])
     assert line.startswith("gpu-1    untrusted  groupwi…")
@@ -130,12 +122,6 @@ def test_a_machine_with_a_long_name_keeps_both_its_ends_in_a_terminal(printed: P
     )
     assert "\u2026" in line.split()[0]
     assert short.split()[0] == "gpu-1"
-
-
-def test_names_are_told_whole_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    name = "gpu-machine-of-the-third-floor-with-the-green-door-number-07"
-    print_machines([{**VM, "vm_id": name}])
-    assert name in capsys.readouterr().out
 
 
 def test_status(printed: Printed) -> None:

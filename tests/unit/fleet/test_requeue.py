@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 from sqlalchemy import false, select, text, update
-from sqlalchemy.event import listen
 from sqlalchemy.orm import Session
 
 from groupwise.fleet import requeue
@@ -202,14 +201,6 @@ async def test_what_waits_although_there_is_room_is_woken(fleet: Fleet):
     assert fleet.told() == [("requeue", "job.queued", "waits")]
 
 
-async def test_what_waits_for_a_job_that_has_ended_is_woken(fleet: Fleet):
-    fleet.job("first", "running")
-    fleet.attempt("first", "succeeded")
-    fleet.job("second", "pending", blocked_on="first")
-    await fleet.sweep()
-    assert (fleet.get("first"), fleet.get("second")) == ("completed", "queued")
-
-
 async def test_a_row_that_nobody_has_admitted_is(fleet: Fleet):
     def insert(session: Session) -> None:
         session.execute(
@@ -265,50 +256,6 @@ async def test_whoever_took_an_attempt_over_counts_its_deadman_anew(
     taken = Event(at=fleet.now - ago, actor="d", kind="attempt.adopted", job_id="runs", epoch=epoch)
     fleet.database.run(lambda s: s.add(taken))
     assert (await fleet.sweep()).get("silent beyond its deadman", 0) == told
-
-
-async def test_no_sweep_reads_all_that_ever_happened(fleet: Fleet):
-    if fleet.database.dialect != "sqlite":
-        pytest.skip("PostgreSQL reads a table that is almost empty from end to end")
-    fleet.job("runs", "running")
-    silent = {"deadman": 100, "silent_since": fleet.now - 1000}
-    fleet.attempt("runs", contact="unreachable", handle=silent)
-    asked: list[tuple[str, Any]] = []
-
-    def note(_: Any, __: Any, statement: str, values: Any, *___: Any) -> None:
-        if "events" in statement and "INSERT" not in statement:
-            asked.append((f"EXPLAIN QUERY PLAN {statement}", values))
-
-    listen(fleet.database.engine, "before_cursor_execute", note)
-    await fleet.sweep()
-    with fleet.database.engine.connect() as connection:
-        plans = [str(connection.exec_driver_sql(*each).all()) for each in tuple(asked)]
-    assert len(plans) == 2
-    for plan in plans:
-        assert "SEARCH events USING INDEX ix_events_job_id" in plan
-        assert "SCAN events" not in plan
-
-
-@pytest.mark.parametrize(
-    "handle", [{"silent_since": 0}, {"deadman": 100}, {"deadman": 3000, "silent_since": -1000}]
-)
-async def test_silence_within_a_deadman_or_without_one_is_nothing(
-    fleet: Fleet, handle: dict[str, Any]
-):
-    fleet.job("runs", "running")
-    if "silent_since" in handle:
-        handle = handle | {"silent_since": fleet.now + handle["silent_since"]}
-    fleet.attempt("runs", contact="unreachable", handle=handle)
-    assert await fleet.sweep() == {}
-
-
-async def test_many_are_repaired_in_several_transactions(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(requeue, "AT_ONCE", 3)
-    for number in range(8):
-        fleet.job(f"stray-{number}", "running")
-    assert await fleet.sweep() == {"running without a live attempt": 8}
 
 
 async def test_a_kind_that_fails_does_not_keep_the_others_from_being_repaired(

@@ -28,8 +28,3 @@ async def test_a_task_that_missed_its_cancellation_is_cancelled_again(
     await tasks.ended(None, *begun)
     assert begun[0].cancelled()
     assert missed == 2
-
-
-async def test_nothing_to_end():
-    await tasks.ended()
-    await tasks.ended(None)

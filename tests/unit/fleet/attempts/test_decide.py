@@ -11,6 +11,7 @@ What must hold, and stands here line by line:
  7. Where it runs is known: without members nothing is decided.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -58,7 +59,8 @@ def exited(
     )  # fmt: skip
 
 
-KILLED = exited(None, ExitReason.CANCELLED, 15)
+BY_US = ExitReason.CANCELLED
+KILLED = exited(None, BY_US, 15)
 
 
 def member(reading: Reading, rank: int = 0, **facts: object) -> MemberView:
@@ -89,273 +91,235 @@ def failed(failure: FailureClass) -> tuple[Outcome, FailureClass]:
     return Outcome.FAILED, failure
 
 
+HOST_LOST = failed(FailureClass.HOST_LOST)
+
+
+def case(*members: MemberView, cancel: bool = False) -> tuple[tuple[MemberView, ...], bool]:
+    return members, cancel
+
+
+def lost(reading: Reading = Reading.UNREACHABLE, rank: int = 0, **facts: object) -> MemberView:
+    return member(reading, rank, lost=True, **facts)
+
+
 @pytest.mark.parametrize("state", AttemptState)
 def test_nothing_is_decided_about_an_attempt_without_members(state: AttemptState) -> None:
     """All of none have begun, and ended well: it would be a success that nobody has seen."""
-    with pytest.raises(AssertionError, match=r"job-1\.7 has no members"):
+    with pytest.raises(AssertionError, match=r"job-1\.7"):
         decide(view(state))
 
 
-# reserved
+TURNED_DOWN = {"rejected": True, "refusal": "disk_full: no space"}
+NO_RAM = member(Reading.REFUSED, 1, refusal="ram: too little")
+LEFT_BEHIND = (Kill(0), CheckRelease(0))
 
-
-@pytest.mark.parametrize("reading", Reading)
-def test_a_reserved_attempt_is_launching_before_anything_is_sent(reading: Reading) -> None:
-    assert decide(view(RESERVED, member(reading))) == (Move(LAUNCHING),)
-
-
-def test_a_reserved_attempt_that_nobody_wants_ends_without_a_word_to_its_machine() -> None:
-    assert the_end(decide(view(RESERVED, member(Reading.UNKNOWN), cancel=True))) == VOID
-
-
-@pytest.mark.parametrize("fact", ["lost", "drained"])
-def test_nothing_new_begins_on_a_machine_that_is_drained_or_lost(fact: str) -> None:
-    found = decide(view(RESERVED, member(Reading.UNKNOWN, **{fact: True})))
-    assert the_end(found) == VOID
-
-
-# launching
+LAUNCHES = {
+    # one machine
+    case(member(Reading.ABSENT)): (Launch(0),),
+    case(member(Reading.ABSENT, provided=False)): (Provide(0),),
+    case(member(Reading.ABSENT, **TURNED_DOWN)): (Void(0),),
+    case(member(Reading.UNREACHABLE, **TURNED_DOWN)): (),
+    case(member(Reading.CLAIMED)): (),
+    **{
+        case(member(reading)): (Move(RUNNING),)
+        for reading in (Reading.RUNNING, Reading.EXITED, Reading.LOST, Reading.REBOOTED)
+    },
+    **{case(member(reading)): () for reading in SILENCE},
+    # cancelled
+    case(member(Reading.ABSENT), cancel=True): (Void(0),),
+    case(member(Reading.CLAIMED), cancel=True): (Kill(0),),
+    case(member(Reading.RUNNING), cancel=True): (Move(RUNNING),),
+    **{case(member(reading), cancel=True): () for reading in SILENCE},
+    case(member(Reading.ABSENT, provided=False), member(Reading.ABSENT, 1), cancel=True): (
+        *(Void(0), Void(1)),
+    ),
+    **{
+        case(member(reading, provided=False), member(Reading.ABSENT, 1), cancel=True): (Void(1),)
+        for reading in SILENCE
+    },
+    # on a machine that is declared lost, and answers
+    case(lost(Reading.ABSENT)): (Void(0),),
+    # a gang begins when all machines have their files; one that is silent has not said that it has them
+    case(member(Reading.ABSENT), member(Reading.ABSENT, 1, provided=False)): (Provide(1),),
+    **{case(member(Reading.ABSENT), member(reading, 1, provided=False)): () for reading in SILENCE},
+    **{case(member(Reading.ABSENT), member(reading, 1)): (Launch(0),) for reading in SILENCE},
+    case(member(Reading.ABSENT), member(Reading.ABSENT, 1)): (Launch(0), Launch(1)),
+    case(member(Reading.RUNNING, provided=False), member(Reading.ABSENT, 1)): (Launch(1),),
+    case(member(Reading.RUNNING), member(Reading.UNREACHABLE, 1)): (),
+    case(member(Reading.RUNNING), member(Reading.EXITED, 1)): (Move(RUNNING),),
+    # a gang of which one is refused is taken back whole, and given up when no machine can begin it
+    case(member(Reading.RUNNING), NO_RAM, member(Reading.ABSENT, 2)): (Kill(0), Void(2)),
+    case(member(Reading.LOST), NO_RAM): LEFT_BEHIND,
+    **{case(member(reading), NO_RAM): () for reading in SILENCE},
+    # what an engine has waits for as long as it likes, and what waits is made void and never killed
+    case(member(Reading.QUEUED)): (),
+    case(member(Reading.QUEUED, drained=True)): (),
+    case(member(Reading.QUEUED, given=False)): (Launch(0),),
+    case(member(Reading.UNREACHABLE, given=False)): (),
+    case(member(Reading.QUEUED), cancel=True): (Void(0),),
+    case(member(Reading.QUEUED, given=False), cancel=True): (Void(0),),
+    case(lost(Reading.QUEUED)): (Void(0),),
+}
+RUNS = {
+    **{case(member(reading)): () for reading in (Reading.RUNNING, Reading.CLAIMED, *SILENCE)},
+    case(member(Reading.EXITED)): (Move(COLLECTING),),
+    case(member(Reading.LOST)): LEFT_BEHIND,
+    case(member(Reading.LOST, quiet=False)): LEFT_BEHIND,
+    case(member(Reading.ABSENT)): (Void(0),),
+    case(member(Reading.VOIDED)): (CheckRelease(0),),
+    case(member(Reading.VOIDED, quiet=False)): LEFT_BEHIND,
+    case(member(Reading.REFUSED)): (CheckRelease(0),),
+    # cancelled
+    **{case(member(r), cancel=True): (Kill(0),) for r in (Reading.RUNNING, Reading.CLAIMED)},
+    **{case(member(reading), cancel=True): () for reading in SILENCE},
+    case(member(Reading.EXITED), cancel=True): (Move(COLLECTING),),
+    case(member(Reading.LOST), cancel=True): LEFT_BEHIND,
+    # a machine that answers is not gone whatever is said of it
+    case(lost(Reading.RUNNING)): (Kill(0),),
+    case(member(Reading.RUNNING, deadman_over=True)): (),
+    # a gang: one that is done leaves the others alone, and so does one that is silent
+    case(member(Reading.EXITED), member(Reading.RUNNING, 1)): (),
+    **{case(member(reading), member(Reading.RUNNING, 1)): () for reading in SILENCE},
+    **{
+        case(sick, member(reading, 1)): (Kill(1),) if reading is Reading.RUNNING else ()
+        for sick in (
+            member(Reading.EXITED, exit=exited(1)),
+            member(Reading.REBOOTED),
+            lost(),
+            member(Reading.UNREACHABLE, deadman_over=True),
+        )
+        for reading in (Reading.RUNNING, *SILENCE)
+    },
+}
+COLLECTS = {
+    case(member(Reading.EXITED)): (Collect(0),),
+    **{case(member(reading, exit=exited())): () for reading in SILENCE},
+    case(member(Reading.EXITED, exit=KILLED, collected=True), cancel=True): (CheckRelease(0),),
+    case(member(Reading.EXITED, exit=KILLED, collected=True, quiet=False), cancel=True): (
+        LEFT_BEHIND
+    ),
+}
+CLEANS_UP = {
+    **{case(member(reading)): () for reading in SILENCE},
+    case(member(Reading.ABSENT)): (Void(0),),
+    case(member(Reading.QUEUED)): (Void(0),),
+    **{case(member(reading)): (Kill(0),) for reading in (Reading.CLAIMED, Reading.RUNNING)},
+    case(member(Reading.LOST)): LEFT_BEHIND,
+    **{
+        case(member(reading)): (CheckRelease(0),)
+        for reading in (Reading.EXITED, Reading.REBOOTED, Reading.VOIDED, Reading.REFUSED)
+    },
+    **{case(member(reading, released=True)): () for reading in Reading},
+    # what a lost machine held is given back once
+    **{case(lost(reading)): (Abandon(0),) for reading in SILENCE},
+    **{case(lost(reading, abandoned=True)): () for reading in SILENCE},
+    **{case(member(reading, deadman_over=True)): () for reading in SILENCE},
+}
 
 
 @pytest.mark.parametrize(
-    ("reading", "effects"),
+    ("state", "cases"),
     [
-        (Reading.ABSENT, (Launch(0),)),
-        (Reading.CLAIMED, ()),
-        (Reading.RUNNING, (Move(RUNNING),)),
-        (Reading.EXITED, (Move(RUNNING),)),
-        (Reading.LOST, (Move(RUNNING),)),
-        (Reading.REBOOTED, (Move(RUNNING),)),
-        (Reading.UNREACHABLE, ()),
-        (Reading.UNKNOWN, ()),
+        (RESERVED, {case(member(reading)): (Move(LAUNCHING),) for reading in Reading}),
+        (LAUNCHING, LAUNCHES),
+        (RUNNING, RUNS),
+        (COLLECTING, COLLECTS),
+        (ENDED, CLEANS_UP),
     ],
 )
-def test_launching(reading: Reading, effects: tuple[Effect, ...]) -> None:
-    assert decide(view(LAUNCHING, member(reading))) == effects
+def test_what_follows_from_what_is_seen(
+    state: AttemptState, cases: dict[tuple[tuple[MemberView, ...], bool], tuple[Effect, ...]]
+) -> None:
+    found = {each: decide(view(state, *each[0], cancel=each[1])) for each in cases}
+    assert found == cases
 
 
-def test_files_are_brought_before_the_launch() -> None:
-    assert decide(view(LAUNCHING, member(Reading.ABSENT, provided=False))) == (Provide(0),)
+ENDS = [
+    # reserved: what nobody wants, or whose machine takes nothing new, ends without a word to it
+    (RESERVED, case(member(Reading.UNKNOWN), cancel=True), VOID),
+    (RESERVED, case(lost(Reading.UNKNOWN)), VOID),
+    (RESERVED, case(member(Reading.UNKNOWN, drained=True)), VOID),
+    # launching
+    (LAUNCHING, case(member(Reading.REFUSED, refusal="gpu_busy: x.3")), REFUSED_VOID),
+    (LAUNCHING, case(member(Reading.VOIDED)), VOID),
+    (LAUNCHING, case(member(Reading.VOIDED, **TURNED_DOWN)), REFUSED_VOID),
+    (LAUNCHING, case(member(Reading.VOIDED), cancel=True), VOID),
+    (LAUNCHING, case(lost(Reading.VOIDED)), VOID),
+    *((LAUNCHING, case(lost(r), cancel=c), HOST_LOST) for r in SILENCE for c in (False, True)),
+    (
+        LAUNCHING,
+        case(member(Reading.EXITED, exit=KILLED), NO_RAM, member(Reading.VOIDED, 2)),
+        failed(FailureClass.LAUNCH_FAILURE),
+    ),
+    (LAUNCHING, case(member(Reading.VOIDED), NO_RAM, member(Reading.VOIDED, 2)), REFUSED_VOID),
+    (
+        LAUNCHING,
+        case(member(Reading.LOST, quiet=True), NO_RAM),
+        failed(FailureClass.LAUNCH_FAILURE),
+    ),
+    # running: a folder that vanished is no proof, a clean look is one
+    (RUNNING, case(member(Reading.REBOOTED)), failed(FailureClass.REBOOT)),
+    (RUNNING, case(member(Reading.LOST, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
+    (RUNNING, case(member(Reading.VOIDED, quiet=True)), failed(FailureClass.SUPERVISOR_LOST)),
+    *((RUNNING, case(lost(reading)), HOST_LOST) for reading in SILENCE),
+    *((RUNNING, case(member(reading, deadman_over=True)), HOST_LOST) for reading in SILENCE),
+    (RUNNING, case(lost(), member(Reading.EXITED, 1, exit=KILLED)), HOST_LOST),
+    (
+        RUNNING,
+        case(member(Reading.REBOOTED), member(Reading.EXITED, 1, exit=KILLED)),
+        failed(FailureClass.REBOOT),
+    ),
+    # collecting: exit code 0 wins against a late cancellation, which is acknowledged when no process is left
+    (COLLECTING, case(member(Reading.EXITED, collected=True)), SUCCEEDED),
+    (COLLECTING, case(member(Reading.EXITED, collected=True), cancel=True), SUCCEEDED),
+    (
+        COLLECTING,
+        case(member(Reading.EXITED, collected=True, collection_problem="a link")),
+        failed(FailureClass.ARTEFACTS),
+    ),
+    (COLLECTING, case(lost(exit=exited())), HOST_LOST),
+    (COLLECTING, case(lost(exit=exited(1))), failed(FailureClass.CRASHED)),
+    (COLLECTING, case(lost(Reading.EXITED, exit=KILLED, collected=True)), HOST_LOST),
+    *(
+        (
+            COLLECTING,
+            case(
+                member(Reading.EXITED, collected=True, quiet=True, exit=exited(c, BY_US, s)),
+                cancel=True,
+            ),
+            CANCELLED,
+        )
+        for c, s in ((0, None), (None, 15))
+    ),
+    (
+        COLLECTING,
+        case(member(Reading.EXITED, exit=exited(1), collected=True), cancel=True),
+        failed(FailureClass.CRASHED),
+    ),
+]
 
 
-@pytest.mark.parametrize("other", [Reading.ABSENT, *SILENCE])
-def test_no_member_of_a_gang_begins_before_all_machines_have_their_files(other: Reading) -> None:
-    """One that is silent has not said that it has them."""
-    without = member(other, rank=1, provided=False)
-    brought = (Provide(1),) if other is Reading.ABSENT else ()
-    assert decide(view(LAUNCHING, member(Reading.ABSENT), without)) == brought
-    with_all = decide(view(LAUNCHING, member(Reading.ABSENT), replace(without, provided=True)))
-    assert with_all == (Launch(0), *([Launch(1)] if other is Reading.ABSENT else []))
+@pytest.mark.parametrize(("state", "seen", "ends"), ENDS)
+def test_an_attempt_ends(
+    state: AttemptState,
+    seen: tuple[tuple[MemberView, ...], bool],
+    ends: tuple[Outcome, FailureClass | None],
+) -> None:
+    assert the_end(decide(view(state, *seen[0], cancel=seen[1]))) == ends
 
 
-def test_what_has_begun_of_a_gang_has_its_files() -> None:
-    """Whoever takes over has not heard of them."""
-    begun = member(Reading.RUNNING, provided=False)
-    assert decide(view(LAUNCHING, begun, member(Reading.ABSENT, rank=1))) == (Launch(1),)
-
-
-@pytest.mark.parametrize("reading", [Reading.ABSENT, *SILENCE])
-def test_files_that_are_on_their_way_hold_up_no_cancellation(reading: Reading) -> None:
-    gang = member(reading, provided=False), member(Reading.ABSENT, rank=1)
-    first = (Void(0),) if reading is Reading.ABSENT else ()
-    assert decide(view(LAUNCHING, *gang, cancel=True)) == (*first, Void(1))
-
-
-def test_a_launch_that_is_refused_never_ran() -> None:
-    refused = member(Reading.REFUSED, refusal="gpu_busy: held by x.3")
-    assert the_end(decide(view(LAUNCHING, refused))) == REFUSED_VOID
+def only(effects: tuple[Effect, ...]) -> Move:
+    (move,) = effects
+    assert isinstance(move, Move)
+    return move
 
 
 @pytest.mark.parametrize("code", sorted(refusals.OURS))
 def test_what_the_control_machine_does_not_have_is_no_word_of_a_machine(code: str) -> None:
-    (move,) = decide(
-        view(LAUNCHING, member(Reading.VOIDED, rejected=True, refusal=f"{code}: it is gone"))
-    )
-    assert isinstance(move, Move)
-    assert the_end((move,)) == (Outcome.VOID, FailureClass.NOT_PROVIDED)
-    assert move.because == "the control machine cannot give what the job needs: it is gone"
-
-
-def test_a_launch_that_was_made_void_is_begun_anew_and_blamed_on_nobody() -> None:
-    assert the_end(decide(view(LAUNCHING, member(Reading.VOIDED)))) == VOID
-
-
-def test_a_launch_that_was_turned_down_before_it_was_claimed_is_made_void_first() -> None:
-    facts = {"rejected": True, "refusal": "disk_full: no space"}
-    assert decide(view(LAUNCHING, member(Reading.ABSENT, **facts))) == (Void(0),)
-    assert decide(view(LAUNCHING, member(Reading.UNREACHABLE, **facts))) == ()
-    assert the_end(decide(view(LAUNCHING, member(Reading.VOIDED, **facts)))) == REFUSED_VOID
-
-
-@pytest.mark.parametrize(
-    ("reading", "effects"),
-    [
-        (Reading.ABSENT, (Void(0),)),
-        (Reading.CLAIMED, (Kill(0),)),
-        (Reading.RUNNING, (Move(RUNNING),)),
-        (Reading.UNREACHABLE, ()),
-        (Reading.UNKNOWN, ()),
-    ],
-)
-def test_a_launch_that_is_cancelled(reading: Reading, effects: tuple[Effect, ...]) -> None:
-    assert decide(view(LAUNCHING, member(reading), cancel=True)) == effects
-
-
-def test_a_cancelled_launch_ends_when_void_is_acknowledged() -> None:
-    assert the_end(decide(view(LAUNCHING, member(Reading.VOIDED), cancel=True))) == VOID
-
-
-@pytest.mark.parametrize("reading", SILENCE)
-@pytest.mark.parametrize("cancel", [False, True])
-def test_a_launch_on_a_machine_that_is_declared_lost_ends(reading: Reading, cancel: bool) -> None:
-    found = decide(view(LAUNCHING, member(reading, lost=True), cancel=cancel))
-    assert the_end(found) == failed(FailureClass.HOST_LOST)
-
-
-def test_a_machine_that_is_declared_lost_and_answers_gets_no_launch() -> None:
-    assert decide(view(LAUNCHING, member(Reading.ABSENT, lost=True))) == (Void(0),)
-    assert the_end(decide(view(LAUNCHING, member(Reading.VOIDED, lost=True)))) == VOID
-
-
-# launching a gang
-
-
-def test_a_gang_runs_when_all_of_it_has_begun() -> None:
-    half = view(LAUNCHING, member(Reading.RUNNING), member(Reading.ABSENT, 1))
-    assert decide(half) == (Launch(1),)
-    waiting = view(LAUNCHING, member(Reading.RUNNING), member(Reading.UNREACHABLE, 1))
-    assert decide(waiting) == ()
-    whole = view(LAUNCHING, member(Reading.RUNNING), member(Reading.EXITED, 1))
-    assert decide(whole) == (Move(RUNNING),)
-
-
-def test_a_gang_of_which_one_is_refused_is_taken_back_whole() -> None:
-    refused = member(Reading.REFUSED, 1, refusal="gpu_missing: gone")
-    begun = view(LAUNCHING, member(Reading.RUNNING), refused, member(Reading.ABSENT, 2))
-    assert decide(begun) == (Kill(0), Void(2))
-    dead = view(LAUNCHING, member(Reading.EXITED, exit=KILLED), refused, member(Reading.VOIDED, 2))
-    assert the_end(decide(dead)) == failed(FailureClass.LAUNCH_FAILURE)
-    never = view(LAUNCHING, member(Reading.VOIDED), refused, member(Reading.VOIDED, 2))
-    assert the_end(decide(never)) == REFUSED_VOID
-
-
-def test_a_gang_is_not_given_up_while_one_machine_may_still_begin_it() -> None:
-    refused = member(Reading.REFUSED, 1, refusal="ram: too little")
-    for reading in SILENCE:
-        assert decide(view(LAUNCHING, member(reading), refused)) == ()
-
-
-def test_a_supervisor_that_was_killed_is_looked_after_before_a_gang_is_given_up() -> None:
-    refused = member(Reading.REFUSED, 1, refusal="ram: too little")
-    lost = view(LAUNCHING, member(Reading.LOST), refused)
-    assert decide(lost) == (Kill(0), CheckRelease(0))
-    quiet = view(LAUNCHING, member(Reading.LOST, quiet=True), refused)
-    assert the_end(decide(quiet)) == failed(FailureClass.LAUNCH_FAILURE)
-
-
-# running
-
-
-@pytest.mark.parametrize(
-    ("reading", "effects"),
-    [
-        (Reading.RUNNING, ()),
-        (Reading.CLAIMED, ()),
-        (Reading.UNREACHABLE, ()),
-        (Reading.UNKNOWN, ()),
-        (Reading.EXITED, (Move(COLLECTING),)),
-        (Reading.LOST, (Kill(0), CheckRelease(0))),
-        (Reading.ABSENT, (Void(0),)),
-        (Reading.VOIDED, (CheckRelease(0),)),
-        (Reading.REFUSED, (CheckRelease(0),)),
-    ],
-)
-def test_running(reading: Reading, effects: tuple[Effect, ...]) -> None:
-    assert decide(view(RUNNING, member(reading))) == effects
-
-
-def test_a_reboot_ends_what_ran() -> None:
-    assert the_end(decide(view(RUNNING, member(Reading.REBOOTED)))) == failed(FailureClass.REBOOT)
-
-
-def test_a_killed_supervisor_ends_an_attempt_once_nothing_of_it_runs() -> None:
-    restless = member(Reading.LOST, quiet=False)
-    assert decide(view(RUNNING, restless)) == (Kill(0), CheckRelease(0))
-    found = decide(view(RUNNING, member(Reading.LOST, quiet=True)))
-    assert the_end(found) == failed(FailureClass.SUPERVISOR_LOST)
-
-
-def test_a_folder_that_vanished_is_no_proof_that_nothing_runs() -> None:
-    vanished = member(Reading.VOIDED, quiet=False)
-    assert decide(view(RUNNING, vanished)) == (Kill(0), CheckRelease(0))
-    found = decide(view(RUNNING, member(Reading.VOIDED, quiet=True)))
-    assert the_end(found) == failed(FailureClass.SUPERVISOR_LOST)
-
-
-@pytest.mark.parametrize("reading", SILENCE)
-@pytest.mark.parametrize("fact", ["lost", "deadman_over"])
-def test_a_silent_machine_ends_an_attempt_by_an_operators_word_or_its_deadman(
-    reading: Reading, fact: str
-) -> None:
-    found = decide(view(RUNNING, member(reading, **{fact: True})))
-    assert the_end(found) == failed(FailureClass.HOST_LOST)
-
-
-def test_a_machine_that_answers_is_not_gone_whatever_is_said_of_it() -> None:
-    assert decide(view(RUNNING, member(Reading.RUNNING, lost=True))) == (Kill(0),)
-    assert decide(view(RUNNING, member(Reading.RUNNING, deadman_over=True))) == ()
-    collected = member(Reading.EXITED, exit=KILLED, lost=True, collected=True)
-    assert the_end(decide(view(COLLECTING, collected))) == failed(FailureClass.HOST_LOST)
-
-
-@pytest.mark.parametrize(
-    ("reading", "effects"),
-    [
-        (Reading.RUNNING, (Kill(0),)),
-        (Reading.CLAIMED, (Kill(0),)),
-        (Reading.UNREACHABLE, ()),
-        (Reading.UNKNOWN, ()),
-        (Reading.EXITED, (Move(COLLECTING),)),
-        (Reading.LOST, (Kill(0), CheckRelease(0))),
-    ],
-)
-def test_running_and_cancelled(reading: Reading, effects: tuple[Effect, ...]) -> None:
-    assert decide(view(RUNNING, member(reading), cancel=True)) == effects
-
-
-# a gang that runs
-
-
-@pytest.mark.parametrize(
-    "sick",
-    [
-        member(Reading.EXITED, exit=exited(1)),
-        member(Reading.REBOOTED),
-        member(Reading.UNREACHABLE, lost=True),
-        member(Reading.UNREACHABLE, deadman_over=True),
-    ],
-)
-def test_a_member_that_fails_ends_the_gang(sick: MemberView) -> None:
-    assert decide(view(RUNNING, sick, member(Reading.RUNNING, 1))) == (Kill(1),)
-    for reading in SILENCE:
-        assert decide(view(RUNNING, sick, member(reading, 1))) == ()
-
-
-def test_a_member_that_is_done_leaves_the_others_alone() -> None:
-    assert decide(view(RUNNING, member(Reading.EXITED), member(Reading.RUNNING, 1))) == ()
-
-
-@pytest.mark.parametrize("reading", SILENCE)
-def test_a_silent_member_has_not_failed(reading: Reading) -> None:
-    assert decide(view(RUNNING, member(reading), member(Reading.RUNNING, 1))) == ()
-
-
-def test_the_end_of_a_gang_is_that_of_the_machine_that_was_lost() -> None:
-    dead = member(Reading.EXITED, 1, exit=KILLED)
-    lost = view(RUNNING, member(Reading.UNREACHABLE, lost=True), dead)
-    assert the_end(decide(lost)) == failed(FailureClass.HOST_LOST)
-    rebooted = view(RUNNING, member(Reading.REBOOTED), dead)
-    assert the_end(decide(rebooted)) == failed(FailureClass.REBOOT)
+    refused = member(Reading.VOIDED, rejected=True, refusal=f"{code}: it is gone")
+    move = only(decide(view(LAUNCHING, refused)))
+    assert (move.outcome, move.failure) == (Outcome.VOID, FailureClass.NOT_PROVIDED)
+    assert "control machine" in move.because
 
 
 def test_the_cause_is_the_member_that_failed_first_by_itself() -> None:
@@ -365,105 +329,49 @@ def test_the_cause_is_the_member_that_failed_first_by_itself() -> None:
         member(Reading.EXITED, 1, exit=exited(64, finished_at=5.0), ended=5.0, collected=True),
         member(Reading.EXITED, 2, exit=KILLED, ended=2.0, collected=True),
     )
-    (move,) = decide(view(COLLECTING, *members))
+    move = only(decide(view(COLLECTING, *members)))
     assert the_end((move,)) == failed(FailureClass.USER_ERROR)
-    assert isinstance(move, Move)
     assert move.evidence["rank"] == 1
 
 
-# collecting
+def test_of_a_gang_that_one_member_refused_that_one_is_named() -> None:
+    """Another one's supervisor is dead; what is to be done about the refusal is read where it stands."""
+    refused = member(Reading.REFUSED, 1, refusal="gpu_busy: GPU-1 is used")
+    move = only(decide(view(LAUNCHING, member(Reading.LOST, 0, quiet=True), refused)))
+    assert (move.evidence["rank"], "gpu_busy" in move.because) == (1, True)
 
 
-def test_collecting_fetches_before_it_ends() -> None:
-    assert decide(view(COLLECTING, member(Reading.EXITED))) == (Collect(0),)
-    for reading in SILENCE:
-        assert decide(view(COLLECTING, member(reading, exit=exited()))) == ()
-    assert the_end(decide(view(COLLECTING, member(Reading.EXITED, collected=True)))) == SUCCEEDED
-
-
-def test_what_cannot_be_fetched_whole_is_not_a_success() -> None:
-    facts = {"collected": True, "collection_problem": "outputs/x leads out of the folder"}
-    found = decide(view(COLLECTING, member(Reading.EXITED, **facts)))
-    assert the_end(found) == failed(FailureClass.ARTEFACTS)
-
-
-def test_what_was_left_out_stands_in_the_evidence() -> None:
-    [end] = decide(view(COLLECTING, member(Reading.EXITED, collected=True, left_out=3)))
-    assert isinstance(end, Move)
-    assert (end.outcome, end.evidence["members"][0]["left_out"]) == (Outcome.SUCCEEDED, 3)
-
-
-def test_what_was_ended_after_the_command_stands_in_the_evidence() -> None:
+def test_what_was_left_out_and_ended_stands_in_the_evidence() -> None:
     left = replace(exited(), leftovers=3)
-    [end] = decide(view(COLLECTING, member(Reading.EXITED, collected=True, exit=left)))
-    assert isinstance(end, Move)
-    assert end.evidence["members"][0]["exit"]["leftovers"] == 3
+    end = only(
+        decide(view(COLLECTING, member(Reading.EXITED, collected=True, left_out=3, exit=left)))
+    )
+    (told,) = end.evidence["members"]
+    assert (end.outcome, told["left_out"], told["exit"]["leftovers"]) == (Outcome.SUCCEEDED, 3, 3)
 
 
-def test_a_machine_that_is_lost_before_its_artefacts_were_fetched() -> None:
-    gone = member(Reading.UNREACHABLE, exit=exited(), lost=True)
-    assert the_end(decide(view(COLLECTING, gone))) == failed(FailureClass.HOST_LOST)
-    crashed = member(Reading.UNREACHABLE, exit=exited(1), lost=True)
-    assert the_end(decide(view(COLLECTING, crashed))) == failed(FailureClass.CRASHED)
-
-
-def test_exit_code_0_wins_against_a_late_cancellation() -> None:
-    done = member(Reading.EXITED, collected=True)
-    assert the_end(decide(view(COLLECTING, done, cancel=True))) == SUCCEEDED
-
-
-@pytest.mark.parametrize("code", [0, None])
-def test_a_cancellation_is_acknowledged_when_no_process_is_left(code: int | None) -> None:
-    record = exited(code, ExitReason.CANCELLED, None if code == 0 else 15)
-    facts = {"exit": record, "collected": True}
-    ended = view(COLLECTING, member(Reading.EXITED, **facts), cancel=True)
-    assert decide(ended) == (CheckRelease(0),)
-    left = view(COLLECTING, member(Reading.EXITED, quiet=False, **facts), cancel=True)
-    assert decide(left) == (Kill(0), CheckRelease(0))
-    quiet = view(COLLECTING, member(Reading.EXITED, quiet=True, **facts), cancel=True)
-    assert the_end(decide(quiet)) == CANCELLED
-
-
-def test_a_crash_stays_a_crash_though_somebody_wanted_it_cancelled() -> None:
-    crashed = member(Reading.EXITED, exit=exited(1), collected=True)
-    found = decide(view(COLLECTING, crashed, cancel=True))
-    assert the_end(found) == failed(FailureClass.CRASHED)
-
-
-# ended
-
-
-@pytest.mark.parametrize(
-    ("reading", "effects"),
-    [
-        (Reading.UNREACHABLE, ()),
-        (Reading.UNKNOWN, ()),
-        (Reading.ABSENT, (Void(0),)),
-        (Reading.CLAIMED, (Kill(0),)),
-        (Reading.RUNNING, (Kill(0),)),
-        (Reading.LOST, (Kill(0), CheckRelease(0))),
-        (Reading.EXITED, (CheckRelease(0),)),
-        (Reading.REBOOTED, (CheckRelease(0),)),
-        (Reading.VOIDED, (CheckRelease(0),)),
-        (Reading.REFUSED, (CheckRelease(0),)),
-    ],
-)
-def test_cleaning_up(reading: Reading, effects: tuple[Effect, ...]) -> None:
-    assert decide(view(ENDED, member(reading))) == effects
-    assert decide(view(ENDED, member(reading, released=True))) == ()
-
-
-def test_what_a_lost_machine_held_is_given_back_once() -> None:
-    for reading in SILENCE:
-        assert decide(view(ENDED, member(reading, lost=True))) == (Abandon(0),)
-        assert decide(view(ENDED, member(reading, lost=True, abandoned=True))) == ()
-        assert decide(view(ENDED, member(reading, deadman_over=True))) == ()
+def test_what_an_engine_said_is_told_and_is_nobodys_fault() -> None:
+    said = "job 7 of Slurm is cancelled, and it never began"
+    gave_up = member(Reading.VOIDED, refusal=f"voided: {said}")
+    end = only(decide(view(LAUNCHING, gave_up)))
+    assert (end.outcome, end.failure, end.because) == (Outcome.VOID, FailureClass.PREEMPTION, said)
+    assert only(decide(view(LAUNCHING, gave_up, cancel=True))).failure is None
+    gone = member(Reading.LOST, engine_says="job 7 of Slurm is node fail", quiet=True)
+    end = only(decide(view(RUNNING, gone)))
+    assert end.failure is FailureClass.SUPERVISOR_LOST
+    assert "job 7 of Slurm is node fail" in end.because
 
 
 def test_it_is_over_when_everything_is_clean() -> None:
     assert not over(view(ENDED, member(Reading.EXITED)))
     assert over(View("job-1", 7, ENDED, (), cleanup=Cleanup.CLEAN))
     assert not over(View("job-1", 7, RUNNING, (), cleanup=Cleanup.CLEAN))
+
+
+def test_every_state_has_an_answer_for_every_reading() -> None:
+    for state, reading in itertools.product(AttemptState, Reading):
+        for cancel, gone in itertools.product((False, True), repeat=2):
+            decide(view(state, member(reading, lost=gone), cancel=cancel))
 
 
 # what nobody drives
@@ -480,6 +388,9 @@ def test_it_is_over_when_everything_is_clean() -> None:
         (5, Reading.RUNNING, None, Stray.QUARANTINE),
         (5, Reading.EXITED, None, Stray.LEAVE),
         (6, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.QUARANTINE),
+        (7, Reading.QUEUED, None, Stray.QUARANTINE),
+        (7, Reading.QUEUED, Known(7, 7), Stray.LEAVE),
+        (6, Reading.QUEUED, Known(7, 7), Stray.KILL),
     ],
 )
 def test_strays(epoch: int, reading: Reading, known: Known | None, what: Stray) -> None:
@@ -499,76 +410,3 @@ def test_strays(epoch: int, reading: Reading, known: Known | None, what: Stray) 
 def test_what_outlives_its_supervisor(reading: Reading, known: Known | None, what: Stray) -> None:
     assert stray(5, reading, known, survivors=1) is what
     assert stray(5, reading, known, survivors=0) is Stray.LEAVE
-
-
-def test_every_state_has_an_answer_for_every_reading() -> None:
-    for state in AttemptState:
-        for reading in Reading:
-            for cancel in (False, True):
-                for lost in (False, True):
-                    decide(view(state, member(reading, lost=lost), cancel=cancel))
-
-
-def test_of_a_gang_that_one_member_refused_that_one_is_named() -> None:
-    """Another one's supervisor is dead; what is to be done about the refusal is read where it stands."""
-    members = (
-        member(Reading.LOST, 0, quiet=True),
-        member(Reading.REFUSED, 1, refusal="gpu_busy: GPU-1 is used"),
-    )
-    (move,) = decide(view(LAUNCHING, *members))
-    assert isinstance(move, Move)
-    assert move.evidence["rank"] == 1
-    assert "gpu_busy" in move.because
-
-
-# Behind an engine
-
-
-def test_what_an_engine_has_waits_for_as_long_as_it_likes() -> None:
-    assert decide(view(LAUNCHING, member(Reading.QUEUED))) == ()
-    assert decide(view(LAUNCHING, member(Reading.QUEUED, drained=True))) == ()
-    assert decide(view(LAUNCHING, member(Reading.RUNNING))) == (Move(RUNNING),)
-
-
-def test_what_an_engine_does_not_have_is_given_to_it_again() -> None:
-    assert decide(view(LAUNCHING, member(Reading.QUEUED, given=False))) == (Launch(0),)
-    assert decide(view(LAUNCHING, member(Reading.UNREACHABLE, given=False))) == ()
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_what_waits_is_made_void_and_never_killed(given: bool) -> None:
-    waits = member(Reading.QUEUED, given=given)
-    assert decide(view(LAUNCHING, waits, cancel=True)) == (Void(0),)
-    assert decide(view(LAUNCHING, replace(waits, lost=True))) == (Void(0),)
-    assert decide(view(ENDED, waits)) == (Void(0),)
-
-
-def test_a_void_ends_what_was_cancelled_in_the_queue() -> None:
-    (end,) = decide(view(LAUNCHING, member(Reading.VOIDED), cancel=True))
-    assert isinstance(end, Move)
-    assert (end.outcome, end.failure) == (Outcome.VOID, None)
-
-
-def test_what_its_engine_gave_up_in_the_queue_is_nobodys_fault() -> None:
-    said = "job 7 of Slurm is cancelled, and it never began"
-    gave_up = member(Reading.VOIDED, refusal=f"voided: {said}")
-    (end,) = decide(view(LAUNCHING, gave_up))
-    assert isinstance(end, Move)
-    assert (end.outcome, end.failure, end.because) == (Outcome.VOID, FailureClass.PREEMPTION, said)
-    (cancelled,) = decide(view(LAUNCHING, gave_up, cancel=True))
-    assert isinstance(cancelled, Move)
-    assert cancelled.failure is None
-
-
-def test_where_both_are_silent_it_is_told_what_the_engine_said() -> None:
-    gone = member(Reading.LOST, engine_says="job 7 of Slurm is node fail", quiet=True)
-    (end,) = decide(view(RUNNING, gone))
-    assert isinstance(end, Move)
-    assert end.failure is FailureClass.SUPERVISOR_LOST
-    assert "job 7 of Slurm is node fail" in end.because
-
-
-def test_what_waits_and_stands_in_no_table_is_not_run_beside() -> None:
-    assert stray(7, Reading.QUEUED, None) is Stray.QUARANTINE
-    assert stray(7, Reading.QUEUED, Known(7, 7)) is Stray.LEAVE
-    assert stray(6, Reading.QUEUED, Known(7, 7)) is Stray.KILL

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -470,11 +471,21 @@ class Fleet(RuleBasedStateMachine):
             assert over(self._view(attempt)) == (attempt.cleanup is Cleanup.CLEAN)
 
 
-FleetStateMachine = Fleet.TestCase
-FleetStateMachine.settings = settings(
-    max_examples=150,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+class LongStorm(Fleet):
+    """As much again, and more."""
+
+
+def of_length(machine: type[Fleet], examples: int) -> Any:
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=examples,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    return case
+
+
+FleetStateMachine = of_length(Fleet, 40)
+FleetInALongStorm = pytest.mark.soak(suite="fleet")(of_length(LongStorm, 1000))

@@ -50,9 +50,12 @@ def looked_at(
 
 
 def test_only_after_the_deadman_and_a_margin() -> None:
+    """Of a machine that was told of one: what stands in its row now may have been written since."""
     for silent_for in (None, 0.0, DEADMAN + 1, DEADMAN + DEADMAN_MARGIN):
         assert not is_over(Reading.RUNNING, silent_for, deadman=DEADMAN)
     assert is_over(Reading.RUNNING, DEADMAN + DEADMAN_MARGIN + 1, deadman=DEADMAN)
+    assert not is_over(Reading.RUNNING, 1e4)
+    assert not is_over(Reading.RUNNING, 1e4, deadman=None)
 
 
 def test_a_jump_of_the_databases_clock_ends_no_deadman_early() -> None:
@@ -74,16 +77,10 @@ def test_a_jump_of_the_databases_clock_ends_no_deadman_early() -> None:
     assert not looked_at(driving, Reading.RUNNING, None, now=20_000.0, **handle)
 
 
-@pytest.mark.parametrize("recorded", [None, *Reading])
-def test_whatever_was_heard_but_that_its_supervisor_is_dead(recorded: Reading | None) -> None:
+def test_whatever_was_heard_but_that_its_supervisor_is_dead() -> None:
     """A launch of which nothing was heard may still be under way: where it arrives after its deadman, it begins nothing."""
-    assert is_over(recorded, 1e4, deadman=DEADMAN) == (recorded is not Reading.LOST)
-
-
-def test_only_of_a_machine_that_was_told_of_a_deadman() -> None:
-    """What stands in its row now may have been written since."""
-    assert not is_over(Reading.RUNNING, 1e4)
-    assert not is_over(Reading.RUNNING, 1e4, deadman=None)
+    for recorded in (None, *Reading):
+        assert is_over(recorded, 1e4, deadman=DEADMAN) == (recorded is not Reading.LOST)
 
 
 def test_when_a_member_ended_is_reckoned_from_how_long_ago_its_machine_says_that_was() -> None:
@@ -120,11 +117,9 @@ def test_of_what_an_engine_has_begun_the_files_say_something_else(
     assert ear.reading is reading
 
 
-@pytest.mark.parametrize(("has", "given"), [(None, True), (True, True), (False, False)])
-def test_only_an_engine_that_was_asked_and_does_not_have_it_was_not_given_it(
-    has: bool | None, given: bool
-) -> None:
-    ear = drive._Ear("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]
-    assert ear.given
-    ear.heard(MemberState("job", 1, RunnerState.QUEUED, engine="slurm", engine_has=has))
-    assert ear.given is given
+def test_only_an_engine_that_was_asked_and_does_not_have_it_was_not_given_it() -> None:
+    for has, given in ((None, True), (True, True), (False, False)):
+        ear = drive._Ear("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]
+        assert ear.given
+        ear.heard(MemberState("job", 1, RunnerState.QUEUED, engine="slurm", engine_has=has))
+        assert ear.given is given

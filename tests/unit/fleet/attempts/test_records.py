@@ -1,9 +1,8 @@
 """Writes about attempts: only their owner's count, and each can be made twice."""
 
-import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts import ending, records, refusals
 from groupwise.fleet.attempts.decide import Known, Move
 from groupwise.fleet.attempts.records import Stale
-from groupwise.fleet.attempts.together import Writes
 from groupwise.fleet.queue import claim
 from groupwise.fleet.queue.failures import FREE_RETRIES
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member
 from groupwise.fleet.verbs import jobs, machines, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import MemberState, RunnerState
@@ -47,10 +45,15 @@ def rig(database: Database, tmp_path: Path) -> Rig:
 def epoch(rig: Rig) -> int:
     """Of an attempt that `me` has claimed."""
     rig.submit("job")
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
     return made.epoch
+
+
+def claimed(rig: Rig, limit: int = 1) -> Sequence[claim.Claimed]:
+    """What `me` gets."""
+    return rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=limit).made
+    )
 
 
 def advance(rig: Rig, epoch: int, *states: AttemptState) -> None:
@@ -111,9 +114,7 @@ def test_who_has_been_replaced_reads_nothing(rig: Rig, epoch: int) -> None:
 
 def test_a_write_is_about_the_attempt_that_it_names(rig: Rig, epoch: int) -> None:
     rig.submit("other")
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
     advance(rig, made.epoch, AttemptState.LAUNCHING)
     assert row(rig, Attempt, Attempt.epoch == epoch).state == AttemptState.RESERVED
     assert row(rig, Attempt, Attempt.epoch == made.epoch).state == AttemptState.LAUNCHING
@@ -127,9 +128,7 @@ def test_leases_are_counted_by_the_clock_of_the_database(
     here = time.time()
     monkeypatch.setattr(time, "time", lambda: here + wrong)
     rig.submit("job")
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
 
     def left() -> float:
         return row(rig, Attempt).lease_until - rig.database.read(seconds)
@@ -143,31 +142,29 @@ def test_leases_are_counted_by_the_clock_of_the_database(
     assert 0.0 < left() <= records.LEASE
 
 
-def test_where_whoever_drove_is_known_to_be_gone_no_lease_has_to_run_out(
-    rig: Rig, epoch: int
-) -> None:
-    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
-    rig.database.run(records.let_all_go)
-    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
-
-
-def test_a_lease_that_ran_out_is_still_its_owners_until_somebody_takes_it(
-    rig: Rig, epoch: int
-) -> None:
-    rig.expire_leases()
-    advance(rig, epoch, AttemptState.LAUNCHING)
-    assert rig.database.run(lambda s: records.renew(s, "me")) == [epoch]
-    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
-
-
 def test_an_attempt_is_adopted_once(rig: Rig, epoch: int) -> None:
-    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
+    def adopt(owner: str) -> list[int]:
+        return list(rig.database.run(lambda s: records.adopt(s, owner)))
+
+    def renew(owner: str) -> list[int]:
+        return list(rig.database.run(lambda s: records.renew(s, owner)))
+
+    assert adopt("other") == []
     rig.expire_leases()
-    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
-    assert rig.database.run(lambda s: records.adopt(s, "third")) == []
-    assert rig.database.run(lambda s: records.renew(s, "me")) == []
+    advance(rig, epoch, AttemptState.LAUNCHING)  # it is still its owner's until somebody takes it
+    assert (renew("me"), adopt("other")) == ([epoch], [])
+    rig.expire_leases()
+    assert (adopt("other"), adopt("third"), renew("me")) == ([epoch], [], [])
     assert row(rig, Attempt).owner == "other"
     assert "attempt.adopted" in events(rig)
+    rig.database.run(lambda s: records.let_go(s, "other"))
+    assert adopt("me") == [epoch]
+    rig.database.run(records.let_all_go)  # whoever drove is known to be gone
+    assert adopt("me") == [epoch]
+    end(rig, epoch, Move(AttemptState.ENDED, Outcome.VOID, because="nobody wants it"))
+    rig.expire_leases()
+    assert row(rig, Attempt).cleanup == Cleanup.CLEAN
+    assert (renew("me"), adopt("other")) == ([], [])
 
 
 def test_a_lease_that_was_given_before_the_clock_was_set_back_holds_nobody_up(
@@ -183,24 +180,6 @@ def test_a_lease_that_was_given_before_the_clock_was_set_back_holds_nobody_up(
     assert rig.database.run(lambda s: records.adopt(s, "other")) == []
     ends_in(3600)
     assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
-
-
-def test_what_somebody_lets_go_is_free_at_once(rig: Rig, epoch: int) -> None:
-    rig.database.run(lambda s: records.let_go(s, "me"))
-    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
-
-
-def test_what_is_over_is_neither_renewed_nor_adopted(rig: Rig, epoch: int) -> None:
-    end(rig, epoch, Move(AttemptState.ENDED, Outcome.VOID, because="nobody wants it"))
-    rig.expire_leases()
-    assert row(rig, Attempt).cleanup == Cleanup.CLEAN
-    assert rig.database.run(lambda s: records.renew(s, "me")) == []
-    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
-
-
-def test_a_move_that_is_made_twice_is_told_once(rig: Rig, epoch: int) -> None:
-    advance(rig, epoch, AttemptState.LAUNCHING, AttemptState.LAUNCHING)
-    assert events(rig).count("attempt.launching") == 1
 
 
 def test_attempt_and_job_end_together_and_once(rig: Rig, epoch: int) -> None:
@@ -254,9 +233,7 @@ def test_a_job_that_is_tried_again_waits_by_the_databases_clock(rig: Rig, epoch:
 def test_a_gpu_fault_puts_the_gpus_that_it_names_out_of_use(rig: Rig) -> None:
     rig.database.run(_another_gpu)
     rig.submit("big", resources={"gpus": 2})
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
     advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
     fault = Move(
         AttemptState.ENDED, Outcome.FAILED, FailureClass.GPU_FAULT, "GPU-a1 has fallen off the bus",
@@ -309,9 +286,7 @@ def _fails_with_words_about_its_gpu(rig: Rig, job: str) -> None:
         rig.submit(job, resources={"gpus": 1, "vm": "a"})
     soon = update(Job).where(Job.job_id == job).values(not_before=0.0)
     rig.database.run(lambda s: s.execute(soon))
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
     advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
     said = "GPU 0 has fallen off the bus"
     evidence = {"rank": 0, "members": [{"rank": 0, "vm": "a"}]}
@@ -342,9 +317,7 @@ def refused(code: str = "disk_full", why: str = "no") -> Move:
 def refuse(rig: Rig, job: str, code: str = "disk_full") -> None:
     """A job is refused by machine a."""
     rig.submit(job, resources={"gpus": 1, "vm": "a"})
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
     advance(rig, made.epoch, AttemptState.LAUNCHING)
     end(rig, made.epoch, refused(code))
     rig.database.run(
@@ -355,38 +328,17 @@ def refuse(rig: Rig, job: str, code: str = "disk_full") -> None:
 def test_a_machine_is_cordoned_after_three_jobs_in_a_row(rig: Rig) -> None:
     for number in range(2):
         refuse(rig, f"job-{number}")
+    rig.submit("good", resources={"gpus": 1, "vm": "a"})
+    (made,) = claimed(rig)
+    advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
+    assert row(rig, VM, VM.vm_id == "a").launch_failures == 0, "one that begins ends the row"
+    end(rig, made.epoch, failed(FailureClass.USER_ERROR))
+    rig.database.run(lambda s: ending.release(s, made.epoch, "me", 0))
+    for number in range(2, 5):
         assert row(rig, VM, VM.vm_id == "a").cordoned is None
-    refuse(rig, "job-2")
+        refuse(rig, f"job-{number}")
     assert "3 launches in a row" in row(rig, VM, VM.vm_id == "a").cordoned
     assert events(rig).count("vm.cordoned") == 1
-
-
-def test_a_launch_that_succeeds_begins_the_count_anew(rig: Rig) -> None:
-    refuse(rig, "job-0")
-    refuse(rig, "job-1")
-    rig.submit("good", resources={"gpus": 1, "vm": "a"})
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
-    advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
-    assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
-
-
-async def test_so_does_one_of_many_that_are_written_together(rig: Rig) -> None:
-    refuse(rig, "job-0")
-    for name in ("good", "other"):
-        rig.submit(name, resources={"gpus": 1, "vm": "a" if name == "good" else "b"})
-    made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=2).made)
-    for each in made:
-        advance(rig, each.epoch, AttemptState.LAUNCHING)
-    assert row(rig, VM, VM.vm_id == "a").launch_failures == 1
-    writes = Writes(rig.database)
-
-    def begin(epoch: int) -> Coroutine[Any, Any, Any]:
-        return writes.commit(epoch, lambda s: records.move(s, epoch, "me", AttemptState.RUNNING))
-
-    await asyncio.gather(*(begin(each.epoch) for each in made))
-    assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
 
 
 @pytest.mark.parametrize(
@@ -410,7 +362,7 @@ def test_a_refusal_for_the_sake_of_a_gpu_is_that_gpus(
     other = value_of(rig, GPU.uuid, GPU.vm_id == "a", GPU.uuid != uuid)
     rig.submit("next", resources={"gpus": 1, "vm": "a"})
     rig.submit("last", resources={"gpus": 1, "vm": "a"})
-    made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=9).made)
+    made = claimed(rig, 9)
     seats = [each.placement.seats[0] for each in made]
     assert [[gpu.uuid for gpu in seat.gpus] for seat in seats if seat.vm_id == "a"] == [[other]]
 
@@ -419,20 +371,17 @@ def value_of(rig: Rig, column: Any, *where: Any) -> Any:
     return rig.database.read(lambda s: s.scalars(select(column).where(*where)).one())
 
 
-@pytest.mark.parametrize("code", sorted(refusals.OF_JOBS | refusals.OURS))
-def test_a_refusal_that_speaks_of_the_job_is_not_the_machines_fault(rig: Rig, code: str) -> None:
-    for number in range(4):
-        refuse(rig, f"job-{number}", code)
-    assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
+def test_a_refusal_that_speaks_of_the_job_is_not_the_machines_fault(rig: Rig) -> None:
+    for code in sorted(refusals.OF_JOBS | refusals.OURS):
+        refuse(rig, f"job-{code}", code)
+        assert row(rig, VM, VM.vm_id == "a").launch_failures == 0, code
 
 
 def begin_and_refuse(rig: Rig, job: str, code: str) -> str:
     """Wherever it is claimed for; the machine."""
     query = update(Job).where(Job.job_id == job)
     rig.database.run(lambda s: s.execute(query.values(not_before=0.0)))
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
     advance(rig, made.epoch, AttemptState.LAUNCHING)
     vm_id = made.placement.seats[0].vm_id
     move = refused(code)
@@ -507,9 +456,7 @@ def refuse_once(rig: Rig, why: str) -> Sequence[str] | int | None:
         session.execute(update(Job).values(not_before=0.0))
 
     rig.database.run(free)
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
     advance(rig, made.epoch, AttemptState.LAUNCHING)
     move = refused("gpu_busy", why)
     end(rig, made.epoch, replace(move, evidence={**move.evidence, "because": why}))
@@ -522,30 +469,24 @@ def refuse_once(rig: Rig, why: str) -> Sequence[str] | int | None:
 
 def test_a_gang_is_silent_since_the_first_of_it_is(rig: Rig) -> None:
     rig.submit("gang", resources={"gpus": 1, "machines": 2})
-    (made,) = rig.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
-    )
+    (made,) = claimed(rig)
 
-    def silence(rank: int, silent: bool) -> None:
+    def silence(rank: int, silent: bool) -> float | None:
+        """Since when that member is."""
         rig.database.run(lambda s: records.contact(s, made.epoch, "me", rank, silent=silent))
+        return row(rig, Member, Member.rank == rank).handle.get("silent_since")
 
-    silence(0, True)
-    first = row(rig, Member, Member.rank == 0).handle["silent_since"]
-    silence(0, True)
-    silence(1, True)
-    assert row(rig, Member, Member.rank == 0).handle["silent_since"] == first
-    assert (row(rig, Attempt).contact, row(rig, Attempt).unreachable_since) == (
-        "unreachable",
-        first,
-    )
+    def contact() -> tuple[str, float | None]:
+        return row(rig, Attempt).contact, row(rig, Attempt).unreachable_since
+
+    first = silence(0, True)
+    assert silence(0, True) == first
+    second = silence(1, True)
+    assert contact() == ("unreachable", first)
     silence(0, False)
-    second = row(rig, Member, Member.rank == 1).handle["silent_since"]
-    assert (row(rig, Attempt).contact, row(rig, Attempt).unreachable_since) == (
-        "unreachable",
-        second,
-    )
+    assert contact() == ("unreachable", second)
     silence(1, False)
-    assert (row(rig, Attempt).contact, row(rig, Attempt).unreachable_since) == ("ok", None)
+    assert contact() == ("ok", None)
     assert [k for k in events(rig) if "reach" in k] == ["attempt.unreachable", "attempt.reachable"]
 
 
@@ -563,13 +504,6 @@ def test_what_the_database_knows_of_a_job_that_a_machine_reports(rig: Rig, epoch
     assert known(elsewhere) == {"job": Known(live_epoch=None, highest_epoch=epoch)}
     end(rig, epoch, Move(AttemptState.ENDED, Outcome.VOID, because="nobody wants it"))
     assert known(vm_id) == {"job": Known(live_epoch=None, highest_epoch=epoch)}
-
-
-def test_a_stranger_is_written_down_once(rig: Rig) -> None:
-    def write() -> bool:
-        return rig.database.run(lambda s: records.quarantine(s, "me", "a", "stranger", 5))
-
-    assert (write(), write()) == (True, False)
 
 
 def test_a_machine_is_welcome_back_when_nothing_is_left_there(rig: Rig, epoch: int) -> None:
@@ -592,16 +526,6 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(rig: Rig, epoch: i
     rig.database.run(lambda s: records.left_nothing(s, epoch, 0))
     assert (welcome(), welcome()) == (True, False)
     assert row(rig, VM, VM.vm_id == vm_id).lost_at is None
-
-
-def test_a_snapshot_holds_what_is_needed_to_launch(rig: Rig, epoch: int) -> None:
-    found = rig.database.read(lambda s: records.snapshots(s, [epoch], "me"))[epoch]
-    (member,) = found.members
-    assert (found.job_id, found.number, found.state) == ("job", 0, AttemptState.RESERVED)
-    assert found.spec["arguments"] == ["train", "--quickly"]
-    assert member.gpus == (row(rig, GPU, GPU.vm_id == member.machine.vm_id).uuid,)
-    assert (member.share_mb, member.recorded, member.exit) == (None, None, None)
-    assert row(rig, Reservation).rank == 0
 
 
 def test_what_an_attempt_waits_for_is_written_down_as_long_as_it_waits(

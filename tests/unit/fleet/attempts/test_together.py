@@ -126,15 +126,6 @@ async def test_many_that_end_and_give_back_send_no_more_statements_than_few(rig:
     assert all(rig.database.read(lambda s: s.scalars(select(Member.released)).all()))
 
 
-async def test_each_tells_of_its_end_in_order(rig: Rig, epochs: list[int]) -> None:
-    await end(rig, epochs)
-    await release(rig, epochs)
-    for epoch in epochs:
-        query = select(Event.kind).where(Event.epoch == epoch).order_by(Event.event_id)
-        kinds = rig.database.read(lambda s, q=query: list(s.scalars(q)))
-        assert kinds[-3:] == ["attempt.ended", "job.completed", "attempt.clean"]
-
-
 async def test_a_machine_that_refuses_many_at_once_is_told_of_each(
     rig: Rig, epochs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,13 +136,6 @@ async def test_a_machine_that_refuses_many_at_once_is_told_of_each(
     failures, cordoned = rig.database.read(lambda s: s.execute(query).one())
     assert failures == len(epochs)
     assert cordoned is not None
-
-
-async def test_what_never_ran_gives_back_at_once(rig: Rig, epochs: list[int]) -> None:
-    await end(rig, epochs, Move(AttemptState.ENDED, Outcome.VOID, because="nobody wants it"))
-    assert rig.open_reservations() == []
-    clean = rig.database.read(lambda s: s.scalars(select(Attempt.cleanup)).all())
-    assert set(clean) == {Cleanup.CLEAN}
 
 
 async def test_who_is_refused_is_refused_alone(rig: Rig, epochs: list[int]) -> None:

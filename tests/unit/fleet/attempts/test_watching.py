@@ -66,10 +66,6 @@ async def watch(rack: FakeHosts) -> AsyncIterator[Watch]:
         made.remove(listener)
 
 
-def waits(rack: FakeHosts) -> int:
-    return sum(1 for call in rack["a"].calls if call.verb == "wait")
-
-
 async def test_news_goes_to_whom_it_concerns(rack: FakeHosts, watch: Watch) -> None:
     one, two = Ear("job-1", 1), Ear("job-2", 2)
     watch.add(one)
@@ -158,17 +154,6 @@ async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_k
     watch.remove(heard)
     watch.remove(unheard)
     await running
-
-
-async def test_one_watch_serves_all_listeners_of_a_machine(rack: FakeHosts) -> None:
-    begun: list[str] = []
-    watches = Watches(lambda vm_id, _: begun.append(vm_id), QUICK)
-    runner = Runner(rack["a"])
-    one, two = Ear("job-1", 1), Ear("job-2", 2)
-    first = watches.listen("a", runner, one)
-    assert watches.listen("a", runner, two) is first
-    watches.listen("b", runner, Ear("job-3", 3))
-    assert begun == ["a", "b"]
 
 
 async def test_a_watch_that_crashed_is_begun_anew_for_those_who_still_listen(

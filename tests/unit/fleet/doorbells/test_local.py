@@ -34,13 +34,6 @@ def sockets(folder: Path) -> list[Path]:
     return sorted((folder / FOLDER).iterdir())
 
 
-async def test_within_the_process():
-    doorbell = LocalDoorbell()
-    doorbell.ring(["a", "b"])
-    assert await doorbell.wait(60) == {"a", "b"}
-    await doorbell.close()
-
-
 async def test_another_process_rings(folder: Path):
     doorbell = await listening(folder)
     waiting = asyncio.create_task(doorbell.wait(60))
@@ -103,11 +96,6 @@ async def test_the_sockets_of_other_machines_are_left_alone(
     assert [path.name for path in sockets(tmp_path)] == [here._name]
     assert await here.wait(60) == {"a"}
     await here.close()
-
-
-async def test_nobody_has_ever_listened(tmp_path: Path):
-    LocalDoorbell(tmp_path / "nowhere").ring(["a"])
-    assert not (tmp_path / "nowhere").exists()
 
 
 async def test_garbage_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,12 +13,6 @@ async def test_one_who_waits_gets_everything_once():
     assert await pile.wait(0) == frozenset()
 
 
-async def test_what_came_before_the_wait_is_not_lost():
-    pile = Pile()
-    pile.put(["a"])
-    assert await pile.wait(60) == {"a"}
-
-
 async def test_other_threads_wake_the_waiter():
     pile = Pile()
     waiting = asyncio.create_task(pile.wait(60))
@@ -42,12 +36,6 @@ async def test_ids_taken_before_the_wake_arrives_do_not_end_the_next_wait():
     assert not waiting.done()
     pile.put(["b"])
     assert await waiting == {"b"}
-
-
-async def test_nothing_rung_wakes_nobody():
-    pile = Pile()
-    pile.put([])
-    assert await pile.wait(0) == frozenset()
 
 
 async def test_a_flood_is_forgotten_and_the_waiter_still_wakes():

@@ -52,9 +52,3 @@ async def test_a_dead_one_changes_nothing_and_is_told_once(caplog: pytest.LogCap
     await several.close()
     assert caplog.text.count("cannot be heard: no ears") == 2
     assert caplog.text.count("cannot ring: no rope") == 2
-
-
-async def test_silence_ends_with_nothing():
-    several = SeveralDoorbells([LocalDoorbell()])
-    assert await several.wait(0.01) == frozenset()
-    await several.close()

@@ -86,15 +86,6 @@ async def test_everything_comes_and_is_what_it_was(
     assert len(host.asked) == asked
 
 
-async def test_nothing_in_the_store_costs_no_look_at_the_database(
-    database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = begin(database, host)
-    monkeypatch.delattr(Gateway, "look")
-    assert await collector(place, database).collect(part) == Collected()
-    assert tree(place / JOB / "current") == FILES
-
-
 async def test_small_files_come_together_and_a_large_one_by_itself(
     database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,27 +130,6 @@ async def test_what_does_not_come_together_comes_by_itself(
     assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
 
 
-async def test_what_an_earlier_try_has_left_whole_does_not_come_again(
-    database: Database, place: Path, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    partial = place / JOB / f".{part.epoch}.partial" / "outputs"
-    partial.mkdir(parents=True)
-    (partial / "model.bin").write_bytes(FILES["outputs/model.bin"])
-    assert await collector(place, database).collect(part) == Collected()
-    assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
-    assert host.read_bytes() == 2
-
-
-async def test_nothing_at_all_is_whole_too(
-    database: Database, place: Path, host: WorkFolder
-) -> None:
-    host.files = {}
-    part = begin(database, host)
-    assert await collector(place, database).collect(part) == Collected()
-    assert tree(artefact_folder(place, JOB, part.epoch)) == {}
-
-
 async def test_current_is_the_newest_and_other_ranks_stand_beside(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
@@ -171,7 +141,7 @@ async def test_current_is_the_newest_and_other_ranks_stand_beside(
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("calls", [0, 1, 4, 8])
+@pytest.mark.parametrize("calls", [1, 8])
 async def test_a_fetch_that_was_cut_off_goes_on(
     calls: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
@@ -186,8 +156,12 @@ async def test_a_fetch_that_was_cut_off_goes_on(
     assert host.read_bytes() == sum(map(len, FILES.values()))
 
 
+RARE = pytest.mark.soak(suite="fleet")
+RARE_DEATHS = (1, 4, 7, 13, 16, 19, 22, 25, 31, 34, 37)
+
+
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("death", range(1, 40, 3))
+@pytest.mark.parametrize("death", [10, 28, *(pytest.param(n, marks=RARE) for n in RARE_DEATHS)])
 async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
     death: int, database: Database, place: Path, host: WorkFolder
 ) -> None:
@@ -236,40 +210,31 @@ async def test_what_is_no_plain_file_is_left_out_and_named(
     assert left_out == {"outputs/latest", "outputs/pipe", *evil}
 
 
-@pytest.mark.parametrize("why", sorted(artefacts.KEPT_BACK))
 async def test_a_plain_file_that_is_kept_back_is_a_problem_every_time(
-    why: str, database: Database, place: Path, host: WorkFolder
+    database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
-    host.refused = [["outputs/huge", why]]
-    for _ in range(2):
-        problem = (await collector(place, database).collect(part)).problem
-        assert problem is not None
-        assert "outputs/huge" in problem
-    assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
+    """So is an artefact that is itself no file or folder."""
+    odd = [("outputs/huge", why) for why in sorted(artefacts.KEPT_BACK)]
+    odd += [("outputs", why) for why in ("link", "device", "pipe", "socket", "special")]
+    for path, why in odd:
+        host.files = dict(FILES) if path == "outputs/huge" else {}
+        host.refused = [[path, why]]
+        part = begin(database, host)
+        for _ in range(2):
+            found = await collector(place, database).collect(part)
+            assert re.search(f"{path}: .*{why if path == 'outputs' else ''}", found.problem or "")
+        assert tree(artefact_folder(place, JOB, part.epoch)) == host.files
 
 
-@pytest.mark.parametrize("more", [{"link": 7}, {"link": 7, "too_many": 3}])
 async def test_what_is_kept_back_counts_where_it_is_not_named(
-    more: dict[str, int], database: Database, place: Path, host: WorkFolder
+    database: Database, place: Path, host: WorkFolder
 ) -> None:
-    part = begin(database, host)
-    host.refused, host.refused_more = [["outputs/latest", "link"]], more
-    found = await collector(place, database).collect(part)
-    assert found.left_out == 8
-    assert (found.problem or "")[:31] == "3 of the artefacts did not come" * ("too_many" in more)
-
-
-@pytest.mark.parametrize("why", ["link", "device", "pipe", "socket", "special"])
-async def test_an_artefact_that_is_itself_no_file_or_folder_is_a_problem_every_time(
-    why: str, database: Database, place: Path, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    host.files, host.refused = {}, [["outputs", why]]
-    for _ in range(2):
-        problem = (await collector(place, database).collect(part)).problem
-        assert problem is not None
-        assert re.search(f"outputs: .*{why}", problem)
+    host.refused = [["outputs/latest", "link"]]
+    for more, problem in (({"link": 7}, None), ({"link": 7, "too_many": 3}, "3 of the artefacts")):
+        host.refused_more = more
+        found = await collector(place, database).collect(begin(database, host))
+        assert found.left_out == 8
+        assert found.problem is None if problem is None else problem in str(found.problem)
 
 
 @pytest.mark.parametrize(

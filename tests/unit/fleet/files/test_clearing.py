@@ -21,7 +21,6 @@ from groupwise.fleet.store.tables import (
     Attempt,
     BlobRight,
     Checkpoint,
-    ControlProcess,
     GPUHistory,
     Job,
 )
@@ -158,21 +157,16 @@ def test_a_right_to_what_is_sent_again_while_it_is_cleared_away_stays(
     assert rights_of(disk.database) == {(sha256, "red")}
 
 
-def test_what_has_no_row_is_left_unless_it_was_pruned(disk: Disk) -> None:
-    """The database may have been set back, or be another one."""
-    disk.job("known")
-    (disk.logs / "unknown").mkdir()
-    (disk.logs / "not an id").mkdir()
-    disk.clear()
-    assert {"unknown", "not an id", "known"} <= disk.left()
-
-
 def test_a_job_that_was_submitted_again_under_its_id_keeps_its_files(disk: Disk) -> None:
+    """So does what has no row and was not pruned: the database may have been set back, or be another one."""
     disk.job("one")
     disk.prune()
     disk.job("one")
+    (disk.logs / "unknown").mkdir()
+    (disk.logs / "not an id").mkdir()
     disk.clear()
     disk.check()
+    assert {"unknown", "not an id", "one"} <= disk.left()
 
 
 def test_a_database_that_never_had_a_job_is_not_believed(disk: Disk) -> None:
@@ -262,7 +256,14 @@ STEPS = 20
 """Of the two jobs below: rows, and before and after each removal."""
 
 
-@pytest.mark.parametrize("death", [*range(STEPS), STEPS])
+RARE = pytest.mark.soak(suite="fleet")
+OFTEN = (1, 6, 13, STEPS)
+
+
+@pytest.mark.parametrize(
+    "death",
+    [*OFTEN, *(pytest.param(n, marks=RARE) for n in range(STEPS) if n not in OFTEN)],
+)
 def test_dying_at_any_instant_leaves_no_row_without_its_files(
     disk: Disk, death: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,22 +294,6 @@ def test_dying_at_any_instant_leaves_no_row_without_its_files(
     assert disk.prune()["dry_run"] is False
     disk.check()
     assert disk.left() == {"waits", kept}
-
-
-def test_rows_of_processes_that_were_killed_long_ago_go(disk: Disk) -> None:
-    def write(session: Session) -> None:
-        about = {"role": "poller", "host": "h", "pid": 1, "started_at": 0.0}
-        session.add_all(
-            [
-                ControlProcess(owner="gone", seen_at=0.0, **about),
-                ControlProcess(owner="alive", seen_at=4e9, **about),
-            ]
-        )
-
-    disk.database.run(write)
-    disk.clear()
-    owners = select(ControlProcess.owner)
-    assert disk.database.read(lambda s: list(s.scalars(owners))) == ["alive"]
 
 
 def test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too(disk: Disk) -> None:

@@ -98,15 +98,12 @@ async def test_whole_lines_are_sent_once_with_where_they_stand(
     await shipper.round()
     assert sink.said() == ["one", "two", "three"]
     assert [line["offset"] for line in sink.lines] == [0, 4, 8]
-    assert sink.lines[0] == {
-        "job_id": "job-a",
-        "project": "default",
-        "epoch": 1,
-        "rank": 0,
-        "vm_id": "vm-1",
-        "offset": 0,
-        "line": "one",
-    }
+    about = {"job_id": "job-a", "project": "default", "epoch": 1, "rank": 0, "vm_id": "vm-1"}
+    assert sink.lines[0] == {**about, "offset": 0, "line": "one"}
+    log.write(b"x" * (2 * LONGEST + 5) + b"\n\xff\xfe\n")
+    await shipper.round()
+    assert [len(line) for line in sink.said()[3:]] == [LONGEST, LONGEST, 5, 2]
+    assert sink.said()[-1] == "\ufffd\ufffd"
 
 
 async def test_the_rest_is_sent_when_the_attempt_is_over(database: Database, logs: Path) -> None:
@@ -129,16 +126,6 @@ async def test_what_a_sink_does_not_take_is_given_again(database: Database, logs
     assert sink.said() == ["one"]
 
 
-async def test_long_lines_come_in_pieces_and_bytes_that_are_no_text_do_no_harm(
-    database: Database, logs: Path
-) -> None:
-    log, sink = Log(database, logs), Taken()
-    log.write(b"x" * (3 * LONGEST + 5) + b"\n\xff\xfe\n")
-    await Shipper(database, logs, sink).round()
-    assert [len(line) for line in sink.said()] == [LONGEST, LONGEST, LONGEST, 5, 2]
-    assert sink.said()[-1] == "\ufffd\ufffd"
-
-
 async def test_many_logs_that_wait_for_an_end_of_line_hold_up_no_other(
     database: Database, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,15 +136,6 @@ async def test_many_logs_that_wait_for_an_end_of_line_hold_up_no_other(
     sink = Taken()
     await Shipper(database, logs, sink).round()
     assert sink.said() == ["whole"]
-
-
-async def test_a_log_that_was_pruned_is_done_with(database: Database, logs: Path) -> None:
-    log, sink = Log(database, logs), Taken()
-    log.write(b"one\n")
-    (logs / "job-a" / "1.log").unlink()
-    assert await Shipper(database, logs, sink).round() == 4
-    assert sink.said() == []
-    assert await Shipper(database, logs, sink).round() == 0
 
 
 async def test_a_sink_that_is_away_is_told_of_once(
@@ -196,16 +174,12 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(end)
 
 
-@pytest.mark.parametrize("blocking", [True, False])
 async def test_output_that_nobody_reads_stops_nothing_else_and_loses_nothing(
-    pipe: tuple[int, int],
-    blocking: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("groupwise.fleet.files.shipping.TAKEN", 0.01)
     reading, writing = pipe
-    os.set_blocking(writing, blocking)
+
     fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 4096)
     data = b"".join(b"%d\n" % number for number in range(50_000))
     took = asyncio.create_task(StandardOutput(lambda: writing).take(data))
@@ -229,28 +203,21 @@ def _read(end: int, size: int) -> bytes:
 
 def test_a_process_that_nobody_reads_ends_all_the_same() -> None:
     """Whoever waits for its end would otherwise wait for the reader."""
-    code = (
-        "import asyncio\n"
-        "from groupwise.fleet.files.shipping import StandardOutput\n"
-        "async def main():\n"
-        "    sink = StandardOutput()\n"
-        "    try:\n"
-        "        await asyncio.wait_for(sink.take(b'x' * (1 << 22)), 0.2)\n"
-        "    except TimeoutError:\n"
-        "        pass\n"
-        "asyncio.run(main())\n"
-    )
+    code = """
+import asyncio
+from groupwise.fleet.files.shipping import StandardOutput
+async def main():
+    try:
+        await asyncio.wait_for(StandardOutput().take(b'x' * (1 << 22)), 0.2)
+    except TimeoutError:
+        pass
+asyncio.run(main())
+"""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         try:
             assert process.wait(30) == 0
         finally:
             process.kill()
-
-
-async def test_a_reader_that_has_gone_is_an_error_to_be_tried_again(pipe: tuple[int, int]) -> None:
-    os.close(pipe[0])
-    with pytest.raises(BrokenPipeError):
-        await StandardOutput(lambda: pipe[1]).take(b"{}\n")
 
 
 async def test_every_sink_takes_lines(tmp_path: Path, pipe: tuple[int, int]) -> None:
@@ -271,6 +238,8 @@ async def test_every_sink_takes_lines(tmp_path: Path, pipe: tuple[int, int]) -> 
     assert os.read(pipe[0], 100) == b"{}\n"
     assert (tmp_path / "lines.jsonl").read_bytes() == b"1\n2\n"
     assert posted == [b"3\n", b"4\n"]
+    names = {"stdout": StandardOutput, "https://logs.example/in": Address, "~/logs.jsonl": File}
+    assert {name: type(sink_of(name)) for name in names} == names
 
 
 class Posted:
@@ -295,14 +264,6 @@ class Posted:
         return [line["line"] for line in self.lines if line["job_id"] == job]
 
 
-async def test_nothing_large_is_posted_at_once(database: Database, logs: Path) -> None:
-    Log(database, logs).write((b"\xff" * 900 + b"\n") * 3000)
-    posted = Posted(lambda _: None)
-    assert await Shipper(database, logs, posted.sink()).round() == 3000 * 901
-    assert max(map(len, posted.posts)) < 600_000
-    assert [line["offset"] for line in posted.lines] == [901 * number for number in range(3000)]
-
-
 async def test_what_is_too_large_for_an_address_comes_in_smaller_posts(
     database: Database, logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,7 +278,7 @@ async def test_what_is_too_large_for_an_address_comes_in_smaller_posts(
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("status", [400, 403, 413, 422])
+@pytest.mark.parametrize("status", [403, 413])
 async def test_a_line_that_is_refused_alone_is_left_out_and_its_place_says_so(
     database: Database, logs: Path, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
@@ -354,7 +315,7 @@ async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_go_on(
     assert posted.said("refused") == ["one", "two"]
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 429, 503])
+@pytest.mark.parametrize("status", [401, 503])
 async def test_an_address_that_takes_nothing_at_all_loses_nothing_and_is_not_asked_for_each_log(
     database: Database, logs: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
@@ -375,39 +336,3 @@ async def test_an_address_that_takes_nothing_at_all_loses_nothing_and_is_not_ask
     posted.refuses = lambda _: None
     await shipper.round()
     assert sorted(line["line"] for line in posted.lines) == ["one"] * 5
-
-
-async def test_a_log_at_which_an_address_breaks_keeps_none_of_the_others(
-    database: Database, logs: Path
-) -> None:
-    for number in range(1, 5):
-        Log(database, logs, f"job-{number}", number).write(b"one\n")
-    posted = Posted(lambda content: 500 if b"job-2" in content else None)
-    shipper = Shipper(database, logs, posted.sink())
-    for _ in range(2):
-        with pytest.raises(httpx2.HTTPStatusError):
-            await shipper.round()
-    assert [line["job_id"] for line in posted.lines] == ["job-1", "job-3", "job-4"]
-
-
-async def test_an_address_that_is_none_is_a_sink_that_is_away(
-    database: Database, logs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Log(database, logs).write(b"one\n")
-    told = asyncio.Event()
-    monkeypatch.setattr(
-        logging.getLogger("groupwise.fleet.files.shipping"), "warning", lambda *_: told.set()
-    )
-    shipping = asyncio.create_task(Shipper(database, logs, sink_of("http://[::1/x")).run())
-    async with asyncio.timeout(30):
-        await told.wait()
-    assert not shipping.done()
-    shipping.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await shipping
-
-
-def test_the_setting_names_a_sink() -> None:
-    assert isinstance(sink_of("stdout"), StandardOutput)
-    assert isinstance(sink_of("https://logs.example/in"), Address)
-    assert isinstance(sink_of("~/logs.jsonl"), File)

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
@@ -23,7 +21,6 @@ from groupwise.fleet.machines.clearing import (
     Keeping,
     MachineClearing,
     forgettable,
-    is_doctors,
     needed_blobs,
 )
 from groupwise.fleet.store.database import Database, seconds
@@ -111,20 +108,17 @@ def test_failures_stay_longer_than_successes(database: Database) -> None:
     assert len(free(database, names, Keeping(HOUR, HOUR))) == 6
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        Ended(state="launching", cleanup="pending", goes_on=True),
-        Ended(cleanup="leaking", released=False),
-        Ended(cleanup="pending"),
-        Ended(released=False),
-        Ended(vm="elsewhere"),
-    ],
-    ids=["live", "leaking", "not looked", "given up with its machine", "of another machine"],
-)
-def test_what_is_not_over_for_certain_stays(database: Database, wrong: Ended) -> None:
+def test_what_is_not_over_for_certain_stays(database: Database) -> None:
     assert free(database, write(database, Ended())) == [("job", 1)]
-    assert free(database, write(database, replace(wrong, job="other"))) == []
+    stays = {
+        "live": Ended(state="launching", cleanup="pending", goes_on=True),
+        "leaking": Ended(cleanup="leaking", released=False),
+        "not-looked": Ended(cleanup="pending"),
+        "given-up-with-its-machine": Ended(released=False),
+        "of-another-machine": Ended(vm="elsewhere"),
+    }
+    names = write(database, *(replace(each, job=job) for job, each in stays.items()))
+    assert free(database, names) == []
 
 
 def test_what_no_table_knows_stays(database: Database) -> None:
@@ -277,12 +271,11 @@ async def test_what_runs_and_what_is_unknown_is_left_alone(
     assert set(host.folders) == {"stranger.5", "stranger-too.5", f"job.{epoch}"}
 
 
-@pytest.mark.parametrize("begun", [0, 1])
 async def test_a_number_that_no_database_takes_keeps_nothing_from_being_cleared(
-    rig: Rig, host: FakeHost, cleared: Any, begun: int
+    rig: Rig, host: FakeHost, cleared: Any
 ) -> None:
     await done(rig, "job")
-    rig.rack.scripts["x"] = [Script(ticks=10**6 * begun)]
+    rig.rack.scripts["x"] = [Script(ticks=10**6)]
     await Runner(host).launch(Launch("x", 9_999_999_999_999_999_999, JobSpec(("true",))))
     rig.rack.tick()
     rig.lose("a")
@@ -359,24 +352,10 @@ async def test_files_of_what_runs_are_not_swept(rig: Rig, host: FakeHost, cleare
     assert sweep.body["keep"] == [entry]
 
 
-async def test_no_machine_takes_longer_than_its_time(
-    rig: Rig, host: FakeHost, cleared: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await done(rig, "one", "two", "three")
-    forget = Runner.forget
-
-    async def slowly(self: Runner, job: str, epoch: int, **more: Any) -> None:
-        clock.now += clearing.LONGEST * 0.6
-        await forget(self, job, epoch, **more)
-
-    monkeypatch.setattr(Runner, "forget", slowly)
-    await cleared()
-    assert len(host.folders) == 1
-    await cleared()
-    assert host.folders == {}
+RARE, RARE_DEATHS = pytest.mark.soak(suite="fleet"), (1, 2, 4, 5, 7, 8, 9, 10)
 
 
-@pytest.mark.parametrize("death", range(1, 11))
+@pytest.mark.parametrize("death", [3, 6, *(pytest.param(n, marks=RARE) for n in RARE_DEATHS)])
 async def test_dying_at_any_effect_leaves_only_what_the_next_one_takes(
     rig: Rig, host: FakeHost, cleared: Any, death: int
 ) -> None:
@@ -420,26 +399,6 @@ async def test_what_a_doctor_left_goes_after_an_hour(
     rig.rack.advance(1000.0)
     await cleared()
     assert set(host.folders) == {"doctor-0123456789a.1", "doctor-strange.1"}
-
-
-def test_the_names_of_a_doctor_are_known() -> None:
-    source = Path(clearing.__file__).parents[1].joinpath("doctor.py").read_text()
-    assert 'f"doctor-{secrets.token_hex(5)}"' in source
-    assert is_doctors("doctor-0123456789", 1)
-    assert not is_doctors("doctor-0123456789", 2)
-    assert not is_doctors("a-doctor-0123456789", 1)
-
-
-async def test_a_doctor_at_work_is_no_stranger(rig: Rig, host: FakeHost) -> None:
-    rig.rack.scripts["doctor-0123456789"] = [Script(ticks=10**6)]
-    rig.rack.scripts["stranger"] = [Script(ticks=10**6)]
-    await Runner(host).launch(Launch("doctor-0123456789", 1, JobSpec(("true",))))
-    await Runner(host).launch(Launch("stranger", 1, JobSpec(("true",)), gpus=("GPU-a0",)))
-    query = select(Event.job_id).where(Event.kind == "attempt.quarantined")
-    async with running(rig.dispatcher()):
-        await rig.until(lambda: bool(rig.database.read(lambda s: s.scalars(query).all())))
-    assert rig.database.read(lambda s: list(s.scalars(query))) == ["stranger"]
-    assert rig.database.read(records.machines)[0].vm_id == "a"
 
 
 # --- by a dispatcher ------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import groupwise
 from groupwise.errors import UsageError
 from groupwise.fleet.machines.locks import (
     lock_of_this_installation,
-    name_of_wheel,
     parse_lock,
     read_lock,
 )
@@ -76,19 +75,12 @@ def test_all_that_is_needed_and_nothing_else(site: Site) -> None:
     assert "stranger==1.0" in lines(("train",), "stranger")
 
 
-def test_extras_of_what_is_needed_count(site: Site) -> None:
-    site.add("groupwise", "0.1.0", "psycopg[binary]>=3")
-    site.add("psycopg", "3.3", 'psycopg-binary==3.3; extra == "binary"', 'pool; extra == "pool"')
-    site.add("psycopg-binary", "3.3")
-    site.add("pool")
-    assert lines(()) == ["psycopg-binary==3.3", "psycopg==3.3"]
-
-
-def test_a_circle_has_an_end(site: Site) -> None:
+def test_a_circle_has_an_end_and_extras_of_what_is_needed_count(site: Site) -> None:
     site.add("groupwise", "0.1.0", "a")
     site.add("a", "1", "b[x]")
-    site.add("b", "2", "a", 'c; extra == "x"')
+    site.add("b", "2", "a", 'c; extra == "x"', 'd; extra == "y"')
     site.add("c", "3")
+    site.add("d", "4")
     assert lines(()) == ["a==1", "b==2", "c==3"]
 
 
@@ -176,37 +168,18 @@ def test_groupwise_in_a_lock_is_left_to_the_wheel() -> None:
     assert parse_lock(text, "l", {"own-thing"}).lines == ("six==1",)
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("six>=1", "each line of a lock names one release"),
-        ("six", "each line of a lock names one release"),
-        ("six==1.*", "each line of a lock names one release"),
-        ("./six.whl", "each line of a lock names one release"),
-        ("six @ file:///tmp/six", "each line of a lock names one release"),
+def test_what_leaves_a_choice_or_leads_elsewhere_is_refused() -> None:
+    one = "each line of a lock names one release"
+    for line, why in (
+        *((each, one) for each in ("six>=1", "six", "six==1.*", "./six.whl")),
+        ("six @ file:///tmp/six", one),
         ("--index-url https://x", "options are not read from a lock"),
         ("-r other.txt", "options are not read from a lock"),
         ("-e /home/me/own", "--wheel"),
         ("six==1 --hash=md5:abc", "--hash=sha256"),
-    ],
-)
-def test_what_leaves_a_choice_or_leads_elsewhere_is_refused(line: str, why: str) -> None:
-    with pytest.raises(UsageError, match=why) as refused:
-        parse_lock(f"# first\n{line}\n", "lock.txt")
-    assert "lock.txt:2" in str(refused.value)
-
-
-def test_hashes_for_some_are_refused() -> None:
+    ):
+        with pytest.raises(UsageError, match=why) as refused:
+            parse_lock(f"# first\n{line}\n", "lock.txt")
+        assert "lock.txt:2" in str(refused.value)
     with pytest.raises(UsageError, match="some lines have hashes"):
         parse_lock(f"a==1 --hash={HASH}\nb==2\n", "l")
-
-
-def test_a_lock_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_lock(tmp_path / "none.txt")
-
-
-def test_names_of_wheels() -> None:
-    assert name_of_wheel(Path("/x/Own_Thing-1.0-1-py3-none-any.whl")) == "own-thing"
-    with pytest.raises(UsageError, match="not the name of a wheel"):
-        name_of_wheel(Path("own.whl"))

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy import event, func, select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import records
@@ -185,12 +185,8 @@ def test_a_first_look_makes_a_machine_usable_and_wakes_who_waits(fleet: Fleet):
     assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
     assert fleet.database.read(lambda s: s.get_one(Job, "waits").status) == "queued"
     assert fleet.events("vm.") == ["vm.reachable"]
-
-
-def test_the_same_look_again_tells_nothing_new(fleet: Fleet):
-    fleet.look(gpu(0))
     before = fleet.events()
-    fleet.look(gpu(0))
+    fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.seconds))
     assert fleet.events() == before
 
 
@@ -268,6 +264,8 @@ def test_what_outlives_its_supervisor_in_no_table_holds_its_job_back(
     now = fleet.database.run(databases.seconds)
     fleet.look(gpu(0), at=now, **alive)
     assert [each[:2] for each in strays(fleet)] == [("back", 7)]
+    if "attempts" in alive:
+        assert unknown.holding(fleet.vm.facts) == unknown.Holding(whole=frozenset({"GPU-0"}))
     assert claimed_ids(fleet.database) == []
     over = [running("back", 7, "lost", survivors=0, gpus=["GPU-0"])]
     fleet.look(gpu(0), at=now + 1, attempts=over)
@@ -275,32 +273,19 @@ def test_what_outlives_its_supervisor_in_no_table_holds_its_job_back(
     assert claimed_ids(fleet.database) == ["back"]
 
 
-def test_gpus_of_what_outlives_its_supervisor_are_given_to_nobody(fleet: Fleet):
-    alive = [running("back", 7, "lost", survivors=1, gpus=["GPU-0"])]
-    fleet.look(gpu(0), gpu(1), attempts=alive)
-    assert unknown.holding(fleet.vm.facts) == unknown.Holding(whole=frozenset({"GPU-0"}))
-
-
 def test_processes_of_attempts_that_are_known_and_odd_marks_are_nobody_unknown(fleet: Fleet):
     fleet.look(gpu(0))
     own = fleet.reserve("GPU-0")
-    marks = [
-        f"job.{own}",
-        "x",
-        "job.-1",
-        "a b.7",
-        "job.99999999999999999999",
-        "doctor-0123456789.1",
-    ]
-    fleet.look(gpu(0), quarantined=[{"what": "process", "detail": m, "pid": 5} for m in marks])
+    odd = ("x", "job.-1", "a b.7", "job.99999999999999999999", "doctor-0123456789.1")
+    marks = [{"what": "process", "detail": mark, "pid": 5} for mark in (f"job.{own}", *odd)]
+    fleet.look(gpu(0), quarantined=marks)
     assert strays(fleet) == []
     fleet.look(gpu(0), attempts=[running("job", own, "lost", survivors=1)])
     assert strays(fleet) == []
 
 
-@pytest.mark.parametrize("seen", [7, 40])
-def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet, seen: int):
-    gpus = [gpu(0), gpu(1), gpu(2)]
+def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet):
+    gpus, seen = [gpu(0), gpu(1), gpu(2)], 40
     fleet.look(*gpus)
     own = fleet.reserve("GPU-0")
     fleet.look(*gpus, attempts=[running("job", own), running("other", seen, "lost")])
@@ -308,19 +293,6 @@ def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet, s
     fleet.look(*gpus, attempts=[running("other", seen, "lost")])
     fleet.look(*gpus, attempts=[running("other", seen + epochs.MOST_AHEAD + 2)])
     assert fleet.reserve("GPU-2", job_id="third") == seen + 2
-
-
-def test_a_machine_without_attempts_has_nothing_asked_about_their_numbers(fleet: Fleet):
-    said: list[str] = []
-
-    def note(*statement: Any) -> None:
-        said.append(statement[2])
-
-    fleet.look(gpu(0))
-    event.listen(fleet.database.engine, "before_cursor_execute", note)
-    fleet.look(gpu(0))
-    assert said
-    assert not [each for each in said if "sqlite_sequence" in each or "attempts_epoch_seq" in each]
 
 
 def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_ends(fleet: Fleet):
@@ -350,30 +322,19 @@ def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_end
     assert sorted(claimed_ids(fleet.database)) == ["cpu-two", "part-two", "two"]
 
 
-def test_a_pause_of_another_kind_outlasts_what_ran_unknown(fleet: Fleet):
-    fleet.look(gpu(0))
-    submit(fleet.database, "back", gpus=1)
-    now = fleet.database.run(databases.seconds)
-    fleet.look(gpu(0), at=now, attempts=[running("back", 7)])
-    execute(fleet.database, f"UPDATE jobs SET not_before = {now + 170}")
-    fleet.look(gpu(0), at=now + 1, attempts=[running("back", 7)])
-    execute(fleet.database, f"UPDATE jobs SET not_before = {now + 170}")
-    fleet.look(gpu(0), at=now + 2)
-    assert fleet.not_before("back") == now + 170
-
-
-@pytest.mark.parametrize(
-    "found", ["x", ["x"], [{"what": "attempt"}], {"what": "attempt"}, [{"what": ["attempt"]}], 7]
-)
-def test_what_somebody_wrote_into_the_facts_breaks_nothing(fleet: Fleet, found: Any):
-    fleet.set(facts={"quarantined": found, "missed_at": found, "held_until": found})
-    assert fleet.database.read(unknown.on_machines) == []
-    assert unknown.holding(fleet.vm.facts) == unknown.Holding()
-    assert fleet.database.read(lambda s: records.not_looked_at(s, 1e12)) == ["vm"]
-    assert fleet.look(gpu(0))
-    assert fleet.miss() == 1
-    fleet.set(facts={"missed_at": found})
-    assert fleet.miss() == 2
+def test_what_somebody_wrote_into_the_facts_breaks_nothing(fleet: Fleet):
+    wrote: tuple[Any, ...] = (
+        *("x", ["x"], [{"what": "attempt"}], {"what": "attempt"}, [{"what": ["attempt"]}], 7),
+    )
+    for found in wrote:
+        fleet.set(facts={"quarantined": found, "missed_at": found, "held_until": found}, misses=0)
+        assert fleet.database.read(unknown.on_machines) == []
+        assert unknown.holding(fleet.vm.facts) == unknown.Holding()
+        assert fleet.database.read(lambda s: records.not_looked_at(s, 1e12)) == ["vm"]
+        assert fleet.look(gpu(0))
+        assert fleet.miss() == 1
+        fleet.set(facts={"missed_at": found})
+        assert fleet.miss() == 2
 
 
 def test_a_number_that_is_not_believed_hides_none_that_is(fleet: Fleet):
@@ -386,13 +347,6 @@ def test_a_number_that_is_not_believed_hides_none_that_is(fleet: Fleet):
     assert [each[:2] for each in strays(fleet)] == [("y", 40)]
     found = fleet.vm.facts["quarantined"]
     assert {"what": "folder", "detail": "x.9999999999999999999", "pid": None} in found
-
-
-def test_what_cannot_be_removed_is_told_for_as_long_as_it_is_there(fleet: Fleet):
-    fleet.look(gpu(0), unremoved=["/fleet/attempts/.stays.gone-x.1-0123"])
-    assert fleet.vm.facts["unremoved"] == ["/fleet/attempts/.stays.gone-x.1-0123"]
-    fleet.look(gpu(0))
-    assert fleet.vm.facts["unremoved"] == []
 
 
 def test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back(fleet: Fleet):
@@ -427,34 +381,32 @@ def test_renumbered_indices_follow_the_uuid(fleet: Fleet):
 
 def test_one_that_vanished_is_missing_until_it_is_back(fleet: Fleet):
     fleet.look(gpu(0), gpu(1))
+    fleet.reserve("GPU-1")
     fleet.look(gpu(0))
     assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "missing"}
     fleet.look(gpu(0), gpu(1))
     assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
     assert fleet.events("gpu.observed") == ["gpu.observed"] * 2
+    held = select(func.count()).where(Reservation.released_at.is_(None))
+    assert fleet.database.read(lambda s: s.scalar(held)) == 1, "no look closes a reservation"
 
 
-@pytest.mark.parametrize(
-    "probe",
-    [
+def test_absence_proves_nothing_where_the_probe_was_not_answered_whole(fleet: Fleet):
+    probes: tuple[dict[str, Any], ...] = (
         {"status": "failed", "exit": 9},
         {"status": "hung"},
         {"status": "garbage", "lines_not_read": ["%%%"]},
         {"status": "ok", "lines_not_read": ["Unable to determine the device handle"]},
         {"status": "absent"},
-    ],
-)
-def test_absence_proves_nothing_where_the_probe_was_not_answered_whole(
-    fleet: Fleet, probe: dict[str, Any]
-):
-    fleet.look(gpu(0), gpu(1))
-    assert fleet.look(probe=probe)
-    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
-    vm = fleet.vm
-    assert vm.degraded
-    assert "nvidia-smi" in (vm.problem or "")
-    fleet.look(gpu(0), gpu(1))
-    assert (fleet.vm.degraded, fleet.vm.problem) == (False, None)
+    )
+    whole = (gpu(0), gpu(1, mig=True))
+    for probe in probes:
+        fleet.look(*whole)
+        assert (fleet.vm.degraded, fleet.vm.problem) == (False, None)
+        assert fleet.look(probe=probe)
+        assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "mig"}
+        assert fleet.vm.degraded
+        assert "nvidia-smi" in (fleet.vm.problem or "")
 
 
 def test_a_gpu_is_not_free_because_nobody_said_who_is_on_it(fleet: Fleet):
@@ -465,27 +417,8 @@ def test_a_gpu_is_not_free_because_nobody_said_who_is_on_it(fleet: Fleet):
     assert "who is on its GPUs" in (fleet.vm.problem or "")
 
 
-def test_a_probe_that_failed_frees_nothing(fleet: Fleet):
-    fleet.look(gpu(0, mig=True))
-    fleet.look(gpu(0), probe={"status": "failed", "exit": 15})
-    assert fleet.observed() == {"GPU-0": "mig"}
-
-
-def test_a_machine_without_gpus_is_no_trouble(fleet: Fleet):
-    fleet.look(probe={"status": "absent"})
-    assert (fleet.vm.degraded, fleet.vm.contact) == (False, "ok")
-
-
 def app(uuid: str, attempt: str | None = None, pid: int | None = 7) -> dict[str, Any]:
     return {"uuid": uuid, "pid": pid, "memory_mb": 100, "attempt": attempt}
-
-
-def test_somebody_elses_process_makes_a_gpu_foreign_busy(fleet: Fleet):
-    fleet.look(gpu(0), gpu(1), apps=[app("GPU-0")])
-    assert fleet.observed() == {"GPU-0": "foreign_busy", "GPU-1": "ok"}
-    assert fleet.gpus()["GPU-0"].detail == "in use by pid 7"
-    fleet.look(gpu(0), gpu(1))
-    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
 
 
 def test_a_process_of_the_attempt_that_holds_the_gpu_is_not_foreign(fleet: Fleet):
@@ -519,15 +452,6 @@ def test_memory_that_nobody_has_reserved_is_somebody_elses(fleet: Fleet):
     fleet.reserve("GPU-1")
     fleet.look(gpu(0), gpu(1, memory_used_mb=20000))
     assert fleet.observed()["GPU-1"] == "ok"
-
-
-def test_an_observation_never_closes_a_reservation(fleet: Fleet):
-    fleet.look(gpu(0))
-    fleet.reserve("GPU-0")
-    fleet.look()
-    fleet.look(gpu(0))
-    open_ones = select(func.count()).where(Reservation.released_at.is_(None))
-    assert fleet.database.read(lambda s: s.scalar(open_ones)) == 1
 
 
 def test_mig_is_shown_and_what_is_ill_is_degraded(fleet: Fleet):
@@ -599,6 +523,9 @@ class TestKeys:
         assert KEY.fingerprint in (vm.problem or "")
         assert f"groupwise fleet vm trust vm {KEY.fingerprint}" in (vm.problem or "")
         assert fleet.events("vm.") == ["vm.untrusted"]
+        fleet.set(host_key=str(KEY))  # written into the row by hand
+        assert fleet.look(gpu(0))
+        assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("ok", None)
 
     def test_trust_on_first_use_pins_the_first_and_no_other(self, fleet: Fleet):
         fleet.set(host_key=None)
@@ -606,6 +533,9 @@ class TestKeys:
         assert (fleet.vm.contact, fleet.vm.host_key) == ("new", str(KEY))
         fleet.show(OTHER, pin=True)
         assert (fleet.vm.contact, fleet.vm.host_key) == ("untrusted", str(KEY))
+        fleet.show(KEY)
+        assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("new", None)
+        assert fleet.look(gpu(0))
 
     def test_a_changed_key_stops_all_use_until_somebody_has_looked(
         self, fleet: Fleet, caplog: pytest.LogCaptureFixture
@@ -623,26 +553,6 @@ class TestKeys:
         fleet.set(host_key=str(OTHER), seen_host_key=None, contact="new")
         assert fleet.look(gpu(0))
         assert fleet.vm.contact == "ok"
-
-    def test_the_pinned_key_shown_again_ends_it(self, fleet: Fleet):
-        fleet.show(OTHER)
-        fleet.show(KEY)
-        assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("new", None)
-        assert fleet.look(gpu(0))
-
-    def test_a_key_written_into_the_row_by_hand_is_believed(self, fleet: Fleet):
-        fleet.set(host_key=None)
-        fleet.show(KEY)
-        fleet.set(host_key=str(KEY))
-        assert fleet.look(gpu(0))
-        assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("ok", None)
-
-    def test_a_way_that_is_not_trusted_is_told_once(self, fleet: Fleet):
-        for _ in range(3):
-            fleet.database.run(lambda s: observation.not_trusted(s, "vm", "the jump host …"))
-        assert (fleet.vm.contact, fleet.vm.problem) == ("untrusted", "the jump host …")
-        assert fleet.events("vm.") == ["vm.untrusted"]
-        assert fleet.look(gpu(0)), "whoever mends the jump host's row needs no other word"
 
 
 def test_a_card_that_another_machine_has_is_not_given_away_twice(fleet: Fleet):
@@ -669,18 +579,12 @@ def test_a_card_that_another_machine_has_is_not_given_away_twice(fleet: Fleet):
     assert states()["twin", names[0]] == ("ok", None)
 
 
-def test_behind_an_engine_nobody_looks_for_gpus(fleet: Fleet):
+def test_behind_an_engine_nobody_looks_for_gpus_and_what_waits_is_known(fleet: Fleet):
     fleet.set(engine={"name": "slurm"})
-    assert fleet.look(gpu(0), probe={"status": "hung", "lines_not_read": [], "exit": None})
+    hung = {"status": "hung", "lines_not_read": [], "exit": None}
+    assert fleet.look(gpu(0), probe=hung, attempts=[running("stranger", 7, "queued")])
     assert (fleet.vm.contact, fleet.vm.degraded, fleet.vm.problem) == ("ok", False, None)
-    assert fleet.look(gpu(0))
     assert fleet.gpus() == {}
-
-
-def test_what_waits_for_an_engine_and_stands_in_no_table_is_not_begun_beside(fleet: Fleet):
-    fleet.set(engine={"name": "slurm"})
-    fleet.look(attempts=[running("stranger", 7, "queued")])
-    (found,) = fleet.vm.facts["quarantined"]
-    assert (found["job_id"], found["epoch"]) == ("stranger", 7)
+    assert [each[:2] for each in strays(fleet)] == [("stranger", 7)]
     fleet.look(attempts=[running("stranger", 7, "voided")])
-    assert fleet.vm.facts["quarantined"] == []
+    assert strays(fleet) == []

@@ -10,7 +10,7 @@ from groupwise.errors import UsageError
 from groupwise.fleet.machines import plans
 from groupwise.fleet.machines.locks import Lock
 from groupwise.fleet.machines.packing import Packed
-from groupwise.fleet.machines.plans import Asked, Plan, plan_of
+from groupwise.fleet.machines.plans import Asked, plan_of
 
 PACKED = Packed("1.0", b"a wheel")
 LOCK = Lock(("six==1.17.0",))
@@ -59,24 +59,12 @@ def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) 
     assert plan.order("/x")["secrets"] == ["PIP_INDEX_URL"]
 
 
-def test_interpreters_are_tried_in_order() -> None:
-    assert plan_of(Asked()).candidates[0].startswith("python3.")
-    assert plan_of(Asked()).candidates[1] == "python3"
-    assert plan_of(Asked(python="/opt/python3")).candidates == ("/opt/python3",)
-
-
 def test_a_wheelhouse_gives_its_wheels_but_for_ours(tmp_path: Path) -> None:
     wheel(tmp_path, "six-1-py3-none-any.whl")
     wheel(tmp_path, "groupwise-0.1.0-py3-none-any.whl")
     wheel(tmp_path, "notes.txt")
     found = plan_of(Asked(wheelhouse=tmp_path)).wheelhouse
     assert [path.name for path in found or ()] == ["six-1-py3-none-any.whl"]
-
-
-def test_a_lock_is_read(tmp_path: Path) -> None:
-    (tmp_path / "lock.txt").write_text("six==1\nown==2\n")
-    asked = Asked(lock=tmp_path / "lock.txt", wheels=[wheel(tmp_path)])
-    assert plan_of(asked).lock.lines == ("six==1",)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +104,3 @@ def test_wheels_that_cannot_be_meant(tmp_path: Path) -> None:
     ours = wheel(tmp_path, "groupwise-1-py3-none-any.whl")
     with pytest.raises(UsageError, match="packed from this installation"):
         plan_of(Asked(wheels=[ours]))
-
-
-def test_an_empty_wheelhouse_says_how_to_fill_it(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--dry-run > lock\.txt.*pip wheel -r lock\.txt"):
-        plan_of(Asked(wheelhouse=tmp_path))
-
-
-def test_the_oldest_python_is_that_of_the_metadata() -> None:
-    assert plans.least_python() == (3, 11)
-    assert Plan(PACKED, LOCK).order("/x")["least"] == [3, 11]

@@ -11,7 +11,7 @@ import pytest
 from groupwise.errors import UsageError
 from groupwise.fleet.machines import prepare as preparing
 from groupwise.fleet.machines.prepare import PrepareError
-from groupwise.hosts.port import Answer, Host, HostUnreachable, Request, RunnerRefused
+from groupwise.hosts.port import Answer, Host, HostUnreachable, Request
 from tests.unit.fleet.machines.prepared_place import Place, machine_row
 
 
@@ -91,17 +91,6 @@ async def test_a_lost_connection_is_made_again(
     assert sum("4/4" in line for line in place.told) == 1  # no line is told twice
 
 
-async def test_a_full_disk_that_takes_no_files_is_told(place: Place) -> None:
-    class Full(Cut):
-        async def call(self, request: Request, *, timeout: float) -> Answer:
-            if request.verb == "put":
-                raise RunnerRefused("disk_full", "no space left")
-            return await super().call(request, timeout=timeout)
-
-    with pytest.raises(PrepareError, match="its disk is full: make room there"):
-        await place.prepare(host=Full(place.host))
-
-
 async def test_who_stays_silent_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "AGAIN", 0.0)
     monkeypatch.setattr(preparing, "PATIENCE", 0.0)
@@ -138,17 +127,10 @@ async def test_what_was_made_long_ago_is_looked_at_before_it_is_taken_in(
     assert sum("still there" in line for line in place.told) == 1
 
 
-@pytest.mark.parametrize(
-    ("column", "why"),
-    [
-        ({"transport": "ssh", "user": "u"}, "vm trust vm-1"),
-        ({"lost": True}, "was declared lost"),
-    ],
-)
-async def test_machines_that_are_not_to_be_asked(
-    place: Place, column: dict[str, Any], why: str
-) -> None:
-    place.machine = machine_row(**column)
-    with pytest.raises(UsageError, match=why):
-        await place.prepare()
+async def test_machines_that_are_not_to_be_asked(place: Place) -> None:
+    untrusted: dict[str, Any] = {"transport": "ssh", "user": "u"}
+    for column, why in ((untrusted, "vm trust vm-1"), ({"lost": True}, "was declared lost")):
+        place.machine = machine_row(**column)
+        with pytest.raises(UsageError, match=why):
+            await place.prepare()
     assert place.told == []

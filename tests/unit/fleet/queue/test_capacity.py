@@ -5,12 +5,13 @@
 3. Capacity of which nobody told is found by the next claim.
 """
 
+from typing import Any
+
 import pytest
 from sqlalchemy import event, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import capacity, shapes, waits, waking
-from groupwise.fleet.queue.placement import Blocked, Placement
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import VM, Job, Reservation
 from groupwise.fleet.verbs import machines
@@ -57,6 +58,7 @@ def full_fleet(database: Database, waiting: int = 5, gpus: int = 2) -> None:
 
 def test_as_many_are_woken_as_there_is_room_for_and_the_best_ranked(database: Database) -> None:
     full_fleet(database)
+    assert wake(database) == 0
     assert finish(database, "r0") == 1
     assert waiting(database) == ["w1", "w2", "w3", "w4"]
     woken = job_of(database, "w0")
@@ -64,12 +66,6 @@ def test_as_many_are_woken_as_there_is_room_for_and_the_best_ranked(database: Da
     assert woken.waiting_since is not None
     assert kinds_of_events(database, "w0")[-1] == "job.queued"
     assert claimed_ids(database) == ["w0"]
-
-
-def test_nobody_is_woken_while_nothing_is_free(database: Database) -> None:
-    full_fleet(database)
-    assert wake(database) == 0
-    assert len(waiting(database)) == 5
 
 
 def test_a_release_that_does_not_fit_wakes_nobody(database: Database) -> None:
@@ -82,23 +78,21 @@ def test_a_release_that_does_not_fit_wakes_nobody(database: Database) -> None:
     assert waiting(database) == ["other"]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("draining = true", "draining = false"),
-        ("contact = 'unreachable'", "contact = 'ok'"),
-        ("cordoned = 'x'", "cordoned = NULL"),
-        ("active = false", "active = true"),
-    ],
-)
-def test_a_machine_that_comes_back(database: Database, before: str, after: str) -> None:
+def test_a_machine_that_comes_back_and_a_quota_that_is_raised(database: Database) -> None:
     add_machine(database, "vm-1", 1)
-    execute(database, f"UPDATE vms SET {before}")
-    submit(database, "one", gpus=1)
-    assert claimed_ids(database) == []
-    assert waiting(database) == ["one"]
-    execute(database, f"UPDATE vms SET {after}")
-    assert wake(database) == 1
+    submit(database, "one", project="p", gpus=1)
+    for before, after in (
+        ("vms SET draining = true", "vms SET draining = false"),
+        ("vms SET contact = 'unreachable'", "vms SET contact = 'ok'"),
+        ("vms SET cordoned = 'x'", "vms SET cordoned = NULL"),
+        ("vms SET active = false", "vms SET active = true"),
+        ("projects SET max_gpus = 0", "projects SET max_gpus = 1"),
+    ):
+        execute(database, f"UPDATE {before}")
+        assert claimed_ids(database) == []
+        assert waiting(database) == ["one"]
+        execute(database, f"UPDATE {after}")
+        assert wake(database) == 1
     assert claimed_ids(database) == ["one"]
 
 
@@ -143,28 +137,6 @@ def test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent(
     assert claimed_ids(database) == ["two"]
     submit(database, "three", project="p", gpus=1)
     assert "uses 1 of its 1 GPUs" in str(explain(database, "three"))
-
-
-def test_a_raised_quota(database: Database) -> None:
-    add_machine(database, "vm-1", 2)
-    submit(database, "one", project="p", gpus=1)
-    execute(database, "UPDATE projects SET max_gpus = 0")
-    assert claimed_ids(database) == []
-    execute(database, "UPDATE projects SET max_gpus = 1")
-    assert wake(database) == 1
-
-
-def test_the_end_of_a_job_that_others_wait_for(database: Database) -> None:
-    add_machine(database, "vm-1", 4)
-    submit(database, "a", gpus=1)
-    submit(database, "b", gpus=1, after=["a"])
-    claim_some(database)
-    assert waiting(database) == ["b"]
-    assert job_of(database, "b").waiting_since is None
-    assert finish(database, "a") == 1
-    woken = job_of(database, "b")
-    assert (woken.status, woken.blocked_on) == ("queued", None)
-    assert woken.waiting_since is not None
 
 
 def test_who_waits_for_a_job_takes_nobodys_place(database: Database) -> None:
@@ -263,20 +235,6 @@ def test_many_are_woken_in_the_order_of_their_ranks(database: Database) -> None:
     assert claimed_ids(database) == ["a00", "b00", "a01", "b01"]
 
 
-def test_room_is_kept_from_jobs_that_stand_behind(database: Database) -> None:
-    add_machine(database, "vm-1", 2)
-    submit(database, "r0", gpus=1)
-    submit(database, "r1", gpus=1)
-    submit(database, "big", gpus=2)
-    submit(database, "small", gpus=1)
-    claim_some(database)
-    execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700 WHERE job_id = 'big'")
-    assert finish(database, "r0") == 0
-    assert "kept for big" in "\n".join(explain(database, "small"))
-    assert finish(database, "r1") == 1
-    assert claimed_ids(database) == ["big"]
-
-
 # --- why a job waits ------------------------------------------------------------------------------
 
 
@@ -296,25 +254,17 @@ def test_why_a_job_waits(database: Database) -> None:
     assert explain(database, "w0") == ["there is room for it, and it is the next in the queue"]
 
 
-@pytest.mark.parametrize(
-    ("kept_for", "begins"),
-    [(None, True), (["ours", "a"], True), (["a"], False), ([], False), ("ours", False)],
-)
-def test_a_machine_is_kept_for_projects(
-    kept_for: list[str] | str | None, begins: bool, database: Database
-) -> None:
+def test_a_machine_is_kept_for_projects(database: Database) -> None:
     """Also in the look of a claim, and for one that waits; what somebody wrote there that is no list opens it to nobody."""
-    add_machine(database, "vm-1", 1, projects=kept_for)
-    submit(database, "job", project="ours", gpus=1)
-    assert claimed_ids(database) == ["job"] * begins
-    if not begins:
-        assert explain(database, "job") == [
-            "no machine could run it, even if everything were free",
-            "vm-1: it is kept for other projects",
-        ]
-        assert wake(database) == 0
-        database.run(lambda s: machines.change(s, Actor("user:ada"), "vm-1", projects=["ours"]))
-        assert claimed_ids(database) == ["job"]
+    keeps: tuple[Any, ...] = (None, ["ours", "a"], ["a"], [], "ours")
+    for n, kept_for in enumerate(keeps):
+        add_machine(database, f"vm-{n}", 1, projects=kept_for)
+        submit(database, f"job-{n}", project="ours", gpus=1, vm=f"vm-{n}")
+    assert claimed_ids(database) == ["job-0", "job-1"]
+    assert "vm-4: it is kept for other projects" in explain(database, "job-4")
+    assert wake(database) == 0
+    database.run(lambda s: machines.change(s, Actor("user:ada"), "vm-4", projects=["ours"]))
+    assert claimed_ids(database) == ["job-4"]
 
 
 def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
@@ -331,26 +281,3 @@ def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
 
     monkeypatch.setattr(capacity, "view", look)
     assert claimed_ids(database) == []
-
-
-def test_the_place_in_the_queue(database: Database) -> None:
-    add_machine(database, "vm-1", 8)
-    for n in range(4):
-        submit(database, f"j{n}", gpus=1)
-    assert explain(database, "j3") == ["there is room for it; 3 jobs stand before it in the queue"]
-
-
-def test_a_job_that_is_not_admitted_yet(database: Database) -> None:
-    job_id = submit(database)
-    assert "once a machine has been observed" in explain(database, job_id)[0]
-
-
-def test_where_a_job_would_go(database: Database) -> None:
-    add_machine(database, "vm-1", 1)
-    submit(database, "one", gpus=1)
-    submit(database, "two", gpus=2)
-    found = database.run(lambda s: waits.outlook(s, job_of_session(s, "one")))
-    assert isinstance(found, Placement)
-    never = database.run(lambda s: waits.outlook(s, job_of_session(s, "two")))
-    assert isinstance(never, Blocked)
-    assert never.never

@@ -17,10 +17,6 @@ def slurm(**said: Any) -> Elastic:
     return found
 
 
-def test_a_machine_without_an_engine_begins_jobs_itself() -> None:
-    assert elastic_of(None) is None
-
-
 @pytest.mark.parametrize(
     ("document", "word"),
     [
@@ -49,7 +45,7 @@ def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word
 
 def test_what_is_sound_has_no_problem() -> None:
     assert elastic.problems({"name": "slurm", "slots": 3, "options": ["--qos=high"]}) == []
-    assert slurm().problem is None
+    assert slurm().problem is elastic_of(None) is None
     ray = {"name": "ray", "address": "http://head:8265", "options": ["apart=1"]}
     assert elastic.problems(ray) == []
 

@@ -46,11 +46,6 @@ def announce(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setattr(kinds, "_announced", cache(kinds._announced.__wrapped__))
 
 
-def test_a_command_is_its_arguments() -> None:
-    spec = kinds.expand(row(arguments=["python", "-m", "x"], output_dir="results"))
-    assert spec == JobSpec(("python", "-m", "x"), artefacts=("results",), checkpoints=("results",))
-
-
 def test_what_any_job_may_ask_for_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch, f"{__name__}:Training")
     monkeypatch.setattr(kinds, "_load", lambda place: Training())
@@ -83,21 +78,6 @@ def test_a_file_of_the_kind_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> 
         kinds.expand(row("TRAIN", files={"config": ["1" * 64, 420, 2]}))
 
 
-def test_all_problems_of_the_spec_at_once() -> None:
-    with pytest.raises(UsageError) as caught:
-        kinds.expand(row(arguments=["true"], environment={"LD_PRELOAD": "x", "1": "y"}))
-    assert len(str(caught.value).splitlines()) == 2
-
-
-def test_a_command_takes_no_columns_of_training() -> None:
-    with pytest.raises(UsageError) as caught:
-        kinds.expand({**row(), "model": "m", "reward_function": "r"})
-    said = str(caught.value)
-    assert "model is given" in said
-    assert "reward_function is given" in said
-    assert "there is no command" in said
-
-
 def test_an_unknown_kind_names_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch, "x:y")
     with pytest.raises(UsageError, match=r"Did you mean TRAIN\? There are: COMMAND, TRAIN"):
@@ -122,17 +102,9 @@ def test_a_kind_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         def expand(self, row: kinds.Row) -> JobSpec:
             raise KeyError("surprise")
 
-    announce(monkeypatch, "x:y")
-    monkeypatch.setattr(kinds, "_load", lambda place: Broken())
-    with pytest.raises(UsageError, match="the kind TRAIN failed on this job"):
-        kinds.expand(row("TRAIN"))
-
-
-def test_an_entry_point_must_be_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch, "json:dumps")
     with pytest.raises(UsageError, match="has no `expand"):
         kinds.expand(row("TRAIN"))
-
-
-def test_a_kind_without_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kinds.smaller(row(arguments=["true"]), 1) is None
+    monkeypatch.setattr(kinds, "_load", lambda place: Broken())
+    with pytest.raises(UsageError, match="the kind TRAIN failed"):
+        kinds.expand(row("TRAIN"))

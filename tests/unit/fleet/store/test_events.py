@@ -21,40 +21,13 @@ def read(database: Database, position: int = 0, limit: int = 100) -> list[int]:
 
 def test_an_event_keeps_what_it_was_told(database: Database) -> None:
     before = database.run(seconds)
-    database.run(
-        happens(
-            job_id="j",
-            epoch=7,
-            vm_id="v",
-            before={"status": "held"},
-            after={"status": "queued"},
-            detail={"why": "ärger"},
-        )
-    )
+    told = {"job_id": "j", "epoch": 7, "vm_id": "v", "before": {"status": "held"}}
+    told |= {"after": {"status": "queued"}, "detail": {"why": "ärger"}}
+    database.run(happens(**told))
     (event,) = database.run(lambda s: events.after(s, 0, 10))
     assert (event.actor, event.kind) == ("user:ada", "job.queued")
-    assert (event.job_id, event.epoch, event.vm_id) == ("j", 7, "v")
-    assert (event.before, event.after) == ({"status": "held"}, {"status": "queued"})
-    assert event.detail == {"why": "ärger"}
+    assert {name: getattr(event, name) for name in told} == told
     assert before <= event.at <= database.run(seconds)
-
-
-def test_nothing_is_null_not_a_word_for_it(database: Database) -> None:
-    database.run(happens())
-    empty = database.run(
-        lambda s: s.query(Event).where(Event.detail.is_(None), Event.before.is_(None)).count()
-    )
-    assert empty == 1
-
-
-def test_what_was_undone_did_not_happen(database: Database) -> None:
-    def fails(session: Session) -> None:
-        happens()(session)
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        database.run(fails)
-    assert read(database) == []
 
 
 def test_readers_go_on_where_they_were(database: Database) -> None:
@@ -90,13 +63,7 @@ def test_the_newest_of_a_thing_oldest_first(database: Database) -> None:
     assert len(database.read(lambda s: events.recent(s, limit=4))) == 4
 
 
-@pytest.mark.parametrize("kind", ["queued", "Job.queued", "job.", "job.queued "])
-def test_a_kind_that_is_none(database: Database, kind: str) -> None:
-    with pytest.raises(AssertionError, match=r"reads like job\.queued"):
-        database.run(happens(kind=kind))
-
-
-def test_kinds_are_told_apart() -> None:
-    kinds = [v for name, v in vars(events).items() if name.isupper() and not name.startswith("_")]
-    strings = [kind for kind in kinds if isinstance(kind, str)]
-    assert len(strings) == len(set(strings)) > 30
+def test_a_kind_that_is_none(database: Database) -> None:
+    for kind in ("queued", "Job.queued", "job.", "job.queued "):
+        with pytest.raises(AssertionError, match=r"reads like job\.queued"):
+            database.run(happens(kind=kind))

@@ -22,17 +22,6 @@ def one_step(_: Session, name: str, told: list[str]) -> Steps:
     yield from ()
 
 
-def test_alone_all_of_it_is_done_at_once(database: Database) -> None:
-    told: list[str] = []
-
-    def write(session: Session) -> None:
-        two_steps(session, "a", told)
-        one_step(session, "b", told)
-
-    database.run(write)
-    assert told == ["a 1", "a 2", "b 1"]
-
-
 def test_a_step_of_all_comes_before_the_next_of_any(database: Database) -> None:
     told: list[str] = []
 

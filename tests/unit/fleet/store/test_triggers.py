@@ -149,59 +149,54 @@ def reservation(
 # --- jobs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", JOBS)
-def test_a_new_job_is_queued_held_or_failed(database: Database, status: str) -> None:
-    statement = "INSERT INTO jobs (job_id, status) VALUES ('j', :s)"
-    if status in ("queued", "held", "failed"):
-        execute(database, statement, s=status)
-        assert value(database, "SELECT status FROM jobs") == status
-    else:
-        refused(database, "a new job is failed, held or queued", statement, s=status)
-        assert value(database, "SELECT count(*) FROM jobs") == 0
-
-
-@pytest.mark.parametrize("before", JOBS)
-def test_every_pair_of_job_statuses(database: Database, before: str) -> None:
-    for after in (*JOBS, "lost"):
-        job_id = job(database, f"{before}-{after}", before)
-        again = ", generation = 1" if before in ("failed", "cancelled") else ""
-        if after == before or after in JOBS[before]:
-            set_job(database, job_id, after, again if after == "queued" else "")
-            expected = after
+def test_a_new_job_is_queued_held_or_failed(database: Database) -> None:
+    statement = "INSERT INTO jobs (job_id, status) VALUES (:s, :s)"
+    for status in JOBS:
+        if status in ("queued", "held", "failed"):
+            execute(database, statement, s=status)
         else:
-            with pytest.raises(IntegrityError, match=f"a job that is {before} "):
-                set_job(database, job_id, after)
-            expected = before
-        assert value(database, "SELECT status FROM jobs WHERE job_id = :j", j=job_id) == expected
+            refused(database, "a new job is failed, held or queued", statement, s=status)
+    assert value(database, "SELECT count(*) FROM jobs") == 3
 
 
-@pytest.mark.parametrize("status", ["failed", "cancelled"])
-@pytest.mark.parametrize("generation", [0, 2])
-def test_a_job_is_retried_with_the_next_generation(
-    database: Database, status: str, generation: int
-) -> None:
-    job_id = job(database, "j", status)
-    with pytest.raises(IntegrityError, match="only with generation"):
-        set_job(database, job_id, "queued", f", generation = {generation}")
-    set_job(database, job_id, "queued", ", generation = 1")
+def test_every_pair_of_job_statuses(database: Database) -> None:
+    for before in JOBS:
+        for after in (*JOBS, "lost"):
+            job_id = job(database, f"{before}-{after}", before)
+            again = ", generation = 1" if before in ("failed", "cancelled") else ""
+            if after == before or after in JOBS[before]:
+                set_job(database, job_id, after, again if after == "queued" else "")
+                expected = after
+            else:
+                with pytest.raises(IntegrityError, match=f"a job that is {before} "):
+                    set_job(database, job_id, after)
+                expected = before
+            found = value(database, "SELECT status FROM jobs WHERE job_id = :j", j=job_id)
+            assert found == expected
 
 
-@pytest.mark.parametrize("status", JOBS)
-def test_generation_changes_at_no_other_time(database: Database, status: str) -> None:
-    job(database, "j", status)
-    refused(database, "only when a job is retried", "UPDATE jobs SET generation = generation + 1")
+def test_a_job_is_retried_with_the_next_generation(database: Database) -> None:
+    for status in ("failed", "cancelled"):
+        job_id = job(database, status, status)
+        for generation in (0, 2):
+            with pytest.raises(IntegrityError, match="only with generation"):
+                set_job(database, job_id, "queued", f", generation = {generation}")
+        set_job(database, job_id, "queued", ", generation = 1")
 
 
-@pytest.mark.parametrize("change", ["failure_reason = 'b'", "exit_code = 2", "end_time = NULL"])
-def test_how_a_job_ended_does_not_change(database: Database, change: str) -> None:
+def test_generation_changes_at_no_other_time(database: Database) -> None:
+    for status in JOBS:
+        job(database, status, status)
+        change = "UPDATE jobs SET generation = generation + 1 WHERE job_id = :s"
+        refused(database, "only when a job is retried", change, s=status)
+
+
+def test_how_a_job_ended_does_not_change(database: Database) -> None:
     job(database, "j", "running")
-    set_job(
-        database,
-        "j",
-        "failed",
-        ", failure_reason = 'a', exit_code = 1, end_time = CURRENT_TIMESTAMP",
-    )
-    refused(database, "does not change any more", f"UPDATE jobs SET {change}")
+    ended = ", failure_reason = 'a', exit_code = 1, end_time = CURRENT_TIMESTAMP"
+    set_job(database, "j", "failed", ended)
+    for change in ("failure_reason = 'b'", "exit_code = 2", "end_time = NULL"):
+        refused(database, "does not change any more", f"UPDATE jobs SET {change}")
     execute(database, "UPDATE jobs SET log_path = 'elsewhere', failure_reason = 'a'")
     set_job(database, "j", "queued", ", generation = 1, failure_reason = NULL, exit_code = NULL")
 
@@ -229,29 +224,26 @@ def test_what_an_admitted_job_runs_does_not_change(database: Database) -> None:
 # --- attempts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", ATTEMPTS)
-def test_every_pair_of_attempt_states(database: Database, before: str) -> None:
-    for after in (*ATTEMPTS, "lost"):
-        epoch = attempt(database, job(database, f"{before}-{after}"), before)
-        if after == before or after in ATTEMPTS[before]:
-            set_attempt(database, epoch, after)
-            expected = after
-        else:
-            with pytest.raises(IntegrityError, match=f"an attempt that is {before} "):
+def test_every_pair_of_attempt_states(database: Database) -> None:
+    for before in ATTEMPTS:
+        for after in (*ATTEMPTS, "lost"):
+            epoch = attempt(database, job(database, f"{before}-{after}"), before)
+            if after == before or after in ATTEMPTS[before]:
                 set_attempt(database, epoch, after)
-            expected = before
-        assert value(database, "SELECT state FROM attempts WHERE epoch = :e", e=epoch) == expected
+                expected = after
+            else:
+                with pytest.raises(IntegrityError, match=f"an attempt that is {before} "):
+                    set_attempt(database, epoch, after)
+                expected = before
+            found = value(database, "SELECT state FROM attempts WHERE epoch = :e", e=epoch)
+            assert found == expected
 
 
-@pytest.mark.parametrize("state", ["launching", "running", "collecting", "ended"])
-def test_a_new_attempt_is_reserved(database: Database, state: str) -> None:
+def test_a_new_attempt_is_reserved(database: Database) -> None:
     job(database, "j")
-    refused(
-        database,
-        "a new attempt is reserved",
-        "INSERT INTO attempts (job_id, generation, number, created_at, state) VALUES ('j', 0, 0, 1, :s)",
-        s=state,
-    )
+    new = "INSERT INTO attempts (job_id, generation, number, created_at, state) VALUES ('j', 0, 0, 1, :s)"
+    for state in ORDER[1:]:
+        refused(database, "a new attempt is reserved", new, s=state)
 
 
 def test_one_live_attempt(database: Database) -> None:
@@ -278,54 +270,38 @@ def test_epochs_rise_and_stay(database: Database) -> None:
     refused(database, "do not change", "UPDATE attempts SET number = 9 WHERE epoch = :e", e=live)
 
 
-def test_numbers_of_deleted_attempts_are_not_given_again(database: Database) -> None:
-    job(database, "j")
-    epoch = attempt(database, "j", "ended")
-    execute(database, "UPDATE attempts SET cleanup = 'clean'")
-    execute(database, "DELETE FROM attempts")
-    assert attempt(database, "j") > epoch
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "outcome = 'succeeded'",
-        "outcome = NULL",
-        "failure_class = 'network'",
-        "charged = NULL",
-        "ended_at = 7",
-    ],
-)
-def test_how_an_attempt_ended_does_not_change(database: Database, change: str) -> None:
-    job(database, "j")
-    epoch = attempt(database, "j", "running")
-    execute(
-        database,
-        "UPDATE attempts SET state = 'ended', outcome = 'failed', failure_class = 'crashed', charged = (1 = 1), ended_at = 5",
-    )
-    refused(database, "(does not change any more|has an outcome)", f"UPDATE attempts SET {change}")
-    execute(
-        database,
-        "UPDATE attempts SET cleanup = 'leaking', owner = 'another', lease_until = 7, contact = 'unreachable' WHERE epoch = :e",
-        e=epoch,
-    )
-    execute(database, "UPDATE attempts SET cleanup = 'clean'")
-
-
-def test_an_end_has_an_outcome(database: Database) -> None:
+def test_how_an_attempt_ended_does_not_change(database: Database) -> None:
     job(database, "j")
     attempt(database, "j", "running")
     for outcome in ("", ", outcome = 'fine'"):
         refused(database, "has an outcome", f"UPDATE attempts SET state = 'ended' {outcome}")
     refused(database, "cleanup is", "UPDATE attempts SET cleanup = 'dirty'")
+    execute(
+        database,
+        "UPDATE attempts SET state = 'ended', outcome = 'failed', failure_class = 'crashed', charged = (1 = 1), ended_at = 5",
+    )
+    changes = (
+        *("outcome = 'succeeded'", "outcome = NULL", "failure_class = 'network'"),
+        *("charged = NULL", "ended_at = 7"),
+    )
+    words = "(does not change any more|has an outcome)"
+    for change in changes:
+        refused(database, words, f"UPDATE attempts SET {change}")
+    later = "cleanup = 'leaking', owner = 'another', lease_until = 7, contact = 'unreachable'"
+    execute(database, f"UPDATE attempts SET {later}")
+    execute(database, "UPDATE attempts SET cleanup = 'clean'")
 
 
 def test_an_attempt_that_may_hold_something_is_not_deleted(database: Database) -> None:
+    """Nor is the number of one that was deleted given again."""
     job(database, "j")
     epoch = attempt(database, "j", "running")
     refused(database, "is not deleted", "DELETE FROM attempts")
     set_attempt(database, epoch, "ended")
     refused(database, "is not deleted", "DELETE FROM attempts")
+    execute(database, "UPDATE attempts SET cleanup = 'clean'")
+    execute(database, "DELETE FROM attempts")
+    assert attempt(database, "j") > epoch
 
 
 # --- reservations ---------------------------------------------------------------------------------
@@ -358,14 +334,10 @@ def test_shares_fit_into_the_memory(database: Database, gpu: int, epochs: list[i
     refused(database, "no room", RESERVE, **reservation(epochs[1], gpu, share=401))
     execute(database, RESERVE, **reservation(epochs[1], gpu, share=400))
     refused(database, "no room", RESERVE, **reservation(epochs[2], gpu, share=1))
-
-
-def test_a_share_of_unknown_memory_is_refused(
-    database: Database, gpu: int, epochs: list[int]
-) -> None:
+    execute(database, "UPDATE reservations SET released_at = 2")
     execute(database, "UPDATE gpus SET memory_mb = NULL")
-    refused(database, "no room", RESERVE, **reservation(epochs[0], gpu, share=1))
-    execute(database, RESERVE, **reservation(epochs[0], gpu))
+    refused(database, "no room", RESERVE, **reservation(epochs[2], gpu, share=1))
+    execute(database, RESERVE, **reservation(epochs[2], gpu))
 
 
 def test_a_slot_is_held_once(database: Database, gpu: int, epochs: list[int]) -> None:
@@ -414,19 +386,15 @@ def test_events_are_only_appended(database: Database) -> None:
     assert value(database, "SELECT actor FROM events") == "user:ada"
 
 
-@pytest.mark.parametrize("column", ["labels", "facts", "jump", "engine", "probe"])
-@pytest.mark.parametrize("said", ['"text"', "5", "null", "[]", "{}"])
-def test_a_machine_that_could_not_be_read_hides_no_others(
-    database: Database, column: str, said: str
-) -> None:
-    right = "[]" if column == "probe" else "{}"
-    insert = f"INSERT INTO vms (vm_id, {column}) VALUES ('a', :said)"
-    if database.dialect == "postgresql":
-        insert = insert.replace(":said", "CAST(:said AS jsonb)")
-    if said == right:
-        execute(database, insert, said=said)
-    else:
-        refused(database, f"{column} of a machine: a JSON", insert, said=said)
+def test_a_machine_that_could_not_be_read_hides_no_others(database: Database) -> None:
+    for column in ("labels", "facts", "jump", "engine", "probe"):
+        right = "[]" if column == "probe" else "{}"
+        insert = f"INSERT INTO vms (vm_id, {column}) VALUES ('{column}', :said)"
+        if database.dialect == "postgresql":
+            insert = insert.replace(":said", "CAST(:said AS jsonb)")
+        for said in {'"text"', "5", "null", "[]", "{}"} - {right}:
+            refused(database, f"{column} of a machine: a JSON", insert, said=said)
+        execute(database, insert, said=right)
 
 
 def test_sqlite_keeps_no_words_where_numbers_belong(database: Database) -> None:
@@ -444,64 +412,48 @@ def test_sqlite_keeps_no_words_where_numbers_belong(database: Database) -> None:
 
 NO_NAMES = [
     *("", " ", "odd name; x", "-rf", ".hidden", "_x", "a b", "a/b", "a\n", "\na", "a\x1b", "a\x7f"),
-    *(
-        "é",
-        "aé",
-        "a:b",
-        "a,b",
-        "a'b",
-        'a"b',
-        "a%b",
-        "a[b",
-        "a]b",
-        "a^b",
-        "a\\b",
-        "x" * 64,
-        "x" * 9999,
-    ),
+    *("é", "aé", "a:b", "a,b", "a'b", 'a"b', "a%b", "a[b", "a]b", "a^b", "a\\b"),
+    *("x" * 64, "x" * 9999),
 ]
 
 
-@pytest.mark.parametrize("name", ["a", "7", "gpu-1", "A.b_c-", "x" * 63, *NO_NAMES])
-def test_a_machine_has_a_name_that_commands_can_say(database: Database, name: str) -> None:
+def test_a_machine_has_a_name_that_commands_can_say(database: Database) -> None:
     statement = "INSERT INTO vms (vm_id) VALUES (:name)"
-    if name not in NO_NAMES:
+    for name in ("a", "7", "gpu-1", "A.b_c-", "x" * 63):
         assert VM_ID.fullmatch(name)
         execute(database, statement, name=name)
-        assert value(database, "SELECT vm_id FROM vms") == name
-        return
-    assert not VM_ID.fullmatch(name)
-    refused(database, "letters, digits, `.`, `_` and `-` are wanted", statement, name=name)
-    execute(database, statement, name="right")
-    refused(database, "since commands name it", "UPDATE vms SET vm_id = :name", name=name)
-    execute(database, "UPDATE vms SET vm_id = 'right-too', port = 23")
+        assert value(database, "SELECT count(*) FROM vms WHERE vm_id = :name", name=name) == 1
+    rename = "UPDATE vms SET vm_id = :name WHERE vm_id = 'a'"
+    for name in NO_NAMES:
+        assert not VM_ID.fullmatch(name)
+        refused(database, "letters, digits, `.`, `_` and `-` are wanted", statement, name=name)
+        refused(database, "since commands name it", rename, name=name)
+    execute(database, "UPDATE vms SET vm_id = 'right-too', port = 23 WHERE vm_id = 'a'")
 
 
-@pytest.mark.parametrize("name", [b"bytes", "a\0b", "\0"])
-def test_nor_is_a_name_cut_short_or_no_text(database: Database, name: Any) -> None:
+def test_nor_is_a_name_cut_short_or_no_text(database: Database) -> None:
     only_sqlite(database)
-    statement = "INSERT INTO vms (vm_id) VALUES (:name)"
-    refused(database, "since commands name it", statement, name=name)
+    for name in (b"bytes", "a\0b", "\0"):
+        statement = "INSERT INTO vms (vm_id) VALUES (:name)"
+        refused(database, "since commands name it", statement, name=name)
+    for given in (b"\xff\xfe", b"text"):
+        statement = "INSERT INTO jobs (job_id) VALUES (:given)"
+        refused(database, "job_id: text is wanted", statement, given=given)
 
 
 # --- what a row may begin with, and be replaced by ------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
+def test_a_row_does_not_begin_admitted(database: Database) -> None:
+    forged: tuple[tuple[str, Any], ...] = (
         *(("admitted_at", 1.0), ("rank", 0.0), ("not_before", 1e12), ("cancel_requested_at", 1.0)),
         *(("generation", 1), ("retry_count", 7), ("gpu_index", 0), ("exit_code", 0)),
         *(("spec", '{"arguments": ["true"]}'), ("resources", '{"gpus": 0}')),
         *(("spec_hash", "abc"), ("shape", "s"), ("blocked_on", "x"), ("assigned_vm", "v")),
-    ],
-)
-def test_a_row_does_not_begin_admitted(database: Database, column: str, value: Any) -> None:
-    statement = f"INSERT INTO jobs (job_id, {column}) VALUES ('forged', :value)"
-    refused(database, "control plane's to write", statement, value=value)
-
-
-def test_what_a_row_begins_with_may_be_spelt_out(database: Database) -> None:
+    )
+    for column, given in forged:
+        statement = f"INSERT INTO jobs (job_id, {column}) VALUES ('forged', :value)"
+        refused(database, "control plane's to write", statement, value=given)
     columns = "job_id, status, generation, retry_count, not_before, spec, rank"
     execute(database, f"INSERT INTO jobs ({columns}) VALUES ('j', 'queued', 0, 0, 0, NULL, NULL)")
 
@@ -511,34 +463,19 @@ def only_sqlite(database: Database) -> None:
         pytest.skip("PostgreSQL has columns of one type, and no REPLACE")
 
 
-@pytest.mark.parametrize("given", [b"\xff\xfe", b"text"])
-def test_the_id_of_a_job_is_text(database: Database, given: bytes) -> None:
-    only_sqlite(database)
-    statement = "INSERT INTO jobs (job_id) VALUES (:given)"
-    refused(database, "job_id: text is wanted", statement, given=given)
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        *(("priority", "high"), ("generation", "x"), ("use_unsloth", 2), ("rank", "first")),
-        *(("created_at", "yesterday"), ("request", "{"), ("spec", "no json"), ("model", b"m")),
-    ],
-)
-def test_a_job_stays_one_that_can_be_read(database: Database, column: str, value: Any) -> None:
+def test_a_job_stays_one_that_can_be_read(database: Database) -> None:
     only_sqlite(database)
     job(database, "j")
-    statement = f"UPDATE jobs SET {column} = :value WHERE job_id = 'j'"
-    refused(database, f"{column}.*wanted|changes only", statement, value=value)
+    odd: tuple[tuple[str, Any], ...] = (
+        *(("priority", "high"), ("generation", "x"), ("use_unsloth", 2), ("rank", "first")),
+        *(("created_at", "yesterday"), ("request", "{"), ("spec", "no json"), ("model", b"m")),
+    )
+    for column, given in odd:
+        statement = f"UPDATE jobs SET {column} = :value WHERE job_id = 'j'"
+        refused(database, f"{column}.*wanted|changes only", statement, value=given)
 
 
-REPLACED = {
-    "jobs": "job_id",
-    "attempts": "epoch",
-    "attempt_members": "epoch, rank",
-    "reservations": "reservation_id",
-    "events": "event_id",
-}
+REPLACED = ("jobs", "attempts", "attempt_members", "reservations", "events")
 
 
 @pytest.fixture
@@ -555,14 +492,13 @@ def full(database: Database) -> Database:
     return database
 
 
-@pytest.mark.parametrize("table", REPLACED)
-def test_no_row_is_replaced(full: Database, table: str) -> None:
-    columns = ", ".join(
-        full.read(lambda s: [row[1] for row in s.execute(text(f"PRAGMA table_info({table})"))])
-    )
-    statement = f"INSERT OR REPLACE INTO {table} ({columns}) SELECT {columns} FROM {table}"
-    refused(full, "not replaced", statement)
-    refused(full, "not replaced", statement.replace("INSERT OR REPLACE", "REPLACE"))
+def test_no_row_is_replaced(full: Database) -> None:
+    for table in REPLACED:
+        info = text(f"PRAGMA table_info({table})")
+        columns = ", ".join(full.read(lambda s, info=info: [row[1] for row in s.execute(info)]))
+        statement = f"INSERT OR REPLACE INTO {table} ({columns}) SELECT {columns} FROM {table}"
+        refused(full, "not replaced", statement)
+        refused(full, "not replaced", statement.replace("INSERT OR REPLACE", "REPLACE"))
 
 
 def test_nor_by_a_key_that_is_shared(full: Database) -> None:
@@ -591,26 +527,26 @@ def test_a_card_that_two_machines_show_is_held_once(
     refused(database, "stands in the fleet twice", RESERVE, **reservation(epochs[2], gpu, share=1))
 
 
-@pytest.mark.parametrize("column", ["transport", "user", "workdir"])
 def test_a_machine_stays_the_place_where_something_runs(
-    database: Database, gpu: int, epochs: list[int], column: str
+    database: Database, gpu: int, epochs: list[int]
 ) -> None:
-    change = f"UPDATE vms SET \"{column}\" = 'other'"
+    changes = [f"UPDATE vms SET \"{c}\" = 'other'" for c in ("transport", "user", "workdir")]
     execute(database, RESERVE, **reservation(epochs[0], gpu))
-    refused(database, "drain it first", change)
+    for change in changes:
+        refused(database, "drain it first", change)
     execute(database, "UPDATE vms SET ip_address = '10.0.0.9', port = 2222")
     execute(database, "UPDATE reservations SET released_at = 2")
-    execute(database, change)
+    for change in changes:
+        execute(database, change)
 
 
-@pytest.mark.parametrize("status", ["queued", "completed", "failed", "cancelled"])
-def test_a_job_runs_as_long_as_its_attempt(database: Database, status: str) -> None:
-    job_id = job(database, "j", "running")
-    epoch = attempt(database, job_id, "collecting")
-    change = f"UPDATE jobs SET status = '{status}' WHERE job_id = 'j'"
-    refused(database, "as long as its attempt does", change)
-    set_attempt(database, epoch, "ended")
-    execute(database, change)
+def test_a_job_runs_as_long_as_its_attempt(database: Database) -> None:
+    for status in ("queued", "completed", "failed", "cancelled"):
+        epoch = attempt(database, job(database, status, "running"), "collecting")
+        change = f"UPDATE jobs SET status = '{status}' WHERE job_id = '{status}'"
+        refused(database, "as long as its attempt does", change)
+        set_attempt(database, epoch, "ended")
+        execute(database, change)
 
 
 # --- what attempts are about ----------------------------------------------------------------------
@@ -639,23 +575,16 @@ def held(database: Database) -> int:
     return epoch
 
 
-@pytest.mark.parametrize("table", INNERMOST_FIRST)
-@pytest.mark.parametrize("state", ["running", "ended"])
-def test_what_an_attempt_needs_is_not_deleted(
-    database: Database, held: int, table: str, state: str
-) -> None:
-    if state == "ended":
-        set_attempt(database, held, "ended")
-    with pytest.raises(
-        (IntegrityError, sqlite3.IntegrityError),
-        match=r"not deleted|as long as|violates foreign key",
-    ):
-        by_hand(database, f"DELETE FROM {table}")
-    assert value(database, f"SELECT count(*) FROM {table}") == 1
-
-
-def test_it_goes_once_its_machine_holds_nothing_of_it(database: Database, held: int) -> None:
-    set_attempt(database, held, "ended")
+def test_what_an_attempt_needs_is_not_deleted(database: Database, held: int) -> None:
+    words = r"not deleted|as long as|violates foreign key|keeps its"
+    renamed = ["UPDATE vms SET vm_id = 'other'", "UPDATE gpus SET gpu_id = 99"]
+    for state in ("running", "ended"):
+        set_attempt(database, held, state)
+        for statement in (*(f"DELETE FROM {table}" for table in INNERMOST_FIRST), *renamed):
+            with pytest.raises((IntegrityError, sqlite3.IntegrityError), match=words):
+                by_hand(database, statement)
+        for table in INNERMOST_FIRST:
+            assert value(database, f"SELECT count(*) FROM {table}") == 1
     execute(database, "UPDATE attempts SET cleanup = 'clean'")
     execute(database, "UPDATE reservations SET released_at = 2")
     for table in INNERMOST_FIRST:
@@ -663,32 +592,20 @@ def test_it_goes_once_its_machine_holds_nothing_of_it(database: Database, held: 
         assert value(database, f"SELECT count(*) FROM {table}") == 0
 
 
-@pytest.mark.parametrize("change", ["vms SET vm_id = 'other'", "gpus SET gpu_id = 99"])
-def test_nor_is_it_called_otherwise(database: Database, held: int, change: str) -> None:
-    with pytest.raises(
-        (IntegrityError, sqlite3.IntegrityError), match=r"keeps its|violates foreign key"
-    ):
-        by_hand(database, f"UPDATE {change}")
-
-
-@pytest.mark.parametrize("status", JOBS)
-def test_only_a_job_that_runs_is_asked_to_end(database: Database, status: str) -> None:
-    job(database, "j", status)
-    change = "UPDATE jobs SET cancel_requested_at = 5"
-    if status in ("queued", "pending", "held"):
-        refused(database, "groupwise fleet cancel ends one that waits", change)
-    else:
-        execute(database, change)
-
-
-@pytest.mark.parametrize("status", ["running", "cancelled"])
-def test_nor_does_one_wait_that_was_asked_to(database: Database, status: str) -> None:
-    job(database, "j", status)
-    execute(database, "UPDATE jobs SET cancel_requested_at = 5")
+def test_only_a_job_that_runs_is_asked_to_end(database: Database) -> None:
+    for status in JOBS:
+        job(database, status, status)
+        change = "UPDATE jobs SET cancel_requested_at = 5 WHERE job_id = :s"
+        if status in ("queued", "pending", "held"):
+            refused(database, "groupwise fleet cancel ends one that waits", change, s=status)
+        else:
+            execute(database, change, s=status)
     again = "UPDATE jobs SET status = 'queued', generation = generation + :n"
-    more = int(status == "cancelled")
-    refused(database, "cancel_requested_at is for a job that runs", again, n=more)
-    execute(database, f"{again}, cancel_requested_at = NULL", n=more)
+    for status in ("running", "cancelled"):
+        where, more = f" WHERE job_id = '{status}'", int(status == "cancelled")
+        words = "cancel_requested_at is for a job that runs"
+        refused(database, words, again + where, n=more)
+        execute(database, f"{again}, cancel_requested_at = NULL{where}", n=more)
 
 
 def test_what_begins_jobs_stays_while_something_runs_there(database: Database) -> None:

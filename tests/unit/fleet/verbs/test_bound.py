@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from groupwise.cli.fleet_printing import print_machine, print_machines
 from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.store import events
 from groupwise.fleet.store.tables import GPU, VM, Job
@@ -104,16 +103,6 @@ def test_a_bound_key_does_not_see_through_machines(spoken_of: Any) -> None:
     assert [each["kind"] for each in vm["events"]] == ["vm.changed"]
     elastic = spoken_of.as_("ours").do(machines.show, "vm-4")
     assert elastic["engine"] == {"name": "slurm", "slots": 3}
-
-
-def test_what_it_is_told_can_be_printed(spoken_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = spoken_of.as_("ours")
-    print_machines(theirs.do(machines.listing))
-    print_machine(theirs.do(machines.show, "vm-1"), 0.0)
-    said = capsys.readouterr().out
-    assert "None" not in said
-    assert f"quarantined: {UNTOLD}" in said
-    assert "vm.changed by somebody" in said
 
 
 def test_a_key_of_the_whole_fleet_sees_all(spoken_of: Any) -> None:

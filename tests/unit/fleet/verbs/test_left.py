@@ -135,12 +135,3 @@ def test_what_checkpoints_name_is_asked_anew_when_they_are_others(direct: Direct
     other = direct.submit(COMMAND)["job_id"]
     with pytest.raises(Refusal, check=lambda refusal: refusal.code == "unknown_file"):
         direct.read(left.checkpoint_file, other, second)
-
-
-def test_only_the_last_few_are_remembered() -> None:
-    named = left._Named()
-    for key in range(3 * left.REMEMBERED):
-        named.of(key, lambda key=key: frozenset({str(key)}))
-        assert named.of(0, lambda: frozenset({"zero"})) in ({"0"}, {"zero"})
-    assert len(named._known) == left.REMEMBERED
-    assert named.of(0, frozenset) == {"0"}, "what is asked for stays"

@@ -37,13 +37,6 @@ def test_a_new_machine_has_what_was_said_and_defaults(small: Any) -> None:
         small.do(machines.add, NewMachine("gpu-1", "10.0.0.2", user="ada"))
 
 
-def test_all_that_is_wrong_with_a_machine_is_told_at_once(small: Any) -> None:
-    with pytest.raises(Refusal) as refused:
-        small.do(machines.add, NewMachine("a b", "h", port=0, cpu_slots=-1, deadman=3))
-    for word in ("'a b' is no name", "port 0", "--user", "cpu_slots -1", "deadman 3"):
-        assert word in refused.value.message
-
-
 def test_a_removed_machine_may_come_back(small: Any) -> None:
     small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada", host_key=host_key()))
     small.do(machines.cordon, "gpu-1", "noisy")
@@ -128,13 +121,6 @@ def test_drain_and_cordon_keep_new_work_away(small: Any) -> None:
     assert told == ["vm.draining", "vm.undrained", "vm.cordoned", "vm.uncordoned"]
 
 
-def test_a_pending_job_is_woken_when_a_machine_takes_work_again(small: Any) -> None:
-    small.machine("vm-1", draining=True)
-    job = small.job("pending")
-    small.do(machines.undrain, "vm-1")
-    assert small.row(job).status == "queued"
-
-
 def test_a_machine_in_use_is_not_removed(small: Any) -> None:
     small.machine("vm-1")
     job = small.job("running")
@@ -156,9 +142,6 @@ def test_lost_names_what_is_given_up(small: Any) -> None:
     assert found["attempts"] == [{"job_id": job, "epoch": epoch, "state": "running"}]
     small.do(machines.lost, "vm-1")
     assert [kind for _, kind in small.events()] == ["vm.lost"]
-
-
-def test_this_machine_is_never_lost(small: Any) -> None:
     small.machine("local", transport="local")
     with pytest.raises(Refusal, match="is not lost"):
         small.do(machines.lost, "local")
@@ -180,11 +163,6 @@ def test_trust_pins_the_key_that_was_shown(small: Any) -> None:
     assert small.events() == [("user:ada", "vm.trusted")]
 
 
-def test_a_host_key_that_nobody_can_read_hides_no_machine(small: Any) -> None:
-    small.machine("vm-1", host_key="rubbish")
-    assert small.do(machines.listing)[0]["fingerprint"] == "unreadable"
-
-
 def test_a_quarantine_is_cleared_by_index_or_uuid(small: Any) -> None:
     small.machine("vm-1", gpus=2)
 
@@ -199,91 +177,52 @@ def test_a_quarantine_is_cleared_by_index_or_uuid(small: Any) -> None:
         small.do(machines.clear_quarantine, "vm-1", "7")
 
 
-def test_a_misspelt_name_is_told_the_nearest(small: Any) -> None:
-    small.machine("gpu-box-1")
-    with pytest.raises(Refusal, match="did you mean gpu-box-1"):
-        small.do(machines.show, "gpu-bx-1")
-
-
-@pytest.mark.parametrize("verb", [machines.drain, machines.lost, machines.remove, machines.trust])
-def test_who_is_bound_to_projects_changes_no_machine(small: Any, verb: Any) -> None:
+def test_who_is_bound_to_projects_changes_no_machine(small: Any) -> None:
     small.machine("vm-1")
-    with pytest.raises(Refusal, match="is bound to: ours") as refused:
-        small.as_("ours").do(verb, "vm-1")
-    assert refused.value.code == "forbidden"
-
-
-def test_holders_of_other_projects_have_no_name(small: Any) -> None:
-    small.machine("vm-1", gpus=1)
-    job = small.job("running", project="theirs")
-    small.attempt(job, "vm-1", gpu=0)
-    (gpu,) = small.as_("ours").do(machines.show, "vm-1")["gpus"]
-    assert gpu["held_by"][0]["job_id"] is None
-    (gpu,) = small.do(machines.show, "vm-1")["gpus"]
-    assert gpu["held_by"][0]["job_id"] == job
+    for verb in (machines.drain, machines.lost, machines.remove, machines.trust):
+        with pytest.raises(Refusal, check=lambda refused: refused.code == "forbidden"):
+            small.as_("ours").do(verb, "vm-1")
 
 
 def test_a_machine_in_use_stays_the_place_that_it_is(small: Any) -> None:
+    """So does one where something may be left."""
     small.machine("vm-1", gpus=1, user="ml", workdir="groupwise-fleet")
-    job = small.job("running")
-    epoch = small.attempt(job, "vm-1", gpu=0)
+    small.attempt(small.job("running"), "vm-1", gpu=0)
     for column in ("user", "workdir"):
-        with pytest.raises(Refusal, check=lambda refused: refused.code == "vm_in_use") as error:
+        with pytest.raises(Refusal, check=lambda refused: refused.code == "vm_in_use"):
             small.do(machines.change, "vm-1", **{column: "other"})
-        said = str(error.value)
-        assert (
-            f"used by {job} (attempt {epoch}, running), so its {column} cannot be changed" in said
-        )
-        assert "vm drain vm-1` lets them finish, then `groupwise fleet vm set vm-1` again" in said
     small.do(machines.change, "vm-1", user="ml", workdir="groupwise-fleet", cpu_slots=2)
     assert small.do(machines.change, "vm-1", ip_address="10.0.0.9")["contact"] == "new"
     assert [kind for _, kind in small.events()] == ["vm.changed", "vm.changed"]
-
-
-def test_one_that_was_given_up_is_emptied_where_it_was(small: Any) -> None:
-    small.machine("vm-1", user="ml")
-    small.attempt(small.job("failed"), "vm-1", state="ended", cleanup="clean")
-    with pytest.raises(Refusal, match="something may be left, so its workdir cannot be changed"):
-        small.do(machines.change, "vm-1", workdir="other")
+    small.machine("vm-2", user="ml")
+    small.attempt(small.job("failed"), "vm-2", state="ended", cleanup="clean")
+    with pytest.raises(Refusal, match="workdir"):
+        small.do(machines.change, "vm-2", workdir="other")
 
 
 def test_how_a_machine_is_reached_is_changed(small: Any) -> None:
     small.machine("vm-1", user="ml", problem="it does not answer", misses=9)
     asked_at = small.database.run(seconds)
-    found = small.do(
-        machines.change, "vm-1", ip_address="10.0.0.9", port=2222, user="me", workdir="w"
-    )
-    assert [found[each] for each in ("ip_address", "port", "user", "workdir")] == [
-        "10.0.0.9",
-        2222,
-        "me",
-        "w",
-    ]
+    there = {"ip_address": "10.0.0.9", "port": 2222, "user": "me", "workdir": "w"}
+    found = small.do(machines.change, "vm-1", **there)
+    assert {each: found[each] for each in there} == there
     assert (found["contact"], found["problem"]) == ("new", None)
     missed = small.database.run(lambda s: observation.missed(s, "vm-1", asked_at, "no route"))
     assert (missed, small.vm("vm-1").problem) == (0, None)
-    for wanted, why in (({"port": 0}, "1 to 65535"), ({"user": ""}, "user is empty")):
-        with pytest.raises(Refusal, match=why):
-            small.do(machines.change, "vm-1", **wanted)
     small.machine("local", transport="local")
-    with pytest.raises(Refusal, match="nobody logs in there, so it has no port"):
-        small.do(machines.change, "local", port=22)
+    for vm_id, wanted in (("vm-1", {"port": 0}), ("vm-1", {"user": ""}), ("local", {"port": 22})):
+        with pytest.raises(Refusal):
+            small.do(machines.change, vm_id, **wanted)
 
 
 def test_what_is_known_of_a_machine_is_changed_while_it_is_used(small: Any) -> None:
     small.machine("vm-1", gpus=1, labels={"disk": "fast", "rack": "7"})
     small.attempt(small.job("running"), "vm-1", gpu=0)
-    found = small.do(
-        machines.change,
-        "vm-1",
-        labels={"disk": "slow", "rack": None, "zone": "b"},
-        deadman=600.0,
-        probe=["sudo", "-n", "nvidia-smi"],
-        idle_memory_mb=900,
-    )
+    known = {"deadman": 600.0, "probe": ["sudo", "-n", "nvidia-smi"], "idle_memory_mb": 900}
+    labels = {"disk": "slow", "rack": None, "zone": "b"}
+    found = small.do(machines.change, "vm-1", labels=labels, **known)
     assert found["labels"] == {"disk": "slow", "zone": "b"}
-    assert (found["deadman"], found["idle_memory_mb"]) == (600.0, 900)
-    assert found["probe"] == ["sudo", "-n", "nvidia-smi"]
+    assert {each: found[each] for each in known} == known
     assert found["contact"] == "ok", "it is the same place, reached the same way"
     assert small.do(machines.change, "vm-1", deadman=0)["deadman"] is None
     small.do(machines.change, "vm-1", deadman=0, labels={"rack": None})
@@ -292,16 +231,11 @@ def test_what_is_known_of_a_machine_is_changed_while_it_is_used(small: Any) -> N
         ({"deadman": 5.0}, "deadman 5: 120 to"),
         ({"probe": []}, "probe is empty"),
         ({"idle_memory_mb": -1}, "idle_memory_mb -1: 0 to"),
-        ({"labels": {"a": "\0"}}, "labels.a: a NUL character"),
+        ({"labels": {"a": "\0"}}, "labels.a"),
+        ({}, "nothing to change"),
     ):
         with pytest.raises(Refusal, match=why):
             small.do(machines.change, "vm-1", **wanted)
-
-
-def test_what_is_said_of_its_gpus_when_it_is_added(small: Any) -> None:
-    new = NewMachine("vm-1", user="u", probe=["/opt/smi"], idle_memory_mb=40)
-    found = small.do(machines.add, new)
-    assert (found["probe"], found["idle_memory_mb"]) == (["/opt/smi"], 40)
 
 
 def test_whose_jobs_are_run_is_changed(small: Any) -> None:
@@ -314,16 +248,6 @@ def test_whose_jobs_are_run_is_changed(small: Any) -> None:
     assert small.do(machines.change, "vm-1", projects=[])["projects"] is None
     with pytest.raises(Refusal, match="projects: an empty name"):
         small.do(machines.change, "vm-1", projects=[""])
-
-
-def test_what_jobs_are_run_with_is_changed(small: Any) -> None:
-    small.machine("vm-1")
-    found = small.do(machines.change, "vm-1", python="/opt/env/bin/python", cpu_slots=4)
-    assert (found["python"], found["cpu_slots"]) == ("/opt/env/bin/python", 4)
-    small.do(machines.change, "vm-1", cpu_slots=4)
-    assert [kind for _, kind in small.events()] == ["vm.changed"]
-    with pytest.raises(Refusal, match="nothing to change"):
-        small.do(machines.change, "vm-1")
 
 
 # Behind an engine
@@ -350,21 +274,17 @@ def test_what_begins_jobs_in_its_place_is_said_when_it_is_added(small: Any) -> N
     assert small.do(machines.show, "own")["total_slots"] is None
 
 
-@pytest.mark.parametrize(
-    ("more", "word"),
-    [
-        ({"engine": {"name": "slum"}}, "there is none called 'slum'"),
+def test_what_does_not_go_with_an_engine_is_refused(small: Any) -> None:
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"engine": {"name": "slum"}}, "slum"),
         ({"engine": {"name": "slurm", "slots": 0}}, "engine.slots"),
-        ({"engine": SLURM, "cpu_slots": 2}, "cpu_slots is for machines that begin jobs themselves"),
+        ({"engine": SLURM, "cpu_slots": 2}, "cpu_slots is for machines"),
         ({"engine": SLURM, "deadman": 600.0}, "deadman is for machines"),
         ({"engine": SLURM, "probe": ["smi"]}, "probe is for machines"),
-    ],
-)
-def test_what_does_not_go_with_an_engine_is_refused(
-    small: Any, more: dict[str, Any], word: str
-) -> None:
-    with pytest.raises(Refusal, match=word):
-        small.do(machines.add, NewMachine("s", "login", user="ada", **more))
+    )
+    for more, word in refused:
+        with pytest.raises(Refusal, match=word):
+            small.do(machines.add, NewMachine("s", "login", user="ada", **more))
 
 
 def test_what_an_engine_is_said_to_have_changes_and_itself_does_not(small: Any) -> None:
