@@ -57,8 +57,23 @@ class Digits:
         return [sum(each.isdigit() for each in text) / max(len(text), 1) for text in completions]
 
 
-def letters(completions: list[str], **columns: Any) -> list[float]:
-    return [sum(each.isalpha() for each in text) / max(len(text), 1) for text in completions]
+class Letters(Digits):
+    def __call__(self, completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        found = super().__call__(completions, trainer_state)
+        return [1 - each for each in found]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    """Two machines: one whose run was finished, with its state, and one whose run was cut off."""
+    whole, cut = (tmp_path_factory.mktemp(name) for name in ("whole", "cut"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cut)
+        cut_off(config_of())
+        patch.chdir(whole)
+        config = config_of()
+        state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    return whole, cut, state
 
 
 @pytest.fixture
@@ -77,62 +92,84 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return go
 
 
+@pytest.fixture
+def finished(machine: Any, trained: tuple[Path, Path, Any]) -> Path:
+    """A machine on which a run was finished."""
+    return _like(machine("one"), trained[0])
+
+
+@pytest.fixture
+def cut(machine: Any, trained: tuple[Path, Path, Any]) -> Path:
+    """A machine on which a run was cut off after three of six steps."""
+    return _like(machine("one"), trained[1])
+
+
+def _like(machine: Path, other: Path) -> Path:
+    shutil.copytree(other / "checkpoints", machine / "checkpoints")
+    return machine
+
+
 def final(machine: Path, run: str = "digits") -> bytes:
     return (machine / "checkpoints" / run / "final" / "adapter_model.safetensors").read_bytes()
 
 
-def cut_off(config: TrainingConfig, at: int = 3) -> None:
+def train(config: TrainingConfig, reward: Any = None) -> Any:
+    return train_grpo(config, prepare_session(config), reward_functions=[reward or Digits()])
+
+
+def cut_off(config: TrainingConfig, at: int = 3, kind: type[Digits] = Digits) -> None:
     with pytest.raises(Stopped):
-        train_grpo(config, prepare_session(config), reward_functions=[Digits(at)])
+        train(config, kind(at))
 
 
-def test_a_finished_run_is_found_again_and_not_trained_twice(machine, capsys):
-    folder = machine("one")
+def test_a_finished_run_is_found_again_and_not_trained_twice(finished, trained, capsys):
+    state = trained[2]
     config = config_of()
-    state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
-    capsys.readouterr()
-    again = config_of()  # its cell was run again
-    session = prepare_session(again)
+    session = prepare_session(config)
     assert "checkpoints/digits: finished after 6 steps" in capsys.readouterr().out
     assert session.run.summary["state"] == "finished"
     assert ("run", "checkpoints/digits") in session.table().rows
-    quick_test(again, session)
+    quick_test(config, session)
     assert "digits@6" in capsys.readouterr().out
-    other = train_grpo(again, session, reward_functions=[Digits()])
+    other = train_grpo(config, session, reward_functions=[Digits()])
     assert "was finished with this config, these rows and these rewards" in capsys.readouterr().out
     assert (other.final_policy, other.checkpoint_dir) == (state.final_policy, state.checkpoint_dir)
-    assert other.grpo_trainer.summary["reward_last"] == state.grpo_trainer.summary["reward_last"]
-    for one, other_one in (
-        (state.grpo_trainer.before, other.grpo_trainer.before),
-        (state.grpo_trainer.after, other.grpo_trainer.after),
-    ):
-        assert one is not None
-        assert other_one is not None
-        assert (one.metrics, one.judged) == (other_one.metrics, other_one.judged)
-    assert [each.name for each in (folder / "checkpoints").iterdir()] == ["digits"]
-    anew = train_grpo(again, session, reward_functions=[Digits()], resume=False)
+    one, two = state.grpo_trainer, other.grpo_trainer
+    assert two.summary["reward_last"] == one.summary["reward_last"]
+    assert None not in (one.before, one.after)
+    for before, now in ((one.before, two.before), (one.after, two.after)):
+        assert (now.metrics, now.judged) == (before.metrics, before.judged)
+    kept = config_of(save_to_drive=True)
+    train(kept)
+    assert "was finished with this config" in capsys.readouterr().out
+    drive_of_it = finished.parent / "drive" / "digits"
+    assert (drive_of_it / "final" / "adapter_model.safetensors").is_file()
+    assert [each.name for each in (finished / "checkpoints").iterdir()] == ["digits"]
+    anew = train_grpo(config, session, reward_functions=[Digits()], resume=False)
     assert anew.checkpoint_dir == str(session.folder) == "checkpoints/digits-2"
-    assert final(folder) == final(folder, "digits-2")
+    assert final(finished) == final(finished, "digits-2")
+    more = config_of(overrides={**config.overrides, "eval.max_prompts": 2})
+    cut_off(more, 1)
+    assert Path("checkpoints/digits-3").is_dir(), "another evaluation is another run"
 
 
-def test_other_rewards_and_other_rows_begin_beside(machine, capsys):
-    folder = machine("one")
+def test_other_rewards_and_other_rows_begin_beside(cut, capsys):
     config = config_of()
-    cut_off(config)
     session = prepare_session(config)
     said = capsys.readouterr().out
     assert "cut off after 3 of 6 steps; train_grpo goes on from step 3" in said
     assert re.search(r"^  run +checkpoints/digits$", said, re.MULTILINE)
-    train_grpo(config, session, reward_functions=[letters])
-    assert "but differs in the reward Digits, the reward letters" in capsys.readouterr().out
+    with pytest.raises(Stopped):
+        train_grpo(config, session, reward_functions=[Letters(1)])
+    assert "but differs in the reward Digits, the reward Letters" in capsys.readouterr().out
     session = prepare_session(config)
     session.train_dataset = list(session.train_dataset)[1:]
-    train_grpo(config, session, reward_functions=[Digits()])
+    with pytest.raises(Stopped):
+        train_grpo(config, session, reward_functions=[Digits(1)])
     assert "but differs in rows to train on: it is left as it is" in capsys.readouterr().out
-    session = prepare_session(config)
-    train_grpo(config, session, reward_functions=[Digits()])
+    train(config)
     assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
-    names = sorted(each.name for each in (folder / "checkpoints").iterdir())
+    names = sorted(each.name for each in (cut / "checkpoints").iterdir())
     assert names == ["digits", "digits-2", "digits-3"]
 
 
@@ -148,16 +185,17 @@ def test_what_a_reward_reads_is_compared_and_what_it_collects_is_not(machine, ca
         return [sum(text.count(each) for each in counts[0]) / 8 for text in completions]
 
     with pytest.raises(Stopped):
-        train_grpo(config, prepare_session(config), reward_functions=[reward])
+        train(config, reward)
     kept = {"seen of the reward reward", "digits.interrupt of the reward reward"}
     assert collected(Path("checkpoints/digits")) == kept
     capsys.readouterr()
-    state = train_grpo(config, prepare_session(config), reward_functions=[reward])
-    assert state.checkpoint_dir == "checkpoints/digits"
+    assert train(config, reward).checkpoint_dir == "checkpoints/digits"
     assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
     counts[0] = "02468"
-    other = train_grpo(config, prepare_session(config), reward_functions=[reward])
-    assert other.checkpoint_dir == "checkpoints/digits-2"
+    digits.interrupt = 1
+    with pytest.raises(Stopped):
+        train(config, reward)
+    assert Path("checkpoints/digits-2").is_dir()
 
 
 def test_what_an_interruption_leaves_can_be_exported_and_asked(machine, capsys):
@@ -176,23 +214,7 @@ def test_what_an_interruption_leaves_can_be_exported_and_asked(machine, capsys):
         quick_test(config_of(seed=1), session)
 
 
-def test_the_newest_checkpoint_is_the_one_of_the_highest_number(machine):
-    machine("one")
-    every = {
-        "run.save_steps": 1,
-        "run.save_total_limit": None,
-        "run.processes": 1,
-        "eval.max_prompts": 2,
-    }
-    config = config_of(num_batches=14, overrides=every)
-    state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
-    assert export_checkpoint(config, state) == "checkpoints/digits/checkpoints/step-10"
-
-
-def test_drive_takes_a_run_to_another_machine(machine, capsys):
-    whole = machine("whole")
-    config = config_of()
-    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+def test_drive_takes_a_run_to_another_machine(machine, trained, capsys):
     config = config_of(save_to_drive=True)
     machine("first")
     cut_off(config)
@@ -204,7 +226,7 @@ def test_drive_takes_a_run_to_another_machine(machine, capsys):
     assert "cut off after 3 of 6 steps" in said
     assert len(session.run.metrics("reward")["reward"]) == 3
     train_grpo(session.config, session, reward_functions=[Digits()])
-    assert final(second) == final(whole)
+    assert final(second) == final(trained[0])
     place = second.parent / "drive" / "digits"
     assert (place / "final" / "adapter_model.safetensors").is_file()
     path = Path(export_checkpoint(session.config, session))
@@ -213,10 +235,9 @@ def test_drive_takes_a_run_to_another_machine(machine, capsys):
     assert packed == (path / "hf_lora" / "adapter_model.safetensors").read_bytes()
 
 
-def test_each_run_of_an_experiment_has_its_own_folder_on_drive(machine, capsys):
-    machine("first")
+def test_each_run_of_an_experiment_has_its_own_folder_on_drive(finished, machine, capsys):
     config = config_of(save_to_drive=True)
-    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    train(config)
     other = config_of(save_to_drive=True, seed=5)
     cut_off(other, at=5)
     third = machine("third")
@@ -226,7 +247,7 @@ def test_each_run_of_an_experiment_has_its_own_folder_on_drive(machine, capsys):
         newest = checkpoints.newest(third / "checkpoints" / run / "checkpoints")
         assert newest is not None
         assert newest.step == step
-    train_grpo(other, prepare_session(other), reward_functions=[Digits()])
+    train(other)
     assert "checkpoints/digits-2 was cut off: it goes on" in capsys.readouterr().out
     for each in (config, other):
         export_checkpoint(each, prepare_session(each))
@@ -237,10 +258,8 @@ def test_each_run_of_an_experiment_has_its_own_folder_on_drive(machine, capsys):
     assert packed[0] != packed[1]
 
 
-def test_a_training_that_fails_is_the_sessions_run(machine, capsys):
-    machine("one")
+def test_a_training_that_fails_is_the_sessions_run(finished, capsys):
     config = config_of()
-    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
     session = prepare_session(config)
     assert session.policy == "digits@6"
 
@@ -255,54 +274,32 @@ def test_a_training_that_fails_is_the_sessions_run(machine, capsys):
     assert session.policy == "digits-2@2"
 
 
-def test_a_run_without_a_checkpoint_is_said_to_begin_again(machine, capsys):
-    machine("one")
-    config = config_of(overrides={"run.save_steps": 100, "run.processes": 1, "eval.max_prompts": 4})
-    cut_off(config)
-    shutil.rmtree(Path("checkpoints/digits/checkpoints"))
-    capsys.readouterr()
-    prepare_session(config)
+def test_a_run_without_a_checkpoint_is_said_to_begin_again(cut, capsys):
+    shutil.rmtree(cut / "checkpoints" / "digits" / "checkpoints")
+    prepare_session(config_of())
     assert (
         "cut off after 3 of 6 steps; train_grpo goes on from its start" in capsys.readouterr().out
     )
 
 
-def test_a_name_that_is_on_drive_is_not_taken_again(machine, capsys):
+def test_a_name_that_is_on_drive_is_not_taken_again(finished, machine, capsys):
     """Also where the run of that name is no longer here, or never got as far as a checkpoint."""
-    first = machine("first")
     config = config_of(save_to_drive=True)
-    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    train(config)
     session = prepare_session(config)
-    shutil.rmtree(first / "checkpoints" / "digits")
+    shutil.rmtree(finished / "checkpoints" / "digits")
     state = train_grpo(config, session, reward_functions=[Digits()])
     assert state.checkpoint_dir == "checkpoints/digits-2"
-    shutil.rmtree(first.parent / "drive" / "digits")
+    shutil.rmtree(finished.parent / "drive" / "digits")
     machine("second")
     capsys.readouterr()
     prepare_session(config)
     assert "digits-2@6 came from there" in capsys.readouterr().out
 
 
-def test_another_evaluation_or_save_to_drive_of_a_finished_run(machine, capsys):
-    folder = machine("one")
-    config = config_of()
-    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
-    kept = config_of(save_to_drive=True)
-    train_grpo(kept, prepare_session(kept), reward_functions=[Digits()])
-    assert "was finished with this config" in capsys.readouterr().out
-    assert (folder.parent / "drive" / "digits" / "final" / "adapter_model.safetensors").is_file()
-    more = config_of(overrides={**config.overrides, "eval.max_prompts": 2})
-    state = train_grpo(more, prepare_session(more), reward_functions=[Digits()])
-    assert state.checkpoint_dir == "checkpoints/digits-2"
-
-
-def test_a_damaged_record_is_mended_and_the_run_goes_on(machine, capsys):
-    folder = machine("one")
-    config = config_of()
-    cut_off(config)
-    (folder / "checkpoints" / "digits" / "run.db").write_bytes(b"torn")
-    state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
-    assert state.checkpoint_dir == "checkpoints/digits"
+def test_a_damaged_record_is_mended_and_the_run_goes_on(cut, capsys):
+    (cut / "checkpoints" / "digits" / "run.db").write_bytes(b"torn")
+    assert train(config_of()).checkpoint_dir == "checkpoints/digits"
     assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
 
 
@@ -310,30 +307,28 @@ def test_a_model_with_other_weights_begins_beside(machine, capsys):
     folder = machine("one")
     model = folder / "my_model"
     shutil.copytree(fetch_model("tiny"), model)
-    config = config_of(model=str(model))
-    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+    config = config_of(model=str(model), num_batches=3)
+    train(config)
     weights = model / "model.safetensors"
     tensors = {name: value + 0.25 for name, value in load_file(weights).items()}
     save_file(tensors, weights, metadata={"format": "pt"})
+    capsys.readouterr()
     session = prepare_session(config)
     assert "earlier run" not in capsys.readouterr().out
-    cut_off(config)
+    cut_off(config, 1)
     assert final(folder)
     save_file({name: value + 0.25 for name, value in tensors.items()}, weights, {"format": "pt"})
     capsys.readouterr()
-    train_grpo(config, session, reward_functions=[Digits()])
+    with pytest.raises(Stopped):
+        train_grpo(config, session, reward_functions=[Digits(1)])
     said = capsys.readouterr().out
     assert "checkpoints/digits-2 was cut off, but differs in the weights of the model" in said
     assert session.folder == Path("checkpoints/digits-3")
 
 
-def test_a_finished_run_without_its_weights_is_trained_anew(machine, capsys):
-    folder = machine("one")
-    config = config_of()
-    train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+def test_a_finished_run_without_its_weights_is_trained_anew(finished, capsys):
     for name in ("final", "checkpoints"):  # to free the disk
-        shutil.rmtree(folder / "checkpoints" / "digits" / name)
-    capsys.readouterr()
-    state = train_grpo(config, prepare_session(config), reward_functions=[Digits()])
+        shutil.rmtree(finished / "checkpoints" / "digits" / name)
+    cut_off(config_of(), 1)
     assert "digits was finished, but its weights are gone" in capsys.readouterr().out
-    assert state.checkpoint_dir == "checkpoints/digits-2"
+    assert Path("checkpoints/digits-2").is_dir()

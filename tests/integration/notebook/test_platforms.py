@@ -17,13 +17,13 @@ CELLS = """
 from groupwise.notebook import *
 
 config = TrainingConfig(
-    model="tiny", dataset="arithmetic", dataset_max=40, num_batches=4, train_fraction=0.75, num_generations=4, total_generation_steps=16,
+    model="tiny", dataset="arithmetic", dataset_max=40, num_batches=4, train_fraction=0.75, num_generations=2, total_generation_steps=8,
     learning_rate=0.05, beta=0.0, lora_rank=4, lora_alpha=8, overrides={"run.processes": 1},
 )
 """
 
 
-@pytest.fixture(params=["colab", "kaggle"])
+@pytest.fixture(params=["colab", pytest.param("kaggle", marks=pytest.mark.soak(suite="notebook"))])
 def platform(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:

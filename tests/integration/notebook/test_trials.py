@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from groupwise.notebook.training import Stopped
 from groupwise.notebook.trials import search
 from groupwise.runs.folder import read_config
 from groupwise.settings.schema import setting
-from tests.kernels import Kernel, text
 
 SPACE = {
     "learning_rate": Between(1e-4, 0.1, log=True),
@@ -45,31 +44,54 @@ def config(tmp_path, monkeypatch):
     )  # fmt: skip
 
 
-def test_trials_are_trainings_of_the_space(config, tmp_path, capsys):
-    found = search(config, SPACE, trials=3, reward_functions=[digits], prune=False)
-    assert len(found.study.trials) == 3
+def test_trials_are_trainings_of_the_space_and_another_question_is_another_search(
+    config, tmp_path, capsys
+):
+    def ask(config=config, space=SPACE, trials=2, reward=digits, **others):
+        return search(
+            config, space, trials=trials, reward_functions=[reward], prune=False, **others
+        )
+
+    def letters(completions, **columns):
+        return [float(sum(each.isalpha() for each in text)) for text in completions]
+
+    found = ask()
+    assert len(found.study.trials) == 2
     assert {trial.params["num_generations"] for trial in found.study.trials} <= {2, 4}
     runs = tmp_path / "checkpoints" / "digits-search"
-    assert sorted(each.name for each in runs.iterdir() if each.is_dir()) == [
-        "trial-0",
-        "trial-1",
-        "trial-2",
-    ]
+    assert trainings(runs) == ["trial-0", "trial-1"]
     best = found.best
     assert best.learning_rate == found.study.best_trial.params["learning_rate"]
     assert best.overrides == {**config.overrides, "training.weight_decay": 0.0}
     assert best.experiment_name == "digits"
     assert found.best_value == max(trial.value or 0 for trial in found.study.trials)
     assert isinstance(found.table(), Table)
-    assert [len(row) for row in found.table().rows] == [6, 6, 6]
+    assert [len(row) for row in found.table().rows] == [6, 6]
     assert "learning_rate" in capsys.readouterr().out
     assert "<img" in found.as_html()
-    again = search(config, SPACE, trials=3, reward_functions=[digits], prune=False)
-    assert [trial.value for trial in again.study.trials] == [
-        trial.value for trial in found.study.trials
-    ]
-    more = search(config, SPACE, trials=4, reward_functions=[digits], prune=False)
-    assert len(more.study.trials) == 4
+    values = [trial.value for trial in found.study.trials]
+    assert [trial.value for trial in ask().study.trials] == values
+    assert [trial.value for trial in ask(trials=3).study.trials][:2] == values
+    overrides = {**config.overrides, "eval.max_prompts": 3}
+    others: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"config": config.changed(beta=0.3)}, "beta"),
+        ({"reward": letters}, "the reward digits, the reward letters"),
+        ({"metric": "accuracy"}, "metric"),
+        ({"config": config.changed(overrides=overrides)}, r"eval\.max_prompts"),
+        ({"space": {"learning_rate": Between(1e-4, 0.2)}}, "learning_rate, num_generations"),
+    )
+    for asked, told in others:
+        with pytest.raises(ConfigError, match=told):
+            ask(**asked)
+    with pytest.raises(UsageError, match="no metric 'acuracy'"):
+        ask(metric="acuracy")
+    # A run of other values that has the number of a trial is not taken for it.
+    (runs / "trials.jsonl").unlink()
+    [trial] = ask(space={**SPACE, "learning_rate": Between(0.5, 0.6)}, trials=1).study.trials
+    before, now = (
+        read_config(runs / name)["training"]["learning_rate"] for name in ("trial-0", "trial-0-2")
+    )
+    assert before < now == trial.params["learning_rate"]
 
 
 def test_a_search_that_was_cut_off_goes_on_in_the_middle_of_a_trial(config, tmp_path):
@@ -127,29 +149,6 @@ def test_what_rewards_collect_is_no_other_question_and_what_they_read_is(config)
         search(config, SPACE, trials=3, reward_functions=[reward], prune=False)
 
 
-def test_words_are_not_within_a_tenth_of_each_other(config, tmp_path):
-    rows = tmp_path / "towns.jsonl"
-    rows.write_text(
-        "".join(f'{{"question": "q{n}?", "answer": "Town{n % 3}ville"}}\n' for n in range(9))
-    )
-    towns = config.changed(dataset=str(rows))
-    with pytest.raises(UsageError, match=r"'within_10_percent' .* There are: reward, acc"):
-        search(towns, SPACE, trials=1, reward_functions=[digits], metric="within_10_percent")
-
-
-def test_a_run_of_other_values_that_has_a_trials_number_is_not_taken_for_it(config, tmp_path):
-    search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
-    (tmp_path / "checkpoints" / "digits-search" / "trials.jsonl").unlink()
-    other = {**SPACE, "learning_rate": Between(0.5, 0.6)}
-    found = search(config, other, trials=1, reward_functions=[digits], prune=False)
-    [trial] = found.study.trials
-    runs = tmp_path / "checkpoints" / "digits-search"
-    rates = [
-        read_config(runs / name)["training"]["learning_rate"] for name in ("trial-0", "trial-0-2")
-    ]
-    assert rates[0] < rates[1] == trial.params["learning_rate"]
-
-
 def test_a_trial_that_fails_is_told_and_the_next_one_begins(config):
     def fails(completions, **columns):
         raise ValueError("no")
@@ -204,21 +203,16 @@ def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_en
     config, tmp_path, capsys
 ):
     found = search(config, SMALL, trials=30, reward_functions=[digits], prune=False)
-    tried = [trial.params["num_generations"] for trial in found.study.trials]
+    trials = found.study.trials
+    tried = [trial.params["num_generations"] for trial in trials]
     assert {*tried} == {2, 4}
     assert tried[0] == tried[1]
-    first = {number: tried.index(number) for number in tried}
     folder = tmp_path / "checkpoints" / "digits-search"
-    assert trainings(folder) == [f"trial-{number}" for number in sorted(first.values())]
-    values = {trial.params["num_generations"]: set() for trial in found.study.trials}
-    for trial in found.study.trials:
-        values[trial.params["num_generations"]].add(trial.value)
-    assert [len(each) for each in values.values()] == [1, 1]
+    assert trainings(folder) == [f"trial-{n}" for n in sorted({*map(tried.index, tried)})]
+    assert len({(number, trial.value) for number, trial in zip(tried, trials, strict=True)}) == 2
     became = {row[0]: row[-1] for row in found.table().rows}
-    assert became["0"] == ""
-    assert became["1"] == "as trial 0"
-    said = f"Each combination of the space was tried, so that the search is over after {len(tried)} of 30 trials."
-    assert said in capsys.readouterr().out
+    assert (became["0"], became["1"]) == ("", "as trial 0")
+    assert f"the search is over after {len(tried)} of 30 trials" in capsys.readouterr().out
     again = search(config, SMALL, trials=30, reward_functions=[digits], prune=False)
     assert len(again.study.trials) == len(tried)
 
@@ -252,30 +246,30 @@ def test_a_repeated_trial_that_ended_early_did_so_too(config, tmp_path, monkeypa
     assert [row[-1] for row in found.table().rows] == ["ended early", "ended early, as trial 0"]
 
 
-@pytest.mark.parametrize(
-    ("space", "said"),
-    [
+def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_path):
+    wrong: tuple[tuple[Any, str], ...] = (
         ({}, "no mapping, or empty"),
+        ([1], "no mapping"),
         ({"learning_rat": [0.1]}, "learning_rat"),
         ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"),
         ({"learning_rate": Between(0.1, 0.1)}, "not below"),
-        (
-            {"learning_rate": between("a", 0.1)},
-            "learning_rate: a range has numbers as its ends, not 'a'",
-        ),
-        ({"beta": Between(0, True)}, "beta: a range has numbers as its ends, not True"),
-        ({"num_iterations": Between(0.5, 4)}, "from 0.5 to 4, but num_iterations takes whole"),
-        ({"dataset_max": Between(4, 9.5)}, "dataset_max takes whole numbers alone"),
-        ({"training.lag": Between(0.5, 4)}, "training.lag takes whole numbers alone"),
+        ({"learning_rate": Between(0.0, 0.1, log=True)}, "0.0 has no logarithm"),
+        ({"learning_rate": between("a", 0.1)}, "learning_rate: .* not 'a'"),
+        ({"beta": Between(0, True)}, "beta: .* not True"),
+        ({"num_iterations": Between(0.5, 4)}, "num_iterations takes whole"),
+        ({"dataset_max": Between(4, 9.5)}, "dataset_max takes whole"),
+        ({"training.lag": Between(0.5, 4)}, "training.lag takes whole"),
         ({"topic": Between(0, 1)}, "topic is not a key"),
         ({"num_generations": [2, 1]}, "num_generations is 1"),
         ({"num_generations": "24"}, "num_generations"),
+        ({"lora_rank": 8}, "lora_rank: expected Between"),
         ({"hf_token": ["a"]}, "nothing that a search can vary"),
-    ],
-)
-def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_path, space, said):
-    with pytest.raises(ConfigError, match=said):
-        search(config, space, trials=1)
+    )
+    for space, said in wrong:
+        with pytest.raises(ConfigError, match=said):
+            search(config, space, trials=1)
+    with pytest.raises(ConfigError, match="trials is '3'"):
+        search(config, SPACE, trials=cast("Any", "3"))
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -289,25 +283,22 @@ class Mine(TrainingConfig):
     [
         ({"beta": Between(0, 1)}, float),
         ({"training.weight_decay": Between(0, 1)}, float),
-        ({"algorithm.epsilon_high": Between(1, 2)}, float),
         ({"boldness": between(np.int64(0), np.float32(1))}, float),
-        ({"num_iterations": Between(1, 20)}, int),
         ({"num_iterations": between(1.0, np.float32(20))}, int),
         ({"words": Between(0, 20)}, int),
         ({"lora.r": Between(1, 20)}, int),
     ],
 )
 def test_what_a_range_holds_is_what_the_field_takes(config, space, kind, monkeypatch):
+    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
     given = Mine(**{name: getattr(config, name) for name in config.model_fields_set})
-    fractions = []
-    for number in range(5):
-        monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
+    values = []
+    for number in range(3):
         own = given.changed(experiment_name=f"r{number}", seed=number)
         [trial] = search(own, space, trials=1).study.trials
-        [value] = trial.params.values()
-        assert type(value) is kind
-        fractions.append(value % 1)
-    assert any(fractions) == (kind is float)
+        values += trial.params.values()
+    assert {type(value) for value in values} == {kind}
+    assert any(value % 1 for value in values) == (kind is float)
 
 
 def told_a_number(study, trial, *_, **__):
@@ -363,47 +354,25 @@ def test_no_credential_stands_in_the_reason_of_a_failure(config, monkeypatch, ca
     assert "me:plain" not in caplog.text
 
 
-def test_an_unknown_metric_is_refused_before_any_training(config, tmp_path):
-    with pytest.raises(
-        UsageError, match="There are: reward, accuracy, within_10_percent, format_rate"
-    ):
+def test_what_cannot_be_measured_is_refused_before_any_training(config, tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="reward, accuracy, within_10_percent, format_rate"):
         search(config, SPACE, trials=1, metric="acuracy")
-    assert not list((tmp_path / "checkpoints").rglob("run.db"))
-
-
-def test_a_search_without_optuna_says_what_to_install(config, monkeypatch):
+    blind = config.changed(overrides={**config.overrides, "eval.before_and_after": False})
+    with pytest.raises(UsageError, match="test part is not evaluated"):
+        search(blind, SPACE, trials=1)
+    rows = tmp_path / "towns.jsonl"
+    rows.write_text(
+        "".join(f'{{"question": "q{n}?", "answer": "Town{n % 3}"}}\n' for n in range(9))
+    )
+    with pytest.raises(UsageError, match="'within_10_percent'"):
+        search(config.changed(dataset=str(rows)), SPACE, trials=1, metric="within_10_percent")
     found = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "optuna" else found(name)
     )
-    with pytest.raises(UsageError, match=r"needs the package optuna.*%pip install optuna"):
+    with pytest.raises(UsageError, match="pip install optuna"):
         search(config, SPACE, trials=1)
-
-
-def test_another_space_is_another_search(config):
-    search(config, SPACE, trials=1, reward_functions=[digits])
-    with pytest.raises(ConfigError, match="another space: learning_rate, num_generations"):
-        search(config, {"learning_rate": Between(1e-4, 0.2)}, trials=2, reward_functions=[digits])
-
-
-def test_a_search_that_asks_for_something_else_is_refused(config):
-    search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
-
-    def letters(completions, **columns):
-        return [float(sum(each.isalpha() for each in text)) for text in completions]
-
-    again = {"space": SPACE, "trials": 1, "prune": False}
-    with pytest.raises(ConfigError, match="which differs in beta,"):
-        search(config.changed(beta=0.3), reward_functions=[digits], **again)
-    with pytest.raises(ConfigError, match="differs in the reward digits, the reward letters"):
-        search(config, reward_functions=[letters], **again)
-    with pytest.raises(ConfigError, match="differs in metric"):
-        search(config, reward_functions=[digits], metric="accuracy", **again)
-    with pytest.raises(UsageError, match="no metric 'acuracy'"):
-        search(config, reward_functions=[digits], metric="acuracy", **again)
-    overrides = {**config.overrides, "eval.max_prompts": 3}
-    with pytest.raises(ConfigError, match=r"differs in eval\.max_prompts"):
-        search(config.changed(overrides=overrides), reward_functions=[digits], **again)
+    assert not list((tmp_path / "checkpoints").rglob("run.db"))
 
 
 def test_values_that_do_not_go_together_are_a_failed_trial(config, capsys):
@@ -416,29 +385,19 @@ def test_values_that_do_not_go_together_are_a_failed_trial(config, capsys):
     ]
     assert {count for state, count in steps if state == "FAIL"} == {0.4}
     assert {count for state, count in steps if state == "COMPLETE"} == {1.0, 6 * 0.2, 3.0}
-    said = f"after {len(steps)} of 20 trials; those that failed are tried again under another"
-    assert said in capsys.readouterr().out
-    blind = config.changed(overrides={**config.overrides, "eval.before_and_after": False})
-    with pytest.raises(UsageError, match="test part is not evaluated"):
-        search(blind, SPACE, trials=1)
+    assert f"after {len(steps)} of 20 trials; those that failed" in capsys.readouterr().out
 
 
 def test_what_was_tried_goes_with_drive_to_another_machine(config, tmp_path, monkeypatch):
+    for name in ("drive", "one", "two"):
+        (tmp_path / name).mkdir()
     place = tmp_path / "drive"
-    place.mkdir()
     monkeypatch.setattr("groupwise.notebook.drive.DRIVE", place)
     monkeypatch.setattr("groupwise.notebook.config.DRIVE", place)
     monkeypatch.setenv("HF_TOKEN", "")
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
     monkeypatch.chdir(tmp_path / "one")
-    own = TrainingConfig(
-        **{
-            **config.model_dump(exclude={"checkpoint_dir"}),
-            "save_to_drive": True,
-            "hf_token": "hf_key",
-        }
-    )
+    others = {"save_to_drive": True, "hf_token": "hf_key"}
+    own = TrainingConfig(**{**config.model_dump(exclude={"checkpoint_dir"}), **others})
     seen = list[str]()
 
     def collecting(completions, **columns):
@@ -447,53 +406,9 @@ def test_what_was_tried_goes_with_drive_to_another_machine(config, tmp_path, mon
 
     found = search(own, SPACE, trials=1, reward_functions=[collecting], prune=False)
     assert os.environ["HF_TOKEN"] == "hf_key"
-    assert [str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()] == [
-        "digits-search/trials.jsonl"
-    ]
+    files = [str(each.relative_to(place)) for each in place.rglob("*") if each.is_file()]
+    assert files == ["digits-search/trials.jsonl"]
     monkeypatch.chdir(tmp_path / "two")
     more = search(own, SPACE, trials=2, reward_functions=[collecting], prune=False)
     assert more.study.trials[0].value == found.study.trials[0].value
     assert len(more.study.trials) == 2
-
-
-IN_A_KERNEL = """
-from groupwise.notebook import *
-
-config = TrainingConfig(
-    model="tiny", dataset="arithmetic", dataset_max=12, num_batches=4, train_fraction=0.5, batch_size=1, total_generation_steps=4,
-    beta=0.0, lora_rank=2, lora_alpha=4, experiment_name="k", overrides={"run.processes": 1, "eval.max_prompts": 2},
-)
-print("mine")
-found = search(config, {"num_batches": [2, 4], "train_fraction": [0.25, 0.5]}, trials=20, prune=False)
-"""
-
-
-@pytest.mark.slow
-def test_in_a_kernel_trials_have_one_place_and_what_else_the_cell_said_stays(tmp_path):
-    with Kernel(tmp_path) as kernel:
-        said = kernel.run(IN_A_KERNEL)
-        states = text(kernel.run("print(*[trial.state.name for trial in found.study.trials])"))
-    assert {*states.split()} == {"COMPLETE", "FAIL"}
-    drawn = [each for each in said if each["kind"] == "display_data"]
-    assert len(drawn) == 1
-    page = drawn[0]["data"]["text/html"]
-    assert "Trials" in page
-    assert "failed: TrainingConfig: num_batches 2 × train_fraction 0.25 is less than one" in page
-    assert said[0]["text"].startswith("mine")
-    streams = "".join(each["text"] for each in said if each["kind"] == "stream")
-    failed = states.split().count("FAIL")
-    assert len(streams.splitlines()) == len(["mine", *["trial … failed"] * failed, "over after"])
-
-
-@pytest.mark.parametrize(
-    ("space", "trials", "told"),
-    [
-        ({"lora_rank": 8}, 1, "lora_rank: expected Between"),
-        ([1], 1, "The space is no mapping"),
-        (SPACE, "3", "trials is '3'"),
-        ({"learning_rate": Between(0.0, 0.1, log=True)}, 1, "0.0 has no logarithm"),
-    ],
-)
-def test_what_cannot_be_searched_is_told(config, space, trials, told):
-    with pytest.raises(ConfigError, match=told):
-        search(config, space, trials=trials)
