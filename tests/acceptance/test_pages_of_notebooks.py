@@ -47,10 +47,6 @@ def texts(soup: BeautifulSoup, tag: str) -> list[str]:
     return [found.get_text() for found in soup.select(tag)]
 
 
-def test_there_are_pages() -> None:
-    assert PAGES
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_has_the_cells_of_its_notebook(page: Path) -> None:
     expected = [
@@ -72,13 +68,3 @@ def test_a_new_page_loads_nothing() -> None:
     page = made(read("quickstart"), "quickstart")
     assert loaded(page) == []
     assert "Groupwise in five calls" in page
-
-
-def test_what_is_loaded_is_found() -> None:
-    page = """
-        <a href="https://a">x</a> <img src="data:,x"> <script src="//b"></script> <link href="https://c">
-        <script>import x from 'https://d';</script> <style>@import "http://e"; a {b: url(https://f)}</style>
-    """
-    assert loaded(page) == ["//b", "https://c", "http://e", "https://f", "https://d"]
-    assert OF_A_MACHINE.search("in /tmp/x")
-    assert not OF_A_MACHINE.search("data:image/png;base64,a+b/tmp/c https://x.org/home/")
