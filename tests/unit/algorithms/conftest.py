@@ -127,3 +127,9 @@ def weighted() -> Callable[..., TokenBatch]:
 @pytest.fixture(scope="session")
 def total() -> Callable[..., torch.Tensor]:
     return _total
+
+
+@pytest.fixture(scope="session")
+def pair() -> Group:
+    """One member got 1 with two tokens, the other 0 with four."""
+    return _group(_rollout(0, 1.0, tokens=2), _rollout(1, 0.0, tokens=4))

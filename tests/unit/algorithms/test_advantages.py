@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from groupwise.algorithms import advantages
@@ -38,10 +38,10 @@ def _of_group(group: Group, *, divide_by_std: bool) -> tuple[float | None, ...]:
 
 
 @pytest.mark.parametrize("divide_by_std", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16])
-@pytest.mark.parametrize("reward", [0.0, 0.35, 0.1 + 0.2, 1 / 3, -7.7, 1e300, 1e-300])
-def test_identical_rewards_give_exactly_zero(reward: float, size: int, divide_by_std: bool) -> None:
-    assert _advantages([reward] * size, divide_by_std=divide_by_std) == [0.0] * size
+def test_identical_rewards_give_exactly_zero(divide_by_std: bool) -> None:
+    for size in (0, 1, 2, 3, 7, 8, 16):
+        for reward in (0.0, 0.35, 0.1 + 0.2, 1 / 3, -7.7, 1e300, 1e-300):
+            assert _advantages([reward] * size, divide_by_std=divide_by_std) == [0.0] * size
 
 
 @pytest.mark.parametrize(
@@ -56,27 +56,6 @@ def test_identical_rewards_give_exactly_zero(reward: float, size: int, divide_by
 )
 def test_rewards_that_differ_by_rounding_are_the_same(rewards: list[float]) -> None:
     assert _advantages(rewards, divide_by_std=True) == [0.0] * len(rewards)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "same"),
-    [
-        ([0.0, 1e-6], True),
-        ([0.0, 1.1e-6], False),
-        ([-0.5, -0.5 + 1.1e-6], False),
-        ([1e6, 1e6 + 0.9], True),
-        ([1e6, 1e6 + 1.1], False),
-        ([-1e6, 1e6], False),
-    ],
-)
-def test_tolerance_is_a_millionth_of_the_larger_of_size_and_one(
-    rewards: list[float], same: bool
-) -> None:
-    assert advantages.tied(rewards) is same
-
-
-def test_no_rewards_no_advantages() -> None:
-    assert _advantages([], divide_by_std=True) == []
 
 
 @given(spread=st.floats(2e-6, 1e-4), size=st.integers(2, 16), base=st.floats(-1, 1))
@@ -103,12 +82,6 @@ def test_vector_form_agrees(rewards: list[float]) -> None:
     assert _advantages(rewards, divide_by_std=True) == pytest.approx(scaled_G, abs=1e-9)
 
 
-@given(REWARDS)
-def test_standardised_advantages_are_bounded_by_the_size_of_the_group(rewards: list[float]) -> None:
-    bound = (len(rewards) - 1) / math.sqrt(len(rewards))
-    assert max(map(abs, _advantages(rewards, divide_by_std=True))) < bound
-
-
 @given(st.data(), st.booleans())
 def test_order_of_members_does_not_change_a_bit(data: st.DataObject, divide_by_std: bool) -> None:
     rewards = data.draw(REWARDS)
@@ -126,28 +99,6 @@ def test_shift_of_all_rewards_changes_nothing(
     shifted = [reward + shift for reward in rewards]
     expected = _advantages(rewards, divide_by_std=divide_by_std)
     assert _advantages(shifted, divide_by_std=divide_by_std) == pytest.approx(expected, abs=1e-8)
-
-
-@given(REWARDS, st.floats(0.5, 50))
-def test_factor_carries_over_unless_the_spread_is_divided_out(
-    rewards: list[float], factor: float
-) -> None:
-    assume(max(rewards) - min(rewards) > 1.0)
-    larger = [reward * factor for reward in rewards]
-    centred = _advantages(rewards, divide_by_std=False)
-    assert _advantages(larger, divide_by_std=False) == pytest.approx(
-        [factor * advantage for advantage in centred], abs=1e-9
-    )
-    assert _advantages(larger, divide_by_std=True) == pytest.approx(
-        _advantages(rewards, divide_by_std=True), rel=2e-3, abs=1e-9
-    )
-
-
-@given(REWARDS, st.booleans())
-def test_advantages_sum_to_zero(rewards: list[float], divide_by_std: bool) -> None:
-    assert math.fsum(_advantages(rewards, divide_by_std=divide_by_std)) == pytest.approx(
-        0, abs=1e-9
-    )
 
 
 @pytest.mark.parametrize("divide_by_std", [False, True])
@@ -211,6 +162,7 @@ def test_leave_one_out_without_a_difference_is_zero(rewards: list[float]) -> Non
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_groups_keep_their_identity_in_any_order(name: str, data: st.DataObject, group) -> None:
     rewards = data.draw(st.lists(REWARDS, min_size=1, max_size=5))
@@ -222,6 +174,7 @@ def test_groups_keep_their_identity_in_any_order(name: str, data: st.DataObject,
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_group_does_not_know_the_others(name: str, data: st.DataObject, group) -> None:
     groups = [group(*values) for values in data.draw(st.lists(REWARDS, min_size=2, max_size=4))]

@@ -6,20 +6,9 @@ import math
 
 import pytest
 import torch
+from tests.unit.algorithms.closed_forms import LENGTHS, A
 
 from groupwise.algorithms.cispo import Cispo
-
-A = 0.5 / (math.sqrt(0.5) + 1e-4)
-"""The advantage of the better of two members whose rewards differ by 1."""
-
-LENGTHS = [[1, 1, 0, 0], [1, 1, 1, 1]]
-FLAT = [[-1.0] * 4, [-1.0] * 4]
-
-
-@pytest.fixture
-def pair(rollout, group):
-    """One member got 1 with two tokens, the other 0 with four."""
-    return group(rollout(0, 1.0, tokens=2), rollout(1, 0.0, tokens=4))
 
 
 def test_weights_and_denominators(pair) -> None:

@@ -76,11 +76,3 @@ def test_the_ratio_is_that_of_the_updates_alone(batch) -> None:
     plain = make("grpo", {"epsilon": 9.0}).loss(rows)
     assert plain.components["policy"].item() == pytest.approx(-3.0)
     assert plain.stats["logprob_gap"].item() == corrected.stats["logprob_gap"].item()
-
-
-def test_cut_tokens_are_counted(batch) -> None:
-    rows = batch(PROXIMAL, [[0.0] * 4] * 2, proximal=PROXIMAL, mask=MASK, advantages=[1.0, 1.0])
-    for mode, count in (("token_mask", 1), ("sequence_truncate", 3)):
-        knobs = {"importance_sampling_correction": mode, "importance_sampling_cap": 3.0}
-        stats = make("dapo", knobs).loss(rows).stats
-        assert stats["importance_sampling_clipped"].item() == count

@@ -6,21 +6,9 @@ import math
 
 import pytest
 import torch
+from tests.unit.algorithms.closed_forms import FLAT, LENGTHS, A
 
 from groupwise.algorithms.grpo import Grpo
-
-A = 0.5 / (math.sqrt(0.5) + 1e-4)
-"""The advantage of the better of two members whose rewards differ by 1."""
-
-
-@pytest.fixture
-def pair(rollout, group):
-    """One member got 1 with two tokens, the other 0 with four."""
-    return group(rollout(0, 1.0, tokens=2), rollout(1, 0.0, tokens=4))
-
-
-LENGTHS = [[1, 1, 0, 0], [1, 1, 1, 1]]
-FLAT = [[-1.0] * 4, [-1.0] * 4]
 
 
 def test_weights_and_denominators(pair) -> None:
@@ -75,13 +63,6 @@ def test_tokens_of_the_environment_count_nowhere(rollout, group, weighted, total
     assert loss.item() == pytest.approx(0, abs=1e-15)
 
 
-def test_centred_only_on_request(pair) -> None:
-    advantages = [
-        weight.advantage for weight in Grpo(scale_rewards="none").weights([pair])[0] if weight
-    ]
-    assert advantages == [0.5, -0.5]
-
-
 def test_failed_members_have_no_weight_and_no_share(group) -> None:
     mixed = group(1.0, None, 0.0)
     weights = Grpo().weights([mixed])[0]
@@ -108,10 +89,3 @@ def test_rollout_without_a_token_counts_but_has_no_row(rollout, group) -> None:
     assert weights[1] is not None
     assert weights[1].advantage == pytest.approx(A)
     assert Grpo().denominators([silent], 8) == {"policy": 2.0}
-
-
-def test_group_that_agrees_has_no_signal(group) -> None:
-    algorithm = Grpo()
-    weights = algorithm.weights([group(0.35, 0.35, 0.35)])[0]
-    assert [weight.advantage for weight in weights if weight] == [0.0, 0.0, 0.0]
-    assert not algorithm.teaches(weights)

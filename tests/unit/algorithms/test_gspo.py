@@ -6,20 +6,9 @@ import math
 
 import pytest
 import torch
+from tests.unit.algorithms.closed_forms import FLAT, LENGTHS, A
 
 from groupwise.algorithms.gspo import Gspo
-
-A = 0.5 / (math.sqrt(0.5) + 1e-4)
-"""The advantage of the better of two members whose rewards differ by 1."""
-
-LENGTHS = [[1, 1, 0, 0], [1, 1, 1, 1]]
-FLAT = [[-1.0] * 4, [-1.0] * 4]
-
-
-@pytest.fixture
-def pair(rollout, group):
-    """One member got 1 with two tokens, the other 0 with four."""
-    return group(rollout(0, 1.0, tokens=2), rollout(1, 0.0, tokens=4))
 
 
 def test_weights_and_denominators(pair) -> None:
@@ -53,11 +42,9 @@ def test_ratio_is_the_exponential_of_the_mean(pair, weighted, total) -> None:
 @pytest.mark.parametrize(
     ("log_ratio", "advantage", "slope"),
     [
-        (2e-4, 1.0, -1.0),
         (3.5e-4, 1.0, -1.0),
         (5e-4, 1.0, 0.0),
         (-5e-4, 1.0, -1.0),
-        (-2e-4, -1.0, 1.0),
         (-3.5e-4, -1.0, 0.0),
         (5e-4, -1.0, 1.0),
     ],

@@ -120,7 +120,7 @@ def _compare(liger: Any, algorithm: Algorithm, seed: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "reinforce_pp", "cispo"])
 def test_token_level_algorithms(liger, name: str, knobs: dict[str, Any], seed: int) -> None:
@@ -134,7 +134,7 @@ def test_two_sided_clip(liger, name: str) -> None:
     _compare(liger, make(name, {"epsilon": 0.1, "delta": 1.3}), 0)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize(
     "knobs",
     [

@@ -6,17 +6,9 @@ import math
 
 import pytest
 import torch
+from tests.unit.algorithms.closed_forms import FLAT, LENGTHS
 
 from groupwise.algorithms.rloo import Rloo
-
-LENGTHS = [[1, 1, 0, 0], [1, 1, 1, 1]]
-FLAT = [[-1.0] * 4, [-1.0] * 4]
-
-
-@pytest.fixture
-def pair(rollout, group):
-    """One member got 1 with two tokens, the other 0 with four."""
-    return group(rollout(0, 1.0, tokens=2), rollout(1, 0.0, tokens=4))
 
 
 def test_baseline_is_the_mean_of_the_others(group) -> None:

@@ -38,12 +38,6 @@ def test_loss_gradient_and_statistics(batch) -> None:
     assert rows.policy_logprobs_BT.grad.tolist() == [[-1, 0, -1], [-0.5, -0.5, 0]]
 
 
-def test_right_tokens_are_counted_where_they_teach(batch) -> None:
-    right_BT = torch.tensor([[True, True, False], [True, True, True]])
-    stats = Sft().loss(replace(_batch(batch), right_BT=right_BT)).stats
-    assert (stats["right"].item(), stats["tokens"].item()) == (3, 4)
-
-
 def test_it_is_the_mean_cross_entropy_with_tokens_as_the_denominator() -> None:
     logits_BTV = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     labels_BT = torch.tensor([[1, 2, -100], [3, -100, 0]])
@@ -75,11 +69,6 @@ def test_only_masked_in_tokens_count(batch, garbage: float) -> None:
     assert torch.equal(result.components["sft"], Sft().loss(rows).components["sft"])
     result.components["sft"].backward()
     assert soiled.grad[outside].eq(0).all()
-
-
-def test_without_a_trained_token_it_is_zero(batch) -> None:
-    rows = replace(_batch(batch), mask_BT=torch.zeros(2, 3))
-    assert Sft().loss(rows).components["sft"].item() == 0
 
 
 def test_it_is_reached_by_its_spec_and_is_no_algorithm() -> None:

@@ -81,29 +81,12 @@ def test_calls_are_answered_each_by_its_own(worker: WorkerProcess) -> None:
     told = worker.call_now(Look())
     assert told["path"] is None
     assert told["own"] == "yes"
-
-
-def test_it_has_no_credentials(worker: WorkerProcess) -> None:
-    names = worker.call_now(Look())["names"]
-    assert "PATH" in names
-    assert not CREDENTIALS & {*names}
-
-
-def test_one_that_cannot_be_started_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        WorkerProcess(tmp_path / "python", {})
-
-
-def test_nobody_waits_for_what_is_only_told(worker: WorkerProcess) -> None:
-    worker.tell(Restore(folder="never"))
-    with pytest.raises(RunError):
-        worker.call_now(Save(folder="x"))
-    worker.tell(Restore(folder="never"))
-
-
-def test_errors_are_those_of_the_worker(worker: WorkerProcess) -> None:
+    assert "PATH" in told["names"]
+    assert not CREDENTIALS & {*told["names"]}
+    os.kill(worker.pid, signal.SIGINT)  # of the group, which is not its affair
     with pytest.raises(ModelError, match="no such place"):
         worker.call_now(Restore(folder="place"))
+    assert os.getpgid(worker.pid) != os.getpgid(0)
 
 
 def test_a_call_that_nobody_awaits_is_withdrawn(worker: WorkerProcess) -> None:
@@ -119,6 +102,7 @@ def test_a_call_that_nobody_awaits_is_withdrawn(worker: WorkerProcess) -> None:
 
 
 def test_its_end_is_told_with_its_last_words(worker: WorkerProcess) -> None:
+    worker.tell(Restore(folder="never"))  # for which nobody waits
     for _ in range(2):  # also by calls that come later
         with pytest.raises(RunError, match=r"(?s)exit code 3.*the disk is on fire"):
             worker.call_now(Save(folder="x"))
@@ -133,10 +117,3 @@ def test_kill_fails_what_waits(worker: WorkerProcess) -> None:
 
     with pytest.raises(RunError, match="SIGKILL"):
         asyncio.run(killed())
-
-
-def test_an_interrupt_of_the_group_is_not_its_affair(worker: WorkerProcess) -> None:
-    worker.call_now(Look())  # it has begun
-    os.kill(worker.pid, signal.SIGINT)
-    assert worker.call_now(Look())["own"] == "yes"
-    assert os.getpgid(worker.pid) != os.getpgid(0)

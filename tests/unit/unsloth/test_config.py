@@ -47,13 +47,11 @@ def test_fewer_bits_are_for_this_backend(load: Any, key: str) -> None:
     assert load({"model": {"name": "tiny", "backend": "unsloth", key: True}}).config
 
 
-def test_servers_of_vllm_may_sample_for_it() -> None:
-    words = [BACKEND, "sampler.engine=vllm", "sampler.url=http://127.0.0.1:8000"]
-    assert load_config({"model": {"name": "tiny"}}, words).config.sampler.urls
-
-
 def test_a_vllm_of_its_own_holds_as_many_bits() -> None:
-    words = [BACKEND, "sampler.engine=vllm", "sampler.vllm_python=/opt/vllm/bin/python"]
+    words = [BACKEND, "sampler.engine=vllm"]
+    served = [*words, "sampler.url=http://127.0.0.1:8000"]
+    assert load_config({"model": {"name": "tiny"}}, served).config.sampler.urls
+    words = [*words, "sampler.vllm_python=/opt/vllm/bin/python"]
     assert load_config({"model": {"name": "tiny"}}, [*words, "model.load_in_4bit=true"])
     with pytest.raises(ConfigError, match="Set load_in_4bit instead"):
         load_config({"model": {"name": "tiny"}}, [*words, "model.load_in_8bit=true"])

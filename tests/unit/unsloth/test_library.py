@@ -31,15 +31,6 @@ def test_where_there_is_no_device_its_reason_is_told(monkeypatch: pytest.MonkeyP
         library.ready()
 
 
-def test_who_comes_after_transformers_is_warned(caplog: pytest.LogCaptureFixture) -> None:
-    assert "transformers" in sys.modules
-    library.ready()
-    assert "transformers was imported before Unsloth" in caplog.text
-    caplog.clear()
-    library.ready()
-    assert caplog.text == ""
-
-
 def test_it_neither_writes_to_stdout_nor_has_others_write(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,16 +49,13 @@ def test_it_neither_writes_to_stdout_nor_has_others_write(
 
 
 def test_the_model_is_frozen_and_draws_without_penalties() -> None:
-    model = load(unsloth.TINY, "bfloat16", 64)
+    model: Any = load(unsloth.TINY, "bfloat16", 64)
+    assert model.max_seq_length == 64
+    room: Any = load(unsloth.TINY, "float32", None).max_seq_length
+    assert load(unsloth.TINY, "float32", room + 64).max_seq_length == room
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert str(model.dtype) == "torch.bfloat16"
     assert model.generation_config.repetition_penalty in (None, 1.0)
-
-
-def test_rows_are_no_longer_than_the_model_takes() -> None:
-    room: Any = load(unsloth.TINY, "float32", None).max_seq_length
-    assert load(unsloth.TINY, "float32", room + 64).max_seq_length == room
-    assert load(unsloth.TINY, "float32", 64).max_seq_length == 64
 
 
 def test_weights_are_as_small_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.errors import ModelError
 from groupwise.learner.slopes import trained_slopes
 from groupwise.learner.weights import TrainedAdapter
 from groupwise.models.config import LoraConfig
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config, read_adapter
-from groupwise.unsloth.model import UnslothModel
-from groupwise.unsloth.parts import load
 from tests import unsloth
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -72,12 +69,6 @@ def test_a_saved_adapter_is_read_by_either(tmp_path: Path) -> None:
     torch.testing.assert_close(
         logits(found, "policy"), logits(other, "policy"), rtol=1e-4, atol=1e-5
     )
-
-
-def test_layers_that_are_not_there_are_told_with_those_that_are() -> None:
-    shape = new_lora_config(LoraConfig(target_modules=("q_prj",)))
-    with pytest.raises(ModelError, match=r"q_prj.*Linear layers of this llama model: .*q_proj"):
-        UnslothModel(load(unsloth.TINY, "float32", 64), shape, gradient_checkpointing=False)
 
 
 def test_who_computes_has_the_model_for_himself() -> None:
