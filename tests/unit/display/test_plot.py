@@ -64,16 +64,13 @@ class TestTerminal:
             drawn = terminal_curve([Series("s", tuple(points))])
             assert any(0x2800 < ord(c) < 0x2900 for c in drawn)
 
-    def test_colours_only_when_asked(self) -> None:
-        series = with_mean("reward", RISING)
-        assert "\x1b" not in terminal_curve(series, title="t")
-        coloured = terminal_curve(series, title="t", colour=True)
-        assert re.sub(r"\x1b\[\d+m", "", coloured) == terminal_curve(series, title="t")
-
-    def test_names_are_harmless(self) -> None:
-        drawn = terminal_curve([Series("a\x1b[2J\nb", tuple(RISING))], title="t\x07", x_label="x\n")
-        assert "\x1b" not in drawn
-        assert "\x07" not in drawn
+    def test_colours_only_when_asked_and_names_are_harmless(self) -> None:
+        series = [*with_mean("reward", RISING), Series("a\x1b[2J\nb", tuple(RISING))]
+        plain = terminal_curve(series, title="t\x07", x_label="x\n")
+        assert "\x1b" not in plain
+        assert "\x07" not in plain
+        coloured = terminal_curve(series, title="t\x07", x_label="x\n", colour=True)
+        assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
 
 class TestSvg:

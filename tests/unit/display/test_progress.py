@@ -66,12 +66,6 @@ class TestPlainLines:
         assert one.startswith("step  1/20  reward 0.100  time")
         assert "reward 0.100  p0 0.00  p1 0.10  p2 0.20  p3 0.30  p4 0.40  p5 0.50  time" in several
 
-    def test_no_number_is_minus_nothing(self) -> None:
-        stream = io.StringIO()
-        with Progress("a run", 20, stream=stream) as progress:
-            progress.step(0, {"loss": -1e-9})
-        assert "loss 0.0000" in stream.getvalue()
-
     def test_come_every_few_steps_and_at_the_end(self) -> None:
         stream = io.StringIO()
         with Progress("a run", 10, stream=stream, logging_steps=4) as progress:
@@ -91,7 +85,10 @@ class TestPlainLines:
         stream = io.StringIO()
         with Progress("a run", 2, stream=stream, clock=Clock()) as progress:
             progress.step(0, {"loss": float("nan")})
-        assert stream.getvalue() == "step 1/2  loss nan  time 0.0 s  eta 0:00\n"
+            progress.step(1, {"loss": -1e-9})
+        nan, nothing = stream.getvalue().splitlines()
+        assert nan == "step 1/2  loss nan  time 0.0 s  eta 0:00"
+        assert "loss 0.0000" in nothing
 
     def test_time_is_measured_where_it_is_not_given(self) -> None:
         stream, clock = io.StringIO(), Clock()
@@ -183,7 +180,7 @@ class TestTerminal:
         assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
         assert "KeyboardInterrupt" in written
 
-    @pytest.mark.parametrize("columns", [20, 46, 63, 64, 200])
+    @pytest.mark.parametrize("columns", [20, 63, 200])
     def test_fits_any_width(self, tmp_path: Path, columns: int) -> None:
         shown = plain(in_terminal(tmp_path, columns=columns))
         view = shown[shown.index("step  3/20") :].split("Held-out")[0].split("\n")

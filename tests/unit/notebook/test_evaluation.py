@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -54,19 +54,12 @@ def test_overrides_win(
     assert (found.samples_per_prompt, found.temperature) == expected
 
 
-@pytest.mark.parametrize("samples", ["4", 0, 2.0, True])
-def test_what_is_no_number_of_samples_is_told(asked: list[EvalConfig], samples: Any) -> None:
-    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
-    with pytest.raises(UsageError, match=f"samples_per_prompt is {samples!r}; it must be a whole"):
-        evaluate(config, prepare_session(config), samples_per_prompt=samples)
-    assert asked == []
-
-
-def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
-    asked: list[EvalConfig], tmp_path: Path
-) -> None:
+def test_what_cannot_be_evaluated_is_told(asked: list[EvalConfig], tmp_path: Path) -> None:
     config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
     session = prepare_session(config)
+    for samples in ("4", 0, 2.0, True):
+        with pytest.raises(UsageError, match=f"samples_per_prompt is {samples!r}"):
+            evaluate(config, session, samples_per_prompt=cast("Any", samples))
     session.folder = tmp_path / "gone"
     with pytest.raises(UsageError, match="The run's folder is gone"):
         evaluate(config, session)

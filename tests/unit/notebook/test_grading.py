@@ -13,23 +13,15 @@ from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.tags import Tags
 
 
-@pytest.mark.parametrize(
-    ("said", "measured"),
-    [
-        ("<answer>7</answer> and not 8", "<answer>7</answer> and not 8"),
-        ("3 + 4 is 7.", "<answer>7</answer>"),
-        ("it is 1,234.5, I think", "<answer>1,234.5</answer>"),
-        ("20 - 27 = -7", "<answer>-7</answer>"),
-        ("5-3", "<answer>3</answer>"),
-        (r"so \boxed{7}, in 2 steps", r"so \boxed{7}, in 2 steps"),
-        ("<answer>", "<answer>"),
-        ("none", "none"),
-        ("", ""),
-    ],
-)
-def test_the_answer(said: str, measured: str) -> None:
-    assert with_marks(Tags(), said, ["7"]) == measured
-    assert with_marks(Tags(), [{"role": "assistant", "content": said}], ["7"]) == measured
+def test_the_answer() -> None:
+    for said, measured in (
+        ("<answer>7</answer> and not 8", None), ("3 + 4 is 7.", "<answer>7</answer>"), ("it is 1,234.5", "<answer>1,234.5</answer>"),
+        ("20 - 27 = -7", "<answer>-7</answer>"), ("5-3", "<answer>3</answer>"), (r"so \boxed{7}, in 2 steps", None), ("<answer>", None),
+        ("none", None), ("", None),
+    ):  # fmt: skip
+        expected = said if measured is None else measured
+        assert with_marks(Tags(), said, ["7"]) == expected
+        assert with_marks(Tags(), [{"role": "assistant", "content": said}], ["7"]) == expected
 
 
 @pytest.mark.parametrize(

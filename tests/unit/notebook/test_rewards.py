@@ -9,7 +9,6 @@ import pytest
 from groupwise.errors import TaskError
 from groupwise.notebook import Criterion, Rubric
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.datasets import prepare_datasets
 from groupwise.notebook.rewards import create_reward_functions, register_reward, rewards_of
 
 NUMERIC = [{"question": "1 + 1?", "answer": "2"}]
@@ -29,41 +28,24 @@ def test_numeric_data_have_layout_and_answer():
 
 
 def test_marks_of_the_config_are_those_of_the_rewards():
-    config = TrainingConfig(
-        dataset="arithmetic",
-        reasoning_start="(",
-        reasoning_end=")",
-        solution_start="[",
-        solution_end="]",
-    )
-    layout, answer = create_reward_functions(config)
-    assert values(layout, ["(1 and 1) [2]", "<reasoning>1</reasoning><answer>2</answer>"]) == [
-        2.0,
-        -1.0,
-    ]
-    assert values(answer, ["(1 and 1) [2]"], answer="2") == [3.0]
-
-
-def test_rubric_data_have_layout_and_overlap():
-    _, overlap = create_reward_functions(TrainingConfig())
-    [good, bad] = values(
-        overlap,
-        ["It names the cause: because of rain", "no"],
-        rubric="names the cause",
-        reference="because of rain",
-    )
-    assert good > 10 > bad
+    marks: Any = {"reasoning_start": "(", "reasoning_end": ")", "solution_start": "[", "solution_end": "]"}  # fmt: skip
+    layout, answer = create_reward_functions(TrainingConfig(dataset="arithmetic", **marks))
+    said = ["(1 and 1) [2]", "<reasoning>1</reasoning><answer>2</answer>"]
+    assert values(layout, said) == [2.0, -1.0]
+    assert values(answer, said[:1], answer="2") == [3.0]
 
 
 def test_of_files_the_rows_decide(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(
-        '{"question": "Why?", "rubric": "r", "reference": "c"}\n{"question": "How?", "rubric": "r", "reference": "c"}\n'
+        "".join(f'{{"question": "{n}?", "rubric": "r", "reference": "c"}}\n' for n in range(2))
     )
     config = TrainingConfig(dataset=str(file))
     assert rewards_of(config, RUBRIC).names == ("match_format", "rubric_overlap")
     _, overlap = create_reward_functions(config)
-    assert values(overlap, ["r"], rubric="r", reference="c")
+    said = ["It names the cause: because of rain", "no"]
+    good, bad = values(overlap, said, rubric="names the cause", reference="because of rain")
+    assert good > 10 > bad
 
 
 def mine(completions, **columns):
@@ -79,14 +61,6 @@ def test_others_instead_or_beside():
     assert len(beside.names) == 4
     instead = rewards_of(config, RUBRIC, reward_functions=[mine])
     assert instead.names == ("mine",)
-
-
-def test_one_function_is_no_list_and_none_is_not_enough():
-    config = TrainingConfig(dataset="arithmetic")
-    with pytest.raises(TaskError, match=r"reward_functions=\[mine\]"):
-        rewards_of(config, NUMERIC, reward_functions=mine)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TaskError, match="no reward function"):
-        rewards_of(config, NUMERIC, reward_functions=[])
 
 
 def test_functions_of_a_notebook_are_given_texts():
@@ -117,41 +91,24 @@ def test_functions_of_a_notebook_are_given_texts():
     assert seen["completions"] == ["2"]
 
 
-def test_something_that_is_no_function_is_told():
-    with pytest.raises(TaskError, match="expected a function"):
-        rewards_of(TrainingConfig(dataset="arithmetic"), NUMERIC, reward_functions=[3])  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ([(len,)], "give a function or a name"),
-        ([(len, 1, 2)], "give a function or a name"),
-        ({"a": len}, "of the type dict; give a list of functions"),
-    ],
-)
-def test_what_is_no_list_of_rewards_is_told(given: Any, said: str):
-    config = TrainingConfig(dataset="arithmetic")
-    train, _ = prepare_datasets(config)
-    with pytest.raises(TaskError, match=said):
-        rewards_of(config, train, given)
-    assert rewards_of(config, train, None, None).names == (
-        "match_format",
-        "math_answer",
-        "accuracy",
-    )
-
-
-def test_the_measure_of_success_is_no_reward_of_ones_own():
+def test_what_is_no_list_of_rewards_is_told():
     def accuracy(completions: Any, **columns: Any) -> list[float]:
         return [1.0 for _ in completions]
 
     config = TrainingConfig(dataset="arithmetic")
-    train, _ = prepare_datasets(config)
-    with pytest.raises(TaskError, match="called 'accuracy', as is what is measured"):
-        rewards_of(config, train, [accuracy])
-    with pytest.raises(TaskError, match="called 'accuracy'"):
-        rewards_of(config, train, [(accuracy, 0.5)])
+    wrong: list[tuple[Any, str]] = [
+        ([(len,)], "give a function or a name"),
+        ([(len, 1, 2)], "give a function or a name"),
+        ({"a": len}, "of the type dict; give a list of functions"),
+        ([3], "expected a function"),
+        (mine, r"reward_functions=\[mine\]"),
+        ([], "no reward function"),
+        ([accuracy], "called 'accuracy', as is what is measured"),
+        ([(accuracy, 0.5)], "called 'accuracy'"),
+    ]
+    for given, said in wrong:
+        with pytest.raises(TaskError, match=said):
+            rewards_of(config, NUMERIC, given)
 
 
 def test_rewards_by_name_have_the_marks_of_the_config_and_get_texts():

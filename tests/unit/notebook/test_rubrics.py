@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,14 +104,11 @@ def test_yaml_as_people_write_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name: x\ncriteria:\n  - name: a\n    wieght: 2\n    keywords: [b]\n", "wieght"),
-        ("name: x\ncriteria: []\n", r"criteria is \[\]; it must have at least 1 item\."),
-        ("criteria:\n  - name: a\n    keywords: [b]\n", "name is required"),
-        ("name: x\ncriteria:\n  - name: a\n    description: of it\n", "no answer could meet it"),
-        (
-            "name: x\ncriteria:\n  - {name: a, keywords: [b], range: [1, 1]}\n",
-            "must be the greater one",
-        ),
+        ("name: x\ncriteria:\n  - {name: a, wieght: 2, keywords: [b]}\n", "wieght"),
+        ("name: x\ncriteria: []\n", r"criteria is \[\]"),
+        ("criteria:\n  - {name: a, keywords: [b]}\n", "name is required"),
+        ("name: x\ncriteria:\n  - {name: a, description: of it}\n", "no answer could meet it"),
+        ("name: x\ncriteria:\n  - {name: a, keywords: [b], range: [1, 1]}\n", "the greater one"),
         (
             "name: x\ntarget_score: 2\ncriteria:\n  - {name: a, keywords: [b]}\n",
             "reference_response",
@@ -118,6 +117,8 @@ def test_yaml_as_people_write_it(tmp_path):
             "name: x\ncriteria:\n  - {name: a, keywords: [b]}\n  - {name: a, keywords: [c]}\n",
             "two criteria",
         ),
+        ("", "is empty"),
+        ("- name: x\n", "holds"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told(text, said, tmp_path):
@@ -125,15 +126,6 @@ def test_what_is_wrong_in_a_file_is_told(text, said, tmp_path):
     with pytest.raises(ConfigError, match=said) as refused:
         load_rubrics(tmp_path / "x.yaml")
     assert "x.yaml" in str(refused.value)
-
-
-@pytest.mark.parametrize(("text", "found"), [("", "is empty"), ("- name: x\n", "holds")])
-def test_a_file_that_holds_no_rubric_is_told_in_words_of_rubrics(text, found, tmp_path):
-    (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(
-        ConfigError, match=f"{found}.*; a rubric has a `name:` and `crit"
-    ) as refused:
-        load_rubrics(tmp_path / "x.yaml")
     assert "model" not in str(refused.value)
 
 
@@ -160,11 +152,11 @@ def test_what_is_wrong_in_python_is_told():
         Criterion(name="a", keywords=["b"], weight=-1)
 
 
-@pytest.mark.parametrize("answer", [None, 4, ["First, then."]])
-def test_what_is_no_text_is_not_scored(answer):
-    for score in (STEPS.score, STEPS.scores, STEPS.criteria[0].score):
-        with pytest.raises(UsageError, match=f"of the type {type(answer).__name__}. Give the text"):
-            score(answer)
+def test_what_is_no_text_is_not_scored():
+    for answer in (None, 4, ["First, then."]):
+        for score in (STEPS.score, STEPS.scores, STEPS.criteria[0].score):
+            with pytest.raises(UsageError, match=f"of the type {type(answer).__name__}"):
+                score(cast("Any", answer))
 
 
 def test_files_that_are_not_there(tmp_path):

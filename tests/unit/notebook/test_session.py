@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -39,8 +39,16 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     return calls
 
 
+def few(**values: Any) -> TrainingConfig:
+    return TrainingConfig(**{"model": "tiny", "dataset": "arithmetic", "dataset_max": 8, **values})
+
+
+def prepared_session(**values: Any) -> Any:
+    return prepare_session(few(**values))
+
+
 def test_a_quick_test_asks_as_it_says(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    config = few()
     prepared = prepare_session(config)
     assert quick_test(config, prepared) == "42"
     [(prompts, weights, params, seed)] = asked
@@ -50,70 +58,50 @@ def test_a_quick_test_asks_as_it_says(asked: list[Any], capsys: pytest.CaptureFi
     assert "the model as it was, before any training" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("prompts", "parameters", "said"),
-    [
+def test_what_cannot_be_asked_is_told(asked: list[Any]) -> None:
+    prepared = prepared_session()
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
         ("one text", {}, "prompts is one text"),
         (5, {}, "of the type int"),
         ([None], {}, "A prompt is None"),
         ([""], {}, "A prompt is ''"),
         ([[]], {}, r"A prompt is \[\]"),
-        (["a"], {"temperature": -1.0}, "temperature is -1.0; it must be a number, at least 0"),
+        (["a"], {"temperature": -1.0}, "temperature is -1.0"),
         (["a"], {"total_generation_steps": 0, "top_p": 2.0}, "at least 1; top_p is 2.0"),
         (["a"], {"top_k": 0}, "top_k is 0"),
-        (
-            ["a"],
-            {"total_generation_steps": 4.5},
-            "total_generation_steps is 4.5; it must be a whole",
-        ),
+        (["a"], {"total_generation_steps": 4.5}, "total_generation_steps is 4.5"),
         (["a"], {"total_generation_steps": True}, "total_generation_steps is True"),
-        (["a"], {"temperature": "1"}, "temperature is '1'; it must be a number"),
+        (["a"], {"temperature": "1"}, "temperature is '1'"),
         (["a"], {"temperature": float("inf")}, "temperature is inf"),
-        (["a"], {"top_k": "5"}, "top_k is '5'; it must be a whole number"),
+        (["a"], {"top_k": "5"}, "top_k is '5'"),
         (["a"], {"top_p": float("nan")}, "top_p is nan"),
-        (["a"], {"seed": 1.5}, "seed is 1.5; it must be a whole number, or None"),
-    ],
-)
-def test_what_cannot_be_asked_is_told(
-    asked: list[Any], prompts: Any, parameters: dict[str, Any], said: str
-) -> None:
-    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
-    with pytest.raises(UsageError, match=said):
-        prepared.sampler(prompts, **parameters)
+        (["a"], {"seed": 1.5}, "seed is 1.5"),
+    ]
+    for prompts, parameters, said in wrong:
+        with pytest.raises(UsageError, match=said):
+            prepared.sampler(prompts, **parameters)
     assert prepared.sampler([]) == []
     assert asked == []
 
 
-@pytest.mark.parametrize(
-    ("prompts", "steps", "said"),
-    [
-        (
-            ["why " * 300],
-            2000,
-            r"^The question has \d+ tokens, .* room for 48 .* or lower total_gen",
-        ),
-        (["a", "why " * 6000], 8, r"^Prompt 2 has \d+ tokens, .* Shorten the question\.$"),
-        (["a"], 5000, "is 5000, but the model reads and writes at most 2048 tokens"),
-        (["\ud800"], 8, r"'\\ud800', half of a surrogate pair, which is no valid Unicode"),
-    ],
-)
 def test_a_question_that_the_model_cannot_read_is_told(
-    prompts: list[Any], steps: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
-    with pytest.raises(UsageError, match=said):
-        prepared.sampler(prompts, total_generation_steps=steps)
+    prepared = prepared_session()
+    for prompts, steps, said in (
+        (["why " * 300], 2000, r"\d+ tokens, .* room for 48 "),
+        (["a", "why " * 6000], 8, r"^Prompt 2 has \d+ tokens"),
+        (["a"], 5000, "is 5000, .* at most 2048 tokens"),
+        (["\ud800"], 8, r"'\\ud800'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            prepared.sampler(prompts, total_generation_steps=steps)
 
 
 def test_numbers_of_numpy_are_numbers(asked: list[Any]) -> None:
-    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
-    prepared.sampler(
-        ["a"],
-        total_generation_steps=np.int64(4),  # pyright: ignore[reportArgumentType]
-        temperature=np.float32(0.5),  # pyright: ignore[reportArgumentType]
-        seed=np.int32(7),  # pyright: ignore[reportArgumentType]
-    )
+    numbers = {"total_generation_steps": np.int64(4), "temperature": np.float32(0.5), "seed": np.int32(7)}  # fmt: skip
+    prepared_session().sampler(["a"], **numbers)
     [(_, _, params, seed)] = asked
     assert (params.max_tokens, params.temperature, seed) == (4, 0.5, 7)
     assert {type(params.max_tokens), type(seed)} == {int}
@@ -122,7 +110,7 @@ def test_numbers_of_numpy_are_numbers(asked: list[Any]) -> None:
 def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
     asked: list[Any], tmp_path: Path
 ) -> None:
-    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    config = few()
     prepared = prepare_session(config)
     prepared.folder = tmp_path / "run"
     for use in (
@@ -160,23 +148,17 @@ def test_the_table_tells_what_the_core_will_do(asked: list[Any], tmp_path: Path)
     assert rows["run"] == "checkpoints/e-2"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_tunix_does_not_have_is_told_at_once() -> None:
+    for changes, said in (
         ({"devices": (1, 3)}, r"^devices is \[1, 3\]: its tp of 3"),
         ({"devices": (1, 1), "overrides": {"lora.target_modules": ["k_proj"]}}, "take all or none"),
-    ],
-)
-def test_what_tunix_does_not_have_is_told_at_once(changes: dict[str, Any], said: str) -> None:
-    config = TrainingConfig(
-        model=str(model_of("gemma3")), dataset="arithmetic", backend="tunix", **changes
-    )
-    with pytest.raises(UsageError, match=said):
-        prepare_session(config)
+    ):
+        with pytest.raises(UsageError, match=said):
+            prepared_session(model=str(model_of("gemma3")), backend="tunix", **changes)
 
 
 def test_rows_that_replace_others_get_their_prompts(asked: list[Any]) -> None:
-    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    config = few()
     prepared = prepare_session(config)
     own = [{"role": "user", "content": "One and one?"}]
     prepared.train_dataset = [
@@ -191,7 +173,7 @@ def test_rows_that_replace_others_get_their_prompts(asked: list[Any]) -> None:
 
 @pytest.mark.parametrize("table", [pandas.DataFrame, datasets.Dataset.from_dict, iter])
 def test_tables_may_replace_rows_too(asked: list[Any], table: Any) -> None:
-    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
+    config = few()
     prepared = prepare_session(config)
     columns = {"question": ["Capital of Peru?", "Of Chad?"], "answer": ["Lima", "N'Djamena"]}
     rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
@@ -203,7 +185,7 @@ def test_tables_may_replace_rows_too(asked: list[Any], table: Any) -> None:
 
 
 def test_cells_of_a_table_are_those_of_python(asked: list[Any]) -> None:
-    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
+    prepared = prepared_session()
     chat = [{"role": "user", "content": "Why?"}]
     table = {"question": ["a", "b"], "answer": [1.5, 2], "prompt": [np.array(chat), None]}
     prepared.test_dataset = pandas.DataFrame({**table, "rubric": [float("nan"), pandas.NA]})  # pyright: ignore[reportAttributeAccessIssue]
@@ -212,17 +194,14 @@ def test_cells_of_a_table_are_those_of_python(asked: list[Any]) -> None:
     assert "b" in second["prompt"][0]["content"]
 
 
-@pytest.mark.parametrize("part", ["train_dataset", "test_dataset"])
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [([], "was given no rows"), (iter(()), "was given no rows"), (5, "was given int. Expected a")],
-)
-def test_no_rows_cannot_replace_a_part(asked: list[Any], part: str, given: Any, said: str) -> None:
-    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8))
-    before = getattr(prepared, part)
-    with pytest.raises(UsageError, match=f"{part} {said}"):
-        setattr(prepared, part, given)
-    assert getattr(prepared, part) is before
+def test_no_rows_cannot_replace_a_part(asked: list[Any]) -> None:
+    prepared = prepared_session()
+    for part in ("train_dataset", "test_dataset"):
+        before = getattr(prepared, part)
+        for given, said in (([], "no rows"), (iter(()), "no rows"), (5, "int")):
+            with pytest.raises(UsageError, match=f"{part} was given {said}"):
+                setattr(prepared, part, given)
+            assert getattr(prepared, part) is before
 
 
 def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
@@ -242,26 +221,18 @@ def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
     assert not (Path("checkpoints") / config.experiment_name).exists()
 
 
-@pytest.mark.parametrize("value", [None, {"model": "tiny"}])
-def test_what_is_no_config_is_told(value: Any) -> None:
-    with pytest.raises(UsageError, match="Expected a TrainingConfig first"):
-        prepare_session(value)
-
-
 def test_a_session_that_failed_leaves_the_config_open(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    config = TrainingConfig(model="smolm2", dataset="arithmetic")
+    for wrong in (None, {"model": "tiny"}):
+        with pytest.raises(UsageError, match="Expected a TrainingConfig first"):
+            prepare_session(cast("Any", wrong))
+    config = few(model="smolm2")
     with pytest.raises(UsageError):
+        prepare_session(config)
+    config.model = "./gone"
+    with pytest.raises(GroupwiseError, match="model: there is no folder './gone'"):
         prepare_session(config)
     config.model = "tiny"
     prepare_session(config)
     with pytest.raises(UsageError, match="cannot be changed"):
         config.model = "other"
-
-
-def test_a_model_that_is_not_there_is_told_by_the_name_of_the_field(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(GroupwiseError) as caught:
-        prepare_session(TrainingConfig(model="./gone", dataset="arithmetic"))
-    assert "model: there is no folder './gone'" in str(caught.value)
-    assert "model.name" not in str(caught.value)

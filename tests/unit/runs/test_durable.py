@@ -35,6 +35,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def full(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
 class TestFiles:
     def test_hold_what_was_written(self, tmp_path: Path, points: list[str]) -> None:
         durable.write_file(tmp_path / "a.bin", b"one")
@@ -68,9 +72,6 @@ class TestFiles:
     def test_a_full_disk_is_explained(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def full(descriptor: int) -> None:
-            raise OSError(28, "No space left on device")
-
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(StoreError, match=r"No space left on device.*--resume") as caught:
             durable.write_file(tmp_path / "a.bin", b"x")
@@ -92,31 +93,25 @@ class TestFiles:
 
 
 class TestEnds:
-    def test_are_added_flushed(self, tmp_path: Path, points: list[str]) -> None:
-        for line in (b"one\n", b"two\n"):
-            durable.append(tmp_path / "a.jsonl", line)
-        assert (tmp_path / "a.jsonl").read_bytes() == b"one\ntwo\n"
-        assert points == ["append:a.jsonl:before", "append:a.jsonl:after"] * 2
+    def test_are_added_and_cut_off(self, tmp_path: Path, points: list[str]) -> None:
+        path = tmp_path / "a.jsonl"
+        for line in (b"one\n", b"tw"):
+            durable.append(path, line)
+        assert path.read_bytes() == b"one\ntw"
+        durable.cut(path, 4)
+        assert path.read_bytes() == b"one\n"
+        added = ["append:a.jsonl:before", "append:a.jsonl:after"]
+        assert points == [*added, *added, "cut:a.jsonl:before", "cut:a.jsonl:after"]
 
-    def test_are_cut_off(self, tmp_path: Path, points: list[str]) -> None:
-        (tmp_path / "a.jsonl").write_bytes(b"one\ntw")
-        durable.cut(tmp_path / "a.jsonl", 4)
-        assert (tmp_path / "a.jsonl").read_bytes() == b"one\n"
-        assert points == ["cut:a.jsonl:before", "cut:a.jsonl:after"]
-
-    @pytest.mark.parametrize(
-        "change", [lambda p: durable.append(p, b"x"), lambda p: durable.cut(p, 0)]
-    )
     def test_are_on_the_disk_afterwards(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def full(descriptor: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        (tmp_path / "a.jsonl").touch()
+        path = tmp_path / "a.jsonl"
+        path.touch()
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(StoreError, match="No space left on device"):
-            change(tmp_path / "a.jsonl")
+        for change in (lambda: durable.append(path, b"x"), lambda: durable.cut(path, 0)):
+            with pytest.raises(StoreError, match="No space left on device"):
+                change()
 
 
 class TestFolders:

@@ -75,20 +75,20 @@ class TestNew:
             finish(run)
         assert names == ["sort", "sort-2", "sort-3"]
 
-    @pytest.mark.parametrize("state", ["interrupted", "failed", "running"])
-    def test_is_refused_beside_an_unfinished_one(self, tmp_path: Path, state: Any) -> None:
-        run = create(tmp_path)
-        run.finish(state)
-        run.store.close()
-        run._lock.release()  # pyright: ignore[reportPrivateUsage]
-        run._log.close()  # pyright: ignore[reportPrivateUsage]
-        shown = "crashed" if state == "running" else state
-        with pytest.raises(UsageError, match=rf"unfinished run \({shown}\).*--resume.*run\.name="):
-            create(tmp_path)
-
-    def test_is_refused_beside_a_live_one(self, tmp_path: Path) -> None:
+    def test_is_refused_beside_an_unfinished_one(self, tmp_path: Path) -> None:
+        """And beside a live one, or where something else lies."""
+        for state in ("interrupted", "failed", "running"):
+            run = create(tmp_path, state)
+            run.finish(state)
+            run._let_go()  # pyright: ignore[reportPrivateUsage]
+            shown = "crashed" if state == "running" else state
+            with pytest.raises(UsageError, match=rf"\({shown}\).*--resume.*run\.name="):
+                create(tmp_path, state)
         with create(tmp_path), pytest.raises(RunInUseError, match=f"process {os.getpid()}"):
             create(tmp_path)
+        (tmp_path / "other").mkdir()
+        with pytest.raises(UsageError, match="not a run folder"):
+            create(tmp_path, "other")
 
     def test_keeps_its_tokenizer_from_the_beginning_on(self, tmp_path: Path) -> None:
         def fill(folder: Path) -> None:
@@ -98,11 +98,6 @@ class TestNew:
             run.keep_tokenizer(fill)
             assert (run.path / "tokenizer" / "tokenizer.json").read_text() == "{}"
             run.keep_tokenizer(lambda folder: pytest.fail(f"{folder} is written to again"))
-
-    def test_is_refused_where_something_else_lies(self, tmp_path: Path) -> None:
-        (tmp_path / "sort").mkdir()
-        with pytest.raises(UsageError, match="not a run folder"):
-            create(tmp_path)
 
     @pytest.mark.parametrize(
         ("point", "there"),
@@ -166,46 +161,29 @@ class TestLock:
             RunFolder.open(run.path)
         run.close()
 
-    def test_reading_hurts_nobody(self, tmp_path: Path) -> None:
-        path = _closed(tmp_path)
-        assert lock.holder(path) is None
-        with RunFolder.open(path):
-            pass
-        assert not lock.is_held(tmp_path / "missing")
-
 
 class TestEnd:
     def test_is_recorded(self, tmp_path: Path) -> None:
         run = create(tmp_path)
         finish(run)
         assert read_state(run.path) == "finished"
-        assert read_summary(run.path) == {
-            "run": "sort",
-            "state": "finished",
-            "error": None,
-            "reward": 0.5,
-        }
+        told = {"run": "sort", "state": "finished", "error": None, "reward": 0.5}
+        assert read_summary(run.path) == told
+        assert read_state(_closed(tmp_path / "other")) == "interrupted", "without a word"
 
-    @pytest.mark.parametrize(
-        ("error", "state", "code"),
-        [
+    def test_by_an_error_is_recorded_with_its_code(self, tmp_path: Path) -> None:
+        ends: tuple[tuple[BaseException, str, str], ...] = (
             (NothingScoredError("no reward"), "failed", "nothing_scored"),
             (ZeroDivisionError("oh"), "failed", "error"),
             (KeyboardInterrupt(), "interrupted", "interrupted"),
-        ],
-    )
-    def test_by_an_error_is_recorded_with_its_code(
-        self, tmp_path: Path, error: BaseException, state: str, code: str
-    ) -> None:
-        with pytest.raises(type(error)), create(tmp_path):
-            raise error
-        summary = read_summary(tmp_path / "sort")
-        assert summary is not None
-        assert (summary["state"], summary["error"]["code"]) == (state, code)
-        assert read_state(tmp_path / "sort") == state
-
-    def test_without_a_word_counts_as_interrupted(self, tmp_path: Path) -> None:
-        assert read_state(_closed(tmp_path)) == "interrupted"
+        )
+        for error, state, code in ends:
+            with pytest.raises(type(error)), create(tmp_path, code):
+                raise error
+            summary = read_summary(tmp_path / code)
+            assert summary is not None
+            assert (summary["state"], summary["error"]["code"]) == (state, code)
+            assert read_state(tmp_path / code) == state
 
     def test_on_a_full_disk_keeps_the_first_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,12 +215,9 @@ class TestResume:
         path = _closed(tmp_path)
         (path / "checkpoints" / ".building-step-3-1").mkdir()
         (path / ".building-summary.json-1").touch()
-        with RunFolder.open(path):
-            pass
+        RunFolder.open(path).close()
         assert list((path / "checkpoints").iterdir()) == []
         assert not list(path.glob(".building-*"))
-
-    def test_needs_a_run(self, tmp_path: Path) -> None:
         with pytest.raises(RunNotFoundError, match=r"no run\.db"):
             RunFolder.open(tmp_path)
 
@@ -264,15 +239,8 @@ class TestFiles:
     def test_results_are_never_overwritten(self, tmp_path: Path) -> None:
         path = _closed(tmp_path)
         written = [add_result(path, "held_out", {"mean": mean}) for mean in (0.1, 0.2, 0.3)]
-        assert [file.name for file in written] == [
-            "held_out.json",
-            "held_out-2.json",
-            "held_out-3.json",
-        ]
+        assert [file.stem for file in written] == ["held_out", "held_out-2", "held_out-3"]
         assert [json.loads(file.read_text())["mean"] for file in written] == [0.1, 0.2, 0.3]
-
-    def test_a_broken_config_is_explained(self, tmp_path: Path) -> None:
-        path = _closed(tmp_path)
         (path / "config.json").write_text("{")
         with pytest.raises(StoreError, match=r"config\.json"):
             read_config(path)

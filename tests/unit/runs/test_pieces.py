@@ -25,6 +25,7 @@ from groupwise.runs.records import (
     EvaluationRecord,
     ResumeRecord,
     Rewound,
+    RolloutFilter,
     StepRecord,
     WarningRecord,
 )
@@ -136,14 +137,18 @@ def test_put_together_they_are_the_record(tmp_path, keep_tokens):
     assert all(before.values())
 
 
-def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint(run):
+def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint_and_the_run_goes_on(run):
     path = lose(run)
     recover(path)
     with RunFolder.open(path) as folder:
-        names = [(found.step, found.name, found.rows) for found in folder.store.evaluations()]
+        store = folder.store
+        names = [(found.step, found.name, found.rows) for found in store.evaluations()]
         assert names == [(0, "before", ({"a": 1},)), (2, "step-2", ()), (4, "step-4", ())]
-        assert folder.store.get_meta()["kind"] == "rl"
-        assert folder.store.resumes() == [], "it was resumed after the last checkpoint"
+        assert store.get_meta()["kind"] == "rl"
+        assert store.resumes() == [], "it was resumed after the last checkpoint"
+        assert len(store.rollouts(RolloutFilter(text="prompt"))) == 24
+        commit(folder, 6)
+        assert store.last_step() == 6
 
 
 def test_a_piece_of_a_format_without_warnings_gives_the_rest(tmp_path):
@@ -159,23 +164,6 @@ def test_a_piece_of_a_format_without_warnings_gives_the_rest(tmp_path):
     assert (len(found["steps"]), found["warnings"]) == (1, [])
     with Store.open(tmp_path / "run.db", readonly=True) as store:
         assert store.tasks(9) == ["sums"], "which older ones did not say by themselves"
-
-
-def test_text_is_found_again(run):
-    path = lose(run)
-    recover(path)
-    connection = sqlite3.connect(path / "run.db")
-    query = "SELECT count(*) FROM prompt_index WHERE prompt_index MATCH 'prompt'"
-    assert connection.execute(query).fetchone() == (12,)
-    connection.close()
-
-
-def test_the_run_goes_on(run):
-    path = lose(run)
-    recover(path)
-    with RunFolder.open(path) as folder:
-        commit(folder, 6)
-        assert folder.store.last_step() == 6
 
 
 def test_equal_records_give_equal_bytes(run, tmp_path):
@@ -358,10 +346,7 @@ def test_damage_is_noticed_and_mended(run, how):
     assert made.trouble.startswith(("was damaged", "was empty"))
     assert rows(run.path / "run.db") == before
     assert recover(run.path) is None
-
-
-def test_a_sound_record_is_left_alone(run):
-    assert trouble_with(run.store.path, thorough=True) is None
+    assert trouble_with(run.path / "run.db", thorough=True) is None
 
 
 def test_what_is_lost_is_named(run):
@@ -372,13 +357,6 @@ def test_what_is_lost_is_named(run):
     assert "lost are the steps 0 to 1, of which no piece is left" in str(made)
 
 
-@pytest.mark.parametrize(
-    ("steps", "said"), [((3,), "step 3"), ((0, 1, 2, 5), "the steps 0 to 2, 5")]
-)
-def test_steps_are_named_in_ranges(steps, said):
-    assert pieces._ranges(steps) == said
-
-
 def test_without_a_piece_of_the_last_checkpoint_nothing_is_mended(run):
     run.path.joinpath("checkpoints/step-6/record.db").unlink()
     checkpoints.save(run.checkpoints, 6, lambda folder: None)
@@ -387,18 +365,15 @@ def test_without_a_piece_of_the_last_checkpoint_nothing_is_mended(run):
         recover(path)
 
 
-def test_without_a_checkpoint_nothing_is_mended(run):
-    checkpoints.drop_after(run.checkpoints, 0)
-    path = lose(run)
-    with pytest.raises(StoreError, match="no complete checkpoint: nothing is left"):
-        recover(path)
-
-
-def test_a_run_in_use_is_not_touched(run):
+def test_without_a_checkpoint_nothing_is_mended_nor_where_a_run_is_in_use(run):
     for ending in ("", "-wal", "-shm"):
         run.path.joinpath(f"run.db{ending}").unlink(missing_ok=True)
     with pytest.raises(RunInUseError):
         recover(run.path)
+    checkpoints.drop_after(run.checkpoints, 0)
+    path = lose(run)
+    with pytest.raises(StoreError, match="no complete checkpoint"):
+        recover(path)
 
 
 def test_a_crash_while_it_is_mended_is_mended_by_the_next(run, die_at):

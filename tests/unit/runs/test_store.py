@@ -18,7 +18,9 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +173,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 class TestRoundTrip:
     @given(groups())
     @settings(
-        max_examples=60,
+        max_examples=40,
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
@@ -180,116 +182,98 @@ class TestRoundTrip:
         assert store.group(written.draw) == written
 
     def test_logprobs_keep_every_bit(self, store: Store) -> None:
-        values = (-0.0, 5e-324, -math.inf, math.nan, 0.1 + 0.2)
-        segment = Segment("policy", tuple(range(5)), values)
+        """Those of the learner those that it has: four bytes each."""
+        drawn = (-0.0, 5e-324, -math.inf, math.nan, 0.1 + 0.2)
+        learnt = (-0.0, -math.inf, math.nan, struct.unpack("<f", struct.pack("<f", -0.1))[0], 0.5)
+        segment = Segment("policy", tuple(range(5)), drawn, learner_logprobs=learnt)
         store.keep_unfinished([group(0, rollouts=(Rollout(0, 0, 0, (), (segment,), ""),))])
-        read = store.unfinished_groups()[0].rollouts[0].segments[0].sampling_logprobs
-        assert read is not None
-        assert struct.pack("<5d", *read) == struct.pack("<5d", *values)
-
-    def test_what_the_learner_said_keeps_every_bit_that_it_has(self, store: Store) -> None:
-        values = (-0.0, -math.inf, math.nan, struct.unpack("<f", struct.pack("<f", -0.1))[0])
-        segment = Segment("policy", (1, 2, 3, 4), learner_logprobs=values)
-        store.keep_unfinished([group(0, rollouts=(Rollout(0, 0, 0, (), (segment,), ""),))])
-        read = store.unfinished_groups()[0].rollouts[0].segments[0].learner_logprobs
-        assert read is not None
-        assert struct.pack("<4d", *read) == struct.pack("<4d", *values)
-        connection = sqlite3.connect(store.path)
-        (stored,) = connection.execute("SELECT length(learner_logprobs) FROM segments").fetchone()
-        connection.close()
-        assert stored == 4 * len(values), "bytes"
+        read = store.unfinished_groups()[0].rollouts[0].segments[0]
+        for found, wrote in ((read.sampling_logprobs, drawn), (read.learner_logprobs, learnt)):
+            assert found is not None
+            assert struct.pack("<5d", *found) == struct.pack("<5d", *wrote)
+        with closing(sqlite3.connect(store.path)) as connection:
+            (stored,) = connection.execute(
+                "SELECT length(learner_logprobs) FROM segments"
+            ).fetchone()
+        assert stored == 4 * len(learnt), "bytes"
 
     def test_a_nan_reward_is_not_taken_for_none(self, store: Store) -> None:
         part = RewardPart("odd", math.nan)
         odd = Rollout(0, 0, 0, (), (), "", "failed", "NaN", math.nan, (part,))
         store.keep_unfinished([group(0, rollouts=(odd,))])
         (read,) = store.unfinished_groups()[0].rollouts
-        assert read.reward is not None
-        assert math.isnan(read.reward)
-        assert read.parts[0].value is not None
-        assert math.isnan(read.parts[0].value)
+        assert math.isnan(read.reward or 0.0)
+        assert math.isnan(read.parts[0].value or 0.0)
         assert store.rollouts(RolloutFilter(min_reward=0.0)) == []
         assert store.rollouts(RolloutFilter(part="odd", order="best")) == []
 
     def test_a_column_that_json_cannot_hold_is_kept_as_its_repr(self, store: Store) -> None:
+        class Rude:
+            def __repr__(self) -> str:
+                raise RuntimeError("no")
+
         columns = {"image": b"\x89PNG", "pair": (1, 2), "odd": {(1, 2): "x"}, "plain": [1.5, None]}
-        store.keep_unfinished([Group(0, Example(0, "p", columns), ())])
-        assert store.unfinished_groups()[0].example.columns == {
+        store.keep_unfinished([Group(0, Example(0, "p", {**columns, "rude": Rude()}), ())])
+        read = dict(store.unfinished_groups()[0].example.columns)
+        assert "Rude object" in read.pop("rude")["__repr__"]
+        assert read == {
             "image": {"__repr__": "b'\\x89PNG'"},
             "pair": [1, 2],
             "odd": {"__repr__": "{(1, 2): 'x'}"},
             "plain": [1.5, None],
         }
 
-    def test_a_repr_that_raises_does_not_end_the_run(self, store: Store) -> None:
-        class Rude:
-            def __repr__(self) -> str:
-                raise RuntimeError("no")
-
-        store.keep_unfinished([Group(0, Example(0, "p", {"rude": Rude()}), ())])
-        assert "Rude object" in store.unfinished_groups()[0].example.columns["rude"]["__repr__"]
-
     def test_without_tokens_everything_else_stays(self, tmp_path: Path) -> None:
         with Store.create(tmp_path / "slim.db", keep_tokens=False) as slim:
-            given = group(0)
-            learnt = tuple(
-                replace(rollout, segments=(replace(rollout.segments[0], learner_logprobs=(-1.0,)),))
-                for rollout in given.rollouts
-            )
-            slim.commit_step(step(0, (0,)), [replace(given, rollouts=learnt)], {})
+            slim.commit_step(step(0, (0,)), [group(0)], {})
             (read,) = slim.groups(0)
             (view, _) = slim.rollouts(RolloutFilter())
-        assert read.rollouts[0].segments[0].token_ids == ()
-        assert read.rollouts[0].segments[0].sampling_logprobs is None
-        assert read.rollouts[0].segments[0].learner_logprobs is None
+        [segment] = read.rollouts[0].segments
+        assert (segment.token_ids, segment.sampling_logprobs, segment.learner_logprobs) == (
+            (),
+            None,
+            None,
+        )
         assert read.rollouts[0].prompt_ids == ()
         assert (view.completion_tokens, view.completion) == (2, "answer 0 of draw 0")
 
-    @pytest.mark.parametrize(
-        "segment",
-        [
-            Segment("policy", (2**31,)),
-            Segment("policy", (1,), seed=2**64),
-            Segment("policy", (1,), seed=-1),
-        ],
-    )
-    def test_a_number_that_does_not_fit_is_refused_whole(
-        self, store: Store, segment: Segment
-    ) -> None:
-        with pytest.raises(StoreError, match="does not fit"):
-            store.keep_unfinished([group(0, rollouts=(Rollout(0, 0, 0, (), (segment,), ""),))])
-        assert store.unfinished_groups() == []
+    def test_a_number_that_does_not_fit_is_refused_whole(self, store: Store) -> None:
+        for odd in ({"token_ids": (2**31,)}, {"seed": 2**64}, {"seed": -1}):
+            segment = replace(Segment("policy", (1,)), **odd)
+            with pytest.raises(StoreError, match="does not fit"):
+                store.keep_unfinished([group(0, rollouts=(Rollout(0, 0, 0, (), (segment,), ""),))])
+            assert store.unfinished_groups() == []
 
 
 class TestSteps:
     def test_a_step_comes_back_in_the_order_of_training(self, store: Store) -> None:
+        assert (store.last_step(), store.steps()) == (None, [])
         fill(store, 2)
         assert store.last_step() == 1
         assert store.steps() == [step(0, (1, 0)), step(1, (3, 2))]
         assert store.groups(1) == [group(3), group(2)]
 
-    def test_a_new_record_has_no_step(self, store: Store) -> None:
-        assert store.last_step() is None
-        assert store.steps() == []
-
-    @pytest.mark.parametrize("wrong", [0, 2, 7])
-    def test_only_the_next_step_is_taken(self, store: Store, wrong: int) -> None:
+    @pytest.mark.parametrize(
+        ("number", "draws", "groups", "says"),
+        [
+            (0, (), (), "the next one is 1"),
+            (2, (), (), "the next one is 1"),
+            (7, (), (), "the next one is 1"),
+            (1, (9,), (8,), "each draw must come once"),
+            (1, (8, 8), (8,), "each draw must come once"),
+            (1, (), (8,), "each draw must come once"),
+            (1, (8, 9), (8,), "each draw must come once"),
+            (1, (0,), (0,), "draw 0 belongs to step 0"),
+        ],
+    )
+    def test_what_is_no_next_step_of_new_draws_is_refused(
+        self, store: Store, number: int, draws: tuple[int, ...], groups: tuple[int, ...], says: str
+    ) -> None:
         fill(store, 1)
         before = store.deterministic_dump()
-        with pytest.raises(StoreError, match="the next one is 1"):
-            store.commit_step(step(wrong), [], {})
+        with pytest.raises(StoreError, match=says):
+            store.commit_step(step(number, draws), [group(draw) for draw in groups], {})
         assert store.deterministic_dump() == before
-
-    @pytest.mark.parametrize("draws", [(1,), (0, 0), (), (0, 1)])
-    def test_draws_and_groups_must_agree(self, store: Store, draws: tuple[int, ...]) -> None:
-        with pytest.raises(StoreError, match="each draw must come once"):
-            store.commit_step(step(0, draws), [group(0)], {})
-
-    def test_no_draw_is_trained_twice(self, store: Store) -> None:
-        store.commit_step(step(0, (0,)), [group(0)], {})
-        with pytest.raises(StoreError, match="draw 0 belongs to step 0 already"):
-            store.commit_step(step(1, (0,)), [group(0)], {})
-        assert store.last_step() == 0
 
     def test_a_rollout_of_another_draw_is_refused(self, store: Store) -> None:
         with pytest.raises(StoreError, match=r"rollouts of the draws \[5, 5\]"):
@@ -381,34 +365,28 @@ class TestRewind:
         assert store.deterministic_dump() == expected
         fill(store, 1, start=to_step)
 
-    def test_drops_evaluations_of_later_policies(self, store: Store) -> None:
-        fill(store, 2)
-        for after in range(3):
-            store.add_evaluation(EvaluationRecord(after, "held_out", "p", {"mean": 0.5}))
-        store.rewind(1)
-        assert [evaluation.step for evaluation in store.evaluations()] == [0, 1]
-
     def test_drops_warnings_of_later_steps(self, store: Store) -> None:
+        """And evaluations of later policies."""
         fill(store, 2)
         for after in range(1, 4):
             store.set_warning(after, "length", WarningRecord(after, "length", "begins", "grows"))
+            store.add_evaluation(EvaluationRecord(after, "held_out", "p", {"mean": 0.5}))
         store.rewind(2)
         assert [warning.step for warning in store.warnings()] == [1, 2]
+        assert [evaluation.step for evaluation in store.evaluations()] == [1, 2]
 
     def test_leaves_nothing_to_be_found(self, store: Store) -> None:
         fill(store, 2)
         store.rewind(0)
         assert store.rollouts(RolloutFilter(text="answer")) == []
-        with sqlite3.connect(store.path) as connection:
+        with closing(sqlite3.connect(store.path)) as connection:
             for table in ("groups", "rollouts", "segments", "parts", "metrics", "steps"):
                 assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
             for index in text_index.TEXTS:
-                connection.execute(
-                    f"CREATE VIRTUAL TABLE temp.left USING fts5vocab(main, {index}, row)"
-                )
+                made = f"CREATE VIRTUAL TABLE temp.left USING fts5vocab(main, {index}, row)"
+                connection.execute(made)
                 assert connection.execute("SELECT term FROM temp.left").fetchall() == []
                 connection.execute("DROP TABLE temp.left")
-        connection.close()
 
     def test_dies_before_or_after_but_not_between(self, tmp_path: Path, die_at: DieAt) -> None:
         for moment, steps in (("before", 3), ("after", 1)):
@@ -472,12 +450,9 @@ class TestReaders:
         def read() -> None:
             with Store.open(store.path, readonly=True) as reader:
                 while not done.is_set() or not seen:
-                    with reader._db.snapshot():  # pyright: ignore[reportPrivateUsage]
-                        counts = (
-                            len(reader.steps()),
-                            len(reader.rollouts(RolloutFilter(limit=1000))),
-                        )
-                    seen.append(counts)
+                    with reader.snapshot():
+                        found = reader.rollouts(RolloutFilter(limit=1000))
+                        seen.append((len(reader.steps()), len(found)))
 
         thread = threading.Thread(target=read)
         thread.start()
@@ -486,21 +461,16 @@ class TestReaders:
         thread.join()
         assert all(rollouts == 4 * steps for steps, rollouts in seen)
 
-    def test_a_snapshot_holds_still(self, store: Store) -> None:
+    def test_a_snapshot_holds_still_and_nobody_writes_through_it(self, store: Store) -> None:
         fill(store, 1)
         with Store.open(store.path, readonly=True) as reader:
-            with reader._db.snapshot():  # pyright: ignore[reportPrivateUsage]
+            with reader.snapshot():
                 assert reader.last_step() == 0
                 fill(store, 1, start=1)
                 assert reader.last_step() == 0
             assert reader.last_step() == 1
-
-    def test_cannot_write(self, store: Store) -> None:
-        with (
-            Store.open(store.path, readonly=True) as reader,
-            pytest.raises(StoreError, match="readonly"),
-        ):
-            fill(reader, 1)
+            with pytest.raises(StoreError, match="readonly"):
+                fill(reader, 1, start=2)
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
     def test_read_a_folder_that_they_may_not_write_to(self, tmp_path: Path) -> None:
@@ -525,17 +495,20 @@ class TestRollouts:
         failed = Rollout(50, 0, 0, (), (), "oh no", "failed", "it raised")
         late = Rollout(50, 1, 0, (), (), "slow", "timed_out")
         store.keep_unfinished([group(50, rollouts=(failed, late))])
-        assert len(store.rollouts(RolloutFilter(step=1))) == 4
         assert {view.draw for view in store.rollouts(RolloutFilter(step=1))} == {2, 3}
         assert [v.completion for v in store.rollouts(RolloutFilter(outcome="failed"))] == ["oh no"]
-        assert len(store.rollouts(RolloutFilter(outcome=("failed", "timed_out")))) == 2
-        assert len(store.rollouts(RolloutFilter(example=3))) == 2
-        assert len(store.rollouts(RolloutFilter(draw=4))) == 2
+        cases: tuple[tuple[int, dict[str, Any]], ...] = (
+            (2, {"outcome": ("failed", "timed_out")}), (2, {"example": 3}), (2, {"draw": 4}),
+            (12, {"part": "short", "min_reward": 0.4}), (0, {"part": "short", "min_reward": 0.6}), (0, {"part": "nobody"}),
+        )  # fmt: skip
+        for count, wanted in cases:
+            assert len(store.rollouts(RolloutFilter(**wanted))) == count, wanted
         assert self.rewards(store, min_reward=0.5) == [1.0] * 6
         assert self.rewards(store, max_reward=0.5) == [0.0] * 6
-        assert len(store.rollouts(RolloutFilter(part="short", min_reward=0.4))) == 12
-        assert store.rollouts(RolloutFilter(part="short", min_reward=0.6)) == []
-        assert store.rollouts(RolloutFilter(part="nobody")) == []
+        view = store.rollouts(RolloutFilter(draw=1))[0]
+        assert (view.step, view.example, view.prompt) == (0, 1, "question 1")
+        assert view.parts == (RewardPart("right", 1.0), RewardPart("short", 0.5))
+        assert (view.advantage, view.truncated) == (0.5, False)
 
     def test_orders_and_pages(self, store: Store) -> None:
         fill(store, 2)
@@ -551,74 +524,50 @@ class TestRollouts:
             view.id for view in sorted(everything, key=lambda view: -view.id)
         ]
 
-    def test_show_what_they_are(self, store: Store) -> None:
-        fill(store, 1)
-        view = store.rollouts(RolloutFilter(draw=1))[0]
-        assert (view.step, view.example, view.prompt) == (0, 1, "question 1")
-        assert view.parts == (RewardPart("right", 1.0), RewardPart("short", 0.5))
-        assert view.advantage == 0.5
-        assert not view.truncated
-
     @pytest.mark.parametrize("indexed", [True, False])
     def test_text_is_found_in_prompt_and_completion(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
     ) -> None:
-        if not indexed:
-            monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+        without_fts5(monkeypatch, indexed)
         with Store.create(tmp_path / "text.db") as store:
             fill(store, 2)
             assert len(store.rollouts(RolloutFilter(text='"ANSWER 1"'))) == 4
-            assert [view.draw for view in store.rollouts(RolloutFilter(text='"question 3"'))] == [
-                3,
-                3,
-            ]
+            assert draws(store, '"question 3"') == [3, 3]
             for hostile in ('"', "a OR b*", "NEAR(", "'; DROP TABLE rollouts; --", "%", "\0"):
                 assert store.rollouts(RolloutFilter(text=hostile)) == []
             assert len(store.rollouts(RolloutFilter())) == 8
 
-    def test_messages_are_searched_as_text(self, store: Store) -> None:
+    def test_a_prompt_is_searched_as_text_and_shown_as_the_model_saw_it(self, store: Store) -> None:
         chat = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "Sort kiwi"},
         ]
-        rollout = Rollout(0, 0, 0, (), (), "x")
-        store.keep_unfinished([Group(0, Example(0, chat), (rollout,))])
-        (view,) = store.rollouts(RolloutFilter(text="kiwi"))
-        assert view.prompt == "system: Be brief.\n\nuser: Sort kiwi"
-
-    def test_a_prompt_is_shown_as_the_model_saw_it(self, store: Store) -> None:
-        chat = [{"role": "user", "content": "Sort kiwi"}]
         seen = "<|im_start|>system\nTools: sort(words)<|im_end|>\n<|im_start|>user\nSort kiwi"
-        group = Group(
-            0,
-            Example(0, chat),
-            (Rollout(0, 0, 0, (), (), "x", "scored", reward=1.0),),
-            prompt_seen=seen,
-        )
-        store.keep_unfinished([group])
-        (view,) = store.rollouts(RolloutFilter(text="kiwi"))
-        assert view.prompt == seen
-        assert store.unfinished_groups() == [group]
+        given = [
+            Group(
+                draw, Example(0, chat), (Rollout(draw, 0, 0, (), (), "x"),), prompt_seen=prompt_seen
+            )
+            for draw, prompt_seen in enumerate((None, seen))
+        ]
+        store.keep_unfinished(given)
+        found = [view.prompt for view in store.rollouts(RolloutFilter(text="kiwi"))]
+        assert found == ["system: Be brief.\n\nuser: Sort kiwi", seen]
+        assert store.unfinished_groups() == given
 
     @pytest.mark.parametrize("indexed", [True, False])
     def test_what_only_the_template_wrote_is_found_as_it_is_shown(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
     ) -> None:
-        if not indexed:
-            monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+        without_fts5(monkeypatch, indexed)
         with Store.create(tmp_path / "seen.db") as store:
             store.keep_unfinished([_chat(0, "Tools: sort(words). Now: Sort kiwi"), _chat(1, None)])
-
-            def found(words: str) -> list[int]:
-                return [view.draw for view in store.rollouts(RolloutFilter(text=words))]
-
-            assert found("Tools: sort") == [0]
-            assert found("Sort kiwi") == [0, 1]
-            assert found("user: Sort") == [1], "the first is not shown like that"
+            assert draws(store, "Tools: sort") == [0]
+            assert draws(store, "Sort kiwi") == [0, 1]
+            assert draws(store, "user: Sort") == [1], "the first is not shown like that"
             store.keep_unfinished([_chat(0, "Something else")])
-            assert found("Tools: sort") == []
+            assert draws(store, "Tools: sort") == []
             store.rewind(0)
-            assert found("else") == []
+            assert draws(store, "else") == []
 
     @pytest.mark.parametrize("version", range(1, SEEN_IN_INDEX))
     @pytest.mark.parametrize("fts5", [True, False])
@@ -627,129 +576,77 @@ class TestRollouts:
     ) -> None:
         """Their index held the prompts as they were given."""
         path = tmp_path / "run.db"
-        connection = sqlite3.connect(path)
-        connection.executescript(
-            "PRAGMA journal_mode = WAL;"
-            + "".join(schema.MIGRATIONS[:version])
-            + "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
-            " VALUES (4, 0, 0, '\"Sort kiwi\"', 'Sort kiwi', '{}', '{}');"
-            "INSERT INTO rollouts (draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
-            " VALUES (4, 0, 0, 0, 'failed', 0, 1, 'fig', '{}');"
-            "CREATE VIRTUAL TABLE prompt_index USING fts5 (prompt_text, content='groups', content_rowid='draw');"
+        seen = version == SEEN_IN_INDEX - 1
+        make_old(
+            path,
+            version,
+            old_rollout(4, prompt="Sort kiwi")
+            + "CREATE VIRTUAL TABLE prompt_index USING fts5 (prompt_text, content='groups', content_rowid='draw');"
             "CREATE VIRTUAL TABLE completion_index USING fts5 (completion, content='rollouts', content_rowid='id');"
             "INSERT INTO prompt_index (prompt_index) VALUES ('rebuild');"
             "INSERT INTO completion_index (completion_index) VALUES ('rebuild');"
             "INSERT INTO meta VALUES ('text_index', '\"current\"');"
-            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {version};"
+            + ("UPDATE groups SET prompt_seen = 'Tools. Sort kiwi';" if seen else ""),
         )
-        if version == SEEN_IN_INDEX - 1:
-            connection.execute("UPDATE groups SET prompt_seen = 'Tools. Sort kiwi'")
-            connection.commit()
-        connection.close()
-        if not fts5:
-            monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+        without_fts5(monkeypatch, fts5)
         for readonly in (True, False):
             with Store.open(path, readonly) as store:
-                for words in ("kiwi", "fig"):
-                    assert len(store.rollouts(RolloutFilter(text=words))) == 1
-                seen = store.rollouts(RolloutFilter(text="Tools"))
-                assert len(seen) == (version == SEEN_IN_INDEX - 1)
+                assert (draws(store, "kiwi"), draws(store, "fig")) == ([4], [4])
+                assert draws(store, "Tools") == ([4] if seen else [])
         with Store.open(path) as store:
             store.rewind(0)
             store.keep_unfinished([_chat(0, "Something else")])
-            assert [view.draw for view in store.rollouts(RolloutFilter(text="else"))] == [0]
-            assert store.rollouts(RolloutFilter(text="fig")) == []
+            assert (draws(store, "else"), draws(store, "fig")) == ([0], [])
 
     @pytest.mark.parametrize("indexed", [True, False])
     @pytest.mark.parametrize("common", [1, 20_000])
-    @pytest.mark.parametrize(
-        ("words", "found"),
-        [
-            ("fig kiwi", [0]),
-            ("kiwi   FIG", [0]),
-            ('"kiwi and fig"', [0]),
-            ('"fig and kiwi"', []),
-            ('fig "kiwi and"', [0]),
-            ("sort kiwi", [0]),
-            ("kiwi += 1", [1]),
-            ("+=", [1]),
-            ("東京", [2]),
-            ("京都", [2]),
-            ("東京 都", [2]),
-            ("東京 kiwi", [2]),
-            ("東京 fig", []),
-            ("สวัสดี", [3]),
-            ("학교", [3]),
-            ('"', []),
-            ('""', [0, 1, 2, 3]),
-            ("  ", [0, 1, 2, 3]),
-            ('kiwi "and fig', [0]),
-        ],
-    )
     def test_all_words_are_looked_for_and_phrases_in_quotes(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        indexed: bool,
-        common: int,
-        words: str,
-        found: list[int],
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool, common: int
     ) -> None:
-        if not indexed:
-            monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+        without_fts5(monkeypatch, indexed)
         monkeypatch.setattr("groupwise.runs.search.COMMON", common)
         texts = ("kiwi and fig", "kiwi += 1", "私は東京都に住む kiwi", "ผมสวัสดีครับ 학교에서")
+        wanted: dict[str, list[int]] = {
+            "fig kiwi": [0], "kiwi   FIG": [0], '"kiwi and fig"': [0], '"fig and kiwi"': [], 'fig "kiwi and"': [0], 'kiwi "and fig': [0],
+            "sort kiwi": [0], "kiwi += 1": [1], "+=": [1], "東京": [2], "京都": [2], "東京 都": [2], "東京 kiwi": [2], "東京 fig": [],
+            "สวัสดี": [3], "학교": [3], '"': [], '""': [0, 1, 2, 3], "  ": [0, 1, 2, 3],
+        }  # fmt: skip
         with Store.create(tmp_path / "text.db") as store:
             for draw, text in enumerate(texts):
                 prompt = "Sort kiwi" if draw == 0 else "?"
                 rollout = Rollout(draw, 0, 0, (), (), text, "scored", reward=1.0)
                 store.keep_unfinished([Group(draw, Example(0, prompt), (rollout,))])
-            for order in ("draw", "newest"):
-                seen = store.rollouts(RolloutFilter(text=words, order=order))
-                expected = found[:: 1 if order == "draw" else -1]
-                if words != "sort kiwi":
-                    assert [view.draw for view in seen] == expected
-                else:
-                    assert [view.draw for view in seen] == [0], "both stand in the prompt"
+            for words, found in wanted.items():
+                assert draws(store, words) == found, words
+                assert draws(store, words, order="newest") == found[::-1], words
 
-    def test_a_reader_does_not_trust_an_index_that_a_writer_without_fts5_left_behind(
+    def test_an_index_that_a_writer_without_fts5_left_behind_is_not_trusted_and_catches_up(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = tmp_path / "run.db"
         with Store.create(path) as store:
             fill(store, 1)
         with monkeypatch.context() as poor:
-            poor.setattr(text_index, "_fts5", lambda connection: False)
+            without_fts5(poor)
             with Store.open(path) as store:
                 fill(store, 1, start=1)
-        with Store.open(path, readonly=True) as store:
+        for readonly in (True, False):
+            with Store.open(path, readonly) as store:
+                assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
+        with Store.open(path) as store:
+            store.rebuild_text_index()
             assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
 
     def test_without_an_index_letters_of_all_scripts_are_found_in_any_size(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+        without_fts5(monkeypatch)
         with Store.create(tmp_path / "run.db") as store:
             written = replace(group(0).rollouts[0], completion="ÄPFEL und Öl")
             store.commit_step(step(0, (0,)), [replace(group(0), rollouts=(written,))], {})
             for text in ("ÄPFEL", "Äpfel", "äpfel", "Öl", "UND", '"öl"'):
-                assert len(store.rollouts(RolloutFilter(text=text))) == 1, text
-            assert store.rollouts(RolloutFilter(text="Birnen")) == []
-
-    def test_the_index_catches_up_after_a_writer_without_fts5(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path = tmp_path / "run.db"
-        with Store.create(path) as store:
-            fill(store, 1)
-        with monkeypatch.context() as poor:
-            poor.setattr(text_index, "_fts5", lambda connection: False)
-            with Store.open(path) as store:
-                fill(store, 1, start=1)
-        with Store.open(path) as store:
-            assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
-            store.rebuild_text_index()
-            assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
+                assert draws(store, text) == [0], text
+            assert draws(store, "Birnen") == []
 
     @pytest.mark.parametrize(
         ("wanted", "lead", "index"),
@@ -804,27 +701,18 @@ class TestRollouts:
     def test_pages_come_from_an_index(
         self, crowded: sqlite3.Connection, wanted: RolloutFilter, lead: Any, index: str
     ) -> None:
-        query, values = rollout_query(wanted, Plan(lead))
-        plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
-        assert any(index in line for line in plan), plan
-        others = [line for line in plan if "rollouts_by" in line and index not in line]
-        assert all("rowid=?" in line for line in others), plan
+        found = plan(crowded, wanted, lead)
+        assert any(index in line for line in found), found
+        others = [line for line in found if "rollouts_by" in line and index not in line]
+        assert all("rowid=?" in line for line in others), found
 
-    @pytest.mark.parametrize(
-        "wanted",
-        [
-            RolloutFilter(part="right", order="newest"),
-            RolloutFilter(part="right", step=3),
-            RolloutFilter(part="right", step=3, order="best"),
-        ],
-    )
-    def test_of_each_rollout_only_its_own_parts_are_read(
-        self, crowded: sqlite3.Connection, wanted: RolloutFilter
-    ) -> None:
-        lead = None if wanted.step is None else "step"
-        query, values = rollout_query(wanted, Plan(lead))
-        plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
-        assert "SEARCH part USING PRIMARY KEY (rollout=?)" in plan, plan
+    def test_of_each_rollout_only_its_own_parts_are_read(self, crowded: sqlite3.Connection) -> None:
+        for wanted, lead in (
+            (RolloutFilter(part="right", order="newest"), None),
+            (RolloutFilter(part="right", step=3), "step"),
+            (RolloutFilter(part="right", step=3, order="best"), "step"),
+        ):
+            assert "SEARCH part USING PRIMARY KEY (rollout=?)" in plan(crowded, wanted, lead)
 
     @pytest.mark.parametrize(
         ("wanted", "common", "lead"),
@@ -864,70 +752,22 @@ class TestRollouts:
         assert plan_of(db, wanted, common).lead == lead
         db.close()
 
-    def test_a_common_word_is_found_as_a_rare_one_is(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with Store.create(tmp_path / "run.db") as store:
-            fill(store, 3)
-            for order in ("newest", "best", "draw"):
-                wanted = RolloutFilter(text="answer", order=order, limit=100)
-                rare = store.rollouts(wanted)
-                with monkeypatch.context() as patched:
-                    patched.setattr("groupwise.runs.search.COMMON", 1)
-                    assert store.rollouts(wanted) == rare
-                    assert store.rollouts(replace(wanted, text="nowhere at all")) == []
-                assert rare
+    def test_the_first_page_sorts_nothing(self, crowded: sqlite3.Connection) -> None:
+        for order, part, task in product(
+            ("best", "worst", "draw", "newest"), (None, "right"), (None, "even")
+        ):
+            found = plan(crowded, RolloutFilter(order=order, part=part, task=task))
+            assert not any("TEMP B-TREE" in line for line in found), (order, part, task, found)
 
-    @pytest.mark.parametrize(
-        ("order", "part"),
-        [
-            ("best", None),
-            ("worst", None),
-            ("draw", None),
-            ("newest", None),
-            ("best", "right"),
-            ("worst", "right"),
-            ("newest", "right"),
-            ("draw", "right"),
-        ],
-    )
-    def test_the_first_page_sorts_nothing(
-        self, crowded: sqlite3.Connection, order: Any, part: str | None
-    ) -> None:
-        for task in (None, "even"):
-            wanted = RolloutFilter(order=order, part=part, task=task)
-            query, values = rollout_query(wanted, Plan())
-            plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
-            assert not any("TEMP B-TREE" in line for line in plan), plan
-
-    @pytest.mark.parametrize("order", ["draw", "newest", "best", "worst"])
-    @pytest.mark.parametrize("part", [None, "right"])
-    @pytest.mark.parametrize("words", [None, "answer", "?!"])
-    def test_a_task_has_its_own_whatever_way_they_are_looked_for(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Any, part: str, words: str
-    ) -> None:
-        with Store.create(tmp_path / "run.db") as store:
-            mixed = [mixture(draw, columns) for draw, columns in enumerate(MIXTURE)]
-            for each in mixed:
-                store.commit_step(
-                    StepRecord(each.draw, 0, 1, "f", (each.draw,), 0.1, 0.0), [each], {}
-                )
-            for task, draws in (("sums", {0, 3}), ("grid", {1}), ("x" * 300, {2}), ("none", set())):
-                wanted = RolloutFilter(task=task, order=order, part=part, text=words)
-                found = store.rollouts(wanted)
-                assert {view.draw for view in found} == (set() if words == "?!" else draws)
-                assert {view.task for view in found} <= {task[:200]}
-                with monkeypatch.context() as patched:
-                    patched.setattr("groupwise.runs.search.COMMON", 1)
-                    assert store.rollouts(wanted) == found
-            everything = store.rollouts(RolloutFilter(order=order, part=part, text="answer"))
-            between = RolloutFilter(order=order, part=part, min_reward=0.0, max_reward=0.5)
-            values = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.0]
-            assert sorted(view.reward or 0.0 for view in store.rollouts(between)) == pytest.approx(
-                sorted(values)
-            )
-            of_sums = [view for view in everything if view.task == "sums"]
-            assert store.rollouts(RolloutFilter(task="sums", order=order, part=part)) == of_sums
+    def test_a_task_has_its_own(self, store: Store) -> None:
+        for draw, columns in enumerate(MIXTURE):
+            member = Rollout(draw, 0, 0, (), (), "answer", "scored", reward=0.1 * draw)
+            made = Group(draw, Example(draw, f"prompt {draw}", columns), (member,))
+            store.commit_step(StepRecord(draw, 0, 1, "f", (draw,), 0.1, 0.0), [made], {})
+        for task, found in (("sums", [0, 3]), ("grid", [1]), ("x" * 300, [2]), ("none", [])):
+            views = store.rollouts(RolloutFilter(task=task))
+            assert [view.draw for view in views] == found
+            assert {view.task for view in views} <= {task[:200]}
 
     def test_a_long_list_is_of_one_state_and_may_be_asked_for_by_any_thread(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -962,16 +802,6 @@ MIXTURE: tuple[dict[str, Any], ...] = (
 """What examples say of their task."""
 
 
-def mixture(draw: int, columns: dict[str, Any]) -> Group:
-    """Two scored members, alike but for their rewards."""
-    parts = [(RewardPart("right", reward),) for reward in (0.1 * draw, 1.0 - draw)]
-    members = tuple(
-        Rollout(draw, i, 0, (), (), "answer", "scored", reward=part.value, parts=(part,))
-        for i, (part,) in enumerate(parts)
-    )
-    return Group(draw, Example(draw, f"prompt {draw}", columns), members)
-
-
 def _chat(draw: int, seen: str | None) -> Group:
     chat = [{"role": "user", "content": "Sort kiwi"}]
     rollout = Rollout(draw, 0, 0, (), (), "x", "scored", reward=1.0)
@@ -982,24 +812,38 @@ def _chat(draw: int, seen: str | None) -> Group:
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sqlite3.Connection]:
     """A record of 2,000 rollouts, seen by SQL."""
     path = tmp_path_factory.mktemp("crowded") / "run.db"
-    member = group(0).rollouts[0]
+    parts = group(0).rollouts[0].parts
+
+    def made(draw: int) -> Group:
+        members = (
+            Rollout(draw, i, 0, (), (), "answer", "scored", None, i / 8, parts) for i in range(8)
+        )
+        return group(draw, rollouts=tuple(members))
+
     with Store.create(path) as store:
         for number in range(10):
             draws = tuple(range(number * 25, number * 25 + 25))
-            members = {
-                draw: tuple(
-                    Rollout(draw, i, 0, (), (), "answer", "scored", None, i / 8, member.parts)
-                    for i in range(8)
-                )
-                for draw in draws
-            }
-            store.commit_step(
-                step(number, draws), [group(draw, rollouts=members[draw]) for draw in draws], {}
-            )
+            store.commit_step(step(number, draws), [made(draw) for draw in draws], {})
         assert len(store.rollouts(RolloutFilter(limit=5000))) == 2000
-    connection = sqlite3.connect(path)
-    yield connection
-    connection.close()
+    with closing(sqlite3.connect(path)) as connection:
+        yield connection
+
+
+def plan(record: sqlite3.Connection, wanted: RolloutFilter, lead: Any = None) -> list[str]:
+    """How SQLite looks for them."""
+    query, values = rollout_query(wanted, Plan(lead))
+    return [row[3] for row in record.execute(f"EXPLAIN QUERY PLAN {query}", values)]
+
+
+def without_fts5(monkeypatch: pytest.MonkeyPatch, indexed: bool = False) -> None:
+    """SQLite is one that has no index of texts, unless it has."""
+    if not indexed:
+        monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
+
+
+def draws(store: Store, words: str, **wanted: Any) -> list[int]:
+    """Of the rollouts that are found."""
+    return [view.draw for view in store.rollouts(RolloutFilter(text=words, **wanted))]
 
 
 class TestTheRest:
@@ -1011,9 +855,7 @@ class TestTheRest:
             store.add_evaluation(record)
         assert store.evaluations() == [again, other]
         assert store.evaluations(rows=False) == [replace(again, rows=()), other]
-        assert store.evaluation(4, "held_out") == other
-        assert store.evaluation(0, "held_out") == again
-        assert store.evaluation(3, "held_out") is None
+        assert [store.evaluation(step, "held_out") for step in (4, 0, 3)] == [other, again, None]
 
     def test_warnings(self, store: Store) -> None:
         begins = WarningRecord(1, "length", "begins", "caf\udce9 grows", {"start": 0.1 + 0.2})
@@ -1093,31 +935,23 @@ class TestFormat:
         Store.open(path, readonly=True).close()
 
     @pytest.mark.parametrize("version", range(1, len(schema.MIGRATIONS)))
-    def test_every_older_one_can_be_read(self, tmp_path: Path, version: int) -> None:
+    def test_every_older_one_can_be_read_and_looks_like_the_newest(
+        self, tmp_path: Path, version: int
+    ) -> None:
         path = tmp_path / "run.db"
-        connection = sqlite3.connect(path)
-        connection.executescript(
-            "PRAGMA journal_mode = WAL;" + "".join(schema.MIGRATIONS[:version])
-        )
-        connection.executescript(
+        make_old(
+            path,
+            version,
             "INSERT INTO steps (step, version_in, version_out, fingerprint_out, draws, learning_rate, finished_at)"
             " VALUES (0, 0, 1, 'f', '[0]', 0.1, 2.0);"
-            "INSERT INTO evaluations (step, name, policy, metrics) VALUES (1, 'after', 'r@1', '{}');"
-            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {version};"
+            "INSERT INTO evaluations (step, name, policy, metrics) VALUES (1, 'after', 'r@1', '{}');",
         )
-        connection.close()
         with Store.open(path, readonly=True) as store:
             assert store.steps() == [StepRecord(0, 0, 1, "f", (0,), 0.1, 2.0)]
             assert store.evaluations() == [EvaluationRecord(1, "after", "r@1", {})]
-            assert store.warnings() == []
-            assert store.asked(AskedFilter()) == []
-
-    @pytest.mark.parametrize("version", range(1, len(schema.MIGRATIONS)))
-    def test_every_older_one_looks_like_the_newest(self, tmp_path: Path, version: int) -> None:
+            assert (store.warnings(), store.asked(AskedFilter())) == ([], [])
         columns = "SELECT group_concat(name) FROM pragma_table_info(?)"
         tables = schema_tables(tmp_path / "new.db")
-        path = tmp_path / "run.db"
-        make_old(path, version)
         old, new = (
             database.Database.open_for_reading(each) for each in (path, tmp_path / "new.db")
         )
@@ -1132,45 +966,27 @@ class TestFormat:
     ) -> None:
         path = tmp_path / "run.db"
         make_old(path, schema.TASKS_SINCE - 1)
-        writer = sqlite3.connect(path)
-        with Store.open(path, readonly=True) as store:
+        with (
+            closing(sqlite3.connect(path)) as writer,
+            Store.open(path, readonly=True) as store,
+        ):
             for draw in range(3):
-                with writer:
-                    writer.execute(
-                        "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
-                        " VALUES (?, 0, 0, '\"p\"', 'p', '{\"task\": \"sums\"}', '{}')",
-                        (draw,),
-                    )
-                    writer.execute(
-                        "INSERT INTO rollouts (draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
-                        " VALUES (?, 0, 0, 0, 'failed', 0, 1, 'fig', '{}')",
-                        (draw,),
-                    )
+                writer.executescript(old_rollout(draw, '{"task": "sums"}'))
                 assert len(store.rollouts(RolloutFilter())) == draw + 1
                 for order in ("draw", "newest"):
                     found = store.rollouts(RolloutFilter(task="sums", order=order))
-                    assert {view.task for view in found} == {"sums"}
-                    assert len(found) == draw + 1
+                    assert [view.task for view in found] == ["sums"] * (draw + 1)
                     assert store.rollouts(RolloutFilter(task="none", order=order)) == []
                 assert store.tasks(5) == ["sums"]
-        writer.close()
 
     def test_what_was_written_without_the_learners_word_has_none(self, tmp_path: Path) -> None:
         path = tmp_path / "run.db"
         before = next(n for n, e in enumerate(schema.MIGRATIONS) if "learner_logprobs" in e)
-        connection = sqlite3.connect(path)
-        connection.executescript(
-            "PRAGMA journal_mode = WAL;"
-            + "".join(schema.MIGRATIONS[:before])
-            + "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
-            " VALUES (0, 0, 0, '\"p\"', 'p', '{}', '{}');"
-            "INSERT INTO rollouts (id, draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
-            " VALUES (1, 0, 0, 0, 0, 'scored', 0, 1, 'fig', '{}');"
+        segment = (
             "INSERT INTO segments (rollout, position, source, token_ids, logprobs)"
             " VALUES (1, 0, 'policy', x'05000000', x'000000000000E0BF');"
-            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {before};"
         )
-        connection.close()
+        make_old(path, before, old_rollout(0) + segment)
         for readonly in (True, False):
             with Store.open(path, readonly) as store:
                 (rollout,) = store.unfinished_groups()[0].rollouts
@@ -1179,25 +995,10 @@ class TestFormat:
     def test_what_was_written_without_tasks_gets_them(self, tmp_path: Path) -> None:
         path = tmp_path / "run.db"
         before = next(n for n, each in enumerate(schema.MIGRATIONS) if schema.FILL_TASKS in each)
-        connection = sqlite3.connect(path)
-        connection.executescript("PRAGMA journal_mode = WAL;" + "".join(schema.MIGRATIONS[:before]))
         told = (*MIXTURE, {"task": math.nan})
-        for draw, columns in enumerate(told):
-            connection.execute(
-                "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
-                " VALUES (?, 0, ?, '\"p\"', 'p', ?, '{}')",
-                (draw, draw, json.dumps(columns)),
-            )
-            connection.execute(
-                "INSERT INTO rollouts (draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
-                " VALUES (?, 0, 0, 0, 'failed', 0, 1, 'fig', '{}')",
-                (draw,),
-            )
-        connection.commit()
-        connection.executescript(
-            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {before};"
+        make_old(
+            path, before, "".join(old_rollout(n, json.dumps(each)) for n, each in enumerate(told))
         )
-        connection.close()
         expected = ["sums", "grid", "x" * 200, "sums", None, None, None]
         assert [task_of(columns) for columns in told] == expected
         for readonly in (True, False):
@@ -1222,31 +1023,36 @@ class TestFormat:
             Store.create(foreign)
 
 
-def make_old(path: Path, version: int) -> None:
-    connection = sqlite3.connect(path)
-    connection.executescript(
-        "PRAGMA journal_mode = WAL;"
-        + "".join(schema.MIGRATIONS[:version])
-        + f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {version};"
+def make_old(path: Path, version: int, content: str = "") -> None:
+    """A record of an earlier version, with what these statements put there."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(
+            f"PRAGMA journal_mode = WAL;{''.join(schema.MIGRATIONS[:version])}{content}"
+            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {version};"
+        )
+
+
+def old_rollout(draw: int, columns: str = "{}", prompt: str = "p") -> str:
+    """Statements that write a group with a rollout, as all versions understand them."""
+    return (
+        "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
+        f" VALUES ({draw}, 0, {draw}, '\"{prompt}\"', '{prompt}', '{columns}', '{{}}');"
+        "INSERT INTO rollouts (draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
+        f" VALUES ({draw}, 0, 0, {draw}, 'failed', 0, 1, 'fig', '{{}}');"
     )
-    connection.close()
 
 
 def schema_tables(path: Path) -> list[str]:
     """Those of a new record."""
     Store.create(path).close()
-    connection = sqlite3.connect(path)
     query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE '%\\_index%' ESCAPE '\\'"
-    found = [name for (name,) in connection.execute(query)]
-    connection.close()
-    return found
+    with closing(sqlite3.connect(path)) as connection:
+        return [name for (name,) in connection.execute(query)]
 
 
 def alter(path: Path, statement: str) -> None:
-    connection = sqlite3.connect(path)
-    with connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(statement)
-    connection.close()
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,9 @@ HARMLESS = (
 )
 
 
-@pytest.mark.parametrize("text", SECRETS)
-def test_a_value_with_a_credential_is_known_by_its_form(text):
-    assert holds_secret(text)
-    assert names_secret(text)
-
-
-@pytest.mark.parametrize("text", HARMLESS)
-def test_other_values_are_left_alone(text):
-    assert not holds_secret(text)
+def test_a_value_with_a_credential_is_known_by_its_form():
+    assert [text for text in SECRETS if not (holds_secret(text) and names_secret(text))] == []
+    assert [text for text in HARMLESS if holds_secret(text)] == []
 
 
 @pytest.mark.parametrize(

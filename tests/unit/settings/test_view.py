@@ -63,10 +63,10 @@ def test_a_missing_name_is_told_what_there_is() -> None:
     assert not hasattr(View(CONTENT), "__array__")
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_a_view_can_be_pickled_and_copied(protocol: int) -> None:
+def test_a_view_can_be_pickled_and_copied() -> None:
     view = View(CONTENT)
-    assert pickle.loads(pickle.dumps(view, protocol)) == CONTENT
     assert copy.deepcopy(view).task.words == 3
-    with pytest.raises(AttributeError, match=r"config\.task has no"):
-        _ = pickle.loads(pickle.dumps(view.task, protocol)).zzz
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(view, protocol)) == CONTENT
+        with pytest.raises(AttributeError, match=r"config\.task has no"):
+            _ = pickle.loads(pickle.dumps(view.task, protocol)).zzz

@@ -19,10 +19,9 @@ from groupwise.runs.asked import AskedFilter
 from groupwise.runs.records import GroupAsked, StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout
-from groupwise.web.app import make_app
 from groupwise.web.runs import answers
 from groupwise.web.runs.answers import matches
-from tests.unit.web.test_pages import place_of
+from tests.unit.web.asking import asking
 from tests.web_runs import write_run
 
 Answered = Sequence[tuple[int, str, Sequence[float | None]]]
@@ -66,8 +65,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
         [[(0, "p", [1.0, 1.0, 0.25]), (1, "q", [0.0]), (2, "r", [0.5]), (4, "s", [1.0])]],
     )
     record(tmp_path, "elsewhere", [[(7, "q", [0.5]), (8, "p", [0.0])]])
-    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as found:
+    async with asking(tmp_path) as found:
         yield found
 
 

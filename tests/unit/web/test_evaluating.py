@@ -13,6 +13,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -20,8 +21,7 @@ import pytest
 from groupwise.evaluation.statistics import interval_at_once, mean_with_interval
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
-from groupwise.web.app import make_app
-from tests.unit.web.test_pages import place_of
+from tests.unit.web.asking import asking
 from tests.web_runs import write_run
 
 
@@ -40,13 +40,8 @@ def rows(share: float, samples: int = 4, prompts: int = 10) -> list[dict[str, An
 def write(run: Path, name: str, policy: str, reward: float, **more: Any) -> Path:
     (run / "results").mkdir(exist_ok=True)
     path = run / "results" / name
-    content = {
-        "policy": policy,
-        "task": "sums",
-        "metrics": {"reward": reward},
-        "rows": rows(reward),
-    }
-    path.write_text(json.dumps({**content, **more}))
+    content = {"policy": policy, "task": "sums", "metrics": {"reward": reward}}
+    path.write_text(json.dumps({**content, "rows": rows(reward), **more}))
     return path
 
 
@@ -56,8 +51,7 @@ def run(tmp_path: Path) -> Path:
 
 
 async def asked(run: Path, path: str, kind: str = "application/json") -> httpx2.Response:
-    transport = httpx2.ASGITransport(make_app(place_of(run.parent)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+    async with asking(run.parent) as client:
         return await client.get(path, headers={"accept": kind})
 
 
@@ -105,44 +99,25 @@ async def test_a_file_that_changes_is_read_again(run: Path) -> None:
 
 
 async def test_two_after_the_same_step_are_told_apart(run: Path) -> None:
+    harder = EvaluationRecord(4, "harder: all", "one@4", {"reward": 0.25}, rows(0.25))
     with Store.open(run / "run.db") as store:
-        store.add_evaluation(
-            EvaluationRecord(4, "harder: all", "one@4", {"reward": 0.25}, rows(0.25))
-        )
+        store.add_evaluation(harder)
     page = (await asked(run, "/runs/one/evaluations", "text/html")).text
     for value in ("one@4:held-out", "one@4:harder: all"):
         assert page.count(f'value="{value}"') == 2
-    for reference, name in (
-        ("one@4:held-out", "held-out"),
-        ("one@4:harder: all", "harder: all"),
-        ("one@4", "harder: all"),
-        ("one", "harder: all"),
-    ):
-        transport = httpx2.ASGITransport(make_app(place_of(run.parent)))
-        async with httpx2.AsyncClient(
-            transport=transport, base_url="http://127.0.0.1:8080"
-        ) as client:
-            found = await client.get(
-                "/evaluations/compare", params={"a": "one@0", "b": reference, "format": "json"}
-            )
+    for reference in ("one@4:held-out", "one@4:harder: all", "one@4", "one"):
+        name = "held-out" if "held-out" in reference else "harder: all"
+        found = await asked(run, f"/evaluations/compare?a=one@0&b={quote(reference)}")
         assert found.json()["b"] == f"one@4 ({name})"
 
 
-@pytest.mark.parametrize(
-    ("reference", "says"),
-    [
-        ("one:../one/results/x.json", "called"),
-        ("one:/etc/passwd.json", "called"),
-        ("nobody:x.json", "nobody"),
-        ("one@4:none", "called"),
-    ],
-)
-async def test_what_is_not_there_says_so(run: Path, reference: str, says: str) -> None:
+async def test_what_is_not_there_says_so(run: Path) -> None:
     (run / "results").mkdir()
     (run / "results" / "x.json").write_text("{}")
-    found = await asked(run, f"/evaluations/compare?a=one@0&b={reference}")
-    assert found.status_code == 404, found.text
-    assert says in found.json()["detail"]
+    for reference in ("one:../one/results/x.json", "one:/etc/passwd.json", "nobody:x.json", "one@4:none"):  # fmt: skip
+        found = await asked(run, f"/evaluations/compare?a=one@0&b={reference}")
+        assert found.status_code == 404, found.text
+        assert ("nobody" if "nobody" in reference else "called") in found.json()["detail"]
 
 
 async def test_pass_at_k_has_intervals(run: Path) -> None:
@@ -280,25 +255,23 @@ async def test_the_answers_of_one_evaluation_can_be_read(run: Path) -> None:
         assert answer.status_code == status, wrong
 
 
-@pytest.mark.parametrize(
-    ("success", "rewards", "counts"),
-    [
-        ((False, False), (0.0, 0.0), {"never": 3, "sometimes": 0, "always": 0}),
-        ((True, True), (1.0, 1.5), {"never": 0, "sometimes": 0, "always": 3}),
-        ((True, None), (1.0, None), {"never": 0, "sometimes": 0, "always": 3}),
-        ((None, None), (float("nan"), 1.0), {"never": 0, "sometimes": 3, "always": 0}),
-    ],
-)
-async def test_how_often_answers_succeed_is_what_pass_at_k_counts(
-    run: Path, success: tuple[Any, Any], rewards: tuple[Any, Any], counts: dict[str, int]
-) -> None:
-    answers = rows(0.5, samples=2, prompts=3)
-    for row in answers:
-        row["success"], row["reward"] = success[row["sample"]], rewards[row["sample"]]
-    write(run, "a.json", "one@4", 0.5, rows=answers)
-    data = (await asked(run, "/evaluations/answers?of=one:a.json")).json()
-    assert data["counts"] == counts
-    assert (await asked(run, "/evaluations/answers?of=one:a.json", "text/html")).status_code == 200
+async def test_how_often_answers_succeed_is_what_pass_at_k_counts(run: Path) -> None:
+    cases: tuple[tuple[tuple[Any, Any], tuple[Any, Any], str], ...] = (
+        ((False, False), (0.0, 0.0), "never"),
+        ((True, True), (1.0, 1.5), "always"),
+        ((True, None), (1.0, None), "always"),
+        ((None, None), (float("nan"), 1.0), "sometimes"),
+    )
+    for number, (success, rewards, how_often) in enumerate(cases):
+        answers = rows(0.5, samples=2, prompts=3)
+        for row in answers:
+            row["success"], row["reward"] = success[row["sample"]], rewards[row["sample"]]
+        write(run, f"{number}.json", "one@4", 0.5, rows=answers)
+        page = f"/evaluations/answers?of=one:{number}.json"
+        counts = (await asked(run, page)).json()["counts"]
+        assert {name for name, count in counts.items() if count == 3} == {how_often}
+        assert sum(counts.values()) == 3
+        assert (await asked(run, page, "text/html")).status_code == 200
 
 
 async def test_the_newest_of_a_run_are_in_the_list_of_all_whatever_else_it_has(run: Path) -> None:

@@ -7,18 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from groupwise.runs.find import ENDS, mean_of, reward_ends
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from groupwise.web import index as module
-from groupwise.web.access import Door
-from groupwise.web.app import make_app
 from groupwise.web.index import RunsIndex
-from groupwise.web.place import Place
 from groupwise.web.ticking import EVERY
+from tests.unit.web.asking import asking
 from tests.web_runs import add_step, write_run
 
 
@@ -160,8 +157,7 @@ def test_the_ends_of_long_curves_are_those_of_the_whole(tmp_path: Path) -> None:
 async def test_odd_facts_of_a_run_take_no_page_down(tmp_path: Path, odd: object) -> None:
     write_run(tmp_path / "runs" / "odd", 1, facts={"created_at": odd, "model": odd, "task": [odd]})
     write_run(tmp_path / "runs" / "fine", 1)
-    transport = httpx2.ASGITransport(make_app(Place(RunsIndex(tmp_path / "runs"), Door(None))))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+    async with asking(tmp_path / "runs") as client:
         for page in ("/runs", "/evaluations", "/runs/odd", "/runs/fine/examples/0", "/runs?q=odd"):
             answer = await client.get(page)
             assert answer.status_code == 200, page

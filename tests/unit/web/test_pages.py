@@ -23,12 +23,10 @@ from groupwise.runs import checkpoints
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group
-from groupwise.web.access import Door
 from groupwise.web.app import make_app
-from groupwise.web.index import RunsIndex
-from groupwise.web.place import Place
 from groupwise.web.templates import STATIC
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
+from tests.unit.web.asking import asking, json_of, place_of
 from tests.web_runs import HOSTILE, write_run
 
 PAGES = (
@@ -67,16 +65,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def place_of(runs: Path, keys: Keyring | None = None) -> Place:
-    index = RunsIndex(runs)
-    index.known(patience=10.0)
-    return Place(index, Door(keys))
-
-
 @pytest.fixture
 async def client(runs: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    transport = httpx2.ASGITransport(make_app(place_of(runs)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as found:
+    async with asking(runs) as found:
         yield found
 
 
@@ -137,6 +128,10 @@ async def test_what_pages_say(client: httpx2.AsyncClient) -> None:
     assert reward["better"] == 4
     differs = (await client.get("/compare?run=one&run=two&format=json")).json()["differences"]
     assert differs == {"training.max_steps": ["4", "3"]}
+    usual = (await client.get("/compare?run=one&run=two&format=json")).json()["shown"]
+    assert usual[:2] == ["reward", "frac_reward_zero_std"]
+    page = (await client.get("/compare?run=one&run=two")).text
+    assert page.count('class="chart"') == len(usual) > 3
 
 
 async def test_pages_of_a_search_follow_each_other(client: httpx2.AsyncClient) -> None:
@@ -173,8 +168,7 @@ async def test_rollouts_are_those_of_a_task(client: httpx2.AsyncClient, runs: Pa
         for draw in range(10, 212):
             label = {"task": f"{draw} {HOSTILE}"}
             store.keep_unfinished([Group(draw, Example(draw, "?", label), ())])
-    transport = httpx2.ASGITransport(make_app(place_of(path.parent)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as other:
+    async with asking(path.parent) as other:
         many = (await other.get("/runs/many/rollouts")).text
         assert '<input name="task"' in many, "they are too many to choose from"
         with Store.open(path / "run.db") as store:
@@ -189,56 +183,36 @@ async def test_tokens_read_as_the_tokenizer_of_the_run_says(
     client: httpx2.AsyncClient, runs: Path
 ) -> None:
     words = write_run(runs.parent / "spoken" / "words", 1, state="interrupted")
-    vocabulary = {f"<{id}>": id for id in range(200)}
     kept = words / "tokenizer"
     kept.mkdir()
-    model = WordLevel(vocabulary, unk_token="<0>")
+    model = WordLevel({f"<{id}>": id for id in range(200)}, unk_token="<0>")
     Tokenizer(model).save(str(kept / "tokenizer.json"))
-    transport = httpx2.ASGITransport(make_app(place_of(words.parent)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as other:
-        [segment] = (await other.get("/runs/words/rollouts/1?format=json")).json()["segments"]
-    assert [each["text"].strip() for each in segment["tokens"]] == [
-        f"<{each['id']}>" for each in segment["tokens"]
-    ]
+    [segment] = (await json_of(words.parent, "/runs/words/rollouts/1"))["segments"]
+    assert all(each["text"].strip() == f"<{each['id']}>" for each in segment["tokens"])
     [segment] = (await client.get("/runs/one/rollouts/1?format=json")).json()["segments"]
     assert segment["tokens"][0]["text"] == f"⟨{segment['tokens'][0]['id']}⟩", "nobody says"
 
 
-async def test_curves_come_thinned_with_what_stands_out(
-    client: httpx2.AsyncClient, runs: Path
+async def test_curves_come_thinned_with_what_stands_out_and_of_a_range_in_columns_of_their_own(
+    client: httpx2.AsyncClient,
 ) -> None:
-    query = "/curves?run=one&run=two&name=own/number&name=none&columns=2"
-    found = (await client.get(query)).json()["runs"]
+    async def curves(query: str) -> Any:
+        return (await client.get(f"/curves?{query}")).json()["runs"]
+
+    found = await curves("run=one&run=two&name=own/number&name=none&columns=2")
     assert found["one"]["own/number"] == {
-        "at": [0.5, 2.5],
-        "first": [0, 2],
-        "last": [1, 3],
-        "mean": [0.5, 2.5],
-        "low": [0.0, 2.0],
-        "high": [1.0, 3.0],
-        "lost": [0, 0],
-    }
+        "at": [0.5, 2.5], "first": [0, 2], "last": [1, 3], "mean": [0.5, 2.5], "low": [0.0, 2.0], "high": [1.0, 3.0], "lost": [0, 0],
+    }  # fmt: skip
     assert found["one"]["none"]["first"] == []
-    assert (
-        len(
-            (await client.get("/curves?run=one&name=reward")).json()["runs"]["one"]["reward"][
-                "first"
-            ]
-        )
-        == 4
-    )
-
-
-async def test_curves_of_a_range_have_columns_of_their_own(client: httpx2.AsyncClient) -> None:
-    query = "/curves?run=one&name=own/number&columns=2"
-    some = (await client.get(f"{query}&from=1&to=2")).json()["runs"]["one"]["own/number"]
-    assert (some["at"], some["mean"]) == ([1.0, 2.0], [1.0, 2.0])
-    more = (await client.get(f"{query}&from=1&to=99")).json()["runs"]["one"]["own/number"]
-    assert (more["first"], more["last"]) == ([1, 3], [2, 3])
-    none = (await client.get(f"{query}&from=50&to=99")).json()["runs"]["one"]["own/number"]
-    assert none["at"] == []
-    assert (await client.get(f"{query}&from=-1")).status_code == 400
-    assert (await client.get(f"{query}&to={10**30}")).status_code == 400
+    assert len((await curves("run=one&name=reward"))["one"]["reward"]["first"]) == 4
+    query = "run=one&name=own/number&columns=2"
+    for within, first, last in (
+        ("&from=1&to=2", [1, 2], [1, 2]),
+        ("&from=1&to=99", [1, 3], [2, 3]),
+        ("&from=50&to=99", [], []),
+    ):
+        columns = (await curves(query + within))["one"]["own/number"]
+        assert (columns["first"], columns["last"]) == (first, last), within
 
 
 async def test_curves_of_a_run_share_their_columns(tmp_path: Path) -> None:
@@ -248,13 +222,10 @@ async def test_curves_of_a_run_share_their_columns(tmp_path: Path) -> None:
             record = StepRecord(step, step, step + 1, "w", (), 0.01, 1.7e9)
             late = {"late": float(step)} if step > 4 else {}
             store.commit_step(record, [], {"all": float(step), **late})
-    transport = httpx2.ASGITransport(make_app(place_of(path.parent)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
-        found = (await client.get("/curves?run=odd&name=all&name=late&columns=4")).json()
+    found = await json_of(path.parent, "/curves?run=odd&name=all&name=late&columns=4")
     odd = found["runs"]["odd"]
     assert odd["all"]["at"] == [1.0, 4.0, 7.0, 10.0]
-    assert odd["late"]["at"] == [4.0, 7.0, 10.0]
-    assert odd["late"]["mean"] == [5.0, 7.0, 10.0]
+    assert (odd["late"]["at"], odd["late"]["mean"]) == ([4.0, 7.0, 10.0], [5.0, 7.0, 10.0])
 
 
 async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -> None:
@@ -271,8 +242,7 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
             store.commit_step(StepRecord(step, step, step + 1, "w", (), 0.01, done), [], {"a": 1.0})
         for name, step, metrics in given:
             store.add_evaluation(EvaluationRecord(step, name, f"odd@{step}", metrics))
-    transport = httpx2.ASGITransport(make_app(place_of(path.parent)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+    async with asking(path.parent) as client:
         names = "&name=".join(("eval/reward", "eval/pass@1", "eval/gsm8k/accuracy", "eval/none"))
         found = (await client.get(f"/curves?run=odd&name={names}&times=yes")).json()
         mixed = (await client.get("/curves?run=odd&name=a&name=eval/reward&times=yes")).json()
@@ -321,6 +291,11 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
         ("/rollouts/compare?a=one&b=two&page=0", 400, "page=0"),
         ("/curves?run=none&name=reward", 404, "no run"),
         ("/nothing/here", 404, "no page"),
+        ("/runs/broken", 409, "run.db"),
+        ("/compare?run=one&run=two&metric=rewrad", 400, "entropy"),
+        ("/curves?run=one", 400, "name=METRIC"),
+        ("/curves?run=one&name=own/number&from=-1", 400, "from=-1"),
+        ("/curves?run=one&name=own/number&to=1" + "0" * 30, 400, "to=1"),
     ],
 )
 async def test_what_cannot_be_shown_says_why(
@@ -336,36 +311,15 @@ async def test_what_cannot_be_shown_says_why(
     assert page.headers["content-security-policy"]
 
 
-async def test_a_broken_record_is_told_as_such(client: httpx2.AsyncClient) -> None:
-    page = await client.get("/runs/broken", headers={"accept": "application/json"})
-    assert page.status_code == 409
-    assert "run.db" in page.json()["detail"]
-
-
-async def test_hostile_answers_are_compared_as_text(client: httpx2.AsyncClient) -> None:
-    query = "a=hostile%20%3Cb%3E&b=one"
-    page = (await client.get(f"/rollouts/compare?{query}")).text
-    assert "hostile &lt;b&gt;" in page
-    assert "<script>document" not in page
-    assert "\x1b" not in page
-
-
-@pytest.mark.parametrize(
-    "path", ["", "/rollouts", "/rollouts/1", "/groups/0", "/examples/0", "/config"]
-)
-async def test_hostile_text_is_shown_and_does_nothing(
-    client: httpx2.AsyncClient, path: str
-) -> None:
-    page = (
-        await client.get(f"/runs/hostile%20%3Cb%3E{path}", headers={"accept": "text/html"})
-    ).text
-    assert "<script>document" not in page
-    assert "<img src=x" not in page
-    assert "hostile &lt;b&gt;" in page
-    assert "\x1b" not in page
-    assert "\x00" not in page
-    assert "\u202e" not in page
-    assert ("{{ 7*7 }}" in page) == ("owned␇" in page), "what stands in braces is no template"
+async def test_hostile_text_is_shown_and_does_nothing(client: httpx2.AsyncClient) -> None:
+    run = "/runs/hostile%20%3Cb%3E"
+    inside = ("", "/rollouts", "/rollouts/1", "/groups/0", "/examples/0", "/config")
+    for path in (*(run + each for each in inside), "/rollouts/compare?a=hostile%20%3Cb%3E&b=one"):
+        page = (await client.get(path, headers={"accept": "text/html"})).text
+        assert "hostile &lt;b&gt;" in page, path
+        for each in ("<script>document", "<img src=x", "\x1b", "\x00", "\u202e"):
+            assert each not in page, path
+        assert ("{{ 7*7 }}" in page) == ("owned␇" in page), "what stands in braces is no template"
 
 
 async def test_files_of_ours_are_kept_by_browsers_under_the_hash_of_their_content(
@@ -401,8 +355,7 @@ def key() -> Any:
 @pytest.fixture
 async def guarded(runs: Path, key: Any) -> AsyncIterator[httpx2.AsyncClient]:
     keys = Keyring(read_key_file(key.line, "keys"))
-    transport = httpx2.ASGITransport(make_app(place_of(runs, keys)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://box.lan:8080") as found:
+    async with asking(runs, keys, "http://box.lan:8080") as found:
         yield found
 
 
@@ -445,14 +398,10 @@ async def test_signed_in_by_a_key_and_out_again(guarded: httpx2.AsyncClient, key
     assert (await guarded.get("/runs/one", headers=told)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "there", ["https://evil.example/", "//evil.example", "/\\evil.example", "javascript:x"]
-)
-async def test_signing_in_leads_nowhere_else(
-    guarded: httpx2.AsyncClient, key: Any, there: str
-) -> None:
-    entered = await guarded.post("/sign-in", data={"key": key.key, "next": there})
-    assert entered.headers["location"] == "/runs"
+async def test_signing_in_leads_nowhere_else(guarded: httpx2.AsyncClient, key: Any) -> None:
+    for there in ("https://evil.example/", "//evil.example", "/\\evil.example", "javascript:x"):
+        entered = await guarded.post("/sign-in", data={"key": key.key, "next": there})
+        assert entered.headers["location"] == "/runs", there
 
 
 async def test_a_form_of_another_kind_or_size_is_refused(guarded: httpx2.AsyncClient) -> None:
@@ -466,8 +415,7 @@ async def test_runs_with_odd_names_are_followed_too(tmp_path: Path) -> None:
     name = "a&b #1 50%+x=y"
     for each in (name, "b&c"):
         write_run(tmp_path / each, 2)
-    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+    async with asking(tmp_path) as client:
         for path in ("", "/rollouts", "/evaluations"):
             page = await client.get(f"/runs/{quote(name, safe='')}{path}")
             found = unescape(page.text.partition('data-live="')[2].partition('"')[0])
@@ -501,12 +449,8 @@ async def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_run(tmp_path / "one", 4)
-
-    def fill(folder: Path) -> None:
-        (folder / "weights").write_bytes(b"x")
-
     for step in (2, 4):
-        checkpoints.save(path / "checkpoints", step, fill)
+        checkpoints.save(path / "checkpoints", step, lambda folder: (folder / "w").touch())
     complete = checkpoints.complete
 
     def gone(folder: Path, **how: Any) -> Any:
@@ -515,9 +459,7 @@ async def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(
         return found
 
     monkeypatch.setattr(checkpoints, "complete", gone)
-    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
-        page = (await client.get("/runs/one?format=json")).json()
+    page = await json_of(tmp_path, "/runs/one")
     assert [each["step"] for each in page["checkpoints"]] == [4]
 
 
@@ -526,8 +468,7 @@ async def test_a_folder_without_a_record_says_so_and_is_not_offered_for_comparis
 ) -> None:
     write_run(tmp_path / "one", 1)
     (tmp_path / "empty").mkdir()
-    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+    async with asking(tmp_path) as client:
         for path in ("/runs/empty", "/runs/empty/rollouts", "/compare?run=empty&run=one"):
             answer = await client.get(path)
             assert answer.status_code == 404
@@ -552,51 +493,22 @@ async def test_error_pages_lead_on_and_have_right_addresses(
         assert 'href="/dashboard/static/page.css?' in (await below.get("/dashboard/static/no")).text
 
 
-async def test_a_metric_that_no_run_has_is_refused_with_those_there_are(
-    client: httpx2.AsyncClient,
-) -> None:
-    answer = await client.get("/compare?run=one&run=two&metric=rewrad")
-    assert answer.status_code == 400
-    assert "entropy" in answer.text
-    assert (await client.get("/curves?run=one")).status_code == 400
-
-
-async def test_several_runs_are_compared_in_what_is_usually_looked_at_or_in_one_metric(
-    client: httpx2.AsyncClient,
-) -> None:
-    usual = (await client.get("/compare?run=one&run=two&format=json")).json()
-    assert usual["shown"][:2] == ["reward", "frac_reward_zero_std"]
-    page = (await client.get("/compare?run=one&run=two")).text
-    assert page.count('class="chart"') == len(usual["shown"]) > 3
-    one = (await client.get("/compare?run=one&run=two&metric=own/number&format=json")).json()
-    assert one["shown"] == ["own/number"]
-
-
 async def test_a_run_may_be_called_like_a_step_of_another(tmp_path: Path) -> None:
     for name in ("a@1", "b"):
         write_run(tmp_path / name, 2)
-    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
-        found = (await client.get("/rollouts/compare?a=a%401&b=b&format=json")).json()
-        assert (found["a"]["run"], found["a"]["until"]) == ("a@1", None)
-        until = (await client.get("/rollouts/compare?a=a%401@0&b=b@1&format=json")).json()
-        assert (until["a"]["run"], until["a"]["until"], until["b"]["until"]) == ("a@1", 0, 1)
+    found = await json_of(tmp_path, "/rollouts/compare?a=a%401&b=b")
+    assert (found["a"]["run"], found["a"]["until"]) == ("a@1", None)
+    until = await json_of(tmp_path, "/rollouts/compare?a=a%401@0&b=b@1")
+    assert (until["a"]["run"], until["a"]["until"], until["b"]["until"]) == ("a@1", 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("log", "shown"),
-    [
+async def test_the_end_of_a_log_is_shown_whatever_its_lines(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one", 1)
+    for log, shown in (
         ("it began\nit went on\n", "it began\nit went on\n"),
         ("x" * 40_000, "x" * 16_384),
         ("first\n" + "y" * 40_000 + "\nlast\n", "last\n"),
         ("first\n" + "é" * 8_192, "é" * 8_192),
-    ],
-)
-async def test_the_end_of_a_log_is_shown_whatever_its_lines(
-    tmp_path: Path, log: str, shown: str
-) -> None:
-    path = write_run(tmp_path / "one", 1)
-    (path / "log.txt").write_text(log)
-    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
-        assert (await client.get("/runs/one?format=json")).json()["log"] == shown
+    ):
+        (path / "log.txt").write_text(log)
+        assert (await json_of(tmp_path, "/runs/one"))["log"] == shown

@@ -14,11 +14,8 @@ import pytest
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout, Segment
-from groupwise.web.access import Door
-from groupwise.web.app import make_app
-from groupwise.web.index import RunsIndex
-from groupwise.web.place import Place
 from groupwise.web.runs.tokens import MOST_RATIO, STEPS, ratio_of, ratio_shade_of, without_ratios
+from tests.unit.web.asking import asking
 from tests.web_runs import write_run
 
 
@@ -78,10 +75,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
     with Store.open(tmp_path / "one" / "run.db") as store:
         groups = [group_of(0, (LEARNT, READ), 0.5), group_of(1, (DRAWN,), 0.25)]
         store.commit_step(StepRecord(0, 0, 1, "f", (0, 1), 0.1, 1.0), groups, {})
-    index = RunsIndex(tmp_path)
-    index.known(patience=10.0)
-    transport = httpx2.ASGITransport(make_app(Place(index, Door(None))))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as found:
+    async with asking(tmp_path) as found:
         yield found
 
 

@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from starlette.requests import ClientDisconnect
 
 from groupwise.web.app import make_app
-from tests.unit.web.test_pages import place_of
+from tests.unit.web.asking import asking, place_of
 from tests.web_runs import write_run
 
 
@@ -55,8 +54,7 @@ async def test_a_record_that_cannot_be_read_is_told_before_the_answer_begins(
 
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.db").write_text("nothing of the kind" * 100)
-    transport = httpx2.ASGITransport(make_app(place_of(tmp_path)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client:
+    async with asking(tmp_path) as client:
         answer = await client.get("/runs/bad/rollouts.jsonl")
     assert answer.status_code == 409
     assert "damaged" in answer.text

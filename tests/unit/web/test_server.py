@@ -63,6 +63,18 @@ class Told:
 
 def everything() -> Told:
     group: dict[str, Any] = {"draw": 3, "members": 4, "sampled_step": 7, "opened_at": 1e9}
+    groups = [
+        LivingGroup(group_id="g-1", state="open", key_id="ada", prompt=TEXT, lease_seconds=90.0, **group),
+        LivingGroup(group_id="g-2", state="held", key_id="bob", prompt="b", mean_reward=0.25, **group),
+    ]  # fmt: skip
+    ada = {
+        "requests": 41,
+        "refused": 3,
+        "last_request": "POST /rewards",
+        "last_problem": "too_busy",
+    }
+    silent: dict[str, Any] = {"silent_seconds": 4.0, "let_go_seconds": 596.0}
+    model = SessionModel(id="s-1:train:0", base=TEXT, rank=8, steps=3, waiting=2)
     return Told(
         StatusAnswer(
             phase="running",
@@ -78,46 +90,16 @@ def everything() -> Told:
             at=1e9,
             run_id="first",
             capacity=8,
-            groups=[
-                LivingGroup(
-                    group_id="g-1",
-                    state="open",
-                    key_id="ada",
-                    prompt=TEXT,
-                    lease_seconds=90.0,
-                    **group,
-                ),
-                LivingGroup(
-                    group_id="g-2",
-                    state="held",
-                    key_id="bob",
-                    prompt="b",
-                    mean_reward=0.25,
-                    **group,
-                ),
+            groups=groups,
+            waiting=[
+                WaitingRequest(key_id="bob", groups=2, draws=[5, 6], seconds=12.0),
+                WaitingRequest(key_id="bob", groups=1, seconds=0.2),
             ],
-            waiting=[WaitingRequest(key_id="bob", groups=2, draws=[5, 6], seconds=12.0)],
             planned=[PlannedStep(step=8, group_ids=["g-3"], engines_lost=1)],
-            clients=[
-                KnownClient(
-                    key_id="ada",
-                    role="train",
-                    requests=41,
-                    refused=3,
-                    last_request="POST /rewards",
-                    last_problem="too_busy",
-                    idle_seconds=2.0,
-                )
-            ],
+            clients=[KnownClient(key_id="ada", role="train", idle_seconds=2.0, **ada)],
             sessions=[
-                Session(
-                    id="s-1",
-                    silent_seconds=4.0,
-                    let_go_seconds=596.0,
-                    models=[SessionModel(id="s-1:train:0", base=TEXT, rank=8, steps=3, waiting=2)],
-                    samplers=1,
-                ),
-                Session(id="s-2", silent_seconds=4.0, let_go_seconds=596.0),
+                Session(id="s-1", models=[model], samplers=1, **silent),
+                Session(id="s-2", **silent),
             ],
             loop_elsewhere=LoopElsewhere(id="p", owner=TEXT, silent_seconds=1.0, calls=1),
             events=[EventData(id=9, kind="engine_lost", at=1e9, run_id="first", message=TEXT)],
@@ -136,7 +118,8 @@ async def test_everything_is_shown_and_nothing_of_it_becomes_markup(tmp_path: Pa
         page = await client.get("/server")
         data = (await client.get("/server?format=json")).json()
     assert page.status_code == 200, page.text
-    for words in ("g-1", "g-2", "1 min 30 s", "12 s", "5, 6", "learns from 1 group;", "over it once", "s-1:train:0", "no model", "ada",
+    for words in ("g-1", "g-2", "1 min 30 s", "12 s",
+                  "less than 1 s", "5, 6", "learns from 1 group;", "over it once", "s-1:train:0", "no model", "ada",
                   "too_busy", "engine lost", 'href="/runs/first"'):  # fmt: skip
         assert words in page.text, words
     for wrong in ("<script>", "<img src=x", "\x1b", "\u202e"):
@@ -145,30 +128,17 @@ async def test_everything_is_shown_and_nothing_of_it_becomes_markup(tmp_path: Pa
     assert data["status"]["counters"]["refused"] == {"too_busy": 3}
 
 
-async def test_a_server_on_which_nothing_was_begun(tmp_path: Path) -> None:
+async def test_a_server_on_which_nothing_was_begun_or_nothing_set(tmp_path: Path) -> None:
     nothing = Told(StatusAnswer(phase="idle"), ActivityAnswer(at=1e9))
     async with client_of(nothing, tmp_path) as client:
         page = await client.get("/server")
     assert "Nothing was started yet" in page.text
     assert "No client trains by verbs" in page.text
-
-
-async def test_who_has_just_come_waits_for_less_than_a_second(tmp_path: Path) -> None:
-    told = everything()
-    waiting = [WaitingRequest(key_id="bob", groups=1, seconds=0.2)]
-    told.said = (told.said[0], told.said[1].model_copy(update={"waiting": waiting}))
-    async with client_of(told, tmp_path) as client:
-        page = await client.get("/server")
-    assert '<td class="num">less than 1 s</td>' in page.text
-
-
-async def test_settings_that_a_client_left_out_are_missed_by_nobody(tmp_path: Path) -> None:
     for settings in ({}, None):
-        plain = Told(
-            StatusAnswer(phase="running", run_id="one", training_settings=settings),
-            ActivityAnswer(at=1e9, run_id="one"),
-        )
-        async with client_of(plain, tmp_path) as client:
+        status = StatusAnswer(phase="running", run_id="one", training_settings=settings)
+        async with client_of(
+            Told(status, ActivityAnswer(at=1e9, run_id="one")), tmp_path
+        ) as client:
             assert (await client.get("/server")).status_code == 200
 
 

@@ -17,10 +17,9 @@ import pytest
 from groupwise.runs import checkpoints
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
-from groupwise.web.app import make_app
 from groupwise.web.runs import archive as made
 from groupwise.web.runs.archive import archive
-from tests.unit.web.test_pages import place_of
+from tests.unit.web.asking import asking
 from tests.web_runs import HOSTILE, write_run
 
 CONTENT = {"adapter.safetensors": b"\x00\xff" * 3000, "sub/é.json": b"{}", "empty": b""}
@@ -48,8 +47,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def client(run: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    transport = httpx2.ASGITransport(make_app(place_of(run.parent)))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as found:
+    async with asking(run.parent) as found:
         yield found
 
 

@@ -1,0 +1,44 @@
+"""A dashboard of some runs, asked without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from groupwise.web.access import Door
+from groupwise.web.app import make_app
+from groupwise.web.index import RunsIndex
+from groupwise.web.place import Place
+from groupwise.wire.keys import Keyring
+
+HERE = "http://127.0.0.1:8080"
+
+
+def place_of(runs: Path, keys: Keyring | None = None) -> Place:
+    index = RunsIndex(runs)
+    index.known(patience=10.0)
+    return Place(index, Door(keys))
+
+
+def asking(runs: Path, keys: Keyring | None = None, at: str = HERE) -> httpx2.AsyncClient:
+    """Whoever asks it, by the address `at`."""
+    transport = httpx2.ASGITransport(make_app(place_of(runs, keys)))
+    return httpx2.AsyncClient(transport=transport, base_url=at)
+
+
+async def json_of(runs: Path, path: str) -> Any:
+    """What a program is told."""
+    async with asking(runs) as client:
+        answer = await client.get(path, headers={"accept": "application/json"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def page_of(runs: Path, path: str, status: int = 200) -> str:
+    """What a browser shows."""
+    async with asking(runs) as client:
+        answer = await client.get(path, headers={"accept": "text/html"})
+    assert answer.status_code == status, answer.text
+    return answer.text
