@@ -92,9 +92,6 @@ class TestList:
             ["torn", "broken"],
         ]
         assert "4/12   0.125 → 0.625" in lines[1]
-
-    def test_as_json(self, runs: Path) -> None:
-        (runs / "torn").mkdir()
         sort, empty, torn = call_json(runs, "list")
         assert (sort["name"], sort["steps"], sort["state"]) == ("sort", 4, "finished")
         assert empty["reward_first"] is None
@@ -103,15 +100,13 @@ class TestList:
     def test_of_nothing(self, tmp_path: Path) -> None:
         assert call(tmp_path, "list") == ""
         assert call_json(tmp_path, "list") == []
-        with pytest.raises(RunNotFoundError, match=r"no folder .*none\. Give --dir"):
+        with pytest.raises(RunNotFoundError, match="--dir"):
             call(tmp_path / "none", "list")
-
-    def test_what_cannot_be_read_is_one_line(self, tmp_path: Path) -> None:
         for name in ("a", "b", "c"):
             (tmp_path / name).mkdir()
         result = CliRunner().invoke(app, ["list", "--dir", str(tmp_path)], catch_exceptions=False)
         (line,) = result.stderr.splitlines()
-        assert line.startswith("a cannot be read (and 2 more, for which --json has the reasons): ")
+        assert line.startswith("a cannot be read (and 2 more")
 
 
 class TestShow:
@@ -129,6 +124,15 @@ class TestShow:
         ):
             assert expected in shown
         assert "\x1b" not in shown
+        facts = call_json(runs, "show", "sort")
+        warning = {"step": 3, "name": "length", "kind": "begins", "message": "grows", "values": {"now": 9.0}}  # fmt: skip
+        assert (facts["checkpoints"], facts["warnings"]) == ([4], [warning])
+        assert facts["last_metrics"] == {"odd": None, "reward": 0.75}
+        assert facts["rows_left_out"] == {"get_rl_dataset": {"the prompt is empty": 7}}
+        assert (facts["summary"]["state"], facts["config"]["model"]["name"]) == ("finished", "tiny")
+        assert "checkpoints  none" in call(runs, "show", "empty")
+        with pytest.raises(RunNotFoundError, match="Did you mean 'sort'"):
+            call(runs, "show", "sorts")
 
     @pytest.mark.parametrize(
         ("hub", "shown"),
@@ -144,102 +148,66 @@ class TestShow:
         found = re.findall(r"^hub +(.*)$", call(tmp_path, "show", "r"), re.MULTILINE)
         assert [line.startswith(shown) for line in found] == ([True] if shown else [])
 
-    def test_bears_a_run_without_steps(self, runs: Path) -> None:
-        assert "checkpoints  none" in call(runs, "show", "empty")
-
-    def test_as_json(self, runs: Path) -> None:
-        facts = call_json(runs, "show", "sort")
-        assert facts["checkpoints"] == [4]
-        assert facts["warnings"] == [
-            {
-                "step": 3,
-                "name": "length",
-                "kind": "begins",
-                "message": "grows",
-                "values": {"now": 9.0},
-            }
-        ]
-        assert facts["last_metrics"] == {"odd": None, "reward": 0.75}
-        assert facts["rows_left_out"] == {"get_rl_dataset": {"the prompt is empty": 7}}
-        assert facts["summary"]["state"] == "finished"
-        assert facts["config"]["model"]["name"] == "tiny"
-
-    def test_an_unknown_run_is_named(self, runs: Path) -> None:
-        with pytest.raises(RunNotFoundError, match="Did you mean 'sort'"):
-            call(runs, "show", "sorts")
-
 
 class TestRollouts:
-    def test_show_the_last_step_with_its_prompt_once(self, runs: Path) -> None:
+    def test_show_the_last_step_with_its_prompt_once_and_hostile_text_harmlessly(
+        self, runs: Path
+    ) -> None:
         shown = call(runs, "rollouts", "sort")
-        assert shown.count("Sort 3") == 1
-        assert "Sort 2" not in shown
-        assert "#0 · reward 0.750 · advantage +0.250 · 3 tokens\n" in shown
-        assert "order 0.75   style –   turns (turn 1) 0.5" in shown
-        assert "#1 · reward 1.000 · advantage +0.500 · 3 tokens, cut off" in shown
-        assert "#2 · TIMED OUT: took longer␛ than 30 s · 0 tokens · attempt 1" in shown
-
-    def test_tells_which_limit_cut_a_rollout_off(self, tmp_path: Path) -> None:
-        with RunFolder.create(tmp_path, "play", {}, {}) as run:
-            members = [
-                replace(rollout(0, 0, 1.0), ended_by="turns"),
-                replace(rollout(0, 1, 1.0), ended_by="tokens"),
-                replace(rollout(0, 2, 1.0), ended_by="environment"),
-            ]
-            group = Group(0, Example(0, "Play"), tuple(members))
-            run.store.commit_step(StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0), [group], {})
-        shown = call(tmp_path, "rollouts", "play")
-        assert "· 3 tokens, cut off by max_turns\n" in shown
-        assert "· 3 tokens, cut off by max_rollout_length\n" in shown
-        assert "· 3 tokens\n" in shown
-        found = call_json(tmp_path, "rollouts", "play")
-        assert [view["ended_by"] for view in found] == ["turns", "tokens", "environment"]
-
-    def test_hostile_text_is_printed_harmlessly(self, runs: Path) -> None:
-        shown = call(runs, "rollouts", "sort")
+        assert (shown.count("Sort 3"), shown.count("Sort 2")) == (1, 0)
+        for part in (
+            "#0 · reward 0.750 · advantage +0.250 · 3 tokens\n",
+            "order 0.75   style –   turns (turn 1) 0.5",
+            "#1 · reward 1.000 · advantage +0.500 · 3 tokens, cut off",
+            "#2 · TIMED OUT: took longer␛ than 30 s · 0 tokens · attempt 1",
+            "     ␛]0;owned␇ [bold]no markup[/bold]\n     second line",
+        ):
+            assert part in shown
         assert all(letter == "\n" or letter.isprintable() for letter in shown)
-        assert "     ␛]0;owned␇ [bold]no markup[/bold]\n     second line" in shown
-
-    @pytest.mark.parametrize(
-        ("options", "found"),
-        [
-            (["--step", "1"], [(1, 0), (1, 1), (1, 2)]),
-            (["--failed"], [(0, 2), (1, 2), (2, 2), (3, 2)]),
-            (["--failed", "--step", "2"], [(2, 2)]),
-            (["--text", "KIWI"], [(0, 1), (1, 1), (2, 1), (3, 1)]),
-            (["--worst", "--limit", "2"], [(0, 0), (1, 0)]),
-            (["--best", "--limit", "1"], [(3, 1)]),
-            (["--part", "order", "--worst", "--limit", "1"], [(0, 0)]),
-            (["--task", "odd", "--failed"], [(1, 2), (3, 2)]),
-            (["--task", "even", "--best", "--limit", "1"], [(2, 1)]),
-            (["--all", "--limit", "4"], [(0, 0), (0, 1), (0, 2), (1, 0)]),
-        ],
-    )
-    def test_options(self, runs: Path, options: list[str], found: list[tuple[int, int]]) -> None:
-        views = call_json(runs, "rollouts", "sort", *options)
-        assert [(view["step"], view["member"]) for view in views] == found
-
-    def test_nothing_found_is_no_error(self, runs: Path) -> None:
         assert call(runs, "rollouts", "sort", "--text", "nowhere") == ""
         assert call(runs, "rollouts", "empty") == ""
 
-    def test_a_step_that_there_is_not(self, runs: Path) -> None:
-        with pytest.raises(RunNotFoundError, match="no step 77; it has the steps 0 to 3"):
-            call(runs, "rollouts", "sort", "--step", "77")
-        with pytest.raises(RunNotFoundError, match="recorded none yet"):
-            call(runs, "rollouts", "empty", "--step", "0")
+    def test_tells_which_limit_cut_a_rollout_off(self, tmp_path: Path) -> None:
+        ends: tuple[Any, ...] = ("turns", "tokens", "environment")
+        members = tuple(replace(rollout(0, n, 1.0), ended_by=end) for n, end in enumerate(ends))
+        with RunFolder.create(tmp_path, "play", {}, {}) as run:
+            record = StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0)
+            run.store.commit_step(record, [Group(0, Example(0, "Play"), members)], {})
+        shown = call(tmp_path, "rollouts", "play")
+        for said in (", cut off by max_turns", ", cut off by max_rollout_length", ""):
+            assert f"· 3 tokens{said}\n" in shown
+        found = call_json(tmp_path, "rollouts", "play")
+        assert [view["ended_by"] for view in found] == [*ends]
 
-    def test_contradictions_and_unknown_parts_are_refused(self, runs: Path) -> None:
-        with pytest.raises(UsageError, match="contradict"):
-            call(runs, "rollouts", "sort", "--best", "--worst")
-        with pytest.raises(UsageError, match="contradict"):
-            call(runs, "rollouts", "sort", "--step", "1", "--all")
-        with pytest.raises(RunNotFoundError, match="There are: order, style, turns"):
-            call(runs, "rollouts", "sort", "--part", "ordr")
-        with pytest.raises(RunNotFoundError, match=r"no task 'od'\. There are: even, odd"):
-            call(runs, "rollouts", "sort", "--task", "od")
-        with pytest.raises(RunNotFoundError, match="its examples name none"):
-            call(runs, "rollouts", "empty", "--task", "odd")
+    def test_options(self, runs: Path) -> None:
+        for options, found in (
+            ("--step 1", [(1, 0), (1, 1), (1, 2)]),
+            ("--failed", [(0, 2), (1, 2), (2, 2), (3, 2)]),
+            ("--failed --step 2", [(2, 2)]),
+            ("--text KIWI", [(0, 1), (1, 1), (2, 1), (3, 1)]),
+            ("--worst --limit 2", [(0, 0), (1, 0)]),
+            ("--best --limit 1", [(3, 1)]),
+            ("--part order --worst --limit 1", [(0, 0)]),
+            ("--task odd --failed", [(1, 2), (3, 2)]),
+            ("--task even --best --limit 1", [(2, 1)]),
+            ("--all --limit 4", [(0, 0), (0, 1), (0, 2), (1, 0)]),
+        ):
+            views = call_json(runs, "rollouts", "sort", *options.split())
+            assert [(view["step"], view["member"]) for view in views] == found, options
+
+    def test_contradictions_and_what_there_is_not_are_refused(self, runs: Path) -> None:
+        for words in ("sort --best --worst", "sort --step 1 --all"):
+            with pytest.raises(UsageError, match="contradict"):
+                call(runs, "rollouts", *words.split())
+        for words, said in (
+            ("sort --step 77", "0 to 3"),
+            ("empty --step 0", "none yet"),
+            ("sort --part ordr", "order, style, turns"),
+            ("sort --task od", "even, odd"),
+            ("empty --task odd", "name none"),
+        ):
+            with pytest.raises(RunNotFoundError, match=said):
+                call(runs, "rollouts", *words.split())
 
 
 class TestPlot:
@@ -247,17 +215,12 @@ class TestPlot:
         target = runs / "reward.svg"
         shown = call(runs, "plot", "sort", "--svg", str(target))
         assert shown.startswith("sort · reward")
-        assert "┤" in shown
-        assert "\x1b" not in shown
+        assert ("┤" in shown, "\x1b" in shown) == (True, False)
         assert target.read_text().startswith("<svg")
-
-    def test_as_json(self, runs: Path) -> None:
         drawn = call_json(runs, "plot", "sort")
         assert drawn["points"] == [[0, 0.0], [1, 0.25], [2, 0.5], [3, 0.75]]
         assert call_json(runs, "plot", "sort", "--metric", "odd")["points"][0] == [0, None]
-
-    def test_unknown_metrics_are_named(self, runs: Path) -> None:
-        with pytest.raises(RunNotFoundError, match=r"no metric 'rewrad'\. There are: odd, reward"):
+        with pytest.raises(RunNotFoundError, match="odd, reward"):
             call(runs, "plot", "sort", "--metric", "rewrad")
-        with pytest.raises(RunNotFoundError, match="recorded no step yet"):
+        with pytest.raises(RunNotFoundError, match="no step yet"):
             call(runs, "plot", "empty")

@@ -90,57 +90,31 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_rl_hands_everything_on(rl: Verb) -> None:
+    """Words may stand before options, too."""
     words = ["training.max_steps=3", "lora=null", "task.x=-1"]
     code = main(["rl", "-c", "c.yaml", "--task-module", "t.py", *words, "--resume-from", "r@3"])
     assert code == 0
-    assert rl.calls == [
-        (
-            (Path("c.yaml"), "t.py"),
-            {
-                "overrides": tuple(words),
-                "resume": False,
-                "resume_from": "r@3",
-                "init_from": None,
-                "dry_run": False,
-            },
-        )
-    ]
-
-
-def test_words_may_stand_before_options(rl: Verb) -> None:
+    others = {"resume": False, "resume_from": "r@3", "init_from": None, "dry_run": False}
+    assert rl.calls == [((Path("c.yaml"), "t.py"), {"overrides": tuple(words), **others})]
     assert (
         main(["rl", "training.seed=1", "--config", "c", "run.name=x", "-t", "t", "--resume"]) == 0
     )
-    assert rl.calls[0][1]["overrides"] == ("training.seed=1", "run.name=x")
-    assert rl.calls[0][1]["resume"] is True
+    assert rl.calls[1][1]["overrides"] == ("training.seed=1", "run.name=x")
+    assert rl.calls[1][1]["resume"] is True
 
 
 def test_eval_hands_everything_on(evaluate: Verb) -> None:
-    options = [
-        "--policy",
-        "r@5",
-        "--samples-per-prompt",
-        "4",
-        "--output",
-        "o.json",
-        "eval.temperature=1",
-    ]
+    """By default it is of the base."""
+    options = "--policy r@5 --samples-per-prompt 4 --output o.json eval.temperature=1".split()
     assert main(["eval", "--config", "c.yaml", "-t", "sort_words", *options]) == 0
-    assert evaluate.calls == [
-        (
-            (Path("c.yaml"), "sort_words", ["r@5"]),
-            {
-                "overrides": ("eval.temperature=1",),
-                "samples_per_prompt": 4,
-                "output": Path("o.json"),
-            },
-        )
-    ]
-
-
-def test_eval_is_of_the_base_unless_told_otherwise(evaluate: Verb) -> None:
+    named = {
+        "overrides": ("eval.temperature=1",),
+        "samples_per_prompt": 4,
+        "output": Path("o.json"),
+    }
+    assert evaluate.calls == [((Path("c.yaml"), "sort_words", ["r@5"]), named)]
     assert main(["eval", "-c", "c", "-t", "t"]) == 0
-    assert evaluate.calls[0][0][2] == ["base"]
+    assert evaluate.calls[1][0][2] == ["base"]
 
 
 def test_fetch_model_prints_the_folder(fetch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,48 +174,35 @@ def test_the_exit_code_of_a_run_is_handed_on(rl: Verb, code: int) -> None:
 # --- failures
 
 
-def test_a_config_error_is_a_message_without_traceback(
+def test_a_failure_is_a_message_without_traceback(
     rl: Verb, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rl.error = ConfigError("c.yaml:1: a\nc.yaml:2: b")
     assert main(["rl", "-c", "c", "-t", "t"]) == 2
     shown = capsys.readouterr()
-    assert shown.err == "groupwise:\nc.yaml:1: a\nc.yaml:2: b\n"
-    assert shown.out == ""
-
-
-def test_a_failed_run_exits_with_1_and_says_how_in_json(
-    rl: Verb, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert (shown.out, shown.err) == ("", "groupwise:\nc.yaml:1: a\nc.yaml:2: b\n")
     rl.error = NothingScoredError("three steps without a score")
     assert main(["rl", "-c", "c", "-t", "t", "--json"]) == 1
     shown = capsys.readouterr()
     assert shown.err == "groupwise: three steps without a score\n"
-    assert json.loads(shown.out) == {
-        "error": {"code": "nothing_scored", "message": "three steps without a score"}
-    }
+    told = {"code": "nothing_scored", "message": "three steps without a score"}
+    assert json.loads(shown.out) == {"error": told}
 
 
-def test_a_bug_shows_its_traceback(rl: Verb, capsys: pytest.CaptureFixture[str]) -> None:
-    rl.error = ZeroDivisionError("by zero")
-    assert main(["rl", "-c", "c", "-t", "t", "--json"]) == 1
-    shown = capsys.readouterr()
-    assert "Traceback" in shown.err
-    assert shown.err.endswith(
-        "groupwise: this is a bug in groupwise, or in the task: ZeroDivisionError: by zero\n"
-    )
-    assert json.loads(shown.out)["error"]["code"] == "bug"
-
-
-def test_want_of_memory_is_no_bug(rl: Verb, capsys: pytest.CaptureFixture[str]) -> None:
-    rl.error = RuntimeError(
-        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-    )
-    assert main(["rl", "-c", "c", "-t", "t", "--json"]) == 1
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.err
-    assert "training.max_tokens_per_microbatch" in shown.err
-    assert json.loads(shown.out)["error"]["code"] == "out_of_memory"
+def test_a_bug_shows_its_traceback_and_want_of_memory_is_none(
+    rl: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    for error, code, said in (
+        (ZeroDivisionError("by zero"), "bug", "ZeroDivisionError: by zero"),
+        (RuntimeError(memory), "out_of_memory", "training.max_tokens_per_microbatch"),
+    ):
+        rl.error = error
+        assert main(["rl", "-c", "c", "-t", "t", "--json"]) == 1
+        shown = capsys.readouterr()
+        assert ("Traceback" in shown.err) is (code == "bug")
+        assert said in shown.err
+        assert json.loads(shown.out)["error"]["code"] == code
 
 
 @pytest.mark.parametrize(
@@ -290,12 +251,9 @@ def test_a_wrong_command_line_exits_with_2_and_says_what_was_meant(
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage"
 
 
-def test_without_words_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "fetch-model" in capsys.readouterr().err
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("groupwise ")
 
@@ -332,14 +290,14 @@ def test_the_list_of_commands_tells_whole_sentences(
     assert [line for line in commands if line.rstrip().endswith("...")] == []
 
 
-@pytest.mark.parametrize("words", [["--help"], ["rl", "--help"], ["eval", "--help"]])
-def test_help_imports_nothing_heavy(words: list[str]) -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from groupwise.cli.main import main; "
-        f"code = main({words!r}); print(code, [m for m in {HEAVY!r} if m in sys.modules])"
+        "import sys; from groupwise.cli.main import main;"
+        "codes = [main(words) for words in (['--help'], ['rl', '--help'], ['eval', '--help'])];"
+        f"print(codes, [m for m in {HEAVY!r} if m in sys.modules])"
     )
     shown = run("-c", code)
-    assert shown.stdout.splitlines()[-1] == "0 []", shown.stderr
+    assert shown.stdout.splitlines()[-1] == "[0, 0, 0] []", shown.stderr
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_a_session_that_failed_leaves_the_config_open(tmp_path: Path, monkeypatc
     with pytest.raises(UsageError):
         prepare_session(config)
     config.model = "./gone"
-    with pytest.raises(GroupwiseError, match="model: there is no folder './gone'"):
+    with pytest.raises(GroupwiseError, match=r"model: there is no folder '\./gone'"):
         prepare_session(config)
     config.model = "tiny"
     prepare_session(config)
