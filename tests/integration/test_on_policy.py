@@ -32,8 +32,17 @@ def curve(folder: Path, name: str) -> list[float]:
         return [value for _, value in store.metrics([name])[name]]
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.3])
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS])
+SOAK = pytest.mark.soak(suite="engine")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "temperature"),
+    [
+        pytest.param(algorithm, temperature, marks=SOAK if number % 2 != turn else ())
+        for number, algorithm in enumerate(ALGORITHMS)
+        for turn, temperature in enumerate((0.6, 1.3))
+    ],
+)
 def test_every_step_begins_at_a_ratio_of_1(tmp_path, algorithm, temperature):
     torch.set_num_threads(1)
     made = settings(tmp_path, algorithm={"type": algorithm})
@@ -85,7 +94,9 @@ def test_a_sampler_that_keeps_its_old_weights_stops_the_run(tmp_path, monkeypatc
     assert loads[-1] == 2
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", *(pytest.param(each, marks=SOAK) for each in ("gspo", "reinforce_pp"))]
+)
 def test_every_step_begins_at_a_ratio_of_1_with_a_least_length(tmp_path, algorithm):
     """With the reference at a divergence of 0 in the first step, because it knows of the withheld tokens as well."""
     torch.set_num_threads(1)

@@ -14,6 +14,7 @@ import asyncio
 import gc
 import json
 import weakref
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -48,6 +49,12 @@ SHAPES = {
 TIED = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
 
+SOAK = pytest.mark.soak(suite="engine")
+BOTH = pytest.mark.parametrize("processes", [1, 2])
+IN_RANKS = pytest.mark.parametrize("processes", [pytest.param(1, marks=SOAK), 2])
+IN_ONE = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=SOAK)])
+
+
 def config_of(dtype="float32", **more):
     return load_config({"model": {"name": "tiny", "dtype": dtype}, **more}).config
 
@@ -61,11 +68,6 @@ def layout_of(config, processes):
         key_length=64,
         max_tokens_per_microbatch=40,
     )
-
-
-@pytest.fixture
-def ranks(monkeypatch):
-    fork_zygotes(monkeypatch)
 
 
 async def base_of(processes: int, most=4, **settings) -> tuple[build.BaseParts, Models]:
@@ -129,10 +131,28 @@ def base_fingerprints(parts: Any) -> list[str]:
     return [fingerprint(each) for each in found]
 
 
-async def alone(tmp_path, name, processes, count=2, **settings):
-    base, models = await base_of(processes, **settings)
-    with closing(base):
-        return await steps(await models.add(name, new(tmp_path, name)), count=count)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Callable[..., Coroutine[Any, Any, list[Any]]]:
+    """What steps of a model come to that has its base for itself, made once."""
+    found: dict[Any, list[Any]] = {}
+
+    async def taken(name: str, processes: int, dtype="float32", count=2) -> list[Any]:
+        key = name, processes, dtype
+        if len(found.get(key, ())) < count:
+            base, models = await base_of(processes, dtype=dtype)
+            with closing(base):
+                made = new(tmp_path_factory.mktemp("alone"), name)
+                found[key] = await steps(await models.add(name, made), count=count)
+        return found[key][:count]
+
+    return taken
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked():
+    with pytest.MonkeyPatch.context() as patch:
+        fork_zygotes(patch)
+        yield
 
 
 # 1, 2, 3
@@ -142,14 +162,14 @@ async def alone(tmp_path, name, processes, count=2, **settings):
 @pytest.mark.parametrize(
     ("processes", "dtype"),
     [
-        (1, "bfloat16"),
         (2, "float32"),
-        pytest.param(1, "float32", marks=pytest.mark.soak(suite="engine")),
-        pytest.param(2, "bfloat16", marks=pytest.mark.soak(suite="engine")),
+        pytest.param(1, "bfloat16", marks=SOAK),
+        pytest.param(1, "float32", marks=SOAK),
+        pytest.param(2, "bfloat16", marks=SOAK),
     ],
 )
-async def test_each_is_as_it_would_be_alone(processes, dtype, tmp_path, ranks):
-    wanted = {name: await alone(tmp_path, name, processes, dtype=dtype) for name in SHAPES}
+async def test_each_is_as_it_would_be_alone(processes, dtype, tmp_path, alone):
+    wanted = {name: await alone(name, processes, dtype) for name in SHAPES}
     base, models = await base_of(processes, dtype=dtype)
     with closing(base):
         before = base_fingerprints(base)
@@ -161,9 +181,9 @@ async def test_each_is_as_it_would_be_alone(processes, dtype, tmp_path, ranks):
     assert len(different) == len(SHAPES), "all learn, each something else"
 
 
-async def test_dropout_is_drawn_by_each_for_itself(tmp_path):
+async def test_dropout_is_drawn_by_each_for_itself(tmp_path, alone):
     """Between the micro-batches of one, others draw theirs, and numbers of a new adapter are drawn."""
-    wanted = await alone(tmp_path, "dropping", 1)
+    wanted = await alone("dropping", 1)
     _, models = await base_of(1)
     shape = SHAPES["dropping"]
     parts = [await models.add(name, new(tmp_path, name, shape)) for name in ("another", "dropping")]
@@ -177,9 +197,9 @@ async def test_dropout_is_drawn_by_each_for_itself(tmp_path):
 
 
 @TIED
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_others_come_and_go_in_the_middle(processes, tmp_path, ranks):
-    wanted = await alone(tmp_path, "attention", processes, count=4)
+@IN_ONE
+async def test_others_come_and_go_in_the_middle(processes, tmp_path, alone):
+    wanted = await alone("attention", processes, count=4)
     base, models = await base_of(processes)
     with closing(base):
         before = base_fingerprints(base)
@@ -195,8 +215,8 @@ async def test_others_come_and_go_in_the_middle(processes, tmp_path, ranks):
 
 
 @TIED
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_the_model_of_a_run_is_as_it_would_be_without_others(processes, tmp_path, ranks):
+@IN_RANKS
+async def test_the_model_of_a_run_is_as_it_would_be_without_others(processes, tmp_path):
     config = config_of(lora={"r": 4, "alpha": 8})
     layout = layout_of(config, processes)
     with closing(await build.start_training(config, layout, "r", tmp_path / "a")) as parts:
@@ -214,59 +234,22 @@ async def test_the_model_of_a_run_is_as_it_would_be_without_others(processes, tm
             await models.add("wide", new(tmp_path, "wide"))
 
 
-async def test_gradients_are_those_of_the_model_alone(tmp_path):
-    """Of the tensors themselves, while the others have gradients of their own."""
-
-    async def gradients(names):
-        base, models = await base_of(1)
-        parts = {name: await models.add(name, new(tmp_path, name)) for name in names}
-        learners = [each.learner for each in parts.values()]
-        await asyncio.gather(
-            *(each.forward_backward(rows(1), LOSS, {"policy": 9.0}) for each in learners)
-        )
-        held: Any = base.hosted
-        trained = held.bench._models["wide"].trained.parameters()
-        return {key: parameter.grad for key, parameter in trained.items()}
-
-    wanted = await gradients(["wide"])
-    found = await gradients(["attention", "wide", "dropping"])
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert any(gradient.any() for gradient in wanted.values())
-
-
 # 4
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_a_dropped_model_is_refused_and_its_name_free(processes, tmp_path, ranks):
+@BOTH
+async def test_dropping_waits_for_what_is_under_way_and_then_refuses_and_frees_the_name(
+    processes, tmp_path
+):
     base, models = await base_of(processes, most=1)
     with closing(base):
         first = await models.add("wide", new(tmp_path, "wide"))
         seen = await step(first, 0)
-        await models.drop("wide")
-        asked = GroupRequest(0, (5,), (1,), SamplingParams(3))
-        for call in (first.learner.publish(3), first.sampler.generate(asked)):
-            with pytest.raises(UsageError, match="The model wide was dropped"):
-                await call
-        with pytest.raises(UsageError, match="The model wide was dropped"):
-            first.learner.discard()
-        with pytest.raises(UsageError, match="no model wide to drop; there are none"):
-            await models.drop("wide")
-        again = await models.add("wide", new(tmp_path, "wide"))
-        assert await step(again, 0) == seen
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_dropping_waits_for_what_is_under_way(processes, tmp_path, ranks):
-    base, models = await base_of(processes)
-    with closing(base):
-        parts = await models.add("wide", new(tmp_path, "wide"))
         asked = GroupRequest(0, (5, 6), (1, 2), SamplingParams(30))
-        wanted = await parts.sampler.generate(asked)
+        wanted = await first.sampler.generate(asked)
         under_way = [
-            asyncio.create_task(parts.sampler.generate(asked)),
-            asyncio.create_task(parts.learner.forward_backward(rows(1), LOSS, {"policy": 1.0})),
+            asyncio.create_task(first.sampler.generate(asked)),
+            asyncio.create_task(first.learner.forward_backward(rows(1), LOSS, {"policy": 1.0})),
         ]
         await asyncio.sleep(0)  # both have been asked for
         dropping = asyncio.create_task(models.drop("wide"))
@@ -275,6 +258,15 @@ async def test_dropping_waits_for_what_is_under_way(processes, tmp_path, ranks):
         assert sums
         await dropping
         assert models.names == ()
+        for call in (first.learner.publish(3), first.sampler.generate(asked)):
+            with pytest.raises(UsageError, match="wide was dropped"):
+                await call
+        with pytest.raises(UsageError, match="wide was dropped"):
+            first.learner.discard()
+        with pytest.raises(UsageError, match="no model wide"):
+            await models.drop("wide")
+        again = await models.add("wide", new(tmp_path, "wide"))
+        assert await step(again, 0) == seen
 
 
 async def test_what_it_held_is_freed(tmp_path):
@@ -309,7 +301,7 @@ async def test_what_it_held_is_freed(tmp_path):
 # 5
 
 
-async def test_ranks_take_turns(tmp_path, ranks):
+async def test_ranks_take_turns(tmp_path):
     base, models = await base_of(2, most=5)
     with closing(base):
         for name in ("a", "b", "c", "d"):
@@ -329,9 +321,9 @@ async def test_the_bound_holds_for_models_that_are_being_made(tmp_path):
     found = await asyncio.gather(*asked, return_exceptions=True)
     refused = [each for each in found if isinstance(each, UsageError)]
     assert len(refused) == 1
-    for said in ("The model c", "one more than the 2", "there are a, b", "Drop one", "max_models"):
+    for said in ("model c", "more than the 2", "a, b", "max_models"):
         assert said in str(refused[0])
-    with pytest.raises(UsageError, match="There is a model a already; there are a, b"):
+    with pytest.raises(UsageError, match="model a already"):
         await models.add("a", new(tmp_path, "a", SHAPES["wide"]))
 
 
@@ -339,9 +331,9 @@ async def test_the_bound_holds_for_models_that_are_being_made(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_what_cannot_be_made_leaves_nothing_behind(processes, tmp_path, ranks):
-    wanted = await alone(tmp_path, "attention", processes)
+@IN_ONE
+async def test_what_cannot_be_made_leaves_nothing_behind(processes, tmp_path, alone):
+    wanted = await alone("attention", processes)
     base, models = await base_of(processes, most=2)
     with closing(base):
         kept = await models.add("attention", new(tmp_path, "attention"))
@@ -372,7 +364,7 @@ async def test_what_could_be_made_in_part_is_taken_off_the_base(tmp_path, monkey
     await models.add("wide", new(tmp_path, "wide"))
 
 
-async def test_a_wait_for_a_model_that_is_given_up(tmp_path, ranks):
+async def test_a_wait_for_a_model_that_is_given_up(tmp_path):
     base, models = await base_of(2, most=1)
     with closing(base):
         asked = asyncio.create_task(models.add("wide", new(tmp_path, "wide")))
@@ -386,18 +378,16 @@ async def test_a_wait_for_a_model_that_is_given_up(tmp_path, ranks):
             await models.drop(name)
 
 
-async def test_all_weights_of_a_model_are_no_base(tmp_path):
+async def test_what_is_no_base(tmp_path):
+    """A model of which all weights are trained, and one that starts from an adapter."""
     config = config_of(lora=None)
     parts = await build.start_training(config, layout_of(config, 1), "r", tmp_path)
     models = build.models_over(parts, 4)
-    with pytest.raises(UsageError, match="All weights of the model in memory are trained"):
+    with pytest.raises(UsageError, match="All weights"):
         await models.add("wide", new(tmp_path, "wide"))
     assert models.names == ("run",)
-
-
-async def test_a_base_starts_from_no_adapter(tmp_path):
     config = load_config({"model": {"name": "tiny", "adapter": str(tmp_path)}}).config
-    with pytest.raises(ConfigError, match=r"model\.adapter is .* a base has none"):
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
         await build.start_base(config, SimpleNamespace())  # pyright: ignore[reportArgumentType]
 
 
@@ -406,34 +396,36 @@ async def test_a_base_starts_from_no_adapter(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @TIED
-@pytest.mark.parametrize("name", ["wide", "attention", "head"])
-async def test_peft_loads_what_a_model_beside_others_publishes(name, tmp_path):
+async def test_peft_loads_what_models_beside_others_publish(tmp_path):
     base, models = await base_of(1)
+    held: Any = base.hosted
     parts = {each: await models.add(each, new(tmp_path, each)) for each in SHAPES}
     await asyncio.gather(*(steps(each, count=2) for each in parts.values()))
-    policy = await parts[name].learner.publish(9)
     given = replace(rows(2)[3], temperature=1.0)
     ids = torch.tensor([[*given.prompt_ids, *given.completion_ids]])
-    theirs = PeftModel.from_pretrained(tiny_model(), policy.path)
     with torch.no_grad():
-        logits = theirs(ids).logits[0, len(given.prompt_ids) - 1 : -1]
-        found = logits.log_softmax(-1).gather(1, ids[0, len(given.prompt_ids) :, None])[:, 0]
-    wanted = torch.tensor((await parts[name].learner.logprobs([given]))[0])
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    held: Any = base.hosted
-    with torch.no_grad(), held.bench._models[name].trained.acting(dropout=False):
-        ours = held.bench._adapted.base(ids).logits[0, len(given.prompt_ids) - 1 : -1]
         bare = tiny_model()(ids).logits[0, len(given.prompt_ids) - 1 : -1]
-    torch.testing.assert_close(ours, logits, atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(ours, bare, atol=1e-2)
-    stored = read_adapter(Path(policy.path))
-    assert all(stored[key].any() for key in stored), "each of its layers has learnt"
-    described = json.loads((tmp_path / name / "v000000009" / "adapter_config.json").read_text())
-    assert (described["r"], described["lora_alpha"]) == (SHAPES[name].r, SHAPES[name].alpha)
+    for name in ("wide", "attention", "head"):
+        policy = await parts[name].learner.publish(9)
+        theirs = PeftModel.from_pretrained(tiny_model(), policy.path)
+        with torch.no_grad(), held.bench._models[name].trained.acting(dropout=False):
+            logits, ours = (
+                model(ids).logits[0, len(given.prompt_ids) - 1 : -1]
+                for model in (theirs, held.bench._adapted.base)
+            )
+        found = logits.log_softmax(-1).gather(1, ids[0, len(given.prompt_ids) :, None])[:, 0]
+        wanted = torch.tensor((await parts[name].learner.logprobs([given]))[0])
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours, logits, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(ours, bare, atol=1e-2)
+        stored = read_adapter(Path(policy.path))
+        assert all(stored[key].any() for key in stored), "each of its layers has learnt"
+        described = json.loads((Path(policy.path) / "adapter_config.json").read_text())
+        assert (described["r"], described["lora_alpha"]) == (SHAPES[name].r, SHAPES[name].alpha)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_a_model_starts_from_what_another_saved(processes, tmp_path, ranks):
+@IN_RANKS
+async def test_a_model_starts_from_what_another_saved(processes, tmp_path):
     base, models = await base_of(processes)
     with closing(base):
         first = await models.add("wide", new(tmp_path, "wide"))
@@ -452,8 +444,8 @@ async def test_a_model_starts_from_what_another_saved(processes, tmp_path, ranks
             await models.add("other", new(tmp_path, "other", LoraConfig(r=2), start=str(saved)))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_kinds_of_layers_are_named_for_an_adapter(processes, tmp_path, ranks):
+@IN_RANKS
+async def test_kinds_of_layers_are_named_for_an_adapter(processes, tmp_path):
     base, models = await base_of(processes)
     with closing(base):
         before = await models.layer_kinds()

@@ -8,7 +8,8 @@
 import pickle
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -29,6 +30,26 @@ from groupwise.ranks.line import Answered, Line
 from groupwise.rewards.frames import framed
 
 SECRET = b"of this attempt"
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The first process's end and a rank's."""
+    ends = socket.socketpair()
+    yield ends
+    for each in ends:
+        each.close()
+
+
+@contextmanager
+def beside(work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Done in a thread meanwhile; what it comes to."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    yield found
+    thread.join()
 
 
 def both(ours: bytes = SECRET, theirs: bytes = SECRET) -> tuple[list[Any], tuple[Any, Any]]:
@@ -75,42 +96,36 @@ def test_who_does_not_know_it_is_let_in_nowhere() -> None:
         each.close()
 
 
-def test_what_is_called_must_know_it_too() -> None:
+def heard(end: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        data += end.recv(count)
+    return data
+
+
+def test_what_is_called_must_know_it_too(pair: Pair) -> None:
     """Who only repeats what it heard is not believed."""
-    first, rank = socket.socketpair()
+    first, rank = pair
     first.sendall(b"c" * 32)
-
-    def answers() -> None:
-        heard = b""
-        while len(heard) < 72:
-            heard += first.recv(72)
-        first.sendall(heard[-32:])
-
-    thread = threading.Thread(target=answers)
-    thread.start()
-    with pytest.raises(Stranger, match="not the first process of this job"):
+    with (
+        beside(lambda: first.sendall(heard(first, 72)[-32:])),
+        pytest.raises(Stranger, match="not the first process"),
+    ):
         introduce(rank, SECRET, 1)
-    thread.join()
-    for each in (first, rank):
-        each.close()
 
 
-def test_an_answer_is_good_for_one_challenge() -> None:
+def test_an_answer_is_good_for_one_challenge(pair: Pair) -> None:
     said = b"00000001" + b"r" * 32
-    first, rank = socket.socketpair()
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(admit(first, SECRET)[0]))
-    thread.start()
-    answer = said + _code(SECRET, b"rank", rank.recv(32) + said)
-    rank.sendall(answer)
-    thread.join()
+    first, rank = pair
+    with beside(lambda: admit(first, SECRET)[0]) as found:
+        answer = said + _code(SECRET, b"rank", rank.recv(32) + said)
+        rank.sendall(answer)
     assert found == [1]
     another, again = socket.socketpair()
-    again.sendall(answer)
-    with pytest.raises(Stranger):
-        admit(another, SECRET)
-    for each in (first, rank, another, again):
-        each.close()
+    with another, again:
+        again.sendall(answer)
+        with pytest.raises(Stranger):
+            admit(another, SECRET)
 
 
 def sealed() -> tuple[Seal, Seal]:
@@ -169,43 +184,36 @@ def test_the_secret_is_in_a_file_that_is_named(tmp_path: Any, monkeypatch: Any) 
         peer._called(["127.0.0.1", "1"], 1)
 
 
-def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(monkeypatch: Any) -> None:
+def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(
+    monkeypatch: Any, pair: Pair
+) -> None:
     monkeypatch.setattr(handshake, "GREETING", 0.3)
-    first, rank = socket.socketpair()
+    first, rank = pair
     over = threading.Event()
 
     def says() -> None:
         while not over.wait(0.05):
             rank.sendall(b"x")
 
-    thread = threading.Thread(target=says)
-    thread.start()
-    with pytest.raises(TimeoutError):
-        admit(first, SECRET)
-    over.set()
-    thread.join()
-    for each in (first, rank):
-        each.close()
+    with beside(says):
+        with pytest.raises(TimeoutError):
+            admit(first, SECRET)
+        over.set()
 
 
 def test_a_rank_calls_again_while_the_first_one_is_busy_with_others(monkeypatch: Any) -> None:
     monkeypatch.setattr(peer, "AGAIN", 0.0)
     monkeypatch.delenv(KEY_FILE, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as door:
-        found: list[int] = []
 
-        def first() -> None:
+        def first() -> int:
             for _ in range(2):
                 door.accept()[0].close()
-            connection, _ = door.accept()
-            found.append(admit(connection, SECRET)[0])
-            connection.close()
+            with door.accept()[0] as connection:
+                return admit(connection, SECRET)[0]
 
-        thread = threading.Thread(target=first)
-        thread.start()
-        line = peer._called(["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()], 2)
-        thread.join()
-        line.close()
+        with beside(first) as found:
+            peer._called(["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()], 2).close()
     assert found == [2]
 
 
@@ -214,22 +222,19 @@ def test_a_rank_that_cannot_join_leaves_it_to_the_next_attempt(monkeypatch: Any)
     monkeypatch.delenv(KEY_FILE, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as door:
         address = ["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()]
-        thread = threading.Thread(target=_answers_wrongly, args=(door,))
-        thread.start()
-        with pytest.raises(WorkerLostError, match="not the first process of this job"):
+
+        def answers_wrongly() -> None:
+            with door.accept()[0] as connection:
+                connection.sendall(b"c" * 32)
+                heard(connection, 72)
+                connection.sendall(b"x" * 32)
+                connection.recv(1)
+
+        with (
+            beside(answers_wrongly),
+            pytest.raises(WorkerLostError, match="not the first process"),
+        ):
             peer._called(address, 2)
-        thread.join()
     with pytest.raises(WorkerLostError, match=r"Learner 3 could not join .*--resume") as lost:
         peer._called(address, 2)
     assert lost.value.exit_code == 75
-
-
-def _answers_wrongly(door: socket.socket) -> None:
-    connection, _ = door.accept()
-    connection.sendall(b"c" * 32)
-    heard = b""
-    while len(heard) < 72:
-        heard += connection.recv(72)
-    connection.sendall(b"x" * 32)
-    connection.recv(1)
-    connection.close()

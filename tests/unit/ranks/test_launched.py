@@ -39,14 +39,11 @@ def test_the_environment_says_what_a_process_is():
     assert [found.elsewhere(rank) for rank in (0, 3, 4, 7)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("left_out", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_process_of_its_own(left_out):
-    assert launched({**TORCHRUN, left_out: ""}) is None
+def test_a_process_of_its_own():
+    for word in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        assert launched({**TORCHRUN, word: ""}) is None
     assert launched({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
-
-
-def test_words_that_are_no_numbers_are_refused():
-    with pytest.raises(UsageError, match=r"RANK=five(.|\n)*torchrun, or unset"):
+    with pytest.raises(UsageError, match="RANK=five"):
         launched({**TORCHRUN, "RANK": "five"})
 
 
@@ -66,65 +63,48 @@ def test_each_rank_sees_its_own_gpu(monkeypatch):
 
 
 TWO = {"model": {"name": "tiny"}, "scale": {"learners": 2}}
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"scale": {"learners": 0}}, r"scale\.learners"),
-        ({"scale": {"learners": 65}}, r"65, but a step has only 64 rows"),
-        ({"run": {"processes": 2}}, r"run\.processes is 2"),
-        ({"run": {"threads": 1}}, r"run\.threads is 1"),
-        ({"run": {"server": "http://there"}}, r"run\.server"),
-        ({"model": {"name": "tiny", "backend": "tunix"}}, "tunix"),
-    ],
-)
-def test_bad_values_teach(more, words):
-    with pytest.raises(ConfigError, match=words):
-        load_config({**TWO, **more})
-
-
 APART = {"model": {"name": "tiny"}, "scale": {"learners": 1, "samplers": 2}}
+DIVIDED = {"learners": 2, "samplers": 1, "strategy": "fsdp2"}
+TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "words"),
+    [
+        (TWO, {"scale": {"learners": 0}}, r"scale\.learners"),
+        (TWO, {"scale": {"learners": 65}}, r"65, but a step has only 64 rows"),
+        (TWO, {"run": {"processes": 2}}, r"run\.processes is 2"),
+        (TWO, {"run": {"threads": 1}}, r"run\.threads is 1"),
+        (TWO, {"run": {"server": "http://there"}}, r"run\.server"),
+        (TWO, TUNIX, "tunix"),
+        (APART, {"scale": {"samplers": -1}}, r"scale\.samplers"),
+        (APART, {"scale": {"patience": 5}}, r"patience is 5(.|\n)*samplers is 0"),
+        (APART, {"scale": {"samplers": 65}}, r"samplers is 65, but a step has only 64 rows"),
+        (APART, {"run": {"processes": 2}}, r"samplers is 2 and run\.processes is 2"),
+        (APART, {"run": {"threads": 2}}, r"samplers is 2, but run\.threads is 2"),
+        (APART, {"run": {"server": "http://there"}}, r"samplers is 2(.|\n)*run\.server"),
+        (APART, TUNIX, "tunix"),
+        (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but scale\.samplers"),
+        (TWO, {"scale": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
+        (TWO, {"scale": {**DIVIDED, "samplers": 0}}, r"scale\.samplers is 0"),
+        (TWO, {"scale": {**DIVIDED, "strategy": "fsdp"}}, r"scale\.strategy"),
+    ],
+)
+def test_what_does_not_go_together(given, more, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config({**given, **more})
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"scale": {"samplers": -1}}, r"scale\.samplers"),
-        (
-            {"scale": {"patience": 5}},
-            r"scale\.patience is 5, for samplers, but scale\.samplers is 0",
-        ),
-        ({"scale": {"samplers": 65}}, r"scale\.samplers is 65, but a step has only 64 rows"),
-        ({"run": {"processes": 2}}, r"scale\.samplers is 2 and run\.processes is 2"),
-        ({"run": {"threads": 2}}, r"learners is 1 and scale\.samplers is 2, but run\.threads is 2"),
-        ({"run": {"server": "http://there"}}, r"scale\.samplers is 2(.|\n)*run\.server"),
-        ({"model": {"name": "tiny", "backend": "tunix"}}, "tunix"),
-        (
-            {"sampler": {"engine": "vllm", "url": "http://127.0.0.1:8000"}},
-            r"vllm, but scale\.samplers is 2",
-        ),
+        ({"scale": {"samplers": 1}}, "samples nothing"),
+        ({"training": {"examples_per_step": 2}, "scale": {"learners": 3}}, "only 2 rows"),
     ],
 )
-def test_what_does_not_go_with_samplers(more, words):
+def test_what_does_not_go_with_a_supervised_run(more, words):
     with pytest.raises(ConfigError, match=words):
-        load_config({**APART, **more})
-
-
-DIVIDED = {"learners": 2, "samplers": 1, "strategy": "fsdp2"}
-
-
-@pytest.mark.parametrize(
-    ("scale", "words"),
-    [
-        ({"learners": 1}, r"fsdp2(.|\n)*scale\.learners is 1"),
-        ({"samplers": 0}, r"cannot sample, and scale\.samplers is 0"),
-        ({"strategy": "fsdp"}, r"scale\.strategy"),
-    ],
-)
-def test_what_does_not_go_with_divided_weights(scale, words):
-    with pytest.raises(ConfigError, match=words):
-        load_config({"model": {"name": "tiny"}, "scale": {**DIVIDED, **scale}})
+        load_sft_config({"model": {"name": "tiny"}, **more})
 
 
 def test_each_learner_needs_room_for_its_part_of_the_weights():
@@ -144,22 +124,6 @@ def test_each_learner_needs_room_for_its_part_of_the_weights():
     assert (layout.parts, layout.sharing) == (2, 1)
     base = ahead.all_parameters(config.model) * bytes_of(layout.dtype) / 2**20
     assert planned_sft_sizes(config, layout, 12).memory.weights == pytest.approx(base / 2)
-
-
-def test_a_supervised_run_has_no_samplers():
-    with pytest.raises(ConfigError, match="a supervised run samples nothing"):
-        load_sft_config({"model": {"name": "tiny"}, "scale": {"samplers": 1}})
-
-
-def test_more_learners_than_examples_of_a_supervised_step():
-    with pytest.raises(ConfigError, match="only 2 rows"):
-        load_sft_config(
-            {
-                "model": {"name": "tiny"},
-                "training": {"examples_per_step": 2},
-                "scale": {"learners": 3},
-            }
-        )
 
 
 def test_each_learner_needs_a_gpu(monkeypatch):
@@ -183,7 +147,9 @@ def test_each_sampler_needs_a_gpu_after_those_of_the_learners(monkeypatch):
         each.close()
 
 
-def test_a_layout_of_samplers():
+def test_a_layout_of_learners_and_samplers():
+    layout = machine_layout.choose_layout(load_config({**TWO, "run": {"threads": 5}}).config, 12)
+    assert (layout.processes, layout.learners, layout.sharing, layout.threads_each) == (2, 2, 1, 2)
     given = {**APART, "run": {"threads": 6}, "scale": {"learners": 2, "samplers": 1}}
     layout = machine_layout.choose_layout(load_config(given).config, 12)
     assert (layout.processes, layout.threads_each) == (3, 2)
@@ -198,11 +164,6 @@ def test_learners_beside_samplers_need_no_room_for_keys_and_values():
     assert planned_sizes(config, layout).memory.keys_and_values == 0
     together = machine_layout.choose_layout(load_config(TWO).config, 12)
     assert planned_sizes(config, together).memory.keys_and_values > 0
-
-
-def test_a_layout_of_learners():
-    layout = machine_layout.choose_layout(load_config({**TWO, "run": {"threads": 5}}).config, 12)
-    assert (layout.processes, layout.learners, layout.sharing, layout.threads_each) == (2, 2, 1, 2)
 
 
 def test_a_training_server_has_no_learners_to_give():

@@ -22,7 +22,6 @@ import sys
 import pytest
 
 from groupwise.errors import ConfigError, NonFiniteError, RunError
-from groupwise.ranks.calls import agreed
 from groupwise.ranks.tree import Ranks
 from tests.unit.ranks.toys import FACTORY, HANGS, all_gone
 
@@ -152,17 +151,15 @@ async def test_what_cannot_be_read_ends_all(own):
         os.kill(own.zygote, 0)  # it was reaped, too
 
 
-def test_what_is_made_sees_no_gpu(monkeypatch):
-    for there in ("0,1", ""):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", there)
-        for sees_gpus in (True, False):
-            ranks = Ranks(sees_gpus=sees_gpus)
-            ranks.begin()
-            seen = ranks.ask("os:getenv", "CUDA_VISIBLE_DEVICES")
-            assert seen == (there if sees_gpus else "")
-            ranks.make_now(FACTORY, {}, 1)
-            assert ranks.call_all_now("environment", "CUDA_VISIBLE_DEVICES") == [""]
-            ranks.close()
+@pytest.mark.parametrize(("there", "sees_gpus"), [("0,1", True), ("0,1", False), ("", True)])
+def test_what_is_made_sees_no_gpu(monkeypatch, there, sees_gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", there)
+    ranks = Ranks(sees_gpus=sees_gpus)
+    ranks.begin()
+    assert ranks.ask("os:getenv", "CUDA_VISIBLE_DEVICES") == (there if sees_gpus else "")
+    ranks.make_now(FACTORY, {}, 1)
+    assert ranks.call_all_now("environment", "CUDA_VISIBLE_DEVICES") == [""]
+    ranks.close()
 
 
 def test_processes_that_cannot_be_started(monkeypatch):
@@ -285,11 +282,3 @@ def test_the_end_of_the_main_process_is_the_end_of_all(number):
     main.send_signal(number)
     main.communicate()
     assert all_gone(processes)
-
-
-def test_ranks_have_to_agree():
-    assert agreed("the weights", ["a", "a"]) == "a"
-    with pytest.raises(
-        RunError, match="the weights should be the same in all of them, and are a, b"
-    ):
-        agreed("the weights", ["a", "b"])
