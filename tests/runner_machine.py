@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.hosts.framing import AnswerReader
 
 SOURCE = Path(__file__).parents[1] / "groupwise" / "hosts" / "runner.py"
+REAL = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
 FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
 PATIENCE = 60.0
 """Seconds after which what should come will not."""
@@ -196,21 +198,23 @@ class Machine:
         return self.launch("sh", "-c", script, **fields)
 
     def status(self, job: str = "job", epoch: int = 1) -> dict[str, Any]:
-        return self.ask("status", job=job, epoch=epoch)
+        """Asked most of all: where this Python and the runner as it is would answer, they do so in this process."""
+        if self.python != sys.executable or self.sha != REAL:
+            return self.ask("status", job=job, epoch=epoch)
+        mask = os.umask(0o077)
+        try:
+            answer, _ = runner.carry_out(self.body("status", job=job, epoch=epoch), BytesIO())
+        finally:
+            os.umask(mask)
+        return json.loads(runner.as_bytes({"ok": True, **answer}))
 
     def comes_to(self, state: str, job: str = "job", epoch: int = 1) -> dict[str, Any]:
-        """Wait until it is in that state."""
-        found = self.status(job, epoch)
+        """Wait until it is in that state; no deadman hears of it."""
         end = time.monotonic() + PATIENCE
-        while found["state"] != state:
+        while (found := self.status(job, epoch))["state"] != state:
             assert time.monotonic() < end, f"{found} is not {state}: {self.complaints(job, epoch)}"
-            known = {f"{job}.{epoch}": {"state": found["state"]}}
-            (found,) = self.ask("wait", known=known, timeout=PATIENCE)["attempts"]
+            time.sleep(0.01)
         return found
-
-    def comes_to_without_contact(self, state: str) -> dict[str, Any]:
-        """Likewise, and no deadman hears of it."""
-        return until(lambda: (found := self.status())["state"] == state and found, state)
 
     def folder(self, job: str = "job", epoch: int = 1) -> Path:
         return self.root / "attempts" / f"{job}.{epoch}"

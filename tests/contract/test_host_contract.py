@@ -74,7 +74,9 @@ def address(host: ssh_hosts.Host) -> Address:
     params=[
         "local",
         pytest.param("ssh", marks=pytest.mark.fleet),
-        pytest.param("ssh in namespaces", marks=pytest.mark.fleet),
+        pytest.param(
+            "ssh in namespaces", marks=[pytest.mark.fleet, pytest.mark.soak(suite="fleet")]
+        ),
     ],
 )
 def machine(
@@ -165,11 +167,11 @@ async def test_nobody_is_waited_for_who_is_silent_or_never_comes_to_an_end(
     asked = request("sleep", seconds=0 if signs else 20, signs=signs, every=0.25)
     with pytest.raises(OutcomeUnknown, match="no answer to sleep"):
         await host.call(replace(asked, longest=longest), timeout=1.2)
-
-
-async def test_signs_of_life_are_for_calls_that_may_take_long(host: Host) -> None:
-    with pytest.raises(OutcomeUnknown, match=r"within 1\.5 s"):
-        await host.call(request("echo", signs=100, every=0.25), timeout=1.5)
+    if signs:
+        with pytest.raises(OutcomeUnknown):
+            await host.call(
+                replace(asked, longest=None), timeout=0.7
+            )  # not a call that may take long
 
 
 async def test_an_answer_does_not_wait_for_what_was_left_behind(host: Host) -> None:
@@ -224,12 +226,11 @@ async def test_secrets_arrive_and_are_not_shown(host: Host) -> None:
     assert answer.body["secrets"] == {"TOKEN": hashlib.sha256(b"canary-7f31").hexdigest()}
 
 
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("turns", range(10))
-def test_whoever_leaves_as_a_call_begins_is_not_held(machine: Machine, turns: int) -> None:
+@pytest.mark.timeout(60)
+def test_whoever_leaves_as_a_call_begins_is_not_held(machine: Machine) -> None:
     """Whatever was reached of it: `asyncio.run` cancels all that is under way, and waits for its end."""
 
-    async def leaves() -> None:
+    async def leaves(turns: int) -> None:
         host = machine.reach()
         call = asyncio.create_task(ask(host, "sleep", seconds=20))
         for _ in range(turns):
@@ -237,5 +238,6 @@ def test_whoever_leaves_as_a_call_begins_is_not_held(machine: Machine, turns: in
         assert not call.done()
         raise KeyError(turns)
 
-    with pytest.raises(KeyError):
-        asyncio.run(leaves())
+    for turns in range(10):
+        with pytest.raises(KeyError):
+            asyncio.run(leaves(turns))

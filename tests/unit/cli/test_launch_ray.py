@@ -11,12 +11,8 @@ from groupwise.cli.main import main
     ("words", "why"),
     [
         (["--resource", "apart"], "NAME=N is expected"),
-        (["--resource", "apart=0"], "a number above 0"),
-        (["--resource", "apart=many"], "a number above 0"),
-        (["--resource", "a=1", "--resource", "a=2"], "stands there twice"),
         (["--memory", "much"], "a size is expected"),
         (["--memory", "0G"], "a size is expected"),
-        (["--address", "ray://head:10001"], "the address of Ray's dashboard"),
         (["--address", "head:8265"], "the address of Ray's dashboard"),
         (["--shared", "relative"], "absolute path"),
         (["--user", "me"], "--host names it"),

@@ -14,7 +14,6 @@
 import hashlib
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import runner, spec
-from groupwise.hosts.bootstrap import BOOTSTRAP, COMMAND, FLAGS
 from tests.runner_machine import EVERY_PYTHON, Machine, Refused, alive, machine, request, until
 
 
@@ -57,38 +55,15 @@ def test_what_jobs_may_not_set_is_the_same_on_both_sides() -> None:
     assert runner.MOST_ARTEFACTS == spec.MOST_ARTEFACTS
 
 
-def test_the_command_is_one_that_a_shell_takes_as_it_stands(new: Machine) -> None:
-    body = new.body("hello", source=new.source)
-    said = subprocess.run(
-        ["sh", "-c", COMMAND],
-        input=request(body),
-        capture_output=True,
-        check=True,
-        env=new.environment,
-    )
-    assert said.stdout.startswith(b"GROUPWISE-ANSWER 1 ")
-
-
 def test_hello(here: Machine) -> None:
     told = here.ask("hello")
-    assert told["protocols"] == [1]
-    assert told["root"] == str(here.root)
+    assert (told["protocols"], told["root"]) == ([1], str(here.root))
     assert told["methods"][-1] == "session"
     assert told["cpus"] > 0
     assert told["ram_mb"] > 100
     assert told["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def test_a_relative_root_is_below_home(one: Machine) -> None:
-    assert one.ask("hello", root="fleet")["root"] == str(one.home / "fleet")
-    assert one.ask("hello", root="~/other")["root"] == str(one.home / "other")
-
-
-def test_the_runner_is_asked_for_once(new: Machine) -> None:
-    without = new.body("hello")
-    assert new.finish(new.begin(request(without))) == {"need": "runner"}
-    new.ask("hello")
-    assert new.finish(new.begin(request(without)))["ok"]
+    assert here.ask("hello", root="fleet")["root"] == str(here.home / "fleet")
+    assert here.ask("hello", root="~/other")["root"] == str(here.home / "other")
 
 
 def test_a_damaged_runner_is_replaced_not_run(new: Machine) -> None:
@@ -107,43 +82,26 @@ def test_another_runner_than_the_named_one_is_refused(new: Machine) -> None:
     assert not (new.root / "runners").exists()
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
-def test_a_request_that_was_cut_does_nothing(here: Machine, kept: float) -> None:
+def test_a_request_that_was_cut_or_changed_does_nothing(here: Machine) -> None:
     whole = request(here.body("void", job="job", epoch=1))
-    with pytest.raises(Refused, match="truncated"):
-        here.finish(here.begin(whole[: int(len(whole) * kept)]))
+    changed = whole.replace(b'"job": "job"', b'"job": "jab"')
+    for data in (b"", whole[: len(whole) // 3], whole[:-1], changed):
+        with pytest.raises(Refused, match="truncated"):
+            here.finish(here.begin(data))
     assert not (here.root / "attempts").exists()
 
 
-def test_a_request_that_was_changed_does_nothing(one: Machine) -> None:
-    whole = request(one.body("void", job="job", epoch=1))
-    with pytest.raises(Refused, match="truncated"):
-        one.finish(one.begin(whole.replace(b'"job": "job"', b'"job": "jab"')))
-    assert not (one.root / "attempts").exists()
-
-
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
+def test_ill_formed_requests_are_refused_and_do_nothing(one: Machine) -> None:
+    ill: list[tuple[dict[str, Any], str]] = [
         ({"verb": "explode"}, "unknown_verb"),
-        ({"verb": None}, "bad_request"),
         ({"protocol": 2}, "protocol"),
-        ({"job": "../up"}, "bad_request"),
-        ({"job": ".hidden"}, "bad_request"),
-        ({"job": "a/b"}, "bad_request"),
-        ({"job": "a" * 81}, "bad_request"),
-        ({"job": 7}, "bad_request"),
-        ({"epoch": -1}, "bad_request"),
-        ({"epoch": "1"}, "bad_request"),
-        ({"epoch": True}, "bad_request"),
-    ],
-)
-def test_ill_formed_requests_are_refused_and_do_nothing(
-    one: Machine, fields: dict[str, object], code: str
-) -> None:
-    with pytest.raises(Refused) as refused:
-        one.ask(**{"verb": "void", "job": "job", "epoch": 1, **fields})  # pyright: ignore[reportArgumentType]
-    assert refused.value.code == code
+    ]
+    ill += [({"job": job}, "bad_request") for job in ("../up", ".hidden", "a/b", "a" * 81, 7)]
+    ill += [({"epoch": epoch}, "bad_request") for epoch in (-1, "1", True)]
+    for fields, code in (*ill, ({"verb": None}, "bad_request")):
+        with pytest.raises(Refused) as refused:
+            one.ask(**{"verb": "void", "job": "job", "epoch": 1, **fields})
+        assert refused.value.code == code, fields
     assert not (one.root / "attempts").exists()
 
 
@@ -186,36 +144,18 @@ def test_a_log_is_whole_however_fast_it_grows_and_who_writes_it(here: Machine) -
     assert (record["code"], record["tail"][-8:]) == (0, "9020000\n")
 
 
-def test_the_log_is_read_by_offset(here: Machine) -> None:
-    here.sh("printf 'one\\377two'")
-    here.comes_to("exited")
-    assert here.ask("log", job="job", epoch=1, offset=2, limit=4)["size"] == 7
-    assert here.payload == b"e\xfftw"
-    here.ask("log", job="job", epoch=1, offset=7, limit=4)
-    assert here.payload == b""
-    assert here.ask("log", job="none", epoch=1, offset=0, limit=4)["size"] == 0
-
-
-def left_behind(here: Machine) -> tuple[int, int]:
-    record = here.comes_to("exited")["exit"]
-    return record["code"], record["leftovers"]
-
-
 def test_what_a_command_left_behind_is_ended_and_counted(here: Machine) -> None:
+    """Not what goes with it by itself, or was ended together with it."""
     here.sh("nohup sleep 600 & sleep 600 & exit 0")
-    assert left_behind(here) == (0, 2)
-
-
-def test_what_goes_with_its_command_is_not_counted(one: Machine) -> None:
-    one.source = one.source.replace("LEAVING = 0.3\n", "LEAVING = 60.0\n")
-    one.sh("sleep 0.2 & exit 0")
-    assert left_behind(one) == (0, 0)
-
-
-def test_what_was_ended_together_with_its_command_is_not_counted(one: Machine) -> None:
-    one.sh("sleep 600 & wait")
-    one.ask("kill", job="job", epoch=1, grace=0)
-    assert left_behind(one)[1] == 0
+    record = here.comes_to("exited")["exit"]
+    assert (record["code"], record["leftovers"]) == (0, 2)
+    here.sh("sleep 600 & wait", epoch=2)
+    here.ask("kill", job="job", epoch=2, grace=0)
+    assert here.comes_to("exited", epoch=2)["exit"]["leftovers"] == 0
+    here.source = here.source.replace("LEAVING = 0.3\n", "LEAVING = 60.0\n")
+    here.sh("sleep 0.2 & exit 0", epoch=3)
+    record = here.comes_to("exited", epoch=3)["exit"]
+    assert (record["code"], record["leftovers"]) == (0, 0)
 
 
 NO_IMPORTS = """
@@ -243,56 +183,42 @@ def replaced(here: Machine) -> Machine:
     return here
 
 
-def ended_without_complaint(here: Machine) -> dict[str, Any]:
-    until(lambda: here.complaints() or here.status()["state"] == "exited", "its end")
-    assert here.complaints() == ""
-    return here.status()["exit"]
+def ended_without_complaint(here: Machine, epoch: int) -> dict[str, Any]:
+    def is_over() -> Any:
+        return here.complaints(epoch=epoch) or here.status(epoch=epoch)["state"] == "exited"
+
+    until(is_over, "its end")
+    assert here.complaints(epoch=epoch) == ""
+    return here.status(epoch=epoch)["exit"]
 
 
 def test_a_supervisor_imports_nothing_once_it_has_settled(replaced: Machine) -> None:
+    """However its command ends, and where its files cannot be laid out, or it has to complain."""
     file = {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
     saved = json.dumps({"step": 7, "files": {"w": file}})
     utf_16 = "printf '\\377\\376{\\000}\\000' > outputs/odd/manifest.json"
     script = f"mkdir -p outputs/odd outputs/7; >outputs/7/w; echo '{saved}' > outputs/7/manifest.json; {utf_16}"
     replaced.sh(script + "; sleep 600 & echo é; exit 3", secrets={"TOKEN": "x"})
-    record = ended_without_complaint(replaced)
+    record = ended_without_complaint(replaced, 1)
     assert (record["code"], record["tail"], record["leftovers"]) == (3, "é\n", 1)
     assert (record["checkpoints"], record["step"]) == (1, 7)
-
-
-@pytest.mark.parametrize(
-    ("reason", "limits"), [("time_limit", {"time_seconds": 0.2}), ("cancelled", {})]
-)
-def test_nor_where_it_ends_its_command(
-    replaced: Machine, reason: str, limits: dict[str, float]
-) -> None:
-    replaced.sh("trap '' TERM; while :; do sleep 0.05; done", limits={**limits, "grace_seconds": 0})
-    if not limits:
-        replaced.ask("kill", job="job", epoch=1, grace=0)
-    record = ended_without_complaint(replaced)
-    assert (record["reason"], record["signal"]) == (reason, 9)
-
-
-def test_nor_where_its_files_cannot_be_laid_out(replaced: Machine) -> None:
+    deaf = "trap '' TERM; while :; do sleep 0.05; done"
+    for epoch, limits, reason in ((2, {"time_seconds": 0.2}, "time_limit"), (3, {}, "cancelled")):
+        replaced.sh(deaf, limits={**limits, "grace_seconds": 0}, epoch=epoch)
+        if not limits:
+            replaced.ask("kill", job="job", epoch=epoch, grace=0)
+        record = ended_without_complaint(replaced, epoch)
+        assert (record["reason"], record["signal"]) == (reason, 9)
     (sha,) = replaced.put(b"x")
-    replaced.sh("true", spec_files={"a": [sha, 0o644, 1], "a/b": [sha, 0o644, 1]})
-    told = replaced.comes_to("refused")["refused"]
+    replaced.sh("true", spec_files={"a": [sha, 0o644, 1], "a/b": [sha, 0o644, 1]}, epoch=4)
+    told = replaced.comes_to("refused", epoch=4)["refused"]
     assert "its files cannot be laid out" in told["message"]
-    assert not replaced.work().exists()
-
-
-def test_nor_where_it_has_to_complain(replaced: Machine) -> None:
+    assert not replaced.work(epoch=4).exists()
     replaced.source += "\n\ndef watch(self):\n    {}['nothing']\n\n\nSupervisor.watch = watch\n"
-    replaced.sh("true")
-    said = until(replaced.complaints, "its complaint")
+    replaced.sh("true", epoch=5)
+    said = until(lambda: replaced.complaints(epoch=5), "its complaint")
     assert said.startswith("KeyError at ")
     assert "'nothing'" in said
-
-
-def test_a_signal_is_told(one: Machine) -> None:
-    one.sh("kill -SEGV $$")
-    record = one.comes_to("exited")["exit"]
-    assert (record["code"], record["signal"]) == (None, signal.SIGSEGV)
 
 
 def test_launch_again_tells_the_state_and_starts_nothing(here: Machine) -> None:
@@ -306,48 +232,34 @@ def test_launch_again_tells_the_state_and_starts_nothing(here: Machine) -> None:
     assert (here.work() / "starts").read_text() == "started\n"
 
 
-def test_what_was_voided_never_runs(here: Machine) -> None:
+def test_what_was_voided_never_runs_and_what_runs_is_not_voided_or_forgotten(here: Machine) -> None:
     assert here.status()["state"] == "absent"
-    assert here.ask("void", job="job", epoch=1)["state"] == "voided"
-    assert here.sh("touch /tmp/never")["state"] == "voided"
-    assert here.ask("void", job="job", epoch=1)["state"] == "voided"
+    for _ in range(2):
+        assert here.ask("void", job="job", epoch=1)["state"] == "voided"
+        assert here.sh("touch /tmp/never")["state"] == "voided"
     assert not here.work().exists()
+    here.sh("until [ -e go ]; do sleep 0.02; done", epoch=2)
+    assert here.ask("void", job="job", epoch=2)["state"] == "running"
+    with pytest.raises(Refused, match="still_running"):
+        here.ask("forget", job="job", epoch=2)
+    (here.work(epoch=2) / "go").touch()
+    assert here.comes_to("exited", epoch=2)["exit"]["code"] == 0
+    assert here.ask("void", job="job", epoch=2)["state"] == "exited"
 
 
-def test_what_runs_is_not_voided(here: Machine) -> None:
-    here.sh("until [ -e go ]; do sleep 0.02; done")
-    assert here.ask("void", job="job", epoch=1)["state"] == "running"
-    (here.work() / "go").touch()
-    assert here.comes_to("exited")["exit"]["code"] == 0
-    assert here.ask("void", job="job", epoch=1)["state"] == "exited"
-
-
-def test_a_lower_epoch_is_refused(here: Machine) -> None:
+def test_a_lower_epoch_is_refused_and_a_forgotten_one_stays_so(here: Machine) -> None:
     here.ask("void", job="job", epoch=5)
     late = here.sh("true", epoch=4)
     assert (late["state"], late["refused"]["code"]) == ("refused", "lower_epoch")
     assert not here.folder(epoch=4).exists()
-    assert here.sh("true", epoch=6)["state"] in ("running", "exited")
     assert here.sh("true", job="other", epoch=1)["state"] in ("running", "exited")
-
-
-def test_a_forgotten_epoch_stays_refused(one: Machine) -> None:
-    one.sh("true", epoch=3)
-    one.comes_to("exited", epoch=3)
-    one.ask("forget", job="job", epoch=3)
-    assert one.ask("forget", job="job", epoch=3)["ok"]
-    assert not one.folder(epoch=3).exists()
-    late = one.sh("touch /tmp/never", epoch=3)
+    here.sh("true", epoch=6)
+    here.comes_to("exited", epoch=6)
+    for _ in range(2):
+        assert here.ask("forget", job="job", epoch=6)["ok"]
+    late = here.sh("touch /tmp/never", epoch=6)
     assert (late["state"], late["refused"]["code"]) == ("refused", "lower_epoch")
-    assert os.listdir(one.root / "attempts") == []
-
-
-def test_what_runs_is_not_forgotten(one: Machine) -> None:
-    one.sh("until [ -e go ]; do sleep 0.02; done")
-    with pytest.raises(Refused, match="still_running"):
-        one.ask("forget", job="job", epoch=1)
-    (one.work() / "go").touch()
-    assert one.comes_to("exited")["exit"]["code"] == 0
+    assert not here.folder(epoch=6).exists()
 
 
 def test_the_environment_of_a_command(here: Machine) -> None:
@@ -403,31 +315,6 @@ def test_the_environment_of_a_command(here: Machine) -> None:
     assert {n for n in ours if not spec.problems(spec.JobSpec(("x",), {n: ""}))} == set()
 
 
-@pytest.mark.parametrize("value", ["", "0"])
-def test_a_job_may_say_how_python_prints(one: Machine, value: str) -> None:
-    mine = {"PYTHONUNBUFFERED": value}
-    assert not spec.problems(spec.JobSpec(("x",), mine))
-    one.sh('echo "$PYTHONUNBUFFERED."', spec_environment=mine)
-    assert one.comes_to("exited")["exit"]["tail"] == f"{value}.\n"
-
-
-def test_nothing_of_a_job_is_read_by_a_shell(here: Machine, tmp_path: Path) -> None:
-    trap = tmp_path / "trap"
-    evil = [
-        f"$(touch {trap})",
-        f"`touch {trap}`",
-        f"'; touch {trap}; '",
-        "-rf",
-        "a\nb",
-        "\\",
-        "é\u2028",
-    ]
-    here.launch("printf", "%s\\0", *evil, spec_environment={"E": f"$(touch {trap})"})
-    here.comes_to("exited")
-    assert (here.folder() / "log").read_bytes() == b"".join(e.encode() + b"\0" for e in evil)
-    assert not trap.exists()
-
-
 def test_the_channel_closes_while_the_command_runs(here: Machine) -> None:
     begun = here.sh(
         "until [ -e go ]; do sleep 0.02; done"
@@ -465,52 +352,44 @@ def test_secrets_are_in_no_file_and_no_argument(here: Machine) -> None:
     assert [path for path in files if canary.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "words"),
-    [
-        ({"spec_environment": {"LD_PRELOAD": "x"}}, "bad_spec", "LD_PRELOAD"),
-        ({"spec_environment": {"PATH": "x"}}, "bad_spec", "PATH"),
-        ({"spec_environment": {"GROUPWISE_ATTEMPT": "other.1"}}, "bad_spec", "GROUPWISE_ATTEMPT"),
-        ({"spec_environment": {"GROUPWISE_OUTPUT": "/x"}}, "bad_spec", "GROUPWISE_OUTPUT"),
-        ({"secrets": {"GROUPWISE_RENDEZVOUS": "x"}}, "bad_spec", "GROUPWISE_RENDEZVOUS"),
-        ({"spec_environment": {"A=B": "x"}}, "bad_spec", "A=B"),
-        ({"secrets": {"BASH_ENV": "x"}}, "bad_spec", "BASH_ENV"),
-        ({"spec_secrets": ["TOKEN"]}, "bad_spec", "TOKEN"),
-        ({"spec_artefacts": ["../../secret"]}, "bad_spec", "secret"),
-        ({"spec_checkpoints": ["/etc"]}, "bad_spec", "/etc"),
-        ({"spec_files": {"../x": ["0" * 64, 0o644, 1]}}, "bad_spec", "../x"),
-        ({"limits": {"ram_mb": 10**9}}, "ram", "memory"),
-        ({"limits": {"disk_mb": 10**11}}, "disk_full", "free"),
-        ({"limits": {"time_seconds": "long"}}, "bad_spec", "time_seconds"),
-        ({"gpus": ["GPU-none"]}, "gpu_missing", "GPU-none"),
-    ],
-)
-def test_what_cannot_run_is_refused_for_good(
-    one: Machine, fields: dict[str, object], code: str, words: str
-) -> None:
-    told = one.launch("true", **fields)
-    assert (told["state"], told["refused"]["code"]) == ("refused", code)
-    assert words in told["refused"]["message"]
-    assert one.launch("true")["refused"] == told["refused"]
-    assert one.ask("void", job="job", epoch=1)["state"] == "refused"
-    assert not one.work().exists()
+CANNOT_RUN: list[tuple[dict[str, Any], str, str]] = [
+    ({"spec_environment": {"LD_PRELOAD": "x"}}, "bad_spec", "LD_PRELOAD"),
+    ({"spec_environment": {"PATH": "x"}}, "bad_spec", "PATH"),
+    ({"spec_environment": {"GROUPWISE_ATTEMPT": "other.1"}}, "bad_spec", "GROUPWISE_ATTEMPT"),
+    ({"spec_environment": {"GROUPWISE_OUTPUT": "/x"}}, "bad_spec", "GROUPWISE_OUTPUT"),
+    ({"secrets": {"GROUPWISE_RENDEZVOUS": "x"}}, "bad_spec", "GROUPWISE_RENDEZVOUS"),
+    ({"spec_environment": {"A=B": "x"}}, "bad_spec", "A=B"),
+    ({"secrets": {"BASH_ENV": "x"}}, "bad_spec", "BASH_ENV"),
+    ({"spec_secrets": ["TOKEN"]}, "bad_spec", "TOKEN"),
+    ({"spec_artefacts": ["../../secret"]}, "bad_spec", "secret"),
+    ({"spec_checkpoints": ["/etc"]}, "bad_spec", "/etc"),
+    ({"spec_files": {"../x": ["0" * 64, 0o644, 1]}}, "bad_spec", "../x"),
+    ({"limits": {"ram_mb": 10**9}}, "ram", "memory"),
+    ({"limits": {"disk_mb": 10**11}}, "disk_full", "free"),
+    ({"limits": {"time_seconds": "long"}}, "bad_spec", "time_seconds"),
+    ({"gpus": ["GPU-none"]}, "gpu_missing", "GPU-none"),
+]
 
 
-def test_a_program_that_is_not_there(here: Machine) -> None:
+def test_what_cannot_run_is_refused_for_good(one: Machine) -> None:
+    for epoch, (fields, code, words) in enumerate(CANNOT_RUN, 1):
+        told = one.launch("true", epoch=epoch, **fields)
+        assert (told["state"], told["refused"]["code"]) == ("refused", code), fields
+        assert words in told["refused"]["message"]
+        assert one.launch("true", epoch=epoch)["refused"] == told["refused"]
+        assert one.ask("void", job="job", epoch=epoch)["state"] == "refused"
+        assert not one.work(epoch=epoch).exists()
+
+
+def test_a_program_that_is_not_there_or_cannot_be_executed(here: Machine) -> None:
     assert here.launch("no-such-program")["refused"]["code"] == "unknown_program"
     assert here.launch("/no/such/program", epoch=2)["refused"]["code"] == "unknown_program"
     # One below the working folder may come with the files of the job: it is found out at the start.
-    here.launch("./mine", epoch=3)
-    record = here.comes_to("exited", epoch=3)["exit"]
-    assert (record["reason"], record["code"]) == ("spawn_failed", 127)
-    assert "No such file" in record["message"]
-
-
-def test_a_program_that_cannot_be_executed(here: Machine) -> None:
     (sha,) = here.put(b"no program\n")
-    here.launch("./mine", spec_files={"mine": [sha, 0o755, 11]})
-    record = here.comes_to("exited")["exit"]
-    assert (record["reason"], record["code"]) == ("spawn_failed", 126)
+    for epoch, files, code in ((3, {}, 127), (4, {"mine": [sha, 0o755, 11]}, 126)):
+        here.launch("./mine", epoch=epoch, spec_files=files)
+        record = here.comes_to("exited", epoch=epoch)["exit"]
+        assert (record["reason"], record["code"]) == ("spawn_failed", code)
 
 
 def test_wait_answers_when_something_changes(here: Machine) -> None:
@@ -574,22 +453,3 @@ def test_observe_tells_of_attempts_and_of_strangers(here: Machine) -> None:
         {"what": "process", "detail": "gone.7", "pid": stray.pid},
     ]
     assert seen["ram_free_mb"] > 0
-
-
-def test_observe_counts_processes_of_what_has_ended(here: Machine) -> None:
-    here.sh("true")
-    here.comes_to("exited")
-    assert here.ask("observe")["attempts"][0]["survivors"] == 0
-    mark = {"GROUPWISE_ATTEMPT": "job.1", "GROUPWISE_RUNNER_FOLDER": str(here.folder())}
-    left = subprocess.Popen(["sleep", "60"], env=mark)
-    try:
-        until(lambda: here.ask("observe")["attempts"][0]["survivors"] == 1)
-        assert here.ask("observe")["quarantined"] == []
-    finally:
-        left.kill()
-        left.wait()
-
-
-def test_the_bootstrap_stays_what_the_transports_expect() -> None:
-    assert "'" not in BOOTSTRAP  # quoting it changes nothing in it
-    assert FLAGS[0] == "-I"
