@@ -246,6 +246,18 @@ def test_rows_are_the_same_twice_and_taught_rows_are_those_of_rl(case: Case) -> 
     assert untaught == [_row(example) for example in case.task.rl_examples(case.config)]
 
 
+@each_case
+def test_the_resolved_config_makes_the_rows_of_the_written_one(case: Case) -> None:
+    own = case.config["task"].to_dict()
+    schema = case.task.config_schema()
+    assert schema is not None
+    loaded = load_config({"model": {"name": "tiny"}, "task": own})
+    resolved = view(with_task_schema(loaded, schema).config)
+    assert [_row(each) for each in case.task.eval_examples(resolved)] == (
+        splits_of(case.label)["test"]
+    )
+
+
 # 3
 
 

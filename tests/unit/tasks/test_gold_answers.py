@@ -1,7 +1,4 @@
-"""A gold answer earns full marks, in every built-in task and in the examples that have one; a wrong one earns less.
-
-What each pays is written here by hand; `contract/test_builtin_tasks.py` holds every built-in task, new ones included, to its own gold.
-"""
+"""A gold answer of an example that has them earns full marks; a wrong one earns less. Built-in tasks: `contract/test_builtin_tasks.py`."""
 
 from __future__ import annotations
 
@@ -39,41 +36,7 @@ def answer(columns: dict[str, Any]) -> str:
     return columns["answer"]
 
 
-def completion(columns: dict[str, Any]) -> str:
-    return columns["gold_completion"]
-
-
 GOLD = {
-    "sort_words": Gold(
-        "sort_words", answer, lambda c: ", ".join(sorted(c["words"], reverse=True)), 1.0
-    ),
-    "sort_words, classic": Gold(
-        "sort_words",
-        answer,
-        lambda c: "\n".join(sorted(c["words"], reverse=True)),
-        12.11,
-        {"preset": "classic"},
-    ),
-    "crossword": Gold(
-        "crossword",
-        lambda c: f"<answer>{c['answer']}</answer>",
-        lambda c: f"<answer>{c['answer'][::-1]}S</answer>",
-        1.0,
-    ),
-    "rush_hour": Gold(
-        "rush_hour",
-        lambda c: f"<answer>{c['answer'][-1]}</answer>",
-        lambda c: f"<answer>{c['answer'][-1].partition(',')[0]}</answer>",
-        1.0,
-    ),
-    "wordle": Gold(
-        "wordle", completion, lambda c: f"</think><guess>{c['guesses'][0]}</guess>", 0.7
-    ),
-    "wordle_game": Gold("wordle_game", completion, lambda c: "</think><guess>crane</guess>", 1.7),
-    "math": Gold("math", completion, lambda c: f"<answer>{c['answer']}</answer>", 1.1),
-    "math, strict": Gold(
-        "math", completion, lambda c: f"So: {c['gold_completion']}", 1.1, {"strict": True}
-    ),
     "first example": Gold(
         str(EXAMPLES / "01_first_task" / "task.py"), answer, lambda c: f"1{c['answer']}", 1.2
     ),

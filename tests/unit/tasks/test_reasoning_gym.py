@@ -319,12 +319,6 @@ def test_the_answer_is_in_the_last_tags_or_the_whole_text(text: str, answer: str
     assert answer_in(text) == answer
 
 
-def test_gold_answers_are_right(some: list[dict[str, Any]]) -> None:
-    rows = [row for row in some if row["answer"] is not None]
-    assert {row["dataset"]["name"] for row in rows} == set(SOME) - UNGRADED
-    assert scores(rows, completions(rows)) == [1.0] * len(rows)
-
-
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_no_garbage_breaks_a_grader(some: list[dict[str, Any]], garbage: str) -> None:
     assert all(0 <= value < RIGHT for value in scores(some, [garbage] * len(some)))

@@ -7,14 +7,13 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from groupwise.config import load_config, view, with_task_schema
 from groupwise.data.order import Stream
 from groupwise.errors import TaskError
 from groupwise.rewards.rush_hour import Move, board_of, play, read_moves
 from groupwise.rewards.scoring import ScoreRequest
 from groupwise.settings.view import View
 from groupwise.tasks import rush_hour
-from groupwise.tasks.contract import check_reward_columns, load_task, require
+from groupwise.tasks.contract import load_task
 from groupwise.tasks.rush_hour import Car, TaskConfig, draw_layout, solve
 
 SMALL = {"train_size": 30, "validation_size": 8, "eval_size": 8}
@@ -272,18 +271,3 @@ def test_schema_refuses(own, part):
     with pytest.raises(ValidationError) as caught:
         TaskConfig.model_validate(own)
     assert part in str(caught.value)
-
-
-def test_resolved_config_means_the_same_as_the_written_one():
-    loaded = load_config({"model": {"name": "tiny"}, "task": {**SMALL, "size": 4}})
-    full = view(with_task_schema(loaded, rush_hour.get_config_schema()).config)
-    assert rush_hour.get_eval_dataset(full) == rush_hour.get_eval_dataset(config(size=4))
-
-
-def test_task_is_complete():
-    task = load_task("rush_hour")
-    for verb in ("rl", "sft", "eval"):
-        require(task, verb)
-    rubric = task.rubric(config(), None)
-    check_reward_columns(task, rubric, task.rl_examples(config()), in_workers=True)
-    assert rubric.names == ("rush_solution_shaped", "rush_solution_exact")

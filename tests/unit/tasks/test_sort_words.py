@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from groupwise.config import load_config, view, with_task_schema
-from groupwise.errors import ConfigError
 from groupwise.rewards.scoring import ScoreRequest
 from groupwise.settings.view import View
 from groupwise.tasks import sort_words
-from groupwise.tasks.contract import check_reward_columns, load_task, require
+from groupwise.tasks.contract import load_task
 from groupwise.tasks.sort_words import WORDS, TaskConfig
 
 FROZEN = ["mountain", "oyster", "marble"]
@@ -55,14 +53,6 @@ def test_data_are_reproducible_and_held_out_ones_do_not_depend_on_the_training_s
     assert sort_words.get_eval_dataset(config())[0]["words"] == FROZEN
 
 
-def test_taught_rows_are_the_training_rows_with_their_gold_completion():
-    rows = sort_words.get_sft_dataset(config(train_size=5, preset="classic"), None)
-    assert [{k: v for k, v in row.items() if k != "completion"} for row in rows] == (
-        sort_words.get_rl_dataset(config(train_size=5, preset="classic"))
-    )
-    assert all(row["completion"].splitlines() == sorted(row["words"]) for row in rows)
-
-
 def test_validation_rows_hardly_depend_on_the_training_size():
     few, many = (
         sets(sort_words.get_sft_eval_dataset(config(train_size=size), None)) for size in (1, 2000)
@@ -88,12 +78,6 @@ def test_no_word_is_part_of_another():
     assert len(set(WORDS)) == len(WORDS) > 100
     assert all(word.isascii() and word.islower() and word.isalpha() for word in WORDS)
     assert not [(a, b) for a in WORDS for b in WORDS if a != b and a in b]
-
-
-@pytest.mark.parametrize("preset", ["quickstart", "classic"])
-def test_gold_answers_earn_full_marks(preset):
-    for row in sort_words.get_eval_dataset(config(preset=preset, min_words=2, max_words=5)):
-        assert total(row["answer"], row["words"], preset) == pytest.approx(FULL[preset])
 
 
 def separated(words, preset):
@@ -183,11 +167,6 @@ def test_classic_rewards(text, reward):
     assert total(text, WORDS_3, "classic") == pytest.approx(reward)
 
 
-def test_chat_completions_are_read_too():
-    chat = [{"role": "assistant", "content": "apple, river, tiger"}]
-    assert total(chat, WORDS_3, "quickstart") == pytest.approx(1.0)
-
-
 def test_metrics():
     rows = [{"words": WORDS_3}] * 4
     texts = ["apple, river, tiger", "river, apple, tiger", "apple", "nothing at all"]
@@ -218,25 +197,3 @@ def test_schema_refuses(own, part):
     with pytest.raises(ValidationError) as caught:
         TaskConfig.model_validate(own)
     assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "task", [{}, {"preset": "classic", "min_words": 2, "max_words": 5}, {"words": 4}]
-)
-def test_resolved_config_means_the_same_as_the_written_one(task):
-    loaded = load_config({"model": {"name": "tiny"}, "task": task})
-    full = view(with_task_schema(loaded, sort_words.get_config_schema()).config)
-    assert sort_words.get_eval_dataset(full) == sort_words.get_eval_dataset(config(**task))
-    wrong = load_config({"model": {"name": "tiny"}, "task": {"wrods": 3}})
-    with pytest.raises(ConfigError, match="task"):
-        with_task_schema(wrong, sort_words.get_config_schema())
-
-
-def test_task_is_complete():
-    task = load_task("sort_words")
-    require(task, "rl")
-    require(task, "eval")
-    require(task, "sft")
-    rubric = task.rubric(config(), None)
-    check_reward_columns(task, rubric, task.rl_examples(config()))
-    assert rubric.names == ("right_words", "right_positions")
