@@ -49,37 +49,14 @@ def replaced(monkeypatch: pytest.MonkeyPatch, name: str, *found: Finding) -> Ver
 
 
 def test_check_hands_everything_on(monkeypatch: pytest.MonkeyPatch):
+    assert main(["check"]) == 2, "it needs a task"
     verb = replaced(monkeypatch, "check", GOOD)
-    words = [
-        "-t",
-        "t.py",
-        "-c",
-        "c.yaml",
-        "--completions",
-        "run",
-        "--rows",
-        "4",
-        "task.x=1",
-        "--json",
-    ]
-    assert main(["check", *words]) == 0
-    assert verb.calls == [
-        (
-            ("t.py", Path("c.yaml")),
-            {"overrides": ("task.x=1",), "completions": "run", "rows": 4, "listens": False},
-        )
-    ]
-
-
-def test_check_needs_a_task_or_a_config(capsys: pytest.CaptureFixture[str]):
-    assert main(["check"]) == 2
-    assert "Give a task with --task-module" in capsys.readouterr().err
-
-
-def test_check_takes_a_task_without_a_config(monkeypatch: pytest.MonkeyPatch):
-    verb = replaced(monkeypatch, "check", GOOD)
+    words = "-t t.py -c c.yaml --completions run --rows 4 task.x=1 --json"
+    assert main(["check", *words.split()]) == 0
+    named = {"overrides": ("task.x=1",), "completions": "run", "rows": 4, "listens": False}
+    assert verb.calls == [(("t.py", Path("c.yaml")), named)]
     assert main(["check", "-t", "t.py"]) == 0
-    assert verb.calls[0][0] == ("t.py", None)
+    assert verb.calls[1][0] == ("t.py", None)
 
 
 def test_doctor_needs_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -88,12 +65,6 @@ def test_doctor_needs_nothing(monkeypatch: pytest.MonkeyPatch):
     assert main(["doctor", "-c", "c.yaml", "-t", "t.py", "run.threads=1"]) == 0
     assert [given for given, _ in verb.calls] == [(None, None), (Path("c.yaml"), "t.py")]
     assert verb.calls[1][1]["overrides"] == ("run.threads=1",)
-
-
-@pytest.mark.parametrize("name", ["check", "doctor"])
-def test_problems_end_with_1(name: str, monkeypatch: pytest.MonkeyPatch):
-    replaced(monkeypatch, name, GOOD, BAD)
-    assert main([name, *(["-t", "t"] if name == "check" else [])]) == 1
 
 
 def test_findings_are_lines_with_what_to_do_where_there_is_something(
@@ -127,27 +98,16 @@ def test_check_shows_what_was_earned_and_harmless_prompts(
     assert shown.endswith("\nnothing to complain of\n")
 
 
-def test_json_is_one_object_with_everything(
+def test_problems_end_with_1_and_json_is_one_object_with_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    replaced(monkeypatch, "check", GOOD, BAD)
-    assert main(["check", "-t", "t", "--json"]) == 1
-    written = json.loads(capsys.readouterr().out)
-    assert written["error"]["code"] == "check_failed"
-    assert [each["name"] for each in written["findings"]] == ["hooks", "spread"]
-    assert written["table"] == DETAILS["table"]
-
-
-def test_a_terminal_gets_lines_that_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(findings.sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-    findings.show_finding(Finding("x", "ok", "word " * 30))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 1
-    assert max(map(len, lines)) <= 80
+    for name in ("check", "doctor"):
+        replaced(monkeypatch, name, GOOD, BAD)
+        assert main([name, "-t", "t", "--json"]) == 1
+        written = json.loads(capsys.readouterr().out)
+        assert written["error"]["code"] == "check_failed"
+        assert [each["name"] for each in written["findings"]] == ["hooks", "spread"]
+        assert written["table"] == DETAILS["table"]
 
 
 # Width
@@ -156,9 +116,13 @@ def test_a_terminal_gets_lines_that_fit(
 LONG = Finding("part very_long_name_of_a_reward", "warning", "word " * 40, "more " * 30, "do " * 40)
 
 
-def test_findings_are_folded_behind_their_names_in_a_terminal(
+def test_findings_are_one_line_each_in_a_pipe_and_folded_behind_their_names_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    findings.show_finding(LONG)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("warning  part very_long_name_of_a_reward word word")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -169,10 +133,3 @@ def test_findings_are_folded_behind_their_names_in_a_terminal(
     begins = [line for line in lines if not line.startswith(" " * 33)]
     assert begins == ["warning  part very_long_name_of_a_reward", begins[1]]
     assert begins[1].startswith(f"{'ok       spread':<33}word word")
-
-
-def test_findings_are_one_line_each_in_a_pipe(capsys: pytest.CaptureFixture[str]):
-    findings.show_finding(LONG)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("warning  part very_long_name_of_a_reward word word")

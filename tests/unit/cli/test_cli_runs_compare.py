@@ -49,7 +49,7 @@ def call(runs: Path, *arguments: str, exit_code: int = 0) -> str:
     return result.stdout
 
 
-def test_a_comparison_reads_as_a_table(runs: Path) -> None:
+def test_a_comparison_is_a_table_or_json(runs: Path) -> None:
     lines = call(runs, "compare", "a", "b").splitlines()
     assert lines[:2] == ["A  a@1 (after)", "B  b@1 (after)"]
     assert "held-out prompts: 2 answered by both" in lines
@@ -59,6 +59,13 @@ def test_a_comparison_reads_as_a_table(runs: Path) -> None:
     assert ["accuracy", "0.5", "0.5", "+0.000"] in cells
     assert ["training.learning_rate", "0.1", "→", "1.1"] in cells
     assert "reward in training, 1 steps that both have" in lines
+    written = call(runs, "compare", "a", "b", "--rows", "1", "--json")
+    assert written.isascii()
+    found: dict[str, Any] = json.loads(written, parse_constant=pytest.fail)
+    assert found["metrics"]["reward"]["change"]["value"] == 0.5
+    assert found["metrics"]["accuracy"]["change"] is None
+    assert found["config"] == {"training.learning_rate": [0.1, 1.1]}
+    assert (found["prompts"], len(found["changed"])) == (2, 1)
 
 
 def test_rows_show_what_both_said_harmlessly(runs: Path) -> None:
@@ -68,16 +75,6 @@ def test_rows_show_what_both_said_harmlessly(runs: Path) -> None:
     assert "  │ ask 0 ␛[31m" in shown
     assert shown.count("second line") == 2
     assert all(letter == "\n" or letter.isprintable() for letter in shown)
-
-
-def test_a_comparison_as_json(runs: Path) -> None:
-    written = call(runs, "compare", "a", "b", "--rows", "1", "--json")
-    assert written.isascii()
-    found: dict[str, Any] = json.loads(written, parse_constant=pytest.fail)
-    assert found["metrics"]["reward"]["change"]["value"] == 0.5
-    assert found["metrics"]["accuracy"]["change"] is None
-    assert found["config"] == {"training.learning_rate": [0.1, 1.1]}
-    assert (found["prompts"], len(found["changed"])) == (2, 1)
 
 
 REWARD = f"{Path(__file__).parents[1] / 'review' / 'rescoring_rewards.py'}:backwards"
@@ -94,15 +91,11 @@ def test_a_rescoring_reads_as_a_table(runs: Path) -> None:
     assert [path.suffix for path in files] == [".json", ".jsonl"]
     assert all(path.is_file() for path in files)
     assert "what failed" not in shown
-    none = call(runs, "rescore", "a", "--rewards", REWARD, "--rows", "0")
-    assert "moved farthest" not in none
-
-
-def test_a_rescoring_as_json(runs: Path) -> None:
     found = json.loads(call(runs, "rescore", "a", "--rewards", REWARD, "--json"))
-    assert found["rewards"] == {"backwards": 1.0}
-    assert found["overall"]["moved"] == 2
+    assert (found["rewards"], found["overall"]["moved"]) == ({"backwards": 1.0}, 2)
     assert [row["member"] for row in found["moved"]] == [0, 1]
+    with pytest.raises(UsageError, match="--task-module or --rewards"):
+        call(runs, "rescore", "a")
 
 
 def test_a_reward_that_crashes_is_shown_with_its_reason(runs: Path) -> None:
@@ -114,11 +107,6 @@ def test_a_reward_that_crashes_is_shown_with_its_reason(runs: Path) -> None:
     found = json.loads(call(runs, "rescore", "a", "--rewards", boo, "--json", exit_code=1))
     assert found["broken"] == ["boo"]
     assert list(found["overall"]["reasons"].values()) == [2]
-
-
-def test_who_judges_must_be_said_once(runs: Path) -> None:
-    with pytest.raises(UsageError, match="either --task-module or --rewards"):
-        call(runs, "rescore", "a")
 
 
 def test_losses_read_as_tables(tmp_path: Path) -> None:

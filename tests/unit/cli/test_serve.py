@@ -29,30 +29,20 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_the_folder_suffices(served: list[tuple[Any, ...]]) -> None:
-    assert main(["serve", "--output-dir", "D"]) == 0
-    ((config, keys, start, in_front),) = served
-    assert callable(in_front)
-    assert (config.output_dir, config.host, config.port) == ("D", "127.0.0.1", 8000)
-    assert keys is start is None
-
-
 def test_options_and_words_are_settings(served: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    """The folder suffices."""
     file = tmp_path / "S.yaml"
     file.write_text("port: 1\nlog_format: json\n")
-    words = [
-        "--config",
-        str(file),
-        "--port",
-        "2",
-        "--start-with",
-        "s.yaml",
-        "burst=9",
-        "dashboard=false",
-    ]
-    assert main(["serve", "--output-dir", "D", *words, "requests_per_second=3"]) == 0
-    ((config, _, start, in_front),) = served
-    assert in_front is None
+    words = ["--config", str(file), "--port", "2", "--start-with", "s.yaml", "burst=9"]
+    assert main(["serve", "--output-dir", "D"]) == 0
+    assert (
+        main(["serve", "--output-dir", "D", *words, "dashboard=false", "requests_per_second=3"])
+        == 0
+    )
+    (plain, keys, none, in_front), (config, _, start, nothing_in_front) = served
+    assert (plain.output_dir, plain.host, plain.port) == ("D", "127.0.0.1", 8000)
+    assert keys is none is nothing_in_front is None
+    assert callable(in_front)
     assert (config.port, config.log_format, config.burst) == (2, "json", 9)
     assert start == "read s.yaml"
 
@@ -81,17 +71,14 @@ def test_others_can_reach_it_only_with_a_key(
     assert len(served) == 1
 
 
-@pytest.mark.parametrize("role", Role)
-def test_a_new_key_and_its_line_fit(role: Role, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--new-key", role.word]) == 0
-    key, line = (row.split(maxsplit=1)[1] for row in capsys.readouterr().out.splitlines())
-    caller = Keyring(read_key_file(line, "keys")).caller(key)
-    assert caller is not None
-    assert caller.role == role
-    assert key not in line
-
-
-def test_a_role_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_key_and_its_line_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    for role in Role:
+        assert main(["serve", "--new-key", role.word]) == 0
+        key, line = (row.split(maxsplit=1)[1] for row in capsys.readouterr().out.splitlines())
+        caller = Keyring(read_key_file(line, "keys")).caller(key)
+        assert caller is not None
+        assert caller.role == role
+        assert key not in line
     assert main(["serve", "--new-key", "root"]) == 2
     assert "read, train, admin" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, SecretStr
 
@@ -81,24 +81,29 @@ def test_fields_are_shown_with_default_and_meaning():
     assert "topic" not in str(TrainingConfig.fields())
 
 
-def test_both_names_are_one_class():
-    assert ColabTrainingConfig is TrainingConfig
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"num_batchs": 3}, "num_batchs is not a key; did you mean num_batches?"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be a number (above 0)"),
-        ({"learning_rate": "3e-6"}, 'learning_rate is "3e-6"; it must be a number'),
-        ({"num_batches": 1}, "num_batches 1 × train_fraction 0.9 is less than one step"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
+        ({"learning_rate": "3e-6"}, 'learning_rate is "3e-6"'),
+        ({"num_batches": 1}, "num_batches 1 × train_fraction 0.9"),
         ({"train_fraction": 1.0}, "train_fraction is 1.0"),
         ({"num_generations": 1}, "num_generations is 1"),
         ({"devices": "x"}, 'devices is "x"'),
+        ({"devices": -1}, "devices is -1"),
+        ({"devices": [4, 1], "backend": "torch"}, "a mesh, which the backend torch does not have"),
         ({"backend": "jax"}, "one of auto, torch, tunix"),
         ({"report_to": ("wandbb",)}, "tensorboard, wandb"),
+        ({"report_to": ["wandbb"]}, "tensorboard, wandb"),
         ({"reasoning_start": ""}, "one of them is empty"),
         ({"solution_end": "<answer>"}, "cannot be told apart"),
+        ({"lora_alpha": 1.5}, "lora_alpha is 1.5"),
+        ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs" cannot name a run'),
+        ({"overrides": {"training.weigt_decay": 1}}, "did you mean training.weight_decay"),
+        ({"overrides": {"run.dir": "x"}}, "run.dir is decided by the notebook's own fields"),
+        ({"overrides": {3: 1}}, "overrides"),
+        ({"overrides": {"training.seed": object()}}, "training.seed is of the type object"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(values, said):
@@ -108,21 +113,18 @@ def test_what_cannot_work_is_refused_in_words(values, said):
     assert "pydantic" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "/tmp/x", "a/b", "a\\b", "my exp", "ü1", "-a", "base", "a\n"]
-)
-@pytest.mark.parametrize("beside", [{}, {"checkpoint_dir": "there"}, {"save_to_drive": True}])
-def test_an_experiment_is_named_as_one_folder_can_be(name, beside):
-    with pytest.raises(ConfigError) as refused:
-        made(experiment_name=name, **beside)
-    [line] = str(refused.value).splitlines()
-    given = json.dumps(name, ensure_ascii=False)
-    assert f"experiment_name: {given} cannot name an experiment" in line
-    assert "letters (a to z), digits, `.`, `_` and `-`" in line
-    config = made(**beside)
-    with pytest.raises(ConfigError, match="cannot name an experiment"):
-        config.experiment_name = name
-    assert config == made(**beside)
+def test_an_experiment_is_named_as_one_folder_can_be():
+    names = ("", ".", "..", "../x", "/tmp/x", "a/b", "a\\b", "my exp", "ü1", "-a", "base", "a\n")
+    for beside in ({}, {"checkpoint_dir": "there"}, {"save_to_drive": True}):
+        config = made(**beside)
+        for name in names:
+            with pytest.raises(ConfigError) as refused:
+                made(experiment_name=name, **beside)
+            [line] = str(refused.value).splitlines()
+            assert f"experiment_name: {json.dumps(name, ensure_ascii=False)} cannot name" in line
+            with pytest.raises(ConfigError, match="cannot name an experiment"):
+                config.experiment_name = name
+        assert config == made(**beside)
 
 
 def test_all_that_is_wrong_is_told_at_once():
@@ -179,11 +181,13 @@ def test_subclasses_have_fields_of_their_own():
         Mine(**any_values(topik="x"))
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_configs_and_can_be_changed(name):
-    config = TrainingConfig.preset(name, seed=7)
-    assert config.model_dump(include=set(PRESETS[name])) == dict(PRESETS[name])
-    assert config.seed == 7
+def test_presets_are_configs_and_can_be_changed():
+    for name, values in PRESETS.items():
+        config = TrainingConfig.preset(name, seed=7)
+        assert config.model_dump(include=set(values)) == dict(values)
+        assert config.seed == 7
+    with pytest.raises(ConfigError, match="quick, standard, production"):
+        TrainingConfig.preset(cast("Any", "fast"))
 
 
 def test_values_without_names_are_told_and_not_shown():
@@ -196,44 +200,29 @@ def test_values_without_names_are_told_and_not_shown():
         cast("Any", Rubric)("steps")
 
 
-def test_an_unknown_preset_names_those_there_are():
-    with pytest.raises(ConfigError, match="quick, standard, production"):
-        TrainingConfig.preset(cast("Any", "fast"))
-
-
 SECRET = "hf_Zq81kLmN20pQ"
 
 
 def test_credentials_show_nowhere():
-    config = TrainingConfig(
-        hf_token=SECRET, wandb_api_key=SECRET, kaggle_key=SECRET, kaggle_username=SECRET
-    )
-    shown = [
-        repr(config),
-        str(config),
-        json.dumps(config.model_dump(mode="json")),
-        config.model_dump_json(),
-    ]
-    assert not any(SECRET in each for each in shown)
-    assert config.hf_token is not None
+    names = ("hf_token", "wandb_api_key", "kaggle_key", "kaggle_username")
+    config = made(**dict.fromkeys(names, SECRET))
+    dumped = (json.dumps(config.model_dump(mode="json")), config.model_dump_json())
+    assert not any(SECRET in each for each in (repr(config), str(config), *dumped))
     assert cast("SecretStr", config.hf_token).get_secret_value() == SECRET
     assert config.changed(seed=1).hf_token == config.hf_token
     assert copy.deepcopy(config) == config
 
 
-@pytest.mark.parametrize("name", ["hf_token", "wandb_api_key", "kaggle_key", "kaggle_username"])
-def test_an_error_shows_no_credential(name):
-    with pytest.raises(ConfigError) as refused:
-        made(**{name: 12345678, "beta": -1.0})
-    assert name in str(refused.value)
-    assert "12345678" not in str(refused.value)
-    with pytest.raises(ConfigError) as refused:
-        made(**{name: SECRET, "beta": -1.0})
-    assert SECRET not in str(refused.value)
-    config = made(**{name: SECRET})
-    with pytest.raises(ConfigError) as refused:
-        config.beta = -1.0
-    assert SECRET not in str(refused.value)
+def test_an_error_shows_no_credential():
+    for name in ("hf_token", "wandb_api_key", "kaggle_key", "kaggle_username"):
+        for value in (12345678, SECRET):
+            with pytest.raises(ConfigError) as refused:
+                made(**{name: value, "beta": -1.0})
+            assert str(value) not in str(refused.value)
+        config = made(**{name: SECRET})
+        with pytest.raises(ConfigError) as refused:
+            config.beta = -1.0
+        assert SECRET not in str(refused.value)
 
 
 class Judge(BaseModel):
@@ -286,10 +275,6 @@ def test_credentials_among_the_fields_of_a_subclass_show_nowhere():
         assert line.startswith("WithKeys: ")
 
 
-def test_paths_are_taken():
-    assert made(dataset=Path("rows.jsonl"), model=Path("folder")).dataset == "rows.jsonl"
-
-
 def test_tags_by_name_or_by_their_marks():
     assert TrainingConfig().tags == Tags("reasoning", "answer")
     marked = TrainingConfig(
@@ -298,6 +283,7 @@ def test_tags_by_name_or_by_their_marks():
     assert marked.tags == Tags(("(", ")"), ("<a>", "<b>"))
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 5000), st.sampled_from([0.1, 0.25, 0.5, 0.9, 0.95]))
 def test_steps_are_the_floor_of_the_product(batches, share):
     from fractions import Fraction
@@ -311,34 +297,10 @@ def test_steps_are_the_floor_of_the_product(batches, share):
         assert TrainingConfig(num_batches=batches, train_fraction=share).max_steps == steps
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"devices": -1}, "TrainingConfig: devices is -1; it must be a whole number"),
-        ({"lora_alpha": 1.5}, "lora_alpha is 1.5; it must be a whole number (at least 1)"),
-        ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs" cannot name a run'),
-        ({"overrides": {"training.weigt_decay": 1}}, "did you mean training.weight_decay"),
-        ({"overrides": {"run.dir": "x"}}, "run.dir is decided by the notebook's own fields"),
-        ({"overrides": {3: 1}}, "overrides"),
-        ({"overrides": {"training.seed": object()}}, "training.seed is of the type object"),
-        ({"report_to": ["wandbb"]}, "each one of tensorboard, wandb"),
-        ({"devices": [4, 1], "backend": "torch"}, "a mesh, which the backend torch does not have"),
-    ],
-)
-def test_what_the_core_would_not_take_is_told_at_once_by_its_own_name(values, said):
-    with pytest.raises(ConfigError) as told:
-        made(**values)
-    assert said in str(told.value)
-    assert "pydantic" not in str(told.value)
-
-
-def test_lists_are_taken_where_there_are_tuples():
-    assert made(report_to=["wandb"]).report_to == ("wandb",)
-    assert made(report_to="wandb").report_to == ("wandb",)
+def test_lists_paths_and_numbers_of_numpy_are_taken():
+    assert made(report_to=["wandb"]).report_to == made(report_to="wandb").report_to == ("wandb",)
     assert made(devices=[4, 1], backend="tunix").devices == (4, 1)
-
-
-def test_numbers_of_numpy_are_numbers():
+    assert made(dataset=Path("rows.jsonl"), model=Path("folder")).dataset == "rows.jsonl"
     core_of = made(overrides={"training.weight_decay": np.float32(0.5)})
     assert core_config(core_of).config.training.weight_decay == 0.5
 
@@ -463,19 +425,14 @@ class WithKey(TrainingConfig):
     service_key: SecretStr | None = None
 
 
-def test_credentials_of_subclasses_are_not_pickled():
-    written = pickle.dumps(WithKey(service_key=SecretStr(SECRET)))
-    assert SECRET.encode() not in written
-    assert pickle.loads(written).service_key is None
-
-
 def test_credentials_are_copied_but_not_pickled():
-    config = TrainingConfig(hf_token=SECRET, beta=0.5)
+    config = WithKey(hf_token=SECRET, service_key=SecretStr(SECRET), beta=0.5)
     config.prepared()
     written = pickle.dumps(config)
     assert SECRET.encode() not in written
     read = pickle.loads(written)
-    assert (read.hf_token, read.beta, read.model_fields_set) == (None, 0.5, {"beta"})
+    assert (read.hf_token, read.service_key, read.beta) == (None, None, 0.5)
+    assert read.model_fields_set == {"beta"}
     with pytest.raises(ConfigError, match="cannot be changed"):
         read.beta = 0.1
     for copied in (config, copy.copy(config), copy.deepcopy(config), config.changed(beta=0.1)):
