@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from groupwise.server.verbs.mount import Verbs
@@ -11,69 +12,8 @@ from groupwise.wire.activity import ActivityAnswer, LoopElsewhere
 from groupwise.wire.keys import Role
 from tests.unit.server.asking import app_of, client_of, keyring
 from tests.unit.server.fake_service import RUN, FakeService
-from tests.unit.server.serving import served
+from tests.unit.server.serving import Served, served
 from tests.unit.server.verbs.test_mount import no_engine
-
-
-async def test_groups_are_told_with_their_leases_and_rewards_until_they_end(tmp_path: Path) -> None:
-    async with served(tmp_path, completions_wait=5.0) as server:
-        run = await server.start(staleness=1, lease_seconds=60.0)
-        first, second = await server.ask("abc"), await server.ask("x" * 400)
-        found = await server.service.activity()
-        assert (found.run_id, found.capacity, found.sampling) == (run, 4, 0)
-        assert [each.group_id for each in found.groups] == [first.group_id, second.group_id]
-        assert {(each.state, each.key_id, each.members) for each in found.groups} == {
-            ("open", "me", 4)
-        }
-        leases = [each.lease_seconds or 0 for each in found.groups]
-        assert all(50 < lease <= 60 for lease in leases)
-        assert [len(each.prompt) for each in found.groups] == [3, 300]
-        await server.reward(first, [1.0, None, 0.0, 0.5], include="hold")
-        (held,) = [
-            each for each in (await server.service.activity()).groups if each.state == "held"
-        ]
-        assert (held.group_id, held.lease_seconds, held.mean_reward) == (first.group_id, None, 0.5)
-        await server.service.give_up(second.group_id)
-        await server.service.give_up(first.group_id)
-        assert (await server.service.activity()).groups == []
-
-
-async def test_who_waits_for_room_is_told_with_what_they_want(tmp_path: Path) -> None:
-    async with served(tmp_path, completions_wait=20.0) as server:
-        await server.start()
-        full = [await server.ask(), await server.ask()]
-        waiting = asyncio.create_task(server.ask(draw=3))
-        found = await server.service.activity()
-        while not found.waiting:
-            await asyncio.sleep(0.002)
-            found = await server.service.activity()
-        (request,) = found.waiting
-        assert (request.key_id, request.groups, request.draws) == ("me", 1, [3])
-        assert 0 <= request.seconds < 20
-        await asyncio.gather(*(server.reward(each, wait=True) for each in full))
-        assert (await waiting).draw == 3
-        assert (await server.service.activity()).waiting == []
-
-
-async def test_a_planned_step_is_told_with_its_groups(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        await server.start()
-        groups = [await server.ask(), await server.ask()]
-        (engine,) = server.engines
-        goes_on = engine.hold("step")
-        for each in groups:
-            await server.reward(each)
-        found = await server.service.activity()
-        while not found.planned:
-            await asyncio.sleep(0.002)
-            found = await server.service.activity()
-        (plan,) = found.planned
-        assert (plan.step, plan.engines_lost) == (0, 0)
-        assert plan.group_ids == [each.group_id for each in groups]
-        assert {each.state for each in found.groups} == {"planned"}
-        goes_on.set()
-        await server.until(lambda seen: seen.step == 1)
-        assert (await server.service.activity()).planned == []
 
 
 async def test_sessions_of_clients_that_train_by_verbs(tmp_path: Path) -> None:
@@ -125,3 +65,53 @@ async def test_clients_are_told_by_their_keys_with_what_went_wrong_last() -> Non
     assert (trainer.last_request, trainer.last_problem) == ("GET /checkpoints", None)
     known = ActivityAnswer.model_validate_json(again.content).clients
     assert [each.requests for each in known] == [1, 1], "whoever only looks asks for nothing"
+
+
+async def seen(server: Served, what: Callable[[ActivityAnswer], object]) -> ActivityAnswer:
+    """The first activity that has it."""
+    while not what(found := await server.service.activity()):  # noqa: ASYNC110 — it has no event
+        await asyncio.sleep(0.002)
+    return found
+
+
+async def test_groups_are_told_with_their_leases_and_rewards_until_they_end(tmp_path: Path) -> None:
+    async with served(tmp_path, completions_wait=5.0) as server:
+        run = await server.start(staleness=1, lease_seconds=60.0)
+        first, second = await server.ask("abc"), await server.ask("x" * 400)
+        found = await server.service.activity()
+        assert (found.run_id, found.capacity, found.sampling) == (run, 4, 0)
+        assert [each.group_id for each in found.groups] == [first.group_id, second.group_id]
+        told = {(each.state, each.key_id, each.members) for each in found.groups}
+        assert told == {("open", "me", 4)}
+        assert all(50 < (each.lease_seconds or 0) <= 60 for each in found.groups)
+        assert [len(each.prompt) for each in found.groups] == [3, 300]
+        await server.reward(first, [1.0, None, 0.0, 0.5], include="hold")
+        groups = (await server.service.activity()).groups
+        (held,) = [each for each in groups if each.state == "held"]
+        assert (held.group_id, held.lease_seconds, held.mean_reward) == (first.group_id, None, 0.5)
+        await server.service.give_up(second.group_id)
+        await server.service.give_up(first.group_id)
+        assert (await server.service.activity()).groups == []
+
+
+async def test_who_waits_for_room_and_steps_that_are_planned_are_told(tmp_path: Path) -> None:
+    async with served(tmp_path, completions_wait=20.0) as server:
+        await server.start()
+        full = [await server.ask(), await server.ask()]
+        waiting = asyncio.create_task(server.ask(draw=3))
+        found = await seen(server, lambda activity: activity.waiting)
+        (request,) = found.waiting
+        assert (request.key_id, request.groups, request.draws) == ("me", 1, [3])
+        assert 0 <= request.seconds < 20
+        goes_on = server.engines[0].hold("step")
+        for each in full:
+            await server.reward(each)
+        found = await seen(server, lambda activity: activity.planned)
+        (plan,) = found.planned
+        assert (plan.step, plan.engines_lost) == (0, 0)
+        assert plan.group_ids == [each.group_id for each in full]
+        assert {each.state for each in found.groups} == {"planned"}
+        goes_on.set()
+        assert (await waiting).draw == 3
+        found = await server.service.activity()
+        assert (found.waiting, found.planned) == ([], [])

@@ -157,44 +157,6 @@ async def test_an_engine_that_ends_too_often_is_not_begun_again(tmp_path: Path) 
         await refused("engine_failed", server.ask())
 
 
-async def test_the_server_is_killed_after_every_step_and_goes_on(
-    tmp_path: Path, undisturbed: list[tuple[int, str, tuple[int, ...]]]
-) -> None:
-    run = None
-    for step in range(STEPS):
-        server = Served(tmp_path)
-        await server.service.begin()
-        if run is None:
-            run = await server.start()
-        await server.until(lambda seen: seen.phase == "running")
-        await server.round(step)
-        if step + 1 < STEPS:
-            await server.kill()
-        else:
-            await server.until(finished)
-            assert await outcome(server) == undisturbed
-            await server.service.shut_down(5)
-            await server.ledger.close()
-
-
-async def test_a_shut_down_server_goes_on_where_it_was(
-    tmp_path: Path, undisturbed: list[tuple[int, str, tuple[int, ...]]]
-) -> None:
-    async with served(tmp_path) as server:
-        await server.start()
-        await server.round(0)
-        group = await server.ask(draw=2)
-        await server.reward(group)
-    async with served(tmp_path) as server:
-        status = await server.until(lambda seen: seen.phase == "running")
-        assert (status.step, status.counters.rewarded) == (1, 1)
-        await server.reward(await server.ask(draw=3), wait=True)
-        for step in (2, 3, 4):
-            await server.round(step)
-        await server.until(finished)
-        assert await outcome(server) == undisturbed
-
-
 async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) -> None:
     """The server dies with the step committed, and before it knows: the engine's record says so, and the step is told once."""
     server = Served(tmp_path)
@@ -214,3 +176,30 @@ async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) ->
         assert (status.step, status.counters.trained) == (1, 2)
         told = await after.ledger.do(events.events_after, 0, 100)
         assert [event.data["step"] for event in told if event.kind == "step"] == [0]
+
+
+async def test_the_server_is_killed_or_shut_down_after_every_step_and_goes_on(
+    tmp_path: Path, undisturbed: list[tuple[int, str, tuple[int, ...]]]
+) -> None:
+    for step in range(STEPS):
+        server = Served(tmp_path)
+        await server.service.begin()
+        if step == 0:
+            await server.start()
+        status = await server.until(lambda seen: seen.phase == "running")
+        assert (status.step, status.counters.rewarded) == (step, step % 2)
+        if step % 2:  # half of it was rewarded by the one before
+            await server.reward(await server.ask(draw=2 * step + 1), wait=True)
+        else:
+            await server.round(step)
+        if step + 1 < STEPS:
+            if step % 2 == 0:
+                await server.reward(await server.ask(draw=2 * step + 2))
+            if step < 2:
+                await server.kill()
+                continue
+        else:
+            await server.until(finished)
+            assert await outcome(server) == undisturbed
+        await server.service.shut_down(5)
+        await server.ledger.close()
