@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import BytesIO, TextIOWrapper
@@ -20,7 +20,7 @@ from groupwise.cli.main import main
 from groupwise.clouds.modal import runner as modal_runner
 from groupwise.clouds.modal.backend import ModalBackend
 from groupwise.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
-from groupwise.clouds.port import Backend, CloudError, Handle, Order, Outcome, Phase, Status
+from groupwise.clouds.port import Backend, CloudError, Handle, Order, Outcome, Phase
 from groupwise.errors import UsageError
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
@@ -29,9 +29,11 @@ from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
 from tests.integration.launch.stopping import asked, assert_stopped
 from tests.integration.launch.test_local import TRAINS
-from tests.places import modal_backend
+from tests.places import ending, modal_backend
+from tests.places import until as seen
 
 pytestmark = pytest.mark.launch
+LONG = pytest.mark.soak(suite="launch")
 SOON = 40.0
 TELLS = """\
 import hashlib, os, sys
@@ -89,25 +91,23 @@ def order(script: str, *words: str, name: str = "job", **fields: Any) -> Order:
     return Order(name, spec, secrets=values, asks=asks)
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+async def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SOON
-    while not await holds():
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def until_live(modal: FakeModal, count: int) -> None:
+    """So many of its calls."""
+    deadline = time.monotonic() + SOON
+    while [await modal.lives(each) for each in modal.calls()].count(True) != count:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
 
 
 async def at_step(backend: Backend, handle: Handle, step: int) -> None:
-    async def is_there() -> bool:
-        return (await backend.status(handle)).step == step
-
-    await until(is_there)
-
-
-async def ended(backend: Backend, handle: Handle) -> Status:
-    status = await backend.status(handle)
-    while status.ending is None:
-        status = await backend.wait(handle, status, SOON)
-    return status
+    await seen(backend, handle, lambda status: status.step == step)
 
 
 async def said(backend: Backend, handle: Handle) -> list[str]:
@@ -129,16 +129,10 @@ async def test_a_container_that_is_taken_away_is_followed_by_another(
     await at_step(backend, handle, 2)
     [call] = modal.calls()
     getattr(modal, how)(call)
-
-    async def has_another() -> bool:
-        return modal.containers(call) == 2
-
-    await until(has_another)
+    await until(lambda: modal.containers(call) == 2)
     assert (await backend.status(handle)).ending is None
     go.touch()
-    status = await ended(backend, handle)
-    assert status.ending is not None
-    assert status.ending.outcome is Outcome.SUCCEEDED
+    assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
     assert modal.calls() == [call]
     assert await said(backend, handle) == ["from 0", "from 2"]
     await backend.fetch(handle, tmp_path / "results")
@@ -151,17 +145,15 @@ async def test_what_was_written_after_the_last_checkpoint_is_not_there_in_the_ne
     """A container's disk is its own: nothing that was not committed is relied on."""
     script = "import pathlib, time; print(pathlib.Path('half').exists(), flush=True); open('half', 'w'); time.sleep(1000)"
     handle = await backend.submit(order(script), store)
-
-    async def says(count: int) -> bool:
-        return len(await said(backend, handle)) == count
-
-    await until(lambda: says(1))
+    await seen(backend, handle, lambda status: status.log_size)
     modal.lose(modal.calls()[0])
-    await until(lambda: says(2))
+    await seen(backend, handle, lambda status: status.log_size > len("False\n"))
     assert await said(backend, handle) == ["False", "False"]
 
 
-@pytest.mark.parametrize("secrets", ["of this machine", "of the workspace"])
+@pytest.mark.parametrize(
+    "secrets", ["of this machine", pytest.param("of the workspace", marks=LONG)]
+)
 async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
     store: BlobStore, tmp_path: Path, secrets: str
 ) -> None:
@@ -179,19 +171,12 @@ async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
     )
     handle = await backend.submit(asked, store)
     await backend.close()
-
-    async def calls_are(count: int) -> bool:
-        return len(modal.calls()) >= count
-
     # Each call begins from the checkpoint before, and makes none of its own at step 2.
-    await until(lambda: calls_are(2))
+    await until(lambda: len(modal.calls()) >= 2)
     other = modal_backend(modal, spare=9.0)
     (tmp_path / "go").touch()
-    status = await ended(other, handle)
-    assert status.ending is not None
-    assert status.ending.outcome is Outcome.SUCCEEDED
-    assert status.ending.seconds is not None
-    assert status.ending.seconds > 3
+    end = await ending(other, handle)
+    assert (end.outcome, end.seconds > 3) == (Outcome.SUCCEEDED, True)
     assert await said(other, handle) == ["from 0", "from 2"]
     log = (await other.log(handle, 0, 1 << 16)).data.decode()
     assert log.count(hashlib.sha256(canary.encode()).hexdigest()[:8]) == 2
@@ -206,10 +191,8 @@ async def test_a_call_that_made_no_checkpoint_is_not_repeated_for_ever(
     script = "import time; print('on', flush=True); time.sleep(1000)"
     asked = order(script, limits=Limits(time_seconds=100), asks={"timeout": 12})
     handle = await backend.submit(asked, store)
-    ending = (await ended(backend, handle)).ending
-    assert ending is not None
-    assert ending.outcome is Outcome.TIME_LIMIT
-    assert "no checkpoint" in ending.reason
+    end = await ending(backend, handle)
+    assert (end.outcome, "no checkpoint" in end.reason) == (Outcome.TIME_LIMIT, True)
     assert len(modal.calls()) == 1
 
 
@@ -221,14 +204,14 @@ async def test_the_jobs_own_limit_holds_over_all_its_calls(
         COUNTS, "1000", str(tmp_path), "free", limits=Limits(time_seconds=10), asks={"timeout": 9}
     )
     handle = await backend.submit(asked, store)
-    status = await ended(backend, handle)
+    status = await seen(backend, handle, lambda status: status.ending)
     assert status.ending is not None
-    assert status.ending.outcome is Outcome.TIME_LIMIT
-    assert "10 s" in status.ending.reason
+    assert (status.ending.outcome, "10 s" in status.ending.reason) == (Outcome.TIME_LIMIT, True)
     assert len(modal.calls()) > 1
     assert (status.step or 0) > 2
 
 
+@LONG
 async def test_modals_own_time_out_kills_and_what_was_committed_is_there(
     modal: FakeModal, store: BlobStore, tmp_path: Path
 ) -> None:
@@ -238,9 +221,7 @@ async def test_modals_own_time_out_kills_and_what_was_committed_is_there(
     limits = Limits(time_seconds=100, grace_seconds=60)
     asked = order(script, "2", str(tmp_path), limits=limits, asks={"timeout": 8})
     handle = await backend.submit(asked, store)
-    ending = (await ended(backend, handle)).ending
-    assert ending is not None
-    assert ending.outcome is Outcome.LOST
+    assert (await ending(backend, handle)).outcome is Outcome.LOST
     assert modal.result(modal.calls()[0]) == "timed out"
     await backend.fetch(handle, tmp_path / "results")
     assert (tmp_path / "results/outputs/checkpoints/step-2/w").read_text() == "2"
@@ -250,16 +231,12 @@ async def test_results_of_calls_may_be_forgotten(
     modal: FakeModal, backend: ModalBackend, store: BlobStore, tmp_path: Path
 ) -> None:
     done = await backend.submit(order("print(1)", name="done"), store)
-    before = await ended(backend, done)
+    before = await seen(backend, done, lambda status: status.ending)
     running = await backend.submit(order(COUNTS, "3", str(tmp_path / "go"), name="runs"), store)
     await at_step(backend, running, 2)
     for call in modal.calls():
         modal._tell(call, "stop")
-
-    async def all_ended() -> bool:
-        return not any([await modal.lives(each) for each in modal.calls()])
-
-    await until(all_ended)
+    await until_live(modal, 0)
     for call in modal.calls():
         modal.expire(call)
     assert await backend.status(done) == before
@@ -268,7 +245,7 @@ async def test_results_of_calls_may_be_forgotten(
     assert lost.outcome is Outcome.LOST
     (tmp_path / "go").touch()
     second = await backend.resume("runs", {}, store)
-    assert (await ended(backend, second)).step == 3
+    assert (await seen(backend, second, lambda status: status.ending)).step == 3
     assert await said(backend, second) == ["from 2"]
 
 
@@ -298,13 +275,9 @@ async def test_of_calls_that_two_laptops_spawned_one_stays(
     status = await laptops[0].status(handles[0])
     assert status.phase is Phase.WAITING
     assert "waits for a container" in status.waits_for
-
-    async def one_lives() -> bool:
-        return [await modal.lives(each) for each in modal.calls()].count(True) == 1
-
-    await until(one_lives)
+    await until_live(modal, 1)
     modal.hold(on=False)
-    await ended(laptops[1], handles[1])
+    await ending(laptops[1], handles[1])
     assert marks.read_text() == "x"
 
 
@@ -322,7 +295,8 @@ async def test_a_laptop_that_dies_before_it_spawned_is_made_up_for(
     assert handle is not None
     assert (await backend.status(handle)).waits_for == "it is on its way to Modal"
     assert await backend.submit(order("print(1)"), store) == handle
-    assert (await ended(backend, handle)).log_size == 2
+    assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
+    assert await said(backend, handle) == ["1"]
 
 
 class Late(FakeModal):
@@ -339,9 +313,9 @@ async def test_an_end_between_two_questions_is_no_loss(
 ) -> None:
     late = modal_backend(Late(modal.folder))
     handle = await modal_backend(modal).submit(order("import time; time.sleep(1)"), store)
-    ending = (await late.status(handle)).ending
-    assert ending is not None
-    assert ending.outcome is Outcome.SUCCEEDED
+    end = (await late.status(handle)).ending
+    assert end is not None
+    assert end.outcome is Outcome.SUCCEEDED
 
 
 async def test_cancelled_while_it_waits_it_never_begins(
@@ -351,15 +325,8 @@ async def test_cancelled_while_it_waits_it_never_begins(
     mark = tmp_path / "mark"
     handle = await backend.submit(order("import sys; open(sys.argv[1], 'w')", str(mark)), store)
     await backend.cancel(handle, grace=1.0)
-    ending = (await backend.status(handle)).ending
-    assert ending is not None
-    assert ending.outcome is Outcome.CANCELLED
-    [call] = modal.calls()
-
-    async def is_gone() -> bool:
-        return not await modal.lives(call)
-
-    await until(is_gone)
+    assert (await ending(backend, handle)).outcome is Outcome.CANCELLED
+    await until_live(modal, 0)
     modal.hold(on=False)
     assert not mark.exists()
 
@@ -376,13 +343,11 @@ async def test_cancelled_between_two_containers_it_ends(
     await at_step(backend, handle, 2)
     modal.hold()
     modal.lose(modal.calls()[0])
-    seen = await backend.status(handle)
-    assert seen.phase is Phase.RUNNING
-    assert await backend.wait(handle, seen, 1.0) == seen
+    status = await backend.status(handle)
+    assert status.phase is Phase.RUNNING
+    assert await backend.wait(handle, status, 1.0) == status
     await backend.cancel(handle, grace=1.0)
-    ending = (await backend.status(handle)).ending
-    assert ending is not None
-    assert ending.outcome is Outcome.CANCELLED
+    assert (await ending(backend, handle)).outcome is Outcome.CANCELLED
     await backend.fetch(handle, tmp_path / "results")
     assert (tmp_path / "results/outputs/checkpoints/step-2/w").exists()
 
@@ -395,11 +360,11 @@ async def test_an_image_is_made_once_and_again_only_from_what_it_is_made_of(
     asked = order("raise SystemExit(1)", asks={"image": image})
     handle = await backend.submit(asked, store)
     assert (modal.folder / "apps/groupwise-abc").read_text() == '["builder.py"]'
-    await ended(backend, handle)
+    await ending(backend, handle)
     empty = BlobStore(tmp_path / "another")
     await backend.resume("job", {}, empty)
     (modal.folder / "apps/groupwise-abc").unlink()
-    await ended(backend, Handle("modal", "job", 2))
+    await ending(backend, Handle("modal", "job", 2))
     with pytest.raises(UsageError, match="groupwise-abc is not at Modal any more"):
         await backend.resume("job", {}, empty)
 
@@ -423,11 +388,9 @@ async def test_a_job_costs_what_its_attempts_took(
     asked = replace(order(fails, asks={"gpu": "H100"}), gpus=2)
     first = await backend.submit(asked, store)
     none = await backend.cost(first)
-    one = (await ended(backend, first)).ending
+    one = await ending(backend, first)
     second = await backend.resume("job", {}, store)
-    other = (await ended(backend, second)).ending
-    assert one is not None
-    assert other is not None
+    other = await ending(backend, second)
     found = await backend.cost(second)
     assert found is not None
     seconds = (one.seconds or 0) + (other.seconds or 0)
@@ -440,55 +403,43 @@ async def test_a_job_costs_what_its_attempts_took(
 
 
 @pytest.fixture
-def typing(person: Person, modal: FakeModal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is that of whoever types; Modal is the one of this machine."""
+def typing(modal: FakeModal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modal is the one of this machine."""
     monkeypatch.setitem(places.WAYS, places.MODAL, lambda _: modal_backend(modal))
-    monkeypatch.chdir(person.project)
-    for name, value in person.environment.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.usefixtures("typing")
-def test_a_price_that_is_too_high_is_refused(
-    person: Person, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (person.project / "job.py").write_text("")
-    words = ("--gpu", "H100", "--gpus", "2", "--max-price", "7.5", "--script", "job.py")
-    assert main(["launch", "modal", *words]) == 2
-    assert "costs $7.90 an hour, and --max-price is $7.50" in capfd.readouterr().err
-    assert main(["launch", "modal", "--dry-run", *words]) == 2
-
-
-@pytest.mark.usefixtures("typing")
-def test_typed_from_the_plan_to_the_results(
-    person: Person, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_typed_from_the_plan_to_the_results(person: Person, tmp_path: Path) -> None:
     """All but Modal itself is what a person has who types it."""
     canary = "canary-0c6e42"
     (person.project / "keys.env").write_text(f"TOKEN={canary}\n")
     (person.project / "job.py").write_text(TELLS)
+    dear = ("--gpu", "H100", "--gpus", "2", "--max-price", "7.5", "--script", "job.py")
+    assert "$7.90 an hour" in person.types("modal", *dear, code=2).err
+    assert "$7.90 an hour" in person.types("modal", "--dry-run", *dear, code=2).err
     words = ("--name", "typed", "--gpu", "A10G", "--env-file", "keys.env", "--script", "job.py")
-    assert main(["launch", "modal", *words, "a b", "--", "--x"]) == 3
-    said = capfd.readouterr()
-    assert "['a b', '--', '--x'] 0" in said.out
-    assert "typed is placed on modal" in said.err
-    assert canary not in said.out + said.err
+    typed = person.types("modal", *words, "a b", "--", "--x", code=3)
+    assert "['a b', '--', '--x'] 0" in typed.out
+    assert canary not in typed.out + typed.err
     found = person.result("typed")
-    assert found["exit_code"] == 3
-    assert found["cost"] >= 0
+    assert (found["exit_code"], found["cost"] >= 0) == (3, True)
     assert f"A10G at list prices of {PRICED_AT}" in found["cost_counts"]
     told = (person.project / "launches/typed/outputs/told").read_text()
     assert told == hashlib.sha256(canary.encode()).hexdigest()
-    assert not holding(tmp_path / "modal", canary)
-    assert not person.holding(canary)
-    assert main(["launch", "fetch", "typed", "--at", "modal", "--to", str(tmp_path / "here")]) == 0
+    assert not person.holding(canary, tmp_path / "modal")
+    person.types("fetch", "typed", "--at", "modal", "--to", str(tmp_path / "here"))
     assert (tmp_path / "here/outputs/told").read_text() == told
-    assert main(["launch", "remove", "typed"]) == 0
+    person.types("remove", "typed")
     assert not list((tmp_path / "modal/volume/groupwise-launch/attempts").glob("typed*"))
 
 
 @pytest.mark.usefixtures("typing")
-def test_ctrl_c_ends_it_in_order_and_fetches(person: Person, tmp_path: Path) -> None:
+def test_ctrl_c_ends_it_in_order_and_fetches(
+    person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(person.project)
+    for name, value in person.environment.items():
+        monkeypatch.setenv(name, value)
     shown, over = BytesIO(), Event()
 
     def press() -> None:

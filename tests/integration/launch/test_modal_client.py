@@ -130,25 +130,15 @@ def failed(status: str, error: Exception | None = None) -> Any:
     return api_pb2.GenericResult(status=named, exception="it did not go well", data=data)
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        "exited",
-        EXPIRED,
-        failed("TIMEOUT"),
-        failed("TERMINATED"),
-        failed("INTERNAL_FAILURE"),
-        failed("FAILURE", RuntimeError("OSError: no room")),
-        failed("FAILURE", ImportError("of what a container needs")),
-    ],
-    ids=["exited", "expired", "timeout", "terminated", "internal", "failure", "start"],
-)
 async def test_a_call_that_has_ended_or_is_forgotten_does_not_live(
-    server: Server, port: LiveModal, result: Any
+    server: Server, port: LiveModal
 ) -> None:
     await port.deploy(IMAGE)
-    server.answers = lambda *_: at_once(result)
-    assert not await port.lives(await port.spawn(Call("job", 1, app=IMAGE.app), {}))
+    words = [failed(each) for each in ("TIMEOUT", "TERMINATED", "INTERNAL_FAILURE")]
+    raised = [RuntimeError("OSError: no room"), ImportError("of what a container needs")]
+    for result in ("exited", EXPIRED, *words, *(failed("FAILURE", each) for each in raised)):
+        server.answers = lambda *_, result=result: at_once(result)
+        assert not await port.lives(await port.spawn(Call("job", 1, app=IMAGE.app), {})), result
     assert server.of("SecretGetOrCreate") == []
 
 
