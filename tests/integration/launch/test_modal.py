@@ -480,9 +480,6 @@ def test_the_documented_line_is_planned_without_a_token(person: Person) -> None:
     secret = ("--secret", "a=HF_TOKEN, WANDB_API_KEY")
     typed = person.types("modal", *secret, *script)
     assert "HF_TOKEN, WANDB_API_KEY of a" in typed.out
-    uploads = (*TRAINS, "training.max_steps=1", "run.hub.repo_id=somebody/sums")
-    assert "hub" in person.types("modal", "--dry-run", "--", *uploads, code=2).err
-    assert "tried here" in person.types("modal", "--dry-run", *secret, "--", *uploads).err
     for words, why in (
         (("--secret", "huggingface"), "NAME=VARIABLE is expected"),
         (("--secret", "a=B,"), "NAME=VARIABLE is expected"),
@@ -494,3 +491,11 @@ def test_the_documented_line_is_planned_without_a_token(person: Person) -> None:
     typed = person.types("modal", "--detach", "--script", "task.py", code=None)
     assert typed.code != 0
     assert "modal token new" in typed.err
+
+
+@LONG
+def test_an_upload_needs_a_secret(person: Person) -> None:
+    uploads = (*TRAINS, "training.max_steps=1", "run.hub.repo_id=somebody/sums")
+    assert "hub" in person.types("modal", "--dry-run", "--", *uploads, code=2).err
+    secret = ("--secret", "a=HF_TOKEN, WANDB_API_KEY")
+    assert "tried here" in person.types("modal", "--dry-run", *secret, "--", *uploads).err

@@ -30,16 +30,19 @@ def machine() -> Iterator[LoopbackHost]:
         yield host
 
 
-@pytest.fixture
-def way(machine: LoopbackHost) -> list[str]:
-    row = machine.vm_row()
+def way_to(host: LoopbackHost) -> list[str]:
     found = {
-        "--host": row["ip_address"],
-        "--user": row["user"],
-        "--port": str(row["port"]),
-        "--key": row["ssh_key_path"],
+        "--host": host.address,
+        "--user": host.user,
+        "--port": str(host.port),
+        "--key": str(host.key_path),
     }
     return [word for option in found.items() for word in option]
+
+
+@pytest.fixture
+def way(machine: LoopbackHost) -> list[str]:
+    return way_to(machine)
 
 
 @pytest.fixture
@@ -90,6 +93,7 @@ def test_an_environment_is_made_there_once(
     assert again["prefix"] == told["prefix"]
 
 
+@pytest.mark.soak(suite="launch")
 def test_an_environment_that_cannot_be_made_ends_the_job_with_the_reason(
     person: Person, trusted: list[str], tmp_path: Path
 ) -> None:
@@ -125,13 +129,10 @@ def test_a_job_is_found_from_another_machine(
 
 def test_a_machine_that_is_away_is_told_as_such(person: Person) -> None:
     with loopback_hosts(1) as [host]:
-        row = host.vm_row()
         (person.project / "job.py").write_text("")
-        trust = parse(host.host_key).fingerprint
-        way = {"--host": row["ip_address"], "--port": str(row["port"]), "--user": row["user"]}
-        words = [word for option in way.items() for word in option]
-        words += ["--key", row["ssh_key_path"], "--trust", trust, "--python", sys.executable]
-        person.types("ssh", *words, "--name", "gone", "--detach", "--script", "job.py")
+        trust = ("--trust", parse(host.host_key).fingerprint, "--python", sys.executable)
+        words = ("ssh", *way_to(host), *trust, "--name", "gone", "--detach")
+        person.types(*words, "--script", "job.py")
     found = json.loads(person.types("list", "--json").out)["jobs"]
     assert [(each["name"], each["state"]) for each in found] == [("gone", "unknown")]
     assert "cannot be reached" in found[0]["problem"]
