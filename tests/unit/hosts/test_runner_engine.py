@@ -104,11 +104,6 @@ async def test_it_waits_until_its_engine_begins_it_and_ends_with_the_same_status
     assert holding(tmp_path / "root", SECRET) == []
 
 
-async def test_a_signal_is_told_as_shells_do(runner: Runner) -> None:
-    waits = await runner.launch(job("import os; os.kill(os.getpid(), 9)"))
-    assert ended(waits)[0] == 128 + signal.SIGKILL
-
-
 async def test_what_it_waits_with_nobody_else_may_read(runner: Runner, tmp_path: Path) -> None:
     waits = await runner.launch(job("print()"))
     assert waits.folder is not None

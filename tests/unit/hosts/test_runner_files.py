@@ -79,28 +79,21 @@ def test_blobs_are_kept_and_asked_for(either: Machine) -> None:
     assert (either.root / "blobs" / sha(one)[:2] / sha(one)).read_bytes() == one
 
 
-def test_bytes_of_another_hash_are_not_kept(here: Machine) -> None:
+def test_bytes_of_another_hash_or_that_were_cut_are_not_kept(here: Machine) -> None:
+    data = b"x" * 1000
     with pytest.raises(Refused, match="bad_blob"):
         here.ask("put", b"other", blobs=[[sha(b"right"), 5]])
-    assert here.ask("missing", sha256=[sha(b"right")])["missing"]
-    assert [p for p in (here.root / "blobs").rglob("*") if p.is_file()] == []
-
-
-def test_a_payload_that_was_cut_is_not_kept(here: Machine) -> None:
-    data = b"x" * 1000
     with pytest.raises(Refused, match="bad_request"):
         here.ask("put", data[:500], blobs=[[sha(data), 1000]])
     body = here.body("put", blobs=[[sha(data), 1000]], payload=1000)
     with pytest.raises(Refused, match="truncated"):
         here.finish(here.begin(request(body, data[:500])))
-    assert [p for p in (here.root / "blobs").rglob("*") if p.is_file()] == []
-
-
-def test_a_name_that_is_no_hash(here: Machine) -> None:
-    with pytest.raises(Refused, match="bad_request"):
-        here.ask("missing", sha256=["../../etc/passwd"])
     with pytest.raises(Refused, match="bad_request"):
         here.ask("put", b"x", blobs=[["../" * 20 + "a", 1]])
+    with pytest.raises(Refused, match="bad_request"):
+        here.ask("missing", sha256=["../../etc/passwd"])
+    assert here.ask("missing", sha256=[sha(b"right")])["missing"]
+    assert [p for p in (here.root / "blobs").rglob("*") if p.is_file()] == []
 
 
 def test_parts_are_joined(either: Machine) -> None:
@@ -163,25 +156,6 @@ def test_a_blob_that_somebody_wrote_to_is_sent_anew(here: Machine) -> None:
     here.put(data)
     here.sh("sha256sum data", spec_files=files)
     assert here.comes_to("exited")["exit"]["tail"].startswith(sha(data))
-
-
-def test_a_file_is_cloned_where_the_file_system_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blob, target = tmp_path / "blob", tmp_path / "target"
-    blob.write_bytes(b"data")
-    asked = list[tuple[int, bytes]]()
-
-    def clone(file: int, how: int, source: int) -> int:
-        asked.append((how, os.pread(source, 4, 0)))
-        return os.write(file, b"cloned")
-
-    monkeypatch.setattr(runner.fcntl, "ioctl", clone)
-    for _ in runner.copy_blob(str(blob), str(target), sha(b"data"), 0o640):
-        pass
-    assert asked == [(runner.CLONE, b"data")]
-    assert target.read_bytes() == b"cloned"
-    assert target.stat().st_mode & 0o777 == 0o640
 
 
 def test_who_is_cancelled_lays_out_no_further(
@@ -376,24 +350,21 @@ def test_what_an_attempt_has_made_is_kept_without_being_sent(either: Machine) ->
     keep(either, *files)  # it is there, whatever became of the file
 
 
-@pytest.mark.parametrize(
-    ("path", "code"),
-    [
-        *[(f"outputs/{name}", "changed") for name in ("other", "short", "grown")],
-        *[(f"outputs/{name}", "refused_path") for name in ("link", "folder/x", "real", "pipe")],
-        *[("outputs/gone", "not_found"), ("../state.json", "refused_path")],
-    ],
-)
-def test_nothing_else_is_kept(here: Machine, tmp_path: Path, path: str, code: str) -> None:
+def test_nothing_else_is_kept(here: Machine, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("one")
     script = "mkdir -p outputs/real; cd outputs; printf one > real/x; printf two > other; printf on > short"
     outputs = done(here, script + "; printf onetwo > grown; mkfifo pipe") / "outputs"
     (outputs / "link").symlink_to(tmp_path / "key")
     (outputs / "folder").symlink_to("real")
-    wanted = b"onetwothree" if path.endswith("grown") else b"one"
-    with pytest.raises(Refused, match=code):
-        keep(here, (path, wanted))
-    assert here.ask("missing", sha256=[sha(wanted)])["missing"] == [sha(wanted)]
+    for path, code in (
+        *[(f"outputs/{name}", "changed") for name in ("other", "short", "grown")],
+        *[(f"outputs/{name}", "refused_path") for name in ("link", "folder/x", "real", "pipe")],
+        *[("outputs/gone", "not_found"), ("../state.json", "refused_path")],
+    ):
+        wanted = b"onetwothree" if path.endswith("grown") else b"one"
+        with pytest.raises(Refused, match=code):
+            keep(here, (path, wanted))
+        assert here.ask("missing", sha256=[sha(wanted)])["missing"] == [sha(wanted)]
 
 
 def test_as_many_files_as_one_answer_holds(here: Machine) -> None:
@@ -407,16 +378,13 @@ def test_as_many_files_as_one_answer_holds(here: Machine) -> None:
             gather(here, *files)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [[], ["x"], ["x", sha(b"")], [3, sha(b""), 0], ["x", "0", 0], ["x", sha(b""), -1], ["x", sha(b""), 1.0], "xyz", None, 7],
-)  # fmt: skip
-def test_what_is_no_list_of_files_is_refused(here: Machine, entry: Any) -> None:
+def test_what_is_no_list_of_files_is_refused(here: Machine) -> None:
     done(here, "mkdir outputs")
-    for files in ([entry], entry):
-        if files != []:
-            with pytest.raises(Refused, match="bad_request"):
-                here.ask("gather", job="job", epoch=1, files=files)
+    empty = sha(b"")
+    odd: list[Any] = [["x"], [3, empty, 0], ["x", "0", 0], ["x", empty, -1], ["x", empty, 1.0]]
+    for files in (*([each] for each in (*odd, [], "xyz", None)), *odd, "xyz", None, 7):
+        with pytest.raises(Refused, match="bad_request"):
+            here.ask("gather", job="job", epoch=1, files=files)
 
 
 def test_no_more_is_read_of_a_file_than_was_listed(
@@ -436,13 +404,11 @@ def test_no_more_is_read_of_a_file_than_was_listed(
     assert read == [11]
 
 
-@pytest.mark.parametrize(
-    "path", ["../state.json", "/etc/passwd", "outputs/../../log", "", ".", "a//b", "a\0b"]
-)
-def test_no_path_leads_out(here: Machine, path: str) -> None:
+def test_no_path_leads_out(here: Machine) -> None:
     done(here, "mkdir outputs")
-    with pytest.raises(Refused, match="refused_path"):
-        read(here, path)
+    for path in ("../state.json", "/etc/passwd", "outputs/../../log", "", ".", "a//b", "a\0b"):
+        with pytest.raises(Refused, match="refused_path"):
+            read(here, path)
 
 
 def test_what_becomes_a_link_a_moment_before_it_is_opened(
@@ -467,42 +433,22 @@ def test_an_artefact_that_is_a_link_itself(here: Machine, tmp_path: Path) -> Non
         read(here, "outputs/anything")
 
 
-def test_what_is_not_there(here: Machine) -> None:
-    nothing = {"ok": True, "files": {}, "refused": [], "refused_more": {}, "checkpoints": []}
-    assert manifest(here) == nothing
-    with pytest.raises(Refused, match="not_found"):
-        read(here, "outputs/x")
-    done(here)
-    assert manifest(here)["refused"] == []
-    with pytest.raises(Refused, match="not_found"):
-        read(here, "outputs/x")
-
-
 def test_limits_of_artefacts(here: Machine) -> None:
     script = (
         "mkdir outputs; cd outputs; printf 1 > a; printf 2 > b; head -c 1100000 /dev/zero > big"
     )
-    done(here, script, limits={"artefact_files": 1, "artefact_mb": 1})
-    told = manifest(here)
-    assert list(told["files"]) == ["outputs/a"]
-    assert told["refused"] == [["outputs/b", "too_many"], ["outputs/big", "too_many"]]
-
-
-def test_a_file_too_large_to_take(here: Machine) -> None:
-    script = "mkdir outputs; cd outputs; printf 1 > a; head -c 1100000 /dev/zero > big"
-    done(here, script, limits={"artefact_mb": 1})
-    told = manifest(here)
-    assert list(told["files"]) == ["outputs/a"]
-    assert told["refused"] == [["outputs/big", "too_large"]]
-
-
-@pytest.mark.parametrize(
-    ("limit", "word"), [("artefact_mb", "too_large"), ("artefact_files", "too_many")]
-)
-def test_a_limit_of_nothing_is_none_at_all_for_nobody(here: Machine, limit: str, word: str) -> None:
-    done(here, "mkdir outputs; printf 1 > outputs/a", limits={limit: 0})
-    told = manifest(here)
-    assert (told["files"], told["refused"]) == ({}, [["outputs/a", word]])
+    cases: list[tuple[dict[str, float], str, dict[str, str]]] = [
+        ({"artefact_files": 1, "artefact_mb": 1}, "a", {"b": "too_many", "big": "too_many"}),
+        ({"artefact_mb": 1}, "ab", {"big": "too_large"}),
+        ({"artefact_mb": 0}, "", dict.fromkeys(("a", "b", "big"), "too_large")),
+        ({"artefact_files": 0}, "", dict.fromkeys(("a", "b", "big"), "too_many")),
+    ]
+    for epoch, (limits, files, refused) in enumerate(cases, 1):
+        here.sh(script, limits=limits, epoch=epoch)
+        here.comes_to("exited", epoch=epoch)
+        told = here.ask("manifest", job="job", epoch=epoch, what="artefacts")
+        assert list(told["files"]) == [f"outputs/{name}" for name in files], limits
+        assert dict(told["refused"]) == {f"outputs/{name}": why for name, why in refused.items()}
 
 
 def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> None:
@@ -518,32 +464,6 @@ def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> 
     path.write_bytes(b"two")
     os.utime(path, (1, 1))  # its time of change shows it all the same
     assert manifest(here)["files"]["outputs/x"][0] == sha(b"two")
-
-
-@pytest.mark.parametrize("limit", [6, 5])
-def test_as_many_files_come_as_a_job_may_leave(
-    here: Machine, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
-    """More than are looked at, or remembered, of a job that asked for no more."""
-    script = "for n in 1 2 3 4 5 6; do mkdir -p outputs/$n; touch -d @1000 outputs/$n/x; done"
-    done(here, script, limits={"artefact_files": limit})
-    monkeypatch.setattr(runner, "MOST_ENTRIES", 4)
-    monkeypatch.setattr(runner, "LARGEST_HASHES", 100)
-    monkeypatch.setattr(runner, "SETTLED", -1.0)
-    for _ in range(2):
-        told = in_process(here)
-        assert list(told.files) == [f"outputs/{n}/x" for n in range(1, limit + 1)]
-        assert ("outputs/6/x" in told.files) or told.refused
-        assert {entry.sha256 for entry in told.files.values()} == {sha(b"")}
-        monkeypatch.setattr(runner, "hash_of", lambda _: "0" * 64)  # no file is read any more
-
-
-def test_no_job_may_leave_more_than_are_ever_taken(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done(here, "mkdir outputs; touch outputs/a outputs/b", limits={"artefact_files": 1e9})
-    monkeypatch.setattr(runner, "MOST_ARTEFACTS", 1)
-    assert in_process(here).refused == (("outputs/b", "too_many"),)
 
 
 def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
@@ -790,27 +710,6 @@ def test_checkpoints_count_when_they_are_complete(either: Machine) -> None:
     }
     assert manifest(either, "all")["checkpoints"] == found
     assert manifest(either, "artefacts")["checkpoints"] == []
-
-
-def test_hashes_are_kept_while_others_are_made(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever asked may give up before the end: the next one begins where that one was."""
-    here.sh("until [ -e go ]; do sleep 0.02; done")
-    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
-    for name in ("x", "y"):
-        (here.work() / name).write_bytes(name.encode())
-        os.utime(here.work() / name, (1000, 1000))
-    monkeypatch.setattr(runner, "KEPT_EVERY", 0.0)
-    hashes = runner.Hashes(attempt)
-    assert hashes.of("x") == sha(b"x")
-    assert list(runner.Hashes(attempt).known) == ["x"]
-    monkeypatch.setattr(runner, "KEPT_EVERY", 100.0)
-    hashes = runner.Hashes(attempt)
-    assert hashes.of("y") == sha(b"y")
-    assert list(runner.Hashes(attempt).known) == ["x"]
-    hashes.keep()
-    assert sorted(runner.Hashes(attempt).known) == ["x", "y"]
 
 
 def test_checkpoints_show_while_the_job_runs_and_in_its_record(here: Machine) -> None:

@@ -6,13 +6,11 @@ neither the answers about others nor its own end.
 3. Data that only looks like checkpoints costs a look at its size and times, no more.
 """
 
-import gc
 import hashlib
 import io
 import json
 import os
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -106,15 +104,6 @@ def test_what_a_job_calls_a_manifest_breaks_nothing(here: Machine) -> None:
     assert (ended["checkpoints"], ended["step"]) == (1, 5)
     assert here.complaints() == ""
     assert observed(here)["other"]["state"] == "running"
-
-
-def test_only_the_end_of_what_is_nested_without_end(here: Machine) -> None:
-    """By a job itself, from its beginning to its end."""
-    program = "import os; os.makedirs('outputs/ck'); open('outputs/ck/manifest.json', 'w').write('[' * 100000)"
-    here.launch(sys.executable, "-ISc", program)
-    ended = here.comes_to("exited")["exit"]
-    assert (ended["code"], ended["checkpoints"], ended["step"]) == (0, 0, None)
-    assert here.complaints() == ""
 
 
 def odd_entries(folder: Path) -> None:
@@ -218,22 +207,6 @@ def test_of_many_manifests_the_newest_are_read(
         assert [c.step for c in found] == [7, 8, 9]
     monkeypatch.setattr(runner, "MANIFESTS_TOGETHER", 2 * size)
     assert [c.step for c in runner.checkpoints_of(in_process(one), ["outputs"])] == [8, 9]
-
-
-def test_lists_without_end_are_not_collected_while_they_are_read() -> None:
-    """Else reading four megabytes of them takes a second, not a tenth."""
-    collected = list[str]()
-
-    def note(phase: str, _: object) -> None:
-        collected.append(phase)
-
-    gc.callbacks.append(note)
-    try:
-        runner.parsed(b"[" + b"[]," * 200_000 + b"0]")
-    finally:
-        gc.callbacks.remove(note)
-    assert len(collected) < 10  # those after it
-    assert gc.isenabled()
 
 
 def test_a_checkpoint_whose_manifest_is_being_written_is_not_listed(
@@ -426,12 +399,3 @@ def test_an_exit_record_does_not_depend_on_checkpoints(
 
     monkeypatch.setattr(runner, "checkpoints_of", fails)
     assert runner.count_checkpoints(in_process(one), {}) == (0, None)
-
-
-def test_the_longest_mark_of_a_process_is_cut(one: Machine) -> None:
-    one.sh("GROUPWISE_ATTEMPT=$(head -c 100000 /dev/zero | tr '\\0' x) "
-           "GROUPWISE_RUNNER_FOLDER= env -u GROUPWISE_RUNNER_FOLDER sh -c 'echo > ready; sleep 600; :'")  # fmt: skip
-    one.written("ready")
-    details = [q["detail"] for q in one.ask("observe")["quarantined"] if q["what"] == "process"]
-    assert details
-    assert all(len(detail) <= runner.LONGEST_MARK for detail in details)
