@@ -273,7 +273,7 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
     learner.load(str(folder))
 
 
-def _tunix(family: str, folder: Path) -> Pair:
+def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
     """A worker in Tunix's environment, over a model of one of its families."""
     from groupwise import build, machine_layout
     from groupwise.config import load_config
@@ -282,7 +282,7 @@ def _tunix(family: str, folder: Path) -> Pair:
 
     config = load_config(
         {
-            "model": {"name": str(model_of(family)), "backend": "tunix"},
+            "model": {"name": str(model_of(family, layers)), "backend": "tunix"},
             "lora": {"r": 4, "alpha": 8},
             "sampler": {"slots": 16, "max_completion_length": 40},
             "training": {"seed": 1},
@@ -319,8 +319,8 @@ MAKERS = {
     "ranks-added": partial(_added, 2),
     "remote": partial(_remote, {"r": 4, "alpha": 8}),
     "remote-full": partial(_remote, None),
-    "tunix-llama": partial(_tunix, "llama"),
-    "tunix-gemma": partial(_tunix, "gemma3"),
+    "tunix-llama": partial(_tunix, "llama", 2),
+    "tunix-gemma": partial(_tunix, "gemma3", None),
 }
 
 
@@ -339,7 +339,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         call = getattr(item, "callspec", None)
         if call and _is_told_elsewhere(call.params):
             item.add_marker(pytest.mark.soak(suite="launch"))
-        maker = call.params.get("pair") if call else None
+        maker = call.params.get("made") if call else None
         if isinstance(maker, str) and maker.startswith("tunix"):
             item.add_marker("tunix")  # whose workers take seconds to start
             test = (item.path, item.name.partition("[")[0], "tunix")
@@ -361,14 +361,29 @@ def _is_told_elsewhere(params: dict[str, Any]) -> bool:
     return params["place"] != "local" and params["reason"] not in TOLD_EVERYWHERE
 
 
-@pytest.fixture(params=MAKERS)
-def pair(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Pair]:
-    if request.param.startswith("ranks"):
-        fork_zygotes(monkeypatch)
-    if request.param == "unsloth":
-        unsloth.install(monkeypatch)
-    made = MAKERS[request.param](tmp_path / "published")
-    yield made
-    made.close()
+@pytest.fixture(params=MAKERS, scope="module")
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Pair, str]]:
+    """One pair for all tests of a file, and the checkpoint of its beginning."""
+    folder = tmp_path_factory.mktemp("pair")
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param.startswith("ranks"):
+            fork_zygotes(patched)
+        if request.param == "unsloth":
+            unsloth.install(patched)
+        found = MAKERS[request.param](folder / "published")
+        beginning = folder / "beginning"
+        beginning.mkdir()
+        found.learner.save(str(beginning))
+        yield found, str(beginning)
+        found.close()
+
+
+@pytest.fixture
+def pair(made: tuple[Pair, str]) -> Pair:
+    """As it was made."""
+    found, beginning = made
+    found.learner.discard()
+    found.learner.load(beginning)
+    return found

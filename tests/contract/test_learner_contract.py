@@ -27,6 +27,7 @@ from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams, 
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
 STEP = OptimiserParams(learning_rate=0.05, max_grad_norm=None)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPTS = ("sort these", "x", "what is it then")
 
 
@@ -77,36 +78,31 @@ def flat(logprobs):
     return [value for row in logprobs for value in row]
 
 
-@pytest.mark.parametrize("cuts", [2, 3, 12])
-async def test_the_update_does_not_depend_on_the_cuts(pair, tmp_path, cuts):
-    rows = await sampled_rows(pair)
+async def test_the_update_does_not_depend_on_the_cuts(pair, tmp_path):
+    """Nor on the order of the rows, also where the end could not be drawn at first."""
+    for min_tokens in (0, 4):
+        rows = await sampled_rows(pair, min_tokens=min_tokens)
+        rows = least(rows, min_tokens, pair.end_id) if min_tokens else rows
+        pair.learner.save(str(tmp_path))
+        norm, whole = await learnt(pair, rows)
+        shuffled = random.Random(1).sample(rows, len(rows))
+        for given, cuts in ((rows, 3), (shuffled, 1), (rows[::-1], 12)):
+            pair.learner.load(str(tmp_path))
+            cut_norm, cut = await learnt(pair, given, cuts, probe=rows)
+            assert cut_norm == pytest.approx(norm, rel=1e-5)
+            assert cut == pytest.approx(whole, abs=2e-5, rel=5e-6)
+
+
+async def test_the_sign_of_the_advantage_decides(pair, tmp_path):
+    (row, *_) = await sampled_rows(pair)
     pair.learner.save(str(tmp_path))
-    norm, whole = await learnt(pair, rows)
-    pair.learner.load(str(tmp_path))
-    cut_norm, cut = await learnt(pair, rows, cuts)
-    assert cut_norm == pytest.approx(norm, rel=1e-5)
-    assert cut == pytest.approx(whole, abs=2e-5, rel=5e-6)
-
-
-async def test_the_update_does_not_depend_on_the_order(pair, tmp_path):
-    rows = await sampled_rows(pair)
-    shuffled = random.Random(1).sample(rows, len(rows))
-    pair.learner.save(str(tmp_path))
-    norm, whole = await learnt(pair, rows, probe=rows)
-    pair.learner.load(str(tmp_path))
-    other_norm, other = await learnt(pair, shuffled, probe=rows)
-    assert other_norm == pytest.approx(norm, rel=1e-5)
-    assert other == pytest.approx(whole, abs=2e-5, rel=5e-6)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-async def test_the_sign_of_the_advantage_decides(pair, sign):
-    row = replace((await sampled_rows(pair))[0], advantage=float(sign))
-    before = sum((await pair.learner.logprobs([row]))[0])
-    await pair.learner.forward_backward([row], DR_GRPO, {"policy": 1.0})
-    await pair.learner.update(STEP)
-    after = sum((await pair.learner.logprobs([row]))[0])
-    assert (after - before) * sign > 0
+    for sign in (1.0, -1.0):
+        pair.learner.load(str(tmp_path))
+        before = sum((await pair.learner.logprobs([row]))[0])
+        told = replace(row, advantage=sign)
+        await pair.learner.forward_backward([told], DR_GRPO, {"policy": 1.0})
+        await pair.learner.update(STEP)
+        assert (sum((await pair.learner.logprobs([row]))[0]) - before) * sign > 0
 
 
 async def test_masked_tokens_do_not_teach(pair, tmp_path):
@@ -118,15 +114,6 @@ async def test_masked_tokens_do_not_teach(pair, tmp_path):
     pair.learner.load(str(tmp_path))
     _, beside = await learnt(pair, [*rows, masked], probe=rows)
     assert beside == pytest.approx(without, abs=2e-5, rel=5e-6)
-
-
-async def test_discard_leaves_no_trace(pair):
-    rows = await sampled_rows(pair)
-    before = await pair.learner.logprobs(rows)
-    await pair.learner.forward_backward(rows, DR_GRPO, {"policy": 1.0})
-    pair.learner.discard()
-    assert (await pair.learner.update(replace(STEP, learning_rate=0.0))).grad_norm == 0.0
-    assert await pair.learner.logprobs(rows) == before
 
 
 async def test_save_and_load_restore_exactly(pair, tmp_path):
@@ -158,7 +145,7 @@ async def test_the_reference_stays(pair):
     assert flat(await pair.learner.logprobs(rows)) != pytest.approx(flat(reference), abs=1e-3)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
 async def test_sampler_and_learner_agree(pair, temperature):
     pair.disturb()
     rows = await sampled_rows(pair, temperature)
@@ -166,7 +153,7 @@ async def test_sampler_and_learner_agree(pair, temperature):
     assert flat(await pair.learner.logprobs(rows)) == pytest.approx(sampled, abs=2e-5, rel=5e-6)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("temperature", [1.0])
 async def test_they_agree_where_the_end_could_not_be_drawn(pair, temperature):
     pair.disturb()
     rows = await sampled_rows(pair, temperature, min_tokens=4)
@@ -185,19 +172,12 @@ async def test_they_agree_where_the_end_could_not_be_drawn(pair, temperature):
             assert found == pytest.approx(sampled, abs=2e-5, rel=5e-6)
 
 
-async def test_the_update_does_not_depend_on_the_cuts_either(pair, tmp_path):
-    rows = least(await sampled_rows(pair, min_tokens=4), 4, pair.end_id)
-    pair.learner.save(str(tmp_path))
-    norm, whole = await learnt(pair, rows)
-    pair.learner.load(str(tmp_path))
-    cut_norm, cut = await learnt(pair, rows[::-1], 3, probe=rows)
-    assert cut_norm == pytest.approx(norm, rel=1e-5)
-    assert cut == pytest.approx(whole, abs=2e-5, rel=5e-6)
-
-
-async def test_a_gradient_that_is_not_finite_is_not_applied(pair):
+async def test_what_is_discarded_or_not_finite_is_not_applied(pair):
     rows = await sampled_rows(pair)
     before = await pair.learner.logprobs(rows)
+    await pair.learner.forward_backward(rows, DR_GRPO, {"policy": 1.0})
+    pair.learner.discard()
+    assert (await pair.learner.update(replace(STEP, learning_rate=0.0))).grad_norm == 0.0
     poisoned = replace(rows[0], advantage=math.inf)
     await pair.learner.forward_backward([poisoned], DR_GRPO, {"policy": 1.0})
     assert not (await pair.learner.update(STEP)).applied

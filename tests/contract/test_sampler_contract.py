@@ -27,6 +27,7 @@ from groupwise.errors import PolicyMismatchError
 from groupwise.types import Completion, GroupRequest, SamplingParams, from_json, to_json
 
 PROMPT = "sort these"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def request(pair, draw=0, members=4, max_tokens=12, prompt=PROMPT, **params) -> GroupRequest:
@@ -53,16 +54,14 @@ async def ready(pair) -> None:
     await pair.sampler.load(await pair.learner.publish(0))
 
 
-async def test_one_completion_for_each_seed_in_order(pair):
+async def test_one_completion_for_each_seed_with_its_length_and_end(pair):
     await ready(pair)
-    asked = request(pair, members=20)
-    assert [found.seed for found in await pair.sampler.generate(asked)] == list(asked.seeds)
-
-
-async def test_lengths_and_finish_reasons(pair):
-    await ready(pair)
-    found = await pair.sampler.generate(request(pair, members=100, max_tokens=30))
+    asked = request(pair, members=100, max_tokens=30)
+    found = await pair.sampler.generate(asked)
+    assert [each.seed for each in found] == list(asked.seeds)
+    assert from_json(GroupRequest, to_json(asked)) == asked
     for completion in found:
+        assert from_json(Completion, to_json(completion)) == completion
         assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 30
         assert all(logprob <= 0 for logprob in completion.logprobs)
         ended = completion.token_ids[-1] == pair.end_id
@@ -88,19 +87,6 @@ async def test_seeds_differ_and_greedy_does_not_use_them(pair):
     assert len({completion.token_ids for completion in drawn}) > 1
     greedy = await pair.sampler.generate(request(pair, members=8, temperature=0.0))
     assert len({(completion.token_ids, completion.logprobs) for completion in greedy}) == 1
-
-
-async def test_completions_name_the_weights_that_drew_them(pair):
-    for version in (0, 1):
-        policy = await pair.learner.publish(version)
-        await pair.sampler.load(policy)
-        assert pair.sampler.fingerprint() == policy.fingerprint
-        for completion in await pair.sampler.generate(request(pair)):
-            assert (completion.policy_version, completion.fingerprint) == (
-                version,
-                policy.fingerprint,
-            )
-        pair.disturb()
 
 
 async def test_other_weights_than_named_are_refused(pair):
@@ -132,25 +118,19 @@ async def test_cancelling_disturbs_nobody(pair):
     assert await pair.sampler.generate(asked) == alone
 
 
-async def test_requests_and_results_cross_processes(pair):
-    await ready(pair)
-    asked = request(pair, members=2)
-    assert from_json(GroupRequest, to_json(asked)) == asked
-    for completion in await pair.sampler.generate(asked):
-        assert from_json(Completion, to_json(completion)) == completion
-
-
 async def test_a_published_change_reaches_the_sampler(pair):
-    await ready(pair)
+    """Not before it is loaded; completions name the weights that drew them."""
     asked = request(pair, temperature=0.0, members=1)
-    before = await pair.sampler.generate(asked)
-    pair.disturb()
-    assert await pair.sampler.generate(asked) == before, "not published yet"
-    await pair.sampler.load(await pair.learner.publish(1))
-    after = await pair.sampler.generate(asked)
-    assert [completion.logprobs for completion in after] != [
-        completion.logprobs for completion in before
-    ]
+    found = []
+    for version in (0, 1):
+        policy = await pair.learner.publish(version)
+        await pair.sampler.load(policy)
+        assert pair.sampler.fingerprint() == policy.fingerprint
+        found += await pair.sampler.generate(asked)
+        pair.disturb()
+        assert await pair.sampler.generate(asked) == (found[-1],), "not published yet"
+        assert (found[-1].policy_version, found[-1].fingerprint) == (version, policy.fingerprint)
+    assert found[0].logprobs != found[1].logprobs
 
 
 async def test_a_stop_text_may_be_spread_over_tokens(pair):
@@ -169,36 +149,36 @@ async def test_a_stop_text_may_be_spread_over_tokens(pair):
     assert stop not in found[:-1]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_nothing_ends_before_its_least_length(pair, temperature):
+async def test_nothing_ends_before_its_least_length(pair):
+    """But it may be cut off there."""
     await ready(pair)
-    free = request(pair, members=100, temperature=temperature)
-    least = replace(free, params=replace(free.params, min_tokens=4))
-    found = await pair.sampler.generate(least)
-    assert all(len(each.token_ids) >= 4 for each in found)
-    assert not any(pair.end_id in each.token_ids[:4] for each in found)
-    assert all(math.isfinite(value) for each in found for value in each.logprobs)
-    if temperature:
-        lengths = {len(each.token_ids) for each in await pair.sampler.generate(free)}
-        assert min(lengths) < 4, "without a least length some are shorter"
-        assert {each.finish_reason for each in found} == {"stop", "length"}
-
-
-async def test_a_completion_of_its_least_length_may_be_cut_off_there(pair):
-    await ready(pair)
-    asked = request(pair, members=20, max_tokens=4)
-    found = await pair.sampler.generate(replace(asked, params=replace(asked.params, min_tokens=9)))
+    for temperature in (0.0, 1.0):
+        free = request(pair, members=60, temperature=temperature)
+        found = await pair.sampler.generate(
+            replace(free, params=replace(free.params, min_tokens=4))
+        )
+        assert all(len(each.token_ids) >= 4 for each in found)
+        assert not any(pair.end_id in each.token_ids[:4] for each in found)
+        assert all(math.isfinite(value) for each in found for value in each.logprobs)
+    lengths = {len(each.token_ids) for each in await pair.sampler.generate(free)}
+    assert min(lengths) < 4, "without a least length some are shorter"
+    assert {each.finish_reason for each in found} == {"stop", "length"}
+    params = replace(free.params, max_tokens=4, min_tokens=9)
+    found = await pair.sampler.generate(replace(free, params=params))
     assert {(len(each.token_ids), each.finish_reason) for each in found} == {(4, "length")}
 
 
-@pytest.mark.parametrize("least", [3, 4, 7])
-async def test_a_stop_text_counts_from_the_least_length_on(pair, least):
+async def test_a_stop_text_counts_from_the_least_length_on(pair):
     """One that was complete before has no effect later, though it is still in sight; another one has."""
     await ready(pair)
     asked = request(pair, members=20, max_tokens=20)
     asked = replace(asked, params=replace(asked.params, stop_token_ids=()))
     wholes = [each.token_ids for each in await pair.sampler.generate(asked)]
+    for least in (3, 7):
+        await _counts_from(pair, asked, wholes, least)
 
+
+async def _counts_from(pair, asked, wholes, least) -> None:
     def places(token) -> int:
         """How many different ends it would give."""
         return len({whole.index(token, least) for whole in wholes if token in whole[least:]})
