@@ -283,7 +283,16 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("odd", ODD_RECORDS)
+OFTEN = ("nested", "odd fields", "odd insides", "pipe", "endless")
+"""The others are long tests."""
+
+
+def all_of(*words: str) -> list[Any]:
+    rare = pytest.mark.soak(suite="fleet")
+    return [pytest.param(word, marks=[] if word in OFTEN else rare) for word in words]
+
+
+@pytest.mark.parametrize("odd", all_of(*ODD_RECORDS))
 def test_odd_records_of_one_break_no_answer_about_others(one: Machine, odd: str) -> None:
     text = ODD_RECORDS[odd].encode("utf-8", "surrogateescape")
     one.sh("echo other; sleep 600", job="other")
@@ -313,7 +322,7 @@ def end_supervisor_of(here: Machine, child: int) -> None:
     until(lambda: not alive(supervisor) and not alive(child), "their end")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])
+@pytest.mark.parametrize("kind", all_of("pipe", "folder", "endless"))
 def test_records_that_are_no_files_are_waited_for_by_nobody(one: Machine, kind: str) -> None:
     one.sh("sleep 600", job="other")
     one.sh("until [ -e go ]; do sleep 0.02; done; exit 3")
