@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import against_trl, profile_decoding
+from benchmarks import against_trl
 from benchmarks.against_trl import ratio, regressions
-from benchmarks.profile_decoding import PARTS
 from benchmarks.roofline import (
     learning_flops,
     sampling_floor,
     sizes_of,
 )
-from benchmarks.start_up import in_turns
 from benchmarks.work import NATURAL, W1, Work
-from groupwise import build, machine_layout
-from groupwise.config import load_config
 from groupwise.models.config import ModelConfig
 from groupwise.models.load import hollow_model
-from groupwise.types import GroupRequest, SamplingParams
 
 
 def measured(ours: float, theirs: float, natural: bool = False, peak: int = 3000) -> dict[str, Any]:
@@ -129,47 +119,4 @@ def test_floors_grow_with_the_work_and_sampling_waits_for_memory_or_products() -
 # Start-up
 
 
-NOTES = "import os, sys, time; open(sys.argv[1], 'w').write(repr(time.monotonic()))"
-
-
-def test_sides_start_in_turns_and_the_first_start_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    begun = time.monotonic()
-    order: list[str] = []
-
-    def command(name: str, folder: Path) -> list[str]:
-        order.append(name)
-        keeps = "; assert 'PYTHONDONTWRITEBYTECODE' not in os.environ"
-        return [sys.executable, "-I", "-c", NOTES + keeps, str(folder / "note")]
-
-    found = in_turns({name: partial(command, name) for name in "ab"}, 2)
-    assert order == ["a", "b"] * 3
-    assert {name: len(each) for name, each in found.items()} == {"a": 2, "b": 2}
-    assert 0 < sum(map(sum, found.values())) < time.monotonic() - begun
-
-
 # Decoding
-
-
-def test_every_token_has_its_parts_and_prompts_count_for_none(tmp_path: Path) -> None:
-    given = {"model": {"name": "tiny"}, "run": {"threads": 1, "processes": 1}}
-    config = load_config(given).config
-    layout = machine_layout.choose_layout(config, longest_prompt=8)
-    asked = [GroupRequest(draw, (40, 41), (1, 2), SamplingParams(5)) for draw in range(2)]
-    with closing(build.training_parts(config, layout, "bench", tmp_path)) as parts:
-
-        async def decoded() -> list[profile_decoding.Token]:
-            await parts.sampler.load(await parts.learner.publish(0))
-            with profile_decoding.timed() as tokens:
-                await asyncio.gather(*map(parts.sampler.generate, asked))
-            await parts.sampler.generate(asked[0])
-            return tokens
-
-        begun = time.perf_counter()
-        tokens = asyncio.run(decoded())
-        taken = time.perf_counter() - begun
-    assert len(tokens) == 4, "the first of 5 comes with the prompt"
-    assert all(set(token) == set(PARTS) and min(token.values()) > 0 for token in tokens)
-    assert sum(sum(token.values()) for token in tokens) < taken

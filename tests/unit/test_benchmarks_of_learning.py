@@ -74,7 +74,7 @@ def test_the_ratio_is_of_seeds_that_both_sides_have() -> None:
     assert ratio(Study({}, None, curves)) == pytest.approx(4.0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak(suite="learning")
 @pytest.mark.filterwarnings("ignore")
 def test_trl_gets_the_settings_of_groupwises_config(tmp_path: Path) -> None:
     changed = {

@@ -115,14 +115,6 @@ def test_nothing_to_do_asks_nothing_of_pip(bootstrap: Any, pip: FakePip) -> None
     assert pip.calls == []
 
 
-def test_dev_holds_train_and_train_does_not_hold_dev(bootstrap: Any, house: Path) -> None:
-    furnish(house)
-    bootstrap.write_stamp("dev", "cpu")
-    assert bootstrap.stamp_fits("train", "auto")
-    bootstrap.write_stamp("train", "cpu")
-    assert not bootstrap.stamp_fits("dev", "auto")
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new", "fits"),
     [
@@ -148,13 +140,6 @@ def test_a_failure_leaves_no_stamp(bootstrap: Any, pip: FakePip) -> None:
     pip.answers = {"[train,dev]": "ERROR: boom"}
     assert bootstrap.main(["--profile", "dev"]) == 1
     assert not bootstrap.STAMP.exists()
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"inputs": 1}', '{"root": 3}'])
-def test_a_damaged_stamp_is_no_stamp(bootstrap: Any, house: Path, text: str) -> None:
-    furnish(house)
-    bootstrap.STAMP.write_text(text)
-    assert not bootstrap.stamp_fits("train", "auto")
 
 
 def test_a_second_set_up_waits_for_the_first_and_finds_its_work(
@@ -245,19 +230,6 @@ def test_an_old_python_is_refused_with_the_way_on(
     said = capsys.readouterr().err
     assert "Python 3.11 or newer is needed" in said
     assert "PYTHON=" in said
-
-
-def test_a_small_disk_is_told_before_the_download(
-    bootstrap: Any,
-    pip: FakePip,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    usage = shutil.disk_usage(".")._replace(free=1_200_000_000)
-    monkeypatch.setattr(bootstrap.shutil, "disk_usage", lambda path: usage)
-    assert bootstrap.main(["--profile", "train"]) == 1
-    assert pip.calls == []
-    assert "1.2 GB are free" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

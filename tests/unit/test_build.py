@@ -10,7 +10,6 @@ from groupwise.config import load_config
 from groupwise.errors import OutOfMemoryError, UsageError
 from groupwise.models import probes
 from groupwise.ranks import ahead
-from groupwise.sampler.queued import DecodeLayout
 
 
 def test_a_zygote_is_begun_early_only_where_it_will_be_needed(monkeypatch, tmp_path):
@@ -46,22 +45,6 @@ def test_memory_of_all_processes_counts_what_they_share_once(monkeypatch):
     assert build.Closable().peak_memory("cpu") == 100
     assert held((50, 20), (40, 25)) == 100 + 30 + 15 + 25
     assert held((50, 20), (40, None)) is None, "their sum would count the model several times"
-
-
-def test_a_sampler_is_told_of_its_engine(monkeypatch):
-    def sampler(*given: Any, **more: Any) -> Any:
-        return given, more
-
-    monkeypatch.setattr("groupwise.sampler.torch_sampler.TorchSampler", sampler)
-    for eager in (False, True):
-        config = load_config(
-            {"model": {"name": "tiny"}, "sampler": {"enforce_eager": eager}}
-        ).config
-        layout: Any = SimpleNamespace(slots=16, key_length=64)
-        made: Any = build._sampler(config, layout, "weights", "tokenizer")
-        given, more = made
-        assert given == ("weights", "tokenizer", DecodeLayout(16, 64))
-        assert more == {"enforce_eager": eager}
 
 
 def test_too_little_memory_for_the_model_is_explained(monkeypatch, tmp_path):

@@ -233,48 +233,6 @@ def test_keys_that_do_not_go_together_are_told_beside_keys_that_are_wrong(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        ("training.per_device_train_batch_size", "training.prompts_per_step"),
-        ("training.gradient_accumulation_steps", "training.max_tokens_per_microbatch"),
-        ("vllm.gpu_memory_utilization", "sampler.engine"),
-        ("training.use_vllm", "sampler.engine"),
-        ("sampler.vllm_mode", "sampler.engine"),
-        ("sampler.max_tokens", "sampler.max_completion_length"),
-        ("run.hf_repo_id", "run.hub.repo_id"),
-        ("training.max_completion_length", "sampler.max_completion_length"),
-        ("learning_rate", "training.learning_rate"),
-        ("beta", "algorithm.beta"),
-        ("training.beta", "algorithm.beta"),
-        ("num_generations", "training.num_generations"),
-        ("seed", "training.seed"),
-        ("model.model_name_or_path", "model.name"),
-        ("training.loss_type", "algorithm.type"),
-        ("algorithm.importance_sampling_level", "algorithm.type gspo"),
-        ("algorithm.use_bias_correction_kl", "algorithm.kl_gradient"),
-        ("algorithm.entropy_bonus", "algorithm.entropy_coef"),
-        ("vllm_importance_sampling_mode", "algorithm.importance_sampling_correction"),
-        ("vllm_importance_sampling_clip_max", "algorithm.importance_sampling_cap"),
-        ("use_adaptive_kl", "algorithm.adaptive_kl"),
-        ("algorithm.loss_normalizer", "algorithm.type"),
-        ("training.proximal_logprobs", "algorithm.importance_sampling_correction"),
-        ("target_kl", "algorithm.kl_target"),
-        ("overlong_buffer", "algorithm.soft_punish_cache"),
-        ("training.lr", "training.learning_rate"),
-        ("min_new_tokens", "sampler.min_completion_length"),
-        ("output_dir", "run.dir"),
-        ("lora.lora_alpha", "lora.alpha"),
-    ],
-)
-def test_keys_of_other_frameworks_are_told_their_name_here(
-    tmp_path: Path, key: str, told: str
-) -> None:
-    message = refusal("", tmp_path, f"{key}=1")
-    assert told in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize(
     "word",
     words("""
     sampler.engine=sglang sampler.engine=openai sampler.repetition_penalty=1.1
@@ -461,12 +419,6 @@ def test_a_resume_sees_another_algorithm_and_full_fine_tuning() -> None:
 class Sorting(BaseModel):
     count: int = Field(default=3, ge=2, le=5)
     language: str = "en"
-
-
-def test_a_task_schema_fills_in_defaults() -> None:
-    loaded = with_task_schema(load_config(MINIMAL, ["task.count=4"]), Sorting)
-    assert loaded.config.task == {"count": 4, "language": "en"}
-    assert loaded.run_name == "run"
 
 
 def test_a_task_schema_refuses_with_line_and_path(tmp_path: Path) -> None:

@@ -51,12 +51,6 @@ def test_files_of_one_name_do_not_collide(tmp_path):
     assert sys.modules[first.module.__name__] is first.module
 
 
-def test_siblings_can_be_imported_later_from_a_hook(tmp_path):
-    write(tmp_path, "late_sibling.py", "value = 7")
-    text = "def hook():\n    import late_sibling\n    return late_sibling.value\n"
-    assert load(write(tmp_path, "task.py", text)).object.hook() == 7
-
-
 def test_an_edited_file_is_read_anew(tmp_path):
     assert load(write(tmp_path, "task.py", "x = 1")).object.x == 1
     assert load(write(tmp_path, "task.py", "x = 2")).object.x == 2
@@ -119,12 +113,6 @@ def test_traceback_holds_the_users_frames_only(tmp_path):
 def test_missing_package_is_named_with_pip(tmp_path, line, package):
     message = refused(write(tmp_path, "task.py", line))
     assert f"-m pip install {package}" in message
-
-
-def test_misspelt_sibling_is_suggested(tmp_path):
-    write(tmp_path, "my_helpers.py", "")
-    message = refused(write(tmp_path, "task.py", "import my_helper"))
-    assert "my_helpers.py beside the task" in message
 
 
 def test_search_path_is_as_before_after_a_failure_and_longer_at_its_end_after_success(tmp_path):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from groupwise.errors import ConfigError
-from groupwise.settings.schema import leaves
 from groupwise.sft_config import SftConfig, documentation, load_sft_config
 
 MODEL = {"model": {"name": "tiny"}}
@@ -34,20 +33,6 @@ def test_one_epoch_unless_told_otherwise():
     assert "give one of the two" in refused(training={"max_steps": 5, "num_train_epochs": 2.0})
 
 
-@pytest.mark.parametrize("section", ["sampler", "algorithm", "rewards"])
-def test_sections_of_reinforcement_learning_are_told_apart(section):
-    assert "it belongs to `groupwise rl`, which has a config of its own" in refused(**{section: {}})
-
-
-def test_a_config_of_rl_is_refused_key_by_key():
-    said = refused(
-        training={"prompts_per_step": 2, "num_generations": 4},
-        eval={"before_and_after": True, "pass_at_k": [1]},
-    )
-    assert said.count("it belongs to `groupwise rl`") == 4
-    assert "eval.pass_at_k is not a key; it belongs to `groupwise rl` and `groupwise eval`" in said
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -70,16 +55,6 @@ def test_a_config_of_rl_is_refused_key_by_key():
 )
 def test_messages_teach(given, said):
     assert said in refused(**given)
-
-
-def test_advice_names_keys_that_there_are():
-    """Whatever stands as section.key in an advice can be written in this config."""
-    known = {".".join(leaf.path) for leaf in leaves(SftConfig)}
-    sections = {name.split(".")[0] for name in known}
-    for foreign, advice in SftConfig.foreign.items():
-        for word in advice.replace(",", " ").replace(";", " ").split():
-            if word.split(".")[0] in sections and "." in word:
-                assert word in known, (foreign, advice)
 
 
 def test_the_page_is_up_to_date():

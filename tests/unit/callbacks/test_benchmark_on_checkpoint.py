@@ -18,7 +18,6 @@ from groupwise.callbacks.base import Asked, RunEnd, RunHandle
 from groupwise.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
-from groupwise.settings.view import View
 from tests.unit.callbacks.observed import CONFIG
 
 WRITES = "import json, sys; json.dump({'metrics': {'right': 0.5, 'n': 3}}, open(sys.argv[1], 'w'))"
@@ -230,31 +229,6 @@ def test_a_failure_is_told_with_the_log_and_the_run_goes_on(folder, caplog, code
 def test_what_cannot_work_is_refused(given, told):
     with pytest.raises(ValueError, match=told):
         BenchmarkOnCheckpoint(**given)
-
-
-def test_suites_are_asked_of_a_server_of_the_checkpoint(folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FAKE_LIGHTEVAL", "aime24=crash")
-    callback = BenchmarkOnCheckpoint(
-        "known", suites=("aime24", "lcb"), serve=SERVE, program=LIGHTEVAL, max_prompts=3
-    )
-    callback.check(View({}))
-    session = Session(folder, callback)
-    session.save(2)
-    session.end()
-    assert session.found() == [(2, "known", "r@2", {"lcb/pass@1": 1.0})]
-    found = json.loads((folder.results / "known-step-2.json").read_bytes())
-    place = folder.path / "benchmarks/known/step-2"
-    assert found["suites"]["lcb"]["model"] == str(place / "files")  # what the server calls it
-    assert found["suites"]["lcb"]["prompts"] == 3
-    assert "known of step-2 failed: aime24: lighteval failed (exit code 1)" in caplog.text
-    assert "aime24 failed" in (place / "log.txt").read_text()
-    assert not (place / "files").exists()
-    assert callback.time_limit == 3 * 3600  # for the start and two suites
-    again = Session(folder, callback, step=2)
-    again.save(2)
-    again.end()
-    assert results(folder) == ["known-step-2.json"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")

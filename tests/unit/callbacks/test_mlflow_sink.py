@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -182,25 +181,6 @@ def line(steps: int, **values: float) -> Line:
 # --- once
 
 
-def test_a_run_is_found_again_and_says_up_to_where_it_is_there(tracking):
-    sink, held = begun()
-    assert held == -1
-    for steps in range(3):
-        sink.line(line(steps))
-    sink.end("interrupted")
-    (made,) = tracking.runs.values()
-    assert (made.info.run_name, made.info.status) == ("toy", "KILLED")
-    assert made.info.start_time == 100500
-    sink, held = begun()
-    assert (held, made.info.status) == (2, "RUNNING")
-    sink.line(line(3))
-    sink.end("finished")
-    assert list(tracking.runs.values()) == [made]
-    assert made.info.status == "FINISHED"
-    assert tracking.points("run1", "reward") == [0, 1, 2, 3]
-    assert [point.timestamp for point in made.data.points[:2]] == [200250, 200250]
-
-
 @pytest.mark.parametrize("there", [("reward", "loss"), ("reward",), ()])
 def test_of_a_line_that_was_cut_short_only_the_rest_is_sent(tracking, there):
     """Killed before the tag, with all of the line, a part, or nothing."""
@@ -256,22 +236,6 @@ def test_metrics_have_names_that_mlflow_takes(tracking, name, known):
     sink, _ = begun()
     sink.line(Line(1, {name: 1.0}, 0.0))
     assert tracking.points("run1", known) == [1]
-
-
-def test_the_config_is_there_as_params_and_whole_as_a_file(tracking):
-    config = {**CONFIG, "system": "é" * 600}
-    begun(replace(RUN, config=View(config)))
-    params = tracking.runs["run1"].data.params
-    assert params.pop("system") == "é" * 499 + "…"
-    assert params == {
-        "run.mlflow_experiment": "null",
-        "training.learning_rate": "1e-05",
-        "training.max_steps": "3",
-        "task": "null",
-        "rewards.reward_funcs": '["a", "b"]',
-        "data.columns": "{}",
-    }
-    assert json.loads(tracking.files["config.json"]) == config
 
 
 # --- the environment

@@ -7,10 +7,10 @@ from transformers import EarlyStoppingCallback
 from transformers import TrainerCallback as Base
 from transformers.trainer_callback import ExportableState
 
-from groupwise.callbacks.base import Callbacks, RunEnd
+from groupwise.callbacks.base import Callbacks
 from groupwise.callbacks.trainer import TrainerCallbackAdapter
 from groupwise.runs.records import EvaluationRecord
-from tests.unit.callbacks.observed import CONFIG, Observed
+from tests.unit.callbacks.observed import Observed
 
 TrainerCallback: Any = Base  # people's overrides are freer than its annotations
 
@@ -97,30 +97,6 @@ async def told(tmp_path):
         each.callbacks.close()
 
 
-def warnings(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name.startswith("groupwise.")]
-
-
-async def test_events_in_the_order_of_a_trainer(told, tmp_path):
-    recording = Recording()
-    one = await told(recording)
-    await one.step(loss=0.5)
-    await one.save()
-    await one.evaluate(reward=1.0)
-    await one.callbacks.end(RunEnd("finished", {}))
-    assert recording.events == [
-        ("on_init_end", 0),
-        ("on_train_begin", 0),
-        ("on_step_begin", 0),
-        ("on_step_end", 1),
-        ("on_log", 1),
-        ("on_save", 1),
-        ("on_log", 1),
-        ("on_evaluate", 1),
-        ("on_train_end", 1),
-    ]
-
-
 async def test_what_they_are_given(told, tmp_path):
     recording = Recording()
     one = await told(recording)
@@ -154,17 +130,6 @@ async def test_what_they_are_given(told, tmp_path):
     ]
 
 
-async def test_logs_come_every_so_many_steps_and_when_asked_for(told):
-    settings = {**CONFIG, "run": {**CONFIG["run"], "logging_steps": 3}}
-    quiet, asking = Recording(), Recording(on_step_end="should_log")
-    one, other = await told(quiet, settings=settings), await told(asking, settings=settings)
-    for _ in range(3):
-        await one.step(loss=1.0)
-        await other.step(loss=1.0)
-    assert [event for event in quiet.events if event[0] == "on_log"] == [("on_log", 3)]
-    assert len([event for event in asking.events if event[0] == "on_log"]) == 3
-
-
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_log"])
 async def test_control_is_passed_on(told, event):
     stopping = await told(Recording(**{event: "should_training_stop"}))
@@ -178,31 +143,7 @@ async def test_control_is_passed_on(told, event):
     assert not saving.adapter._control.should_save
 
 
-async def test_events_that_do_not_happen_are_named_once(told):
-    class Waiting(TrainerCallback):
-        def on_epoch_end(self, args, state, control, **kwargs): ...
-        def on_optimizer_step(self, args, state, control, **kwargs): ...
-        def on_step_end(self, args, state, control, **kwargs): ...
-
-    one = await told(Waiting())
-    await one.step()
-    (said,) = one.run.said
-    assert "Waiting: on_epoch_end, on_optimizer_step will not be called" in said
-    assert not (await told(Recording())).run.said
-
-
 # --- real ones
-
-
-async def test_early_stopping(told, caplog):
-    one = await told(EarlyStoppingCallback(early_stopping_patience=2))
-    for step, reward in enumerate([1.0, 2.0, 2.0, 1.5]):
-        assert one.callbacks.stop is None, step
-        await one.step()
-        await one.evaluate(reward=reward)
-    assert one.callbacks.stop.by == "EarlyStoppingCallback"
-    assert (one.adapter._state.best_metric, one.adapter._state.best_global_step) == (2.0, 2)
-    assert not [text for text in warnings(caplog) if "failed" in text]
 
 
 async def test_exported_state_and_the_best_metric_go_on_over_a_resume(told):

@@ -193,17 +193,6 @@ def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
         check(task(), PLAIN, overrides=["training.lerning_rate=1"])
 
 
-def test_without_transformers_a_task_can_be_checked_without_a_config_only(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    report = check(task())
-    assert by_name(report)["rendering"].level == "skipped"
-    assert report.details["prompts_rendered_by"] is None
-    with pytest.raises(UsageError, match="transformers is not installed"):
-        check(task(), PLAIN)
-
-
 # Completions that were given
 
 

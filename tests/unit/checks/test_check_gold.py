@@ -8,8 +8,6 @@ from groupwise.checks.check_gold import (
     Gold,
     answer_in,
     cases_of,
-    echo,
-    gold_column,
     laid_out,
 )
 from groupwise.types import Example
@@ -17,14 +15,6 @@ from groupwise.types import Example
 
 def rows(*columns: dict) -> list[Example]:
     return [Example(index, f"ask {index}", each) for index, each in enumerate(columns)]
-
-
-def test_a_column_of_completions_comes_before_one_of_answers():
-    assert gold_column(rows({"answer": "1", "gold_completion": "<a>1</a>"})) == "gold_completion"
-    assert gold_column(rows({"label": "1", "reference": "2"})) == "reference"
-    assert gold_column(rows({"text": "x"})) is None
-    assert gold_column(rows({"answer": None, "solution": "x"})) == "solution"
-    assert gold_column(rows({"answer": "1", "capital": "2"}), "capital") == "capital"
 
 
 @pytest.mark.parametrize(
@@ -70,16 +60,3 @@ def test_what_is_right_for_this_row_is_not_tried_as_wrong():
     cases = cases_of(first, others, Gold("answer", "plain"))
     texts = [case.text for case in cases if case.kind == "another's gold"]
     assert texts == ["no"]
-
-
-def test_a_prompt_or_silence_that_is_right_is_no_wrong_completion():
-    copy = Example(0, "Say it.", {"answer": ["say it.", ""]})
-    kinds = [case.kind for case in cases_of(copy, [], Gold("answer", "plain"))]
-    assert kinds == ["gold", "gold", "garbage", "very long"]
-
-
-def test_an_echo_repeats_the_last_question():
-    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    assert echo(Example(0, chat)) == "q"
-    assert echo(Example(0, "text")) == "text"
-    assert echo(Example(0, chat[:1])) == "[system] s"

@@ -13,10 +13,8 @@ from groupwise import build
 from groupwise.checks import doctor_examination as module
 from groupwise.checks import doctor_machine
 from groupwise.checks.doctor import doctor
-from groupwise.checks.doctor_examination import usual_length
 from groupwise.checks.findings import Report
 from groupwise.errors import ConfigError, ModelError, RunError, TaskError
-from groupwise.types import Example, Group, Rollout, Segment
 
 SMALL = {
     "model": {"name": "tiny"},
@@ -86,12 +84,6 @@ def refuse(*_: Any) -> build.Parts:
     raise RunError("the engine refuses")
 
 
-def test_an_engine_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module.build, "training_parts", refuse)
-    said = by_name(examined(tmp_path))["engine"]
-    assert (said.level, said.measured) == ("problem", "the engine refuses")
-
-
 def test_a_machine_without_the_libraries_is_told_so_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -108,22 +100,3 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path):
         examined(tmp_path, model={"name": str(tmp_path / "none")})
     with pytest.raises(TaskError, match="get_rl_dataset"):
         examined(tmp_path, SimpleNamespace())
-
-
-def test_lengths_are_usual_only_where_nothing_was_cut_off():
-    def group(*reasons: Any) -> Group:
-        rollouts = tuple(
-            Rollout(
-                0,
-                place,
-                0,
-                (1,),
-                (Segment("policy", (1,) * (place + 1), finish_reason=reason),),
-                "",
-            )
-            for place, reason in enumerate(reasons)
-        )
-        return Group(0, Example(0, "a"), rollouts)
-
-    assert usual_length([group("stop", "stop"), group("stop")]) == pytest.approx(4 / 3)
-    assert usual_length([group("stop", "length")]) is None

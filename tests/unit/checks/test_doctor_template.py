@@ -63,32 +63,10 @@ def test_a_template_that_does_not_ask_for_an_answer_is_told():
     assert found(tokenizer(LOOP))["generation prompt"].level == "warning"
 
 
-def test_a_template_that_writes_the_date_is_told():
-    dated = "{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
-    assert found(tokenizer(dated))["template date"].level == "warning"
-
-
 def test_a_template_without_a_system_role_is_asked_without():
     made = tokenizer(NO_SYSTEM + CHAT_TEMPLATE)
     assert [message["role"] for message in opening_of(made)] == ["user"]
     assert {each.level for each in found(made).values()} == {"ok"}
-
-
-def test_text_that_does_not_survive_is_told():
-    class Lowering:
-        """Forgets capitals."""
-
-        chat_template = None
-        bos_token_id = None
-        eos_token_id = pad_token_id = EOS
-
-        def __call__(self, text, **_):
-            return {"input_ids": [ord(letter) for letter in text.lower()]}
-
-        def decode(self, ids, **_):
-            return "".join(map(chr, ids))
-
-    assert found(Lowering())["round trip"].level == "warning"
 
 
 # Stop tokens

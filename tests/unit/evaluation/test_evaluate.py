@@ -27,7 +27,7 @@ from groupwise.evaluation.evaluate import (
     evaluate_each,
 )
 from groupwise.evaluation.measures import Success
-from groupwise.evaluation.policies import FoundPolicy, find_policy
+from groupwise.evaluation.policies import find_policy
 from groupwise.evaluation.results import read_result
 from groupwise.evaluation.statistics import pass_at_k
 from groupwise.rewards.inprocess import InProcessScorer
@@ -290,23 +290,6 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-def test_results_of_a_run_are_numbered_and_never_overwritten(served, runs):
-    run = a_run(runs)
-    results = [evaluate(config(runs), Task(), policy="sort@2") for _ in range(3)]
-    paths = [result.path for result in results if result.path]
-    assert [path.name for path in paths] == [
-        "Task-sort@2.json",
-        "Task-sort@2-2.json",
-        "Task-sort@2-3.json",
-    ]
-    assert {path.parent for path in paths} == {run / "results"}
-    stored = json.loads(paths[0].read_text())
-    assert stored["policy"] == "sort@2"
-    assert stored["task"] == "Task"
-    assert len(stored["rows"]) == 3
-    assert stored["details"] == {"accuracy": 0.5}
-
-
 def test_what_is_written_says_how_it_came_about(served, runs):
     result = evaluate(config(runs, eval={"temperature": 1.0}), Task(), samples_per_prompt=2)
     assert result.path
@@ -348,28 +331,6 @@ def test_several_policies_are_found_before_the_first_is_loaded(served, runs):
 
 
 # Which policy
-
-
-def test_policies_by_name(runs):
-    run = a_run(runs)
-    kept = {each.step: each.path for each in checkpoints.complete(run / "checkpoints")}
-    assert find_policy("base", runs) == FoundPolicy("base")
-    assert find_policy("sort@2", runs) == FoundPolicy("sort@2", kept[2], run)
-    assert find_policy(f"{run}@4", runs) == FoundPolicy("sort@4", kept[4], run)
-    for whole in ("sort", str(run)):
-        found = find_policy(whole, runs)
-        assert (found.label, found.run) == ("sort@4", run)
-        assert found.folder
-        assert found.folder.samefile(kept[4])
-
-
-def test_a_folder_of_weights_is_taken_before_a_run_of_that_name(runs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    a_run(runs)
-    for name, file in (("sort", "adapter_config.json"), ("whole", "model.safetensors")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).touch()
-        assert find_policy(name, runs) == FoundPolicy(name, Path(name))
 
 
 @pytest.mark.parametrize(

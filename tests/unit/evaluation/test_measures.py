@@ -73,22 +73,6 @@ def test_a_part_that_does_not_apply_says_nothing():
     assert "rewards/brief/mean" not in metric_names(rows_of([first], Success()), [1])
 
 
-def test_a_part_of_a_sample_that_failed_decides_nothing():
-    torn = rollout(0, None, parts=(RewardPart("right", 1.0), RewardPart("other", None)))
-    assert values("pass@1", group(0, torn), success=Success(0.9, "right")) == []
-    assert values("rewards/right/mean", group(0, torn)) == []
-
-
-def test_the_names_of_an_evaluation():
-    rows = rows_of([group(0, rollout(0, 1.0), rollout(1, 0.0))], Success())
-    assert metric_names(rows, [1, 2]) == [
-        "reward", "pass@1", "pass@2", "avg@2", "maj@2",
-        "completions/mean_length", "completions/clipped_ratio",
-    ]  # fmt: skip
-    single = rows_of([group(0, rollout(0, 1.0))], Success())
-    assert "avg@1" not in metric_names(single, [1])
-
-
 # The vote
 
 

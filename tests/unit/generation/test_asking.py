@@ -7,7 +7,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.endpoints.answers import Usage
 from groupwise.endpoints.client import Client, Endpoint
 from groupwise.errors import EndpointError
 from groupwise.generation.asking import HOPE, Asking, Tally
@@ -55,22 +54,6 @@ async def ask(
             return await asking.ask(rows), answers
 
 
-async def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
-    service = Service(most=2)
-    tally, answers = await ask(tmp_path, service, items(2), num_generations=3)
-    assert [(body.get("n", 1), "prompt" in body) for body in service.asked] == [
-        (3, True), (1, True), (3, False), (1, False),
-    ]  # fmt: skip
-    assert (tally.answered, tally.billed.requests) == (2, 4)
-    assert tally.billed.usage == Usage(20, 6)
-    assert len(answers.of("k0")) == 3
-    again = Service()
-    tally, _ = await ask(tmp_path, again, items(3), num_generations=3)
-    assert len(again.asked) == 1
-    tally, _ = await ask(tmp_path, again, items(3), num_generations=4)
-    assert [body.get("n", 1) for body in again.asked[1:]] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("status", [401, 402, 403, 404])
 async def test_what_every_row_would_meet_ends_it(tmp_path: Path, status: int) -> None:
     service = Service(r2=status)
@@ -89,17 +72,3 @@ async def test_failures_in_a_row_end_it(tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match=f"{HOPE} rows failed one after the other.*\n.*no. "):
         await ask(tmp_path, service, items(50))
     assert len(service.asked) == 3 + HOPE
-
-
-async def test_refused_rows_leave_hope_once_one_was_answered(tmp_path: Path) -> None:
-    service = Service(r0=200)
-    service.every = 400
-    tally, _ = await ask(tmp_path, service, items(3 * HOPE))
-    assert len(tally.failures) == 3 * HOPE - 1
-    other = tmp_path / "other"
-    other.mkdir()
-    hopeless = Service()
-    hopeless.every = 400
-    with pytest.raises(EndpointError, match="status 400"):
-        await ask(other, hopeless, items(3 * HOPE))
-    assert len(hopeless.asked) == HOPE

@@ -104,19 +104,3 @@ def test_options_reach_the_function_as_they_are_given(monkeypatch: pytest.Monkey
         "stop": ["x"],
         "private": False,
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--concurrency 2 --input-batch-size 2", "another word for --concurrency"),
-        ("--extra [1]", "no JSON object"),
-        ("--extra {", "no JSON"),
-        ("--dataset d --output o --shards 4", "--shard 1/N"),
-    ],
-)
-def test_words_that_cannot_be_meant(
-    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", *arguments.split()]) == 2
-    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from groupwise.config import view
 from groupwise.errors import TaskError
 from groupwise.generation.config import read_options
 from groupwise.generation.prompts import Prompts, read_prompts
@@ -48,23 +47,6 @@ def test_the_answer_that_is_there_is_left_out(rows: Any) -> None:
     assert read.items[0].prompt == [{"role": "system", "content": "s"}, user("hi")]
     assert read.answered_already == 1
     assert rows([{"messages": answered[:1]}], prompt_column="messages").answered_already == 0
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{quesion}", r"no column 'quesion'.* in the prompt template.*Did you mean 'question'"),
-        ("plain", "names no column"),
-        ("{{ question }}", r"Is \{question\} meant for \{\{ question \}\}\?"),
-        ("{question", "cannot be read"),
-        ("{question!r}", "more than the name of a column"),
-        ("{question:>3}", "more than the name of a column"),
-        ("{}", "names no column"),
-    ],
-)
-def test_templates_that_cannot_be_meant(rows: Any, template: str, said: str) -> None:
-    with pytest.raises(TaskError, match=said):
-        rows([{"question": "q"}], prompt_template=template)
 
 
 def test_an_instruction_in_a_longer_template_is_the_prompt_column(rows: Any) -> None:
@@ -143,13 +125,3 @@ def test_a_task_that_answers_in_turns_is_refused() -> None:
     with pytest.raises(TaskError, match="has get_environment") as caught:
         read_prompts(read_options({"task_module": calculator, "output": "o"}), SHAPES)
     assert "groupwise sft" not in str(caught.value), "it has no rows of a teacher"
-
-
-def test_rewards_that_the_config_names_stand_in_for_the_tasks(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("model: {name: tiny}\nrewards: {reward_funcs: [length]}\n")
-    given = {"task_module": "sort_words", "config": str(config), "output": "o"}
-    read = read_prompts(read_options(given), SHAPES)
-    assert read.task is not None
-    assert read.task_config is not None
-    assert read.task.rubric(view(read.task_config), None).names == ("length",)

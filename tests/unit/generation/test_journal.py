@@ -79,16 +79,6 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
         Answers().read(path)
 
 
-def test_of_a_generation_that_is_there_twice_the_first_stands(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with Journal(path, Answers()) as journal:
-        journal.append("k", 1, answer("late"))
-        journal.append("k", 1, answer("later"))
-        assert texts(journal._answers, "k") == [], "the first is missing"
-        journal.append("k", 0, answer("first"))
-        assert texts(journal._answers, "k") == ["first", "late"]
-
-
 def test_a_disk_that_refuses_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from groupwise.generation.prompts import read_prompts
 from groupwise.generation.scoring import (
     Scoring,
     build_scoring,
-    scorer_for_worker,
     task_scorer_for_worker,
     without_tokens,
 )
@@ -34,12 +31,6 @@ def refused(rubric: Rubric) -> str:
     with pytest.raises(TaskError) as caught:
         without_tokens(rubric)
     return str(caught.value)
-
-
-def test_rewards_of_tokens_are_left_out_with_their_weights() -> None:
-    left, out = without_tokens(Rubric([(tokens, 2.0), (text, 0.5), (tokens, 1.0)]))
-    assert out == ("tokens", "tokens_2")
-    assert (left.names, left.functions, left.weights) == (("text",), (text,), (0.5,))
 
 
 def test_where_none_is_left_or_none_counts_it_is_refused() -> None:
@@ -76,14 +67,3 @@ def test_wordle_is_scored_without_its_part_for_length() -> None:
     assert worker.rubric.names == (
         "format", "dictionary", "repeated", "constraints", "all_satisfied",
     )  # fmt: skip
-
-
-def test_named_rewards_are_left_out_alike(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"prompt": "2+2?", "answer": "4"}) + "\n")
-    assert scoring(dataset=str(file), rewards=["length", "correctness"]).left_out == ("length",)
-    worker = scorer_for_worker(["length", "correctness"], None)
-    assert worker.rubric is not None
-    assert worker.rubric.names == ("correctness",)
-    with pytest.raises(TaskError, match="`length` asks for completion_ids"):
-        scoring(dataset=str(file), rewards=["length"])

@@ -1,7 +1,6 @@
 """Two sides: found from what people name, paired by content, and compared prompt by prompt."""
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +10,6 @@ import pytest
 
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.evaluation.measures import Success, rows_of
-from groupwise.evaluation.statistics import paired_difference
 from groupwise.review.compare import Comparison, compare_references, find_side
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
@@ -63,17 +61,6 @@ def test_prompts_are_paired_by_content_whatever_their_order(tmp_path):
     assert (reward.better, reward.worse, reward.equal) == (1, 1, 1)
     assert reward.change.value == 0
     assert metric(found, "accuracy").change is None
-
-
-def test_the_interval_is_the_paired_bootstrap(tmp_path):
-    chance = random.Random(0)
-    before = {f"p{i}": [chance.random()] for i in range(30)}
-    after = {prompt: [value + 0.2] for prompt, (value,) in before.items()}
-    found = compare_references(a_file(tmp_path, "a", before), a_file(tmp_path, "b", after))
-    change = metric(found, "reward").change
-    firsts = [values[0] for values in before.values()]
-    assert change == paired_difference(firsts, [value + 0.2 for value in firsts])
-    assert 0.199 < change.low <= change.high < 0.201
 
 
 def test_what_was_not_scored_is_left_out_and_told(tmp_path):
@@ -209,30 +196,3 @@ def test_supervised_runs_are_compared_by_their_losses(runs):
     assert found.config == {"training.learning_rate": (1e-4, 0.5)}
     assert (found.prompts, found.notes) == (2, ())
     assert json.loads(json.dumps(found.summary()))["metrics"]["eval_loss"]["worse"] == 1
-
-
-def test_losses_on_other_rows_are_not_compared(runs):
-    a_supervised_run(runs, "w", [2.0, 0.5])
-    a_supervised_run(runs, "v", [2.0, 0.9], asked="others")
-    a_supervised_run(runs, "bare-sft", [2.0, 0.9], asked="")
-    found = compare_references("w", "v", runs)
-    assert (found.metrics, found.curve.steps) == ((), 2)
-    assert "the held-out rows of the two are not the same as tokens" in found.notes[0]
-    with pytest.raises(UsageError, match=r"nothing to compare.* not the same as tokens"):
-        compare_references("w@2", "v@2", runs)
-    assert compare_references("w", "bare-sft", runs).notes == (
-        "only losses in training are compared: no evaluation of bare-sft",
-    )
-
-
-def test_a_supervised_run_beside_a_rewarded_one_is_what_it_answered(runs):
-    warm = a_supervised_run(runs, "w", [2.0, 0.5])
-    with pytest.raises(UsageError, match=r"run of `groupwise sft`.*eval .*--policy w` lets it"):
-        compare_references("w", "a", runs)
-    with pytest.raises(UsageError, match=r"--policy w@2 --policy bare` lets both answer"):
-        compare_references("bare", "w@2", runs)
-    written = a_file(warm / "results", "w@2", {"p": [0.1], "q": [0.5]})
-    for reference in ("w", "w@2"):
-        found = compare_references(reference, "a", runs)
-        assert (found.a.label, found.prompts) == (f"w@2 ({written})", 2)
-        assert metric(found, "reward").change.value == pytest.approx(-0.1)
