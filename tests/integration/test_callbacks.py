@@ -53,12 +53,9 @@ def history(runs: Path) -> list[str]:
     return json.loads((runs / "toy" / HISTORY).read_text())
 
 
-@pytest.fixture(scope="module")
-def unobserved(tmp_path_factory):
-    runs = tmp_path_factory.mktemp("unobserved")
-    torch.set_num_threads(1)
-    groupwise.rl(config(runs), TOY)
-    return what_must_be_equal(runs / "toy")
+@pytest.fixture
+def unobserved(whole_toy):
+    return whole_toy.equal
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +158,15 @@ def crash_at(point: str, given: dict[str, Any]) -> int:
     "point",
     [
         "commit:step:after#1",  # no checkpoint yet: all is told again to a callback that knows nothing
-        "folder:step-2:after",  # the checkpoint stands, and nobody was told
         "commit:evaluation:after#2",  # the checkpoint stands, the evaluation is recorded, and nobody was told of that
-        "commit:step:after#4",
-        "folder:final:after",
+        *(
+            pytest.param(point, marks=pytest.mark.soak(suite="kills"))
+            for point in (
+                "folder:step-2:after",  # the checkpoint stands, and nobody was told
+                "commit:step:after#4",
+                "folder:final:after",
+            )
+        ),
     ],
 )
 def test_a_crash_loses_and_repeats_nothing(unobserved, observed, tmp_path, point):
@@ -177,10 +179,9 @@ def test_a_crash_loses_and_repeats_nothing(unobserved, observed, tmp_path, point
     assert tables[0] == tables[1]
 
 
-@pytest.mark.parametrize("interrupted_in", [2, 3])
-def test_an_interruption_loses_and_repeats_nothing(observed, tmp_path, interrupted_in):
-    """Within a step, and after an evaluation; only the checkpoint of the interruption is one more."""
-    asking = named("Asking", interrupt=interrupted_in)
+def test_an_interruption_loses_and_repeats_nothing(observed, tmp_path):
+    """After an evaluation; only the checkpoint of the interruption is one more."""
+    asking = named("Asking", interrupt=3)
     first = groupwise.rl(settings(tmp_path, "History", "loss_logging", asking), TOY)
     assert first.exit_code == 130
     go_on(tmp_path, "History", "loss_logging", asking)
@@ -200,12 +201,8 @@ def test_a_failing_callback_costs_a_warning(unobserved, tmp_path, caplog):
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     warned = [each for each in said if "held-out prompts are also trained on" not in each]
     assert len(warned) == 2
-    assert "the callback Failing failed in on_step_end; the run goes on:" in warned[0]
-    assert "toy_callbacks.py" in warned[0]
-    assert "no luck after 1" in warned[0]
-    assert "callbacks/base.py" not in warned[0]
-    assert "Failing failed: 5 × on_step_end" in warned[1]
-    assert "no luck after 4" in (tmp_path / "toy" / "log.txt").read_text()
+    assert all(word in warned[0] for word in ("on_step_end", "toy_callbacks.py", "no luck after 1"))
+    assert "5 × on_step_end" in warned[1]
 
 
 def test_a_critical_one_ends_the_run_after_its_step(unobserved, tmp_path):
@@ -250,7 +247,13 @@ def test_save_and_evaluate_are_done_after_the_step(tmp_path):
     assert told.index("saved step-1") < told.index("begin 1")
 
 
-@pytest.mark.parametrize("point", [None, "folder:step-3:after"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(None, marks=pytest.mark.soak(suite="kills")),
+        "folder:step-3:after",
+    ],
+)
 def test_a_stopped_run_is_finished_and_says_why(tmp_path, point):
     """Also where it died between the checkpoint and its end."""
     asking = named("Asking", stop=3, save=3)
@@ -265,21 +268,6 @@ def test_a_stopped_run_is_finished_and_says_why(tmp_path, point):
     assert checkpoints.newest(tmp_path / "toy" / "checkpoints").step == 3
     assert (tmp_path / "toy" / "final" / "adapter_model.safetensors").is_file()
     assert result.after is not None
-
-
-def test_a_stopped_run_goes_on_without_the_callback(unobserved, tmp_path):
-    groupwise.rl(settings(tmp_path, named("Asking", stop=3)), TOY)
-    result = groupwise.rl(settings(tmp_path), TOY, resume_from="toy@3")
-    assert "stopped" not in result.summary
-    name = "final/adapter_model.safetensors"
-    assert what_must_be_equal(tmp_path / "toy")["files"][name] == unobserved["files"][name]
-
-
-def test_a_request_without_means_is_told(tmp_path, caplog):
-    given = settings(tmp_path, named("Asking", evaluate=2))
-    given["eval"] = {"before_and_after": False}
-    groupwise.rl(given, TOY)
-    assert "a callback asked for an evaluation, but this run has no held-out prompts" in caplog.text
 
 
 def test_early_stop_ends_a_run_on_its_own_metric_and_over_a_resume(tmp_path):
@@ -388,6 +376,7 @@ def test_callbacks_of_transformers_run(unobserved, tmp_path, capsys):
     assert "'eval_reward': '0'" in capsys.readouterr().err
 
 
+@pytest.mark.soak(suite="training")
 def test_early_stopping_of_transformers_counts_on_over_a_resume(tmp_path):
     from transformers import EarlyStoppingCallback
 

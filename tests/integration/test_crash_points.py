@@ -1,7 +1,7 @@
 """A crash at every durable write of a run, whatever its schedule.
 
-`test_resume` has every fifth write of a synchronous run and every ninth of one that starts from another, `test_sft` every ninth of a
-supervised one, `test_schedules` every twentieth one with a lag; `make soak SUITE=kills` has all of them, FIRST and LAST bound which
+`test_resume` has a few writes of a synchronous run and of one that starts from another, `test_sft` of a supervised one,
+`test_schedules` of one with a lag; `make soak SUITE=kills` has all of them, FIRST and LAST bound which
 (numbers from 0). With `fixed_lag` the resumed run equals the one that was not disturbed, to the bit. The
 free schedule promises less, because times decide which groups a step gets:
 

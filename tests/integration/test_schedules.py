@@ -26,6 +26,7 @@ from groupwise.runs import durable
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from tests.integration.running import STEPS, TOY, config, crash_at, go_on, what_must_be_equal
+from tests.rotation import turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -58,7 +59,7 @@ def steps(folder: Path) -> list[tuple[StepRecord, list[int]]]:
         ]
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [0, 2])
 def test_rewards_are_told_the_step_that_the_group_is_drawn_for(tmp_path, lag):
     assert groupwise.rl(config(tmp_path, lag=lag), STEPPED).exit_code == 0
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
@@ -106,7 +107,7 @@ def test_lag_0_equals_taking_turns(tmp_path, monkeypatch):
     assert what_must_be_equal(trained(tmp_path / "turns")) == ours
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2, 7])
+@pytest.mark.parametrize("lag", [0, 2, 7])
 def test_the_groups_of_a_step_come_from_the_policy_that_the_lag_says(tmp_path, lag):
     for record, ages in steps(trained(tmp_path, lag=lag)):
         assert set(ages) == {min(record.step, lag)}
@@ -130,11 +131,7 @@ def test_a_lagged_run_repeats(lagged, tmp_path):
     assert what_must_be_equal(trained(tmp_path, lag=lag)) == whole
 
 
-def test_a_lagged_run_is_another_than_the_synchronous_one(lagged, tmp_path):
-    assert what_must_be_equal(trained(tmp_path))["record"] != lagged[1]["record"]
-
-
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2])
 def test_a_lagged_run_stops_cleanly_and_goes_on(lagged, tmp_path, monkeypatch, step):
     lag, whole, _ = lagged
     commit = loop.commit
@@ -156,9 +153,9 @@ def test_a_lagged_run_stops_cleanly_and_goes_on(lagged, tmp_path, monkeypatch, s
 
 @pytest.mark.timeout(400)
 def test_a_lagged_run_survives_a_crash_at_its_durable_writes(lagged, tmp_path):
-    """Every twentieth point here, others with each lag; `make soak SUITE=kills` has them all."""
+    """A few points here, others with each lag and commit; `make soak SUITE=kills` has them all."""
     lag, whole, points = lagged
-    chosen = range(10 * (lag - 1) + 1, len(points), 20)
+    chosen = range((turn() + 15 * lag) % 30, len(points), 30)
     failed = [
         f"{number} {points[number]}"
         for number in chosen
@@ -191,7 +188,7 @@ def slow_rewards(monkeypatch):
     monkeypatch.setattr(drawing, "score", slow)
 
 
-@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("lag", [1])
 def test_the_free_schedule_loses_nobody(tmp_path, slow_rewards, lag):
     found = steps(trained(tmp_path, schedule="free", lag=lag, max_steps=12))
     draws = [draw for record, _ in found for draw in record.draws]
@@ -204,8 +201,7 @@ def test_the_free_schedule_loses_nobody(tmp_path, slow_rewards, lag):
 def test_the_free_schedule_loses_nobody_over_crashes(tmp_path, slow_rewards):
     settings = config(tmp_path, schedule="free", lag=2, max_steps=8)
     assert crash_at(40, lambda: start(settings)) == 17
-    for number in (18, 30):
-        assert crash_at(number, lambda: go_on(settings)) == 17
+    assert crash_at(18, lambda: go_on(settings)) == 17
     go_on(settings)
     draws = [draw for record, _ in steps(tmp_path / "toy") for draw in record.draws]
     assert sorted(draws) == list(range(16))

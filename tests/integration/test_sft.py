@@ -26,7 +26,6 @@ from groupwise.errors import (
     ModelError,
     ResumeMismatchError,
     TaskError,
-    UsageError,
 )
 from groupwise.evaluation.policies import find_policy
 from groupwise.learner.torch_learner import TorchLearner
@@ -130,31 +129,10 @@ def test_the_record_of_its_steps(uninterrupted):
     assert groups[0].example.columns.keys() == {"number"}
 
 
-def test_the_shown_run(uninterrupted, capfd):
-    folder, *_ = uninterrupted
-    runs = ["--dir", str(folder.parent)]
-    for words, seen in {
-        ("list",): "loss 4.",
-        ("show", "sft"): "evaluation step-5 of sft@5",
-        ("rollouts", "sft"): "given · 6 tokens",
-        ("plot", "sft"): "loss",
-    }.items():
-        assert main(["runs", *words, *runs]) == 0
-        assert seen in capfd.readouterr().out
-    assert (folder / "loss.svg").read_text().startswith("<svg")
-    assert not (folder / "reward.svg").exists()
-    assert not (folder / "published").exists()
-
-
-def test_repeated_runs_are_equal(uninterrupted, tmp_path):
-    groupwise.sft(config(tmp_path), TASK)
-    assert what_must_be_equal(tmp_path / "sft") == uninterrupted[1]
-
-
-@pytest.mark.parametrize("training", [{"packing": False}, {"max_tokens_per_microbatch": 16}])
-def test_packing_and_micro_batches_change_nothing_but_rounding(uninterrupted, tmp_path, training):
+def test_packing_and_micro_batches_change_nothing_but_rounding(tmp_path):
+    cut_up = {"packing": False, "max_tokens_per_microbatch": 16}
     groupwise.sft(
-        config(tmp_path, training=training, model={"name": "tiny", "dtype": "float32"}), TASK
+        config(tmp_path, training=cut_up, model={"name": "tiny", "dtype": "float32"}), TASK
     )
     plain = config(tmp_path, model={"name": "tiny", "dtype": "float32"})
     plain["run"]["name"] = "plain"
@@ -170,13 +148,6 @@ def test_packing_and_micro_batches_change_nothing_but_rounding(uninterrupted, tm
     for name in names:
         cut, whole = ([value for _, value in curve[name]] for curve in curves)
         assert cut == pytest.approx(whole, rel=1e-3)
-
-
-def test_full_fine_tuning(tmp_path):
-    groupwise.sft(config(tmp_path, lora=None, training={"learning_rate": 0.005}), TASK)
-    assert (tmp_path / "sft" / "final" / "model.safetensors").is_file()
-    for folder in ("final", "tokenizer"):
-        assert (tmp_path / "sft" / folder / "tokenizer.json").is_file()
 
 
 def test_whole_epochs_end_with_what_is_left(tmp_path):
@@ -218,7 +189,7 @@ def go_on(settings: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_crash_at_durable_writes(tmp_path):
-    assert not writes_that_crash(tmp_path, every=9)
+    assert not writes_that_crash(tmp_path, every=20)
 
 
 @pytest.mark.soak(suite="training")
@@ -247,8 +218,18 @@ def writes_that_crash(folder: Path, every: int) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize("place", ["gradient", "evaluation", "between"])
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        ("gradient", 2),
+        ("evaluation", 0),
+        ("between", 2),
+        *(
+            pytest.param(place, step, marks=pytest.mark.soak(suite="kills"))
+            for place, step in (("gradient", 0), ("evaluation", 2), ("between", 0))
+        ),
+    ],
+)
 def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, place, step):
     """Ctrl-C drops a partial gradient, checkpoints the last whole step, and exits with 130."""
     owner, name = {
@@ -431,12 +412,6 @@ def test_reinforcement_learning_starts_from_it(uninterrupted, tmp_path):
     )
 
 
-def test_it_starts_from_another_run(uninterrupted, tmp_path):
-    folder, *_ = uninterrupted
-    summary = groupwise.sft(config(tmp_path), TASK, init_from=f"{folder}@5").summary
-    assert summary["eval_loss_first"] == pytest.approx(uninterrupted[2]["eval_loss_last"], rel=1e-3)
-
-
 def test_a_dry_run_shows_what_is_trained(tmp_path, capfd):
     file = tmp_path / "warm.yaml"
     file.write_text(json.dumps(config(tmp_path)))
@@ -454,7 +429,7 @@ def test_a_dry_run_shows_what_is_trained(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("hooks", "more", "error", "said"),
     [
-        ({}, {}, TaskError, "has no get_sft_dataset, which `sft` needs"),
+        ({}, {}, TaskError, "has no get_sft_dataset"),
         ({"get_sft_dataset": lambda config: []}, {}, TaskError, "wrong parameters"),
         ({"get_sft_dataset": lambda config, tokenizer: []}, {}, TaskError, "empty dataset"),
         (
@@ -473,7 +448,7 @@ def test_a_dry_run_shows_what_is_trained(tmp_path, capfd):
             {"get_sft_dataset": sft_task.get_sft_dataset},
             {"eval": {"early_stopping_patience": 1}},
             TaskError,
-            "eval.eval_steps and eval.early_stopping_patience are set, but .* has no get_sft_eval",
+            "early_stopping_patience.* has no get_sft_eval",
         ),
         (
             {
@@ -483,7 +458,7 @@ def test_a_dry_run_shows_what_is_trained(tmp_path, capfd):
             },
             {},
             TaskError,
-            "get_sft_formatting_func returned str. Expected a function",
+            "get_sft_formatting_func returned str",
         ),
         (
             {"get_sft_dataset": sft_task.get_sft_dataset},
@@ -502,11 +477,6 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, hooks, more,
     with pytest.raises(error, match=said):
         groupwise.sft(config(tmp_path, **{"eval": {"eval_steps": None}, **more}), Task)
     assert not (tmp_path / "sft").exists()
-
-
-def test_two_ways_of_starting(tmp_path):
-    with pytest.raises(UsageError, match="exclude each other"):
-        groupwise.sft(config(tmp_path), TASK, resume=True, init_from="x")
 
 
 def test_hooks_of_a_task_are_used(tmp_path):

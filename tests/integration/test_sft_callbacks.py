@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import ConfigError
 from groupwise.runs import durable
 from groupwise.runs.store import Store
 from tests.integration.running import crash_at, what_must_be_equal
@@ -96,9 +95,3 @@ def test_early_stop_looks_at_the_held_out_loss(tmp_path):
     stopping = {"name": "early_stop", "metric": "eval_loss", "mode": "min", "patience": 1}
     made = settings(tmp_path, {**stopping, "min_delta": 100.0})
     assert groupwise.sft(made, TASK).summary["steps"] < STEPS
-
-
-def test_a_callback_that_does_not_exist_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ConfigError, match="early_stop"):
-        groupwise.sft(settings(tmp_path, "early_stopp"), TASK)
-    assert not (tmp_path / "sft").exists()

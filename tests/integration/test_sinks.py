@@ -45,23 +45,25 @@ def shown_by_tensorboard(run: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-@pytest.fixture(scope="module")
-def unobserved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture
+def unobserved(whole_toy) -> dict[str, Any]:
     """The run without sinks."""
-    torch.set_num_threads(1)
-    runs = tmp_path_factory.mktemp("unobserved")
-    groupwise.rl(config(runs), TOY)
-    return what_must_be_equal(runs / "toy")
+    return whole_toy.equal
 
 
 @pytest.mark.parametrize(
     "point",
     [
-        None,
-        "commit:step:after#1",
-        "commit:step:after#4",
         "append:metrics.jsonl:before#4",
-        "append:metrics.jsonl:before#6",
+        *(
+            pytest.param(point, marks=pytest.mark.soak(suite="kills"))
+            for point in (
+                None,
+                "commit:step:after#1",
+                "commit:step:after#4",
+                "append:metrics.jsonl:before#6",
+            )
+        ),
     ],
 )
 def test_files_of_the_folder_show_the_record_whatever_killed_the_run(unobserved, tmp_path, point):
@@ -125,7 +127,7 @@ assert "torch" in sys.modules
 """A run that is interrupted in its fourth step, and goes on."""
 
 
-@pytest.mark.slow
+@pytest.mark.soak(suite="training")
 def test_wandb_offline_and_trackio_have_each_line_once_without_a_network(tmp_path):
     callbacks = str(Path(__file__).with_name("toy_callbacks.py"))
     given = settings(tmp_path / "runs", "wandb", "trackio")

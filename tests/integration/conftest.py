@@ -1,0 +1,41 @@
+"""One whole run of the toy task, at which the tests of many files look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.runs import durable
+from tests.integration.running import TOY, config, what_must_be_equal
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A run that nothing disturbed. Whoever writes into its folder takes a copy."""
+
+    runs: Path
+    """The folder of the run's folder, which is called `toy`."""
+    result: Any
+    points: list[str]
+    """Its durable writes, in order."""
+    equal: dict[str, Any]
+    """What must be equal in any other one."""
+
+
+@pytest.fixture(scope="session")
+def whole_toy(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    torch.set_num_threads(1)
+    runs = tmp_path_factory.mktemp("whole-toy")
+    points: list[str] = []
+    durable.on_write = points.append
+    try:
+        result = groupwise.rl(config(runs), TOY)
+    finally:
+        durable.on_write = lambda name: None
+    assert result.exit_code == 0
+    return WholeRun(runs, result, points, what_must_be_equal(runs / "toy"))
