@@ -68,6 +68,8 @@ async def _core() -> Engine:
 
 
 MAKERS = {"fake": _fake, "process": _process, "core": _core}
+HERE = pytest.mark.parametrize("host", ["fake", "core"], indirect=True)
+"""Of what another process has no part in."""
 
 
 @pytest.fixture(params=MAKERS)
@@ -113,6 +115,7 @@ async def plan(engine: Engine, step: int, **given: Any) -> Plan:
     return Plan(step, (rewarded(sampled.group, **given),))
 
 
+@HERE
 async def test_what_cannot_be_opened_leaves_nothing(host: Host):
     wrong = replace(host.order(), config={**host.config, "model": {"name": "no-such-model"}})
     for order in (wrong, host.order(run="no-such-run")):
@@ -144,6 +147,7 @@ async def test_a_group_follows_from_its_draw(host: Host):
     assert together[0].group.rollouts != first.group.rollouts
 
 
+@HERE
 async def test_what_can_be_asked_of_a_request(host: Host):
     engine = await host.make()
     await engine.open(host.order())
@@ -188,6 +192,7 @@ async def test_what_cannot_be_asked(host: Host):
     assert await engine.sample(SampleOrder(7, "sort these", prompt_ids=own)) == before
 
 
+@HERE
 @pytest.mark.parametrize("steps", [0, 1])
 async def test_a_successor_begins_anew_before_the_first_checkpoint(host: Host, steps: int):
     engine = await host.make()
@@ -246,6 +251,7 @@ def _timeless(record: Any) -> Any:
     return replace(record, finished_at=0.0)
 
 
+@HERE
 @pytest.mark.parametrize("finished", [True, False])
 async def test_a_closed_run(host: Host, finished: bool):
     engine = await host.make()

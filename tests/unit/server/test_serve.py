@@ -105,8 +105,14 @@ def test_settings_to_start_with_are_told_by_their_lines(tmp_path: Path) -> None:
 def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
     tmp_path: Path,
 ) -> None:
-    with server(tmp_path) as process, httpx2.Client(base_url=process.address) as client:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("model_id: tiny\nmax_steps: 3\n")
+    with (
+        server(tmp_path / "out", str(settings)) as process,
+        httpx2.Client(base_url=process.address) as client,
+    ):
         process.said("no key is needed")
+        process.said("run tiny is ready, as --start-with has it")
         client.get("/status")
         client.get("/nowhere")
         process.said("GET /nowhere 404 not_found")
@@ -132,30 +138,15 @@ def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
         process.said("ending; a second signal ends at once")
 
 
-@pytest.mark.parametrize(
-    ("settings", "said", "status"),
-    [
-        ("model_id: tiny\nmax_steps: 3\n", "run tiny is ready, as --start-with has it", None),
-        ("run_name: bad\n", "--start-with was refused: for a reason", 2),
-        ("run_name: active\n", "--start-with has nothing to do", None),
-    ],
-)
-def test_a_run_is_begun_with_the_server(
-    settings: str, said: str, status: int | None, tmp_path: Path
-) -> None:
-    (tmp_path / "settings.yaml").write_text(settings)
-    with server(tmp_path / "out", str(tmp_path / "settings.yaml"), log_format="json") as process:
-        process.said(said)
-        if status is not None:
-            assert process.popen.wait(30) == status
-            return
-        httpx2.get(process.address + "/status")
-        line = json.loads(process.said(r'\{.*"path": "/status".*\}'))
-        assert (line["status"], line["key"]) == (200, "local")
+def test_a_run_that_cannot_be_begun_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("run_name: bad\n")
+    with server(tmp_path / "out", str(tmp_path / "settings.yaml")) as process:
+        process.said("--start-with was refused: for a reason")
+        assert process.popen.wait(30) == 2
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")
-def test_tls_by_files(tmp_path: Path) -> None:
+def test_tls_by_files_logs_in_json_and_a_run_that_is_active_already(tmp_path: Path) -> None:
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
     usages = ("subjectAltName=IP:127.0.0.1", "keyUsage=digitalSignature,keyCertSign")
@@ -163,11 +154,16 @@ def test_tls_by_files(tmp_path: Path) -> None:
     words = [*make.split(), *more, "-keyout", key, "-out", certificate]
     subprocess.run(words, check=True, capture_output=True)
     trusting = ssl.create_default_context(cafile=str(certificate))
-    settings = {"tls_certificate": str(certificate), "tls_key": str(key)}
-    with server(tmp_path / "out", **settings) as process:
+    files = {"tls_certificate": str(certificate), "tls_key": str(key)}
+    (tmp_path / "settings.yaml").write_text("run_name: active\n")
+    more = str(tmp_path / "settings.yaml")
+    with server(tmp_path / "out", more, **files, log_format="json") as process:
+        process.said("--start-with has nothing to do")
         assert process.address.startswith("https://")
         with httpx2.Client(base_url=process.address, verify=trusting) as client:
             assert client.get("/status").status_code == 200
+        line = json.loads(process.said(r'\{.*"path": "/status".*\}'))
+        assert (line["status"], line["key"]) == (200, "local")
 
 
 def test_what_cannot_be_used_is_told_before_anything_begins(tmp_path: Path) -> None:
