@@ -1,6 +1,5 @@
 """The house rules that no other tool checks: verbs, dependencies, start-up time, what the files may say."""
 
-import ast
 import os
 import re
 import subprocess
@@ -217,10 +216,11 @@ assert not heavy, heavy
 
 
 def test_every_module_tells_its_story_first() -> None:
+    modules = {path: path.read_text().lstrip() for path in (ROOT / "groupwise").rglob("*.py")}
     silent = [
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "groupwise").rglob("*.py")
-        if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+        path.name
+        for path, text in modules.items()
+        if text and not text.startswith(('"""', 'r"""', "#!"))
     ]
     assert silent == []
 

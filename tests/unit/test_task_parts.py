@@ -64,6 +64,7 @@ def task_of(folder: Path, text: str) -> Task:
     return load_task(folder / "task.py")
 
 
+@pytest.mark.soak(suite="tasks")
 async def test_reward_uses_the_tokenizer_and_then_a_model(tmp_path):
     log = tmp_path / "log"
     config = load_config({"model": {"name": "tiny"}, "task": {"log": str(log)}}).config
