@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from groupwise import build, machine_layout
+from groupwise.algorithms.registry import make
 from groupwise.build import Parts
 from groupwise.config import RunConfig, load_config
+from groupwise.models.files import read_tensors, write_tensors
+from groupwise.models.lora import WEIGHTS
 from groupwise.types import OptimiserParams, Row
 from tests.tunix_models import model_of
 
 STEP = OptimiserParams(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
+
+
+LAYERS = {"llama": 2, "qwen2": 2, "qwen3": 2}
+"""Of Gemma one in six attends to everything."""
 
 
 def config_of(
@@ -26,7 +34,7 @@ def config_of(
 ) -> RunConfig:
     given: dict[str, Any] = {
         "model": {
-            "name": str(model_of(family, layers)),
+            "name": str(model_of(family, layers or LAYERS.get(family))),
             "backend": backend,
             "dtype": "float32",
             "adapter": start,
@@ -43,6 +51,34 @@ def config_of(
 def parts_of(config: RunConfig, folder: Path, longest_prompt: int = 40) -> Parts:
     layout = machine_layout.choose_layout(config, longest_prompt)
     return asyncio.run(build.start_training(config, layout, "run", folder))
+
+
+async def stirred(parts: Parts) -> None:
+    """Leave the start, where B is zero, by an update."""
+    rows = rows_of(random.Random(5), 6)
+    await parts.learner.forward_backward(rows, make("dr_grpo", {}).loss_spec(), {"policy": 6.0})
+    assert (await parts.learner.update(STEP)).applied
+
+
+def start_of(family: str, folder: Path) -> str:
+    """An adapter that is not zero, with one A for layers that are one weight in Tunix."""
+    with closing(parts_of(config_of(family, "transformers"), folder)) as parts:
+        asyncio.run(stirred(parts))
+        path = asyncio.run(parts.learner.publish(0)).path
+    file = Path(path) / WEIGHTS
+    tensors = read_tensors(file)
+    own = {as_one(name, family): tensor for name, tensor in tensors.items()}
+    write_tensors({name: own[as_one(name, family)].clone() for name in tensors}, file)
+    return path
+
+
+def as_one(name: str, family: str) -> str:
+    """The same for the A factors of layers that are one weight in Tunix's Gemma."""
+    if family.startswith("gemma3") and name.endswith("lora_A.weight"):
+        fused = ["k_proj", "v_proj", *(["q_proj"] if family == "gemma3-all-heads" else [])]
+        for layer in fused:
+            name = name.replace(layer, "fused")
+    return name
 
 
 def rows_of(chance: random.Random, count: int, *, reference: bool = False) -> list[Row]:

@@ -12,11 +12,14 @@ import pytest
 
 from groupwise.algorithms.registry import make
 from groupwise.build import Parts
-from groupwise.models.lora import WEIGHTS
 from groupwise.types import Completion, GroupRequest, SamplingParams
 from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("divided")]
+pytestmark = [
+    pytest.mark.soak(suite="tunix"),
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("divided"),
+]
 
 LOSS = make("dr_grpo", {}).loss_spec()
 ROWS = rows_of(random.Random(6), 9)
@@ -42,7 +45,6 @@ def outcome(family: str, mesh: tuple[int, int], folder: Path) -> tuple[list[floa
 MESHES = (("gemma3", (8, 1)), ("llama", (1, 2)), ("gemma3", (1, 2)), ("qwen3", (4, 2)))
 
 
-@pytest.mark.soak(suite="tunix")
 @pytest.mark.parametrize(("family", "mesh"), MESHES)
 def test_devices_compute_together_what_one_does(
     family: str, mesh: tuple[int, int], tmp_path: Path
@@ -53,21 +55,3 @@ def test_devices_compute_together_what_one_does(
     np.testing.assert_allclose(together, alone, atol=2e-3)
     assert drawn_so.token_ids == drawn.token_ids
     np.testing.assert_allclose(drawn_so.logprobs, drawn.logprobs, atol=2e-3)
-
-
-@pytest.mark.soak(suite="tunix")
-@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
-def test_what_is_gone_on_with_is_equal_to_the_bit(mesh: tuple[int, int], tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    state.mkdir()
-    config = config_of("gemma3", "tunix", mesh=mesh, layers=2)
-    with closing(parts_of(config, tmp_path / "whole")) as parts:
-        learnt(parts, 2)
-        parts.learner.save(str(state))
-        learnt(parts, 2)
-        whole = asyncio.run(parts.learner.publish(4)).path
-    with closing(parts_of(config, tmp_path / "resumed")) as parts:
-        parts.learner.load(str(state))
-        learnt(parts, 2)
-        resumed = asyncio.run(parts.learner.publish(4)).path
-    assert (Path(whole) / WEIGHTS).read_bytes() == (Path(resumed) / WEIGHTS).read_bytes()

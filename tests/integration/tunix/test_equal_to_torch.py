@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
@@ -21,7 +20,17 @@ from groupwise.build import Parts
 from groupwise.models.files import read_tensors
 from groupwise.models.lora import WEIGHTS, fingerprint
 from groupwise.types import Completion, GroupRequest, OtherRows, Row, SamplingParams, Withheld
-from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
+from tests.integration.tunix.conftest import Pairs
+from tests.integration.tunix.running import (
+    LAYERS,
+    STEP,
+    as_one,
+    config_of,
+    flat,
+    parts_of,
+    rows_of,
+    stirred,
+)
 from tests.tunix_models import model_of
 
 OTHERS = ("gemma3-all-heads", "qwen2", "qwen3")
@@ -32,35 +41,18 @@ FAMILIES = (
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def both(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Parts, Parts]]:
+@pytest.fixture(params=FAMILIES)
+def both(request: pytest.FixtureRequest, pairs: Pairs) -> tuple[Parts, Parts]:
     """Parts of Tunix, and those of torch with the same adapter, which is not zero."""
-    folder = tmp_path_factory.mktemp("published")
-    with closing(parts_of(config_of(request.param, "tunix"), folder / "start")) as parts:
-        asyncio.run(stirred(parts))
-        start = asyncio.run(parts.learner.publish(0)).path
-    given = [config_of(request.param, backend, start) for backend in ("tunix", "transformers")]
-    tunix, by_torch = (parts_of(each, folder / each.model.backend) for each in given)
-    with closing(tunix), closing(by_torch):
-        for each in (tunix, by_torch):
-            asyncio.run(each.sampler.load(asyncio.run(each.learner.publish(1))))
-        yield tunix, by_torch
-
-
-async def stirred(parts: Parts) -> None:
-    """Leave the start, where B is zero, by an update."""
-    rows = rows_of(random.Random(5), 6)
-    await parts.learner.forward_backward(rows, make("dr_grpo", {}).loss_spec(), {"policy": 6.0})
-    assert (await parts.learner.update(STEP)).applied
+    return pairs(request.param)
 
 
 def test_log_probabilities(both: tuple[Parts, Parts]) -> None:
     rows = rows_of(random.Random(0), 12)
     rows[3] = replace(rows[3], withheld=(Withheld(0, 1, (1, 7)),))
-    tunix, by_torch = (flat(asyncio.run(each.learner.logprobs(rows))) for each in both)
-    np.testing.assert_allclose(tunix, by_torch, atol=2e-4)
+    for role in ("policy", "reference"):
+        tunix, by_torch = (flat(asyncio.run(each.learner.logprobs(rows, role))) for each in both)
+        np.testing.assert_allclose(tunix, by_torch, atol=2e-4)
     told = [asyncio.run(each.learner.predictions(rows)) for each in both]
     assert [each.right for each in told[0]] == [each.right for each in told[1]]
 
@@ -123,9 +115,12 @@ def updated(parts: Parts) -> float:
     """Update, and tell the norm of the gradient: by torch as if layers that are one weight in Tunix had one A there, too."""
     if parts.trained is None or parts.trained.model.config.model_type != "gemma3_text":
         return asyncio.run(parts.learner.update(STEP)).grad_norm
+    config = parts.trained.model.config
+    all_heads = config.num_attention_heads == config.num_key_value_heads
+    family = "gemma3-all-heads" if all_heads else "gemma3"
     tied: dict[str, list[torch.Tensor]] = {}
     for name, parameter in parts.trained.parameters().items():
-        tied.setdefault(as_one(name, parts), []).append(parameter.grad)
+        tied.setdefault(as_one(name, family), []).append(parameter.grad)
     totals = {name: torch.stack(each).sum(0) for name, each in tied.items()}
     norm = float(torch.nn.utils.get_total_norm(totals.values()))
     assert STEP.max_grad_norm is not None
@@ -134,18 +129,6 @@ def updated(parts: Parts) -> float:
             each.copy_(totals[name] * min(1, STEP.max_grad_norm / norm))
     asyncio.run(parts.learner.update(replace(STEP, max_grad_norm=None)))
     return norm
-
-
-def as_one(name: str, parts: Parts) -> str:
-    """The same for the A factors of layers that are one weight in Tunix's Gemma."""
-    config = parts.trained.model.config
-    fused = ["k_proj", "v_proj"]
-    if config.num_attention_heads == config.num_key_value_heads:
-        fused.append("q_proj")
-    if name.endswith("lora_A.weight"):
-        for layer in fused:
-            name = name.replace(layer, "fused")
-    return name
 
 
 def test_the_same_numbers_draw_the_same_tokens(both: tuple[Parts, Parts]) -> None:
@@ -185,7 +168,7 @@ def test_prompts_of_all_widths_draw_the_same_tokens(tmp_path: Path) -> None:
         groups = await asyncio.gather(*map(parts.sampler.generate, requests))
         return [completion for group in groups for completion in group]
 
-    given = [config_of("gemma3", backend) for backend in ("tunix", "transformers")]
+    given = [config_of("llama", backend) for backend in ("tunix", "transformers")]
     tunix, by_torch = (parts_of(each, tmp_path / each.model.backend, 700) for each in given)
     with closing(tunix), closing(by_torch):
         ours, theirs = (asyncio.run(drawn(each)) for each in (tunix, by_torch))
@@ -203,23 +186,33 @@ def test_files_and_fingerprints(both: tuple[Parts, Parts]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
-@pytest.mark.parametrize("family", ["gemma3", "llama", "gemma3-pictures"])
-def test_peft_loads_what_is_published_with_equal_logits(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_what_is_published_with_equal_logits(pairs: Pairs, family: str) -> None:
+    equal_by_peft(pairs(family)[0], family)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.soak(suite="tunix")
+def test_so_it_is_with_the_text_of_a_model_for_pictures(tmp_path: Path) -> None:
+    with closing(parts_of(config_of("gemma3-pictures", "tunix"), tmp_path)) as parts:
+        asyncio.run(stirred(parts))
+        equal_by_peft(parts, "gemma3-pictures")
+
+
+def equal_by_peft(parts: Parts, family: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    with closing(parts_of(config_of(family, "tunix"), tmp_path)) as parts:
-        asyncio.run(stirred(parts))
-        policy = asyncio.run(parts.learner.publish(1))
-        (row,) = rows_of(random.Random(3), 1)
-        row = replace(row, temperature=1.0)
-        (ours,) = asyncio.run(parts.learner.logprobs([row]))
-        (reference,) = asyncio.run(parts.learner.logprobs([row], "reference"))
-    base = AutoModelForCausalLM.from_pretrained(model_of(family))
-    np.testing.assert_allclose(reference, logprobs_by(base, row), atol=2e-4)
-    adapted = PeftModel.from_pretrained(base, policy.path)
-    np.testing.assert_allclose(ours, logprobs_by(adapted, row), atol=2e-4)
-    assert max(abs(one - other) for one, other in zip(ours, reference, strict=True)) > 0.01
+    policy = asyncio.run(parts.learner.publish(4))
+    (row,) = rows_of(random.Random(3), 1)
+    row = replace(row, temperature=1.0)
+    (ours,) = asyncio.run(parts.learner.logprobs([row]))
+    base = AutoModelForCausalLM.from_pretrained(model_of(family, LAYERS.get(family)))
+    bare = logprobs_by(base, row)
+    np.testing.assert_allclose(
+        ours, logprobs_by(PeftModel.from_pretrained(base, policy.path), row), atol=2e-4
+    )
+    assert max(abs(one - other) for one, other in zip(ours, bare, strict=True)) > 0.01
 
 
 def logprobs_by(model: Any, row: Row) -> list[float]:

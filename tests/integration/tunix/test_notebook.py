@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FINAL = Path("checkpoints/digits/final/adapter_model.safetensors")
 
 
-def begin(steps: int = 6) -> str:
+SOAK = pytest.mark.soak(suite="tunix")
+
+
+def begin(steps: int = 6, layers: int | None = None) -> str:
     return f"""
 from groupwise.notebook import *
 
@@ -25,7 +28,7 @@ def digits(completions, **columns):
     return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
 
 config = TrainingConfig(
-    backend="tunix", model={str(model_of("gemma3"))!r}, dataset="arithmetic", dataset_max=40, num_batches={steps * 4 // 3},
+    backend="tunix", model={str(model_of("gemma3", layers))!r}, dataset="arithmetic", dataset_max=40, num_batches={steps * 4 // 3},
     train_fraction=0.75, batch_size=4, num_generations=8, total_generation_steps=16, learning_rate=0.05, beta=0.0, lora_rank=8,
     lora_alpha=16, experiment_name="digits", overrides={{"training.max_grad_norm": 1.0, "eval.max_prompts": 4}},
 )
@@ -36,25 +39,26 @@ session = prepare_session(config)
 TRAIN = "state = train_grpo(config, session, reward_functions=[digits])"
 
 
-def test_the_same_cells_train_gemma_on_jax(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "layers"), [(3, 2), pytest.param(33, None, marks=SOAK)])
+def test_the_same_cells_train_gemma_on_jax(tmp_path: Path, steps: int, layers: int | None) -> None:
     with Kernel(tmp_path) as kernel:
-        said = text(kernel.run(begin(steps=33)))
+        said = text(kernel.run(begin(steps, layers)))
         assert "tunix 0.1.7 with jax" in said
-        page = text(kernel.run(TRAIN))
-        assert "step 33/33" in page
-        kernel.run("rewards = [value for _, value in session.run.metrics('reward')['reward']]")
-        told = text(kernel.run("print(sum(rewards[:4]) / 4, sum(rewards[-8:]) / 8)"))
-        first, last = map(float, told.split())
-        assert last > 1.4 * first, (first, last)
+        assert f"step {steps}/{steps}" in text(kernel.run(TRAIN))
+        if steps > 30:
+            kernel.run("rewards = [value for _, value in session.run.metrics('reward')['reward']]")
+            told = text(kernel.run("print(sum(rewards[:4]) / 4, sum(rewards[-8:]) / 8)"))
+            first, last = map(float, told.split())
+            assert last > 1.4 * first, (first, last)
         assert "PeftModel" in text(kernel.run("path = export_checkpoint(config, state)"))
         assert "Error" not in text(kernel.run("print(quick_test(config, session, 'Say 1.'))"))
-        measured = text(kernel.run("print(sorted(evaluate(config, session)))"))
-        assert "accuracy" in measured
+        assert "accuracy" in text(kernel.run("print(sorted(evaluate(config, session)))"))
         assert "{'fsdp': 1, 'tp': 1}" in text(kernel.run("session.mesh"))
-    adapter = tmp_path / "checkpoints/digits/checkpoints/step-33/hf_lora/adapter_model.safetensors"
-    assert adapter.stat().st_size > 1000
+    folder = tmp_path / f"checkpoints/digits/checkpoints/step-{steps}/hf_lora"
+    assert (folder / "adapter_model.safetensors").stat().st_size > 1000
 
 
+@SOAK
 def test_an_interrupted_training_goes_on_in_another_kernel_and_a_killed_worker_costs_no_more(
     tmp_path: Path,
 ) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,12 +18,12 @@ from groupwise import build, machine_layout
 from groupwise.build import Parts
 from groupwise.config import load_config
 from groupwise.errors import CheckpointError, ModelError, RunError, StoreError
-from groupwise.tunix.environment import start_worker
 from groupwise.tunix.messages import Look
 from groupwise.tunix.parts import TunixLearner
 from groupwise.tunix.process import WorkerProcess
 from groupwise.types import GroupRequest, SamplingParams
 from tests.tunix_models import model_of
+from tests.unit.ranks.toys import all_gone
 
 ORPHAN = """
 import os, signal, time
@@ -50,29 +49,10 @@ def test_it_ends_with_its_parent_though_a_child_of_that_lives_on() -> None:
         devices, worker = map(int, program.stdout.readline().split())
         assert program.wait(30) == -signal.SIGKILL
         assert devices >= 1
-        deadline = time.monotonic() + 20
-        while _lives(worker):
-            assert time.monotonic() < deadline, "the worker outlives its parent"
-            time.sleep(0.05)
+        assert all_gone([worker])
     finally:
         os.killpg(program.pid, signal.SIGKILL)
         program.stdout.close()
-
-
-def _lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_an_order_that_it_does_not_understand_ends_it() -> None:
-    worker = start_worker(1, (1, 1))
-    with closing(worker):
-        assert worker.call_now(Look())["devices"] == 1
-        worker._connection.sendall(b'{"number": 7, "do": {"verb": "nonsense"}}\n')
-        with pytest.raises(RunError, match=r"(?s)exit code 1.*nonsense"):
-            look_for_ever(worker)
 
 
 def look_for_ever(worker: WorkerProcess) -> None:
@@ -83,7 +63,7 @@ def look_for_ever(worker: WorkerProcess) -> None:
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     values = {
-        "model": {"name": str(model_of("llama")), "backend": "tunix"},
+        "model": {"name": str(model_of("llama", layers=2)), "backend": "tunix"},
         "lora": {"r": 4, "alpha": 8},
         "sampler": {"slots": 16, "max_completion_length": 24},
         "run": {"threads": 1},
@@ -135,17 +115,22 @@ def test_a_request_that_does_not_fit_fails_alone(parts: Parts) -> None:
     assert len(one) == 2  # type: ignore[arg-type]
 
 
-def test_nobody_waits_for_a_discard(parts: Parts) -> None:
+def test_nobody_waits_for_a_discard_and_an_order_that_it_does_not_understand_ends_it(
+    parts: Parts,
+) -> None:
     """Not behind what the worker computes, and not where it has ended."""
     learner = parts.learner
     assert isinstance(learner, TunixLearner)
-    os.kill(learner._worker.pid, signal.SIGSTOP)
+    worker = learner._worker
+    os.kill(worker.pid, signal.SIGSTOP)
     try:
         with ThreadPoolExecutor(1) as other:
             other.submit(learner.discard).result(20)
     finally:
-        os.kill(learner._worker.pid, signal.SIGCONT)
-    os.kill(learner._worker.pid, signal.SIGKILL)
+        os.kill(worker.pid, signal.SIGCONT)
+    worker._connection.sendall(b'{"number": 7, "do": {"verb": "nonsense"}}\n')
+    with pytest.raises(RunError, match=r"(?s)exit code 1.*nonsense"):
+        look_for_ever(worker)
     with pytest.raises(RunError):
         learner.save("anywhere")
     learner.discard()

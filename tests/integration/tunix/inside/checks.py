@@ -1,4 +1,5 @@
-"""Parts of the worker by themselves, run by the Python of Tunix's environment: a check's name and arguments to JSON on stdout."""
+"""Parts of the worker by themselves, run by the Python of Tunix's environment: a list of checks with their arguments, as JSON, to a list of
+what they tell on stdout."""
 
 from __future__ import annotations
 
@@ -106,6 +107,7 @@ def _added(adapted: Adapted, weight: str, inputs: Any, down: Any, up: Any) -> An
 def logits(folder: str) -> dict[str, list[float]]:
     """Which share of the logits have no more digits than bfloat16: of the sampler's steps, and of the learner's pieces."""
     shares: dict[str, list[float]] = {"sampler": [], "learner": []}
+    drawn, numbers = sampler._draw, head._numbers
 
     def noting(kind: str, module: Any, name: str) -> None:
         own = getattr(module, name)
@@ -131,6 +133,7 @@ def logits(folder: str) -> dict[str, list[float]]:
     model = adapted.merged(factors, adapted.base)
     jax.block_until_ready(jax.jit(forward.numbers)(model, batch.sequences(102)))
     jax.effects_barrier()
+    sampler._draw, head._numbers = drawn, numbers
     return shares
 
 
@@ -163,8 +166,10 @@ def precision(folder: str) -> dict[str, bool]:
     """Whether products of float32 are asked for in full once a model of a format is open."""
     inputs, found = jnp.ones((2, 2)), dict[str, bool]()
     for dtype in ("float32", "bfloat16"):
-        Service().do(_order(folder, dtype))
+        opened = Service()
+        opened.do(_order(folder, dtype))
         found[dtype] = "HIGHEST" in jax.jit(jnp.dot).lower(inputs, inputs).as_text()
+        opened._scope.close()
     return found
 
 
@@ -178,12 +183,10 @@ def _order(folder: str, dtype: str, mesh: tuple[int, int] = (1, 1), *, remat: bo
     )  # fmt: skip
 
 
-def recomputed(folder: str) -> dict[str, dict[str, float]]:
-    """For one device and for two how far gradients differ where layers are computed again, their norm, and the bytes of each way."""
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=2 {NOT_MERGED}"
-    divided.divide()
+def recomputed(folder: str, *numbers: int) -> dict[str, dict[str, float]]:
+    """For numbers of devices how far gradients differ where layers are computed again, their norm, and the bytes of each way."""
     found: dict[str, dict[str, float]] = {}
-    for devices in (1, 2):
+    for devices in numbers:
         (kept, held), (again, less) = (
             _gradient(_order(folder, "float32", (devices, 1), remat=remat))
             for remat in (False, True)
@@ -245,18 +248,10 @@ def shapes(folder: str) -> dict[str, Any]:
     return {"compiled": served._loop._cache_size(), "drawn": drawn, "full": len(first.token_ids)}
 
 
+CHECKS = {each.__name__: each for each in (slopes, logits, draws, precision, shapes, recomputed, memory)}  # fmt: skip
+
 if __name__ == "__main__":
-    check, *arguments = sys.argv[1:]
-    print(
-        json.dumps(
-            {
-                "slopes": slopes,
-                "logits": logits,
-                "draws": draws,
-                "precision": precision,
-                "shapes": shapes,
-                "recomputed": recomputed,
-                "memory": memory,
-            }[check](*arguments)
-        )
-    )
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=2 {NOT_MERGED}"
+    divided.divide()
+    found = [CHECKS[name](*arguments) for name, *arguments in json.loads(sys.argv[1])]
+    print(json.dumps(found))
