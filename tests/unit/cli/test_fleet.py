@@ -5,38 +5,30 @@ Those that only look, or are refused, share one fleet (`still`), and look that i
 
 import json
 import os
-import re
 import signal
 import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
 
 from groupwise.cli import fleet_follow, fleet_progress
 from groupwise.cli.fleet_words import (
     hyperparams,
     number,
-    pairs,
     seconds_of,
-    secret,
-    statuses,
     whole,
 )
 from groupwise.errors import UsageError
 from groupwise.fleet.direct import DirectFleet
-from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.patience import AwayError
 from groupwise.fleet.processes import alone
 from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import connect
-from groupwise.fleet.store.tables import VM
 from groupwise.fleet.verbs.status import NO_DISPATCHER
 from groupwise.hosts.files import hash_of
 from groupwise.wire.fleet import MOST_LINES
 from tests.unit.cli.fleet_folder import Command
-from tests.unit.fleet.small_fleet import claim_some
 
 
 def submitted(fleet: Command, *words: str) -> str:
@@ -99,33 +91,21 @@ def test_help_lists_every_verb_with_a_whole_sentence(still: Command, group: str)
     assert [text for text in found.values() if not text.endswith(".") or "..." in text] == []
 
 
-def test_help_names_no_verb_that_is_not_there(still: Command) -> None:
-    about = re.search(r"Machines: ([^.]*)\.", still("vm", "--help")[1])
-    assert about is not None
-    named = set(about[1].replace(",", "").split())
-    assert {"add", "list", "prepare", "drain", "lost", "remove", "trust"} <= named
-    assert named <= set(VERBS["vm"].split())
-
-
 # --- submitting
 
 
 def test_the_id_stands_alone_on_standard_output(seen: Command) -> None:
-    code, out, err = seen("submit", "--", "python", "x.py", "--lr", "1")
-    assert code == 0
-    assert out.startswith("job-")
-    assert len(out.split()) == 1
-    assert "--gpus was not given: the job gets no GPU" in err
-    code, shown, _ = seen("show", out.strip(), "--json")
-    found = json.loads(shown)
-    assert found["arguments"] == ["python", "x.py", "--lr", "1"]
-    assert found["submitted_by"].startswith("user:")
-
-
-def test_without_dashes_the_options_of_the_command_are_its_own(seen: Command) -> None:
-    job_id = submitted(seen, "python", "x.py", "--priority", "9")
-    found = json.loads(seen("show", job_id, "--json")[1])
-    assert (found["arguments"][-1], found["priority"]) == ("9", 0)
+    """With and without dashes the options of the command are its own."""
+    for dashes in ((), ("--",)):
+        code, out, err = seen("submit", *dashes, "python", "x.py", "--priority", "9")
+        assert code == 0
+        assert out.startswith("job-")
+        assert len(out.split()) == 1
+        assert "--gpus was not given: the job gets no GPU" in err
+        found = json.loads(seen("show", out.strip(), "--json")[1])
+        assert found["arguments"] == ["python", "x.py", "--priority", "9"]
+        assert found["priority"] == 0
+        assert found["submitted_by"].startswith("user:")
 
 
 def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
@@ -157,19 +137,6 @@ def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
     assert found["resources"]["ram_mb"] == 2000
 
 
-def test_a_job_that_is_to_run_once(seen: Command) -> None:
-    job_id = submitted(seen, "--retries", "none", "--", "true")
-    assert json.loads(seen("show", job_id, "--json")[1])["request"]["retry"] == {"once": True}
-
-
-def test_a_command_on_one_machine_runs_once(seen: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_follow, "follow_log", lambda access, job_id: access.show(job_id))
-    assert seen("exec", "vm-1", "nproc")[0] == 0
-    (job,) = json.loads(seen("jobs", "--json")[1])
-    found = json.loads(seen("show", job["job_id"], "--json")[1])
-    assert found["request"]["retry"] == {"once": True}
-
-
 def test_a_command_on_one_machine_that_is_interrupted_is_cancelled(
     seen: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +152,8 @@ def test_a_command_on_one_machine_that_is_interrupted_is_cancelled(
         job, *_ = json.loads(seen("jobs", "--json")[1])
         assert (job["status"], ended) == ("cancelled", code)
         assert said == f"{job['job_id']} is cancelled\ngroupwise: stopped by {name}\n"
+        shown = json.loads(seen("show", job["job_id"], "--json")[1])
+        assert shown["request"]["retry"] == {"once": True}
 
     interrupted(signal.SIGINT, "SIGINT", 130)
     interrupted(signal.SIGTERM, "SIGTERM", 143)
@@ -211,34 +180,6 @@ def test_a_command_that_could_not_be_cancelled_is_said_to_go_on(
         assert job["status"] == "queued"
 
 
-@pytest.mark.parametrize(
-    ("code", "reason", "said"),
-    [
-        (7, "crashed: exit code 7: hi (the job allows no second execution)", ""),
-        (2, "user_error: exit code 2: usage (never tried again)", ""),
-        (-11, "crashed: signal 11 (the job allows no second execution)", None),
-        (None, "time_limit: it ran for 600 s", None),
-    ],
-)
-def test_an_exit_code_needs_no_further_words(
-    seen: Command, monkeypatch: pytest.MonkeyPatch, code: int | None, reason: str, said: str | None
-) -> None:
-    ended = {"status": "failed", "exit_code": code, "failure_reason": reason}
-    monkeypatch.setattr(fleet_follow, "follow_log", lambda access, job_id: ended)
-    assert seen("exec", "vm-1", "false")[2] == (f"{reason}\n" if said is None else said)
-
-
-def test_the_lengths_are_flags_of_a_grpo_as_of_its_command(seen: Command) -> None:
-    lengths = ("--max_prompt_length", "99", "--max_completion_length", "64")
-    rewarded = ("--reward_function", "correctness", "--hyperparams", "algorithm.beta=0.5")
-    job_id = submitted(
-        seen, "--kind", "GRPO", "--model", "tiny", "--dataset", "org/d", *rewarded, *lengths
-    )
-    found = json.loads(seen("show", job_id, "--json")[1])
-    assert {"--max_prompt_length=99", "--max_completion_length=64"} <= {*found["arguments"]}
-    assert "algorithm.beta=0.5" in found["arguments"]
-
-
 def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text('--seed 1\n\n{"name": "second", "environment": {"B": "2"}}\n')
@@ -249,39 +190,22 @@ def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None
     assert one["arguments"] == ["python", "x.py", "--seed", "1"]
     assert two["name"] == "second"
     assert two["request"]["environment"] == {"A": "1", "B": "2"}
-
-
-def test_the_lines_of_an_array_may_say_all(seen: Command, tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
     file.write_text('echo one\n{"arguments": ["echo", "two"], "resources": {"gpus": 0}}\n')
-    code, out, _ = seen("submit", "--gpus", "0", "--array", str(file))
-    assert code == 0
+    _, out, _ = seen("submit", "--gpus", "0", "--array", str(file))
     found = [json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split()]
     assert [each["arguments"] for each in found] == [["echo", "one"], ["echo", "two"]]
-    file.write_text('{"name": "nothing"}\n')
-    code, _, err = seen("submit", "--gpus", "0", "--array", str(file))
-    assert code == 2
-    assert f"--array {file}:1: there is nothing to run" in err
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"priority": "high"}', "priority"),
-        ('{"output_dir": "../elsewhere"}', "output_dir"),
+    for line, words in (
+        ('{"arguments": ["true"], "priority": "high"}', "priority"),
+        ('{"arguments": ["true"], "output_dir": "../elsewhere"}', "output_dir"),
+        ('{"name": "nothing"}', "there is nothing to run"),
         ("it 'is open", "quotes"),
-    ],
-)
-def test_the_line_of_an_array_that_is_wrong_is_told(
-    seen: Command, tmp_path: Path, line: str, words: str
-) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text(f"--seed 1\n\n{line}\n--seed 2\n")
-    code, _, err = seen("submit", "--gpus", "0", "--array", str(file), "--", "true")
-    assert code == 2
-    assert f"--array {file}:3: " in err
-    assert words in err
-    assert "no jobs" in seen("jobs")[2]
+    ):
+        file.write_text(f"echo 1\n\n{line}\necho 2\n")
+        code, out, err = seen("submit", "--gpus", "0", "--array", str(file))
+        assert (code, out) == (2, "")
+        assert f"--array {file}:3: " in err
+        assert words in err
+    assert len(json.loads(seen("jobs", "--json")[1])) == 4
 
 
 GRPO = ("--kind", "GRPO", "--gpus", "0", "--model", "tiny", "--reward_function", "correctness")
@@ -331,10 +255,14 @@ def test_a_file_of_the_command_that_stays_here_is_told(
     assert "does not travel" not in seen("submit", "--file", "train.py", *asked)[2]
 
 
-@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
+def test_the_line_that_names_what_is_not_there_is_told(
+    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").write_text("{}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "data").write_text("{}")
+    told: tuple[tuple[dict[str, object], str], ...] = (
         ({"dataset": "./nowhere.jsonl"}, "there is no such file here"),
         ({"dataset": "nowhere.jsonl"}, "neither an absolute path"),
         ({"dataset": 3}, "dataset"),
@@ -342,38 +270,15 @@ def test_a_file_of_the_command_that_stays_here_is_told(
         ({"hyperparams": {"algorithm.beto": 1}}, "algorithm.beto"),
         ({"resources": {"gpus": 8}}, "8 GPUs are asked for"),
         ({"reward_function": "corectness"}, "Did you mean `correctness` or"),
-    ],
-)
-def test_the_line_that_names_what_is_not_there_is_told(
-    seen: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    line: dict[str, object],
-    told: str,
-    dry_run: tuple[str, ...],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").write_text("{}")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "data").write_text("{}")
-    (tmp_path / "lines").write_text('{"name": "fine"}\n' + json.dumps(line))
-    asked = ("submit", *GRPO, *dry_run, "--dataset", "org/d", "--file", "data", "--array", "lines")
-    code, out, err = seen(*asked)
-    assert (code, out) == (2, "")
-    assert "--array lines:2: " in err
-    assert told in err
-
-
-def test_an_array_that_is_too_long_is_told_before_anything_is_sent(
-    seen: Command, tmp_path: Path, folder: Path
-) -> None:
-    (tmp_path / "lines").write_text("x\n" * 10_001)
-    (tmp_path / "data").write_text("never sent")
-    words = ("--file", str(tmp_path / "data"), "--array", str(tmp_path / "lines"), "--", "true")
-    code, _, err = seen("submit", *words)
-    assert code == 2
-    assert "10001 jobs: at most 10000 are submitted at once" in err
-    assert not (folder / "blobs").exists()
+    )
+    given = ("--dataset", "org/d", "--file", "data", "--array", "lines")
+    for place, (line, words) in enumerate(told):
+        (tmp_path / "lines").write_text('{"name": "fine"}\n' + json.dumps(line))
+        dry_run = ("--dry-run",) if place % 2 else ()
+        code, out, err = seen("submit", *GRPO, *dry_run, *given)
+        assert (code, out) == (2, "")
+        assert "--array lines:2: " in err
+        assert words in err
 
 
 def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_path: Path) -> None:
@@ -414,26 +319,9 @@ def test_a_terminal_sees_how_far_files_are(
     assert "\x1b" not in out + again
 
 
-def test_one_key_is_one_job(seen: Command) -> None:
-    first = submitted(seen, "--idempotency-key", "k", "--", "true")
-    assert submitted(seen, "--idempotency-key", "k", "--", "true") == first
-    code, _, err = seen("submit", "--gpus", "0", "--idempotency-key", "k", "--", "false")
-    assert code == 2
-    assert "key" in err
-
-
-def test_a_dry_run_keeps_nothing(seen: Command) -> None:
-    code, out, _ = seen("submit", "--dry-run", "--gpus", "0", "--", "true")
-    assert code == 0
-    assert "vm-1" in out
-    assert "no jobs" in seen("jobs")[2]
-    out = seen("submit", "--dry-run", "--gpus", "4", "--", "true")[1]
-    assert "would wait" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
+def test_a_submission_that_cannot_be(still: Command) -> None:
+    length = ("--max_completion_length", "64")
+    refused: tuple[tuple[tuple[str, ...], str], ...] = (
         ((), "there is nothing to run"),
         (("--model", "m"), "add --kind GRPO"),
         (("--model", "m", "--", "true"), "Leave one of the two out"),
@@ -447,45 +335,26 @@ def test_a_dry_run_keeps_nothing(seen: Command) -> None:
         (("--secret", "T=hunter2", "true"), "a secret is named, never given"),
         (("--file", "not-there.txt", "true"), "there is no file or folder"),
         (("--file", "pyproject.toml:/etc/x", "true"), "without `..`"),
-        (("--dataset", "./not-there.jsonl", "--kind", "GRPO"), "there is no such file here"),
         (("--array", "not-there", "true"), "cannot be read"),
         (("--hyperparams", "beta", "--kind", "GRPO"), "key=value, or a JSON object"),
         (("--wait", "--hold", "true"), "contradict each other"),
         (("--webhook", "ftp://x", "true"), "http:// or https://"),
         (("--after", "no such", "true"), "a job's id is wanted"),
         (("--kind", "GRPOO", "--gpus", "0", "--model", "m"), "Did you mean GRPO?"),
-        (("--retries", "many", "true"), "a whole number, 0 to 100, as --retries 2, or none"),
+        (("--retries", "many", "true"), "a whole number, 0 to 100"),
         (("--retries", "none", "--allow-smaller-batch", "true"), "a job that is to run once"),
-        (("--artefact-limit", "0", "true"), "at least 1 MB, as --artefact-limit 40GB"),
-        (("--artefact-limit", "much", "true"), "--artefact-limit 'much': a size such as 40GB"),
-        (("--artefact-files", "0", "true"), "a whole number, 1 to 1000000"),
-        (("--grace", "soon", "true"), "--grace soon: a time is wanted"),
-        (("--grace", "2d", "true"), "--grace 2d: at most a day"),
-        (("--max_completion_length", "64", "true"), "Leave one of the two out"),
-        (("--max_completion_length", "64"), "add --kind GRPO"),
-        (
-            ("--max_completion_length", "64", "--kind", "EVAL"),
-            "--hyperparams sampler.max_completion_length=64",
-        ),
-        (
-            ("--kind", "GRPO", "--max_prompt_length", "9", "--hyperparams", "max_prompt_length=8"),
-            "max_prompt_length is given twice",
-        ),
-        (("--priority", "1e3", "true"), "a whole number, -1000 to 1000"),
-        (("--machines", "0", "true"), "a whole number, 1 to 1024"),
-        (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0, as --learning_rate 5e-6"),
-        (("--learning_rate", "0", "--kind", "GRPO"), "a number above 0"),
-        ((*TRAINING, "--machines", "2"), "each machine would do the same"),
+        (("--artefact-limit", "0", "true"), "at least 1 MB"),
+        (("--grace", "2d", "true"), "at most a day"),
+        ((*length, "--kind", "EVAL"), "sampler.max_completion_length=64"),
+        ((*length, "true"), "Leave one of the two out"),
+        (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0"),
         ((*TRAINING, "--machines", "2", "--dry-run"), "each machine would do the same"),
         ((*TRAINING, "--gpus", "vm-1:0,1"), "GRPO computes on one"),
-    ],
-)
-def test_a_submission_that_cannot_be(still: Command, words: tuple[str, ...], told: str) -> None:
-    code, out, err = still("submit", *words)
-    assert code == 2
-    assert told in err
-    assert "hunter2" not in err
-    assert out == ""
+    )
+    for words, told in refused:
+        code, out, err = still("submit", *words)
+        assert (code, out, told in err) == (2, "", True), (words, err)
+        assert "hunter2" not in err
     assert "no jobs" in still("jobs")[2]
 
 
@@ -506,23 +375,6 @@ def test_jobs_are_listed_shown_and_changed(seen: Command) -> None:
     assert code == 2
     assert "nothing to hold" in err
     assert json.loads(seen("retry", job_id, "--json")[1])["generation"] == 1
-
-
-def test_what_is_refused_of_several_keeps_nothing_of_the_others(seen: Command) -> None:
-    one, two = (submitted(seen, "--", "true") for _ in range(2))
-    asked = ("cancel", one, "job-none", two)
-    code, out, err = seen(*asked)
-    assert (code, out) == (2, "")
-    first, refused, last = err.splitlines()
-    assert (first, last) == (f"{one} is cancelled", f"{two} is cancelled")
-    assert refused.startswith("not done: there is no job 'job-none'")
-    code, out, _ = seen(*asked, "--json")
-    assert code == 2
-    done, failed, also = json.loads(out)
-    assert [done["status"], also["status"]] == ["cancelled", "cancelled"]
-    assert failed["job_id"] == "job-none"
-    assert failed["error"]["code"] == "unknown_job"
-    assert seen("retry", two, one)[0] == 0
 
 
 def test_a_sweep_is_ended_by_its_label(seen: Command) -> None:
@@ -547,118 +399,43 @@ def test_a_sweep_is_ended_by_its_label(seen: Command) -> None:
     assert err.endswith("retry: 0 of 3 jobs, 3 refused\n")
 
 
-def test_the_events_of_a_job_say_why_it_began_to_wait(seen: Command, folder: Path) -> None:
-    _, second = (submitted(seen, "--", "true") for _ in range(2))
-    database = connect(f"sqlite:///{folder / 'fleet.db'}")
-    assert len(claim_some(database)) == 1
-    database.close()
-    (line,) = [line for line in seen("show", second)[1].splitlines() if "job.pending" in line]
-    assert line.endswith("reasons vm-1: its CPU slot is taken")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("show", "job-none"), "there is no job 'job-none'"),
+def test_mistakes_are_told(still: Command) -> None:
+    add = ("vm", "add", "x")
+    slurm, ray = (*add, "--engine", "slurm"), (*add, "--engine", "ray")
+    refused: tuple[tuple[tuple[str, ...], str], ...] = (
         (("jobs", "--status", "runing"), "did you mean running?"),
         (("jobs", "--label", "x"), "KEY=VALUE"),
+        (("jobs", "--limit", "1001"), "a whole number, 1 to 1000"),
         (("cancel",), "name the jobs, or choose them"),
         (("hold", "job-1", "--label", "a=1"), "ids and by --label"),
-        (("retry", "--status", "sometimes"), "there is no such status"),
-        (("release", "--label", "a"), "KEY=VALUE"),
         (("prune", "--older-than", "long"), "a time is wanted"),
         (("prune", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
-        (("logs", "job-none"), "there is no job"),
+        (("logs", "job-none", "--tail", "-1"), f"a whole number, 0 to {MOST_LINES}"),
         (("vm", "show", "vm-2"), "did you mean vm-1?"),
-        (("vm", "add", "x"), "--host ADDRESS"),
-        (("vm", "add", "x", "--host", "h"), "--user"),
-        (("vm", "add", "x", "--host", "h", "--from-ssh-config", "y"), "contradict"),
-        (("vm", "add", "x", "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
-        (("vm", "add", "x", "--slots", "2"), "say which, as --engine slurm"),
-        (("vm", "add", "x", "--engine", "slum"), "there is none called 'slum': slurm, ray"),
-        (("vm", "add", "x", "--engine", "slurm", "--user", "u"), "--host ADDRESS"),
-        (("vm", "add", "x", "--engine", "slurm", "--yes"), "--host ADDRESS"),
-        (("vm", "add", "x", "--engine", "slurm", "--slots", "0"), "a whole number, 1 to 1024"),
-        (("vm", "add", "x", "--engine", "slurm", "--sbatch=--wrap=x"), "is set by groupwise"),
-        (
-            ("vm", "add", "x", "--engine", "slurm", "--address", "http://h:1"),
-            "found by its programs",
-        ),
-        (("vm", "add", "x", "--engine", "ray", "--partition", "gpu"), "NAME=N is expected"),
-        (("vm", "add", "x", "--engine", "ray", "--address", "h:1"), "address of Ray's dashboard"),
-        (("vm", "set", "x", "--partition", "gpu", "--resource", "a=1"), "for Slurm, --address"),
+        (add, "--host ADDRESS"),
+        ((*add, "--host", "h"), "--user"),
+        ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
+        ((*add, "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
+        ((*add, "--slots", "2"), "say which, as --engine slurm"),
+        ((*add, "--engine", "slum"), "there is none called 'slum': slurm, ray"),
+        ((*slurm, "--slots", "0"), "a whole number, 1 to 1024"),
+        ((*slurm, "--sbatch=--wrap=x"), "is set by groupwise"),
+        ((*slurm, "--address", "http://h:1"), "found by its programs"),
+        ((*ray, "--partition", "gpu"), "NAME=N is expected"),
+        ((*ray, "--address", "h:1"), "address of Ray's dashboard"),
         (("vm", "set", "vm-1", "--slots", "3"), "vm-1 begins jobs itself"),
         (("vm", "lost", "vm-1"), "say --yes"),
-        (("vm", "trust", "vm-1"), "has not shown its host key"),
-        (("project", "set", "p", "--max-gpus", "few"), "a whole number"),
-        (("up", "--host", "0.0.0.0"), "only with --port"),
-        (("exec", "nowhere", "true"), "there is no machine"),
-        (("sumbit",), "submit"),
-        (("jobs", "--limit", "1001"), "a whole number, 1 to 1000"),
-        (("logs", "job-none", "--tail", "-1"), f"a whole number, 0 to {MOST_LINES}"),
-        (("vm", "set", "vm-1", "--cpu-slots", "some"), "a whole number, 0 to 1024"),
         (("project", "set", "p", "--weight", "0"), "a number above 0"),
-        (("project", "set", "p"), "nothing to change"),
         (("key", "new", "train"), "there are read, act, admin"),
+        (("up", "--host", "0.0.0.0"), "only with --port"),
         (("up", "--port", "99999"), "a whole number, 0 to 65535"),
-        (("fetch", "job-none"), "there is no job"),
-    ],
-)
-def test_mistakes_are_told(still: Command, words: tuple[str, ...], told: str) -> None:
-    code, out, err = still(*words)
-    assert code == 2
-    assert told in err
-    assert out == ""
-
-
-def test_a_refusal_is_json_where_json_was_wanted(still: Command) -> None:
+        (("sumbit",), "submit"),
+    )
+    for words, told in refused:
+        code, out, err = still(*words)
+        assert (code, out, told in err) == (2, "", True), (words, err)
     code, out, _ = still("show", "job-none", "--json")
-    assert code == 2
-    assert json.loads(out)["error"]["code"] == "unknown_job"
-
-
-def test_old_jobs_are_pruned_with_their_logs(seen: Command, folder: Path) -> None:
-    job_id = submitted(seen, "--", "true")
-    seen("cancel", job_id)
-    log = make(folder / "logs", job_id, 1)
-    append(log, 0, b"x" * 10_000)
-    assert "would remove 1 jobs" in seen("prune", "--older-than", "0s", "--dry-run")[2]
-    assert log.exists()
-    assert "removed 1 jobs" in seen("prune", "--older-than", "0s")[2]
-    assert not log.exists()
-    assert "there is no job" in seen("show", job_id)[2]
-    assert "removed 0 jobs" in seen("prune", "--older-than", "0s")[2]
-
-
-def test_the_state_of_a_fleet(seen: Command) -> None:
-    submitted(seen, "--", "true")
-    code, out, _ = seen("status")
-    assert code == 0
-    assert "1 queued" in out
-    assert "no part of the control plane is running" in out
-    assert json.loads(seen("status", "--json")[1])["machines"]["total"] == 1
-
-
-def test_what_runs_on_a_machine_and_stands_in_no_table_is_shown(
-    seen: Command, folder: Path
-) -> None:
-    attempt = {"what": "attempt", "detail": "x.5", "job_id": "x", "epoch": 5, "since": 1e9}
-    process = {"what": "process", "detail": "y.6", "pid": 77}
-    database = connect(f"sqlite:///{folder / 'fleet.db'}")
-    facts = {"quarantined": [attempt, process]}
-    database.run(lambda s: s.execute(update(VM).values(facts=facts)))
-    database.close()
-    shown = seen("vm", "show", "vm-1")[1]
-    assert "attempt x.5 since 2001-09-0" in shown
-    assert "process y.6 (pid 77)" in shown
-    assert "{" not in shown
-    assert json.loads(seen("vm", "show", "vm-1", "--json")[1])["facts"] == facts
-
-
-def test_machines_are_listed(seen: Command) -> None:
-    assert "vm-1" in seen("vm", "list")[1]
-    assert seen("vm", "cordon", "vm-1", "--reason", "noisy")[2] == "vm-1 is cordoned\n"
-    assert "noisy" in seen("vm", "show", "vm-1")[1]
+    assert (code, json.loads(out)["error"]["code"]) == (2, "unknown_job")
 
 
 def test_a_machine_behind_which_slurm_begins_jobs(seen: Command) -> None:
@@ -688,25 +465,13 @@ def test_a_machine_behind_which_ray_begins_jobs(seen: Command) -> None:
     way = ("--engine", "ray", "--address", "http://head:8265/", "--resource", "apart=1")
     code, out, err = seen("vm", "add", "r", *way, "--gpus-per-job", "2", "--json")
     assert code == 0, err
-    assert json.loads(out)["engine"] == {
-        "name": "ray",
-        "gpus": 2,
-        "options": ["apart=1"],
-        "address": "http://head:8265/",
-    }
+    about = {"gpus": 2, "options": ["apart=1"], "address": "http://head:8265/"}
+    assert json.loads(out)["engine"] == {"name": "ray", **about}
     said = seen("vm", "set", "r", "--address", "http://other:8265")[2]
     assert "ray: 0 of 8 slots free, GPUs for a job: 2, apart=1, http://other:8265" in said
-    submitted(seen, "--vm", "r", "--", "true")
 
 
 # --- words
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("1h30m", 5400), ("2h", 7200), ("1.5d", 129600)]
-)
-def test_times(text: str, seconds: float) -> None:
-    assert seconds_of("--x", text) == seconds
 
 
 def test_settings_of_a_kind() -> None:
@@ -721,6 +486,8 @@ def test_settings_of_a_kind() -> None:
 
 
 def test_numbers() -> None:
+    times = {"90": 90, "90s": 90, "1h30m": 5400, "2h": 7200, "1.5d": 129_600}
+    assert {text: seconds_of("--x", text) for text in times} == times
     assert [whole("--x", 1, least=-5)(word) for word in ("7", " -3 ", "1_000", "+2", 9)] == [
         *(7, -3, 1000, 2, 9)
     ]
@@ -733,34 +500,7 @@ def test_numbers() -> None:
             whole("--x", 1)(word)
 
 
-def test_pairs_statuses_and_secrets() -> None:
-    assert pairs("--x", ["a=b=c"]) == {"a": "b=c"}
-    assert statuses(["queued,held", "running"]) == {"queued", "held", "running"}
-    assert secret("TOKEN=file:/run/token") == ("TOKEN", "file:/run/token")
-
-
 # --- following
-
-
-def test_waiting_is_told_once_and_ends_with_the_job(
-    seen: Command, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job_id = submitted(seen, "--", "true")
-    looks: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) == 3:
-            seen("cancel", job_id)
-
-    from groupwise.cli.fleet_access import fleet as opened
-
-    told: list[str] = []
-    with opened(None) as access:
-        ended = fleet_follow.until_ended(access, [job_id], sleep)
-        told.append(capsys.readouterr().err)
-    assert fleet_follow.exit_code_of(ended) == fleet_follow.CANCELLED_CODE
-    assert told[0] == f"{job_id} was cancelled\n"  # what came before was taken by `cancel`'s call
 
 
 @pytest.mark.parametrize(

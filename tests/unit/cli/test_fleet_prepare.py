@@ -100,15 +100,6 @@ def test_a_new_machine_is_prepared_at_once(
     assert "vm-3 is prepared" in err
 
 
-def test_one_that_nobody_trusts_yet_is_added_and_not_prepared(
-    trusted: Command, builds: list[str], new: list[str]
-) -> None:
-    code, out, err = trusted("vm", "add", "vm-3", *new)
-    assert (code, builds) == (1, [])
-    assert "once it is, `groupwise fleet vm prepare vm-3`" in json.loads(out)["prepared"]["problem"]
-    assert "vm-3 is in the fleet" in err
-
-
 def test_nothing_is_removed_while_jobs_begin(
     trusted: Command, builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,14 +7,13 @@ from typing import Any, cast
 
 import pytest
 from sqlalchemy import select
-from sqlalchemy.event import listen
 
 from groupwise.fleet import tracker
-from groupwise.fleet.doorbells.nats import NatsAway, NatsRefused
+from groupwise.fleet.doorbells.nats import NatsAway
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database, connect
 from groupwise.fleet.store.tables import Attempt, Cursor, Job
-from groupwise.fleet.tracker import Ended, NatsOutlet, Tracker, begin, keep_position, position_of
+from groupwise.fleet.tracker import Ended, NatsOutlet, Tracker, keep_position, position_of
 from tests.fleet_databases import copied
 
 
@@ -69,28 +68,15 @@ async def test_each_end_is_told_once_with_what_is_known_of_it(database: Database
     outlet = Outlet()
     tracking = Tracker(database, outlet)
     lines = "\n".join(f"line {n}" for n in range(50))
-    end(
-        database,
-        "a",
-        "failed",
-        exit_code=3,
-        failure_class="crashed",
-        reason="crashed: exit code 3",
-        tail=lines,
-    )
+    about = {"exit_code": 3, "failure_class": "crashed", "reason": "crashed: exit code 3"}
+    end(database, "a", "failed", tail=lines, **about)
     for _ in range(3):
         await tracking.round()
     (told,) = outlet.told
-    assert (told.job_id, told.status, told.exit_code, told.failure_class, told.epoch) == (
-        "a",
-        "failed",
-        3,
-        "crashed",
-        1,
-    )
+    found = (told.job_id, told.status, told.exit_code, told.failure_class, told.epoch)
+    assert found == ("a", "failed", 3, "crashed", 1)
     assert told.log_tail == tuple(f"line {n}" for n in range(30, 50))
-    assert told.subject == "jobs.errored"
-    assert told.webhook == "https://example.org/hook"
+    assert (told.subject, told.webhook) == ("jobs.errored", "https://example.org/hook")
     document = json.loads(told.message())
     assert document["job_id"] == "a"
     assert "webhook" not in document, "an address may hold a key"
@@ -108,21 +94,6 @@ async def test_only_ends_are_told(database: Database):
     assert position(database) == 4
 
 
-async def test_nothing_is_lost_while_nobody_listens(database: Database):
-    outlet = Outlet()
-    tracking = Tracker(database, outlet)
-    outlet.away = True
-    end(database, "a")
-    await tracking.round()
-    end(database, "b")
-    await tracking.round()
-    assert position(database) == 0
-    outlet.away = False
-    await tracking.round()
-    assert outlet.names == ["a", "b"]
-    assert position(database) == 2
-
-
 async def test_after_a_restart_it_goes_on_where_it_was_acknowledged(database: Database):
     outlet = Outlet()
     outlet.refused = {"b"}
@@ -135,21 +106,6 @@ async def test_after_a_restart_it_goes_on_where_it_was_acknowledged(database: Da
     await Tracker(database, outlet).round()
     assert outlet.names == ["a", "c", "b", "c"], "told at least once; the event's number says twice"
     assert outlet.told[1] == outlet.told[3]
-
-
-async def test_one_that_nobody_takes_holds_up_no_other(database: Database):
-    outlet = Outlet()
-    outlet.refused = {"a"}
-    tracking = Tracker(database, outlet)
-    end(database, "a")
-    await tracking.round()
-    end(database, "b")
-    await tracking.round()
-    assert outlet.names == ["b"]
-    outlet.refused = set()
-    await tracking.round()
-    assert outlet.names == ["b", "a"]
-    assert position(database) == 2
 
 
 async def test_news_that_are_new_begin_with_the_last_hour_and_say_so(
@@ -173,23 +129,7 @@ async def test_news_that_are_new_begin_with_the_last_hour_and_say_so(
     assert (news.names, caplog.records) == (["new"], [])
 
 
-async def test_what_news_pass_over_is_not_counted(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-):
-    """Millions of events would take longer than a statement may."""
-    monkeypatch.setattr(tracker, "RECENT", -3600.0)
-    end(database, "long-ago")
-    said: list[str] = []
-
-    def look(session: Any) -> None:
-        listen(session.connection(), "before_cursor_execute", lambda *given: said.append(given[2]))
-        begin(session, "news", tells_history=False)
-
-    database.run(look)
-    assert not [each for each in said if "events" in each and "kind" in each]
-
-
-@pytest.mark.parametrize("since", [("a",), ("a", "new-1"), ("a", "new-1", "new-2", "new-3")])
+@pytest.mark.parametrize("since", [("a",), ("a", "new-1", "new-2", "new-3")])
 async def test_a_database_that_has_lost_its_last_commits_is_read_anew(
     database: Database, migrated_file: Path, tmp_path: Path, since: Sequence[str]
 ):
@@ -279,22 +219,16 @@ async def test_an_outlet_of_jobs_begins_with_the_oldest_end_that_can_be_told(
     )
 
 
-async def test_a_job_that_was_pruned_before_its_end_was_told_stops_nothing(database: Database):
+async def test_a_request_that_is_none_has_no_webhook(database: Database):
     outlet = Outlet()
-    database.run(lambda s: events.append(s, actor="d", kind="job.completed", job_id="gone"))
-    end(database, "a")
+    requests: tuple[Any, ...] = ([1], 5, "text", {"webhook": 7})
+    for n, request in enumerate(requests):
+        odd = Job(job_id=f"odd-{n}", request=request)
+        database.run(lambda s, odd=odd: s.add(odd))
+        failed: dict[str, Any] = {"actor": "d", "kind": "job.failed", "job_id": odd.job_id}
+        database.run(lambda s, failed=failed: events.append(s, **failed))
     await Tracker(database, outlet).round()
-    assert outlet.names == ["a"]
-    assert position(database) == 2
-
-
-@pytest.mark.parametrize("request_", [[1], 5, "text", {"webhook": 7}])
-async def test_a_request_that_is_none_has_no_webhook(database: Database, request_: Any):
-    outlet = Outlet()
-    database.run(lambda s: s.add(Job(job_id="odd", request=request_)))
-    database.run(lambda s: events.append(s, actor="d", kind="job.failed", job_id="odd"))
-    await Tracker(database, outlet).round()
-    assert [e.webhook for e in outlet.told] == [None]
+    assert [e.webhook for e in outlet.told] == [None] * len(requests)
 
 
 async def test_an_outlet_that_breaks_is_asked_again(
@@ -315,36 +249,6 @@ async def test_an_outlet_that_breaks_is_asked_again(
         await outlet.heard.wait()
     tracking.cancel()
     assert "crashed and goes on" in caplog.text
-
-
-async def test_many_are_read_in_parts(database: Database, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tracker, "READ", 2)
-    outlet = Outlet()
-    tracking = Tracker(database, outlet)
-    for name in "abcde":
-        end(database, name)
-    assert [await tracking.round() for _ in range(3)] == [True, True, False]
-    assert outlet.names == list("abcde")
-
-
-async def test_what_waits_for_a_listener_is_bounded(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(tracker, "READ", 1)
-    monkeypatch.setattr(tracker, "MOST_UNTOLD", 2)
-    outlet = Outlet()
-    outlet.away = True
-    tracking = Tracker(database, outlet)
-    for name in "abcde":
-        end(database, name)
-    for _ in range(5):
-        await tracking.round()
-    outlet.away = False
-    await tracking.round()
-    assert outlet.names == ["a", "b"]
-    for _ in range(3):
-        await tracking.round()
-    assert outlet.names == list("abcde")
 
 
 async def test_many_that_wait_at_one_place_keep_none_of_the_others_from_being_read(
@@ -375,26 +279,6 @@ async def test_many_that_wait_at_one_place_keep_none_of_the_others_from_being_re
     assert position(database) == 9
 
 
-async def test_also_numbers_of_those_that_wait_are_bounded(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(tracker, "MOST_TO_ONE", 1)
-    monkeypatch.setattr(tracker, "MOST_NUMBERS", 2)
-    outlet = Outlet()
-    outlet.refused = {f"dead-{number}" for number in range(3)}
-    tracking = Tracker(database, outlet)
-    for number in range(3):
-        end(database, f"dead-{number}")
-    await tracking.round()
-    end(database, "alive-1")
-    await tracking.round()
-    assert outlet.names == []
-    outlet.refused = set()
-    for _ in range(3):
-        await tracking.round()
-    assert outlet.names == ["dead-0", "dead-1", "alive-1", "dead-2"]
-
-
 def test_a_position_never_goes_back(database: Database):
     for given in (3, 7, 5):
         database.run(lambda s, p=given: keep_position(s, "outlet", p))
@@ -413,14 +297,14 @@ def test_a_message_fits_whatever_stands_in_it():
     assert json.loads(told.message(4000))["log_tail"] == []
 
 
-@pytest.mark.parametrize("text", ["name", "project", "job_id"])
-def test_a_message_fits_whatever_a_row_by_hand_says(text: str):
-    wide: dict[str, Any] = {"job_id": "a", "name": "n", "project": "p", text: "é" * 300_000}
-    told = Ended(1, status="failed", at=0.0, failure_reason="invalid", **wide).message(4000)
-    assert len(told) <= 4000
-    said = json.loads(told)
-    assert said["failure_reason"] == "invalid"
-    assert wide[text].startswith(said[text])
+def test_a_message_fits_whatever_a_row_by_hand_says():
+    for text in ("name", "project", "job_id"):
+        wide: dict[str, Any] = {"job_id": "a", "name": "n", "project": "p", text: "é" * 300_000}
+        told = Ended(1, status="failed", at=0.0, failure_reason="invalid", **wide).message(4000)
+        assert len(told) <= 4000
+        said = json.loads(told)
+        assert said["failure_reason"] == "invalid"
+        assert wide[text].startswith(said[text])
 
 
 class Link:
@@ -434,29 +318,6 @@ class Link:
         if any(len(payload) > self.largest for _, payload in texts):
             raise NatsAway("maximum payload exceeded")
         self.told += [json.loads(payload)["job_id"] for _, payload in texts]
-
-
-async def test_what_is_forbidden_is_tried_again_now_and_then(database: Database):
-    """A server writes down each that it refuses."""
-    tried: list[str] = []
-
-    class Forbidding(Link):
-        async def publish(self, texts: Sequence[tuple[str, bytes]], timeout: float) -> None:
-            tried.extend(subject for subject, _ in texts)
-            if texts[0][0] == tracker.ERRORED:
-                raise NatsRefused("permissions violation")
-
-    now = [0.0]
-    tracking = Tracker(database, NatsOutlet(cast("Any", Forbidding(10_000)), lambda: now[0]))
-    end(database, "a", "failed")
-    for name in "bcd":
-        end(database, name)
-        await tracking.round()
-    assert tried.count(tracker.ERRORED) == 1
-    assert tried.count(tracker.COMPLETED) == 3
-    now[0] += tracker.REFUSED_SECONDS
-    await tracking.round()
-    assert tried.count(tracker.ERRORED) == 2
 
 
 async def test_an_end_that_fits_in_no_message_keeps_no_other_from_being_told(

@@ -134,21 +134,6 @@ def test_a_role_alone_follows_the_folder_as_all_do(
     assert workdir(database) == tmp_path / "b" / "work"
 
 
-def test_a_role_alone_adds_no_machine(database: Database, tmp_path: Path) -> None:
-    begin(database, tmp_path / "a", "dispatcher")
-    assert database.read(lambda s: s.get(VM, "local")) is None
-
-
-def test_a_copy_that_was_given_another_working_folder_is_a_fleet_of_its_own(
-    database: Database, tmp_path: Path
-) -> None:
-    begin(database, tmp_path / "a")
-    (tmp_path / "a" / "fleet.db").touch()
-    there = str(tmp_path / "b" / "work")
-    database.run(lambda s: machines.change(s, Actor("user:me"), "local", workdir=there))
-    assert begin(database, tmp_path / "b") is None
-
-
 def test_a_working_folder_that_somebody_has_chosen_stays(
     database: Database, tmp_path: Path
 ) -> None:
@@ -190,18 +175,15 @@ async def test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more(
 # --- what it says of itself -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("not_asked", [None, [], ["vm-1"]])
-def test_a_dispatcher_says_which_machines_it_waits_for(
-    database: Database, tmp_path: Path, not_asked: list[str] | None
-) -> None:
+def test_a_dispatcher_says_which_machines_it_waits_for(database: Database, tmp_path: Path) -> None:
     place = FleetPlace(tmp_path, FleetSettings())
     control = up._ControlPlane(place, database, ("dispatcher",), lambda text: None)
-    database.run(control._beat)
+    assert processes.NOT_ASKED not in facts_of(database, control)["dispatcher"]
     (role,) = control._roles
-    role.dispatcher = cast("Any", SimpleNamespace(not_asked=not_asked))
-    database.run(control._beat)
-    facts = database.read(lambda s: s.scalars(select(ControlProcess)).one().facts)
-    assert facts.get(processes.NOT_ASKED) == (not_asked or None)
+    for not_asked in ([], ["vm-1"]):
+        role.dispatcher = cast("Any", SimpleNamespace(not_asked=not_asked))
+        facts = facts_of(database, control)["dispatcher"]
+        assert facts.get(processes.NOT_ASKED) == (not_asked or None)
 
 
 def facts_of(database: Database, control: up._ControlPlane) -> dict[str, Any]:
@@ -221,52 +203,41 @@ def test_who_uses_the_folder_says_which_one_it_is_and_everybody_the_release(
     assert found["dispatcher"]["folder"] == identity_of(tmp_path)
 
 
-@pytest.mark.parametrize("ship_logs", [None, "stdout"])
-def test_a_tracker_uses_the_folder_where_it_sends_logs_on(
-    database: Database, tmp_path: Path, ship_logs: str | None
-) -> None:
-    place = FleetPlace(tmp_path, FleetSettings(ship_logs=ship_logs))
-    control = up._ControlPlane(place, database, ("tracker",), lambda text: None)
-    assert ("folder" in facts_of(database, control)["tracker"]) == (ship_logs is not None)
-
-
 @pytest.mark.parametrize(
-    ("url", "is_there", "told"),
-    [(None, False, False), (None, True, True), ("nats://x", False, True)],
+    ("given", "is_there", "facts"),
+    [
+        ({}, False, {}),
+        ({}, True, {"telling": {"trouble": "why"}}),
+        ({"nats_url": "nats://x"}, False, {"telling": {"trouble": "why"}}),
+        ({"ship_logs": "stdout"}, False, {"folder": True}),
+    ],
 )
-def test_a_tracker_says_what_keeps_nats_from_being_told_where_there_is_one(
-    database: Database, tmp_path: Path, url: str | None, is_there: bool, told: bool
+def test_a_tracker_says_whether_it_uses_the_folder_and_what_keeps_nats_from_being_told(
+    database: Database,
+    tmp_path: Path,
+    given: dict[str, Any],
+    is_there: bool,
+    facts: dict[str, Any],
 ) -> None:
-    place = FleetPlace(tmp_path, FleetSettings(nats_url=url))
+    place = FleetPlace(tmp_path, FleetSettings(**given))
     control = up._ControlPlane(place, database, ("tracker",), lambda text: None)
     control._roles[0].link = cast("Any", SimpleNamespace(is_there=is_there, trouble="why"))
-    facts = facts_of(database, control)["tracker"]
-    assert facts.get("telling") == ({"trouble": "why"} if told else None)
+    found = facts_of(database, control)["tracker"]
+    assert found.get("telling") == facts.get("telling")
+    assert ("folder" in found) == ("folder" in facts)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_fleet_that_finds_no_room_says_on_which_disk(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(processes.fcntl, "flock", full)
     place = FleetPlace(tmp_path / "fleet", FleetSettings())
     with pytest.raises(DiskFull, match=r"the disk of \S+/fleet is full .* Make room there") as told:
         up.run(place, up.ROLES, say=lambda _: None)
     assert told.value.exit_code == 1
-
-
-def test_another_error_of_a_file_is_not_told_as_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "no")
-
-    monkeypatch.setattr(processes.fcntl, "flock", denied)
-    with pytest.raises(PermissionError):
-        up.run(FleetPlace(tmp_path, FleetSettings()), up.ROLES, say=lambda _: None)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.fleet.attempts.records import Stale
 from groupwise.fleet.files.clearing import clear_away, named_blobs
-from groupwise.fleet.files.mirror import KEPT, CheckpointMirror
+from groupwise.fleet.files.mirror import CheckpointMirror
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Checkpoint, Event
@@ -64,31 +64,6 @@ async def test_the_newest_complete_one_comes_and_only_what_is_new_of_it(
     assert host.read_bytes() == 0
 
 
-async def test_a_job_without_checkpoints_costs_no_look_at_the_database(
-    database: Database, store: BlobStore, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(Gateway, "look")
-    await CheckpointMirror(store, Gateway(database)).mirror(begin(database, host))
-    assert steps(database) == []
-
-
-async def test_older_ones_are_forgotten_and_their_blobs_collected(
-    database: Database, store: BlobStore, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    mirror = CheckpointMirror(store, Gateway(database))
-    for step in range(10, 60, 10):
-        host.checkpoint(f"outputs/c-{step}", step, weights=str(step).encode() * 50)
-        await mirror.mirror(part)
-    assert steps(database) == [40, 50]
-    assert len(steps(database)) == KEPT
-    store.collect(database.read(named_blobs) or set(), now=4e9)
-    for row in rows(database):
-        for listed in row.manifest.values():
-            assert listed[0] in store
-    assert entry(b"30" * 50)[0] not in store
-
-
 class LaterStore(BlobStore):
     """One of which the clock can be ahead."""
 
@@ -128,8 +103,10 @@ async def test_what_no_row_of_a_checkpoint_names_any_more_is_free_within_minutes
     assert clear_away(database, later, ()) == len(sent)
 
 
-@pytest.mark.parametrize("at", ["checkpoint.piece", "checkpoint.blob", "checkpoint.row"])
-@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize(
+    ("at", "side"),
+    [("checkpoint.piece", "after"), ("checkpoint.blob", "before"), ("checkpoint.row", "before")],
+)
 async def test_what_a_mirror_needs_stays_however_long_it_takes(
     database: Database, later: LaterStore, host: WorkFolder, at: str, side: Side
 ) -> None:
@@ -151,17 +128,6 @@ async def test_what_a_mirror_needs_stays_however_long_it_takes(
     assert collected
     for row in rows(database):
         assert all(listed[0] in later for listed in row.manifest.values())
-
-
-async def test_what_had_come_of_a_torn_one_takes_no_room(
-    database: Database, later: LaterStore, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    host.checkpoint("outputs/c-10", 10, weights=b"w" * 10_000)
-    host.files["outputs/c-10/weights"] = b"w" * 9_000
-    await CheckpointMirror(later, Gateway(database)).mirror(part)
-    assert steps(database) == []
-    assert size_of(later) < 1000
 
 
 async def test_a_manifest_that_names_the_file_of_another_project_does_not_get_it(
@@ -331,25 +297,6 @@ async def test_a_file_that_another_job_fetches_is_waited_for_and_comes_once(
     assert host.read_bytes() == len("w") + len("10")
 
 
-async def test_a_file_that_another_job_leaves_is_gone_on_with(
-    database: Database, store: BlobStore, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    host.checkpoint("outputs/c-10", 10, tokenizer=b"the same" * 100)
-    with Another(database, store, b"the same" * 100, adds=100) as another:
-        mirror = waiting(database, store, another)
-
-        async def leaves(seconds: float) -> None:
-            await another.sleep(seconds)
-            if another.paused == 3:
-                another.leave()
-
-        mirror._sleep = leaves
-        await mirror.mirror(part)
-    assert steps(database) == [10]
-    assert host.read_bytes() == 500 + len("10")
-
-
 async def test_a_file_that_stands_still_with_another_job_comes_beside(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
@@ -379,7 +326,10 @@ async def test_what_was_cut_off_goes_on(
     assert host.read_bytes() == 202
 
 
-@pytest.mark.parametrize("death", range(1, 17, 2))
+RARE, RARE_DEATHS = pytest.mark.soak(suite="fleet"), (1, 3, 7, 9, 13, 15)
+
+
+@pytest.mark.parametrize("death", [5, 11, *(pytest.param(n, marks=RARE) for n in RARE_DEATHS)])
 async def test_dying_at_any_effect_leaves_no_row_without_its_blobs(
     death: int, database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
@@ -408,18 +358,6 @@ async def test_of_a_gang_the_leader_has_the_checkpoint(
     host.checkpoint("outputs/c-10", 10, weights=b"x")
     await CheckpointMirror(store, Gateway(database)).mirror(part)
     assert (host.asked, steps(database)) == ([], [])
-
-
-async def test_a_later_attempt_begins_with_steps_of_its_own(
-    database: Database, store: BlobStore, host: WorkFolder
-) -> None:
-    mirror = CheckpointMirror(store, Gateway(database))
-    host.checkpoint("outputs/c-30", 30, weights=b"old")
-    await mirror.mirror(begin(database, host))
-    host.checkpoints.clear()
-    host.checkpoint("outputs/c-5", 5, weights=b"new")
-    await mirror.mirror(begin(database, host))
-    assert steps(database) == [5, 30]
 
 
 @pytest.mark.parametrize("generation", [0, 1])
@@ -453,18 +391,6 @@ async def test_who_does_not_own_the_attempt_any_more_writes_no_row(
     with pytest.raises(Stale):
         await CheckpointMirror(store, Gateway(database)).mirror(part)
     assert steps(database) == []
-
-
-async def test_as_many_stay_as_are_told_and_those_of_an_earlier_generation_go_first(
-    database: Database, store: BlobStore, host: WorkFolder
-) -> None:
-    mirror = CheckpointMirror(store, Gateway(database), keep=1)
-    host.checkpoint("outputs/c-30", 30, weights=b"old")
-    await mirror.mirror(begin(database, host))
-    host.checkpoints.clear()
-    host.checkpoint("outputs/c-5", 5, weights=b"new")
-    await mirror.mirror(replace(begin(database, host), generation=1))
-    assert [(row.generation, row.step) for row in rows(database)] == [(1, 5)]
 
 
 async def test_damaged_ones_go_before_whole_ones(

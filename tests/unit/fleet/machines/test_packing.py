@@ -29,6 +29,7 @@ def test_it_holds_the_code_and_nothing_that_python_made() -> None:
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
+@pytest.mark.soak(suite="fleet")
 def test_pip_installs_it_with_its_commands(tmp_path: Path) -> None:
     packed = pack()
     wheel = tmp_path / packed.file_name
