@@ -79,16 +79,6 @@ def test_a_run_with_evaluations_equals_the_run_without(runs):
     assert weights == {key: beside["files"][key] for key in weights}
 
 
-def test_it_was_really_evaluated(runs):
-    with Store.open(runs / "with" / "run.db", readonly=True) as store:
-        found = {each.name: each for each in store.evaluations()}
-    assert set(found) == {"before", "step-1", "step-2", "step-3", "step-4", "after"}
-    assert {"pass@1", "pass@2", "avg@2", "maj@2", "rewards/share/mean"} <= set(
-        found["after"].metrics
-    )
-    assert found["before"].rows != found["after"].rows
-
-
 def test_generators_and_modes_stay_as_they_were(runs, monkeypatch):
     """Looked at within an evaluation, before its first prompt and after its last."""
     before: list[Any] = []

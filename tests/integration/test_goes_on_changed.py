@@ -125,13 +125,3 @@ def test_evaluations_that_ask_something_else_begin_anew(tmp_path, capsys):
     assert after[2].asked == after[3].asked != before[2].asked
     assert [len(after[step].rows) for step in (1, 2, 3)] == [3, 5, 5]
     assert result.summary["steps"] == 4, "two evaluations so far"
-
-
-def test_what_does_not_change_the_question_is_no_change(tmp_path, capsys):
-    folder = groupwise.rl(watched(tmp_path, 3), TOY).folder
-    before = evaluations(folder)
-    more = {"before_and_after": True, "eval_steps": 1}
-    result = groupwise.rl(watched(tmp_path, 4, **more), TOY, resume_from="toy@2")
-    assert "looked for anew" not in capsys.readouterr().err
-    assert evaluations(folder)[2] == before[2]
-    assert result.summary["steps"] == 3, "the third evaluation of one kind"

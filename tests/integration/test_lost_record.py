@@ -7,25 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import groupwise
 from groupwise.errors import StoreError
 from groupwise.review.replay import replay
 from groupwise.runs.store import Store
-from tests.integration.running import STEPS, TOY, config, crash_at, what_must_be_equal
+from tests.integration.running import TOY, config, what_must_be_equal
 
 SFT = str(Path(__file__).with_name("sft_task.py"))
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    torch.set_num_threads(1)
-    runs = tmp_path_factory.mktemp("whole")
-    groupwise.rl(config(runs), TOY)
-    return runs / "toy"
+@pytest.fixture
+def whole(whole_toy) -> Path:
+    return whole_toy.runs / "toy"
 
 
 @pytest.fixture
@@ -59,23 +55,6 @@ def test_a_damaged_record_comes_back_and_is_kept(whole, copy, tmp_path, where):
     resumed(tmp_path, **({} if where == 0 else {"resume_from": "toy@5"}))
     assert what_must_be_equal(copy) == what_must_be_equal(whole)
     assert (copy / "run.db.damaged").read_bytes() == content
-
-
-def test_after_a_crash_too(whole, tmp_path):
-    settings = config(tmp_path)
-    assert crash_at(37, lambda: groupwise.rl(settings, TOY)) == 17
-    lose(tmp_path / "toy")
-    resumed(tmp_path)
-    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(whole)
-
-
-def test_from_an_earlier_checkpoint_too(whole, copy, tmp_path):
-    lose(copy)
-    resumed(tmp_path, resume_from=f"toy@{STEPS - 1}")
-    assert what_must_be_equal(copy) == what_must_be_equal(whole)
-    lose(copy)
-    resumed(tmp_path)
-    assert what_must_be_equal(copy) == what_must_be_equal(whole), "the pieces are those of now"
 
 
 def test_what_no_checkpoint_holds_is_said_and_the_run_goes_on(whole, copy, tmp_path, capsys):

@@ -117,17 +117,19 @@ def test_a_hub_that_hangs_is_not_waited_for_and_can_be_asked_again(tmp_path, hub
 
 
 def test_a_hub_that_is_away_and_comes_back_gets_all_in_order(tmp_path, hub):
-    failures = iter([True, True])
+    before, failures = iter([True]), iter([True, True])
 
-    async def fail_twice(method: str, path: str) -> Response | None:
-        return Response("down", 500) if path.endswith("create") and next(failures, False) else None
+    async def fail(method: str, path: str) -> Response | None:
+        down = next(before, False) or (path.endswith("create") and next(failures, False))
+        return Response("down", 503) if down else None
 
-    hub.interfere = fail_twice
+    hub.interfere = fail
     folder = groupwise.rl(settings(tmp_path), TOY).folder
     assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES]
-    assert warnings_of(folder).count("it is tried again at each checkpoint") == 1
+    assert warnings_of(folder).count("tried again") == 1
     log = (folder / "log.txt").read_text()
-    assert log.count("it is tried again at each checkpoint") == 2, "the log has each"
+    assert log.count("tried again") == 2, "the log has each"
+    assert "before the run the hub does not answer" in log
 
 
 def test_only_so_many_wait_for_a_hub_that_is_away(tmp_path, hub):
@@ -142,24 +144,12 @@ def test_only_so_many_wait_for_a_hub_that_is_away(tmp_path, hub):
     folder = groupwise.rl(given, TOY).folder
     assert [entry.step for entry in hub_queue.waiting(folder)] == [4, 5]
     warned = warnings_of(folder)
-    assert warned.count("is given up, because 2 later checkpoints wait for the hub") == 1
+    assert warned.count("is given up") == 1
     assert f"`groupwise runs export toy@1 --dir {tmp_path}" in warned
-    assert "checkpoints waited for the hub: those after 1, 2, 3 steps" in warned
+    assert "1, 2, 3 steps" in warned
     away.clear()
     assert main(["runs", "push", "toy", "--dir", str(tmp_path)]) == 0
     assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES[1:]]
-
-
-def test_that_the_hub_did_not_answer_before_the_run_is_in_its_log(tmp_path, hub):
-    failures = iter([True])
-
-    async def fail(method: str, path: str) -> Response | None:
-        return Response("down", 503) if next(failures, False) else None
-
-    hub.interfere = fail
-    folder = groupwise.rl(settings(tmp_path), TOY).folder
-    assert "before the run the hub does not answer" in (folder / "log.txt").read_text()
-    assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES]
 
 
 def test_two_upload_to_places_of_their_own_and_never_to_one(tmp_path, hub):
@@ -212,7 +202,14 @@ def test_a_branch_with_other_content_is_left_as_it_is(tmp_path, hub):
     assert f"not uploaded yet: {REPO}@{BRANCHES[1]}. Upload it by" in warnings_of(folder)
 
 
-@pytest.mark.parametrize("where", ["/preupload/", "/large/", "/commit/"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("/preupload/", marks=pytest.mark.soak(suite="kills")),
+        pytest.param("/large/", marks=pytest.mark.soak(suite="kills")),
+        "/commit/",
+    ],
+)
 def test_killed_in_the_middle_of_an_upload_and_taken_up_again(tmp_path, hub, where, alone):
     killed = []
 
@@ -237,26 +234,6 @@ def test_killed_in_the_middle_of_an_upload_and_taken_up_again(tmp_path, hub, whe
     assert what_must_be_equal(tmp_path / "toy")["record"] == alone["record"]
 
 
-def test_a_result_that_cannot_be_uploaded_stands_and_says_so(tmp_path, hub, capsys):
-    async def fail(method: str, path: str) -> Response | None:
-        return Response("no", 400) if path.endswith("create") else None
-
-    hub.interfere = fail
-    given = {**config(tmp_path), "eval": {}}
-    given["run"]["hub"] = {"repo_id": REPO, "revision": "final"}
-    result = groupwise.rl(given, TOY)
-    assert result.exit_code == 1
-    assert "could not be written" in result.summary["hub"]["error"]
-    summary = json.loads((result.folder / "summary.json").read_text())
-    assert (summary["state"], summary["error"]) == ("finished", None)
-    assert (result.folder / "final/adapter_model.safetensors").is_file()
-    log = (result.folder / "log.txt").read_text()
-    assert f"groupwise runs push toy --dir {tmp_path}" in log
-    hub.interfere = None
-    assert main(["runs", "push", "toy", "--dir", str(tmp_path)]) == 0
-    assert "README.md" in hub.repositories[REPO].files("final")
-
-
 def test_a_branch_of_others_is_told_before_a_run_and_another_one_can_be_named(
     tmp_path, hub, capsys
 ):
@@ -275,6 +252,9 @@ def test_a_branch_of_others_is_told_before_a_run_and_another_one_can_be_named(
     hub.interfere = fill
     result = groupwise.rl(given, TOY)
     assert result.exit_code == 1
+    assert "theirs.txt" in result.summary["hub"]["error"]
+    summary = json.loads((result.folder / "summary.json").read_text())
+    assert (summary["state"], summary["error"]) == ("finished", None), "the result stands"
     log = (result.folder / "log.txt").read_text()
     assert f"push toy --dir {tmp_path} with --overwrite or --revision BRANCH" in log
     hub.interfere = None
@@ -294,15 +274,15 @@ def test_a_branch_of_others_is_told_before_a_run_and_another_one_can_be_named(
 
 
 def test_a_finished_run_that_is_trained_further_replaces_its_own_upload(tmp_path, hub):
-    given = {**config(tmp_path), "eval": {}}
+    given = {**config(tmp_path, max_steps=3), "eval": {}}
     given["run"] |= {"hub": {"repo_id": REPO}, "save_total_limit": None}
     groupwise.rl(given, TOY)
     first = hub.repositories[REPO].files()
-    given["training"]["max_steps"] = 6
+    given["training"]["max_steps"] = 4
     result = groupwise.rl(given, TOY, resume_from="toy@2")
     assert result.exit_code == 0
-    assert b"for 6 steps" in hub.repositories[REPO].files()["README.md"]
-    assert b"for 5 steps" in first["README.md"]
+    assert b"for 4 steps" in hub.repositories[REPO].files()["README.md"]
+    assert b"for 3 steps" in first["README.md"]
 
 
 def test_supervised_runs_upload_too(tmp_path, hub, caplog):

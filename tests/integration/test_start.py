@@ -22,12 +22,10 @@ from groupwise.runs.store import Store
 from tests.integration.running import STEPS, TOY, config, what_must_be_equal
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+@pytest.fixture
+def finished(whole_toy):
     """The folder of runs with one that is finished, and its result."""
-    torch.set_num_threads(1)
-    runs = tmp_path_factory.mktemp("finished")
-    return runs, groupwise.rl(config(runs), TOY)
+    return whole_toy.runs, whole_toy.result
 
 
 @pytest.fixture(scope="module")

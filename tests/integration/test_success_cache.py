@@ -32,16 +32,6 @@ def origins(run: Path) -> list[str]:
         return [group.origin for step in range(6) for group in store.groups(step)]
 
 
-def test_it_keeps_what_the_buffer_would_have_kept(tmp_path):
-    torch.set_num_threads(1)
-    own, chosen = tmp_path / "own", tmp_path / "chosen"
-    groupwise.rl(settings(own, by_callback=False), TOY)
-    groupwise.rl(settings(chosen, by_callback=True), TOY)
-    assert "replay" in origins(own / "toy")
-    records = [what_must_be_equal(runs / "toy")["record"] for runs in (own, chosen)]
-    assert records[0] == records[1]
-
-
 def test_what_it_kept_is_part_of_the_checkpoints(tmp_path):
     torch.set_num_threads(1)
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
