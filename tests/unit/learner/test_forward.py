@@ -20,19 +20,9 @@ from groupwise.learner.forward import (
 from groupwise.learner.layout import MicroBatch, microbatches, packed
 from groupwise.models.decoder import Decoder, causal_mask
 from groupwise.types import Withheld
+from tests.unit.models.native.families import SMALL
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 102,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {**SMALL, "vocab_size": 102, "head_dim": 8}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
     "window": lambda: MistralConfig(**SIZES, sliding_window=4),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,8 @@ from groupwise.errors import ModelError, NonFiniteError, OutOfMemoryError, Store
 from groupwise.learner.layout import PackedBatch
 from groupwise.learner.native.layout import FlatBatch
 from groupwise.models.lora import CONFIG, WEIGHTS
-from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.sampler.queued import DecodeLayout
-from groupwise.sampler.torch_sampler import TorchSampler
-from groupwise.sampler.weights import ServedAdapter
-from groupwise.types import GroupRequest, OptimiserParams, SamplingParams
+from groupwise.models.tiny import tiny_model
+from groupwise.types import OptimiserParams
 from tests.disks import small_disk
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
@@ -69,47 +65,29 @@ KINDS = pytest.mark.parametrize("kind", ["adapter", "modules", "full"])
 
 @pytest.fixture(scope="module")
 def plain():
-    """What the plain path computes, by what it is for: the same for all that are compared with it."""
+    """What the plain path computes, by algorithm."""
     return {}
-
-
-async def computed_once(plain, what, learner, *arguments):
-    """Sums and gradient, computed by the first that asks for them."""
-    if what not in plain:
-        plain[what] = await computed(learner(), *arguments)
-    return plain[what]
 
 
 # However the work is cut up
 
 
 @KINDS
-@pytest.mark.parametrize("max_tokens", [1, 20, 33, 60])
-async def test_the_budget_of_a_micro_batch_does_not_matter(
-    make_learner, make_rows, plain, kind, max_tokens
-):
+async def test_the_budget_of_a_micro_batch_does_not_matter(make_learner, make_rows, kind):
+    """Nor does the order of the rows; nobody looks for likeliest tokens in reinforcement learning."""
     rows = make_rows(reference=True)
-    sums, wanted = await computed_once(plain, ("budget", kind), lambda: make_learner(kind), rows)
-    cut_sums, found = await computed(make_learner(kind, max_tokens=max_tokens), rows)
-    close(found, wanted)
-    assert cut_sums == pytest.approx(sums, rel=1e-5)
+    sums, wanted = await computed(make_learner(kind), rows)
+    assert "right" not in sums
+    for max_tokens in (20, 60):
+        shuffled = random.Random(max_tokens).sample(rows, len(rows))
+        cut_sums, found = await computed(make_learner(kind, max_tokens=max_tokens), shuffled)
+        close(found, wanted)
+        assert cut_sums == pytest.approx(sums, rel=1e-5)
 
 
 @KINDS
-@pytest.mark.parametrize("seed", [0, 1])
-async def test_neither_does_the_order_of_the_rows(make_learner, make_rows, kind, seed):
-    rows = make_rows(reference=True)
-    _, wanted = await computed(make_learner(kind), rows)
-    shuffled = random.Random(seed).sample(rows, len(rows))
-    _, found = await computed(make_learner(kind, max_tokens=50), shuffled)
-    close(found, wanted)
-
-
-@KINDS
-@pytest.mark.parametrize("ranks", [2, 3])
-async def test_ranks_that_add_their_gradients_have_that_of_the_whole(
-    make_learner, make_rows, kind, ranks
-):
+async def test_ranks_that_add_their_gradients_have_that_of_the_whole(make_learner, make_rows, kind):
+    ranks = 3
     rows = make_rows(reference=True)
     sums, wanted = await computed(make_learner(kind), rows)
     shares = [await computed(make_learner(kind), rows[rank::ranks]) for rank in range(ranks)]
@@ -117,92 +95,17 @@ async def test_ranks_that_add_their_gradients_have_that_of_the_whole(
     assert {name: sum(share[0][name] for share in shares) for name in sums} == pytest.approx(sums)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 33, 60, 4096])
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", ["adapter", "modules"])
-async def test_right_tokens_are_those_that_the_model_would_write(
-    make_learner, make_rows, kind, packing, max_tokens
-):
-    """Counted once each, however the rows are cut up; a model asked for the likeliest tokens gets them right."""
-    (made,) = make_rows(count=1, prompts=1)
-    learner = make_learner(kind, max_tokens=max_tokens, packing=packing)
-    row = replace(made, mask=(1,) * len(made.completion_ids))
-    written = await greedy(learner, row)
-    first_wrong = ((written[0] + 1) % 100, *written[1:])
-    rows = [
-        replace(row, completion_ids=written),
-        replace(row, completion_ids=first_wrong),
-        replace(row, completion_ids=first_wrong, mask=(0, *row.mask[1:])),
-        *make_rows(),
-    ]
-    found = await learner.predictions(rows)
-    assert all(found[0].right)
-    assert not found[1].right[0]
-    assert [each.logprobs for each in found] == await learner.logprobs(rows)
-    sums = await learner.forward_backward(rows, Sft().loss_spec(), {"sft": 100.0})
-    pairs = zip(found, rows, strict=True)
-    assert sums["right"] == sum(sum(compress(each.right, row.mask)) for each, row in pairs)
-    assert sums["tokens"] == sum(sum(row.mask) for row in rows)
-
-
-async def greedy(learner, row) -> tuple[int, ...]:
-    """The completion of the row's length in which every token is the likeliest."""
-    ids: tuple[int, ...] = ()
-    for place in range(len(row.completion_ids)):
-        tried = [
-            replace(
-                row,
-                completion_ids=(*ids, token),
-                mask=(1,) * (place + 1),
-                sampling_logprobs=(0.0,) * (place + 1),
-            )
-            for token in range(learner._weights.model.config.vocab_size)
-        ]
-        logprobs = [each[-1] for each in await learner.logprobs(tried)]
-        ids = (*ids, logprobs.index(max(logprobs)))
-    return ids
-
-
-async def test_no_search_for_likeliest_tokens_in_reinforcement_learning(make_learner, make_rows):
-    sums, _ = await computed(make_learner(), make_rows(reference=True))
-    assert "right" not in sums
-
-
-async def test_a_shared_prompt_does_not_matter(make_learner, make_rows):
-    rows = make_rows(count=6, prompts=1, reference=True)
-    _, wanted = await computed(make_learner(), rows)
-    learner = make_learner(max_tokens=1)
-    for row in rows:
-        await learner.forward_backward([row], PENALISED, TOTALS)
-    close(gradient(learner), wanted)
-
-
 @KINDS
-@pytest.mark.parametrize("max_tokens", [30, 4096])
-async def test_gradient_checkpointing_does_not_matter(make_learner, make_rows, kind, max_tokens):
-    rows = make_rows(reference=True)
-    sums, wanted = await computed(make_learner(kind), rows)
-    learner = make_learner(kind, max_tokens=max_tokens, gradient_checkpointing=True)
-    found_sums, found = await computed(learner, rows)
-    close(found, wanted)
-    assert found_sums == pytest.approx(sums, rel=1e-5)
-
-
-@KINDS
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("max_tokens", [1, 40, 4096])
-async def test_packing_does_not_matter(
-    make_learner, make_rows, plain, kind, checkpointing, max_tokens
-):
+async def test_packing_does_not_matter(make_learner, make_rows, kind):
+    """With and without gradient checkpointing."""
     rows = make_rows(count=14, prompts=9, reference=True)
-    sums, wanted = await computed_once(
-        plain, ("packing", kind), lambda: make_learner(kind, packing=False), rows
-    )
-    learner = make_learner(kind, max_tokens=max_tokens, gradient_checkpointing=checkpointing)
-    assert kind == "adapter" or learner._engine.paths.packing
-    found_sums, found = await computed(learner, rows)
-    close(found, wanted)
-    assert found_sums == pytest.approx(sums, rel=1e-5)
+    sums, wanted = await computed(make_learner(kind, packing=False), rows)
+    for max_tokens, checkpointing in ((40, False), (60, True)):
+        learner = make_learner(kind, max_tokens=max_tokens, gradient_checkpointing=checkpointing)
+        assert kind == "adapter" or learner._engine.paths.packing
+        found_sums, found = await computed(learner, rows)
+        close(found, wanted)
+        assert found_sums == pytest.approx(sums, rel=1e-5)
 
 
 def taught(make_rows):
@@ -218,23 +121,17 @@ def taught(make_rows):
 
 
 @KINDS
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("max_tokens", [1, 45, 4096])
-async def test_supervised_gradients_do_not_depend_on_the_cuts(
-    make_learner, make_rows, plain, kind, packing, max_tokens
-):
+async def test_supervised_gradients_do_not_depend_on_the_cuts(make_learner, make_rows, kind):
     """Nor on accumulation over calls: the mean is over the tokens of the whole step."""
     rows = taught(make_rows)
     totals = {"sft": float(sum(sum(row.mask) for row in rows))}
-    sums, wanted = await computed_once(
-        plain, ("sft", kind), lambda: make_learner(kind, packing=False), rows, SFT, totals
-    )
-    found_sums, found = await computed(
-        make_learner(kind, packing=packing, max_tokens=max_tokens), rows, SFT, totals
-    )
-    close(found, wanted)
-    assert found_sums == pytest.approx(sums, rel=1e-5)
-    learner = make_learner(kind, packing=packing, max_tokens=max_tokens)
+    sums, wanted = await computed(make_learner(kind, packing=False), rows, SFT, totals)
+    for packing, max_tokens in ((False, 45), (True, 45), (True, 4096)):
+        learner = make_learner(kind, packing=packing, max_tokens=max_tokens)
+        found_sums, found = await computed(learner, rows, SFT, totals)
+        close(found, wanted)
+        assert found_sums == pytest.approx(sums, rel=1e-5)
+    learner.discard()
     for start in range(0, len(rows), 4):
         await learner.forward_backward(rows[start : start + 4], SFT, totals)
     close(gradient(learner), wanted)
@@ -294,8 +191,11 @@ async def computed_plainly(make_learner, rows, loss, totals):
     return rows, *await computed(plain, rows, loss, totals)
 
 
-@pytest.mark.parametrize("way", FAST)
-@pytest.mark.parametrize("name", [*ALGORITHMS, "sft"])
+NAMES = [*ALGORITHMS, "sft"]
+EVERY = [(n, way) for n in NAMES for way in FAST if n == "grpo" or way.endswith("small batches")]
+
+
+@pytest.mark.parametrize(("name", "way"), EVERY)
 async def test_every_fast_path_equals_the_plain_one_with_every_option(
     make_learner, make_rows, plain, name, way
 ):
@@ -313,15 +213,6 @@ async def test_every_fast_path_equals_the_plain_one_with_every_option(
     assert any(bool(each.any()) for each in wanted.values())
     close(found, wanted)
     assert found_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
-
-
-@KINDS
-async def test_log_probabilities_do_not_depend_on_packing(make_learner, make_rows, kind):
-    rows = make_rows(count=14, prompts=9)
-    plain = await make_learner(kind, packing=False).logprobs(rows)
-    packed = await make_learner(kind, max_tokens=40).logprobs(rows)
-    for found, wanted in zip(packed, plain, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 async def test_checkpointing_does_not_wake_the_dropout_of_the_base(make_learner, make_rows):
@@ -344,68 +235,19 @@ async def test_checkpointing_does_not_wake_the_dropout_of_the_base(make_learner,
     assert not any(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("kind", ["adapter", "modules"])
-async def test_checkpointing_leaves_a_sampler_on_the_same_base_alone(make_learner, kind):
-    async def sampled(**settings):
-        learner = make_learner(kind, **settings)
-        served = ServedAdapter(learner._weights.adapted)
-        sampler = TorchSampler(served, tiny_tokenizer(), DecodeLayout(8, 32))
-        await sampler.load(await learner.publish(0))
-        return await sampler.generate(GroupRequest(0, (40, 41), (1, 2), SamplingParams(9)))
-
-    assert await sampled(gradient_checkpointing=True) == await sampled()
-
-
-@KINDS
-async def test_log_probabilities_do_not_depend_on_the_budget(make_learner, make_rows, kind):
-    rows = make_rows()
-    whole = await make_learner(kind).logprobs(rows)
-    cut = await make_learner(kind, max_tokens=1).logprobs(rows)
-    for row, one, other in zip(rows, whole, cut, strict=True):
-        assert len(one) == len(row.completion_ids)
-        assert one == pytest.approx(other, abs=1e-5)
-
-
 # Masks and denominators
 
 
-@pytest.mark.parametrize("loss", [DR_GRPO, PENALISED])
-async def test_a_fully_masked_batch_gives_0(make_learner, make_rows, loss):
+async def test_a_fully_masked_batch_gives_0(make_learner, make_rows):
+    """So do no rows at all."""
     rows = [replace(row, mask=(0,) * len(row.mask)) for row in make_rows(reference=True)]
     learner = make_learner()
-    sums, found = await computed(learner, rows, loss)
+    sums, found = await computed(learner, rows)
     assert set(sums.values()) == {0.0}
     assert not any(bool(grad.any()) for grad in found.values())
     before = values(learner)
     assert await learner.update(STEP) is not None
     close(values(learner), before, rounding=0)
-
-
-async def test_a_component_without_denominator_teaches_nothing(make_learner, make_rows):
-    learner = make_learner()
-    sums, found = await computed(learner, make_rows(), DR_GRPO, {"policy": 0.0})
-    assert sums["tokens"] > 0
-    assert not any(bool(grad.any()) for grad in found.values())
-
-
-async def test_what_stands_under_the_mask_plays_no_part(make_learner, make_rows):
-    rows = make_rows(reference=True)
-    wild = replace(
-        rows[2],
-        sampling_logprobs=tuple(
-            value if taught else -300.0
-            for value, taught in zip(rows[2].sampling_logprobs, rows[2].mask, strict=True)
-        ),
-    )
-    sums, wanted = await computed(make_learner(), rows)
-    found_sums, found = await computed(make_learner(), [*rows[:2], wild, *rows[3:]])
-    close(found, wanted)
-    assert found_sums == pytest.approx(sums)
-    assert sums["tokens"] == sum(sum(row.mask) for row in rows)
-
-
-async def test_no_rows_are_no_gradient(make_learner):
-    learner = make_learner()
     assert await learner.forward_backward([], DR_GRPO, TOTALS) == {}
     assert (await learner.update(STEP)).grad_norm == 0.0
 
@@ -415,14 +257,16 @@ async def test_the_denominator_divides_the_gradient(make_learner, make_rows):
     _, whole = await computed(make_learner(), rows, DR_GRPO, {"policy": 1.0})
     _, part = await computed(make_learner(), rows, DR_GRPO, {"policy": 8.0})
     close({name: 8 * grad for name, grad in part.items()}, whole)
+    sums, found = await computed(make_learner(), rows, DR_GRPO, {"policy": 0.0})
+    assert sums["tokens"] > 0
+    assert not any(bool(grad.any()) for grad in found.values()), "without one nothing is taught"
 
 
 # The update
 
 
 @KINDS
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e6])
+@pytest.mark.parametrize(("decay", "max_norm"), [(0.0, None), (0.1, 1e-3), (0.1, 1e6)])
 async def test_an_update_is_torchs_adamw_after_clipping(
     make_learner, make_rows, kind, decay, max_norm
 ):
@@ -444,16 +288,6 @@ async def test_an_update_is_torchs_adamw_after_clipping(
         assert result.applied
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-5), "before clipping"
     close(values(learner), {name: copy.detach() for name, copy in copies.items()}, rounding=2e-6)
-
-
-async def test_clipping_holds_the_norm_exactly(make_learner, make_rows):
-    learner = make_learner()
-    _, grads = await computed(learner, make_rows(), DR_GRPO)
-    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
-    seen = {}
-    learner._step = lambda params: seen.update(gradient(learner))
-    await learner.update(replace(STEP, max_grad_norm=norm / 4))
-    close(seen, {name: grad / 4 for name, grad in grads.items()}, rounding=1e-6)
 
 
 async def test_the_base_of_an_adapter_never_moves(make_learner, make_rows):
@@ -501,6 +335,7 @@ async def test_dropout_repeats_itself(make_learner, make_rows):
     close(await found(1), first, rounding=0)
     assert differs(await found(2), first)
     assert differs(await found(1, updates=1), first)
+    assert any(bool(grad.any()) for grad in (await found(2**40 + 3)).values()), "any seed will do"
 
 
 async def test_dropout_acts_in_every_micro_batch_and_only_in_the_gradient(make_learner, make_rows):
@@ -513,12 +348,6 @@ async def test_dropout_acts_in_every_micro_batch_and_only_in_the_gradient(make_l
         plain.discard()
         dropping.discard()
     assert await dropping.logprobs(rows) == await plain.logprobs(rows)
-
-
-async def test_any_seed_will_do_for_dropout(make_learner, make_rows):
-    learner = make_learner(dropout=0.4, seed=2**40 + 3)
-    _, found = await computed(learner, make_rows(), DR_GRPO)
-    assert any(bool(grad.any()) for grad in found.values())
 
 
 # Files
@@ -547,7 +376,7 @@ async def test_a_version_published_again_is_written_anew(make_learner, make_rows
     assert not (Path(second.path) / "scrap").exists()
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["adapter", "full"])
 async def test_a_checkpoint_before_the_first_update(make_learner, make_rows, tmp_path, kind):
     """Also into a learner that has learnt: its moments and its half-made gradient are gone."""
     rows = make_rows()
@@ -582,10 +411,18 @@ async def test_another_process_goes_on_where_the_checkpoint_was(
     close(values(other), values(learner), rounding=0)
 
 
-async def test_a_checkpoint_of_another_shape_is_refused(make_learner, tmp_path):
-    make_learner().save(str(tmp_path))
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+async def test_a_checkpoint_of_another_shape_or_a_damaged_one_is_refused(
+    make_learner, tmp_path, kind
+):
+    learner = make_learner(kind)
+    learner.save(str(tmp_path))
     with pytest.raises(ModelError, match="of another shape"):
-        make_learner(model=tiny_model(hidden_size=32)).load(str(tmp_path))
+        make_learner(kind, model=tiny_model(hidden_size=32)).load(str(tmp_path))
+    damaged = next(tmp_path.glob("*model.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    with pytest.raises(ModelError, match="is damaged"):
+        learner.load(str(tmp_path))
 
 
 @pytest.fixture
@@ -616,12 +453,11 @@ async def test_a_parameter_without_gradient_does_not_stand_in_the_way_of_a_resum
     assert other._optimiser_tensors().keys() == learner._optimiser_tensors().keys()
 
 
-@KINDS
 async def test_an_update_without_a_gradient_is_the_same_before_and_after_a_resume(
-    make_learner, make_rows, tmp_path, kind
+    make_learner, make_rows, tmp_path
 ):
     """Momentum must not move the weights of the one that went on without a stop."""
-    learner, other = make_learner(kind), make_learner(kind)
+    learner, other = make_learner(), make_learner()
     await computed(learner, make_rows(), DR_GRPO)
     await learner.update(STEP)
     learner.save(str(tmp_path))
@@ -631,46 +467,14 @@ async def test_an_update_without_a_gradient_is_the_same_before_and_after_a_resum
     close(values(other), values(learner), rounding=0)
 
 
-async def test_the_reference_model_is_looked_at_once(make_rows, tmp_path, monkeypatch):
-    from groupwise.learner import torch_learner, transformers_engine
-    from groupwise.learner.weights import TrainedModel
-
-    made = []
-
-    class Counting(transformers_engine.Decoder):
-        def __init__(self, model) -> None:
-            made.append(model)
-            super().__init__(model)
-
-    monkeypatch.setattr(transformers_engine, "Decoder", Counting)
-    trained, reference = tiny_model(seed=1), tiny_model(seed=2)
-    learner = torch_learner.TorchLearner(
-        TrainedModel(trained, reference),
-        run="r",
-        publish_folder=tmp_path,
-        max_tokens_per_microbatch=4096,
-        seed=0,
-    )
-    first = await learner.logprobs(make_rows(), "reference")
-    assert await learner.logprobs(make_rows(), "reference") == first
-    assert await learner.logprobs(make_rows()) != first
-    assert [model is trained for model in made] == [True, False]
-
-
-async def test_the_reference_of_an_adapter_is_its_base(make_learner, make_rows):
-    engine = make_learner("modules")._engine
-    assert engine.reference() is engine._decoder
-
-
-@pytest.mark.parametrize("rate", [1e38, 1e39])
-async def test_a_step_out_of_the_numbers_says_so(make_learner, make_rows, rate):
+async def test_a_step_out_of_the_numbers_says_so(make_learner, make_rows):
     learner = make_learner()
     await computed(learner, make_rows(), DR_GRPO)
-    with pytest.raises(NonFiniteError, match=r"learning rate 1e\+3.*Lower training.learning_rate"):
-        await learner.update(replace(STEP, learning_rate=rate))
+    with pytest.raises(NonFiniteError, match=r"training\.learning_rate"):
+        await learner.update(replace(STEP, learning_rate=1e38))
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["adapter", "full"])
 async def test_want_of_memory_is_explained(make_learner, make_rows, monkeypatch, kind):
     def refuse(*_: Any, **__: Any) -> Any:
         return torch.empty(1 << 60, dtype=torch.uint8)
@@ -689,21 +493,10 @@ async def test_want_of_memory_is_explained(make_learner, make_rows, monkeypatch,
     close(gradient(learner), wanted)
 
 
-@KINDS
-async def test_a_full_disk_is_explained(make_learner, tmp_path, kind):
-    learner = make_learner(kind)
+async def test_a_full_disk_is_explained(make_learner, tmp_path):
+    learner = make_learner()
     with small_disk(tmp_path / "published", "8k") as disk:
-        with pytest.raises(StoreError, match=r"cannot write .*v000000001.*No space left"):
+        with pytest.raises(StoreError, match=r"v000000001.*No space left"):
             await learner.publish(1)
         with pytest.raises(OSError, match="No space left"):
             learner.save(str(disk))
-
-
-@KINDS
-async def test_a_damaged_checkpoint_is_explained(make_learner, tmp_path, kind):
-    learner = make_learner(kind)
-    learner.save(str(tmp_path))
-    damaged = next(tmp_path.glob("*model.safetensors"))
-    damaged.write_bytes(damaged.read_bytes()[:50])
-    with pytest.raises(ModelError, match="is damaged"):
-        learner.load(str(tmp_path))

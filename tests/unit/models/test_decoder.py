@@ -26,35 +26,24 @@ from groupwise.models.decoder import (
     causal_mask,
 )
 from groupwise.models.tiny import tiny_model
+from tests.unit.models.native.families import SMALL
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {**SMALL, "head_dim": 8}
 MIXED = ["sliding_attention", "full_attention"]
 CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**SMALL),
-    "qwen2": lambda: Qwen2Config(**SMALL),
+    "llama": lambda: LlamaConfig(**SIZES),
+    "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen2-window": lambda: Qwen2Config(
         **SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
-    "qwen3": lambda: Qwen3Config(**SMALL),
-    "mistral-window": lambda: MistralConfig(**SMALL, sliding_window=5),
-    "phi3-window": lambda: Phi3Config(**SMALL, sliding_window=5),
-    "gemma2": lambda: Gemma2Config(**SMALL, sliding_window=5, layer_types=MIXED, **CAPS),
-    "gemma3": lambda: Gemma3TextConfig(**SMALL, sliding_window=5, layer_types=MIXED),
-    "granite": lambda: GraniteConfig(**SMALL, logits_scaling=3.0, embedding_multiplier=2.0),
-    "cohere": lambda: CohereConfig(**SMALL, logit_scale=0.3),
+    "qwen3": lambda: Qwen3Config(**SIZES),
+    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=5),
+    "phi3-window": lambda: Phi3Config(**SIZES, sliding_window=5),
+    "gemma2": lambda: Gemma2Config(**SIZES, sliding_window=5, layer_types=MIXED, **CAPS),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, sliding_window=5, layer_types=MIXED),
+    "granite": lambda: GraniteConfig(**SIZES, logits_scaling=3.0, embedding_multiplier=2.0),
+    "cohere": lambda: CohereConfig(**SIZES, logit_scale=0.3),
 }
 LENGTH = 20
 CPU = torch.device("cpu")
@@ -165,7 +154,7 @@ def test_a_used_slot_forgets_its_last_occupant():
 
 
 def test_layers_of_another_kind_are_refused():
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).eval()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
     model.config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ModelError, match="linear_attention"):
         Decoder(model)

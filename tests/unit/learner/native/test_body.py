@@ -25,7 +25,7 @@ from groupwise.types import Row
 def rows(step: int) -> list[Row]:
     """Completions of other lengths in each step."""
     chance = random.Random(step)
-    lengths = [chance.randrange(150, 250) for _ in range(8)]
+    lengths = [chance.randrange(150, 250) for _ in range(4)]
     return [
         Row((5, 6, 7), (9,) * length, (1,) * length, (-5.0,) * length, (-1.0) ** member, 1.0)
         for member, length in enumerate(lengths)
@@ -58,7 +58,7 @@ def test_later_steps_touch_next_to_no_fresh_memory(tmp_path: Path):
     child = os.fork()  # to which all memory is fresh, and whose allocator is nobody else's
     if child == 0:
         prepare_process(1)
-        found = [fresh_pages(learner, step) for step in range(6)]
+        found = [fresh_pages(learner, step) for step in range(5)]
         (tmp_path / "found").write_text(json.dumps(found))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.learner.native.layout import SPREAD, FlatBatch, Texts, cut
@@ -36,6 +36,7 @@ def seen_before(batch: FlatBatch, place: int) -> list[int]:
     return [*prompt, *batch.token_ids[start : place + 1]]
 
 
+@settings(max_examples=50)
 @given(ROWS, BUDGETS, st.booleans())
 def test_each_completion_token_follows_its_own_text(rows, budget, packing):
     for batch in cut(rows, budget, packing=packing):
@@ -49,6 +50,7 @@ def test_each_completion_token_follows_its_own_text(rows, budget, packing):
         assert next(places, None) is None
 
 
+@settings(max_examples=50)
 @given(ROWS, BUDGETS, st.booleans())
 def test_every_row_exactly_once_and_every_token_in_one_set_of_texts(rows, budget, packing):
     batches = cut(rows, budget, packing=packing)
@@ -64,6 +66,7 @@ def test_every_row_exactly_once_and_every_token_in_one_set_of_texts(rows, budget
             assert texts.lengths[0] <= SPREAD * texts.lengths[-1]
 
 
+@settings(max_examples=50)
 @given(ROWS, BUDGETS, st.booleans())
 def test_the_budget_is_kept_but_by_a_single_row(rows, budget, packing):
     for batch in cut(rows, budget, packing=packing):
