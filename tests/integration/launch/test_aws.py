@@ -171,15 +171,6 @@ async def test_the_machine_is_as_it_was_described(
     assert ("spot_notice.py" in script) is spot
 
 
-async def test_those_who_submit_at_once_start_one_machine(
-    account: Cloud, store: BlobStore, reach: Reach
-) -> None:
-    laptops = [reach(f"kept-{n}") for n in range(3)]
-    handles = await asyncio.gather(*(each.submit(order("twice"), store) for each in laptops))
-    assert len(set(map(repr, handles))) == 1
-    assert len(account.living()) == 1
-
-
 async def test_who_decided_before_another_has_started_a_machine_starts_none(
     account: Cloud, store: BlobStore, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,23 +486,6 @@ async def test_machines_that_it_did_not_begin_on_are_its_cost_and_those_of_a_rem
     await backend.cleanup(handle)
     again = await backend.submit(order("counted", "print('another')"), store)
     assert await counted(backend, again) == set(account.living())
-
-
-async def test_on_a_machine_that_is_there_it_goes_on_from_anywhere(
-    account: Cloud, store: BlobStore, reach: Reach, tmp_path: Path
-) -> None:
-    script = "import os, sys; print(os.environ['ATTEMPT']); sys.exit(os.environ['ATTEMPT'] == '1')"
-    (tmp_path / "in").write_text("in")
-    files = store.put_files({"in": tmp_path / "in"})
-    wanted = order("anywhere", script)
-    wanted = replace(wanted, spec=replace(wanted.spec, files=files))
-    laptop, other = (reach(each) for each in ("kept", "of-another"))
-    await ending(laptop, await laptop.submit(wanted, store))
-    second = await other.resume("anywhere", {}, BlobStore(tmp_path / "empty"))
-    assert second.attempt == 2
-    assert (await ending(other, second)).outcome is Outcome.SUCCEEDED
-    assert await laptop.find("anywhere") == second
-    assert len(account.requests) == 1
 
 
 async def test_another_attempt_there_has_its_time_before_the_machine_ends(

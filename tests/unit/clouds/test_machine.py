@@ -1,6 +1,5 @@
 """One machine as a backend, beside what all backends keep: its GPUs, and what it refuses."""
 
-import json
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -11,17 +10,16 @@ from typing import Any
 import pytest
 
 from groupwise.clouds.machine import MachineBackend
-from groupwise.clouds.port import Backend, CloudError, Handle, NameTaken, Order, Outcome, Phase
-from groupwise.hosts.answers import MemberState, RunnerState
+from groupwise.clouds.port import Backend, CloudError, Handle, NameTaken, Order, Outcome
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JobSpec, Limits
 from groupwise.hosts.ssh import Address, SshHost
 from tests import places
 from tests.contract.test_cloud_contract import SAVES
+from tests.places import ending, until
 from tests.ssh_hosts import fake_gpus
 
-SOON = 20.0
 SAYS_GPUS = (
     "import os, time; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); time.sleep(1000)"
 )
@@ -36,7 +34,7 @@ async def backend(tmp_path: Path) -> AsyncIterator[Backend]:
         yield reached
         for each in await reached.list():
             await reached.cancel(each, grace=0.1)
-            await ended(reached, each)
+            await ending(reached, each)
         await reached.close()
 
 
@@ -49,17 +47,9 @@ def order(name: str, gpus: int = 0, script: str = SAYS_GPUS, **fields: Any) -> O
     return Order(name, JobSpec(("python3", "-c", script), **fields), gpus)
 
 
-async def ended(backend: Backend, handle: Handle) -> None:
-    status = await backend.status(handle)
-    while status.ending is None:
-        status = await backend.wait(handle, status, SOON)
-
-
 async def said(backend: Backend, handle: Handle) -> str:
     """Its first line."""
-    status = await backend.status(handle)
-    while not status.log_size:
-        status = await backend.wait(handle, status, SOON)
+    await until(backend, handle, lambda status: status.log_size)
     return (await backend.log(handle, 0, 1000)).data.decode().strip()
 
 
@@ -75,40 +65,39 @@ async def test_gpus_are_a_jobs_alone_and_free_after_it(
     assert await backend.find("third") is None
     assert await said(backend, await backend.submit(order("none"), store)) == ""
     await backend.cancel(first, grace=0.1)
-    await ended(backend, first)
+    await ending(backend, first)
     assert await said(backend, await backend.submit(order("third", 1), store)) == "0"
 
 
 async def test_a_gpu_that_somebody_else_computes_on_is_not_free(
     backend: Backend, store: BlobStore, tmp_path: Path
 ) -> None:
+    with pytest.raises(CloudError, match=r"has 0 GPUs.*nvidia-smi: absent"):
+        await backend.submit(order("job", 1), store)
     folder = tmp_path / "home" / "bin"
     [busy, _] = fake_gpus(folder, "here", 2)
     fake_gpus(folder, "here", 2, apps=[{"uuid": busy, "pid": 4711, "used_mb": 900}])
     assert await said(backend, await backend.submit(order("job", 1), store)) == "1"
 
 
-async def test_a_machine_without_gpus_says_so(backend: Backend, store: BlobStore) -> None:
-    with pytest.raises(CloudError, match=r"has 0 GPUs.*nvidia-smi: absent"):
-        await backend.submit(order("job", 1), store)
-
-
 async def test_what_it_refuses_may_be_asked_for_in_another_way(
     backend: Backend, store: BlobStore
 ) -> None:
-    with pytest.raises(CloudError, match=r"does not begin job: .*are asked for"):
+    with pytest.raises(CloudError, match="does not begin job"):
         await backend.submit(order("job", limits=Limits(disk_mb=10**9)), store)
     refused = await backend.find("job")
     assert refused is not None
-    status = await backend.status(refused)
-    assert status.phase is Phase.ENDED
-    assert status.ending is not None
-    assert status.ending.outcome is Outcome.REFUSED
+    assert (await ending(backend, refused)).outcome is Outcome.REFUSED
     with pytest.raises(CloudError, match="no job called job"):
         await backend.resume("job", {}, store)
-    again = await backend.submit(order("job", script="print('on')"), store)
-    assert await said(backend, again) == "on"
+    asked = replace(order("job"), python="/one/bin/python")
+    again = await backend.submit(asked, store)
     assert again.attempt == refused.attempt + 1
+    other = replace(asked, python="/another/bin/python")
+    assert await backend.submit(other, store) == again, (
+        "with another interpreter it is the same job"
+    )
+    assert await backend.order(again) == asked
 
 
 def sees_nothing_at_first(backend: Any) -> None:
@@ -127,7 +116,7 @@ async def test_placed_by_two_at_once_under_a_name_that_was_free_again_it_runs_on
 ) -> None:
     asked = order("job", script="import time; print('on', flush=True); time.sleep(1000)")
     first = await backend.submit(order("job", script="print()"), store)
-    await ended(backend, first)
+    await ending(backend, first)
     await backend.cleanup(first)
     placed = await backend.submit(asked, store)
     sees_nothing_at_first(backend)
@@ -150,7 +139,7 @@ async def test_an_attempt_that_was_refused_stands_in_the_way_of_nothing(
     saves = f"{SAVES}save(int(os.environ['ATTEMPT']), b'one'); {tells}; raise SystemExit(3)"
     spec = JobSpec((str(python), "-c", saves), artefacts=("outputs",), checkpoints=("outputs",))
     first = await backend.submit(Order("job", spec), store)
-    await ended(backend, first)
+    await ending(backend, first)
     python.unlink()
     for _ in range(2):
         with pytest.raises(CloudError, match="does not begin job"):
@@ -167,50 +156,11 @@ async def test_an_attempt_that_was_refused_stands_in_the_way_of_nothing(
     assert await backend.find("job") is None
 
 
-async def test_an_order_is_read_as_it_was_written(backend: Backend) -> None:
-    asked = order("job", 2, environment={"A": "b"}, secrets=("KEY",), artefacts=("runs",))
-    assert Order.from_document(json.loads(json.dumps(asked.document()))) == asked
-
-
-async def test_with_another_interpreter_it_is_the_same_job(
-    backend: Backend, store: BlobStore
-) -> None:
-    asked = replace(order("job"), python="/one/bin/python")
-    handle = await backend.submit(asked, store)
-    assert await backend.submit(replace(asked, python="/another/bin/python"), store) == handle
-    assert await backend.order(handle) == asked
-
-
 async def test_who_cannot_be_reached_is_told_so(store: BlobStore) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         host = SshHost(Address("127.0.0.1", "nobody", taken.getsockname()[1], host_key=KEY))
         backend = MachineBackend("ssh", Runner(host), "nobody@127.0.0.1")
-        with pytest.raises(
-            CloudError, match=r"nobody@127.0.0.1 cannot be reached: .*Its jobs go on"
-        ):
+        with pytest.raises(CloudError, match=r"nobody@127\.0\.0\.1 cannot be reached"):
             await backend.find("job")
         await backend.close()
-
-
-async def test_refused_while_it_is_being_submitted_it_is_told_as_a_refusal(
-    backend: MachineBackend, store: BlobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its files are gone with that, and with them what it asked for."""
-    asked = order("refused", script="print()")
-    handle = await backend.submit(asked, store)
-    await ended(backend, handle)
-
-    async def gone(_: Handle) -> Order:
-        raise CloudError("no working folder")
-
-    monkeypatch.setattr(backend, "order", gone)
-    with pytest.raises(CloudError, match="no working folder"):
-        await backend.submit(asked, store)
-    status = backend._runner.status
-
-    async def refused(job: str, epoch: int) -> MemberState:
-        return replace(await status(job, epoch), state=RunnerState.REFUSED)
-
-    monkeypatch.setattr(backend._runner, "status", refused)
-    assert await backend.submit(asked, store) == handle

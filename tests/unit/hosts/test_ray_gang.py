@@ -179,10 +179,6 @@ def engine_said(gang: Gangs) -> str:
     return log.read_text() if log.exists() else ""
 
 
-def test_the_first_one_has_time_to_notice_by_itself(gang: Gangs) -> None:
-    assert gang.run(f"{follow('false')}sleep 0.5\nexit 75") == 75
-
-
 def test_an_answer_that_does_not_come_is_no_end_and_nothing_begins_twice(gang: Gangs) -> None:
     for each in gang.actors:
         each.misses = 3
@@ -190,11 +186,6 @@ def test_an_answer_that_does_not_come_is_no_end_and_nothing_begins_twice(gang: G
     once = f"echo x >>{twice}\n{follow('sh', '-c', f'echo x >>{twice}')}"
     assert gang.run(f"{once}until [ $(wc -l <{twice}) = 2 ]; do sleep 0.05; done\nexit 4") == 4
     assert twice.read_text() == "x\nx\n"
-
-
-def test_with_the_first_one_all_is_lost_for_now(gang: Gangs) -> None:
-    gang.actors[0].gone = True
-    assert gang.run("true") == ray_gang.LOST
 
 
 def test_what_ray_wants_ended_is_told_the_first_one(gang: Gangs) -> None:

@@ -6,7 +6,6 @@ The engine of these tests is whoever runs that script.
 import asyncio
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -166,46 +165,6 @@ def saves(says: str) -> str:
     )
 
 
-async def test_evicted_it_has_time_to_save(runner: Runner) -> None:
-    waits = await runner.launch(job(saves("'saved'")))
-    engine = begins(waits)
-    await until_said(runner, "on")
-    engine.send_signal(signal.SIGTERM)
-    engine.communicate(timeout=PATIENCE)
-    assert engine.returncode == 0
-    found = await runner.status("j", 1)
-    assert found.exit is not None
-    assert found.exit.reason is ExitReason.EVICTED
-    assert "queue ended it" in found.exit.message
-    assert await said(runner) == "on\nsaved\n"
-
-
-async def test_told_by_its_engine_as_well_it_is_not_told_again_while_it_saves(
-    runner: Runner,
-) -> None:
-    saves = (
-        "import signal, time\n"
-        "told = []\n"
-        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
-        "print('on', flush=True)\n"
-        "while not told:\n"
-        "    time.sleep(.02)\n"
-        "time.sleep(2)\n"
-        "print(len(told))"
-    )
-    launch = job(saves)
-    spec = JobSpec(launch.spec.arguments, secrets=("TOKEN",), limits=Limits(grace_seconds=25))
-    waits = await runner.launch(Launch("j", 1, spec, secrets=launch.secrets, engine=launch.engine))
-    engine = begins(waits)
-    await until_said(runner, "on")
-    command = (await runner.status("j", 1)).pid
-    assert command is not None
-    for pid in (engine.pid, command):
-        os.kill(pid, signal.SIGTERM)
-    engine.communicate(timeout=PATIENCE)
-    assert await said(runner) == "on\n1\n"
-
-
 async def test_evicted_by_whom_it_knows_alone_it_is_told_at_once(runner: Runner) -> None:
     """As Modal and AWS do, whose notice nothing else of the job hears: all of it is for saving."""
     waits = await runner.launch(job(saves("time.time()")))
@@ -219,21 +178,6 @@ async def test_evicted_by_whom_it_knows_alone_it_is_told_at_once(runner: Runner)
     assert found.exit.reason is ExitReason.EVICTED
     assert "queue ended it" in found.exit.message
     assert float((await said(runner)).split()[1]) - began < 15
-
-
-async def test_evicted_and_deaf_it_is_killed_in_time(runner: Runner) -> None:
-    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('on', flush=True); signal.pause(); signal.pause()"
-    launch = job(deaf)
-    spec = JobSpec(launch.spec.arguments, secrets=("TOKEN",), limits=Limits(grace_seconds=1))
-    waits = await runner.launch(Launch("j", 1, spec, secrets=launch.secrets, engine=launch.engine))
-    engine = begins(waits)
-    await until_said(runner, "on")
-    engine.send_signal(signal.SIGTERM)
-    engine.communicate(timeout=PATIENCE)
-    assert engine.returncode == 128 + signal.SIGKILL
-    found = await runner.status("j", 1)
-    assert found.exit is not None
-    assert found.exit.reason is ExitReason.EVICTED
 
 
 async def test_cancelled_it_ends_although_its_lock_is_not_seen(runner: Runner) -> None:

@@ -299,15 +299,6 @@ def test_of_many_epochs_at_once_the_highest_stands(here: Machine) -> None:
 # --- ends ---------------------------------------------------------------------------------------
 
 
-def test_cancel_asks_first(here: Machine, method: str) -> None:
-    here.sh(f"trap 'echo asked; exit 7' TERM; touch ready; {FOR_EVER}", method=method)
-    until((here.work() / "ready").exists)
-    here.ask("kill", job="job", epoch=1, grace=60)
-    record = here.comes_to("exited")["exit"]
-    assert (record["code"], record["reason"]) == (7, "cancelled")
-    assert record["tail"].endswith("asked\n")
-
-
 def test_cancel_kills_what_does_not_listen_and_an_impatient_second_one_counts(
     here: Machine, method: str
 ) -> None:
@@ -594,15 +585,6 @@ def test_memory_beyond_the_limit_is_told(here: Machine) -> None:
     assert (record["signal"], record["oom_kill"]) == (signal.SIGKILL, 1)
     here.launch(sys.executable, "-ISc", "x = bytearray(1)", limits={"ram_mb": 60}, epoch=2)
     assert here.comes_to("exited", epoch=2)["exit"]["oom_kill"] == 0
-
-
-def test_control_groups_go_with_the_attempt(here: Machine) -> None:
-    here.sh("until [ -e go ]; do sleep 0.02; done")
-    folders = runner.Group.from_record(here.state()["cgroup"]).folders()
-    assert all(os.path.isdir(folder) for folder in folders)
-    (here.work() / "go").touch()
-    here.comes_to("exited")
-    until(lambda: not any(os.path.isdir(folder) for folder in folders), "their end")
 
 
 def test_a_control_group_of_a_supervisor_that_died_early_is_swept(here: Machine) -> None:

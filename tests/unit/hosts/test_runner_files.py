@@ -584,12 +584,6 @@ def test_a_disk_that_hangs_gives_no_signs(capfdbinary: pytest.CaptureFixture[byt
     assert capfdbinary.readouterr().out == b"\n"
 
 
-def test_checkpoints_are_listed_while_artefacts_are_read(here: Machine) -> None:
-    _, folder = asked_twice(here, "manifest")
-    with locked(folder):
-        assert manifest(here, "checkpoints")["checkpoints"] == []
-
-
 # --- another user -------------------------------------------------------------------------------
 
 
@@ -729,21 +723,3 @@ def test_checkpoints_show_while_the_job_runs_and_in_its_record(here: Machine) ->
     (here.work() / "go").touch()
     record = here.comes_to("exited")["exit"]
     assert (record["checkpoints"], record["step"]) == (1, 8)
-
-
-def test_a_job_resumes_from_a_copy(here: Machine) -> None:
-    weights = os.urandom(2 << 20)
-    entries = {"w": {"size": len(weights), "sha256": sha(weights)}}
-    written = json.dumps({"step": 7, "files": entries}).encode()
-    here.put(weights, written)
-    top = "outputs/checkpoints/step-7"
-    files = {
-        f"{top}/w": [sha(weights), 0o644, len(weights)],
-        f"{top}/manifest.json": [sha(written), 0o644, len(written)],
-    }
-    script = "echo $RESUME_FROM; sha256sum $RESUME_FROM/w; echo changed > $RESUME_FROM/w"
-    here.sh(script, resume={"manifest": files, "step": 7})
-    lines = here.comes_to("exited")["exit"]["tail"].splitlines()
-    assert lines[0] == str(here.work() / top)
-    assert lines[1].startswith(sha(weights))
-    assert here.ask("missing", sha256=[sha(weights)])["missing"] == []

@@ -7,56 +7,37 @@ import pytest
 from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Engine, Launch
 from groupwise.hosts.engines import LIVING_BEAT
-from groupwise.hosts.port import Answer, HostUnreachable, Request, RunnerRefused
+from groupwise.hosts.port import HostUnreachable, RunnerRefused
 from groupwise.hosts.slurm import ON_ITS_WAY, SlurmRunner, TendedSlurm
 from groupwise.hosts.spec import JobSpec
+from tests.engine_heads import Head
 
 NAME = "j.1-0123abcd"
 
 
-class Cluster:
-    """A login node: an attempt, as its files have it, and what Slurm's programs say."""
+class Cluster(Head):
+    """A login node, and what Slurm's programs say."""
 
     def __init__(self, queue: str = "", **state: Any) -> None:
-        self.state: dict[str, Any] = {
-            "job": "j",
-            "epoch": 1,
-            "place": "0123abcd99",
-            "engine": "slurm",
-            "folder": "/srv/attempts/j.1",
-            "state": "queued",
-            "same_boot": False,
-            "age": 0.0,
-            **state,
-        }
+        super().__init__(engine="slurm", **state)
         self.queue = queue
         self.answers: dict[str, dict[str, Any]] = {}
-        self.ran: list[list[str]] = []
-        self.voided: str | None = None
-        self.forgotten = False
+        self.ran_there: list[list[str]] = []
+        self.submits = ""
+        """What is in the queue once something was submitted."""
+        self.has_slurm = True
 
     def __call__(self) -> SlurmRunner:
         return SlurmRunner(self, root="root")
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
-        assert timeout > 0
-        body = request.body
-        if request.verb == "run":
-            return Answer(self._run(body["arguments"]))
-        if request.verb == "void" and self.state["state"] == "queued":
-            self.voided = body["because"]
-            refused = {"code": "voided", "message": self.voided}
-            self.state.update(state="voided", refused=refused if self.voided else None)
-        if request.verb == "forget":
-            self.forgotten = True
-        return Answer({"attempts": [self.state]} if request.verb == "wait" else self.state)
-
-    def _run(self, arguments: list[str]) -> dict[str, Any]:
-        self.ran.append(arguments)
+    def ran(self, arguments: list[str]) -> dict[str, Any]:
+        if not self.has_slurm:
+            raise RunnerRefused("unknown_program", "there is no program squeue on PATH")
+        self.ran_there.append(arguments)
+        if arguments[0] == "sbatch":
+            self.queue = self.submits or self.queue
         said = {"code": 0, "out": self.queue if arguments[0] == "squeue" else "", "err": ""}
         return {**said, **self.answers.get(arguments[0], {})}
-
-    async def close(self) -> None: ...
 
 
 def line(state: str, number: int = 7, reason: str = "None", name: str = NAME) -> str:
@@ -69,7 +50,7 @@ LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Engine("slurm", ("--partition
 async def test_submitted_by_its_name_with_what_was_asked() -> None:
     cluster = Cluster()
     await cluster().launch(LAUNCH)
-    [submitted] = [words for words in cluster.ran if words[0] == "sbatch"]
+    [submitted] = [words for words in cluster.ran_there if words[0] == "sbatch"]
     assert submitted[1] == "--partition=gpu"
     assert f"--job-name={NAME}" in submitted
     assert "--no-requeue" in submitted
@@ -80,23 +61,14 @@ async def test_what_is_in_the_queue_is_not_submitted_again() -> None:
     cluster = Cluster(line("PENDING", reason="Resources"))
     found = await cluster().launch(LAUNCH)
     assert found.engine_says == "job 7 of Slurm is pending (Resources)"
-    assert not [words for words in cluster.ran if words[0] == "sbatch"]
+    assert not [words for words in cluster.ran_there if words[0] == "sbatch"]
 
 
 async def test_of_doubles_the_first_stays() -> None:
     cluster = Cluster()
-    runner = cluster()
-    seen = cluster.answers
-
-    async def submits_too(request: Request, *, timeout: float) -> Answer:
-        if request.verb == "run" and request.body["arguments"][0] == "sbatch":
-            cluster.queue = line("PENDING", 9) + line("PENDING", 8) + line("PENDING", 5, name="k")
-        return await Cluster.call(cluster, request, timeout=timeout)
-
-    cluster.call = submits_too  # type: ignore[method-assign]
-    await runner.launch(LAUNCH)
-    assert cluster.ran[-2] == ["scancel", "9"]
-    assert not seen
+    cluster.submits = line("PENDING", 9) + line("PENDING", 8) + line("PENDING", 5, name="k")
+    await cluster().launch(LAUNCH)
+    assert cluster.ran_there[-2] == ["scancel", "9"]
 
 
 @pytest.mark.parametrize("verb", ["launch", "status"])
@@ -181,20 +153,7 @@ async def test_what_the_files_say_needs_no_slurm() -> None:
     cluster = Cluster(state="running", pid=3)
     cluster.answers["squeue"] = {"code": 1, "err": "dead"}
     assert (await cluster().status("j", 1)).state is RunnerState.RUNNING
-    assert cluster.ran == []
-
-
-async def test_a_machine_without_slurm_is_told_as_such() -> None:
-    cluster = Cluster()
-
-    async def has_none(request: Request, *, timeout: float) -> Answer:
-        if request.verb == "run":
-            raise RunnerRefused("unknown_program", "there is no program squeue on PATH")
-        return await Cluster.call(cluster, request, timeout=timeout)
-
-    cluster.call = has_none  # type: ignore[method-assign]
-    with pytest.raises(RunnerRefused, match="login node"):
-        await cluster().status("j", 1)
+    assert cluster.ran_there == []
 
 
 # --- of who tends it -------------------------------------------------------------------------------
@@ -244,13 +203,9 @@ async def test_what_slurm_has_ended_in_the_queue_is_not_given_to_it_again() -> N
 
 async def test_where_slurms_programs_are_gone_it_does_not_answer() -> None:
     cluster = Cluster()
-
-    async def has_none(request: Request, *, timeout: float) -> Answer:
-        if request.verb == "run":
-            raise RunnerRefused("unknown_program", "there is no program squeue on PATH")
-        return await Cluster.call(cluster, request, timeout=timeout)
-
-    cluster.call = has_none  # type: ignore[method-assign]
+    cluster.has_slurm = False
+    with pytest.raises(RunnerRefused, match="login node"):
+        await cluster().status("j", 1)
     with pytest.raises(HostUnreachable, match="login node"):
         await tended(cluster).jobs()
     assert (await tended(cluster).status("j", 1)).state is RunnerState.QUEUED

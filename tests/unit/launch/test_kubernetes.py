@@ -49,13 +49,10 @@ def container(document: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("asked", [ASKED, WHOLE, replace(ASKED, gpus=0)])
-def test_kubernetes_schema_has_nothing_against_it(asked: Asked) -> None:
-    for document in manifests(asked):
-        kubernetes_validate.validate(document, VERSION, strict=True)
-
-
-def test_the_schema_would_have_something_against_what_is_wrong() -> None:
+def test_kubernetes_schema_has_nothing_against_it() -> None:
+    for asked in (ASKED, WHOLE, replace(ASKED, gpus=0)):
+        for document in manifests(asked):
+            kubernetes_validate.validate(document, VERSION, strict=True)
     [job] = manifests(ASKED)
     job["spec"]["podReplacementPolice"] = job["spec"].pop("podReplacementPolicy")
     with pytest.raises(kubernetes_validate.ValidationError):

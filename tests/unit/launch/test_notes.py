@@ -43,6 +43,7 @@ def test_a_job_elsewhere_of_the_same_name_keeps_its_note() -> None:
     assert not notes.is_of_another(another_way)
     notes.remove(another_way)
     assert notes.every() == []
+    assert not AFAR.is_same(Place(SSH, {**AFAR.detail, "host_key": "another"}))
 
 
 def test_an_agent_is_the_one_of_the_login_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,20 +54,9 @@ def test_an_agent_is_the_one_of_the_login_that_asks(monkeypatch: pytest.MonkeyPa
         backend: Any = reach(Place.from_document(place.document()))
         assert backend._runner.host._agent_path == socket
     assert "/run" not in str(place.document())
-
-
-def test_behind_one_address_there_may_be_several_machines() -> None:
-    another = Place(SSH, {**AFAR.detail, "host_key": "another"})
-    assert not AFAR.is_same(another)
-    assert AFAR.is_same(Place(SSH, {**AFAR.detail, "key": "/k", "python": "p", "agent": True}))
-
-
-def test_the_agent_of_an_earlier_note_is_asked_where_there_is_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    backend: Any = reach(Place(SSH, {**AFAR.detail, "agent": "/run/kept"}))
-    assert backend._runner.host._agent_path == "/run/kept"
+    monkeypatch.delenv("SSH_AUTH_SOCK")
+    earlier: Any = reach(Place(SSH, {**AFAR.detail, "agent": "/run/kept"}))
+    assert earlier._runner.host._agent_path == "/run/kept", "where there is no other"
 
 
 def test_a_note_may_say_later_where_the_results_are() -> None:

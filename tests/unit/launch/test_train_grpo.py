@@ -64,16 +64,21 @@ def test_a_command_line_means_what_it_was_made_of(
 
 def test_the_defaults_are_those_that_are_published(taken: list[tuple[Any, ...]]) -> None:
     assert command.main(["--model=m", "--dataset=d", "--reward_function=r"]) == 0
-    assert taken[0][0] == Flags(model="m", dataset="d", reward_function=("r",))
-    flags = taken[0][0]
-    assert (flags.preprocessing_pipeline, flags.max_steps, flags.learning_rate) == (
-        "generic",
-        500,
-        5e-6,
+    expected = Flags(
+        model="m",
+        dataset="d",
+        reward_function=("r",),
+        preprocessing_pipeline="generic",
+        max_steps=500,
+        learning_rate=5e-6,
+        batch_size=1,
+        num_generations=4,
+        max_prompt_length=256,
+        max_completion_length=128,
+        output_dir="outputs",
+        use_unsloth=False,
     )
-    assert (flags.batch_size, flags.num_generations) == (1, 4)
-    assert (flags.max_prompt_length, flags.max_completion_length) == (256, 128)
-    assert (flags.output_dir, flags.use_unsloth) == ("outputs", False)
+    assert taken[0][0] == expected
 
 
 def test_every_flag_is_a_key_of_the_config_and_has_its_name() -> None:

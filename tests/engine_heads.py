@@ -1,0 +1,38 @@
+"""The machine at which an engine is asked, for tests of what is made of its answers: one attempt, as the runner's files have it."""
+
+from typing import Any
+
+from groupwise.hosts.port import Answer, Request
+
+ATTEMPT = {"job": "j", "epoch": 1, "place": "0123abcd99", "folder": "/srv/attempts/j.1"}
+WAITS = {"state": "queued", "same_boot": False, "age": 0.0}
+
+
+class Head:
+    """Answers as a runner that has the attempt `j.1`. `ran` says what a program of the engine does."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state: dict[str, Any] = {**ATTEMPT, **WAITS, **state}
+        self.voided: str | None = None
+        self.forgotten = False
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        assert timeout > 0
+        body = request.body
+        if request.verb == "run":
+            return Answer(self.ran(body["arguments"]))
+        if request.verb == "hello":
+            texts = ("python", "boot_id", "home", "root")
+            return Answer({**dict.fromkeys(texts, "x"), "protocols": [1], "hostname": "head"})
+        if request.verb == "void" and self.state["state"] == "queued":
+            self.voided = body["because"]
+            refused = {"code": "voided", "message": self.voided}
+            self.state.update(state="voided", refused=refused if self.voided else None)
+        if request.verb == "forget":
+            self.forgotten = True
+        return Answer({"attempts": [self.state]} if request.verb == "wait" else self.state)
+
+    def ran(self, arguments: list[str]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def close(self) -> None: ...
