@@ -9,56 +9,55 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Route, expect
 
 from groupwise.fleet.direct import DirectFleet
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
-from tests.integration.web.test_browser import SOON, Visitor, browser, pytestmark, shown, visit
-from tests.unit.web.test_fleet import direct, migrated_file, small
-from tests.web_runs import add_step, evaluation_of, write_run
+from tests.integration.web.visiting import (
+    SOON,
+    Visitor,
+    going_on,
+    is_live,
+    needs_chromium,
+    shown,
+    take_steps,
+)
+from tests.web_runs import evaluation_of, write_run
 
-__all__ = ["browser", "direct", "migrated_file", "pytestmark", "small", "visit"]
-
-
-@contextmanager
-def going_on(folder: Path, steps: int = 1, name: str = "live") -> Iterator[Path]:
-    """A run that a process, this one, works on."""
-    path = write_run(folder / name, steps, state="running", facts={"max_steps": 50})
-    lock = RunLock.acquire(path)
-    try:
-        yield path
-    finally:
-        lock.release()
-
-
-def take_steps(path: Path, *steps: int) -> None:
-    with Store.open(path / "run.db") as store:
-        for step in steps:
-            add_step(store, step)
-
-
-def is_live(page: Page) -> None:
-    expect(page.locator("#live.on")).to_be_visible(timeout=SOON)
+pytestmark = needs_chromium
+Visit = Callable[..., Visitor]
 
 
 # --- 1: whether it is up to date -------------------------------------------------------------------
 
 
-def test_a_page_without_an_answer_says_so_until_there_is_one(
-    visit: Callable[..., Visitor], tmp_path: Path
+def test_a_page_without_an_answer_or_a_stream_says_so_until_there_is_one(
+    visit: Visit, tmp_path: Path
 ) -> None:
     with going_on(tmp_path / "runs") as path, shown(path.parent) as address:
         visitor = visit(address)
         page = visitor.page
+        asked = 0
+
+        def refuse(route: Route) -> None:
+            nonlocal asked
+            asked += 1
+            if asked < 3:
+                route.fulfill(status=502, body="a proxy")
+            else:
+                route.continue_()
+
+        page.route("**/live?run=live", refuse)
         visitor.goes("/runs/live")
-        is_live(page)
+        expect(page.locator("#live")).to_have_text("not live")
         expect(page.locator("#away")).to_be_empty()
+        is_live(page)
+        assert asked == 3
         moved = tmp_path / "away"
         path.rename(moved)
         line = page.get_by_text(re.compile(r"No answer since \d\d:\d\d: there is no run"))
@@ -71,62 +70,59 @@ def test_a_page_without_an_answer_says_so_until_there_is_one(
         expect(page.locator("#away")).to_be_empty(timeout=2 * SOON)
         expect(page.locator(".progress")).to_contain_text("2 of 50 steps", timeout=SOON)
         expect(page.locator("#live.on")).to_be_visible(timeout=2 * SOON)
-        assert visitor.wrong == []
-
-
-def test_a_stream_that_was_refused_is_opened_again(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    with going_on(tmp_path) as path, shown(path.parent) as address:
-        visitor = visit(address)
-        page = visitor.page
-        asked = 0
-
-        def refuse(route: object) -> None:
-            nonlocal asked
-            asked += 1
-            if asked < 3:
-                route.fulfill(status=502, body="a proxy")  # type: ignore[attr-defined]
-            else:
-                route.continue_()  # type: ignore[attr-defined]
-
-        page.route("**/live?run=live", refuse)
-        visitor.goes("/runs/live")
-        expect(page.locator("#live")).to_have_text("not live")
-        expect(page.locator("#away")).to_be_empty()
-        is_live(page)
-        assert asked == 3
-        take_steps(path, 1)
-        expect(page.locator(".progress")).to_contain_text("2 of 50 steps", timeout=SOON)
-        assert visitor.wrong == []
 
 
 # --- 2: all of it ----------------------------------------------------------------------------------
 
 
-def test_the_state_of_a_run_changes_on_each_of_its_pages(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    with going_on(tmp_path) as path, shown(path.parent) as address:
-        visitor = visit(address)
-        pages = [visitor.page, *(visitor.page.context.new_page() for _ in range(2))]
-        for page, end in zip(pages, ("", "/rollouts", "/evaluations"), strict=True):
-            page.goto(f"{address}/runs/live{end}")
-            expect(page.locator(".title .state")).to_have_text("running")
-            is_live(page)
-        with Store.open(path / "run.db") as store:
-            store.set_meta({"state": "finished"})
-        for page in pages:
-            expect(page.locator(".title .state")).to_have_text("finished", timeout=SOON)
+def test_pages_follow_a_run_through_its_states(visit: Visit, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", 1, state="running", facts={"max_steps": 50})
+    lock = RunLock.acquire(path)
+    try:
+        with shown(tmp_path) as address:
+            first = visit(address).page
+            pages = [first, *(first.context.new_page() for _ in range(2))]
+            run, rollouts, evaluations = pages
+            for page, end in zip(pages, ("", "/rollouts", "/evaluations"), strict=True):
+                page.goto(f"{address}/runs/live{end}")
+                expect(page.locator(".title .state")).to_have_text("running")
+                is_live(page)
+            expect(run.locator(".progress")).to_contain_text("1 of 50 steps")
+            expect(rollouts.locator(".rollout")).to_have_count(8)
+            expect(rollouts.get_by_role("link", name="after →")).to_have_count(0)
+            take_steps(path, 1, 2, 3)
+            expect(run.locator(".progress")).to_contain_text("4 of 50 steps", timeout=SOON)
+            expect(rollouts.get_by_role("link", name="after →")).to_be_visible(timeout=SOON)
+            expect(rollouts.locator(".rollout")).to_have_count(30)
+            rows = evaluations.locator("#evaluations tbody tr")
+            lines = evaluations.locator(".u-legend .u-series:not(.edge)")
+            expect(rows).to_have_count(2)
+            expect(lines).to_have_count(3)
+            with Store.open(path / "run.db") as store:
+                store.add_evaluation(evaluation_of("live", 3, 0.7))
+            expect(rows).to_have_count(3, timeout=SOON)
+            expect(lines).to_have_count(4, timeout=SOON)
+            expect(rows.last.locator("input").last).to_be_checked()
+            rows.nth(1).locator("input").last.check()
+            with Store.open(path / "run.db") as store:
+                store.add_evaluation(evaluation_of("live", 4, 0.8))
+                store.set_meta({"state": "finished"})
+            expect(rows).to_have_count(4, timeout=SOON)
+            expect(rows.nth(1).locator("input").last).to_be_checked()
+            for page in pages:
+                expect(page.locator(".title .state")).to_have_text("finished", timeout=SOON)
+            with Store.open(path / "run.db") as store:
+                store.set_meta({"state": "running"})
+            lock.release()
+            run.goto(f"{address}/runs/live")
+            expect(run.locator(".title .state")).to_have_text("crashed")
+    finally:
+        lock.release()
 
 
-def test_a_list_without_runs_gets_the_first_one(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
+def test_a_list_without_runs_gets_the_first_one(visit: Visit, tmp_path: Path) -> None:
     with shown(tmp_path) as address:
-        visitor = visit(address)
-        page = visitor.page
-        visitor.goes("/runs")
+        page = visit(address).goes("/runs")
         expect(page.get_by_text("There are no runs yet")).to_be_visible()
         is_live(page)
         write_run(tmp_path / "first", 2)
@@ -137,53 +133,12 @@ def test_a_list_without_runs_gets_the_first_one(
         expect(page.get_by_role("link", name="second")).to_be_visible(timeout=SOON)
         expect(page.get_by_label("Compare first")).to_be_checked()
         expect(page.get_by_label("Compare second")).not_to_be_checked()
-        assert visitor.wrong == []
-
-
-def test_evaluations_come_in_and_what_was_chosen_stays(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    with going_on(tmp_path) as path, shown(path.parent) as address:
-        visitor = visit(address)
-        page = visitor.page
-        visitor.goes("/runs/live/evaluations")
-        expect(page.locator("#evaluations tbody tr")).to_have_count(2)
-        lines = page.locator(".u-legend .u-series:not(.edge)")
-        expect(lines).to_have_count(3)
-        is_live(page)
-        with Store.open(path / "run.db") as store:
-            store.add_evaluation(evaluation_of("live", 3, 0.7))
-        expect(page.locator("#evaluations tbody tr")).to_have_count(3, timeout=SOON)
-        expect(lines).to_have_count(4, timeout=SOON)
-        newest = page.locator("#evaluations tbody tr").last.locator("input")
-        expect(newest.last).to_be_checked()
-        page.locator("#evaluations tbody tr").nth(1).locator("input").last.check()
-        with Store.open(path / "run.db") as store:
-            store.add_evaluation(evaluation_of("live", 4, 0.8))
-        expect(page.locator("#evaluations tbody tr")).to_have_count(4, timeout=SOON)
-        expect(page.locator("#evaluations tbody tr").nth(1).locator("input").last).to_be_checked()
-        assert visitor.wrong == []
-
-
-def test_the_pages_of_rollouts_grow(visit: Callable[..., Visitor], tmp_path: Path) -> None:
-    with going_on(tmp_path) as path, shown(path.parent) as address:
-        visitor = visit(address)
-        page = visitor.page
-        visitor.goes("/runs/live/rollouts")
-        expect(page.locator(".rollout")).to_have_count(8)
-        expect(page.get_by_role("link", name="after →")).to_have_count(0)
-        is_live(page)
-        take_steps(path, 1, 2, 3)
-        expect(page.get_by_role("link", name="after →")).to_be_visible(timeout=SOON)
-        expect(page.locator(".rollout")).to_have_count(30)
 
 
 # --- 3: whoever reads ------------------------------------------------------------------------------
 
 
-def test_rollouts_do_not_move_under_their_reader(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
+def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -> None:
     with going_on(tmp_path, 3) as path, shown(path.parent) as address:
         visitor = visit(address)
         page = visitor.page
@@ -207,10 +162,9 @@ def test_rollouts_do_not_move_under_their_reader(
         expect(page.locator(".rollout header a").first).to_have_text("#11.3")
         expect(page.locator(".rollout").first).to_be_in_viewport()
         expect(page.locator(".news")).to_have_count(0)
-        assert visitor.wrong == []
 
 
-def test_marked_text_and_opened_texts_stay(visit: Callable[..., Visitor], tmp_path: Path) -> None:
+def test_marked_text_and_opened_texts_stay(visit: Visit, tmp_path: Path) -> None:
     with going_on(tmp_path, 2) as path, shown(path.parent) as address:
         visitor = visit(address)
         page = visitor.page
@@ -240,11 +194,10 @@ def test_marked_text_and_opened_texts_stay(visit: Callable[..., Visitor], tmp_pa
         expect(log).to_contain_text("line 949")
         expect(waits).to_have_count(0)
         assert log.evaluate("element => [element.scrollTop, element.mine]") == [120, True]
-        assert visitor.wrong == []
 
 
 def test_a_page_of_the_fleet_goes_on_around_what_has_the_focus(
-    visit: Callable[..., Visitor], direct: DirectFleet, tmp_path: Path
+    visit: Visit, direct: DirectFleet, tmp_path: Path
 ) -> None:
     with shown(tmp_path / "runs", fleet=direct) as address:
         visitor = visit(address)
@@ -271,4 +224,3 @@ def test_a_page_of_the_fleet_goes_on_around_what_has_the_focus(
         held.start()
         held.join()
         expect(page.locator(".title .state")).to_have_text("held", timeout=SOON)
-        assert visitor.wrong == []

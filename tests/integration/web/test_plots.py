@@ -1,4 +1,4 @@
-"""Plots in a real Chromium.
+"""Plots in a real Chromium: most of them drawn by the functions of plots.js in one page, some in the pages of a dashboard.
 
 1. A legend says what each line is, not what is drawn: in a stack its own part, beside others of the same step.
 2. What stands out is shown, in a spread and among many runs too, and a chosen range is asked for in finer columns.
@@ -17,33 +17,97 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
+import groupwise.web
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
-from tests.integration.web.test_browser import (
+from groupwise.web.runs.curves import names_of, plots_of
+from tests.integration.web.visiting import (
     DESK,
     PHONE,
     SOON,
     Visitor,
-    browser,
-    pytestmark,
+    going_on,
+    is_live,
+    needs_chromium,
     shown,
-    visit,
 )
-from tests.integration.web.test_live import going_on, is_live
 from tests.web_runs import write_run
 
-__all__ = ["browser", "pytestmark", "visit"]
+pytestmark = needs_chromium
 
-
+STATIC = Path(groupwise.web.__file__).parent / "static"
 BEGAN = 1.7e9
 """When all runs here were made."""
+COLUMNS = 70
+"""Of a plot here: a tenth of what pages have, so that runs of a few hundred steps are thinned."""
+IN_PAGE = """
+window.asked = [];
+const askServer = window.fetch.bind(window);
+window.fetch = (address, how) => { asked.push(address); return askServer(address, how); };
+const soon = () => new Promise((resolve) => setTimeout(resolve));
+let [element, state] = [null, null];
+
+async function settled() { // a range that was chosen is asked for by itself
+  await soon();
+  while (state.coming != null) await soon();
+  await soon();
+}
+async function plant(runs, plot) {
+  const figure = document.createElement("figure");
+  figure.className = "chart";
+  element = document.createElement("div");
+  element.className = "plot";
+  const given = plot.curves ? { curves: plot.curves } : { runs, labels: runs, plot };
+  for (const [name, value] of Object.entries(given)) element.dataset[name] = JSON.stringify(value);
+  element.setAttribute("aria-label", plot.title);
+  figure.append(element);
+  document.querySelector(".charts").replaceChildren(figure);
+  for (const each of [...drawn.keys()]) none(each, "");
+  asked = [];
+  await again_();
+}
+async function again_() {
+  await draw(element);
+  state = drawn.get(element);
+  await settled();
+}
+const spoken = (made) => Object.fromEntries(rows(made).map((row) => ["th", "td"].map((cell) => row.querySelector(cell).textContent)));
+const over = () => state.made.over.getBoundingClientRect();
+function point(share) {
+  if (share == null) state.made.setCursor({ left: -10, top: -10 });
+  else state.made.setCursor({ left: share * (over().width - 1), top: over().height / 2 });
+}
+async function look(begin, end) {
+  const [min, max] = [begin, end].map((share) => state.made.posToVal(share * over().width, "x"));
+  state.made.setScale("x", { min, max });
+  await settled();
+}
+const { fillText, clearRect } = CanvasRenderingContext2D.prototype;
+const { arc } = Path2D.prototype;
+window.circles = 0;
+CanvasRenderingContext2D.prototype.clearRect = function (...where) {
+  this.canvas.said = [];
+  window.circles = 0;
+  return clearRect.apply(this, where);
+};
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  if (this.textAlign === "right") this.canvas.said.push([text, x - this.measureText(text).width]);
+  return fillText.call(this, text, x, y);
+};
+Path2D.prototype.arc = function (...where) {
+  window.circles += 1;
+  return arc.apply(this, where);
+};
+"""
+"""What tests ask of the page; of a picture it keeps what is written beside the y axis, from above, and how many circles there are."""
 
 
 def add_metrics(
@@ -60,13 +124,597 @@ def add_metrics(
             )
 
 
-@contextmanager
-def looking(visit: Callable[..., Visitor], runs: Path) -> Iterator[Visitor]:
-    """Somebody in front of a dashboard, in whose browser nothing goes wrong."""
+class Plots:
+    """A page with one plot, drawn by the very scripts, of the curves that a real dashboard answers."""
+
+    def __init__(self, page: Page, runs: Path) -> None:
+        self.page, self.runs = page, runs
+        self.figure = page.locator("figure.chart")
+
+    def run(
+        self,
+        name: str,
+        steps: Sequence[Mapping[str, float]],
+        done: Callable[[int], float] = lambda _: BEGAN,
+    ) -> Path:
+        path = write_run(self.runs / name, 0)
+        add_metrics(path, steps, done)
+        return path
+
+    def draw(self, title: str, run: str, *others: str, **choice: str) -> None:
+        """The plot of this title of a run, or this metric of several."""
+        self.choose(**choice)
+        if others:
+            line = {"metric": title, "label": "", "spread": ""}
+            plot: dict[str, Any] = {"title": title, "lines": [line], "stacked": False}
+        else:
+            with Store.open(self.runs / run / "run.db", readonly=True) as store:
+                found = [each for some in plots_of(names_of(store)).values() for each in some]
+            [plot] = [asdict(each) for each in found if each.title == title]
+        self.page.evaluate("([runs, plot]) => plant(runs, plot)", [[run, *others], plot])
+
+    def choose(self, **choice: str) -> None:
+        """How plots are drawn from now on."""
+        self.page.evaluate(
+            "choice => Object.entries(choice).forEach(([name, value]) => keep(name, value))", choice
+        )
+
+    def again(self, **choice: str) -> None:
+        """As where there is something new, or another choice."""
+        self.choose(**choice)
+        self.does("again_()")
+
+    def does(self, script: str) -> Any:
+        return self.page.evaluate(script)
+
+    def look(self, begin: float, end: float) -> list[tuple[str, int, int]]:
+        """At this range; the runs and steps that are asked for."""
+        self.does(f"asked = []; look({begin}, {end})")
+        near = [url for url in self.does("asked") if "from=" in url]
+        return [
+            (run, *sorted(map(int, re.findall(r"(?:from|to)=(\d+)", url))))  # pyright: ignore[reportReturnType]
+            for url in near
+            for run in re.findall(r"run=(\w+)", url)
+        ]
+
+    def at(self, *shares: float | None) -> list[dict[str, str]]:
+        """The legend while somebody points at these places of the width, or nowhere."""
+        return self.page.evaluate(
+            "shares => shares.map((share) => { point(share); return spoken(state.made); })", shares
+        )
+
+    def one(self, share: float | None) -> dict[str, str]:
+        return self.at(share)[0]
+
+    def everywhere(self, places: int = 401) -> list[dict[str, str]]:
+        return self.at(*(n / (places - 1) for n in range(places)))
+
+    def label(self) -> str:
+        """Of the x axis."""
+        return self.does("rows(state.made)[0].querySelector('th').textContent")
+
+    def words(self) -> str:
+        """For whoever does not see it."""
+        return self.does("state.made.ctx.canvas.getAttribute('aria-label')")
+
+    def beside_axis(self) -> list[str]:
+        said = self.does("state.made.ctx.canvas.said")
+        assert all(left >= 0 for _, left in said), "the labels fit"
+        return [text for text, _ in said]
+
+
+@pytest.fixture(scope="module")
+def bench(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plots]:
+    script = (STATIC / "plots.js").read_text()
+    assert script.count("const WIDTH = 700;") == 1
+    script = script.replace("const WIDTH = 700;", f"const WIDTH = {COLUMNS};")
+    styles = [(STATIC / name).read_text() for name in ("vendor/uPlot.min.css", "page.css")]
+    scripts = [(STATIC / "vendor/uPlot.iife.min.js").read_text(), script, IN_PAGE]
+    page_text = "".join(
+        [
+            "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+            *(f"<style>{each}</style>" for each in styles),
+            "<body data-at=''><main id=main><div class='charts one'></div></main>",
+            *(f"<script>{each}</script>" for each in scripts),
+        ]
+    )
+    runs = tmp_path_factory.mktemp("plots")
     with shown(runs) as address:
-        visitor = visit(address)
-        yield visitor
+        page = browser.new_page(viewport=DESK)
+        page.route(
+            "**/bench", lambda route: route.fulfill(body=page_text, content_type="text/html")
+        )
+        visitor = Visitor(page, address)
+        visitor.goes("/bench")
+        yield Plots(page, runs)
         assert visitor.wrong == []
+        page.close()
+
+
+@pytest.fixture
+def plots(bench: Plots) -> Plots:
+    bench.page.set_viewport_size(DESK)
+    bench.choose(smoothing="0", logarithmic="no", over="steps")
+    return bench
+
+
+# --- functions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("[0, 0.5, 1234.5678, 2e6, 3e-4, null, NaN].map((each) => short(each))",
+         ["0", "0.5", "1235", "2.00e6", "3.00e-4", "–", "–"]),
+        ("[extent(0, 0, {}), extent(0.25, 0.25, {})[0], extent(-3, -3, {})[1]]", [[0, 1], 0, 0]),
+        ("[[0, 0], [1e-4, 0.1], [2, 2]].map(([low, high]) => extent(low, high, { log: true }).map((each) => short(each, 3)))",
+         [["1", "10"], ["5.8e-5", "0.174"], ["1", "4"]]),
+        ("forward([0, 5, 3, null, 9])", [0, 5, 5.001, 5.002, 9]),
+        ("around({ mean: [10, 20, 30, 40], first: [0, 5, 10, 15], last: [4, 9, 14, 19] }, [21, 29])", [5, 14]),
+        ("logarithmicTicks(1e-4, 0.1, 0)", [1e-4, 1e-3, 1e-2, 0.1]),
+        ("logarithmicTicks(2, 30, 0)", [2, 5, 10, 20]),
+        ("[[1, 1.00001], [1, 2], [5, 5]].map(digitsOf)", [9, 4, 4]),
+        ("labels([0, 0.5, 1], 0.5)", ["0.0", "0.5", "1.0"]),
+        ("labels([2e6, 2.5e6, 3e6], 5e5)", ["2.0e6", "2.5e6", "3.0e6"]),
+        ("refined({ at: [1, 4, 7], first: [0, 3, 6], last: [2, 5, 8] }, { at: [3, 4], first: [3, 4], last: [3, 4] }, [3, 5]).at",
+         [1, 3, 4, 7]),
+    ],
+)  # fmt: skip
+def test_functions_of_plots(plots: Plots, call: str, expected: list[Any]) -> None:
+    found = plots.does(call)
+    flat = [each if isinstance(each, list) else [each] for each in found]
+    wanted = [each if isinstance(each, list) else [each] for each in expected]
+    for one, other in zip(flat, wanted, strict=True):
+        assert one == (other if isinstance(other[0], str) else pytest.approx(other)), found
+
+
+# --- 1: what a legend says -------------------------------------------------------------------------
+
+
+def test_a_part_of_a_stack_says_its_own_value(plots: Plots) -> None:
+    plots.run(
+        "parts",
+        [
+            {"rollouts/failed": 2.0, "rollouts/timed_out": 0.0, "time/sampling": 10.0 + step}
+            | ({"time/publishing": 100.0 + step} if step > 1 else {})
+            for step in range(4)
+        ],
+    )
+    plots.draw("Rollouts without a score", "parts")
+    assert plots.one(1.0) == {"step": "3", "failed": "2", "timed out": "0"}
+    tops = plots.does(
+        "[...state.made.root.querySelectorAll('.u-cursor-pt')].map((each) => each.getBoundingClientRect())"
+        ".map((each) => (over().bottom - each.top - each.height / 2) / over().height)"
+    )
+    assert all(0.75 < top < 0.98 for top in tops), "the axis begins at 0"
+    plots.draw("Where the time went", "parts")
+    assert plots.at(1.0, 0.0) == [
+        {"step": "3", "sampling": "13", "publishing": "103"},
+        {"step": "0", "sampling": "10", "publishing": "–"},
+    ]
+
+
+def test_a_spread_belongs_to_its_own_step(plots: Plots) -> None:
+    spread = [{"reward": 1.0} | ({"reward_std": n / 10} if n > 1 else {}) for n in range(4)]
+    plots.run("spread", spread)
+    plots.draw("Reward", "spread")
+    assert plots.at(1.0, 0.0) == [
+        {"step": "3", "reward": "1", "+ spread": "1.3", "− spread": "0.7"},
+        {"step": "0", "reward": "1", "+ spread": "–", "− spread": "–"},
+    ]
+
+
+# --- 2: what stands out ----------------------------------------------------------------------------
+
+
+def test_what_stands_out_of_a_spread_is_shown_and_looked_at_closely(plots: Plots) -> None:
+    """One step earns far more, and none near it."""
+    steps = [{"reward": 9.0 if n == 100 else 0.5, "reward_std": 0.01} for n in range(210)]
+    plots.run("long", steps)
+    plots.draw("Reward", "long")
+    highest = next(each for each in plots.everywhere() if each["highest"] == "9")
+    assert highest["lowest"] == "0.5"
+    assert float(highest["reward"]) < 4
+    assert not any("from=" in url for url in plots.does("asked"))
+    [(_, begin, end)] = plots.look(0.4, 0.6)
+    assert (80 <= begin < 90, 120 <= end < 130) == (True, True)
+    [(_, begin, end)] = plots.look(0.3, 0.5)
+    assert (90 <= begin < 100, 100 <= end < 110) == (True, True)
+    assert "9" in {each["reward"] for each in plots.everywhere()}, "the very step"
+    plots.figure.locator(".u-over").dblclick()
+    plots.does("settled()")
+    assert float(plots.one(1.0)["step"]) > 200
+
+
+def test_many_runs_show_what_stands_out_and_can_be_told_apart(
+    plots: Plots, visit: Callable[..., Visitor]
+) -> None:
+    names = [f"run-{number:02}" for number in range(12)]
+    for name in names:
+        plots.run(name, [{"reward": float(step == 70)} for step in range(140)])
+    plots.draw("reward", *names)
+    plots.one(70 / 138)  # the column of 70 and 71
+    legend = plots.figure.locator(".u-legend .u-series")
+    expect(legend.locator("visible=true").locator("th")).to_have_count(13)
+    edges = plots.figure.locator(".u-series.edge-of-many td").all_text_contents()
+    assert (len(edges), set(edges)) == (24, {"0", "1"})
+    borders = plots.figure.locator(".u-series:not(.edge-of-many)").evaluate_all(
+        "rows => rows.slice(1).map(row => getComputedStyle(row.querySelector('.u-marker')).border)"
+    )
+    assert len(set(borders)) == 12
+    visitor = visit(plots.page.url.removesuffix("/bench"))
+    page = visitor.goes("/compare?" + "&".join(f"run={name}" for name in names))
+    swatches = page.locator("#runs .swatch line").evaluate_all(
+        "lines => lines.map(getComputedStyle).map(each => each.stroke + each.strokeDasharray)"
+    )
+    assert len(set(swatches)) == 12
+    box = chart(page, "reward").locator(".u-legend").bounding_box()
+    table = page.locator("#runs").bounding_box()
+    assert box is not None
+    assert table is not None
+    assert box["y"] + box["height"] <= table["y"], "the legend has room"
+
+
+# --- 3: what is new --------------------------------------------------------------------------------
+
+
+def test_range_cursor_and_hidden_lines_stay_while_a_run_goes_on(plots: Plots) -> None:
+    parts = {"completions/mean_length": 4.0, "completions/min_length": 1.0}
+    path = plots.run("grows", [{**parts, "completions/max_length": float(n)} for n in range(40)])
+    plots.draw("Completion length", "grows")
+    plots.figure.get_by_role("button", name="shortest").click()
+    plots.look(10 / 39, 30 / 39)
+    before = plots.one(0.0)
+    assert before["step"] == "10"
+    plots.does("state.made.mine = true")
+    add_metrics(path, [{**parts, "completions/max_length": 100.0}])
+    plots.again()
+    assert "longest: first 0, last 100" in plots.words()
+    assert plots.does("[spoken(state.made), state.made.mine]") == [before, True], "the same plot"
+    expect(plots.figure.locator(".u-series.u-off")).to_have_count(1)
+    assert plots.one(1.0)["step"] in ("29", "30"), "as near as a pixel is"
+    plots.figure.locator(".u-over").dblclick()
+    assert plots.one(1.0)["longest"] == "100"
+
+
+def test_a_value_alone_is_a_circle_until_there_are_more(plots: Plots) -> None:
+    path = plots.run("begins", [{"reward": 0.5}])
+    plots.draw("Reward", "begins")
+    assert plots.does("circles") > 0
+    add_metrics(path, [{"reward": 0.75}, {"reward": 0.25}])
+    plots.again()
+    assert plots.does("circles") == 0
+    assert plots.one(None)["step"] == "2"
+
+
+# --- 4: without a mouse, without eyes --------------------------------------------------------------
+
+
+def test_a_plot_is_told_and_its_lines_are_hidden_by_keyboard(plots: Plots) -> None:
+    plots.run("told", [{"reward": n / 4, "reward_std": 0.1} for n in (1, 4, 0, 2)])
+    plots.draw("Reward", "told")
+    expect(plots.figure.get_by_role("img", name="Reward over the steps")).to_be_visible()
+    assert "reward: first 0.25, last 0.5, lowest 0, highest 1." in plots.words()
+    button = plots.figure.get_by_role("button", name="reward")
+    button.focus()
+    for key, pressed, hidden in (("Enter", "false", 3), ("Space", "true", 0)):
+        plots.page.keyboard.press(key)
+        expect(button).to_have_attribute("aria-pressed", pressed)
+        expect(plots.figure.locator(".u-series.u-off")).to_have_count(hidden)
+
+
+def test_pass_at_k_has_its_interval_beside_it(plots: Plots) -> None:
+    curve = {"label": "several", "k": [1, 2, 4], "y": [0.5, 0.7, 0.8], "low": [0.4, 0.6, 0.7], "high": [0.6, 0.8, 0.9]}  # fmt: skip
+    plots.page.evaluate("curves => plant([], { title: 'pass@k', curves })", [curve])
+    assert plots.at(0.0, 1.0) == [
+        {"k": "1", "several": "0.5", "95 % from": "0.4", "95 % to": "0.6"},
+        {"k": "4", "several": "0.8", "95 % from": "0.7", "95 % to": "0.9"},
+    ]
+
+
+# --- 5: what stays where it is ---------------------------------------------------------------------
+
+
+def test_a_card_is_as_high_with_the_cursor_as_without(plots: Plots) -> None:
+    rewards = (0.0, 0.1234567, -0.0001234, 1e7, 0.5)
+    times = {"time/sampling": 1.0, "time/scoring": 12.25, "time/learning": 100.5}
+    plots.run("odd", [{"reward": each, "reward_std": each / 3} | times for each in rewards])
+    for viewport in (DESK, PHONE):
+        plots.page.set_viewport_size(viewport)
+        for title in ("Reward", "Where the time went"):
+            plots.draw(title, "odd")
+            places = plots.does(
+                "[null, 0, 0.25, 0.5, 0.75, 1].map((share) => { point(share); return"
+                " [element.parentElement.getBoundingClientRect().height, rows(state.made).at(-1).getBoundingClientRect().x]; })"
+            )
+            assert len({tuple(each) for each in places}) == 1, (title, places)
+
+
+def test_at_rest_a_legend_says_the_last_values(plots: Plots) -> None:
+    path = plots.run("rests", [{"reward": n / 4, "reward_std": 0.5} for n in range(4)])
+    plots.run("short", [{"reward": 0.25}, {"reward": 0.5}])
+    plots.draw("Reward", "rests")
+    last = {"step": "3", "reward": "0.75", "− spread": "0.25", "+ spread": "1.25"}
+    assert plots.does("spoken(state.made)") == last
+    assert plots.one(0.0)["reward"] == "0"
+    assert plots.one(None) == last
+    add_metrics(path, [{"reward": 2.0, "reward_std": 1.0}])
+    plots.again()
+    assert (plots.one(None)["step"], plots.one(None)["reward"]) == ("4", "2")
+    plots.draw("reward", "rests", "short")
+    assert plots.one(None) == {"step": "last", "rests": "2", "short": "0.5"}
+
+
+# --- 6: axes ---------------------------------------------------------------------------------------
+
+
+def test_an_axis_has_room_digits_and_zero(plots: Plots) -> None:
+    steps = [
+        {
+            "learning_rate": 3e-4 - n * 1e-6,
+            "own/tiny": 8e-6 + n * 1e-8,
+            "own/large": 2e6 + n * 1e5,
+            "own/deep": -12345.678 - n * 1e-3,
+            "sampling/ratio_mean": 1 + n * 1e-5,
+            "frac_reward_zero_std": 0.0,
+            "completions/clipped_ratio": 0.25,
+            "own/below": -3.0,
+        }
+        for n in range(20)
+    ]
+    plots.run("axes", steps)
+
+    def drawn(title: str) -> list[str]:
+        plots.draw(title, "axes")
+        return plots.beside_axis()
+
+    for name in ("Learning rate", "own/tiny", "own/large", "own/deep"):
+        labels = drawn(name)
+        assert len(labels) == len(set(labels)) > 1, name
+    assert all(1 <= float(each) <= 1.001 for each in drawn("sampling/ratio_mean"))
+    assert plots.one(None)["ratio_mean"] == "1.00019"
+    zero, share, below = (
+        [float(each) for each in drawn(name)]
+        for name in ("Groups without signal", "Truncated", "own/below")
+    )
+    assert (zero[0], zero[-1], share[0], below[-1]) == (0, 1, 0, 0)
+    assert share[-1] >= 0.2
+    assert below[0] <= -2
+
+
+# --- 7: smoothing and a logarithmic axis -----------------------------------------------------------
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """By the formula; the state stays where there is no value."""
+    mean, count, found = 0.0, 0, list[float]()
+    for value in values:
+        if not math.isnan(value):
+            mean = mean * weight + (1 - weight) * value
+            count += 1
+        found.append(mean / (1 - weight**count) if not math.isnan(value) else math.nan)
+    return found
+
+
+def seen(plots: Plots, count: int, name: str) -> Any:
+    """The values of a line in each of so many steps."""
+    said = plots.at(*(step / (count - 1) for step in range(count)))
+    assert [each["step"] for each in said] == [str(step) for step in range(count)]
+    return [math.nan if each[name] == "–" else float(each[name]) for each in said]
+
+
+def like(values: Sequence[float]) -> Any:
+    return pytest.approx(list(values), rel=1e-3, abs=1e-9, nan_ok=True)
+
+
+def test_smoothing_is_the_debiased_average_and_stays(plots: Plots) -> None:
+    rewards = [0.5, 1.0, math.nan, 0.25, 0.75, 4.0, 0.5, 0.125, 0.5]
+    times = {"time/sampling": 1.0, "time/learning": 2.0}
+    path = plots.run(
+        "smooth",
+        [
+            {"reward": reward, "reward_std": 0.25, "time/scoring": float(n % 2)} | times
+            for n, reward in enumerate(rewards)
+        ],
+    )
+    plots.run("other", [{"reward": each} for each in rewards[3:]])
+    plots.draw("Where the time went", "smooth", smoothing="0.6")
+    assert seen(plots, 9, "scoring") == [0, 1, 0, 1, 0, 1, 0, 1, 0]
+    plots.draw("Reward", "smooth")
+    assert seen(plots, 9, "reward") == like(smoothed(rewards, 0.6))
+    assert seen(plots, 9, "raw") == like(rewards)
+    assert seen(plots, 9, "+ spread") == like([each + 0.25 for each in rewards])
+    plots.look(0.22, 0.78)
+    rewards.append(0.625)
+    add_metrics(path, [{"reward": 0.625, "reward_std": 0.25}])
+    plots.again()
+    assert "first 0.5, last 0.625" in plots.words()
+    said = plots.one(1.0)
+    assert said["step"] == "6", "the range stays"
+    assert float(said["reward"]) == pytest.approx(smoothed(rewards, 0.6)[6], rel=1e-3)
+    plots.again(smoothing="0.99")
+    assert plots.one(1.0)["step"] == "6"
+    plots.figure.locator(".u-over").dblclick()
+    assert seen(plots, 10, "reward") == like(smoothed(rewards, 0.99))
+    plots.draw("reward", "smooth", "other")
+    assert seen(plots, 10, "smooth") == like(smoothed(rewards, 0.99))
+    assert seen(plots, 10, "other")[:6] == like(smoothed(rewards[3:9], 0.99))
+    plots.again(smoothing="0")
+    expect(plots.figure.locator(".edge-of-many")).to_have_count(0)
+    assert seen(plots, 10, "smooth") == like(rewards)
+
+
+def test_a_logarithmic_axis_leaves_out_what_is_not_above_zero(plots: Plots) -> None:
+    steps = [
+        {"kl": kl, "loss": -1.0, "frac_reward_zero_std": 0.0, "own/near": 2.0 + kl}
+        for kl in (1e-4, 1e-3, 0.0, 1e-2, 1e-1)
+    ]
+    plots.run("powers", steps)
+    plots.draw("KL from the reference", "powers", logarithmic="yes")
+    assert plots.beside_axis() == ["1e-4", "0.001", "0.01", "0.1"]
+    tops = plots.does(
+        "[0, 0.25, 0.75, 1].map((share) => { point(share);"
+        " return state.made.root.querySelector('.u-cursor-pt').getBoundingClientRect().y; })"
+    )
+    gaps = [before - after for before, after in pairwise(tops)]
+    assert min(gaps) > 20
+    assert max(gaps) - min(gaps) < 2.5, "a factor is a distance"
+    assert plots.one(0.5)["kl from the reference"] == "0"
+    expect(plots.figure.locator(".u-cursor-pt").first).to_be_hidden()
+    plots.draw("own/near", "powers")
+    near = [float(each) for each in plots.beside_axis()]
+    assert len(set(near)) == len(near) > 1
+    assert all(1.9 < each < 2.2 for each in near)
+    plots.draw("Groups without signal", "powers")
+    assert plots.beside_axis()[0] == "0.0"
+    plots.draw("Loss", "powers")
+    assert min(map(float, plots.beside_axis())) < 0, "nothing is above 0"
+
+
+# --- 8: over time ----------------------------------------------------------------------------------
+
+
+def test_over_time_steps_stand_where_they_were_done(plots: Plots) -> None:
+    hours = (2.5, 5, 0.1, 7.5)
+    rewards = [{"reward": n / 10, "time/sampling": 1.0, "time/scoring": 2.0} for n in range(5)]
+    plots.run("slow", rewards, lambda n: BEGAN + 600 * (n + 1))
+    plots.run("fast", [{"reward": n / 2} for n in range(4)], lambda n: BEGAN + 240 * (n + 1))
+    plots.run("back", [{"reward": float(n)} for n in range(4)], lambda n: BEGAN + 3600 * hours[n])
+    plots.draw("Reward", "slow")
+    assert plots.one(1.0)["step"] == "4"
+    plots.again(over="time")
+    assert plots.at(0.0, 1.0) == [
+        {"minutes": "10 (step 0)", "reward": "0"},
+        {"minutes": "50 (step 4)", "reward": "0.4"},
+    ]
+    assert plots.words().startswith("Reward over time in minutes")
+    plots.draw("Where the time went", "slow")
+    assert plots.one(0.5) == {"minutes": "30 (step 2)", "sampling": "1", "scoring": "2"}
+    plots.draw("reward", "slow", "fast")
+    told = plots.at(*(share / 46 for share in (0, 6, 12, 46)))  # from 4 to 50 minutes
+    assert [(each["minutes"], each["slow"], each["fast"]) for each in told] == [
+        ("4", "–", "0"),
+        ("10", "0", "0.5"),  # what it was by then
+        ("16", "0", "1.5"),
+        ("50", "0.4", "–"),  # it has ended before
+    ]
+    plots.draw("Reward", "back")
+    assert plots.one(1.0) == {"hours": "7.5 (step 3)", "reward": "3"}
+    assert {each["reward"] for each in plots.everywhere(51)} >= {"0", "1", "3"}
+    plots.again(over="steps")
+    assert plots.one(1.0) == {"step": "3", "reward": "3"}
+
+
+def test_a_range_of_time_is_looked_at_closely(plots: Plots) -> None:
+    steps = [{"reward": 9.0 if step == 100 else 0.5} for step in range(210)]
+    plots.run("hours", steps, lambda step: BEGAN + 72 * step)  # 4.2 hours
+    plots.draw("Reward", "hours", over="time")
+    assert plots.label() == "hours"
+    [(_, begin, end)] = plots.look(0.45, 0.5)
+    assert (92 <= begin <= 95, 104 <= end <= 107) == (True, True)
+    told = plots.everywhere(101)
+    assert "9" in {each["reward"] for each in told}, "the very step"
+    places = [float(each["hours"].split()[0]) for each in told]
+    assert {each["hours"].split("step ")[1] for each in told} >= {"100)"}
+    assert (min(places), max(places)) == pytest.approx((1.88, 2.09), abs=0.03)
+    plots.again(over="steps")
+    assert float(plots.one(1.0)["step"]) > 200, "all of it: a range is one of its axis"
+
+
+def test_each_run_is_looked_at_closely_where_its_own_steps_are(plots: Plots) -> None:
+    """A peak stands in the last column before the edge of the range."""
+    for name, every in (("quickly", 10.0), ("slowly", 100.0), ("briefly", 5.0)):
+        steps = [
+            {"reward": 9.0 if n == 287 else 0.5} for n in range(40 if name == "briefly" else 360)
+        ]
+        plots.run(name, steps, lambda n, every=every: BEGAN + every * (n + 1))
+    plots.draw("reward", "quickly", "slowly", "briefly", over="time")
+    assert plots.label() == "hours"
+    near = {run: (begin, end) for run, begin, end in plots.look(0.8, 0.9)}
+    begin, end = near["slowly"]
+    assert (272 < begin < 288, 322 < end < 330) == (True, True), near
+    assert near["quickly"][0] > 352, "it has ended before: its last column"
+    assert near["briefly"][0] >= 38
+    assert "9" in {each["slowly"] for each in plots.everywhere()}
+
+
+def test_a_range_of_time_stays_when_the_unit_changes(plots: Plots) -> None:
+    def done(step: int) -> float:
+        return BEGAN + 900.0 * step
+
+    path = plots.run("units", [{"reward": float(n)} for n in range(8)], done)
+    plots.draw("Reward", "units", over="time")
+    plots.look(2 / 7 - 0.01, 5 / 7 + 0.01)
+    assert plots.one(0.0)["minutes"].startswith("30")
+    add_metrics(path, [{"reward": 8.0}], done)
+    plots.again()
+    assert plots.one(0.0) == {"hours": "0.5 (step 2)", "reward": "2"}
+    assert plots.one(1.0)["hours"].startswith("1.25")
+
+
+# --- 10: held-out prompts, and other steps than all -------------------------------------------------
+
+
+def test_held_out_prompts_have_a_curve_at_their_own_steps(plots: Plots) -> None:
+    path = plots.run(
+        "held",
+        [{"reward": 0.5} | ({"rare": 1.0 * n} if n % 50 == 0 else {}) for n in range(201)],
+        lambda step: BEGAN + 600.0 * (step + 1) + 43_200.0 * (step >= 100),  # it paused then
+    )
+    with Store.open(path / "run.db") as store:
+        for step in (0, 50, 100, 201):
+            name = f"step-{step}" if step else "before"
+            store.add_evaluation(
+                EvaluationRecord(step, name, f"held@{step}", {"reward": step / 1000})
+            )
+    plots.draw("rare", "held")
+    told = {(each["step"], each["rare"]) for each in plots.everywhere(5)}
+    assert told == {(str(50 * n), str(50 * n)) for n in range(5)}, "where they are"
+    plots.draw("Held-out reward", "held")
+    assert plots.at(1.0, 0.25) == [
+        {"step": "201", "held-out reward": "0.201"},
+        {"step": "50", "held-out reward": "0.05"},
+    ]
+    plots.again(over="time")
+    told = [each["hours"] for each in plots.at(0.0, 1000 / 60 / 45.5, 1.0)]
+    assert told == ["0 (step 0)", "16.67 (step 100)", "45.5 (step 201)"]
+
+
+def test_long_runs_of_different_lengths_are_read_at_every_step(plots: Plots) -> None:
+    for name, steps in (("longer", 210), ("shorter", 150)):
+        plots.run(name, [{"reward": 0.5}] * steps)
+    plots.draw("reward", "longer", "shorter")
+    told = plots.at(*(share / 100 for share in range(2, 70)))
+    assert {(each["longer"], each["shorter"]) for each in told} == {("0.5", "0.5")}
+
+
+# --- what is no number, and what stands out of a stack --------------------------------------------
+
+
+def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(plots: Plots) -> None:
+    values = [1.0] * 300
+    values[100:140] = [math.nan] * 40
+    values[150:152] = [math.inf, 7.0]
+    plots.run("lost", [{"grad_norm": value} for value in values])
+    plots.draw("Gradient norm", "lost")
+    expect(plots.figure.locator(".lost")).to_have_text(re.compile("41 values are no finite number"))
+    assert "41 steps without a finite number" in plots.words()
+    assert "highest 7" in plots.words()
+    gap, there = plots.at(0.4, 0.6)
+    assert (gap["gradient norm"], there["gradient norm"]) == ("–", "1")
+
+
+def test_a_peak_of_a_stack_is_not_averaged_away(plots: Plots) -> None:
+    steps = [
+        {"rollouts/failed": 100.0 if step == 350 else 0.0, "rollouts/timed_out": 0.0}
+        for step in range(700)
+    ]
+    plots.run("peak", steps)
+    plots.draw("Rollouts without a score", "peak")
+    assert "100" in {each["highest of all"] for each in plots.everywhere()}
+
+
+# --- 7 and 9: what is chosen, in the pages themselves ----------------------------------------------
 
 
 def chart(page: Page, title: str) -> Locator:
@@ -85,15 +733,8 @@ def point(plot: Locator, share: float) -> None:
     plot.page.mouse.move(box["x"] + share * (box["width"] - 1), box["y"] + box["height"] / 2)
 
 
-def drag(plot: Locator, begin: float, end: float) -> None:
-    point(plot, begin)
-    plot.page.mouse.down()
-    point(plot, (begin + end) / 2)
-    point(plot, end)
-    plot.page.mouse.up()
-
-
-def legend(plot: Locator) -> dict[str, str]:
+def legend_at(plot: Locator, share: float) -> dict[str, str]:
+    point(plot, share)
     rows = plot.locator(".u-legend .u-series").all()
     return {
         (row.locator("th").text_content() or ""): row.locator("td").text_content() or ""
@@ -101,800 +742,90 @@ def legend(plot: Locator) -> dict[str, str]:
     }
 
 
-def legend_at(plot: Locator, share: float) -> dict[str, str]:
-    point(plot, share)
-    return legend(plot)
-
-
-# --- 1: what a legend says -------------------------------------------------------------------------
-
-
-def test_a_part_of_a_stack_says_its_own_value(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    path = write_run(tmp_path / "odd", 0)
-    times = [
-        {"rollouts/failed": 2.0, "rollouts/timed_out": 0.0, "time/sampling": 10.0 + step}
-        | ({"time/publishing": 100.0 + step} if step > 1 else {})
-        for step in range(4)
-    ]
-    add_metrics(path, times)
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        visitor.goes("/runs/odd")
-        failed = chart(page, "Rollouts without a score")
-        point(failed, 1.0)
-        assert legend(failed) == {"step": "3", "failed": "2", "timed out": "0"}
-        tops = failed.locator(".u-cursor-pt").evaluate_all(
-            "points => points.map(each => each.getBoundingClientRect()).map(each => each.top + each.height / 2)"
-        )
-        over = failed.locator(".u-over").bounding_box()
-        assert over is not None
-        assert all(0.75 < 1 - (top - over["y"]) / over["height"] < 0.98 for top in tops), (
-            "the axis begins at 0"
-        )
-        time = chart(page, "Where the time went")
-        point(time, 1.0)
-        assert legend(time) == {"step": "3", "sampling": "13", "publishing": "103"}
-        point(time, 0.0)
-        assert legend(time) == {"step": "0", "sampling": "10", "publishing": "–"}
-
-
-def test_a_spread_belongs_to_its_own_step(visit: Callable[..., Visitor], tmp_path: Path) -> None:
-    path = write_run(tmp_path / "odd", 0)
-    add_metrics(
-        path,
-        [{"reward": 1.0} | ({"reward_std": step / 10} if step > 1 else {}) for step in range(4)],
-    )
-    with shown(tmp_path) as address:
-        visitor = visit(address)
-        visitor.goes("/runs/odd")
-        reward = chart(visitor.page, "Reward")
-        point(reward, 1.0)
-        assert legend(reward) == {"step": "3", "reward": "1", "+ spread": "1.3", "− spread": "0.7"}
-        point(reward, 0.0)
-        assert legend(reward) == {"step": "0", "reward": "1", "+ spread": "–", "− spread": "–"}
-
-
-# --- 2: what stands out ----------------------------------------------------------------------------
-
-
-def long_run(path: Path, steps: int = 2100) -> list[dict[str, float]]:
-    """One step of it earns far more, and none near it."""
-    metrics = [{"reward": 0.5, "reward_std": 0.01} for _ in range(steps)]
-    metrics[1000]["reward"] = 9.0
-    add_metrics(path, metrics)
-    return metrics
-
-
-def test_what_stands_out_of_a_spread_is_shown_and_looked_at_closely(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    long_run(write_run(tmp_path / "long", 0))
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        visitor.goes("/runs/long")
-        reward = chart(page, "Reward")
-        told = [
-            at_place for share in range(470, 484) if (at_place := legend_at(reward, share / 1000))
-        ]
-        highest = next(each for each in told if each["highest"] == "9")
-        assert highest["lowest"] == "0.5"
-        assert float(highest["reward"]) < 4
-        assert not any("from=" in url for url in asked)
-        for begin, end in ((0.4, 0.6), (0.3, 0.5)):
-            with page.expect_response(lambda answer: "from=" in answer.url):
-                drag(reward, begin, end)
-        near = [url for url in asked if "from=" in url]
-        assert re.search(r"from=8\d\d&to=1[23]\d\d", near[0])
-        assert re.search(r"from=9\d\d&to=10\d\d", near[-1])
-        seen = {legend_at(reward, share / 100)["reward"] for share in range(101)}
-        assert "9" in seen, "the very step"
-        reward.locator(".u-over").dblclick()
-        point(reward, 1.0)
-        assert int(float(legend(reward)["step"])) > 2000
-
-
-def test_many_runs_show_what_stands_out_and_can_be_told_apart(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    names = [f"run-{number:02}" for number in range(12)]
-    for name in names:
-        path = write_run(tmp_path / name, 0)
-        add_metrics(path, [{"reward": float(step == 700)} for step in range(1450)])
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        visitor.goes("/compare?" + "&".join(f"run={name}" for name in names))
-        plot = chart(page, "reward")
-        point(plot, 700 / 1449)
-        told = plot.locator(".u-legend .u-series")
-        expect(told.locator("visible=true").locator("th")).to_have_count(13)
-        assert plot.locator(".u-series.edge-of-many").count() == 24
-        assert set(plot.locator(".u-series.edge-of-many td").all_text_contents()) == {"0", "1"}
-        marks = "rows => rows.map(row => getComputedStyle(row.querySelector('.u-marker')).border)"
-        lines = plot.locator(".u-series:not(.edge-of-many)").evaluate_all(
-            marks.replace("rows.map", "rows.slice(1).map")
-        )
-        assert len(set(lines)) == 12
-        swatches = page.locator("#runs .swatch line").evaluate_all(
-            "lines => lines.map(getComputedStyle).map(each => each.stroke + each.strokeDasharray)"
-        )
-        assert len(set(swatches)) == 12
-        box = plot.locator(".u-legend").bounding_box()
-        table = page.locator("#runs").bounding_box()
-        assert box is not None
-        assert table is not None
-        assert box["y"] + box["height"] <= table["y"], "the legend has room"
-
-
-# --- 3: what is new --------------------------------------------------------------------------------
-
-
-def test_range_cursor_and_hidden_lines_stay_while_a_run_goes_on(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    with going_on(tmp_path, 0) as path:
-        parts = {"completions/mean_length": 4.0, "completions/min_length": 1.0}
-        add_metrics(path, [{**parts, "completions/max_length": float(n)} for n in range(40)])
-        with looking(visit, tmp_path) as visitor:
-            page = visitor.page
-            visitor.goes("/runs/live")
-            is_live(page)
-            plot = chart(page, "Completion length")
-            plot.locator("canvas").evaluate("canvas => { canvas.mine = true; }")
-            plot.get_by_role("button", name="shortest").click()
-            drag(plot, 10 / 39, 30 / 39)
-            point(plot, 0.0)
-            before = legend(plot)
-            assert before["step"] == "10"
-            add_metrics(path, [{**parts, "completions/max_length": 100.0}])
-            expect(page.locator("body")).to_have_attribute("data-refreshed", "1", timeout=SOON)
-            last = plot.locator("canvas")
-            expect(last).to_have_attribute("aria-label", containing("longest: first 0, last 100"))
-            assert legend(plot) == before
-            assert last.evaluate("canvas => canvas.mine"), "it is the same plot"
-            expect(plot.locator(".u-series.u-off")).to_have_count(1)
-            point(plot, 1.0)
-            assert legend(plot)["step"] in ("29", "30"), "as near as a pixel is"
-            plot.locator(".u-over").dblclick()
-            point(plot, 1.0)
-            assert legend(plot)["longest"] == "100"
-
-
-def containing(text: str) -> re.Pattern[str]:
-    return re.compile(f".*{re.escape(text)}.*")
-
-
-# --- 4: without a mouse, without eyes --------------------------------------------------------------
-
-
-def test_a_plot_is_told_and_its_lines_are_hidden_by_keyboard(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    path = write_run(tmp_path / "one", 0)
-    add_metrics(path, [{"reward": n / 4, "reward_std": 0.1} for n in (1, 4, 0, 2)])
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        visitor.goes("/runs/one")
-        plot = chart(page, "Reward")
-        picture = plot.get_by_role("img", name="Reward over the steps")
-        expect(picture).to_have_attribute(
-            "aria-label", containing("reward: first 0.25, last 0.5, lowest 0, highest 1.")
-        )
-        button = plot.get_by_role("button", name="reward")
-        expect(button).to_have_attribute("aria-pressed", "true")
-        button.focus()
-        page.keyboard.press("Enter")
-        expect(button).to_have_attribute("aria-pressed", "false")
-        expect(plot.locator(".u-series.u-off")).to_have_count(3)
-        page.keyboard.press("Space")
-        expect(button).to_have_attribute("aria-pressed", "true")
-        expect(plot.locator(".u-series.u-off")).to_have_count(0)
-
-
-def test_pass_at_k_has_its_interval_beside_it(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    run = write_run(tmp_path / "often", 0)
-    row = {"prompt": "p", "completion": "", "outcome": "scored", "parts": {}, "tokens": 1}
-    rows = [
-        {**row, "example": n, "key": str(n), "sample": k, "reward": 1.0, "success": k < n % 5}
-        for n in range(40)
-        for k in range(4)
-    ]
-    metrics = {"pass@1": 0.5, "pass@2": 0.7, "pass@4": 0.8}
-    with Store.open(run / "run.db") as store:
-        store.add_evaluation(EvaluationRecord(2, "several", "often@2", metrics, rows))
-    with looking(visit, tmp_path) as visitor:
-        visitor.goes("/runs/often/evaluations")
-        said = legend_at(chart(visitor.page, "pass@k"), 0.0)
-        assert list(said) == ["k", "several after 2 steps", "95 % from", "95 % to"]
-        value, low, high = (float(said[each]) for each in list(said)[1:])
-        assert value == 0.5
-        assert 0.3 < low < 0.5 < high < 0.7
-
-
-# --- 5: what stays where it is ---------------------------------------------------------------------
-
-
-def height(plot: Locator) -> float:
-    box = plot.bounding_box()
-    assert box is not None
-    return box["height"]
-
-
-def leave(page: Page) -> None:
-    page.mouse.move(2, 2)
-
-
-def test_a_card_is_as_high_with_the_cursor_as_without(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    rewards = (0.0, 0.1234567, -0.0001234, 1e7, 0.5)
-    times = {"time/sampling": 1.0, "time/scoring": 12.25, "time/learning": 100.5}
-    add_metrics(
-        write_run(tmp_path / "odd", 0),
-        [{"reward": each, "reward_std": each / 3} | times for each in rewards],
-    )
-    with shown(tmp_path) as address:
-        for viewport in (DESK, PHONE):
-            visitor = visit(address, viewport=viewport)
-            visitor.goes("/runs/odd")
-            for title in ("Reward", "Where the time went"):
-                plot = chart(visitor.page, title)
-                heights, tops = {height(plot)}, set[float]()
-                for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-                    point(plot, share)
-                    heights.add(height(plot))
-                    over = plot.locator(".u-legend .u-series").last.bounding_box()
-                    assert over is not None
-                    tops.add(over["x"])
-                assert (len(heights), len(tops)) == (1, 1), title
-            assert visitor.wrong == []
-
-
-def test_at_rest_a_legend_says_the_last_values(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    with going_on(tmp_path, 0) as path:
-        add_metrics(path, [{"reward": n / 4, "reward_std": 0.5} for n in range(4)])
-        add_metrics(write_run(tmp_path / "short", 0), [{"reward": 0.25}, {"reward": 0.5}])
-        with looking(visit, tmp_path) as visitor:
-            page = visitor.page
-            visitor.goes("/runs/live")
-            is_live(page)
-            plot = chart(page, "Reward")
-            last = ["step3", "reward0.75", "− spread0.25", "+ spread1.25"]
-            assert [*map("".join, legend(plot).items())] == last
-            assert legend_at(plot, 0.0)["reward"] == "0"
-            leave(page)
-            assert [*map("".join, legend(plot).items())] == last
-            add_metrics(path, [{"reward": 2.0, "reward_std": 1.0}])
-            expect(plot.locator(".u-legend")).to_contain_text("reward2", timeout=SOON)
-            assert legend(plot)["step"] == "4"
-            visitor.goes("/compare?run=live&run=short")
-            assert legend(chart(page, "reward")) == {"step": "last", "live": "2", "short": "0.5"}
-
-
-# --- 6: axes ---------------------------------------------------------------------------------------
-
-SPY = """
-const { fillText, clearRect } = CanvasRenderingContext2D.prototype;
-const { arc } = Path2D.prototype;
-window.circles = 0;
-CanvasRenderingContext2D.prototype.clearRect = function (...where) {
-  this.canvas.said = [];
-  return clearRect.apply(this, where);
-};
-CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-  if (this.textAlign === "right") this.canvas.said.push([text, x - this.measureText(text).width]);
-  return fillText.call(this, text, x, y);
-};
-Path2D.prototype.arc = function (...where) {
-  window.circles += 1;
-  return arc.apply(this, where);
-};
-"""
-"""What is written beside the y axis, from above, and where it begins; and how many circles were drawn."""
-
-
-def beside_axis(plot: Locator) -> list[str]:
-    plot.scroll_into_view_if_needed()
-    said = plot.locator("canvas").evaluate("canvas => canvas.said")
-    assert all(left >= 0 for _, left in said), "the labels fit"
-    return [text for text, _ in said]
-
-
-def test_an_axis_has_room_digits_and_zero(visit: Callable[..., Visitor], tmp_path: Path) -> None:
-    steps = [
-        {
-            "learning_rate": 3e-4 - n * 1e-6,
-            "own/tiny": 8e-6 + n * 1e-8,
-            "own/large": 2e6 + n * 1e5,
-            "own/deep": -12345.678 - n * 1e-3,
-            "sampling/ratio_mean": 1 + n * 1e-5,
-            "frac_reward_zero_std": 0.0,
-            "completions/clipped_ratio": 0.25,
-            "own/below": -3.0,
-        }
-        for n in range(20)
-    ]
-    add_metrics(write_run(tmp_path / "odd", 0), steps)
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        page.add_init_script(SPY)
-        visitor.goes("/runs/odd")
-        names = ("Learning rate", "own/tiny", "own/large", "own/deep", "sampling/ratio_mean")
-        for name in names:
-            labels = beside_axis(chart(page, name))
-            assert len(labels) == len(set(labels)) > 1, name
-        ratios = [float(each) for each in beside_axis(chart(page, "sampling/ratio_mean"))]
-        assert all(1 <= each <= 1.001 for each in ratios)
-        assert legend(chart(page, "sampling/ratio_mean"))["ratio_mean"] == "1.00019"
-        zero = beside_axis(chart(page, "Groups without signal"))
-        assert (float(zero[0]), float(zero[-1])) == (0, 1)
-        share = [float(each) for each in beside_axis(chart(page, "Truncated"))]
-        assert share[0] == 0
-        assert share[-1] >= 0.2
-        below = [float(each) for each in beside_axis(chart(page, "own/below"))]
-        assert below[0] <= -2
-        assert below[-1] == 0
-
-
-def test_a_value_alone_is_a_circle_until_there_are_more(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    with going_on(tmp_path, 0) as path:
-        add_metrics(path, [{"reward": 0.5}])
-        with looking(visit, tmp_path) as visitor:
-            page = visitor.page
-            page.add_init_script(SPY)
-            visitor.goes("/runs/live")
-            is_live(page)
-            plot = chart(page, "Reward")
-            assert page.evaluate("circles") > 0
-            page.evaluate("circles = 0")
-            add_metrics(path, [{"reward": 0.75}, {"reward": 0.25}])
-            expect(plot.locator(".u-legend")).to_contain_text("step2", timeout=SOON)
-            assert page.evaluate("circles") == 0
-
-
-# --- 7: smoothing and a logarithmic axis -----------------------------------------------------------
-
-
-def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """By the formula; the state stays where there is no value."""
-    mean, count, found = 0.0, 0, list[float]()
-    for value in values:
-        if not math.isnan(value):
-            mean = mean * weight + (1 - weight) * value
-            count += 1
-        found.append(mean / (1 - weight**count) if not math.isnan(value) else math.nan)
-    return found
-
-
-def read(text: str) -> float:
-    return math.nan if text == "–" else float(text)
-
-
-def same(seen: Sequence[float], expected: Sequence[float]) -> bool:
-    return all(
-        (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-9)
-        for a, b in zip(seen, expected, strict=True)
-    )
-
-
-def seen(plot: Locator, name: str, count: int) -> list[float]:
-    """In each of so many steps."""
-    found = []
-    for step in range(count):
-        point(plot, step / (count - 1))
-        expect(plot.locator(".u-legend .u-value").first).to_have_text(str(step))
-        found.append(read(legend(plot)[name]))
-    return found
-
-
-def test_smoothing_is_the_debiased_average_and_stays(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    rewards = [0.5, 1.0, math.nan, 0.25, 0.75, 4.0, 0.5, 0.125, 0.5]
-    with going_on(tmp_path, 0) as path:
-        times = {"time/sampling": 1.0, "time/learning": 2.0}
-        add_metrics(
-            path,
-            [
-                {"reward": reward, "reward_std": 0.25, "time/scoring": float(n % 2)} | times
-                for n, reward in enumerate(rewards)
-            ],
-        )
-        add_metrics(write_run(tmp_path / "other", 0), [{"reward": r} for r in rewards[3:]])
-        with looking(visit, tmp_path) as visitor:
-            page = visitor.page
-            visitor.goes("/runs/live")
-            is_live(page)
-            plot = chart(page, "Reward")
-            slider = page.get_by_role("slider", name="Smoothing")
-            slider.fill("0.6")
-            expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
-            assert same(seen(plot, "reward", 9), smoothed(rewards, 0.6))
-            assert same(seen(plot, "raw", 9), rewards)
-            assert same(seen(plot, "+ spread", 9), [each + 0.25 for each in rewards])
-            time = chart(page, "Where the time went")
-            assert seen(time, "scoring", 9) == [0, 1, 0, 1, 0, 1, 0, 1, 0]
-            drag(plot, 0.22, 0.78)
-            rewards.append(0.625)
-            add_metrics(path, [{"reward": 0.625, "reward_std": 0.25}])
-            drawn = containing("first 0.5, last 0.625")
-            expect(plot.locator("canvas")).to_have_attribute("aria-label", drawn, timeout=SOON)
-            point(plot, 1.0)
-            assert legend(plot)["step"] == "6", "the range stays"
-            assert same([read(legend(plot)["reward"])], smoothed(rewards, 0.6)[6:7])
-            slider.focus()
-            page.keyboard.press("End")
-            expect(page.locator(".looks output")).to_have_text("0.99")
-            point(plot, 1.0)
-            assert legend(plot)["step"] == "6"
-            plot.locator(".u-over").dblclick()
-            assert same(seen(plot, "reward", 10), smoothed(rewards, 0.99))
-            page.reload()
-            expect(slider).to_have_value("0.99")
-            assert same(seen(chart(page, "Reward"), "reward", 10), smoothed(rewards, 0.99))
-            visitor.goes("/compare?run=live&run=other")
-            both = chart(page, "reward")
-            assert same(seen(both, "live", 10), smoothed(rewards, 0.99))
-            assert same(seen(both, "other", 10)[:6], smoothed(rewards[3:9], 0.99))
-            page.get_by_role("slider", name="Smoothing").fill("0")
-            expect(both.locator(".edge-of-many")).to_have_count(0)
-            assert same(seen(both, "live", 10), rewards)
-
-
-def top(plot: Locator, share: float) -> float:
-    """Of the first line's point, in pixels."""
-    point(plot, share)
-    box = plot.locator(".u-cursor-pt").first.bounding_box()
-    assert box is not None
-    return box["y"] + box["height"] / 2
-
-
-def test_a_logarithmic_axis_leaves_out_what_is_not_above_zero(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    steps = [
-        {"kl": kl, "loss": -1.0, "frac_reward_zero_std": 0.0, "own/near": 2.0 + kl}
-        for kl in (1e-4, 1e-3, 0.0, 1e-2, 1e-1)
-    ]
-    add_metrics(write_run(tmp_path / "odd", 0), steps)
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        page.add_init_script(SPY)
-        visitor.goes("/runs/odd")
-        plot = chart(page, "KL from the reference")
-        page.get_by_role("checkbox", name="Logarithmic axis").check()
-        expect(plot.locator("canvas")).to_be_visible()
-        page.wait_for_function(
-            "() => [...document.querySelectorAll('canvas')].some(each => each.said.some(([text]) => text === '1e-4'))"
-        )
-        assert beside_axis(plot) == ["1e-4", "0.001", "0.01", "0.1"]
-        tops = [top(plot, step / 4) for step in (0, 1, 3, 4)]
-        gaps = [before - after for before, after in pairwise(tops)]
-        assert min(gaps) > 20
-        assert max(gaps) - min(gaps) < 2.5, "a factor is a distance"
-        point(plot, 0.5)
-        assert legend(plot)["kl from the reference"] == "0"
-        expect(plot.locator(".u-cursor-pt").first).to_be_hidden()
-        near = [float(each) for each in beside_axis(chart(page, "own/near"))]
-        assert len(set(near)) == len(near) > 1
-        assert all(1.9 < each < 2.2 for each in near)
-        assert beside_axis(chart(page, "Groups without signal"))[0] == "0.0"
-        assert min(map(float, beside_axis(chart(page, "Loss")))) < 0, "nothing is above 0"
-        page.reload()
-        expect(page.get_by_role("checkbox", name="Logarithmic axis")).to_be_checked()
-        assert beside_axis(chart(page, "KL from the reference"))[0] == "1e-4"
-
-
-def test_without_scripts_nothing_is_there_to_choose(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    write_run(tmp_path / "one", 2)
-    write_run(tmp_path / "none", 0)
-    with shown(tmp_path) as address:
-        still = visit(address, java_script_enabled=False)
-        still.goes("/runs/one")
-        expect(still.page.locator(".looks")).to_be_hidden()
-        visitor = visit(address)
-        visitor.goes("/runs/none")
-        expect(visitor.page.locator(".looks")).to_be_hidden()
-        visitor.goes("/runs/one")
-        expect(visitor.page.locator(".looks")).to_be_visible()
-
-
-# --- 8: over time ----------------------------------------------------------------------------------
-
-
 def over(page: Page, what: str) -> None:
     page.get_by_role("combobox", name="Over").select_option(what)
 
 
-def test_over_time_steps_stand_where_they_were_done(
+def test_choices_and_a_range_by_mouse_stay_while_a_run_goes_on_and_on_the_next_page(
     visit: Callable[..., Visitor], tmp_path: Path
 ) -> None:
-    slow = write_run(tmp_path / "slow", 0)
-    rewards = [
-        {"reward": step / 10, "time/sampling": 1.0, "time/scoring": 2.0} for step in range(5)
-    ]
-    add_metrics(slow, rewards, lambda step: BEGAN + 600 * (step + 1))
-    fast = write_run(tmp_path / "fast", 0)
-    add_metrics(fast, [{"reward": step / 2} for step in range(4)], lambda n: BEGAN + 240 * (n + 1))
-    back = write_run(tmp_path / "back", 0)
-    hours = (2.5, 5, 0.1, 7.5)
-    add_metrics(back, [{"reward": float(n)} for n in range(4)], lambda n: BEGAN + 3600 * hours[n])
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        visitor.goes("/runs/slow")
+    with going_on(tmp_path, 0) as path, shown(tmp_path) as address:
+        add_metrics(path, [{"reward": n / 8} for n in range(9)])
+        add_metrics(write_run(tmp_path / "other", 0), [{"reward": 1.0}] * 4)
+        visitor = visit(address)
+        page = visitor.goes("/runs/live")
+        is_live(page)
         plot = chart(page, "Reward")
-        point(plot, 1.0)
-        assert legend(plot)["step"] == "4"
-        over(page, "time")
-        expect(plot.locator(".u-label").first).to_have_text("minutes")
-        assert legend_at(plot, 0.0)["minutes"] == "10 (step 0)"
-        assert legend_at(plot, 1.0) == {"minutes": "50 (step 4)", "reward": "0.4"}
-        expect(plot.get_by_role("img", name="Reward over time in minutes")).to_be_visible()
-        stack = chart(page, "Where the time went")
-        assert legend_at(stack, 0.5) == {"minutes": "30 (step 2)", "sampling": "1", "scoring": "2"}
-        visitor.goes("/compare?run=slow&run=fast")
-        both = chart(page, "reward")
-        expect(page.get_by_role("combobox", name="Over")).to_have_value("time")
-        told = [legend_at(both, share / 46) for share in (0, 6, 12, 46)]  # from 4 to 50 minutes
-        assert [each["minutes"] for each in told] == ["4", "10", "16", "50"]
-        assert [(each["slow"], each["fast"]) for each in told] == [
-            ("–", "0"),
-            ("0", "0.5"),  # what it was by then
-            ("0", "1.5"),
-            ("0.4", "–"),  # it has ended before
-        ]
-        visitor.goes("/runs/back")
-        plot = chart(page, "Reward")
-        assert legend_at(plot, 1.0) == {"hours": "7.5 (step 3)", "reward": "3"}
-        assert {legend_at(plot, share / 50)["reward"] for share in range(51)} >= {"0", "1", "3"}
-        over(page, "steps")
-        expect(plot.locator(".u-label").first).to_have_text("step")
-        assert legend_at(plot, 1.0) == {"step": "3", "reward": "3"}
+        slider = page.get_by_role("slider", name="Smoothing")
+        slider.focus()
+        page.keyboard.press("End")
+        expect(page.locator(".looks output")).to_have_text("0.99")
+        page.get_by_role("checkbox", name="Logarithmic axis").check()
+        expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
+        point(plot, 2 / 8 - 0.01)
+        page.mouse.down()
+        point(plot, 4 / 8)
+        point(plot, 6 / 8 + 0.01)
+        page.mouse.up()
+        assert legend_at(plot, 0.0)["step"] == "2"
+        add_metrics(path, [{"reward": 2.0}])
+        canvas = plot.locator("canvas")
+        expect(canvas).to_have_attribute("aria-label", re.compile("last 2,"), timeout=SOON)
+        assert [legend_at(plot, share)["step"] for share in (0.0, 1.0)] == ["2", "6"]
+        plot.locator(".u-over").dblclick()
+        assert legend_at(plot, 1.0)["raw"] == "2"
+        visitor.goes("/compare?run=live&run=other")
+        expect(page.get_by_role("checkbox", name="Logarithmic axis")).to_be_checked()
+        expect(slider).to_have_value("0.99")
+        expect(chart(page, "reward").locator(".edge-of-many").first).to_be_attached()
 
 
-def test_a_range_of_time_is_looked_at_closely(
-    visit: Callable[..., Visitor], tmp_path: Path
+def test_without_scripts_or_plots_nothing_is_there_to_choose(
+    visit: Callable[..., Visitor], site: str, tmp_path: Path
 ) -> None:
-    steps = [{"reward": 9.0 if step == 1000 else 0.5} for step in range(2100)]
-    path = write_run(tmp_path / "long", 0, state="running")
-    add_metrics(path, steps, lambda step: BEGAN + 7.2 * step)  # 4.2 hours
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        visitor.goes("/runs/long")
-        plot = chart(page, "Reward")
-        over(page, "time")
-        expect(plot.locator(".u-label").first).to_have_text("hours")
-        with page.expect_response(lambda answer: "from=" in answer.url) as near:
-            drag(plot, 0.45, 0.5)
-        [begin, end] = map(int, re.findall(r"(?:from|to)=(\d+)", near.value.url))
-        assert 930 <= begin <= 950
-        assert 1040 <= end <= 1060
-        told = [legend_at(plot, share / 100) for share in range(101)]
-        assert "9" in {each["reward"] for each in told}, "the very step"
-        hours = [float(each["hours"].split()[0]) for each in told]
-        assert {each["hours"].split("step ")[1] for each in told} >= {"1000)"}
-        assert (min(hours), max(hours)) == pytest.approx((1.88, 2.09), abs=0.02)
-        over(page, "steps")
-        expect(plot.locator(".u-label").first).to_have_text("step")
-        assert float(legend_at(plot, 1.0)["step"]) > 2000, "all of it: a range is one of its axis"
-
-
-def test_each_run_is_looked_at_closely_where_its_own_steps_are(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    """A peak stands in the last column before the edge of the range."""
-    for name, every in (("quick", 1.0), ("slow", 10.0), ("short", 0.5)):
-        steps = 400 if name == "short" else 3600
-        path = write_run(tmp_path / name, 0)
-        metrics = [{"reward": 9.0 if step == 2879 else 0.5} for step in range(steps)]
-        add_metrics(path, metrics, lambda step, every=every: BEGAN + every * (step + 1))
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        visitor.goes("/compare?run=quick&run=slow&run=short&metric=reward")
-        plot = chart(page, "reward")
-        over(page, "time")
-        expect(plot.locator(".u-label").first).to_have_text("hours")
-        with page.expect_response(
-            lambda answer: "run=slow" in answer.url and "from=" in answer.url
-        ):
-            drag(plot, 0.8, 0.9)
-        near = {}
-        for url in asked:
-            if "from=" in url:
-                [name] = re.findall(r"run=(\w+)", url)
-                near[name] = [int(each) for each in re.findall(r"(?:from|to)=(\d+)", url)]
-        assert 2860 < near["slow"][0] < 2885
-        assert 3230 < near["slow"][1] < 3260
-        assert near["quick"][0] > 3580, "it has ended before: its last column"
-        assert near["short"][0] > 390
-        told = [legend_at(plot, share / 400)["slow"] for share in range(400)]
-        assert "9" in told
-
-
-def test_a_range_of_time_stays_when_the_unit_changes(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    with going_on(tmp_path, 0) as path:
-        add_metrics(path, [{"reward": float(n)} for n in range(8)], lambda n: BEGAN + 900.0 * n)
-        with looking(visit, tmp_path) as visitor:
-            page = visitor.page
-            visitor.goes("/runs/live")
-            is_live(page)
-            plot = chart(page, "Reward")
-            over(page, "time")
-            expect(plot.locator(".u-label").first).to_have_text("minutes")
-            drag(plot, 2 / 7 - 0.01, 5 / 7 + 0.01)
-            assert legend_at(plot, 0.0)["minutes"].startswith("30")
-            add_metrics(path, [{"reward": 8.0}], lambda n: BEGAN + 900.0 * n)
-            expect(plot.locator(".u-label").first).to_have_text("hours", timeout=SOON)
-            assert legend_at(plot, 0.0) == {"hours": "0.5 (step 2)", "reward": "2"}
-            assert legend_at(plot, 1.0)["hours"].startswith("1.25")
-
-
-# --- 9: what is chosen -----------------------------------------------------------------------------
+    page = visit(site, java_script_enabled=False).goes("/runs/first")
+    expect(page.locator(".looks")).to_be_hidden()
+    write_run(tmp_path / "none", 0)
+    with shown(tmp_path) as address:
+        expect(visit(address).goes("/runs/none").locator(".looks")).to_be_hidden()
 
 
 def test_what_is_drawn_is_what_is_chosen_whatever_comes_when(
     visit: Callable[..., Visitor], tmp_path: Path
 ) -> None:
+    """An answer comes late, another not at all, and the browser keeps nothing."""
     add_metrics(write_run(tmp_path / "one", 0), [{"reward": float(n)} for n in range(4)])
+    denied = "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('denied', 'SecurityError'); } })"
     held: list[Route] = []
-    with looking(visit, tmp_path) as visitor:
+    with shown(tmp_path) as address:
+        visitor = visit(address)
         page = visitor.page
+        page.add_init_script(denied)
+        page.clock.install()
         visitor.goes("/runs/one")
         plot = chart(page, "Reward")
         page.route("**/curves?*times=yes*", lambda route: held.append(route))  # noqa: PLW0108
         over(page, "time")
-        page.wait_for_timeout(50)
-        page.get_by_role("slider", name="Smoothing").fill("0.5")
-        page.get_by_role("slider", name="Smoothing").fill("0.6")
-        page.wait_for_timeout(50)
+        page.clock.run_for(50)
+        for smoothing in ("0.5", "0.6"):
+            page.get_by_role("slider", name="Smoothing").fill(smoothing)
+        page.clock.run_for(50)
+        expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
         assert len(held) == 1, "it is asked once"
         over(page, "steps")
-        expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
+        page.clock.run_for(50)
         with page.expect_response(lambda answer: "times" not in answer.url):
             held[0].continue_()
-        page.wait_for_timeout(50)
+        page.clock.run_for(50)
         assert legend_at(plot, 1.0)["step"] == "3"
         page.unroute("**/curves?*times=yes*")
-        over(page, "time")
-        expect(plot.locator(".u-label").first).to_have_text("seconds")
-
-
-def test_a_curve_that_did_not_come_is_asked_for_once_more(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    add_metrics(write_run(tmp_path / "one", 0), [{"reward": float(n)} for n in range(4)])
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        page.clock.install()
-        visitor.goes("/runs/one")
-        plot = chart(page, "Reward")
         page.route("**/curves?*times=yes*", lambda route: route.fulfill(status=503), times=1)
         with page.expect_response(lambda answer: answer.status == 503):
             over(page, "time")
+            page.clock.run_for(50)
         assert legend_at(plot, 1.0)["step"] == "3", "what is there stays"
         page.clock.fast_forward(11_000)
         expect(plot.locator(".u-label").first).to_have_text("seconds")
-
-
-def test_a_browser_that_keeps_nothing_has_plots(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    add_metrics(write_run(tmp_path / "one", 0), [{"reward": float(n)} for n in range(4)])
-    denied = "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('denied', 'SecurityError'); } })"
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        page.add_init_script(denied)
-        visitor.goes("/runs/one")
-        plot = chart(page, "Reward")
-        page.get_by_role("slider", name="Smoothing").fill("0.5")
-        expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
         before = page.locator("html").get_attribute("data-theme")
         page.locator("#theme").click()
         assert page.locator("html").get_attribute("data-theme") != before
-
-
-# --- 10: held-out prompts, and other steps than all -------------------------------------------------
-
-
-def test_held_out_prompts_have_a_curve_at_their_own_steps(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    path = write_run(tmp_path / "long", 0)
-    add_metrics(
-        path,
-        [{"reward": 0.5} | ({"rare": 1.0 * n} if n % 500 == 0 else {}) for n in range(2001)],
-        lambda step: BEGAN + 60.0 * (step + 1) + 43_200.0 * (step >= 1000),  # it paused then
-    )
-    with Store.open(path / "run.db") as store:
-        for step in (0, 500, 1000, 2001):
-            metrics = {"reward": step / 10_000}
-            name = f"step-{step}" if step else "before"
-            store.add_evaluation(EvaluationRecord(step, name, f"long@{step}", metrics))
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        visitor.goes("/runs/long")
-        plot = chart(page, "Held-out reward")
-        assert legend_at(plot, 1.0) == {"step": "2001", "held-out reward": "0.2001"}
-        assert legend_at(plot, 0.25) == {"step": "500", "held-out reward": "0.05"}
-        rare = chart(page, "rare")
-        told = {(each["step"], each["rare"]) for n in range(5) if (each := legend_at(rare, n / 4))}
-        assert told == {(str(500 * n), str(500 * n)) for n in range(5)}, "where they are"
-        over(page, "time")
-        expect(plot.locator(".u-label").first).to_have_text("hours")
-        assert legend_at(plot, 0.0)["hours"] == "0 (step 0)"
-        assert legend_at(plot, 1000 / 60 / 45.35)["hours"] == "16.67 (step 1000)", (
-            "before the pause"
-        )
-        assert legend_at(plot, 1.0)["hours"] == "45.35 (step 2001)"
-
-
-def test_long_runs_of_different_lengths_are_read_at_every_step(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    for name, steps in (("long", 2100), ("shorter", 1500)):
-        add_metrics(write_run(tmp_path / name, 0), [{"reward": 0.5} for _ in range(steps)])
-    with looking(visit, tmp_path) as visitor:
-        page = visitor.page
-        visitor.goes("/compare?run=long&run=shorter&metric=reward")
-        both = chart(page, "reward")
-        told = [legend_at(both, share / 100) for share in range(2, 70)]
-        assert {(each["long"], each["shorter"]) for each in told} == {("0.5", "0.5")}
-
-
-# --- what is no number, and what stands out of a stack --------------------------------------------
-
-
-def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    path = write_run(tmp_path / "lost", 0)
-    nan, inf = float("nan"), float("inf")
-    values = [nan if 1000 <= step < 1400 else inf if step == 1500 else 1.0 for step in range(3000)]
-    values[1502] = 7.0
-    add_metrics(path, [{"grad_norm": value} for value in values])
-    with looking(visit, tmp_path) as visitor:
-        visitor.goes("/runs/lost")
-        plot = chart(visitor.page, "Gradient norm")
-        plot.scroll_into_view_if_needed()
-        expect(plot.locator(".lost")).to_have_text(re.compile("401 values are no finite number"))
-        told = plot.locator("canvas").get_attribute("aria-label") or ""
-        assert "401 steps without a finite number" in told
-        assert "highest 7" in told
-        point(plot, 0.4)
-        assert legend(plot)["gradient norm"] == "–", "a gap"
-        point(plot, 0.6)
-        assert legend(plot)["gradient norm"].startswith("1")
-
-
-def test_a_peak_of_a_stack_is_not_averaged_away(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    path = write_run(tmp_path / "peak", 0)
-    steps = [
-        {"rollouts/failed": 100.0 if step == 3505 else 0.0, "rollouts/timed_out": 0.0}
-        for step in range(7000)
-    ]
-    add_metrics(path, steps)
-    with looking(visit, tmp_path) as visitor:
-        visitor.goes("/runs/peak")
-        plot = chart(visitor.page, "Rollouts without a score")
-        highest = max(
-            float(legend_at(plot, 0.5 + shift / 1000).get("highest of all", "0").replace("–", "0"))
-            for shift in range(-2, 5)
-        )
-        assert highest == 100.0

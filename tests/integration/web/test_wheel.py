@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[3]
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
     """A folder with nothing but what the wheel holds."""
-    folder = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path / "wheel"
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
@@ -57,16 +57,11 @@ def _address(served: subprocess.Popen[str]) -> str:
     pytest.fail(f"it did not begin:\n{said}")
 
 
-def test_it_is_this_package_and_no_other(site: Path) -> None:
+def test_pages_and_all_that_they_load_are_in_the_wheel(address: str, site: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-    where = "import groupwise.web.app as app; print(app.__file__)"
-    told = subprocess.run(
-        [sys.executable, "-c", where], env=env, check=True, capture_output=True, text=True, cwd="/"
-    )
-    assert Path(told.stdout.strip()).is_relative_to(site)
-
-
-def test_pages_and_all_that_they_load_are_in_the_wheel(address: str) -> None:
+    where = [sys.executable, "-c", "import groupwise.web.app as app; print(app.__file__)"]
+    told = subprocess.run(where, env=env, check=True, capture_output=True, text=True, cwd="/")
+    assert Path(told.stdout.strip()).is_relative_to(site), "it is this package and no other"
     with httpx2.Client(base_url=address) as client:
         for path in ("/runs", "/runs/first", "/runs/first/rollouts", "/runs/first/rollouts/1"):
             page = client.get(path, headers={"accept": "text/html"})
