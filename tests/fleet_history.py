@@ -38,7 +38,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -92,20 +91,13 @@ class Execution:
         return self.begin <= at < self.until
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """A history from a file of JSON lines. A last line that is torn was never written."""
-    lines = path.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1] if line]
-
-
 def violations(
     history: Iterable[Record],
     *,
     settled: bool = True,
-    patience: float = math.inf,
     gpu_memory_mb: int | None = None,
 ) -> list[str]:
-    """What is broken. `settled`: at the end everything had time to finish. `patience`: how long a job may wait for its first start."""
+    """What is broken. `settled`: at the end everything had time to finish."""
     ordered = sorted(history, key=lambda r: r["at"])
     runs = _executions(ordered)
     return [
@@ -126,7 +118,6 @@ def violations(
         *(_lost(ordered) if settled else ()),
         *(_leaked(ordered) if settled else ()),
         *(_left(ordered) if settled else ()),
-        *_starved(ordered, runs, patience),
     ]
 
 
@@ -537,16 +528,4 @@ def _leaked(ordered: Sequence[Record]) -> list[str]:
         f"{r['job']}.{r['epoch']} still holds {r['gpu']} of {r['vm']}"
         for r in ordered
         if r["what"] == "reserved" and last.get(r["job"], {}).get("status") in FINAL
-    ]
-
-
-def _starved(ordered: Sequence[Record], runs: Sequence[Execution], patience: float) -> list[str]:
-    first: dict[str, float] = {}
-    for run in runs:
-        first[run.job] = min(run.begin, first.get(run.job, math.inf))
-    end = ordered[-1]["at"] if ordered else 0.0
-    return [
-        f"{r['job']} waited for more than {patience:g}"
-        for r in ordered
-        if r["what"] == "accepted" and min(first.get(r["job"], end), end) - r["at"] > patience
     ]

@@ -25,11 +25,14 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from groupwise.hosts.ssh import Address
 
 SECONDS = 20.0
 """For a start, on a machine with other work."""
@@ -94,6 +97,13 @@ class Host:
             "ssh_key_path": str(self.key_path),
             "host_key": self.host_key if pinned else None,
         }
+
+    @property
+    def login(self) -> "Address":
+        """How it is reached."""
+        from groupwise.hosts.ssh import Address
+
+        return Address(self.address, self.user, self.port, str(self.key_path), self.host_key)
 
     def gpus(self, count: int = 2, *, mode: str = "normal", **state: Any) -> list[str]:
         """Give it GPUs, or change what its nvidia-smi says of them (`fake_nvidia_smi.py` tells what there is). Their UUIDs."""

@@ -1,4 +1,4 @@
-"""The same suite on SQLite and on a real PostgreSQL."""
+"""The suite of `tests/unit/fleet/test_direct.py` on a real PostgreSQL, and what is told when that goes away."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from groupwise.cli.fleet_follow import follow_log
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.patience import Patience
-from groupwise.fleet.store.database import connect, migrate
+from groupwise.fleet.store.database import Database
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.wire.fleet import LogPart
 from tests.fleet_api import place_in
@@ -19,11 +19,13 @@ from tests.unit.fleet.test_direct import COMMAND
 
 
 def test_who_follows_beside_the_database_goes_on_where_its_server_was_away(
-    postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    postgres: Postgres,
+    database: Database,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
 ) -> None:
     """Killed after a piece was read, and begun again once that has been told."""
-    database = connect(postgres.new_database())
-    migrate(database)
     monkeypatch.setattr("groupwise.fleet.store.database.PATIENCE", 0.0)
     told: list[str] = []
 
@@ -49,10 +51,7 @@ def test_who_follows_beside_the_database_goes_on_where_its_server_was_away(
 
     append(path, 0, b"first\n")
     fleet.log = killed_once  # type: ignore[method-assign]
-    try:
-        assert follow_log(fleet, job, sleep=lambda _: None)["status"] == "cancelled"
-    finally:
-        database.close()
+    assert follow_log(fleet, job, sleep=lambda _: None)["status"] == "cancelled"
     assert capfd.readouterr().out == "first\nlast\n"
     away, back = told
     assert "postgresql://" in away

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.fleet.doorbells.local import LocalDoorbell
-from groupwise.fleet.doorbells.nats import NatsAccess, NatsAway, NatsDoorbell, NatsLink, access_from
+from groupwise.fleet.doorbells.nats import NatsAccess, NatsAway, NatsDoorbell, NatsLink
 from groupwise.fleet.doorbells.postgres import CHANNEL, PostgresDoorbell
 from groupwise.fleet.doorbells.several import SeveralDoorbells
 from tests import nats
@@ -193,11 +193,6 @@ class TestNats:
             await bell.close()
             assert strict.log().count("Publish Violation") == 1
 
-    async def test_access_comes_from_the_variables_of_the_nats_command(self, server):
-        bell = NatsDoorbell(access_from(server.url, {"NATS_TOKEN": nats.TOKEN, "NATS_CREDS": ""}))
-        await hears(bell, lambda: server.publish("jobs.new", b"a"), "a")
-        await bell.close()
-
     async def test_a_publication_returns_when_the_server_has_it_or_says_that_it_has_not(
         self, server, monkeypatch
     ):
@@ -252,23 +247,6 @@ class TestPostgres:
         assert await bell.wait(SECONDS) == {"job-1"}
         await bell.close()
 
-    async def test_many_rings_become_few_notifications(self, database):
-        bell, plain = PostgresDoorbell(arguments(database)), PostgresDoorbell(arguments(database))
-        await listening(plain)
-        counted: list[frozenset[str]] = []
-        plain._heard.put = lambda ids: counted.append(frozenset(ids))  # type: ignore[method-assign]
-        bell.open()
-        for number in range(5000):
-            bell.ring([f"a-rather-long-name-of-a-job-{number}"])
-        bell.ring(["x"])
-        await bell.close()
-        last = PostgresDoorbell(arguments(database))
-        last.ring(["the-last"])
-        await last.close()
-        await until(lambda: counted and "the-last" in counted[-1])
-        assert len(counted) <= 4
-        await plain.close()
-
     async def test_what_is_no_id_and_what_the_server_refuses_keep_no_other_from_being_sent(
         self, database, monkeypatch, caplog
     ):
@@ -283,7 +261,7 @@ class TestPostgres:
         monkeypatch.setattr("groupwise.fleet.doorbells.postgres.SENT", 64_000)
         for _ in range(2):
             ringer.ring([f"job-{number}" for number in range(2000)])
-            await until_async(lambda: not ringer._unsent._ids)
+            await until(lambda: not ringer._unsent._ids)
         ringer.ring(["third"])
         assert await listener.wait(SECONDS) == {"third"}
         assert [record.message[:34] for record in caplog.records] == [
@@ -336,24 +314,6 @@ class TestPostgres:
         assert await bell.wait(SECONDS) == {"a"}
         await bell.close()
         assert time.monotonic() - begun < 3
-
-    async def test_a_connection_ended_by_the_server_comes_back(self, database):
-        bell = PostgresDoorbell(arguments(database))
-        await listening(bell)
-        database.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'groupwise-doorbell'"
-        )
-        ringer = PostgresDoorbell(arguments(database))
-        ringer.open()
-        await hears(bell, lambda: ringer.ring(["after"]), "after")
-        await bell.close()
-        await ringer.close()
-
-
-async def until_async(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not holds():  # noqa: ASYNC110  (nothing else says so)
-            await asyncio.sleep(0.01)
 
 
 async def listening(bell: PostgresDoorbell) -> None:

@@ -35,7 +35,7 @@ from groupwise.fleet.files.artefacts import artefact_folder
 from groupwise.fleet.store.tables import VM, Job
 from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.spec import JobSpec
-from groupwise.hosts.ssh import Address, SshHost
+from groupwise.hosts.ssh import SshHost
 from groupwise.wire.problems import Refusal
 from tests.integration.fleet.whole_fleet import WholeFleet, whole_fleet
 from tests.postgres import Postgres
@@ -241,12 +241,7 @@ def test_any_list_of_strings_arrives(fleet: WholeFleet, arguments: list[str]) ->
     program = "import os, sys; os.write(1, b'\\0'.join(os.fsencode(word) for word in sys.argv[1:]))"
 
     async def once() -> bytes:
-        row = fleet.hosts["h1"].vm_row()
-        host = SshHost(
-            Address(
-                row["ip_address"], row["user"], row["port"], row["ssh_key_path"], row["host_key"]
-            )
-        )
+        host = SshHost(fleet.hosts["h1"].login)
         runner = Runner(host, root="any-list")
         try:
             spec = JobSpec(("python3", "-c", program, *arguments))
@@ -649,7 +644,7 @@ def places(fleet: WholeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return [*found, here]
 
 
-@EVERY
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.soak(suite="fleet"))])
 def test_commands_about_rows_with_odd_ids(
     fleet: WholeFleet,
     canary: Path,
@@ -657,8 +652,8 @@ def test_commands_about_rows_with_odd_ids(
     capfdbinary: pytest.CaptureFixture[bytes],
     every: int,
 ) -> None:
-    """Whatever is asked of them is answered in words, and no file appears or goes elsewhere than in folders of the fleet's own. `every`
-    fifth command, so that each id and each verb has its turn."""
+    """Whatever is asked of them is answered in words, and no file appears or goes elsewhere than in folders of the fleet's own. So many of
+    the commands that each id and each verb has its turn."""
     ids = rows_with_odd_ids(fleet, canary)
     before = outside(places)
     verbs = (

@@ -4,6 +4,8 @@ given up or without power, clocks that jump, poison jobs, full disks, control pl
 Where the first dispatcher dies or sleeps at a named point the second one is held still until then, so that it is known who did what; it
 takes over when the lease has run out. The crash at every single effect is tried in one process by `test_crash_points.py`; this is the
 proof that a real death is like that one.
+
+A run of the tests has those that could begin a job twice; `make soak SUITE=fleet` has all.
 """
 
 from __future__ import annotations
@@ -326,6 +328,7 @@ def _moment(value: Any) -> float | None:
     return value if isinstance(value, float) and value > 1e9 else None
 
 
+@soak
 def test_clocks_of_the_control_plane_decide_nothing(two: Place) -> None:
     """No attempt is taken from whoever drives it, and no other time than that of the database is written into it."""
     fleet = two.fleet
@@ -404,6 +407,7 @@ POISON = {
 }
 
 
+@soak
 def test_poison_jobs_come_to_an_end_and_take_nothing_with_them(place: Place) -> None:
     fleet = place.fleet
     healthy = place.on_each({"steps": 150})
@@ -424,6 +428,7 @@ def silences(fleet: RealFleet, job: str) -> int:
     return fleet.look(lambda s: s.scalar(query)) or 0
 
 
+@soak
 def test_a_full_disk_is_told_and_holds_nothing(place: Place) -> None:
     """Its machine begins nothing more until somebody makes room, and says so: it is not taken for one that is silent, nor are its GPUs
     kept for what cannot begin."""

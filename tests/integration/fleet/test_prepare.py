@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
 
 import groupwise
 from groupwise.cli.main import main
@@ -24,8 +23,8 @@ from groupwise.fleet.machines.builder import MARKER
 from groupwise.fleet.machines.locks import Lock
 from groupwise.fleet.machines.prepare import PrepareError, Pruned, builds_of, prune
 from groupwise.fleet.store.database import connect, migrate
-from groupwise.fleet.store.tables import VM, Event
-from groupwise.hosts.ssh import Address, SshHost
+from groupwise.fleet.store.tables import VM
+from groupwise.hosts.ssh import SshHost
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.unit.fleet.machines.prepared_place import Place
 from tests.wheels import fill_wheelhouse, lock_of
@@ -40,8 +39,7 @@ def machine() -> Iterator[LoopbackHost]:
 @pytest.fixture
 async def place(machine: LoopbackHost, tmp_path: Path) -> AsyncIterator[Place]:
     row = machine.vm_row()
-    login = (row["ip_address"], row["user"], row["port"], row["ssh_key_path"], row["host_key"])
-    host = SshHost(Address(*login))
+    host = SshHost(machine.login)
     yield Place(tmp_path, host, transport="ssh", **row)
     await host.close()
 
@@ -146,6 +144,7 @@ def fleet(machine: LoopbackHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return folder
 
 
+@pytest.mark.soak(suite="fleet")  # a real pip, and a real environment
 def test_from_a_wheelhouse_to_a_job(
     machine: LoopbackHost, fleet: Path, wheelhouse: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,27 +175,3 @@ def test_from_a_wheelhouse_to_a_job(
     assert main([*words, "--prune"]) == 0
     [again] = json.loads(capfd.readouterr().out)
     assert (again["made"], again["python"], again["removed"]) == (False, made["python"], [])
-
-
-@pytest.mark.soak(suite="fleet")  # a real pip once more
-def test_a_lock_that_lacks_something_changes_nothing(
-    machine: LoopbackHost, fleet: Path, wheelhouse: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    lock = lock_of(wheelhouse, hashes=False)
-    kept = [line for line in lock.read_text().splitlines() if not line.startswith("pydantic")]
-    lock.write_text("\n".join(kept))
-    words = ["fleet", "vm", "prepare", machine.name, "--lock", str(lock)]
-    words += ["--wheelhouse", str(wheelhouse), "--python", os.path.realpath(sys.executable)]
-    assert main(words) == 1
-    assert "requires pydantic, which is not installed" in capfd.readouterr().err
-    database = connect(f"sqlite:///{fleet / 'fleet.db'}")
-    rows = database.read(lambda session: session.scalars(select(VM.python)).all())
-    told = database.read(lambda session: session.scalars(select(Event.kind)).all())
-    database.close()
-    assert (rows, told) == (["python3"], [])
-    left = [path for path in machine.home.glob("*/environments/*") if path.is_dir()]
-    assert not [
-        path
-        for path in left
-        if (path / "bin").exists() and not (path / "environment.json").exists()
-    ]

@@ -1,4 +1,4 @@
-"""The same suite on SQLite and on a real PostgreSQL; and there, what a migration does to those who go on meanwhile."""
+"""The suite of `tests/unit/fleet/store/test_schema.py` on a real PostgreSQL; and what a migration does to those who go on meanwhile."""
 
 from collections.abc import Generator
 from contextlib import closing, contextmanager
@@ -11,18 +11,11 @@ from groupwise.fleet.store import triggers
 from groupwise.fleet.store.database import Database, DatabaseFailure, check_schema, connect, migrate
 from groupwise.fleet.store.engine import parse
 from groupwise.fleet.store.triggers import Rule
-from tests.fleet_databases import new_fleet
-from tests.postgres import Postgres
 from tests.unit.fleet.store.test_schema import *  # noqa: F403
 
 
 @pytest.fixture
-def url(postgres: Postgres) -> str:
-    return new_fleet(postgres)
-
-
-@pytest.fixture
-def other_rules(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def other_rules(ready_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than those with which the database was made."""
     never = Rule("job_never", "jobs", "UPDATE", "1 = 1", "never")
     monkeypatch.setattr(triggers, "rules", lambda: (never,))
@@ -36,33 +29,33 @@ def a_backup(url: str) -> Generator[psycopg.Connection]:
         yield reader
 
 
-def test_a_backup_holds_up_no_migration_that_has_nothing_to_do(url: str) -> None:
-    with closing(connect(url)) as database, a_backup(url):
+def test_a_backup_holds_up_no_migration_that_has_nothing_to_do(ready_url: str) -> None:
+    with closing(connect(ready_url)) as database, a_backup(ready_url):
         migrate(database)
 
 
 @pytest.mark.usefixtures("other_rules")
-def test_a_migration_that_a_backup_holds_up_holds_up_nobody(url: str) -> None:
+def test_a_migration_that_a_backup_holds_up_holds_up_nobody(ready_url: str) -> None:
     naps: list[float] = []
 
     def sleep(seconds: float) -> None:
         naps.append(seconds)
-        with closing(connect(url)) as fleet:  # between two attempts it holds nothing
+        with closing(connect(ready_url)) as fleet:  # between two attempts it holds nothing
             fleet.run(lambda s: s.execute(text("INSERT INTO jobs (job_id) VALUES ('j')")))
         backup.rollback()
 
-    with a_backup(url) as backup, closing(Database(parse(url), sleep)) as database:
+    with a_backup(ready_url) as backup, closing(Database(parse(ready_url), sleep)) as database:
         migrate(database)
         check_schema(database)
     assert len(naps) == 1
 
 
 @pytest.mark.usefixtures("other_rules")
-def test_nor_does_it_wait_for_ever(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_does_it_wait_for_ever(ready_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("groupwise.fleet.store.database.PATIENCE", 0.0)
     with (
-        a_backup(url),
-        closing(connect(url)) as database,
+        a_backup(ready_url),
+        closing(connect(ready_url)) as database,
         pytest.raises(DatabaseFailure, match="of a backup perhaps, holds what this one needs"),
     ):
         migrate(database)

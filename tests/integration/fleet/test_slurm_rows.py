@@ -20,7 +20,6 @@ from tests import slurm
 from tests.fleet_databases import copied
 from tests.fleet_rig import SOMEBODY
 from tests.fleet_rows import SAVES, SAYS, Rows
-from tests.integration.fleet.test_up import fleet_in, until
 from tests.slurm import Cluster
 
 soak = pytest.mark.soak(suite="fleet")
@@ -221,59 +220,3 @@ async def test_while_the_controller_is_away_nothing_is_lost_and_nothing_begins_t
     )  # a controller that was killed may have lost what it had just got
     assert last == ("succeeded", None, None)
     assert set(others) <= {("void", "preemption", False)}
-
-
-@soak
-async def test_what_slurm_would_not_have_is_told_and_goes_elsewhere(fleet: Fleet) -> None:
-    fleet.add("slurm", {"name": "slurm", "options": ["--partition=none-such"]})
-    fleet.begin()
-    await fleet.until_looked_at("slurm")
-    fleet.submit("job")
-    await fleet.until(lambda: fleet.ends("job")[:1] == [("void", "launch_failure", False)], "no")
-    assert "invalid partition" in fleet.attempts("job")[0]["evidence"]["because"]
-    fleet.add("here", cpu_slots=1)
-    await fleet.until_is("job", "completed")
-    assert fleet.log("job") == "on no node\n"
-
-
-@soak
-async def test_two_clusters_rows_and_a_machine_work_beside_each_other(fleet: Fleet) -> None:
-    fleet.add("here", cpu_slots=1, labels={"kind": "own"})
-    fleet.add("a", {"name": "slurm", "slots": 1, "gpus": 2})
-    fleet.add("b", {"name": "slurm", "slots": 1, "options": ["--partition=urgent"]})
-    go = fleet.folder / "go"
-    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.05)\n"
-    fleet.begin()
-    for name in ("here", "a", "b"):
-        await fleet.until(lambda name=name: fleet.machine(name)["state"] == "ok", name)
-    fleet.submit("first", waits + SAYS)
-    await fleet.until(lambda: fleet.job("first")["assigned_vm"], "a place for the first")
-    fleet.submit("wide", waits + SAYS, resources={"gpus": 1})
-    fleet.submit("third", waits + SAYS)
-    for name in ("wide", "third"):
-        await fleet.until(lambda name=name: fleet.job(name)["assigned_vm"], name)
-    assert [fleet.job(n)["assigned_vm"] for n in ("first", "wide", "third")] == ["here", "a", "b"]
-    go.touch()
-    for name, said in (("first", "no node"), ("wide", "gpu"), ("third", "urgent")):
-        await fleet.until_is(name, "completed")
-        assert fleet.log(name) == f"on {said}\n"
-    await fleet.until_clean()
-    assert sorted(fleet.executions()) == ["first", "third", "wide"]
-
-
-@soak  # a fleet in a process of its own, with its usual pauses
-def test_as_a_person_types_it(cluster: Cluster, tmp_path: Path) -> None:
-    with fleet_in(tmp_path / "fleet") as typed:
-        typed.environment |= {"SLURM_CONF": str(cluster.configuration)}
-        typed.up()
-        row = ("--engine", "slurm", "--gpus-per-job", "2", "--workdir", str(tmp_path / "shared"))
-        assert typed.call("vm", "add", "cluster", *row).returncode == 0
-        until(lambda: '"state": "ok"' in typed.call("vm", "show", "cluster", "--json").stdout, "ok")
-        script = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-        job_id = typed.submit("--vm", "cluster", "--gpus", "2", "--", "python3", "-c", script)
-        typed.until(job_id, "completed")
-        assert typed.call("logs", job_id).stdout == "0,1\n"
-        assert "8/8 slots" in typed.call("vm", "list").stdout
-        seen = typed.call("doctor", "--vm", "cluster").stdout
-        assert "8 places for jobs; it would: " in seen
-        assert typed.call("vm", "remove", "cluster").returncode == 0

@@ -1,4 +1,4 @@
-"""What the database refuses, asked of SQLite and of a real PostgreSQL; and that two who write at once are no way around it."""
+"""The suite of `tests/unit/fleet/store/test_triggers.py` on a real PostgreSQL; and two who write at once are no way around it."""
 
 import threading
 import time
@@ -35,8 +35,7 @@ def test_two_at_once_do_not_get_the_same_gpu(database: Database, share: int | No
     def reserve_first(session: Session) -> None:
         session.execute(text(RESERVE), reservation(epochs[0], gpu, share=share))
         second.start()
-        if database.dialect == "postgresql":
-            until_somebody_waits(session, second_wrote)
+        until_somebody_waits(session, second_wrote)
 
     database.run(reserve_first)
     second.join()
