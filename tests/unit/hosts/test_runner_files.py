@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -156,31 +155,6 @@ def test_a_blob_that_somebody_wrote_to_is_sent_anew(here: Machine) -> None:
     here.put(data)
     here.sh("sha256sum data", spec_files=files)
     assert here.comes_to("exited")["exit"]["tail"].startswith(sha(data))
-
-
-def test_who_is_cancelled_lays_out_no_further(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Large files take a while, in which its grace must not only begin to count."""
-    monkeypatch.setattr(runner, "TICK", 0.0)
-    large = os.urandom(3 << 20)
-    here.put(large)
-    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
-    lock = runner.claim(attempt, {"phase": "claimed"})
-    assert lock is not None
-    files = {name: [sha(large), 0o644, len(large)] for name in ("a", "b", "c")}
-    order = SimpleNamespace(root=attempt.root, files=files, resume_files={}, artefacts=[])
-    order.attempt, order.heard, order.deadman, order.limits = attempt, 0.0, None, {}
-    supervisor = runner.Supervisor(cast("Any", order), "", [lock], -1, -1)
-    supervisor.lay_out()
-    assert sorted(os.listdir(attempt.work)) == ["a", "b", "c"]
-    for name in "abc":
-        os.unlink(os.path.join(attempt.work, name))
-    assert runner.set_cell(attempt.at("cancel"), "5")
-    supervisor.lay_out()
-    assert os.listdir(attempt.work) == ["a"]
-    assert os.path.getsize(os.path.join(attempt.work, "a")) < len(large)
-    os.close(lock)
 
 
 def test_the_sweep_keeps_what_is_wanted(here: Machine) -> None:
