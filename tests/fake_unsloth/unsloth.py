@@ -14,6 +14,8 @@ import types
 if notes := os.environ.get("FAKE_UNSLOTH_NOTES"):
     with open(notes, "a") as file:
         print("late" if "transformers" in sys.modules else "first", file=file)
+if os.environ.get("FAKE_UNSLOTH_ENDS"):  # whoever imports it wants to know no more
+    os._exit(0)
 
 REFUSES_4BIT = "FAKE_UNSLOTH_REFUSES_4BIT"
 """In the environment: it loads other weights than it is asked for, and only says so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,16 @@ from tests.unit.learner.native import test_attention
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SOAK = pytest.mark.soak(suite="engine")
+
+
+def some(names: tuple[str, ...], *values: Any) -> list[Any]:
+    """Every name with every value; in the usual run each name with one of them."""
+    return [
+        pytest.param(name, value, marks=() if place % len(values) == number else SOAK)
+        for place, name in enumerate(names)
+        for number, value in enumerate(values)
+    ]
 
 
 @pytest.fixture
@@ -44,14 +55,17 @@ def bytes_held() -> int:
     return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "adapter"), some(("llama", "llama-mha-tied", "qwen3"), True, False)
+)
 def test_greedy_tokens_are_those_of_transformers(as_on_a_gpu, name, adapter):
     on_device.greedy_tokens_are_those_of_transformers(CPU, Tape, name, adapter=adapter)
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["llama-128", "llama-mqa", "qwen2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some(("llama-128", "llama-mqa", "qwen2"), torch.bfloat16, torch.float32),
+)
 def test_logits_are_near_those_of_transformers(as_on_a_gpu, name, dtype):
     on_device.logits_are_near_those_of_transformers(CPU, Tape, name, dtype)
 
@@ -110,21 +124,23 @@ def test_attention_is_that_of_a_processor(size, kv_heads, dtype):
     )
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.003), (torch.float32, 1e-4)])
-@pytest.mark.parametrize("name", ["llama-128", "llama-mha-tied"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), some(("llama-128", "llama-mha-tied"), torch.bfloat16, torch.float32)
+)
 def test_sampler_and_learner_agree_on_a_small_model(
-    as_on_a_gpu, monkeypatch, tmp_path, name, dtype, most
+    as_on_a_gpu, monkeypatch, tmp_path, name, dtype
 ):
+    most = 1e-4 if dtype == torch.float32 else 0.003
     monkeypatch.setattr(body, "piece_attention", fused_attention)
     on_device.sampler_and_learner_agree_on_a_small_model(CPU, Tape, tmp_path, name, dtype, most)
 
 
-@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, None])
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, pytest.param(None, marks=SOAK)])
 def test_a_short_run(tmp_path, lora):
     on_device.a_short_run_goes_through(CPU, tmp_path, lora=lora, enforce_eager=True)
 
 
-@pytest.mark.slow
+@SOAK
 def test_sampler_and_learner_agree(as_on_a_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(body, "piece_attention", fused_attention)
     few = {"members": 3, "tokens": 12}  # a difference of the two shows in each of them
@@ -134,7 +150,7 @@ def test_sampler_and_learner_agree(as_on_a_gpu, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "tokens", "within"),
-    [pytest.param(1e-6, 8192, 0.5, marks=pytest.mark.soak(suite="engine")), (1e-4, 2048, 0.1)],
+    [pytest.param(1e-6, 8192, 0.5, marks=SOAK), (1e-4, 2048, 0.1)],
 )
 def test_small_steps_act_in_full(monkeypatch, as_on_a_gpu, rate, tokens, within):
     monkeypatch.setattr(slopes, "TOKENS", tokens)

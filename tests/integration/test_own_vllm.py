@@ -5,38 +5,44 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import groupwise
+from groupwise.callbacks.base import Callback
 from groupwise.errors import UsageError
 from groupwise.sampler.vllm.own import gpus_beside
-from tests.integration.running import STEPS, TOY, config
+from tests.integration.running import STEPS, TOY, begun_in_child, config
+from tests.unit.ranks.toys import all_gone
+from tests.vllm_server import VllmServer
 
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """What stands in the place of the Python of vLLM's environment."""
     monkeypatch.setenv("FAKE_VLLM_TOLD", str(tmp_path / "told"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     program = tmp_path / "vllm python"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
     program.chmod(0o755)
-    return program
+    with VllmServer(logprobs_mode="processed_logprobs") as server:
+        monkeypatch.setenv("FAKE_VLLM_THERE", server.url)
+        yield program
 
 
-def settings(folder: Path, python: Path, **sampler: Any) -> dict[str, Any]:
+def settings(folder: Path, python: Path) -> dict[str, Any]:
     found = config(folder / "runs")
     found["model"]["dtype"] = "float32"
     found["sampler"] = {
-        "engine": "vllm", "vllm_python": str(python), "max_completion_length": 6, **sampler
+        "engine": "vllm", "vllm_python": str(python), "max_completion_length": 6
     }  # fmt: skip
     return found
 
@@ -45,44 +51,37 @@ def told(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "told").read_text().splitlines()]
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def test_a_run_has_a_server_and_ends_it(tmp_path: Path, python: Path) -> None:
-    result = groupwise.rl(settings(tmp_path, python), TOY)
-    assert result.summary["state"] == "finished"
-    (server,) = told(tmp_path)
-    assert (server["served_model_name"], server["max_lora_rank"]) == ("tiny", 8)
-    assert (server["host"], server["enable_lora"]) == ("127.0.0.1", True)
-    assert gone(server["pid"])
-
-
-def test_one_that_is_killed_is_begun_anew(tmp_path: Path, python: Path) -> None:
-    (tmp_path / "killing.py").write_text(
-        f"""\
-import json, os, pathlib, signal
-from groupwise.callbacks.base import Callback
 class Kills(Callback):
-    def on_step_end(self, *_, **__):
-        lines = pathlib.Path({str(tmp_path / "told")!r}).read_text().splitlines()
-        if len(lines) == 1:
-            os.kill(json.loads(lines[0])["pid"], signal.SIGKILL)
-"""
-    )
+    """The first one."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if len(told(self.folder)) == 1:
+            os.kill(told(self.folder)[0]["pid"], signal.SIGKILL)
+
+
+def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
+    tmp_path: Path, python: Path
+) -> None:
     given = settings(tmp_path, python)
-    given["callbacks"] = [f"{tmp_path}/killing.py:Kills"]
+    given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(given, TOY)
     assert (result.summary["state"], result.summary["steps"]) == ("finished", STEPS)
-    first, second = told(tmp_path)
-    assert first["port"] == second["port"]
-    assert gone(second["pid"])
+    servers = told(tmp_path)
+    assert len(servers) == 2
+    assert len({each["port"] for each in servers}) == 1
+    for server in servers:
+        assert (server["served_model_name"], server["max_lora_rank"]) == ("tiny", 8)
+        assert (server["host"], server["enable_lora"]) == ("127.0.0.1", True)
+    assert all_gone([each["pid"] for each in servers])
 
 
-def test_one_that_cannot_begin_says_why(tmp_path: Path, python: Path) -> None:
+def test_one_that_cannot_begin_says_why(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("groupwise.sampler.vllm.own.LOOKS_EVERY", 0.05)
     python.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 1\n")
     with pytest.raises(UsageError, match=r"ended. Its last words.*\n.*no module named vllm"):
         groupwise.rl(settings(tmp_path, python), TOY)
@@ -91,26 +90,16 @@ def test_one_that_cannot_begin_says_why(tmp_path: Path, python: Path) -> None:
 
 
 def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
-    words = [
-        f"sampler.{name}={json.dumps(value)}"
-        for name, value in settings(tmp_path, python)["sampler"].items()
-    ]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "groupwise", "rl", "--task-module", TOY, "model.name=tiny", "lora.r=4",
-         "training.max_steps=100000", *words],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    """Also one that waits for it."""
     record = tmp_path / "told"
+    python.write_text(f'#!/bin/sh\necho "$$" > "{record}"\nexec sleep 1000\n')
+    run = begun_in_child(lambda: groupwise.rl(settings(tmp_path, python), TOY))
     while not (record.exists() and record.read_text().endswith("\n")):
-        assert run.poll() is None
-        time.sleep(0.05)
-    (server,) = told(tmp_path)
-    os.kill(run.pid, signal.SIGKILL)
-    run.wait()
-    while not gone(server["pid"]):
-        time.sleep(0.05)
+        assert os.waitpid(run, os.WNOHANG) == (0, 0)
+        time.sleep(0.02)
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    assert all_gone([int(record.read_text())])
 
 
 def test_it_has_the_gpus_that_the_learner_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +110,9 @@ def test_it_has_the_gpus_that_the_learner_leaves(monkeypatch: pytest.MonkeyPatch
     assert gpus_beside(1, 1, 0.5) == ("0",)
     with pytest.raises(UsageError, match="need 4 GPUs, and there are 3"):
         gpus_beside(3, 2, 0.9, learners=2)
-    with pytest.raises(UsageError, match="on which the run learns, too"):
+    with pytest.raises(UsageError, match="gpu_memory_utilization"):
         gpus_beside(1, 1, 0.9)
-    with pytest.raises(UsageError, match="tensor_parallel_size is 2, but beside"):
+    with pytest.raises(UsageError, match="tensor_parallel_size is 2"):
         gpus_beside(2, 2, 0.9)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-7")
     assert gpus_beside(2, 1, 0.9) == ("GPU-7",)

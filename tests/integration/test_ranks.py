@@ -13,9 +13,9 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import pytest
 
 import groupwise
 from groupwise import build
+from groupwise.cli.main import main
 from groupwise.errors import RunError
 from groupwise.loops import rl as loop
 from groupwise.ranks import ahead
@@ -44,6 +45,7 @@ from tests.integration.running import (
 from tests.unit.ranks.toys import all_gone, is_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+SOAK = pytest.mark.soak(suite="engine")
 
 SFT = str(Path(__file__).with_name("sft_task.py"))
 GAME = str(Path(__file__).resolve().parents[2] / "examples/03_guessing_game/task.py")
@@ -59,12 +61,7 @@ def ranked(runs: Path, processes: int = 2, **training) -> dict:
 def supervised(runs: Path, processes: int, **training) -> dict:
     return {
         "model": {"name": "tiny", "dtype": "float32"},
-        "training": {
-            "max_steps": 4,
-            "examples_per_step": 4,
-            "learning_rate": 0.05,
-            **training,
-        },
+        "training": {"max_steps": 4, "examples_per_step": 4, "learning_rate": 0.05, **training},
         "eval": {"eval_steps": 2},
         "run": {"name": "sft", "dir": str(runs), "threads": processes, "processes": processes},
     }
@@ -84,9 +81,9 @@ def uninterrupted(tmp_path_factory):
     return runs / "toy"
 
 
-def metrics(folder: Path, *names: str) -> list[float]:
+def metrics(folder: Path, *names: str, steps: int = STEPS) -> list[float]:
     with Store.open(folder / "run.db", readonly=True) as store:
-        return [store.step_metrics(step)[name] for step in range(STEPS) for name in names]
+        return [store.step_metrics(step)[name] for step in range(steps) for name in names]
 
 
 def test_a_run_with_ranks_is_that_of_one_process(uninterrupted, tmp_path):
@@ -101,27 +98,24 @@ def test_a_run_with_ranks_is_that_of_one_process(uninterrupted, tmp_path):
     assert ratios_of(uninterrupted) == pytest.approx(alone, abs=1e-4)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_repeated_runs_are_equal(uninterrupted, tmp_path, lag):
-    groupwise.rl(ranked(tmp_path / "one", lag=lag), TOY)
-    found = what_must_be_equal(tmp_path / "one" / "toy")
-    if lag == 0:
-        assert found == what_must_be_equal(uninterrupted)
-        return
-    groupwise.rl(ranked(tmp_path / "other", lag=lag), TOY)
-    assert found == what_must_be_equal(tmp_path / "other" / "toy")
+def test_repeated_runs_are_equal(uninterrupted, tmp_path):
+    """Also where the first rank is profiled, and by a replay."""
+    settings = ranked(tmp_path)
+    settings["run"]["profile"] = 1
+    groupwise.rl(settings, TOY)
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
+    trace = json.loads((tmp_path / "toy/profile/step-1.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"] if event.get("ph") == "X"}
+    assert {"learner.forward_backward", "learner.update", "learner.publish"} <= names
+    assert any(name.startswith("aten::") for name in names)
+    assert replay("toy", runs_dir=uninterrupted.parent).exact
 
 
-@pytest.mark.parametrize(
-    "number", [15, pytest.param(35, marks=pytest.mark.soak(suite="engine")), 55]
-)
+@pytest.mark.parametrize("number", [15, pytest.param(35, marks=SOAK), pytest.param(55, marks=SOAK)])
 def test_a_crash_of_the_main_process_leaves_nothing_and_can_be_resumed(
     uninterrupted, tmp_path, number
 ):
-    def start():
-        groupwise.rl(ranked(tmp_path), TOY)
-
-    assert crash_at(number, start) == 17
+    assert crash_at(number, lambda: groupwise.rl(ranked(tmp_path), TOY)) == 17
     go_on(ranked(tmp_path))
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
 
@@ -133,73 +127,59 @@ def below(process: int) -> list[int]:
     return [*found, *(other for each in found for other in below(each))]
 
 
-def test_kill_9_of_a_real_run_leaves_nothing_and_can_be_resumed(uninterrupted, tmp_path):
-    main = begun_in_child(lambda: groupwise.rl(ranked(tmp_path), TOY))
+def killed_after_a_checkpoint(runs: Path, start: Callable[[], object]) -> list[int]:
+    """Kill -9 of a run in a process of its own, once it has a checkpoint; the processes that there were below it."""
+    process = begun_in_child(start)
     try:
-        first = tmp_path / "toy/checkpoints/step-2"
-        while not first.exists() and not is_gone(main):
+        while not (runs / "toy/checkpoints/step-2").exists() and not is_gone(process):
             time.sleep(0.01)
-        processes = below(main)
+        found = below(process)
     finally:
-        os.kill(main, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(main, 0)[1]) == -signal.SIGKILL
-    assert len(processes) >= 3, "a zygote and two ranks"
-    assert all_gone(processes)
+        os.kill(process, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    assert all_gone(found)
+    return found
+
+
+def test_kill_9_of_a_real_run_leaves_nothing_and_can_be_resumed(uninterrupted, tmp_path):
+    found = killed_after_a_checkpoint(tmp_path, lambda: groupwise.rl(ranked(tmp_path), TOY))
+    assert len(found) >= 3, "a zygote and two ranks"
     go_on(ranked(tmp_path))
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
 
 
-class Killed:
-    """Kills a rank after a step."""
-
-    def __init__(self, monkeypatch, step):
-        self.processes: tuple[int, ...] = ()
-        commit, made = loop.commit, build.start_training
-
-        async def noted(*arguments):
-            parts = await made(*arguments)
-            assert isinstance(parts.ranks, Ranks)
-            self.processes = (parts.ranks.zygote, *parts.ranks.processes)
-            return parts
-
-        def committed(run, *arguments):
-            found = commit(run, *arguments)
-            if run.step == step:
-                os.kill(self.processes[2], signal.SIGKILL)
-            return found
-
-        monkeypatch.setattr(build, "start_training", noted)
-        monkeypatch.setattr(loop, "commit", committed)
-
-
 def test_a_rank_that_dies_ends_the_run(uninterrupted, tmp_path, monkeypatch):
-    killed = Killed(monkeypatch, step=3)
-    with pytest.raises(RunError, match=r"Model worker 2 of 2 ended: SIGKILL(.|\n)*--resume"):
-        groupwise.rl(ranked(tmp_path), TOY)
-    assert all_gone(killed.processes)
-    monkeypatch.undo()
-    with pytest.MonkeyPatch.context() as patch:
-        fork_zygotes(patch)
-        go_on(ranked(tmp_path))
+    """It goes on with as many processes, or with others, of which it warns."""
+    processes: list[int] = []
+    commit, made = loop.commit, build.start_training
+
+    async def noted(*arguments):
+        parts = await made(*arguments)
+        assert isinstance(parts.ranks, Ranks)
+        processes.extend((parts.ranks.zygote, *parts.ranks.processes))
+        return parts
+
+    def committed(run, *arguments):
+        found = commit(run, *arguments)
+        if run.step == 3:
+            os.kill(processes[2], signal.SIGKILL)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "start_training", noted)
+        patch.setattr(loop, "commit", committed)
+        with pytest.raises(RunError, match=r"worker 2 of 2 ended: SIGKILL(.|\n)*--resume"):
+            groupwise.rl(ranked(tmp_path), TOY)
+    assert all_gone(processes)
+    plan = groupwise.rl(ranked(tmp_path, processes=1), TOY, resume=True, dry_run=True).summary
+    assert any("run.processes was 2, is 1" in each for each in plan["plan"]["warnings"])
+    assert plan["plan"]["layout"]["processes"] == 1
+    go_on(ranked(tmp_path))
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
 
 
-def test_a_resume_with_other_processes_says_so(tmp_path, monkeypatch):
-    Killed(monkeypatch, step=3)
-    with suppress(RunError):
-        groupwise.rl(ranked(tmp_path), TOY)
-    monkeypatch.undo()
-    plan = groupwise.rl(ranked(tmp_path, processes=1), TOY, resume=True, dry_run=True)
-    assert [each for each in plan.summary["plan"]["warnings"] if "processes" in each] == [
-        "resumed with another layout: run.processes was 2, is 1; results agree up to rounding"
-    ]
-    assert plan.summary["plan"]["layout"]["processes"] == 1
-    assert groupwise.rl(ranked(tmp_path, processes=1), TOY, resume=True).exit_code == 0
-
-
 def test_a_run_that_was_recorded_before_there_were_processes(tmp_path):
-    settings = ranked(tmp_path, processes=1)
-    settings["training"]["max_steps"] = 2
+    settings = ranked(tmp_path, processes=1, max_steps=2)
     groupwise.rl(settings, TOY)
     with Store.open(tmp_path / "toy" / "run.db") as store:
         layout = store.get_meta()["layout"]
@@ -210,24 +190,10 @@ def test_a_run_that_was_recorded_before_there_were_processes(tmp_path):
     settings["training"]["max_steps"] = 3
     plan = groupwise.rl(settings, TOY, resume_from="toy@2", dry_run=True)
     assert any("run.processes was 1, is 2" in each for each in plan.summary["plan"]["warnings"])
+    assert groupwise.rl(settings, TOY, resume_from="toy@2").exit_code == 0
 
 
-def test_a_run_with_ranks_is_replayed_to_the_bit(uninterrupted):
-    assert replay("toy", runs_dir=uninterrupted.parent).exact
-
-
-def test_a_profile_shows_the_first_rank_and_changes_nothing(uninterrupted, tmp_path):
-    settings = ranked(tmp_path)
-    settings["run"]["profile"] = 1
-    groupwise.rl(settings, TOY)
-    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
-    trace = json.loads((tmp_path / "toy/profile/step-1.json").read_text())
-    names = {event["name"] for event in trace["traceEvents"] if event.get("ph") == "X"}
-    assert {"learner.forward_backward", "learner.update", "learner.publish"} <= names
-    assert any(name.startswith("aten::") for name in names)
-
-
-@pytest.mark.parametrize("policy", ["toy", "base"])
+@pytest.mark.parametrize("policy", ["toy", pytest.param("base", marks=SOAK)])
 def test_an_evaluation_has_ranks_too(uninterrupted, tmp_path, policy):
     found = []
     for processes in (1, 2):
@@ -240,8 +206,9 @@ def test_an_evaluation_has_ranks_too(uninterrupted, tmp_path, policy):
 
 
 KINDS: dict[str, Any] = {
-    "two stages": (
+    "two stages, with a lag": (
         TOY,
+        {"lag": 1},
         {
             "rollout": {"type": "two_stage", "max_reasoning_length": 5, "max_answer_length": 3},
             "sampler": {"slots": 8},
@@ -249,22 +216,25 @@ KINDS: dict[str, Any] = {
     ),
     "games": (
         GAME,
+        {},
         {
             "rollout": {"type": "environment", "max_turns": 2},
             "sampler": {"max_completion_length": 1},
         },
     ),
-    "all weights": (TOY, {"lora": None, "algorithm": {"type": "grpo", "beta": 0.1}}),
+    "all weights": (TOY, {}, {"lora": None, "algorithm": {"type": "grpo", "beta": 0.1}}),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=SOAK if kind == "games" else ()) for kind in KINDS]
+)
 def test_every_kind_of_run_has_ranks(tmp_path, kind):
-    task, more = KINDS[kind]
+    task, training, more = KINDS[kind]
     folders = []
     for processes in (1, 2, 2):
         runs = tmp_path / str(len(folders))
-        groupwise.rl({**ranked(runs, processes, num_generations=16), **more}, task)
+        groupwise.rl({**ranked(runs, processes, num_generations=16, **training), **more}, task)
         folders.append(runs / "toy")
     alone, one, other = folders
     names = ("reward", "completions/mean_length", "sampling/logprob_gap")
@@ -275,7 +245,11 @@ def test_every_kind_of_run_has_ranks(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("lora", "training"),
-    [({"r": 4, "alpha": 8}, {}), ({"r": 4, "alpha": 8}, {"packing": False}), (None, {})],
+    [
+        ({"r": 4, "alpha": 8}, {}),
+        pytest.param({"r": 4, "alpha": 8}, {"packing": False}, marks=SOAK),
+        pytest.param(None, {}, marks=SOAK),
+    ],
     ids=["packed", "unpacked", "all weights"],
 )
 def test_a_supervised_run_has_ranks_too(tmp_path, lora, training):
@@ -294,45 +268,49 @@ def test_a_supervised_run_has_ranks_too(tmp_path, lora, training):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-# --- with fresh interpreters, as a user has them --------------------------------------------------
+# --- signals
 
 
-def started(runs: Path, *words: str) -> subprocess.Popen[bytes]:
-    runs.mkdir(exist_ok=True)
-    settings = runs / "config.yaml"
-    settings.write_text(json.dumps(ranked(runs)))
-    command = [sys.executable, "-m", "groupwise", "rl", "-c", str(settings), "-t", TOY, *words]
-    return subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+def command(runs: Path, *words: str) -> int:
+    """The command in a process of its own, whose words go to a file."""
+    file = runs / "config.yaml"
+    file.write_text(json.dumps(ranked(runs)))
+
+    def work() -> None:
+        os.setsid()
+        with (runs / "said").open("wb") as said:
+            os.dup2(said.fileno(), 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        os._exit(main(["rl", "-c", str(file), "-t", TOY, *words]))
+
+    return begun_in_child(work)
 
 
-def wait_for(what, main: subprocess.Popen[bytes], patience: float = 90.0) -> None:
-    deadline = time.monotonic() + patience
-    while not what() and main.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+def ended(runs: Path, process: int, code: int) -> str:
+    """What it said, once it has ended with that code."""
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    said = (runs / "said").read_text()
+    assert status == code, said
+    assert json.loads((runs / "toy/summary.json").read_text())["state"] == "interrupted"
+    return said
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=SOAK)]
+)
 def test_a_signal_to_all_of_its_processes_ends_a_real_run_cleanly(tmp_path, number, code):
     """As a terminal sends Ctrl-C, and a queue TERM: the step under way is saved."""
-    main = started(tmp_path, "training.max_steps=10000", "run.save_steps=10000")
-    assert main.stderr is not None
-    steps = re.compile(rb"step +(\d+)/10000")
-    seen = b""
-    while len(steps.findall(seen)) < 3:
-        seen += os.read(main.stderr.fileno(), 1 << 16)
-        assert main.poll() is None, seen.decode()
-    processes = below(main.pid)
-    for each in (main.pid, *processes):
+    process = command(tmp_path, "training.max_steps=10000", "run.save_steps=10000")
+    steps = re.compile(r"step +(\d+)/10000")
+    while not is_gone(process):
+        if (tmp_path / "said").exists() and len(steps.findall((tmp_path / "said").read_text())) > 2:
+            break
+        time.sleep(0.01)
+    processes = below(process)
+    for each in (process, *processes):
         with suppress(ProcessLookupError):
             os.kill(each, number)
-    _, talk = main.communicate(timeout=60)
-    assert main.returncode == code, (seen + talk).decode()
-    assert json.loads((tmp_path / "toy/summary.json").read_text())["state"] == "interrupted"
-    last = max(int(step) for step in steps.findall(seen + talk))
+    last = max(map(int, steps.findall(ended(tmp_path, process, code))))
     assert [each.name for each in (tmp_path / "toy/checkpoints").glob("step-*")] == [f"step-{last}"]
     assert all_gone(processes)
 
@@ -363,16 +341,3 @@ def test_ctrl_c_does_not_wait_for_ranks_that_are_starting(command, tmp_path, mon
         assert json.loads(summary.read_text())["state"] == "interrupted"
         monkeypatch.undo()
         assert getattr(groupwise, command)(settings, task, resume=True).exit_code == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ctrl_c_ends_a_real_run_whose_ranks_are_starting(tmp_path):
-    main = started(tmp_path)
-    wait_for(lambda: below(main.pid), main)
-    processes = below(main.pid)
-    os.kill(main.pid, signal.SIGINT)
-    _, talk = main.communicate(timeout=60)
-    assert main.returncode == 130, talk.decode()
-    assert json.loads((tmp_path / "toy/summary.json").read_text())["state"] == "interrupted"
-    assert all_gone(processes)

@@ -16,15 +16,13 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import groupwise
 from groupwise import build
-from groupwise.errors import PolicyMismatchError, RunError, WorkerLostError
+from groupwise.errors import PolicyMismatchError, RunError
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.line import Cancel
@@ -33,10 +31,18 @@ from groupwise.ranks.samplers import MOST_ENDS, Samplers
 from groupwise.review.replay import replay
 from groupwise.sampler.torch_sampler import TorchSampler
 from tests.forked_zygote import fork_peers
-from tests.integration.running import STEPS, TOY, begun_in_child, go_on, what_must_be_equal
-from tests.integration.test_learners import NAMES, Killed, assert_close, scaled, torchrun
-from tests.integration.test_ranks import below, metrics
-from tests.unit.ranks.toys import all_gone, is_gone
+from tests.integration.running import STEPS, TOY, go_on, what_must_be_equal
+from tests.integration.test_learners import (
+    NAMES,
+    SOAK,
+    assert_close,
+    loaded,  # noqa: F401 — a fixture
+    lost_by_a_kill,
+    scaled,
+    torchrun,
+)
+from tests.integration.test_ranks import below, killed_after_a_checkpoint, metrics
+from tests.unit.ranks.toys import all_gone
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,42 +74,39 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_the_run_of_one_process_to_the_bit(alone, tmp_path, lag):
+def test_the_run_of_one_process_to_the_bit(alone, tmp_path, monkeypatch, lag):
+    """Where nothing is sampled there are no keys and values, where nothing is learnt no optimiser."""
+    found, made = {}, build._of_halves
+
+    def noted(learners, samplers, **more):
+        for name, half in (("learners", learners), ("samplers", samplers)):
+            found[name] = half.call_all_now("parts_there")
+        return made(learners, samplers, **more)
+
+    monkeypatch.setattr(build, "_of_halves", noted)
+    monkeypatch.setattr(Hosted, "parts_there", parts_there, raising=False)
     assert groupwise.rl(apart(tmp_path, lag=lag), TOY).exit_code == 0
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[lag])
+    assert found == {"learners": [(False, True)], "samplers": [(True, False)] * 2}
 
 
-def test_other_numbers_of_both(alone, tmp_path, monkeypatch):
-    loaded, load = [], RankLearner.load
+def parts_there(hosted: Hosted) -> tuple[bool, bool]:
+    return hosted.sampler is not None, hosted.learner is not None
 
-    def noted(self, folder):
-        load(self, folder)
-        loaded.append(self._ranks.call_all_now("learner.fingerprint"))
 
-    monkeypatch.setattr(RankLearner, "load", noted)
+def test_other_numbers_of_both(alone, tmp_path, loaded):  # noqa: F811
     groupwise.rl(apart(tmp_path, 2, 2, max_steps=2), TOY)
-    assert metrics_of(tmp_path, 2) == pytest.approx(
-        metrics_of(alone[0].parent, 2), rel=1e-3, abs=1e-5
+    assert metrics(tmp_path / "toy", *NAMES, steps=2) == pytest.approx(
+        metrics(alone[0], *NAMES, steps=2), rel=1e-3, abs=1e-5
     )
     one = groupwise.rl(apart(tmp_path, 1, 1, max_steps=4), TOY, resume_from="toy@2")
     two = groupwise.rl(apart(tmp_path, 2, 3), TOY, resume_from="toy@4")
     assert (one.exit_code, two.exit_code) == (0, 0)
-    assert [len(each) for each in loaded] == [1, 2]
-    assert len(set(loaded[1])) == 1
-    assert metrics(tmp_path / "toy", *NAMES) == pytest.approx(
-        metrics(alone[0], *NAMES), rel=1e-3, abs=1e-5
-    )
+    assert [(len(each), len(set(each))) for each in loaded] == [(1, 1), (2, 1)]
     assert_close(alone[0], tmp_path / "toy")
 
 
-def metrics_of(runs: Path, steps: int) -> list[float]:
-    from groupwise.runs.store import Store
-
-    with Store.open(runs / "toy" / "run.db", readonly=True) as store:
-        return [store.step_metrics(step)[name] for step in range(steps) for name in NAMES]
-
-
-@pytest.mark.parametrize("schedule", ["fixed_lag", "free"])
+@pytest.mark.parametrize("schedule", ["fixed_lag", pytest.param("free", marks=SOAK)])
 def test_sampling_goes_on_while_learners_learn(tmp_path, monkeypatch, schedule):
     """The gradient of a step is not handed out before the groups of the next one have been sampled: else it would wait for ever."""
     sampled: set[int] = set()
@@ -131,25 +134,6 @@ def test_sampling_goes_on_while_learners_learn(tmp_path, monkeypatch, schedule):
     settings["eval"] = {"before_and_after": False}
     assert groupwise.rl(settings, TOY).exit_code == 0
     assert steps == [*range(STEPS)]
-
-
-def test_each_half_holds_its_own(tmp_path, monkeypatch):
-    """No keys and values where nothing is sampled, no optimiser where nothing is learnt."""
-    found, made = {}, build._of_halves
-
-    def noted(learners, samplers, **more):
-        for name, half in (("learners", learners), ("samplers", samplers)):
-            found[name] = half.call_all_now("parts_there")
-        return made(learners, samplers, **more)
-
-    monkeypatch.setattr(build, "_of_halves", noted)
-    monkeypatch.setattr(Hosted, "parts_there", parts_there, raising=False)
-    groupwise.rl(apart(tmp_path, max_steps=1), TOY)
-    assert found == {"learners": [(False, True)], "samplers": [(True, False)] * 2}
-
-
-def parts_there(hosted: Hosted) -> tuple[bool, bool]:
-    return hosted.sampler is not None, hosted.learner is not None
 
 
 class Lost:
@@ -185,12 +169,12 @@ class Lost:
 @pytest.mark.parametrize(
     ("lag", "rank", "name", "numbers"),
     [
-        (0, 1, "sampler.generate", (3,)),
         (1, 0, "sampler.generate", (4, 9)),
         (0, 0, "sampler.load", (2,)),
-        pytest.param(1, 1, "sampler.load", (1, 4), marks=pytest.mark.soak(suite="engine")),
-        pytest.param(1, 0, "sampler.fingerprint", (2,), marks=pytest.mark.soak(suite="engine")),
-        pytest.param(0, 0, "sampler.generate", (1, 5, 9), marks=pytest.mark.soak(suite="engine")),
+        pytest.param(0, 1, "sampler.generate", (3,), marks=SOAK),
+        pytest.param(1, 1, "sampler.load", (1, 4), marks=SOAK),
+        pytest.param(1, 0, "sampler.fingerprint", (2,), marks=SOAK),
+        pytest.param(0, 0, "sampler.generate", (1, 5, 9), marks=SOAK),
     ],
 )
 def test_a_killed_sampler_is_replaced(alone, tmp_path, monkeypatch, lag, rank, name, numbers):
@@ -204,8 +188,9 @@ def test_a_killed_sampler_is_replaced(alone, tmp_path, monkeypatch, lag, rank, n
     assert all_gone(lost.seen)
 
 
-def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch):
-    """One of them in what it computes, once; the other one is stopped from outside."""
+@pytest.mark.parametrize("much", [False, pytest.param(True, marks=SOAK)])
+def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
+    """One of them in what it computes, once; the other one is stopped from outside, also while it is sent more than it can hold."""
     stopped, asked, decode = [], Samplers._ask, TorchSampler._decode_one_token
     hangs = tmp_path / "hangs"
 
@@ -213,10 +198,12 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch):
         if (to, what) == (1, "sampler.generate") and not stopped:
             stopped.append(samplers._pids[1])
             os.kill(stopped[0], signal.SIGSTOP)
+            for _ in range(10_000 * much):
+                samplers._send(samplers._by_rank[1], Cancel(10**9))
         return asked(samplers, to, what, arguments)
 
     def hanging(sampler):
-        if not hangs.exists():
+        if not (hangs.exists() or much):
             hangs.touch()
             time.sleep(1000)
         decode(sampler)
@@ -224,37 +211,15 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch):
     monkeypatch.setattr(Samplers, "_ask", ask)
     monkeypatch.setattr(TorchSampler, "_decode_one_token", hanging)
     settings = apart(tmp_path)
-    settings["scale"]["patience"] = 4.0
+    settings["scale"]["patience"] = 2.0
     assert groupwise.rl(settings, TOY).exit_code == 0
-    assert hangs.exists()
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
     log = (tmp_path / "toy/log.txt").read_text()
-    for sampler in (1, 2):
-        assert (
-            f"Sampler {sampler} of 2 (scale.samplers) ended: it gave no sign of life for 4 s" in log
-        )
-    assert all_gone(stopped)
-
-
-def test_a_stopped_sampler_is_replaced_while_somebody_sends_it_more_than_it_can_hold(
-    alone, tmp_path, monkeypatch
-):
-    stopped, asked = [], Samplers._ask
-
-    def ask(samplers, to, what, arguments):
-        if (to, what) == (1, "sampler.generate") and not stopped:
-            stopped.append(samplers._pids[1])
-            os.kill(stopped[0], signal.SIGSTOP)
-            for _ in range(10_000):
-                samplers._send(samplers._by_rank[1], Cancel(10**9))
-        return asked(samplers, to, what, arguments)
-
-    monkeypatch.setattr(Samplers, "_ask", ask)
-    settings = apart(tmp_path)
-    settings["scale"]["patience"] = 4.0
-    assert groupwise.rl(settings, TOY).exit_code == 0
-    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
-    assert "Sampler 2 of 2 (scale.samplers) ended" in (tmp_path / "toy/log.txt").read_text()
+    assert "Sampler 2 of 2 (scale.samplers) ended" in log
+    if not much:
+        assert hangs.exists()
+        for sampler in (1, 2):
+            assert f"Sampler {sampler} of 2 (scale.samplers) ended: it gave no sign of life" in log
     assert all_gone(stopped)
 
 
@@ -281,52 +246,32 @@ def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("learners", "rank", "step", "moment"),
-    [(1, 0, 3, "update"), pytest.param(2, 1, 2, "commit", marks=pytest.mark.soak(suite="engine"))],
+    [(1, 0, 3, "update"), pytest.param(2, 1, 2, "commit", marks=SOAK)],
 )
-def test_a_killed_learner_ends_the_run(tmp_path, monkeypatch, learners, rank, step, moment):
-    assert groupwise.rl(apart(tmp_path / "whole", learners), TOY).exit_code == 0
-    killed = Killed(monkeypatch, rank, step, moment)
-    words = rf"Learner {rank + 1} of {learners}(.|\n)*SIGKILL"
-    with below_this() as processes, pytest.raises(WorkerLostError, match=words) as lost:
-        groupwise.rl(apart(tmp_path, learners), TOY)
-    assert (lost.value.exit_code, lost.value.code) == (75, "worker_lost")
-    assert len(processes) == learners + 2
-    assert all_gone(processes)
-    monkeypatch.undo()
-    with pytest.MonkeyPatch.context() as patch:
-        fork_peers(patch)
-        go_on(apart(tmp_path, learners))
-    assert killed.processes
-    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(tmp_path / "whole/toy")
-
-
-@contextmanager
-def below_this() -> Iterator[set[int]]:
-    """The processes that were started meanwhile."""
-    before, found = below(os.getpid()), set[int]()
-    of_halves = build._of_halves
+def test_a_killed_learner_ends_the_run(alone, tmp_path, monkeypatch, learners, rank, step, moment):
+    """The samplers, too."""
+    before, processes, made = below(os.getpid()), [], build._of_halves
 
     def noted(*halves, **more):
-        found.update(set(below(os.getpid())) - set(before))
-        return of_halves(*halves, **more)
+        processes.extend({*below(os.getpid())} - {*before})
+        return made(*halves, **more)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(build, "_of_halves", noted)
-        yield found
+        lost_by_a_kill(apart(tmp_path, learners), patch, rank, step, moment)
+    assert len(processes) == learners + 2
+    assert all_gone(processes)
+    go_on(apart(tmp_path, learners))
+    whole = alone[0]
+    if learners > 1:
+        assert groupwise.rl(apart(tmp_path / "whole", learners), TOY).exit_code == 0
+        whole = tmp_path / "whole/toy"
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(whole)
 
 
 def test_kill_9_of_the_main_process_leaves_nothing(alone, tmp_path):
-    main = begun_in_child(lambda: groupwise.rl(apart(tmp_path), TOY))
-    try:
-        first = tmp_path / "toy/checkpoints/step-2"
-        while not first.exists() and not is_gone(main):
-            time.sleep(0.01)
-        processes = below(main)
-    finally:
-        os.kill(main, signal.SIGKILL)
-        os.waitpid(main, 0)
-    assert len(processes) >= 3
-    assert all_gone(processes)
+    found = killed_after_a_checkpoint(tmp_path, lambda: groupwise.rl(apart(tmp_path), TOY))
+    assert len(found) >= 3
     go_on(apart(tmp_path))
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
 
@@ -341,7 +286,7 @@ def test_a_sampler_that_serves_other_weights_stops_the_run(tmp_path, monkeypatch
         return asked(samplers, rank, name, arguments)
 
     monkeypatch.setattr(Samplers, "_ask", ask)
-    with pytest.raises(RunError, match="have come apart: the samplers' weights"):
+    with pytest.raises(RunError, match="the samplers' weights"):
         groupwise.rl(apart(tmp_path), TOY)
 
 
@@ -359,7 +304,7 @@ def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, 
 
 def test_full_fine_tuning_evaluations_and_replays(tmp_path):
     settings = {
-        kind: {**apart(tmp_path / kind, *numbers), "lora": None}
+        kind: {**apart(tmp_path / kind, *numbers, max_steps=3), "lora": None}
         for kind, numbers in (("alone", (1, 0)), ("apart", (1, 2)))
     }
     for each in settings.values():
@@ -375,7 +320,7 @@ def test_full_fine_tuning_evaluations_and_replays(tmp_path):
     assert results[0].rows == results[1].rows
 
 
-@pytest.mark.soak(suite="engine")
+@SOAK
 def test_so_it_is_with_interpreters_of_their_own(alone, tmp_path, monkeypatch):
     monkeypatch.undo()
     lost = Lost(monkeypatch, 1, "sampler.generate", 3)
@@ -384,7 +329,7 @@ def test_so_it_is_with_interpreters_of_their_own(alone, tmp_path, monkeypatch):
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
 
 
-@pytest.mark.soak(suite="engine")
+@SOAK
 def test_under_torchrun_the_first_machine_has_samplers(tmp_path):
     (agent,) = torchrun(tmp_path, 1, "scale.samplers=1", "run.threads=3")
     talk, _ = agent.communicate(timeout=200)

@@ -68,8 +68,15 @@ for command, settings, task in json.loads(sys.argv[1]):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks need Linux")
-def test_the_main_process_of_ranks_stays_light(tmp_path):
-    """Whichever commands it runs: all of them here, one after the other."""
+@pytest.mark.parametrize(
+    "verbs",
+    [
+        ("rl",),
+        pytest.param(("rl", "evaluate", "sft"), marks=pytest.mark.soak(suite="engine")),
+    ],
+)
+def test_the_main_process_of_ranks_stays_light(tmp_path, verbs):
+    """Whichever commands it runs: all of them, one after the other."""
     write_tiny_model(tmp_path / "model")
     settings = config(tmp_path, max_steps=1)
     settings["model"] = {"name": str(tmp_path / "model")}
@@ -81,9 +88,12 @@ def test_the_main_process_of_ranks_stays_light(tmp_path):
         "run": {**settings["run"], "name": "sft"},
     }
     del supervised["sampler"], supervised["rewards"]
-    commands = [("rl", settings, TOY), ("evaluate", settings, TOY), ("sft", supervised, SFT)]
+    commands = [
+        (verb, supervised if verb == "sft" else settings, SFT if verb == "sft" else TOY)
+        for verb in verbs
+    ]
     main = [sys.executable, "-c", MAIN, json.dumps(commands)]
     shown = subprocess.run(main, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     found = [line for line in shown.stdout.splitlines() if line.endswith("]")]
-    assert found[-3:] == ["rl []", "evaluate []", "sft []"]
+    assert found[-len(verbs) :] == [f"{verb} []" for verb in verbs]

@@ -19,6 +19,7 @@ import pytest
 
 import groupwise
 from benchmarks.learning import step_values
+from groupwise.cli.main import main
 from tests import unsloth
 from tests.integration.running import STEPS, TOY, config, what_must_be_equal
 
@@ -26,15 +27,22 @@ SFT = str(Path(__file__).with_name("sft_task.py"))
 WORDS = ("model.name=tiny", "model.backend=unsloth", "run.threads=1", "model.dtype=float32")
 RL = ("training.max_steps=2", "training.prompts_per_step=2", "training.num_generations=4",
       "sampler.max_completion_length=6", "sampler.slots=8", "run.name=tried")  # fmt: skip
+COMMANDS = {
+    "rl": ("rl", "--json", "--task-module", TOY, *RL),
+    "eval": ("eval", "--json", "--task-module", TOY, "--policy", "tried", *RL),
+    "sft": ("sft", "--json", "--task-module", SFT, "training.max_steps=2"),
+}
 
 
-def command(folder: Path, *words: str, there: bool = True) -> subprocess.CompletedProcess[str]:
-    """As a person types it, in a process of its own."""
-    found = {"PYTHONPATH": str(unsloth.SITE), "FAKE_UNSLOTH_NOTES": "notes"} if there else {}
+def command(folder: Path, verb: str, *, ends: bool = False) -> subprocess.CompletedProcess[str]:
+    """As a person types it, in a process of its own, that may end as soon as Unsloth is imported."""
+    own = {"PYTHONPATH": str(unsloth.SITE), "FAKE_UNSLOTH_NOTES": "notes"}
+    if ends:
+        own["FAKE_UNSLOTH_ENDS"] = "1"
     return subprocess.run(
-        [sys.executable, "-m", "groupwise", *words, *WORDS],
+        [sys.executable, "-m", "groupwise", *COMMANDS[verb], *WORDS],
         cwd=folder,
-        env={**os.environ, **found},
+        env={**os.environ, **own},
         capture_output=True,
         text=True,
         timeout=100,
@@ -47,24 +55,28 @@ def told(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.soak(suite="engine")
 def test_every_command_imports_it_first_and_keeps_its_chatter_off_stdout(tmp_path: Path) -> None:
-    result = told(command(tmp_path, "rl", "--json", "--task-module", TOY, *RL))
-    assert result["state"] == "finished"
+    results = {verb: told(command(tmp_path, verb)) for verb in COMMANDS}
+    assert results["rl"]["state"] == results["sft"]["state"] == "finished"
+    assert results["eval"]
     assert (tmp_path / "runs/tried/final/adapter_model.safetensors").is_file()
-    evaluated = told(
-        command(tmp_path, "eval", "--json", "--task-module", TOY, "--policy", "tried", *RL)
-    )
-    assert evaluated
-    learnt = told(command(tmp_path, "sft", "--json", "--task-module", SFT, "training.max_steps=2"))
-    assert learnt["state"] == "finished"
     assert (tmp_path / "notes").read_text().split() == ["first"] * 3
 
 
-def test_where_it_is_missing_the_install_command_is_told(tmp_path: Path) -> None:
-    done = command(tmp_path, "rl", "--dry-run", "--task-module", TOY, *RL, there=False)
-    assert done.returncode == 2
-    assert "Unsloth is not installed" in done.stderr
-    assert "pip install 'groupwise[train,unsloth]'" in done.stderr
+def test_every_command_imports_it_before_transformers(tmp_path: Path) -> None:
+    for verb in COMMANDS:
+        done = command(tmp_path, verb, ends=True)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert (tmp_path / "notes").read_text().split() == ["first"] * 3
+
+
+def test_where_it_is_missing_the_install_command_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*COMMANDS["rl"], "--dry-run", *WORDS]) == 2
+    assert "pip install 'groupwise[train,unsloth]'" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 
@@ -76,22 +88,8 @@ def unsloths(runs: Path, backend: str = "unsloth", **training: Any) -> dict[str,
     return settings
 
 
-def test_a_resumed_run_is_the_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unsloth.install(monkeypatch)
-    whole = groupwise.rl(unsloths(tmp_path / "whole"), TOY)
-    groupwise.rl(unsloths(tmp_path / "parts", max_steps=2), TOY)
-    resumed = groupwise.rl(
-        unsloths(tmp_path / "parts"),
-        TOY,
-        resume_from=str(tmp_path / "parts/toy/checkpoints/step-2"),
-    )
-    assert what_must_be_equal(resumed.folder)["files"] == what_must_be_equal(whole.folder)["files"]
-
-
-def test_it_learns_what_transformers_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_it_learns_what_transformers_learns_and_a_resumed_run_is_the_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unsloth.install(monkeypatch)
     folders = {
@@ -102,3 +100,7 @@ def test_it_learns_what_transformers_learns(
         found, wanted = (step_values(folders[name], metric) for name in folders)
         assert len(found) == STEPS
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6), metric
+    groupwise.rl(unsloths(tmp_path / "parts", max_steps=2), TOY)
+    resumed = groupwise.rl(unsloths(tmp_path / "parts"), TOY, resume_from="toy@2").folder
+    assert what_must_be_equal(resumed)["files"] == what_must_be_equal(folders["unsloth"])["files"]
+    assert "Unsloth:" not in capsys.readouterr().out
