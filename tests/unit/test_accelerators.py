@@ -49,9 +49,3 @@ def test_a_training_server_has_torch_whatever_there_is_here(machine: Path) -> No
         core_config(TrainingConfig(model="tiny", backend="tunix"), server="http://there:1")
     with pytest.raises(ConfigError, match=r"\(4, 1\), a mesh, which a training server does not"):
         core_config(TrainingConfig(model="tiny", devices=(4, 1)), server="http://there:1")
-
-
-def test_a_number_of_devices_is_a_mesh_for_tunix(machine: Path) -> None:
-    config = core_config(TrainingConfig(backend="tunix", model="tiny", devices=2)).config
-    assert (config.model.mesh, config.run.processes) == ((2, 1), None)
-    assert core_config(TrainingConfig(backend="tunix", model="tiny")).config.model.mesh is None

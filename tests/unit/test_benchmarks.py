@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import against_trl
 from benchmarks.against_trl import ratio, regressions
@@ -18,8 +17,6 @@ from benchmarks.roofline import (
     sizes_of,
 )
 from benchmarks.work import NATURAL, W1, Work
-from groupwise.models.config import ModelConfig
-from groupwise.models.load import hollow_model
 
 
 def measured(ours: float, theirs: float, natural: bool = False, peak: int = 3000) -> dict[str, Any]:
@@ -94,18 +91,6 @@ def test_a_check_with_nothing_to_compare_fails_before_it_measures(
         against("--check", "--cell", "short")
 
 
-def test_the_sizes_are_those_of_the_models_linear_layers() -> None:
-    model = hollow_model(ModelConfig(name="tiny"))
-    linears = {
-        name: module.weight.numel()
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
-    sizes = sizes_of("tiny")
-    assert sizes.output == linears.pop("lm_head")
-    assert sizes.body == sum(linears.values())
-
-
 def test_floors_grow_with_the_work_and_sampling_waits_for_memory_or_products() -> None:
     sizes = sizes_of("tiny")
     weights = sizes.body + sizes.output
@@ -114,9 +99,3 @@ def test_floors_grow_with_the_work_and_sampling_waits_for_memory_or_products() -
     assert sampling_floor(one, sizes, rate=2.0, weights_per_second=1e30) == 5 * weights
     # Layers forward and back for 10 + 20 tokens, the head for 20.
     assert learning_flops(Work((10,), 4, 5), sizes) == 4 * (30 * sizes.body + 20 * sizes.output)
-
-
-# Start-up
-
-
-# Decoding

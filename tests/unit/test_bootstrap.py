@@ -206,30 +206,7 @@ def test_torch_cpu_never_takes_cuda(
     assert "TORCH=auto" in said
 
 
-def test_auto_says_so_before_it_takes_cuda(
-    bootstrap: Any, house: Path, pip: FakePip, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pip.answers = {"+cpu": "ERROR: No matching distribution found"}
-    pip.after = lambda call: furnish(house, CUDA_VERSION) if "torch==" in call else None
-    assert bootstrap.main(["--profile", "train"]) == 0
-    assert "about 3 GB" in capsys.readouterr().out
-    assert bootstrap.stamp_fits("train", "cuda")
-    assert bootstrap.stamp_fits("train", "auto")
-    assert not bootstrap.stamp_fits("train", "cpu")
-
-
 # What it says
-
-
-def test_an_old_python_is_refused_with_the_way_on(
-    bootstrap: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 6))
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
-    assert bootstrap.main([]) == 1
-    said = capsys.readouterr().err
-    assert "Python 3.11 or newer is needed" in said
-    assert "PYTHON=" in said
 
 
 @pytest.mark.parametrize(

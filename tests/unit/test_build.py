@@ -7,7 +7,7 @@ import pytest
 
 from groupwise import build, machine_layout
 from groupwise.config import load_config
-from groupwise.errors import OutOfMemoryError, UsageError
+from groupwise.errors import UsageError
 from groupwise.models import probes
 from groupwise.ranks import ahead
 
@@ -45,20 +45,6 @@ def test_memory_of_all_processes_counts_what_they_share_once(monkeypatch):
     assert build.Closable().peak_memory("cpu") == 100
     assert held((50, 20), (40, 25)) == 100 + 30 + 15 + 25
     assert held((50, 20), (40, None)) is None, "their sum would count the model several times"
-
-
-def test_too_little_memory_for_the_model_is_explained(monkeypatch, tmp_path):
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise MemoryError
-
-    monkeypatch.setitem(build._MAKERS, "training", refuse)
-    config = load_config({"model": {"name": "tiny"}, "run": {"processes": 1}}).config
-    layout = machine_layout.choose_layout(config, 12)
-    with pytest.raises(OutOfMemoryError, match="while making the model ready"):
-        build.training_parts(config, layout, "r", tmp_path)
-    described = build._described("training", config, layout, run="r", folder="f")
-    with pytest.raises(OutOfMemoryError, match="while making the model ready"):
-        build.make_described(**described)
 
 
 def by_servers() -> tuple[Any, machine_layout.Layout]:

@@ -1,14 +1,13 @@
 """The config of a run: its keys, what it refuses, and what a resume and a task see of it."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field
 
 from groupwise.algorithms.presets import PRESETS
 from groupwise.algorithms.registry import make
@@ -196,42 +195,6 @@ task:
     assert "hf_123456" not in refusal(text, tmp_path)
 
 
-TOGETHER = """\
-rollout: {type: two_stage}
-eval:
-  samples_per_prompt: 4
-  pass_at_k: [8]
-  top_p: 0.5
-  max_prompts: 0
-sampler: {max_completion_length: 9}
-training: {num_generations: 1, seed: x}
-callbacks: [early_stopp, loss_logging, nowhere.py:Own, {often: 3}]
-"""
-
-
-def test_keys_that_do_not_go_together_are_told_beside_keys_that_are_wrong(tmp_path: Path) -> None:
-    """Checks across keys run last, and a single wrong value keeps none of them from being made."""
-    (tmp_path / "c.yaml").write_text(f"model: {{name: tiny}}\n{TOGETHER}")
-    with pytest.raises(ConfigError) as caught:
-        load_config(tmp_path / "c.yaml", ["run.dri=x"], to_train=True)
-    said = str(caught.value).replace(f"{tmp_path}/", "")
-    for told in (
-        "c.yaml: training.num_generations is 1, but",
-        "c.yaml: sampler.max_completion_length has no effect where rollout.type is two_stage",
-        "c.yaml:3: eval: samples_per_prompt is 4, but temperature 0",
-        "c.yaml:3: eval: top_p is 0.5, which has no effect while temperature is 0",
-        "c.yaml:3: eval: pass_at_k has 8, but samples_per_prompt is 4",
-        "c.yaml:7: eval.max_prompts is 0",
-        'c.yaml:9: training.seed is "x"',
-        "c.yaml:10: callbacks: No callback `early_stopp` was found",
-        "c.yaml:10: callbacks: The callback file `nowhere.py:Own` was not found",
-        'c.yaml:10: callbacks: the entry {"often": 3} does not say which',
-        "override run.dri=x: run.dri is not a key",
-    ):
-        assert said.count(told) == 1, told
-    assert len(re.findall(r"^(c\.yaml|override)", said, re.MULTILINE)) == 11
-
-
 @pytest.mark.parametrize(
     "word",
     words("""
@@ -259,35 +222,6 @@ def test_training_draws_from_the_whole_distribution_and_says_why(
     assert load_config(MINIMAL, settings).config.eval.model_dump()[key] == float(value)
     off = load_config(MINIMAL, [f"eval.{key}=null"]).config
     assert off == load_config(MINIMAL).config
-
-
-LEAST = "sampler.min_completion_length=30"
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ([LEAST, "sampler.max_completion_length=29"], "sampler.max_completion_length is 29"),
-        ([LEAST, "eval.max_completion_length=9"], "eval.max_completion_length is 9"),
-        (
-            [LEAST, "rollout.type=environment", "rollout.max_rollout_length=8"],
-            "rollout.max_rollout_length is 8",
-        ),
-        (
-            [LEAST, "rollout.type=two_stage", "rollout.max_answer_length=20"],
-            "rollout.max_answer_length is 20",
-        ),
-        (
-            [LEAST, "rollout.type=two_stage", "rollout.max_reasoning_length=20"],
-            "rollout.max_reasoning_length is 20",
-        ),
-    ],
-)
-def test_no_completion_must_be_longer_than_it_may(
-    tmp_path: Path, given: list[str], told: str
-) -> None:
-    message = refusal("", tmp_path, *given)
-    assert f"sampler.min_completion_length is 30, but {told}, and no completion" in message
 
 
 @pytest.mark.parametrize("key", ["api_key", "model.token", "run.hub_token", "task.deep.password"])
@@ -369,29 +303,6 @@ def test_a_knob_without_effect_is_refused(tmp_path: Path, word: str, told: str) 
     assert told in refusal("", tmp_path, f"algorithm.{word}")
 
 
-@pytest.mark.parametrize(
-    ("given", "beta"),
-    [
-        ({}, 0.12),
-        ({"beta": 0.3}, 0.3),
-        ({"preset": "rloo_paper"}, 0.03),
-        ({"preset": "gspo_paper"}, 0.12),
-        ({"beta": 0.0}, None),
-    ],
-)
-def test_an_adaptive_beta_has_where_to_start(given: dict[str, Any], beta: float | None) -> None:
-    """From 0 it could not move."""
-    config = {**MINIMAL, "algorithm": {"adaptive_kl": True, **given}}
-    if beta is None:
-        with pytest.raises(ConfigError, match="beta is 0 and would stay 0"):
-            load_config(config)
-    else:
-        knobs = load_config(config).config.algorithm.knobs
-        assert (knobs["beta"], knobs["kl_target"], knobs["kl_horizon"]) == (beta, 0.05, 10_000)
-        again = load_config(resolved(load_config(config).config)).config.algorithm
-        assert again.knobs == knobs
-
-
 # --- resuming
 
 
@@ -402,15 +313,6 @@ def test_a_resume_sees_what_is_free_what_is_layout_and_what_is_fixed() -> None:
     assert found.free == {"training.max_steps": (100, 200)}
     assert found.warned == {"run.threads": (None, 1)}
     assert found.fixed == {"training.learning_rate": (1e-5, 1.0), "task.n": (None, 3)}
-
-
-def test_a_resume_sees_another_algorithm_and_full_fine_tuning() -> None:
-    old = resolved(load_config(MINIMAL).config)
-    found = compare_for_resume(
-        old, load_config(MINIMAL, ["algorithm.type=grpo", "lora=null"]).config
-    )
-    assert found.fixed["algorithm.type"] == ("dr_grpo", "grpo")
-    assert found.fixed["lora"][1] is None
 
 
 # --- the task section
@@ -429,23 +331,6 @@ def test_a_task_schema_refuses_with_line_and_path(tmp_path: Path) -> None:
         "c.yaml:3: task.count is 9; it must be a whole number (at least 2, at most 5).",
         "c.yaml:4: task.langage is not a key; did you mean task.language?",
     ]
-
-
-def test_a_task_schema_may_allow_more_and_check_across_keys() -> None:
-    class Open(BaseModel):
-        model_config = ConfigDict(extra="allow")
-        low: int = 0
-        high: int = 1
-
-        @model_validator(mode="after")
-        def ordered(self) -> "Open":
-            if self.low > self.high:
-                raise ValueError("low is above high")
-            return self
-
-    assert with_task_schema(load_config(MINIMAL, ["task.x=1"]), Open).config.task["x"] == 1
-    with pytest.raises(ConfigError, match=r"override task\.low=3: task: low is above high"):
-        with_task_schema(load_config(MINIMAL, ["task.low=3"]), Open)
 
 
 def test_the_view_shows_everything_and_cannot_be_written() -> None:

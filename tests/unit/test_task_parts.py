@@ -129,16 +129,6 @@ def get_reward_funcs(config, tokenizer):
 """
 
 
-def test_default_label_of_a_task_that_routes(tmp_path):
-    rubric = task_parts.task_rubric(config_of(default_task="b"), task_of(tmp_path, ROUTED), None)
-    assert isinstance(rubric, Router)
-    assert rubric.default == "b"
-    with pytest.raises(TaskError, match="the same rewards for every row"):
-        task_parts.task_rubric(config_of(default_task="b"), task_of(tmp_path, OWN_AND_NAMED), None)
-    with pytest.raises(TaskError, match="no rewards for the label `c`"):
-        task_parts.task_rubric(config_of(default_task="c"), task_of(tmp_path, ROUTED), None)
-
-
 def test_environment_names_the_default_label_of_whatever_routes(tmp_path, monkeypatch):
     monkeypatch.setenv("GROUPWISE_TASK", "b")
     loaded = load_config({"model": {"name": "tiny"}})

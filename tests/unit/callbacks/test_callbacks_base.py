@@ -242,24 +242,6 @@ async def test_cancelling_the_run_cancels_an_async_one(begun):
     assert left == [True]
 
 
-# --- asking
-
-
-async def test_an_evaluation_is_asked_for_until_it_was_made_or_given_up(begun):
-    class Asking(Callback):
-        def on_step_begin(self, run):
-            run.evaluate()
-
-    callbacks = await begun(Asking())
-    await callbacks.step_begins()
-    assert [callbacks.evaluation_was_asked, callbacks.evaluation_was_asked] == [True, True]
-    await callbacks.evaluated(BEFORE)
-    assert not callbacks.evaluation_was_asked
-    await callbacks.step_begins()
-    callbacks.give_up_evaluation()
-    assert not callbacks.evaluation_was_asked
-
-
 # --- what is told once
 
 

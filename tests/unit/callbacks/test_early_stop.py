@@ -6,7 +6,6 @@ import pytest
 
 from groupwise.callbacks.early_stop import EarlyStop
 from groupwise.runs.records import EvaluationRecord
-from groupwise.settings.view import View
 
 
 class Run:
@@ -73,17 +72,6 @@ def test_the_best_on_other_held_out_prompts_is_no_mark():
     assert (other.best, other.not_better, run.stopped) == (0.3, 1, [])
 
 
-def test_a_metric_that_is_not_there_is_said_once():
-    run: Any = Run()
-    callback = EarlyStop(metric="rewrd", observe="steps")
-    for _ in range(2):
-        callback.on_step_end(run, {"reward": 1.0, "loss": 0.1})
-    assert run.said == [
-        "early_stop: there is no metric 'rewrd' in the steps so far. Did you mean reward? There are: loss, reward"
-    ]
-    assert not run.stopped
-
-
 @pytest.mark.parametrize(
     ("parameters", "told"),
     [({"patience": 0}, "patience is 0"), ({"min_delta": -1.0}, "at least 0")],
@@ -91,12 +79,3 @@ def test_a_metric_that_is_not_there_is_said_once():
 def test_parameters_that_cannot_be(parameters, told):
     with pytest.raises(ValueError, match=told):
         EarlyStop(**parameters)
-
-
-def test_there_must_be_evaluations_to_observe():
-    never = View({"eval": {"eval_steps": None, "before_and_after": True}})
-    with pytest.raises(ValueError, match=r"eval\.eval_steps is null"):
-        EarlyStop().check(never)
-    EarlyStop(observe="steps").check(never)
-    EarlyStop().check(View({"eval": {"eval_steps": 5, "before_and_after": True}}))
-    EarlyStop().check(View({"eval": {"eval_steps": None}}))  # SFT: each epoch

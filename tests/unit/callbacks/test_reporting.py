@@ -23,7 +23,6 @@ from groupwise.callbacks.base import RunEnd, RunHandle
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.callbacks.reporting import Reporting
 from groupwise.callbacks.sinks import Line, Reported, State
-from groupwise.callbacks.wandb_sink import WandbSink
 from groupwise.errors import ConfigError
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
@@ -267,16 +266,6 @@ def configured(**section: Any) -> Any:
     return configured_callbacks((), View({**CONFIG, "run": {**SECTION, **section}}), "c.yaml:1")
 
 
-def test_the_config_names_the_sinks():
-    assert [name for name, _ in configured(report_to=["tensorboard", "tensorboard"])] == [
-        "report_to"
-    ]
-    assert configured(report_to="none") == configured() == ()
-    several = configured(report_to=["jsonl", "parquet", "tensorboard"])
-    assert [name for name, _ in several] == ["report_to", "parquet"]
-    assert [name for name, _ in configured(report_to="parquet")] == ["parquet"]
-
-
 def test_what_is_not_installed_is_refused_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'groupwise\[trackio\]'"):
@@ -384,13 +373,3 @@ def test_wandb_which_cannot_go_back_has_findings_in_the_line_under_steps_of_thei
         ],
     }
     assert wandb.defined == [("eval/benchmark/*", "eval/benchmark/step")]
-
-
-@pytest.mark.parametrize(("mode", "ready"), [("online", False), ("offline", True)])
-def test_online_it_needs_a_login(wandb, mode, ready):
-    wandb.mode, wandb.logged_in = mode, False
-    if ready:
-        WandbSink().check(View({}))
-        return
-    with pytest.raises(ValueError, match="WANDB_MODE=offline"):
-        WandbSink().check(View({}))

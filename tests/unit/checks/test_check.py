@@ -14,9 +14,6 @@ from groupwise.checks.check import check
 from groupwise.checks.findings import Finding, Report
 from groupwise.errors import ConfigError, TaskError, UsageError
 from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest, unscored
-from groupwise.runs.folder import RunFolder
-from groupwise.runs.records import StepRecord
-from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
 ROWS = [{"prompt": f"Say {word}.", "answer": word} for word in ("red", "green", "blue", "black")]
 PLAIN = {"model": {"name": "tiny"}, "rewards": {"time_limit": 5}}
@@ -231,36 +228,3 @@ def test_rows_that_fit_nothing_are_refused_with_their_line(row: Any, words: str,
     with pytest.raises(UsageError, match=words) as refused:
         check(task(), PLAIN, completions=source)
     assert "given.jsonl:2" in str(refused.value)
-
-
-def test_rollouts_of_a_run_are_scored_again_and_compared(tmp_path: Path):
-    record(tmp_path / "runs", {"red": 1.0, "blue": 0.0})
-    config = {**PLAIN, "run": {"dir": str(tmp_path / "runs")}}
-    assert by_name(check(task(), config, completions="old"))["given: recorded"].level == "ok"
-    doubled = check(task((right, 2.0)), config, completions="old")
-    said = by_name(doubled)["given: recorded"]
-    assert (said.level, said.data["changed"]) == ("warning", 1)
-
-
-def record(runs: Path, rewards: dict[str, float]) -> None:
-    """A run `old` with one group: each completion with what it earned."""
-    segment = Segment("policy", (1,), (-1.0,), 0, "f", None, 1, "stop")
-    rollouts = tuple(
-        Rollout(
-            0,
-            place,
-            0,
-            (1,),
-            (segment,),
-            text,
-            "scored",
-            None,
-            value,
-            (RewardPart("right", value),),
-        )
-        for place, (text, value) in enumerate(rewards.items())
-    )
-    example = Example(0, ROWS[0]["prompt"], {"answer": ROWS[0]["answer"]})
-    with RunFolder.create(runs, "old", {}) as folder:
-        step = StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0)
-        folder.store.commit_step(step, [Group(0, example, rollouts)], {})

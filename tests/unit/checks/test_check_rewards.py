@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from groupwise.checks.check_gold import LAYOUTS, Gold
+from groupwise.checks.check_gold import Gold
 from groupwise.checks.check_rewards import (
     PATIENCE,
     Trial,
     Verdict,
-    find_layout,
     judge_failures,
     judge_latency,
     judge_order,
@@ -69,19 +68,6 @@ async def test_gold_and_wrong_completions_are_scored_in_one_call_for_each_row():
     tried = await try_cases(trial(right), rows("one", "two"), GOLD)
     assert [texts[:2] for texts in seen] == [["one", "two"], ["two", "one"]]
     assert [[v.member.reward for v in each] for each in tried] == [[1, 0, 0, 0, 0, 0]] * 2
-
-
-async def test_the_layout_that_earns_most_is_found():
-    def tagged(completions, answer):
-        return [
-            float(f"<answer>{gold}</answer>" == text)
-            for text, gold in zip(completions, answer, strict=True)
-        ]
-
-    layout, means = await find_layout(trial(tagged), rows("7", "8"), "answer")
-    assert layout == "answer tags"
-    assert means["plain"] == 0
-    assert set(means) == set(LAYOUTS)
 
 
 class Hanging:

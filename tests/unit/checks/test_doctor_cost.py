@@ -119,6 +119,3 @@ async def test_reading_is_measured_where_there_are_turns(tmp_path: Path):
     asked = sampler.requests[-1]
     assert (len(asked.prompt_ids), asked.params.max_tokens, len(asked.seeds)) == (300, 1, 1)
     assert speeds.reading == pytest.approx(300 / 0.01)
-
-
-# --- supervised ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from groupwise.checks.doctor_engine import (
     check_gap,
     check_invariance,
     check_publication,
-    judge_drift,
     judge_gap,
     judge_masks,
     judge_slopes,
@@ -192,19 +191,6 @@ async def test_a_row_that_trains_fewer_tokens_than_were_sampled_is_found(tmp_pat
     rows[3] = replace(rows[3], mask=(0, *rows[3].mask[1:]))
     said = judge_masks(groups, rows, (END_ID,))
     assert (said.level, said.data["wrong"]) == ("problem", 1)
-
-
-async def test_drift_is_measured_and_harmless(tmp_path: Path):
-    groups = await groups_of(tmp_path)
-    assert judge_drift(FakeTokenizer(), groups).data["drifted"] == 0
-
-    class Merging(FakeTokenizer):
-        def __call__(self, text, add_special_tokens=True):
-            return {"input_ids": [len(text)]}
-
-    said = judge_drift(Merging(), groups)
-    assert said.level == "ok"
-    assert said.data["drifted"] > 0
 
 
 # Invariance

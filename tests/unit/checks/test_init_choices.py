@@ -9,7 +9,6 @@ import pytest
 from groupwise.checks.init_choices import (
     PATIENCE,
     SLOTS,
-    Answers,
     Draft,
     choose_beside_given,
     choose_lengths,
@@ -17,7 +16,6 @@ from groupwise.checks.init_choices import (
     choose_trained,
     fit_memory,
     fit_time,
-    wanted_completion,
 )
 from groupwise.errors import ConfigError
 
@@ -26,9 +24,6 @@ BUDGETS = (8192, 4096, 2048)
 
 def draft(*overrides: str, kind: str = "rl") -> Draft:
     return Draft(kind, "tiny", overrides)  # type: ignore[arg-type]
-
-
-# --- what was given ------------------------------------------------------------------------------
 
 
 # --- beside what was given -----------------------------------------------------------------------
@@ -146,22 +141,6 @@ def test_what_is_trained_and_how_fast(kind, parameters, words, full, rate):
 # --- lengths -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answers", "turns", "tokens", "told"),
-    [
-        (None, False, 256, "nothing in the task says"),
-        (None, True, 128, "one turn"),
-        (Answers(40, "get_sft_dataset", True, 400), False, 64, "of 400 (get_sft_dataset) has 40"),
-        (Answers(3, "column `answer`", False, 9), False, 64, "room for a sentence"),
-        (Answers(300, "column `answer`", False, 9), False, 656, "twice that"),
-    ],
-)
-def test_completions_are_as_long_as_right_answers_and_more(answers, turns, tokens, told):
-    found, reason = wanted_completion(answers, turns)
-    assert found == tokens
-    assert told in reason
-
-
 def lengths(chosen: Draft) -> tuple[int, int | None, int | None]:
     config = chosen.config
     return (
@@ -191,24 +170,6 @@ def test_prompt_and_completion_fit_the_model_together(words, longest, wanted, li
     whole = chosen.config.rollout.longest(chosen.config.sampler.max_completion_length)
     assert expected[1] is not None
     assert expected[1] + whole <= limit
-
-
-# --- the step ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("device", "examples", "prompts", "told"),
-    [
-        ("cpu", 692, 8, "692 examples takes 87 steps"),
-        ("cuda", 692, 16, "takes 44 steps"),
-        ("cpu", 3, 3, "takes 1 step"),
-    ],
-)
-def test_a_step_draws_no_more_than_there_is(device, examples, prompts, told):
-    chosen = draft()
-    choose_step(chosen, device, examples)
-    assert chosen.config.training.prompts_per_step == prompts
-    assert chosen.chosen["training", "max_steps"].reason.endswith(told)
 
 
 # --- memory and time -----------------------------------------------------------------------------

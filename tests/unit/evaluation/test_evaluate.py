@@ -12,10 +12,8 @@ import pytest
 from groupwise import build
 from groupwise.errors import (
     CheckpointError,
-    ConfigError,
     RewardWorkerError,
     RunNotFoundError,
-    TaskError,
     UsageError,
 )
 from groupwise.evaluation.before_after import compared
@@ -300,23 +298,6 @@ def test_what_is_written_says_how_it_came_about(served, runs):
     assert [len(stored["rows"]), stored["prompts"], stored["samples"]] == [6, 3, 6]
     keys = [row["key"] for row in stored["rows"]]
     assert keys[0] == keys[1] != keys[2]
-
-
-def test_a_success_part_that_is_not_there_is_refused_before_the_model_is_loaded(served, runs):
-    with pytest.raises(TaskError, match=r"success_part is 'acuracy'.*It has: lambda"):
-        evaluate(config(runs, eval={"success_part": "acuracy"}), Task())
-    assert served == []
-
-
-def test_more_successes_than_samples_cannot_be_asked_for(served, runs):
-    given = config(runs, eval={"pass_at_k": [1, 8], "temperature": 1.0, "samples_per_prompt": 4})
-    with pytest.raises(
-        ConfigError, match=r"pass_at_k has 8, but samples_per_prompt is 4.*to 8 or more"
-    ):
-        evaluate(given, Task())
-    with pytest.raises(ConfigError, match="pass_at_k has 0; k is a number of samples"):
-        evaluate(config(runs, eval={"pass_at_k": [0]}), Task())
-    assert served == []
 
 
 def test_several_policies_are_found_before_the_first_is_loaded(served, runs):

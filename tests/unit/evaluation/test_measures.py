@@ -44,16 +44,6 @@ def test_a_value_for_each_prompt():
     assert values("completions/clipped_ratio", first, second) == [0.75, 0.75]
 
 
-def test_lengths_are_of_what_the_policy_wrote():
-    said = (Segment("policy", (1, 2), finish_reason="stop"), Segment("environment", (3,) * 10))
-    game = group(0, rollout(0, 1.0, segments=said))
-    assert values("completions/mean_length", game) == [2]
-    assert values("rollouts/mean_length", game) == [12]
-    assert "rollouts/mean_length" in metric_names(rows_of([game], Success()), [1])
-    foreign = [{"example": 0, "prompt": "p", "tokens": 5}]
-    assert measure("completions/mean_length", foreign).values.popitem()[1] == 5
-
-
 def test_what_could_not_be_scored_is_neither_right_nor_wrong():
     torn = group(0, rollout(0, 1.0), rollout(1, 0.0), rollout(2, None), rollout(3, None))
     rows = rows_of([torn, group(1, *(rollout(m, 1.0) for m in range(4)))], Success())

@@ -120,6 +120,7 @@ def test_what_is_found_is_written_and_never_overwritten(service, here):
     assert (here / "results/aime24-org_tiny-2/log.txt").is_file()
 
 
+@pytest.mark.soak(suite="training")
 def test_one_that_fails_says_why_and_the_others_are_kept(service, here, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_LIGHTEVAL", "math_500=crash")
     words = ["eval", "--endpoint", service.url, "--endpoint-model", "org/tiny"]

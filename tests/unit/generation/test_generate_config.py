@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from groupwise.cli import generate as command
-from groupwise.cli.main import main
 from groupwise.errors import UsageError
-from groupwise.generation import generate as room
 from groupwise.generation.config import GenerateConfig, read_options
 
 GIVEN: dict[str, Any] = {"dataset": "rows.jsonl", "output": "out"}
@@ -64,43 +60,3 @@ def test_the_command_has_every_option_and_no_other() -> None:
     here = set(inspect.signature(command.generate).parameters)
     words_for_others = {"input_batch_size", "client_replicas", "shards", "dry_run", "as_json"}
     assert here - words_for_others - {"reward"} == set(GenerateConfig.model_fields) - {"rewards"}
-
-
-def options_of(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-
-    def note(**options: Any) -> room.GenerateResult:
-        seen.update(options)
-        return room.GenerateResult({}, Path(), 7)
-
-    monkeypatch.setattr(room, "generate", note)
-    assert main(["generate", *arguments]) == 7
-    return seen
-
-
-def test_names_that_scripts_have_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = (
-        "--hf-dataset d --hf-dataset-config c --hf-dataset-split s --vllm-server-url u --private "
-        "--hf-output-dataset o/n --input-batch-size 8 --client-replicas 3"
-    )
-    assert options_of(arguments.split(), monkeypatch) == {
-        "dry_run": False,
-        "dataset": "d",
-        "dataset_config": "c",
-        "split": "s",
-        "base_url": "u",
-        "private": True,
-        "hub": "o/n",
-        "concurrency": 24,
-    }
-
-
-def test_options_reach_the_function_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--reward", "a", "--reward", "b", "--extra", '{"min_p": 0.1}', "--stop", "x"]
-    assert options_of([*arguments, "--dry-run", "--public"], monkeypatch) == {
-        "dry_run": True,
-        "rewards": ["a", "b"],
-        "extra": {"min_p": 0.1},
-        "stop": ["x"],
-        "private": False,
-    }

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +46,6 @@ def test_the_answer_that_is_there_is_left_out(rows: Any) -> None:
     assert read.items[0].prompt == [{"role": "system", "content": "s"}, user("hi")]
     assert read.answered_already == 1
     assert rows([{"messages": answered[:1]}], prompt_column="messages").answered_already == 0
-
-
-def test_an_instruction_in_a_longer_template_is_the_prompt_column(rows: Any) -> None:
-    given = [{"problem": "why {n}?", "prompt": "how?", "answer": "7"}]
-    boxed = "Put the answer within \\boxed{}, as in \\boxed{answer}:\n{{ instruction }}"
-    read = rows(given, prompt_template=boxed, prompt_column="problem")
-    said = "Put the answer within \\boxed{}, as in \\boxed{answer}:\nwhy {n}?"
-    assert read.items[0].prompt == [user(said)]
-    twice = rows(given, prompt_template="{{instruction}} Again: {{ instruction }}")
-    assert twice.items[0].prompt == [user("how? Again: how?")]
-    with pytest.raises(TaskError, match=r"\{answer\} is a column\..* \{problem\} for \{\{ instr"):
-        rows(given, prompt_template="{{ instruction }} {answer}", prompt_column="problem")
-    for other in ("{{ system }}", "{% if x %}"):
-        with pytest.raises(TaskError, match=f"template has {re.escape(other)} beside"):
-            rows(given, prompt_template=f"{other} {{{{ instruction }}}}")
-    with pytest.raises(TaskError, match=r"no column 'prompt'.*in the prompt template"):
-        rows([{"problem": "p"}], prompt_template="Solve: {{ instruction }}")
 
 
 def keys(read: Prompts) -> list[str]:

@@ -71,21 +71,6 @@ def test_what_was_not_scored_is_left_out_and_told(tmp_path):
     assert found.notes == ("A: 1 of 2 answers could not be scored and are left out",)
 
 
-def test_differences_in_how_the_two_were_made_are_told(tmp_path):
-    warm = {"model": {"name": "tiny"}, "eval": {"temperature": 1.0, "samples_per_prompt": 2}}
-    cold = {"model": {"name": "tiny"}, "training": {"learning_rate": 0.5}, "run": {"name": "x"}}
-    a = a_file(tmp_path, "a", {"p": [0.0, 1.0]}, config=warm)
-    b = a_file(tmp_path, "b", {"p": [1.0]}, config=cold, part="wrong")
-    found = compare_references(a, b)
-    assert found.config == {
-        "eval.samples_per_prompt": (2, 1),
-        "eval.temperature": (1.0, 0.0),
-        "training.learning_rate": (1e-05, 0.5),
-    }
-    assert "eval.samples_per_prompt is 2 / 1, eval.temperature is 1.0 / 0.0" in found.notes[0]
-    assert found.notes[1] == "rewarded by different functions: right / wrong"
-
-
 def test_nothing_in_common_is_refused_with_the_reason(tmp_path):
     a = a_file(tmp_path, "a", {"p": [0.0]}, answer=1)
     with pytest.raises(UsageError, match=r"no held-out prompt in common.*'p' and 'q'"):

@@ -104,17 +104,6 @@ def test_a_task_judges_with_its_weights_and_the_configs_task_section(runs):
         rescore("r", task=str(Path(__file__)), runs_dir=runs)
 
 
-def test_built_in_rewards_go_by_name_and_read_the_configs_answer_column(tmp_path):
-    a_run(tmp_path, rewards={"answer_column": "number"})
-    found = rescore("r", rewards=["correctness", f"{REWARDS}:length"], runs_dir=tmp_path, step=0)
-    assert found.rewards == {"correctness": 1.0, "length": 1.0}
-    parts = {row.completion: row.new_parts for row in found.rows()}
-    assert parts["aaa"] == {"correctness": 0.0, "length": 3.0}
-    assert found.exit_code == 0
-    with pytest.raises(TaskError, match="keyword_mach"):
-        rescore("r", rewards=["keyword_mach"], runs_dir=tmp_path)
-
-
 def test_rewards_that_raise_or_hang_cost_their_group_only(in_workers):
     raised = judged(in_workers, "raises_at_two", limit=4)
     assert [row.draw for row in list(raised.rows())[::4]] == [2, 3, 4, 5], "the last groups"
