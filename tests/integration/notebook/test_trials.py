@@ -267,7 +267,7 @@ def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_pat
     )
     for space, said in wrong:
         with pytest.raises(ConfigError, match=said):
-            search(config, space, trials=1)
+            search(config, cast("Any", space), trials=1)
     with pytest.raises(ConfigError, match="trials is '3'"):
         search(config, SPACE, trials=cast("Any", "3"))
     assert not (tmp_path / "checkpoints").exists()
