@@ -69,6 +69,12 @@ def rl(folder: Path, server: Server | None = None, *, resume: bool = False, **mo
     return groupwise.rl(config_of(folder, server, **more), TOY, resume=resume).folder
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a run on this machine that nothing happens to."""
+    return what_must_be_equal(rl(tmp_path_factory.mktemp("whole")))
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "two processes, a step ahead": {
         "run": {"processes": 2},
@@ -79,7 +85,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+LONGER = pytest.param("all weights", marks=pytest.mark.soak(suite="server"))
+
+
+@pytest.mark.parametrize("way", ["two processes, a step ahead", LONGER])
 def test_the_run_is_that_of_this_machine(server: Server, tmp_path: Path, way: str) -> None:
     more = WAYS[way]
     here = rl(tmp_path / "here", **more)
@@ -87,7 +96,13 @@ def test_the_run_is_that_of_this_machine(server: Server, tmp_path: Path, way: st
     assert what_must_be_equal(there) == what_must_be_equal(here)
 
 
-@pytest.mark.parametrize("lora", [{}, None], ids=["an adapter", "a model"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param({}, id="an adapter"),
+        pytest.param(None, id="a model", marks=pytest.mark.soak(suite="server")),
+    ],
+)
 def test_weights_of_this_machine_are_sent(server: Server, tmp_path: Path, lora: Any) -> None:
     short: dict[str, Any] = {"training": {"max_steps": 2}, "run": {"save_steps": 1}}
     first = rl(tmp_path / "first", **short, lora=lora)
@@ -129,35 +144,25 @@ def test_supervised_runs_and_evaluations_too(server: Server, tmp_path: Path) -> 
     assert found[0] == found[1]
 
 
-Killing = Callable[[Server], None]
-
-
-def kill_engine(server: Server) -> None:
-    engine = server.engine()
-    assert engine is not None
-    os.kill(engine, signal.SIGKILL)
-
-
-def kill_server(server: Server) -> None:
-    server.kill()
-    server.begin()
-
-
-@pytest.mark.parametrize(("kill", "committed"), [(kill_engine, 1), (kill_server, 3)])
 def test_what_dies_costs_no_more_than_the_steps_since_the_checkpoint(
-    server: Server,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    kill: Killing,
-    committed: int,
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: dict[str, Any]
 ) -> None:
-    whole = rl(tmp_path / "whole")
-    broken = tmp_path / "broken"
-    killing = threading.Thread(target=lambda: (until_step(broken / "r", committed), kill(server)))
+    """First the engine, before a checkpoint was saved, and then the server."""
+
+    def kill() -> None:
+        until_step(tmp_path / "r", 1)
+        engine = server.engine()
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        until_step(tmp_path / "r", 3)
+        server.kill()
+        server.begin()
+
+    killing = threading.Thread(target=kill)
     killing.start()
-    found = rl(broken, server)
+    found = rl(tmp_path, server)
     killing.join()
-    assert what_must_be_equal(found) == what_must_be_equal(whole)
+    assert what_must_be_equal(found) == whole
     assert "goes on by itself" in caplog.text
 
 
@@ -174,8 +179,9 @@ def test_who_takes_the_parts_away_ends_the_loop(server: Server, tmp_path: Path) 
     taking.join()
 
 
-def test_a_loop_that_is_killed_goes_on_at_once(server: Server, tmp_path: Path) -> None:
-    whole = rl(tmp_path / "whole")
+def test_a_loop_that_is_killed_goes_on_at_once(
+    server: Server, tmp_path: Path, whole: dict[str, Any]
+) -> None:
     broken = tmp_path / "broken"
     words = [f"run.dir={broken}", "run.name=r", f"run.server={server.url}"]
     code = (
@@ -188,7 +194,7 @@ def test_a_loop_that_is_killed_goes_on_at_once(server: Server, tmp_path: Path) -
     until_step(broken / "r", 3)
     loop.kill()
     loop.wait()
-    assert what_must_be_equal(rl(broken, server, resume=True)) == what_must_be_equal(whole)
+    assert what_must_be_equal(rl(broken, server, resume=True)) == whole
 
 
 def until_step(run: Path, step: int) -> None:
@@ -255,21 +261,18 @@ def test_what_cannot_be_is_told_before_anything_is_left(
 ) -> None:
     monkeypatch.setattr("groupwise.remote.session.FIRST_PATIENCE", 0.1)
     monkeypatch.setattr("groupwise.remote.parts.FIRST_PATIENCE", 0.1)
-    for url, said in (("http://127.0.0.1:1", "does not answer"), ("ftp://x", "no URL")):
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("does not answer", {"run": {"server": "http://127.0.0.1:1"}}),
+        ("no URL", {"run": {"server": "ftp://x"}}),
+        ("trust_remote_code", {"model": {"trust_remote_code": True}}),
+        (r"run\.processes is 999", {"run": {"processes": 999}}),
+        ("profile traces", {"run": {"profile": 1}}),
+    ]
+    for said, more in wrong:
+        at = None if "server" in more.get("run", {}) else server
         with pytest.raises(UsageError, match=said):
-            rl(tmp_path / "runs", run={"server": url})
-    with pytest.raises(UsageError, match=r"trust_remote_code .* on the server"):
-        rl(tmp_path / "runs", server, model={"trust_remote_code": True})
-    with pytest.raises(UsageError, match=r"run\.processes is 999, but the server's machine"):
-        rl(tmp_path / "runs", server, run={"processes": 999})
-    with pytest.raises(UsageError, match="profile traces"):
-        rl(tmp_path / "runs", server, run={"profile": 1})
+            rl(tmp_path / "runs", at, **more)
     assert not (tmp_path / "runs").exists()
-
-
-def test_other_weights_under_the_same_name_are_refused(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("groupwise.models.identity.identity", lambda config: "0" * 16)
     with pytest.raises(ModelError, match="other weights on the server"):
         rl(tmp_path / "runs", server)

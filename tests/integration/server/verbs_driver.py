@@ -6,6 +6,7 @@ calls live from line to line, so that a test can do things to the server between
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -19,8 +20,23 @@ from tinker import types  # pyright: ignore[reportMissingImports]
 
 TEXT = [11, 12, 13, 14, 15, 16, 17, 18]
 PROMPT = [21, 22, 23]
-LETTER = 40
 held: dict[str, Any] = {}
+
+
+def methods() -> tuple[str, dict[str, list[str]]]:
+    """The version, and the public methods of each kind of client."""
+    kinds = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient)
+    found = {
+        kind.__name__: sorted(
+            {
+                name.removesuffix("_async")
+                for name, value in inspect.getmembers(kind)
+                if callable(value) and not name.startswith("_")
+            }
+        )
+        for kind in kinds
+    }
+    return tinker.__version__, found
 
 
 def connect(url: str, key: str) -> None:
@@ -45,12 +61,57 @@ def optim_step(rate: float = 0.02) -> float:
     return held["training"].optim_step(adam).result().metrics["grad_norm"]
 
 
-def begin(steps: int, rate: float = 0.02, same: bool = False) -> None:
-    """Have so many steps under way, each with a text of its own, or all with the same."""
-    adam = types.AdamParams(learning_rate=rate)
-    held["calls"] = [
-        (_begun(0 if same else step), held["training"].optim_step(adam)) for step in range(steps)
-    ]
+def policy_losses() -> dict[str, Any]:
+    """The value of each loss on one rollout whose ratios are known, and of one of the client's own."""
+    training, word = held["training"], TEXT[:2]
+    teacher = _datum(PROMPT + word, weights=[0.0, 0.0, 2.0, 1.0])
+    now = training.forward([teacher], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    data = [_rollout(word, [value - 1.0 for value in now[-2:]], 1.0)]  # the ratio is e
+    losses = {
+        name: training.forward_backward(data, name, config).result().metrics["loss:sum"]
+        for name, config in {
+            "importance_sampling": None,
+            "ppo": None,
+            "cispo": {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
+        }.items()
+    }
+
+    def squares(data: Any, logprobs: Any) -> Any:
+        return sum((each**2).sum() for each in logprobs), {}
+
+    custom = training.forward_backward_custom([teacher], squares).result().metrics["loss:sum"]
+    return {"losses": losses, "now": now, "custom": custom}
+
+
+def refusals() -> dict[str, str]:
+    """What the client makes of calls that are refused, each at once."""
+    training = held["training"]
+    path = training.save_state("one").result().path
+    for_samplers = training.save_weights_for_sampler("one").result().path
+    dimuon = types.DimuonParams(learning_rate=0.1)
+    asked = {
+        "external": lambda: training.save_weights_external("x").result(),
+        "ttl": lambda: training.save_state("t", ttl_seconds=3600).result(),
+        "muon": lambda: training.optim_step(dimuon).result(),
+        "absent": lambda: training.load_state(path + "x").result(),
+        "for samplers": lambda: training.load_state(for_samplers).result(),
+        "base": lambda: held["client"].create_lora_training_client("gpt-17").result(),
+        "runs": lambda: held["client"].create_rest_client().list_training_runs().result(),
+    }
+    return {name: _refused(call) for name, call in asked.items()}
+
+
+def _refused(call: Any) -> str:
+    try:
+        return f"not refused: {call()}"
+    except Exception as error:  # noqa: BLE001 — whatever the client makes of it is what is tested
+        return f"{type(error).__name__}: {error}"
+
+
+def begin(steps: int) -> None:
+    """Have so many steps under way, each with a text of its own."""
+    adam = types.AdamParams(learning_rate=0.02)
+    held["calls"] = [(_begun(step), held["training"].optim_step(adam)) for step in range(steps)]
 
 
 def losses() -> list[float]:
@@ -62,27 +123,6 @@ def losses() -> list[float]:
 def logprobs() -> list[float]:
     """Of the first step, asked for once more."""
     return held["calls"][0][0].result().loss_fn_outputs[0]["logprobs"].data
-
-
-def grpo(steps: int, rate: float) -> list[float]:
-    """Rewards by step: the share of one letter."""
-    rewards_of_steps = []
-    for step in range(steps):
-        sampling = held["training"].save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step, stop=[])
-        prompt = types.ModelInput.from_ints(PROMPT)
-        drawn = sampling.sample(prompt, num_samples=16, sampling_params=params).result()
-        rewards = [each.tokens.count(LETTER) / len(each.tokens) for each in drawn.sequences]
-        mean = sum(rewards) / len(rewards)
-        rewards_of_steps.append(mean)
-        data = [
-            _rollout(each.tokens, each.logprobs, reward - mean)
-            for each, reward in zip(drawn.sequences, rewards, strict=True)
-        ]
-        learning = held["training"].forward_backward(data, "importance_sampling")
-        held["training"].optim_step(types.AdamParams(learning_rate=rate)).result()
-        learning.result()
-    return rewards_of_steps
 
 
 def sampler() -> None:
