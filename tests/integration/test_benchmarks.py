@@ -69,7 +69,7 @@ def alone(tmp_path_factory):
     ("number", "state", "status"),
     [
         (signal.SIGINT, "interrupted", 130),
-        (signal.SIGTERM, "interrupted", 143),
+        pytest.param(signal.SIGTERM, "interrupted", 143, marks=pytest.mark.soak(suite="kills")),
         (signal.SIGKILL, "crashed", -signal.SIGKILL),
     ],
 )

@@ -30,7 +30,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import groupwise
-from groupwise.cli.main import main
 from groupwise.endpoints import waiting
 from groupwise.errors import (
     EndpointError,
@@ -166,7 +165,9 @@ def test_a_task_gives_prompts_and_rewards(echo: Service, tmp_path: Path) -> None
         "def get_reward_funcs(config, tokenizer):\n"
         "    def right(completions, answer, **columns):\n"
         "        return [float(c == f'say {a} 1001') for c, a in zip(completions, answer)]\n"
-        "    return [right]\n"
+        "    def short(completion_ids, **columns):\n"
+        "        return [float(not ids) for ids in completion_ids]\n"
+        "    return [(short, 5.0), right]\n"
     )
     out = str(tmp_path / "out")
     options: dict[str, Any] = {"task_module": str(task), "output": out, "base_url": echo.url}
@@ -175,30 +176,7 @@ def test_a_task_gives_prompts_and_rewards(echo: Service, tmp_path: Path) -> None
     train = lines(tmp_path / "out/train.jsonl")
     assert [(row["prompt"], row["completion"]) for row in train] == [("say 1", "say 1 1001")]
     assert result.summary["reward"] == {"mean": 0.25, "mean_of_best": 0.25}
-
-
-def test_rewards_that_judge_tokens_are_left_out_and_that_is_said(
-    echo: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    task = tmp_path / "task.py"
-    task.write_text(
-        "def get_rl_dataset(config):\n"
-        "    return [{'prompt': f'say {n}', 'answer': str(n)} for n in range(3)]\n"
-        "def right(completions, answer, **columns):\n"
-        "    return [float(c == f'say {a} 1001') for c, a in zip(completions, answer)]\n"
-        "def short(completion_ids, **columns):\n"
-        "    return [float(not ids) for ids in completion_ids]\n"
-        "def get_reward_funcs(config, tokenizer):\n"
-        "    return [(short, 5.0), right]\n"
-    )
-    out = tmp_path / "out"
-    options: dict[str, Any] = {"task_module": str(task), "output": str(out), "base_url": echo.url}
-    result = groupwise.generate(**options, min_reward=1.0, concurrency=1)
-    assert [row["completion"] for row in lines(out / "train.jsonl")] == ["say 1 1001"]
-    assert result.summary["reward"]["mean_of_best"] == pytest.approx(1 / 3)
-    assert result.summary["rewards_left_out"] == ["short"]
-    assert json.loads((out / "summary.json").read_text())["rewards_left_out"] == ["short"]
-    assert caplog.text.count("rewards that ask for completion_ids are left out") == 1
+    assert result.summary["rewards_left_out"] == ["short"], "those that judge tokens"
 
 
 def test_a_second_call_asks_nothing_and_scores_anew(
@@ -244,24 +222,6 @@ def test_a_column_that_is_added_costs_nothing(
     assert json.loads((out / "summary.json").read_text()) == summary
 
 
-def test_a_reward_that_always_raises_ends_nothing_good(
-    echo: Service, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    out, rewards = tmp_path / "out", tmp_path / "r.py"
-    rewards.write_text("def high(number, **c):\n    return [float(n) for n in number]\n")
-    options: dict[str, Any] = {"rewards": [f"{rewards}:high"], "min_reward": 15.0}
-    assert generate(echo, data, out, **options).exit_code == 0
-    good = (out / "train.jsonl").read_text()
-    rewards.write_text("def high(number, **c):\n    raise KeyError('gold')\n")
-    result = generate(echo, data, out, **options)
-    assert (result.exit_code, result.summary["state"]) == (1, "unscored")
-    assert (out / "train.jsonl").read_text() == good
-    assert f"None of {ROWS} generations could be scored" in caplog.text
-    assert "gold" in caplog.text
-    assert "train.jsonl is left as it was" in caplog.text
-    assert len(echo.asked) == ROWS
-
-
 # Interruptions
 
 
@@ -273,7 +233,7 @@ def test_kill_at_any_moment_loses_only_what_was_under_way(
     with serve(Service(model)) as service:
         running: list[subprocess.Popen[bytes]] = []
         # More requests apart than may reach the service after one of them has killed who asks.
-        dying = [begin + chance.randrange(3) for begin in (1, 8, 15)]
+        dying = [begin + chance.randrange(3) for begin in (1, 12)]
 
         async def kill(number: int) -> Response | None:
             if number in dying:  # the other requests are on their way, or being written down
@@ -366,12 +326,10 @@ def test_failed_rows_are_listed_and_asked_for_again(
     echo.interfere = refuse
     out = tmp_path / "out"
     result = generate(echo, data, out, concurrency=1)
-    assert (result.exit_code, result.summary["state"], result.summary["failed"]) == (
-        0, "incomplete", 2,
-    )  # fmt: skip
-    assert [(row["row"], "too long" in row["reason"]) for row in lines(out / "failures.jsonl")] == [
-        (3, True), (7, True),
-    ]  # fmt: skip
+    summary = result.summary
+    assert (result.exit_code, summary["state"], summary["failed"]) == (0, "incomplete", 2)
+    failures = [(row["row"], "too long" in row["reason"]) for row in lines(out / "failures.jsonl")]
+    assert failures == [(3, True), (7, True)]
     assert "2 rows have failed" in caplog.text
     result = generate(echo, data, out, concurrency=1)
     assert (result.summary["state"], len(echo.asked)) == ("done", ROWS + 2)
@@ -405,8 +363,16 @@ def test_shards_are_put_together_without_asking_again(
 # What cannot work
 
 
-def test_a_folder_belongs_to_one_way_of_asking(echo: Service, data: Path, tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_process_and_one_way_of_asking(
+    echo: Service, data: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
+    out.mkdir()
+    lock = RunLock.acquire(out)
+    with pytest.raises(RunInUseError, match=f"{os.getpid()}"):
+        generate(echo, data, out)
+    lock.release()
+    assert echo.asked == []
     generate(echo, data, out, temperature=0.5)
     with pytest.raises(ResumeMismatchError) as caught:
         generate(echo, data, out, temperature=0.7, system_prompt="s")
@@ -427,6 +393,7 @@ def test_nothing_is_asked_where_something_cannot_work(
     tokens.write_text("def tokens(completion_ids, **c):\n    return [0.0]\n")
     out = tmp_path / "out"
     for kind, said, options in [
+        (UsageError, "me/made on the hub cannot be written", {"hub": "me/made"}),
         (UsageError, r"holds other files \(train.jsonl\)", {"output": str(full)}),
         (UsageError, "is a file", {"output": str(data)}),
         (TaskError, "no column 'question'", {"prompt_column": "question"}),
@@ -440,28 +407,6 @@ def test_nothing_is_asked_where_something_cannot_work(
     assert echo.asked == []
     assert not out.exists()
     assert (full / "train.jsonl").read_text() == "mine"
-
-
-def test_a_folder_belongs_to_one_process(echo: Service, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    lock = RunLock.acquire(out)
-    with pytest.raises(RunInUseError, match=f"{out} is being written by process {os.getpid()}"):
-        generate(echo, data, out)
-    lock.release()
-    assert echo.asked == []
-
-
-def test_the_model_that_is_served_need_not_be_named(
-    echo: Service, data: Path, tmp_path: Path
-) -> None:
-    assert generate(echo, data, tmp_path / "out").summary["model"] == "tiny"
-    two = Service(scripted(lambda text, seed: text), models=("a", "b"))
-    with serve(two) as service, pytest.raises(UsageError, match="serves a, b"):
-        generate(service, data, tmp_path / "two")
-    unknown = {"model": "smaller"}
-    with pytest.raises(EndpointError, match=r"'smaller' does not exist(.|\n)*same command goes on"):
-        generate(echo, data, tmp_path / "three", **unknown)
 
 
 def test_a_key_comes_from_the_environment(
@@ -480,24 +425,6 @@ def test_a_key_comes_from_the_environment(
     written = b"".join(path.read_bytes() for path in out.rglob("*") if path.is_file())
     assert b"sk-" not in written
     assert "sk-" not in "".join(capsys.readouterr())
-
-
-def test_nobody_there_is_said_at_once(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(EndpointError, match=r"GET http://127.0.0.1:9/v1/models: ConnectError"):
-        groupwise.generate(
-            dataset=str(data), output=str(tmp_path / "o"), base_url="http://127.0.0.1:9", model="m"
-        )
-
-
-def test_a_dry_run_asks_and_writes_nothing(
-    echo: Service, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = command(echo, data, tmp_path / "out", "--dry-run", "--num-generations", "2")[3:]
-    assert main(words) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert (plan["rows_to_ask"], plan["generations_to_ask"]) == (ROWS, 2 * ROWS)
-    assert plan["first_prompt"] == [{"role": "user", "content": "letters after 0"}]
-    assert (echo.asked, (tmp_path / "out").exists()) == ([], False)
 
 
 # The hub
@@ -586,11 +513,3 @@ def test_finished_files_go_to_the_hub(echo: Service, data: Path, tmp_path: Path)
     assert (hub.made["type"], hub.made["visibility"], hub.commits) == ("dataset", "private", 1)
     assert set(hub.files) == {"README.md", "train.jsonl", "generations.jsonl"}
     assert hub.files["train.jsonl"] == (out / "train.jsonl").read_bytes()
-
-
-def test_a_hub_that_cannot_be_written_is_said_before_anything_is_asked(
-    echo: Service, data: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match="me/made on the hub cannot be written"):
-        generate(echo, data, tmp_path / "out", hub="me/made")
-    assert echo.asked == []

@@ -16,7 +16,7 @@ from groupwise.checks import init as module
 from groupwise.checks.init import init
 from groupwise.cli.main import main
 from groupwise.config import load_config, resolved
-from groupwise.errors import ConfigError, TaskError, UsageError
+from groupwise.errors import ConfigError, UsageError
 from groupwise.runs.store import Store
 from groupwise.sft_config import load_sft_config
 from tests.integration.running import TOY
@@ -57,7 +57,17 @@ def level(report, name: str) -> str:
     return found.level
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: Path(task).parent.name + Path(task).stem)
+USUAL = ("04_calculator_tool/task.py", "sort_words")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, marks=[] if task.endswith(USUAL) else [pytest.mark.soak(suite="docs")])
+        for task in TASKS
+    ],
+    ids=lambda task: Path(task).parent.name + Path(task).stem,
+)
 def test_what_is_written_passes_a_dry_run_and_trains(task):
     turns = "guessing" in task or "calculator" in task
     words = [*QUICK, "run.threads=1", *(["sampler.max_completion_length=4"] if turns else [])]
@@ -126,37 +136,6 @@ def written_task(name: str, text: str) -> str:
     return name
 
 
-TEACHER_ONLY = """
-    def get_sft_dataset(config, tokenizer):
-        return [{"prompt": "a", "completion": "b"}] * 4
-"""
-
-
-def test_a_task_with_a_teacher_only_gets_a_supervised_config(no_weights):
-    report = init(written_task("taught.py", TEACHER_ONLY), "tiny", measure=False)
-    assert report.details["command"] == "sft"
-    assert load_sft_config("taught-sft.yaml").config.training.examples_per_step == 4
-
-
-@pytest.mark.parametrize(
-    ("task", "kind", "told"),
-    [
-        (TOY, "sft", "has no get_sft_dataset, which `sft` needs"),
-        ("taught.py", "rl", "has no get_rl_dataset, which `rl` needs"),
-        ("rows.py", None, "has no get_reward_funcs, which `rl` needs"),
-        ("empty.py", None, "has no get_rl_dataset, which `rl` needs"),
-    ],
-)
-def test_a_hook_that_is_missing_is_named_and_nothing_is_written(task, kind, told, no_weights):
-    written_task("taught.py", TEACHER_ONLY)
-    rows = "def get_rl_dataset(config):\n    return [{'prompt': 'a'}]\n"
-    written_task("rows.py", rows + textwrap.dedent(TEACHER_ONLY))
-    written_task("empty.py", "")
-    with pytest.raises(TaskError, match=told):
-        init(task, "tiny", kind=kind)
-    assert list(Path().glob("*.yaml")) == []
-
-
 def test_a_key_that_the_task_needs_is_asked_for_and_can_be_given(no_weights):
     task = written_task(
         "strict.py",
@@ -191,16 +170,6 @@ def test_a_file_that_is_there_is_kept_unless_forced(no_weights):
     assert load_config("toy_task.yaml").config.model.name == "tiny"
 
 
-@pytest.mark.parametrize(
-    ("out", "told"), [(Path(), "is a folder"), (Path("no/c.yaml"), "there is no folder no")]
-)
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
-    out, told, no_weights
-):
-    with pytest.raises(UsageError, match=told):
-        init(TOY, "tiny", out=out)
-
-
 def test_a_model_that_does_not_fit_is_said_and_the_thriftiest_settings_are_written(
     monkeypatch, no_weights, capsys
 ):
@@ -212,27 +181,3 @@ def test_a_model_that_does_not_fit_is_said_and_the_thriftiest_settings_are_writt
     written = load_config("toy_task.yaml").config
     assert written.training.gradient_checkpointing
     assert (written.sampler.slots, written.training.max_tokens_per_microbatch) == (8, 512)
-
-
-def test_long_rows_of_a_teacher_are_cut_and_counted(no_weights):
-    rows = '[{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b" * 3000}]'
-    task = written_task("t.py", f"def get_sft_dataset(config, tokenizer):\n    return {rows}\n")
-    report = init(task, "tiny", measure=False)
-    assert level(report, "too long") == "warning"
-    assert choices(report)["data.max_length"] == 2048
-
-
-def test_long_prompts_are_left_out_and_counted(no_weights):
-    task = written_task(
-        "long.py",
-        """
-        def get_rl_dataset(config):
-            return [{"prompt": "a" * length} for length in (10, 20, 2040)]
-
-        def get_reward_funcs(config, tokenizer):
-            return [lambda completions, **_: [0.0] * len(completions)]
-        """,
-    )
-    report = init(task, "tiny", measure=False)
-    assert level(report, "left out") == "warning"
-    assert choices(report)["data.max_prompt_length"] == 2048 - 256

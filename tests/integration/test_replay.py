@@ -192,12 +192,7 @@ def nudge_logprob(folder: Path) -> None:
 
 CHANGES = {
     "loss": ("UPDATE metrics SET value = value + 1e-9 WHERE name = 'loss' AND step = 4", {"loss"}),
-    "gradient": (
-        "UPDATE metrics SET value = value * 1.01 WHERE name = 'grad_norm' AND step = 4",
-        {"grad_norm"},
-    ),
     "fingerprint": ("UPDATE steps SET fingerprint_out = 'f' WHERE step = 4", {"fingerprint"}),
-    "version": ("UPDATE steps SET version_out = 9 WHERE step = 4", {"version"}),
     "rate": ("UPDATE steps SET learning_rate = 0.5 WHERE step = 4", {"fingerprint"}),
     "order": (
         "UPDATE steps SET draws = json_array(json_extract(draws, '$[0]')) WHERE step = 4",

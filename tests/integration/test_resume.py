@@ -151,7 +151,6 @@ WAYS = {
     },
 }
 USUAL = (
-    "several updates",
     "adaptive kl",
     "entropy bonus",
     "an environment ahead",

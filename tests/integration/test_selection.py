@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from groupwise.errors import ConfigError, TaskError
 from groupwise.runs import durable
 from groupwise.runs.store import Store
 from groupwise.types import Group, Rollout, Segment
-from tests.integration import toy_task
 from tests.integration.running import TOY, config, crash_at, go_on
 
 EASY = {
@@ -102,38 +100,14 @@ def test_every_token_of_a_step_is_drawn_at_its_temperature(tmp_path):
     assert found == [{1.0}, {0.7}, {0.4}, {0.4}, {2.0}]
 
 
-def told(rows: list[dict[str, Any]]) -> Any:
-    """The toy task with a reward that notes where its examples came from."""
-    return SimpleNamespace(
-        get_rl_dataset=lambda config: rows,
-        get_reward_funcs=lambda config, tokenizer: [what_origin],
-    )
-
-
-def what_origin(completions, origin, log_extra, **columns):
-    log_extra("origin", origin)
-    return [float(len(set(text))) for text in completions]
-
-
-def test_rewards_are_told_where_an_example_came_from(tmp_path):
-    task = told(toy_task.get_rl_dataset(None))
-    steps = trained(
-        tmp_path,
-        task,
-        data={"easy_pool": EASY, "replay": REPLAY},
-        eval={"before_and_after": False},
-    )
-    noted = {(g.origin, r.notes["origin"]) for groups in steps for g in groups for r in g.rollouts}
-    assert noted == {(origin, origin) for origin in ("fresh", "easy", "replay")}
-
-
-def test_a_column_called_origin_stays_the_datasets(tmp_path):
-    task = told([{**row, "origin": "mine"} for row in toy_task.get_rl_dataset(None)])
-    steps = trained(tmp_path, task, eval={"before_and_after": False})
-    assert {r.notes["origin"] for groups in steps for g in groups for r in g.rollouts} == {"mine"}
-
-
-@pytest.mark.parametrize("part", [2, 3, 4])
+@pytest.mark.parametrize(
+    "part",
+    [
+        3,
+        pytest.param(2, marks=pytest.mark.soak(suite="kills")),
+        pytest.param(4, marks=pytest.mark.soak(suite="kills")),
+    ],
+)
 def test_the_free_schedule_loses_and_repeats_nothing(tmp_path, part):
     """Draws are asked for one by one there; one that a crash cut off is asked for again, and gets the same."""
     settings = {
@@ -177,34 +151,6 @@ def test_the_router_gives_easy_examples_a_reward_of_their_own(tmp_path):
     assert applied == {("easy", "EASY/easily"), ("fresh", "toy_task/share")}
 
 
-def test_the_prompts_of_easy_examples_are_made_ready_as_the_others_are(tmp_path):
-    """Where the config names the data; beside a task they stay as they are written."""
-    settings = {
-        **config(tmp_path),
-        "data": {
-            "dataset_name": EASY["dataset_name"],
-            "prompt_column": "question",
-            "answer_column": "wanted",
-            "system_prompt": "Write.",
-            "easy_pool": {"dataset_name": EASY["dataset_name"], "schedule": [[0, 0.5]]},
-        },
-        "rewards": {"in_process": True, "reward_funcs": ["xml_count"]},
-        "eval": {},
-    }
-    assert groupwise.rl(settings, None).exit_code == 0
-    prompts: dict[str, set[tuple[str, ...]]] = {}
-    for group in (group for groups in recorded(tmp_path) for group in groups):
-        assert not isinstance(group.example.prompt, str)
-        roles = tuple(message["role"] for message in group.example.prompt)
-        prompts.setdefault(group.origin, set()).add(roles)
-    assert prompts == {"fresh": {("system", "user")}, "easy": {("system", "user")}}
-
-
-def test_a_plan_counts_the_easy_examples(tmp_path):
-    settings = {**config(tmp_path), "data": {"easy_pool": EASY}}
-    assert groupwise.rl(settings, TOY, dry_run=True).summary["plan"]["easy_examples"] == 4
-
-
 def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monkeypatch):
     pool = {key: value for key, value in EASY.items() if key != "dataset_name"}
     settings = {**config(tmp_path), "data": {"easy_pool": pool}}
@@ -219,7 +165,7 @@ def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monk
     [
         (
             {"data": {"replay": {"at_temperature_floor": True}}},
-            "no effect without sampler.temperature_schedule",
+            "without sampler.temperature_schedule",
         ),
         (
             {"data": {"replay": {"mode": "completions"}}, "run": {"keep_tokens": False}},
@@ -230,20 +176,20 @@ def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monk
                 "data": {"replay": {"mode": "completions"}},
                 "algorithm": {"importance_sampling_correction": "none"},
             },
-            "which an earlier policy sampled",
+            "earlier policy",
         ),
-        ({"data": {"replay": {"capacity": 100}}}, "warmup_entries is 500, but capacity is 100"),
+        ({"data": {"replay": {"capacity": 100}}}, "warmup_entries is 500.* capacity is 100"),
         (
             {"data": {"replay": {}}},
-            r"warmup_entries is 500, but the number of different prompts is \d+",
+            r"warmup_entries is 500.* prompts is \d+",
         ),
         (
             {"data": {"replay": {"max_share": 0.4}}},
-            "max_share is 0.4, which is less than one of the 2 prompts",
+            "max_share is 0.4",
         ),
         (
             {"sampler": {"temperature": 0.7, "temperature_schedule": {}}},
-            "no effect beside temperature_schedule",
+            "temperature_schedule",
         ),
         (
             {"sampler": {"temperature_schedule": {"hot_every": None, "hot": 1.5}}},
@@ -276,22 +222,6 @@ def test_a_part_that_would_never_be_solved_is_refused_before_the_model_is_loaded
     said = rf"{key} is 'nosuch', but .*toy_task.* has no such part\. It has: share\."
     with pytest.raises(TaskError, match=said):
         groupwise.rl({**config(tmp_path), **UNKNOWN_PARTS[key]}, TOY, dry_run=True)
-
-
-def short(completions: list[str], **_: Any) -> list[float]:
-    return [1.0 - len(text) / 6 for text in completions]
-
-
-def test_a_dry_run_says_that_nobody_tells_what_is_solved(tmp_path):
-    task = SimpleNamespace(
-        get_rl_dataset=toy_task.get_rl_dataset,
-        get_reward_funcs=lambda config, tokenizer: [toy_task.share, short],
-    )
-    settings = {**config(tmp_path), "eval": {"before_and_after": False}}
-    plan = groupwise.rl(settings, task, dry_run=True).summary["plan"]
-    assert "signals.accuracy_part. There are: share, short" in plan["signals"]
-    named = {**settings, "signals": {"accuracy_part": "share"}}
-    assert "signals" not in groupwise.rl(named, task, dry_run=True).summary["plan"]
 
 
 def test_a_buffer_that_cannot_tell_examples_apart_is_refused(tmp_path):

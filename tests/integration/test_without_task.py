@@ -137,42 +137,6 @@ def test_resume_says_that_the_code_of_rewards_or_of_a_mixed_task_was_changed(
         assert (said in caplog.text) == bool(file), steps
 
 
-def test_easy_rows_have_their_label_where_a_task_routes_itself() -> None:
-    Path("routed.py").write_text(
-        "from groupwise.rewards.router import Router\n"
-        "def get_rl_dataset(config): return [{'prompt': 'one?', 'task': 'hard'}]\n"
-        "def zero(completions, **columns): return [0.0] * len(completions)\n"
-        "def one(completions, **columns): return [1.0] * len(completions)\n"
-        "def get_reward_funcs(config, tokenizer): return Router.of({'hard': zero, 'EASY': one})\n"
-    )
-    Path("easy.jsonl").write_text('{"prompt": "two?"}\n')
-    given = config(easy_pool={"dataset_name": "easy.jsonl", "schedule": [[0, 0.5]]})
-    given["data"].pop("prompt_column")
-    given["rewards"] = {"in_process": True}
-    result = groupwise.rl(given, "routed.py")
-    with Store.open(result.folder / "run.db", readonly=True) as store:
-        curves = store.metrics(["reward/fresh", "reward/easy"])
-    assert {name: {value for _, value in curve} for name, curve in curves.items()} == {
-        "reward/fresh": {0.0},
-        "reward/easy": {1.0},
-    }
-
-
-def test_easy_rows_without_a_gold_answer_are_left_out_and_counted() -> None:
-    lines = [{"question": "one?", "answer": "1"}, {"question": "two?"}]
-    for name in ("hard.jsonl", "easy.jsonl"):
-        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = config(dataset_name="hard.jsonl", easy_pool={"dataset_name": "easy.jsonl"})
-    given["rewards"] = {"reward_funcs": ["correctness"]}
-    plan = groupwise.rl(given, dry_run=True).summary["plan"]
-    assert plan["easy_examples"] == 1
-    left_out = plan["rows_left_out"]
-    assert {hook: sum(counts.values()) for hook, counts in left_out.items()} == {
-        "get_rl_dataset": 1,
-        "data.easy_pool": 1,
-    }
-
-
 def test_plan_counts_what_is_left_out_and_what_is_changed() -> None:
     given = config(dataset_name="one.jsonl", system_prompt="Be brief.", max_prompt_length=17)
     given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"]}
@@ -263,16 +227,6 @@ def test_lessons_that_are_held_out_and_taught_are_warned_of(rows: Any) -> None:
     assert groupwise.sft(given, dry_run=True).summary["plan"]["warnings"] == []
 
 
-def test_check_tries_each_task_of_a_mixture_on_its_own_gold() -> None:
-    given = config(dataset_mixture=[{"task": "sort_words"}, {"task": "crossword"}])
-    report = groupwise.check(config=given, rows=4)
-    found = {finding.name: finding for finding in report.findings}
-    assert "answer tags" in found["gold answers of crossword"].measured
-    assert found["gold answers of sort_words"].level == "ok"
-    assert found["gold earns most"].level == "ok"
-    assert report.exit_code == 0
-
-
 def test_command_line_says_what_to_give_instead_of_a_task(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -282,22 +236,3 @@ def test_command_line_says_what_to_give_instead_of_a_task(
         said = capsys.readouterr().err
         assert "Give a task with --task-module" in said
         assert "data.dataset_name" in said
-
-
-def test_rows_that_are_left_out_stand_in_the_report_of_a_check() -> None:
-    given = config(dataset_name="one.jsonl")
-    given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"], "in_process": True}
-    found = {finding.name: finding for finding in groupwise.check(config=given, rows=2).findings}
-    assert found["get_rl_dataset: left out"].level == "warning"
-    assert found["get_rl_dataset: left out"].data == {"left_out": {"the prompt is empty": 1}}
-
-
-def test_strict_refuses_lessons_that_do_not_fit() -> None:
-    Path("pairs.jsonl").write_text(
-        json.dumps({"prompt": "a", "completion": "b"})
-        + "\n"
-        + json.dumps({"prompt": "a" * 40, "completion": "b"})
-    )
-    data = {"dataset_name": "pairs.jsonl", "max_length": 16, "strict": True}
-    with pytest.raises(TaskError, match=r"1 rows have nothing to train .* data.strict is true"):
-        groupwise.sft({"model": {"name": "tiny"}, "data": data}, dry_run=True)
