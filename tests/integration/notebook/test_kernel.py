@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,6 @@ SESSION = "session = prepare_session(config)"
 TRAIN = "state = train_grpo(config, session, reward_functions=[digits])"
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Kernel]:
-    with Kernel(tmp_path) as found:
-        yield found
-
-
 def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
     kernel: Kernel,
 ) -> None:
@@ -52,39 +45,29 @@ def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
     ]
 
 
-def test_an_interrupted_training_goes_on_in_the_same_kernel_and_in_another(tmp_path: Path) -> None:
+def test_an_interrupted_training_goes_on_in_the_same_kernel(kernel: Kernel, tmp_path: Path) -> None:
     """Jupyter interrupts the whole process group, the two processes that sample and learn among it."""
     begin = (BEGIN + WAITING).replace('"run.processes": 1', '"run.processes": 2')
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for folder in (whole, cut):
-        folder.mkdir()
-    with Kernel(whole) as kernel:
-        kernel.run(begin)
-        kernel.run(SESSION)
-        kernel.run(TRAIN_WAITING)
+    kernel.run(begin)
+    for folder in ("whole", "cut"):
+        (tmp_path / folder).mkdir()
+    kernel.run("import os\nos.chdir('whole')")
+    kernel.run(SESSION)
+    kernel.run(TRAIN_WAITING)
+    cut = tmp_path / "cut"
     (cut / "wait").touch()
-    with Kernel(cut) as kernel:
-        kernel.run(begin)
-        kernel.run(SESSION)
-        said = interrupted(kernel, cut)
-        assert "Stopped after 3 steps. Run the cell again to go on from there." in said
-        assert "Traceback" not in said
-        said = interrupted(kernel, cut)
-        assert "it goes on" in said
-    (cut / "wait").unlink()
-    with Kernel(cut) as kernel:
-        kernel.run(begin)
-        kernel.run(SESSION)
-        assert "it goes on" in text(kernel.run(TRAIN_WAITING))
-    final = Path("checkpoints/digits/final/adapter_model.safetensors")
-    assert (whole / final).read_bytes() == (cut / final).read_bytes()
-
-
-def interrupted(kernel: Kernel, folder: Path) -> str:
-    """What the training says that is interrupted in its fourth step."""
-    cell = in_its_fourth_step(kernel, folder, 60)
+    kernel.run("os.chdir('../cut')")
+    kernel.run(begin)
+    kernel.run(SESSION)
+    cell = in_its_fourth_step(kernel, cut, 60)
     kernel.interrupt()
-    return text(kernel.outputs(cell))
+    said = text(kernel.outputs(cell))
+    assert "Stopped after 3 steps. Run the cell again to go on from there." in said
+    assert "Traceback" not in said
+    (cut / "wait").unlink()
+    assert "it goes on" in text(kernel.run(TRAIN_WAITING))
+    final = Path("checkpoints/digits/final/adapter_model.safetensors")
+    assert (tmp_path / "whole" / final).read_bytes() == (cut / final).read_bytes()
 
 
 MODULE = """
@@ -118,6 +101,7 @@ def test_an_edited_module_acts_at_the_next_call(kernel: Kernel, tmp_path: Path) 
     assert "rivers 1.0" in text(kernel.run(LOOK))
     file.write_text(MODULE.format(topic="oceans", value=0.25))
     assert "oceans 0.25" in text(kernel.run(LOOK))
+    kernel.run("%autoreload 0")
 
 
 SECRET = "hf_Zq81kLmN20pQrT"
@@ -144,3 +128,29 @@ def test_credentials_stand_in_no_output_and_no_file(kernel: Kernel, tmp_path: Pa
     assert len(files) > 10
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
     assert "beta cannot be changed" in said
+
+
+SEARCH = """
+from groupwise.notebook import *
+
+config = TrainingConfig(
+    model="tiny", dataset="arithmetic", dataset_max=12, num_batches=4, train_fraction=0.5, batch_size=1, total_generation_steps=4,
+    beta=0.0, lora_rank=2, lora_alpha=4, experiment_name="k", overrides={"run.processes": 1, "eval.max_prompts": 2},
+)
+print("mine")
+found = search(config, {"num_batches": [2, 4], "train_fraction": [0.25]}, trials=20, prune=False)
+"""
+
+
+def test_trials_have_one_place_and_what_else_the_cell_said_stays(kernel: Kernel) -> None:
+    said = kernel.run(SEARCH)
+    states = text(kernel.run("print(*[trial.state.name for trial in found.study.trials])")).split()
+    assert {*states} == {"COMPLETE", "FAIL"}
+    [drawn] = [each for each in said if each["kind"] == "display_data"]
+    page = drawn["data"]["text/html"]
+    assert "Trials" in page
+    assert "num_batches 2 × train_fraction 0.25" in page
+    assert said[0]["text"].startswith("mine")
+    streams = "".join(each["text"] for each in said if each["kind"] == "stream")
+    failed = ["trial … failed"] * states.count("FAIL")
+    assert len(streams.splitlines()) == len(["mine", *failed, "over after"])
