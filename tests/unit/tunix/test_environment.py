@@ -76,14 +76,10 @@ def test_it_is_made_with_what_the_device_needs(pip: Pip, monkeypatch: pytest.Mon
     assert home() in made.parents
     assert pip.words[-1][-1] == "jax[tpu]"
     assert str(made) in pip.words[-1]
-    assert all("PYTHONPATH" not in each for each in pip.environments)
-
-
-def test_it_is_made_once(pip: Pip) -> None:
-    made = install("cpu", say=False)
     count = len(pip.words)
-    assert install("cpu", say=False) == made
-    assert len(pip.words) == count
+    assert install("tpu", say=False) == made
+    assert len(pip.words) == count, "it is made once"
+    assert all("PYTHONPATH" not in each for each in pip.environments)
 
 
 def test_one_of_another_version_is_made_anew_for_the_same_devices(pip: Pip) -> None:
@@ -99,23 +95,13 @@ def test_one_of_another_version_is_made_anew_for_the_same_devices(pip: Pip) -> N
     )
 
 
-def test_where_nobody_says_it_is_for_this_machine(
-    pip: Pip, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(environment, "of_this_machine", lambda: "gpu")
-    install(say=False)
-    assert pip.words[-1][-1] == "jax[cuda13]"
-
-
-def test_one_that_was_cut_off_is_none(pip: Pip) -> None:
+def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
     pip.code = 1
-    with pytest.raises(UsageError, match="no network, says pip"):
+    with pytest.raises(UsageError, match="no network"):
         install("cpu", say=False)
     with pytest.raises(UsageError, match="there is none"):
         python()
-
-
-def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
+    pip.code = 0
     before = install("cpu", say=False)
     pip.code = 1
     with pytest.raises(UsageError, match="no network"):
@@ -126,7 +112,7 @@ def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
     assert before.is_file()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"requirements": '])
+@pytest.mark.parametrize("content", ["", "[]", '{"requirements": '])
 def test_what_cannot_be_read_counts_as_none(content: str, pip: Pip) -> None:
     install("cpu", say=False)
     (home() / MADE).write_text(content)
@@ -231,19 +217,13 @@ def test_devices_that_do_not_open_are_told_and_not_waited_for_for_ever(
     answering: Callable[..., Worker], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = answering(TimeoutError(), TimeoutError())
-    with pytest.raises(UsageError, match=r"within 300 s\. A TPU belongs to one .* other hosts\."):
+    with pytest.raises(UsageError, match=r"300 s.*other hosts\."):
         environment.look()
     assert "not opened its devices after 20 s" in caplog.text
     assert sum(worker.waited) == environment.LIMIT
-
-
-def test_a_worker_that_cannot_start_is_told_with_its_python(
-    answering: Callable[..., Worker],
-) -> None:
     answering(RunError("No module named 'jax'"))
-    with pytest.raises(UsageError, match=r"fetch-tunix --again .* No module named 'jax'") as error:
+    with pytest.raises(UsageError, match=r"fetch-tunix --again .* No module named 'jax'"):
         environment.look()
-    assert sys.executable in str(error.value)
 
 
 def test_jax_is_told_to_open_what_the_environment_is_for(
@@ -251,9 +231,11 @@ def test_jax_is_told_to_open_what_the_environment_is_for(
 ) -> None:
     monkeypatch.setattr(environment, "WorkerProcess", lambda python, given: given)
 
-    def told() -> str | None:
-        given: Any = environment.start_worker(None, (1, 1))
-        return given.get("JAX_PLATFORMS")
+    def told(
+        name: str = "JAX_PLATFORMS", threads: int | None = None, mesh: tuple[int, int] = (1, 1)
+    ) -> str | None:
+        given: Any = environment.start_worker(threads, mesh)
+        return given.get(name)
 
     install("tpu", say=False)
     assert told() == "tpu,cpu"
@@ -262,38 +244,11 @@ def test_jax_is_told_to_open_what_the_environment_is_for(
     monkeypatch.delenv("JAX_PLATFORMS")
     install("cpu", say=False)
     assert told() is None
-
-
-@pytest.mark.parametrize(
-    ("threads", "mesh", "told"),
-    [
-        (None, (1, 1), None),
-        (1, (1, 1), "1"),
-        (6, (1, 1), "6"),
-        (6, (2, 1), "8"),
-        (16, (1, 2), "16"),
-    ],
-)
-def test_threads_are_those_of_xla(
-    threads: int | None, mesh: tuple[int, int], told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    asked = ((None, (1, 1)), (1, (1, 1)), (6, (2, 1)), (16, (1, 2)))
+    assert [told("NPROC", *each) for each in asked] == [None, "1", "8", "16"]
+    repeatable = "--xla_gpu_deterministic_ops=true"
+    assert repeatable not in str(told("XLA_FLAGS"))
+    (home() / MADE).unlink()
     monkeypatch.setenv(VARIABLE, sys.executable)
-    monkeypatch.setattr(environment, "WorkerProcess", lambda python, given: given)
-    given: Any = environment.start_worker(threads, mesh)
-    assert given.get("NPROC") == told
-
-
-@pytest.mark.parametrize("machine", ["gpu", "cpu"])
-def test_sums_on_a_gpu_are_repeatable(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, sys.executable)
-    monkeypatch.setattr(environment, "of_this_machine", lambda: machine)
-    monkeypatch.setattr(environment, "WorkerProcess", lambda python, given: given)
-    given: Any = environment.start_worker(None, (1, 1))
-    assert ("--xla_gpu_deterministic_ops=true" in given["XLA_FLAGS"]) == (machine == "gpu")
-
-
-def test_what_it_holds_is_pinned() -> None:
-    lines = environment.REQUIREMENTS.read_text().splitlines()
-    pinned = [line for line in lines if not line.startswith("#")]
-    assert all("==" in line for line in pinned)
-    assert "google-tunix==0.1.7" in pinned
+    monkeypatch.setattr(environment, "of_this_machine", lambda: "gpu")
+    assert repeatable in str(told("XLA_FLAGS"))
