@@ -71,10 +71,23 @@ def fingerprints(folder: Path) -> list[str]:
 
 
 async def test_it_takes_the_steps_of_the_loop_bit_for_bit(in_process: Path, tmp_path: Path) -> None:
+    order = OpenRun(config(tmp_path, "served"), LONGEST_PROMPT)
     engine = EngineCore()
-    opened = await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
+    opened = await engine.open(order)
     assert (opened.run, opened.step, opened.manifests) == ("served", 0, ())
-    found = [(await take(engine, step, in_process))[0] for step in range(STEPS)]
+    taken = [await take(engine, step, in_process) for step in range(3)]
+    await engine.close()  # as if it had been killed: the checkpoint is that of step 2
+
+    engine = EngineCore()
+    opened = await engine.open(replace(order, run="served"))
+    assert (opened.step, [each.step for each in opened.manifests]) == (2, [0, 1, 2])
+    assert opened.policy.fingerprint == fingerprints(in_process)[1]
+    assert opened.inexact is None
+    done = await engine.step(Plan(2, tuple(taken[2][1])))
+    assert done.policy.fingerprint == taken[2][0]
+    found = [each for each, _ in taken] + [
+        (await take(engine, step, in_process))[0] for step in range(3, STEPS)
+    ]
     assert found == fingerprints(in_process)
     folder = Path(await engine.close_run(finished=True))
     await engine.close()
@@ -83,92 +96,46 @@ async def test_it_takes_the_steps_of_the_loop_bit_for_bit(in_process: Path, tmp_
     ).read_bytes()
 
 
-async def test_steps_after_the_checkpoint_are_asked_for_again_and_are_the_same(
-    in_process: Path, tmp_path: Path
+@pytest.mark.parametrize("source", ["adapter", "checkpoint"])
+async def test_what_a_run_began_with_may_be_gone_afterwards(
+    source: str, in_process: Path, tmp_path: Path
 ) -> None:
-    engine = EngineCore()
-    order = OpenRun(config(tmp_path, "served"), LONGEST_PROMPT)
-    await engine.open(order)
-    plans = [(await take(engine, step, in_process))[1] for step in range(3)]
-    await engine.close()  # as if it had been killed: the checkpoint is that of step 2
-
-    engine = EngineCore()
-    opened = await engine.open(replace(order, run="served"))
-    assert opened.step == 2
-    assert [manifest.step for manifest in opened.manifests] == [0, 1, 2]
-    assert opened.policy.fingerprint == fingerprints(in_process)[1]
-    assert opened.inexact is None
-    done = await engine.step(Plan(2, tuple(plans[2])))
-    assert done.policy.fingerprint == fingerprints(in_process)[2]
-    assert (await take(engine, 3, in_process))[0] == fingerprints(in_process)[3]
-    await engine.close()
-
-
-async def test_an_adapter_is_gone_on_with_whatever_becomes_of_its_run(
-    in_process: Path, tmp_path: Path
-) -> None:
-    adapter = tmp_path / "adapter"
-    shutil.copytree(in_process / "final", adapter)
+    place = tmp_path / source
+    adapter = source == "adapter"
+    shutil.copytree(in_process / ("final" if adapter else "checkpoints/step-4"), place)
     settings = config(tmp_path / "runs", "served")
-    order = OpenRun(
-        {**settings, "model": {"name": "tiny", "adapter": str(adapter)}}, LONGEST_PROMPT
-    )
+    if adapter:
+        settings["model"]["adapter"] = str(place)
+    order = OpenRun(settings, LONGEST_PROMPT, start_from=None if adapter else str(place))
     engine = EngineCore()
     opened = await engine.open(order)
-    assert opened.policy.fingerprint == fingerprints(in_process)[-1]
-    await engine.close()
-    shutil.rmtree(adapter)
-    engine = EngineCore()
-    again = await engine.open(replace(order, run="served"))
-    assert again.policy.fingerprint == opened.policy.fingerprint
-    await engine.close()
-
-
-async def test_a_new_run_begins_with_a_checkpoint(in_process: Path, tmp_path: Path) -> None:
-    order = OpenRun(config(tmp_path, "served"), LONGEST_PROMPT)
-    engine = EngineCore()
-    checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(in_process / "checkpoints" / "step-4", checkpoint)
-    opened = await engine.open(replace(order, start_from=str(checkpoint)))
     assert opened.step == 0
-    assert opened.policy.fingerprint == fingerprints(in_process)[3]
+    assert opened.policy.fingerprint == fingerprints(in_process)[-1 if adapter else 3]
     await engine.close()
-    shutil.rmtree(checkpoint)
+    shutil.rmtree(place)
     engine = EngineCore()
-    again = await engine.open(replace(order, run="served"))
+    again = await engine.open(replace(order, start_from=None, run="served"))
     assert again.policy.fingerprint == opened.policy.fingerprint
     await engine.close()
 
 
-async def test_what_cannot_be_asked_is_said_and_changes_nothing(tmp_path: Path) -> None:
+async def test_what_cannot_be_asked_has_a_code_and_a_field(tmp_path: Path) -> None:
     engine = EngineCore()
     await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
-    asked = {
-        "at most 16": SampleOrder(0, "word " * 100),
-        "no tokens": SampleOrder(0, ""),
-        "top_p": SampleOrder(0, "write a", sampling=Sampling(top_p=0.5)),
-        "temperature 0": SampleOrder(0, "write a", sampling=Sampling(temperature=0.0)),
-        "there is room for": SampleOrder(0, "write a", sampling=Sampling(max_tokens=500)),
-        "not what this server makes": SampleOrder(0, "write a", prompt_ids=(1, 2, 3)),
-    }
-    codes: dict[str, tuple[str, str | None]] = {}
-    for said, order in asked.items():
-        with pytest.raises(UsageError, match=said) as refused:
+    write = SampleOrder(0, "write a")
+    asked: list[tuple[str, str | None, SampleOrder]] = [
+        ("prompt_too_long", "prompt", SampleOrder(0, "word " * 100)),
+        ("usage", "prompt", SampleOrder(0, "")),
+        ("usage", None, replace(write, sampling=Sampling(top_p=0.5))),
+        ("usage", "temperature", replace(write, sampling=Sampling(temperature=0.0))),
+        ("usage", "max_tokens", replace(write, sampling=Sampling(max_tokens=500))),
+        ("tokenizer_mismatch", "prompt_ids", replace(write, prompt_ids=(1, 2, 3))),
+    ]
+    for code, field, order in asked:
+        with pytest.raises(UsageError) as refused:
             await engine.sample(order)
-        codes[said] = (refused.value.code, getattr(refused.value, "field", None))
-    assert codes == {
-        "at most 16": ("prompt_too_long", "prompt"),
-        "no tokens": ("usage", "prompt"),
-        "top_p": ("usage", None),
-        "temperature 0": ("usage", "temperature"),
-        "there is room for": ("usage", "max_tokens"),
-        "not what this server makes": ("tokenizer_mismatch", "prompt_ids"),
-    }
-    with pytest.raises(UsageError, match="stands after 0 steps"):
-        await engine.step(Plan(3, ()))
-    kept_out = SampleOrder(
-        0, "write a", sampling=Sampling(top_p=0.5, temperature=0.0), trains=False
-    )
+        assert (refused.value.code, getattr(refused.value, "field", None)) == (code, field)
+    kept_out = replace(write, sampling=Sampling(top_p=0.5, temperature=0.0), trains=False)
     assert (await engine.sample(kept_out)).step == 0
     await engine.close()
 

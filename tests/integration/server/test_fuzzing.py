@@ -1,7 +1,7 @@
 """Random requests made from the OpenAPI document, against the real service: nothing that the document does not name, no 5xx, no harm.
 
-The fake engine stands for the model; everything else is real: routes, ledger, steps. Bodies are mostly what the schemas allow, so that they
-come far, and partly spoilt. Whatever was sent, the server answers, its run goes on, and what it knows fits together.
+The fake engine stands for the model; everything else is real: routes, ledger, steps. Bodies are the document's examples, mostly with
+something spoilt, so that they come far. Whatever was sent, the server answers, its run goes on, and what it knows fits together.
 
 The routes of the verbs are asked likewise, over the fake engine of their own: with ids of what there is, numbers that come in order or do
 not, and protobuf messages whole, cut and of chance. Afterwards a new client trains a model as if nothing had been.
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -27,93 +28,45 @@ from groupwise.server.verbs.refusals import CODES
 from groupwise.server.verbs.stored import SavedFolders
 from tests.unit.server.asking import client_of
 from tests.unit.server.serving import SETTINGS, Served, served
-from tests.unit.server.test_schema_walk import DOCUMENT, OPERATIONS, WRONG, ask
+from tests.unit.server.test_schema_walk import (
+    OPERATIONS,
+    WITH_BODY,
+    WRONG,
+    ask,
+    fields_of,
+    schema_of,
+)
 from tests.unit.server.verbs.hosting import Disk, Server, created, gradient, serving, update
 from tests.verb_server import KEY, app
 
-FEW = 3
-"""Entries of a list, at most."""
 ROUTES = [name for name in OPERATIONS if name not in ("GET /events", "GET /metrics")]
 SOONER = 0.02
 """Seconds for every wait, so that the test does not take its own time."""
-LARGE = 1 << 20
 VERBS: Mapping[str, Any] = document.document()
-SCHEMAS: Mapping[str, Any] = DOCUMENT["components"]["schemas"] | VERBS["components"]["schemas"]
+GOOD_ONES = (1, 2, 3, 0.25, "abc", "tiny", "next", "hold", "latest", ["abc", "b"], [1.0, 0.0])
+"""What some fields may be."""
+FIELDS = {name: [*fields_of(schema_of(name)["schema"])] for name in WITH_BODY}
 
 
-def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    while "$ref" in schema:
-        schema = SCHEMAS[schema["$ref"].removeprefix("#/components/schemas/")]
-    return schema
-
-
-def values_of(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    """What a schema allows, and sometimes what it does not."""
-    return st.one_of(_allowed(schema), _allowed(schema), _allowed(schema), st.sampled_from(WRONG))
-
-
-def _allowed(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    schema = resolved(schema)
-    if "const" in schema:
-        return st.just(schema["const"])
-    if "enum" in schema:
-        return st.sampled_from(schema["enum"])
-    for several in ("anyOf", "oneOf"):
-        if several in schema:
-            return st.one_of(
-                [st.deferred(lambda each=each: _allowed(each)) for each in schema[several]]
-            )
-    return _OF_TYPE[schema.get("type", "anything")](schema)
-
-
-def _integers(schema: Mapping[str, Any]) -> st.SearchStrategy[int]:
-    least = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
-    most = min(schema.get("maximum", LARGE), LARGE)
-    return st.one_of(st.integers(least, min(most, least + 4)), st.integers(least, most))
-
-
-def _numbers(schema: Mapping[str, Any]) -> st.SearchStrategy[float]:
-    least = schema.get("minimum", schema.get("exclusiveMinimum", -10))
-    most = schema.get("maximum", schema.get("exclusiveMaximum", 1e6))
-    return st.floats(least, most, allow_nan=False)
-
-
-def _lists(schema: Mapping[str, Any]) -> st.SearchStrategy[list[Any]]:
-    inner = st.deferred(lambda: values_of(schema.get("items", {})))
-    return st.lists(inner, min_size=schema.get("minItems", 0), max_size=FEW)
-
-
-def _objects(schema: Mapping[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    properties, required = schema.get("properties", {}), schema.get("required", ())
-    inner = {
-        name: st.deferred(lambda each=each: values_of(each)) for name, each in properties.items()
-    }
-    needed = {name: inner[name] for name in required}
-    others = {name: inner[name] for name in inner if name not in required}
-    return st.fixed_dictionaries(needed, optional=others)
-
-
-_OF_TYPE = {
-    "null": lambda schema: st.none(),
-    "boolean": lambda schema: st.booleans(),
-    "integer": _integers,
-    "number": _numbers,
-    "string": lambda schema: (
-        st.sampled_from(["abc", "tiny", "next", "g-1", "latest"]) | st.text(max_size=8)
-    ),
-    "array": _lists,
-    "object": _objects,
-    "anything": lambda schema: st.sampled_from(WRONG),
-}
+@st.composite
+def changed(draw: st.DrawFn, good: Mapping[str, Any], fields: Sequence[str]) -> Any:
+    """A body with some fields in the place of others; seldom something else altogether."""
+    if not fields or draw(st.integers(0, 9)) == 0:
+        return draw(st.sampled_from(WRONG))
+    body = {**good}
+    for field in draw(st.lists(st.sampled_from(fields), max_size=3)):
+        body[field] = draw(st.sampled_from(GOOD_ONES) | st.sampled_from(WRONG))
+    return body
 
 
 @st.composite
 def asks(draw: st.DrawFn) -> tuple[str, Any, int]:
     """A route, a body, and which of the groups that there are is meant where a group is."""
     name = draw(st.sampled_from(ROUTES))
-    content = OPERATIONS[name][2].get("requestBody", {}).get("content", {})
-    schema = content.get("application/json", {}).get("schema")
-    return name, draw(values_of(schema)) if schema else None, draw(st.integers(0, 5))
+    body = None
+    if name in FIELDS:
+        body = draw(changed(schema_of(name)["example"], FIELDS[name]))
+    return name, body, draw(st.integers(0, 5))
 
 
 async def course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
@@ -160,7 +113,13 @@ async def check(server: Served) -> None:
     assert {answer.status for answer in answers} == {"trained"}
 
 
-@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+FEW_RUNS, MANY_RUNS = (
+    hypothesis.settings(max_examples=most, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    for most in (15, 200)
+)
+
+
+@FEW_RUNS
 @hypothesis.given(asked=st.lists(asks(), min_size=1, max_size=12))
 def test_no_request_does_harm(asked: list[tuple[str, Any, int]], tmp_path_factory: Any) -> None:
     asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), asked))
@@ -208,8 +167,12 @@ def calls(draw: st.DrawFn) -> tuple[str, Any, int]:
     number = draw(st.integers(0, 5))
     if BYTES in content:
         return name, draw(st.binary(max_size=40) | st.integers(0, 60)), number
-    schema = content.get("application/json", {}).get("schema")
-    return name, draw(values_of(schema)) if schema else None, number
+    if "application/json" not in content:
+        return name, None, number
+    schema = content["application/json"]["schema"]
+    while "$ref" in schema:
+        schema = VERBS["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return name, draw(changed(GOOD.get(name, {}), [*schema.get("properties", {})])), number
 
 
 class Verbs:
@@ -252,8 +215,6 @@ class Verbs:
             whole = gradient(self._id("model", number), self._number(number), 5)
             return whole if body > 20 else whole[: 5 * body]
         if isinstance(body, dict):
-            if number > 2:  # one that is right, but for one field
-                body = {**GOOD.get(name, {}), **dict(list(body.items())[: number % 2])}
             known = {key: self._known(key, number) for key in ("session_id", "model_id")}
             known |= {key: self._known(key, number) for key in ("request_id", "seq_id")}
             known["sampling_session_id"] = self._id("sampling", number)
@@ -318,9 +279,20 @@ async def check_verbs(server: Server) -> None:
         assert isinstance(await service.answer(id, 10), Answer)
 
 
-@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@FEW_RUNS
 @hypothesis.given(asked=st.lists(calls(), min_size=1, max_size=16))
 def test_no_call_of_the_verbs_does_harm(
     asked: list[tuple[str, Any, int]], tmp_path_factory: Any
 ) -> None:
     asyncio.run(verbs_course(tmp_path_factory.mktemp("verbs"), asked))
+
+
+@pytest.mark.soak(suite="server")
+@MANY_RUNS
+@hypothesis.given(
+    routes=st.lists(asks(), min_size=1, max_size=12),
+    verbs=st.lists(calls(), min_size=1, max_size=16),
+)
+def test_none_of_very_many_does_harm(routes: Any, verbs: Any, tmp_path_factory: Any) -> None:
+    asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), routes))
+    asyncio.run(verbs_course(tmp_path_factory.mktemp("verbs"), verbs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "publish": {"verb": "publish", "version": 3},
     "save_state": {"verb": "save_state", "folder": "state"},
     "load_state": {"verb": "load_state", "folder": "state"},
-    "load": {
+    "open": {"verb": "open", "kind": "serving", "config": CONFIG, "run": "r", "longest_prompt": 8},
+    "load": {  # last, as it changes what is sampled
         "verb": "load",
         "policy": {
             "run": "r",
@@ -81,7 +83,6 @@ CALLS: dict[str, dict[str, Any]] = {
             "path": "state",
         },
     },
-    "open": {"verb": "open", "kind": "serving", "config": CONFIG, "run": "r", "longest_prompt": 8},
 }
 WRONG = (
     None,
@@ -118,8 +119,13 @@ def spoilt(value: Any) -> Iterator[Any]:
                 yield [*value[:index], other, *value[index + 1 :]]
 
 
-@pytest.mark.parametrize("verb", CALLS)
-async def test_every_spoilt_call_has_its_answer(tmp_path: Path, verb: str) -> None:
+SHARES = 8
+OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="server")) for n in range(1, SHARES)]
+
+
+@pytest.mark.parametrize("first", [0, *OTHERS])
+async def test_every_spoilt_call_has_its_answer(tmp_path: Path, first: int) -> None:
+    """Every eighth of them from one on; the other eighths are soak tests."""
     server = PartsServer(tmp_path)
     http = httpx2.AsyncClient(transport=server.transport, base_url=HERE)
     numbers = iter(range(1, 10**6))
@@ -137,25 +143,27 @@ async def test_every_spoilt_call_has_its_answer(tmp_path: Path, verb: str) -> No
     await result({**CALLS["open"], "kind": "training"})
     await result(CALLS["save_state"])
     drawn, learnt = await result(GENERATE), await result(LEARN)
-    answers: list[str] = []
-    for do in spoilt(CALLS[verb]):
-        answer = await call(do)
-        shown = f"{json.dumps(do)[:600]} -> {answer.status_code} {answer.text[:900]}"
-        assert answer.status_code < 500, shown
-        if answer.status_code >= 400:
-            assert KINDS[answer.json()["code"]].status == answer.status_code, shown
-            answers.append(answer.json()["code"])
-        else:
-            error = answer.json()["error"]
-            answers.append("done" if error is None else error["code"])
-            assert error is None or "Traceback" not in error["message"], shown
-    assert "run_failed" not in answers, "a mistake of the client is told as one"
-    assert len(set(answers)) > 1
-    assert len(server.engines) == 1
-    await result({"verb": "load_state", "folder": "state"})
-    assert await result(LEARN) == learnt
-    if verb != "load":
-        assert await result(GENERATE) == drawn
+    for verb in CALLS:
+        answers: set[str] = set()
+        for do in islice(spoilt(CALLS[verb]), first, None, SHARES):
+            answer = await call(do)
+            shown = f"{json.dumps(do)[:600]} -> {answer.status_code} {answer.text[:900]}"
+            assert answer.status_code < 500, shown
+            if answer.status_code >= 400:
+                assert KINDS[answer.json()["code"]].status == answer.status_code, shown
+                answers.add(answer.json()["code"])
+            else:
+                error = answer.json()["error"]
+                answers.add("done" if error is None else error["code"])
+                assert error is None or "Traceback" not in error["message"], shown
+        assert "run_failed" not in answers, "a mistake of the client is told as one"
+        assert answers
+        assert len(server.engines) == 1
+        await result({"verb": "load_state", "folder": "state"})
+        assert await result(LEARN) == learnt
+        await result({"verb": "discard"})
+        if verb != "load":
+            assert await result(GENERATE) == drawn
     await server.service.shut_down()
     await http.aclose()
 
