@@ -1,7 +1,7 @@
 """Jobs on several machines at once, two real sshds, two nodes of a real Slurm and of a real Ray, as somebody types them.
 
-1. A training on two machines, with samplers of its own, is that of one process up to rounding; what it makes comes from the first machine.
-2. A learner that is killed on the second machine ends all with code 75; resumed, it is the undisturbed training to the bit.
+1. A learner that is killed on the second machine ends all with code 75; resumed, it is the undisturbed training to the bit.
+2. A training on two machines, with samplers of its own, is that of one process up to rounding; what it makes comes from the first machine.
 3. Each attempt meets at a port of its own; every process is told by torchrun which it is.
 4. All machines begin, or none; submitted again by whomever, what was begun in part is completed.
 5. Stopped, it saves on the first machine, and nothing is left on any.
@@ -14,7 +14,7 @@ import re
 import signal
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 
 from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
-from groupwise.clouds.port import CloudError, Handle, NameTaken, Order, Outcome, Unreachable
+from groupwise.clouds.port import CloudError, NameTaken, Order, Outcome, Unreachable
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
@@ -35,8 +35,7 @@ from tests import ray, slurm
 from tests.integration.launch.person import Person
 from tests.integration.launch.test_local import TRAINS, pids_of
 from tests.integration.running import what_must_be_equal
-from tests.ray import Ray
-from tests.slurm import Cluster
+from tests.places import ending
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
@@ -55,6 +54,7 @@ with open(f"outputs/{told['RANK']}.json", "w") as file:
 sys.stdout.write(f"process {told['RANK']}\\n")
 """
 NEAR = "GLOO_SOCKET_IFNAME=lo\n"
+LONG = pytest.mark.soak(suite="launch")
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +66,14 @@ def hosts() -> Iterator[list[LoopbackHost]]:
 @pytest.fixture
 def way(person: Person, hosts: list[LoopbackHost]) -> list[str]:
     """To both of them, whom the person knows."""
-    rows = [host.vm_row() for host in hosts]
     known = person.home / ".ssh" / "known_hosts"
     known.parent.mkdir(exist_ok=True)
-    lines = [
-        f"[{row['ip_address']}]:{row['port']} {host.host_key}\n"
-        for row, host in zip(rows, hosts, strict=True)
-    ]
+    lines = (f"[{host.address}]:{host.port} {host.host_key}\n" for host in hosts)
     known.write_text("".join(lines))
     (person.project / "near.env").write_text(NEAR)
-    named = [f"{row['user']}@{row['ip_address']}:{row['port']}" for row in rows]
+    named = [f"{host.user}@{host.address}:{host.port}" for host in hosts]
     words = [word for each in named for word in ("--host", each)]
-    key = rows[0]["ssh_key_path"]
+    key = str(hosts[0].key_path)
     return [*words, "--key", key, "--python", sys.executable, "--env-file", "near.env"]
 
 
@@ -93,19 +89,24 @@ def assert_close(one: Path, other: Path) -> None:
         assert second[name] == pytest.approx(values, rel=1e-3, abs=1e-4), name
 
 
-def test_two_machines_train_as_one_process_does_and_go_on_to_the_same_bits(
-    person: Person, way: list[str]
+def trained(person: Person, name: str) -> Path:
+    return person.project / "launches" / name / "runs/toy"
+
+
+@pytest.mark.parametrize(
+    "trains",
+    [pytest.param(LEARNERS, id="learners"), pytest.param(BOTH, id="samplers too", marks=LONG)],
+)
+def test_killed_on_the_second_machine_they_go_on_to_the_same_bits(
+    person: Person, way: list[str], trains: tuple[str, ...]
 ) -> None:
-    """The second time a learner on the second machine is killed."""
-    steps = "training.max_steps=20"
-    alone = ("local", "--detach", "--name", "alone", "--no-preflight", "--", *ONE, steps)
-    person.types(*alone)
-    typed = person.types("ssh", *way, "--nodes", "2", "--name", "whole", "--", *BOTH, steps)
-    assert "step 20/20" in typed.out
-    again = ("ssh", *way, "--name", "killed", "--no-preflight", "--", *BOTH, steps)
-    with person.held_at(5):
-        begun = person.begins(*again)
-        person.sees("step  4/20")
+    """With samplers of its own the training is also that of one process."""
+    steps = "training.max_steps=6"
+    words = ("ssh", *way, "--nodes", "2", "--no-preflight", "--name")
+    person.types(*words, "whole", "--", *trains, steps)
+    with person.held_at(3):
+        begun = person.begins(*words, "killed", "--", *trains, steps)
+        person.sees("step 2/6")
         os.kill(process_of(rank=1), signal.SIGKILL)
     assert begun.wait(240) == 75
     found = person.result("killed")
@@ -113,11 +114,12 @@ def test_two_machines_train_as_one_process_does_and_go_on_to_the_same_bits(
     assert "Learner 2 of 2" in person.said()
     person.types("resume", "killed", "--env-file", "near.env")
     assert person.result("killed")["attempt"] == 2
-    person.types("logs", "-f", "alone")
-    at = person.project / "launches"
-    assert what_must_be_equal(at / "whole/runs/toy") == what_must_be_equal(at / "killed/runs/toy")
-    assert_close(at / "alone/runs/toy", at / "whole/runs/toy")
-    assert (at / "whole/nodes/1.log").is_file()
+    whole, killed = (trained(person, name) for name in ("whole", "killed"))
+    assert what_must_be_equal(whole) == what_must_be_equal(killed)
+    assert (person.project / "launches/whole/nodes/1.log").is_file()
+    if trains == BOTH:
+        person.types("local", "--name", "alone", "--no-preflight", "--", *ONE, steps)
+        assert_close(trained(person, "alone"), whole)
 
 
 ENDLESS = ("training.max_steps=2000", "run.save_steps=1000")
@@ -192,38 +194,34 @@ def test_what_does_not_go_together_is_said_before_anything_is_sent(
 
 
 def gang(hosts: list[LoopbackHost], meets_at: str = "127.0.0.1") -> GangBackend:
-    rows = [host.vm_row() for host in hosts]
-    ways = [
-        SshHost(
-            Address(
-                row["ip_address"],
-                row["user"],
-                row["port"],
-                row["ssh_key_path"],
-                row["host_key"],
-            )
-        )
-        for row in rows
-    ]
+    ways = [SshHost(Address(h.address, h.user, h.port, str(h.key_path), h.host_key)) for h in hosts]
     machines = [(Runner(way, root=ROOT), f"machine {n}") for n, way in enumerate(ways)]
     return GangBackend("ssh", machines, meets_at)
+
+
+@pytest.fixture
+async def people(hosts: list[LoopbackHost]) -> AsyncIterator[list[GangBackend]]:
+    """Each with a way of their own to the two machines."""
+    found = [gang(hosts) for _ in range(3)]
+    yield found
+    for each in found:
+        await each.close()
+
+
+@pytest.fixture
+def backend(people: list[GangBackend]) -> GangBackend:
+    return people[0]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
 
 
 def order(name: str, script: str, meets_at: str | None = None) -> Order:
     limits = Limits(time_seconds=600, grace_seconds=5)
     spec = JobSpec(("python3", "-c", script), limits=limits)
     return Order(name, spec, nodes=2, meets_at=meets_at)
-
-
-async def ended_on(backend: MachineBackend, handle: Handle) -> Any:
-    status = await backend.status(handle)
-    while status.ending is None:
-        status = await backend.wait(handle, status, 20.0)
-    return status
-
-
-async def ended(backend: GangBackend, handle: Handle) -> Any:
-    return await ended_on(backend, handle)
 
 
 MARKS = (
@@ -234,14 +232,12 @@ MARKS = (
 
 
 async def test_submitted_by_several_at_once_each_machine_runs_it_once(
-    hosts: list[LoopbackHost], tmp_path: Path
+    people: list[GangBackend], store: BlobStore, hosts: list[LoopbackHost]
 ) -> None:
-    store = BlobStore(tmp_path / "blobs")
     asked = order("once", MARKS.format("once"))
-    people = [gang(hosts) for _ in range(3)]
     handles = await asyncio.gather(*(each.submit(asked, store) for each in people))
     assert len({each.attempt for each in handles}) == 1
-    await ended(people[0], handles[0])
+    await ending(people[0], handles[0])
     folders = [host.home / ROOT / "attempts/once.1/work" for host in hosts]
     assert {stat.S_IMODE((folder / KEY).stat().st_mode) for folder in folders} == {0o600}
     await people[0].cleanup(handles[0])
@@ -249,19 +245,15 @@ async def test_submitted_by_several_at_once_each_machine_runs_it_once(
     assert [rank for rank, _ in marks] == ["0", "1"]
     assert len(marks[0][1]) == 64
     assert marks[0][1] == marks[1][1]
-    for each in people:
-        await each.close()
 
 
 async def test_who_asks_late_ends_nothing_of_what_another_has_begun(
-    hosts: list[LoopbackHost], tmp_path: Path
+    people: list[GangBackend], store: BlobStore
 ) -> None:
     """It was placed, or gone on with, between this one's question and its deed."""
-    store = BlobStore(tmp_path / "blobs")
     waits = "import os, time; os.environ['ATTEMPT'] == '1' and exit(3); time.sleep(1000)"
     asked = order("late", waits)
-    people = [gang(hosts) for _ in range(2)]
-    await ended(people[0], await people[0].submit(asked, store))
+    await ending(people[0], await people[0].submit(asked, store))
     second = await people[0].resume("late", {}, store)
     attempts = people[1]._attempts
 
@@ -274,21 +266,17 @@ async def test_who_asks_late_ends_nothing_of_what_another_has_begun(
     for each in (people[0], people[0]._others[0]):
         assert (await each.status(second)).ending is None
     await people[0].cancel(second, 0.1)
-    for each in people:
-        await each.close()
 
 
 async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
-    hosts: list[LoopbackHost], tmp_path: Path
+    people: list[GangBackend], store: BlobStore, hosts: list[LoopbackHost]
 ) -> None:
     """It holds all that there are: asked for again, or by another laptop, it is found, and not taken for what is in its own way."""
     for host in hosts:
         host.gpus(1)
-    store = BlobStore(tmp_path / "blobs")
     limits = Limits(time_seconds=600, grace_seconds=5)
     waits = JobSpec(("python3", "-c", "import time; time.sleep(1000)"), limits=limits)
     asked = Order("holds-all", waits, 1, nodes=2)
-    people = [gang(hosts) for _ in range(2)]
     first = await people[0].submit(asked, store)
     assert await people[1].submit(asked, store) == first
     assert await people[1]._begin(asked, store, first.attempt, 1) == first
@@ -302,35 +290,28 @@ async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
     for each in (people[0], people[0]._others[0]):
         assert (await each.status(first)).ending is None, "somebody else has begun it"
     await people[0].cancel(first, 0.1)
-    for each in people:
-        await each.close()
     for host in hosts:
         host.gpus(0)
 
 
 async def test_a_name_that_a_machine_has_seen_more_of_is_begun_beyond_that(
-    hosts: list[LoopbackHost], tmp_path: Path
+    backend: GangBackend, store: BlobStore
 ) -> None:
-    store = BlobStore(tmp_path / "blobs")
-    backend = gang(hosts)
     alone = MachineBackend("ssh", backend._others[0]._runner, "machine 1")
     fails = JobSpec(("python3", "-c", "raise SystemExit(3)"))
     handle = await alone.submit(Order("seen", fails), store)
     for _ in range(2):
-        await ended_on(alone, handle)
+        await ending(alone, handle)
         handle = await alone.resume("seen", {}, store)
-    await ended_on(alone, handle)
+    await ending(alone, handle)
     await alone.cleanup(handle)
     begun = await backend.submit(order("seen", "print('on')"), store)
     assert begun.attempt == 4
-    assert (await ended(backend, begun)).ending.outcome is Outcome.SUCCEEDED
-    await backend.close()
+    assert (await ending(backend, begun)).outcome is Outcome.SUCCEEDED
 
 
-async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: Path) -> None:
+async def test_all_machines_begin_or_none(backend: GangBackend, store: BlobStore) -> None:
     """Who was cut off between the first machine and the second left half of it, which the next one completes."""
-    store = BlobStore(tmp_path / "blobs")
-    backend = gang(hosts)
     other = backend._others[0]
     join = other.join
 
@@ -343,12 +324,12 @@ async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: P
         await backend.submit(order("none", waits), store)
     handle = await backend.find("none")
     assert handle is not None
-    assert (await ended(backend, handle)).ending.outcome is Outcome.CANCELLED
+    assert (await ending(backend, handle)).outcome is Outcome.CANCELLED
     other.join = join
     second = await backend.resume("none", {}, store)
     assert (await other.status(second)).ending is None
     await backend.cancel(second, 0.1)
-    await ended(backend, second)
+    await ending(backend, second)
 
     class CutOffError(BaseException):
         pass
@@ -366,24 +347,19 @@ async def test_all_machines_begin_or_none(hosts: list[LoopbackHost], tmp_path: P
     assert (await other.find("half")) is not None
     await backend.cancel(handle, 0.1)
     for each in (backend, other):
-        status = await each.status(handle)
-        while status.ending is None:
-            status = await each.wait(handle, status, 20.0)
-        assert status.ending.outcome is Outcome.CANCELLED
-    await backend.close()
+        assert (await ending(each, handle)).outcome is Outcome.CANCELLED
 
 
 async def test_from_another_machine_it_goes_on_as_it_was_begun(
-    hosts: list[LoopbackHost], tmp_path: Path
+    store: BlobStore, hosts: list[LoopbackHost], tmp_path: Path
 ) -> None:
     """It meets where it did, and its machines keep their order."""
-    store = BlobStore(tmp_path / "blobs")
     fails = (
         "import os, sys; print(os.environ['MASTER_ADDR']); sys.exit(os.environ['ATTEMPT'] == '1')"
     )
     laptop, other = gang(hosts), gang(hosts, meets_at="192.0.2.1")
     first = await laptop.submit(order("meets", fails, meets_at="10.0.0.1"), store)
-    await ended(laptop, first)
+    await ending(laptop, first)
     results = tmp_path / "results"
     await laptop.fetch(first, results)
     assert (results / "nodes/1.log").read_bytes() == b"10.0.0.1\n"
@@ -392,7 +368,7 @@ async def test_from_another_machine_it_goes_on_as_it_was_begun(
         with pytest.raises(UsageError, match=why):
             await wrong.resume("meets", {}, store)
     second = await other.resume("meets", {}, store)
-    assert (await ended(other, second)).ending.outcome is Outcome.SUCCEEDED
+    assert (await ending(other, second)).outcome is Outcome.SUCCEEDED
     for each in (other, other._others[0]):
         assert (await each.log(second, 0, 100)).data == b"10.0.0.1\n"
     (results / "nodes/1.log").write_bytes(b"changed here")
@@ -405,10 +381,8 @@ async def test_from_another_machine_it_goes_on_as_it_was_begun(
 
 
 async def test_what_others_have_on_a_machine_under_the_same_name_goes_on(
-    hosts: list[LoopbackHost], tmp_path: Path
+    backend: GangBackend, store: BlobStore
 ) -> None:
-    store = BlobStore(tmp_path / "blobs")
-    backend = gang(hosts)
     other = backend._others[0]
     theirs = JobSpec(("python3", "-c", "import time; print('on', flush=True); time.sleep(1000)"))
     handle = await MachineBackend.submit(other, Order("theirs", theirs), store)
@@ -417,18 +391,15 @@ async def test_what_others_have_on_a_machine_under_the_same_name_goes_on(
     assert (await other.status(handle)).ending is None
     assert await backend.find("theirs") is None
     await other.cancel(handle, 0.1)
-    await backend.close()
 
 
 async def test_a_machine_that_is_away_keeps_nobody_from_the_results(
-    hosts: list[LoopbackHost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: GangBackend, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = BlobStore(tmp_path / "blobs")
-    backend = gang(hosts)
     handle = await backend.submit(
         order("away", "import os; os.mkdir('outputs'); open('outputs/x', 'w')"), store
     )
-    await ended(backend, handle)
+    await ending(backend, handle)
 
     async def away(*_: object) -> None:
         raise Unreachable("machine 1 cannot be reached")
@@ -439,7 +410,6 @@ async def test_a_machine_that_is_away_keeps_nobody_from_the_results(
     assert fetched.left_out == {"nodes/1.log": "machine 1 cannot be reached"}
     monkeypatch.setattr(backend._others[0], "cancel", away)
     await backend.cancel(handle, 0.1)
-    await backend.close()
 
 
 def test_attempts_meet_at_ports_of_their_own() -> None:
@@ -448,140 +418,103 @@ def test_attempts_meet_at_ports_of_their_own() -> None:
     assert all(20_000 <= port < 32_000 for port in ports)
 
 
-# --- Slurm -----------------------------------------------------------------------------------------
+# --- Slurm and Ray ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with slurm.cluster() as found:
-        yield found
-
-
-@pytest.fixture
-def clerk(cluster: Cluster, person: Person, monkeypatch: pytest.MonkeyPatch) -> Person:
-    """A person at a login node."""
-    monkeypatch.setenv("SLURM_CONF", str(cluster.configuration))
-    (person.project / "near.env").write_text(NEAR)
-    return person
-
-
-def test_each_node_of_slurm_is_told_which_process_it_is(clerk: Person) -> None:
-    (clerk.project / "job.py").write_text(TELLS)
-    words = ("slurm", "--nodes", "2", "--env-file", "near.env", "--name", "told")
-    typed = clerk.types(*words, "--script", "job.py", "a b")
-    assert "process 0" in typed.out
-    told = json.loads((clerk.project / "launches/told/outputs/0.json").read_text())
-    assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"], told["words"]) == ("2", "1", ["a b"])
-    assert clerk.result("told")["state"] == "succeeded"
-
-
-@pytest.mark.soak(
-    suite="launch"
-)  # as with two machines above: that Slurm began both is seen before and after this
-def test_two_nodes_of_slurm_train_as_one_process_does(clerk: Person) -> None:
-    steps = "training.max_steps=3"
-    clerk.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
-    near = ("--env-file", "near.env")
-    clerk.types("slurm", "--nodes", "2", *near, "--name", "both", "--", *BOTH, steps)
-    found = clerk.result("both")
-    assert found["state"] == "succeeded"
-    clerk.types("logs", "-f", "alone")
-    folders = [clerk.project / "launches" / each / "runs/toy" for each in ("alone", "both")]
-    assert_close(*folders)
-
-
-def test_slurm_stopped_it_saves(clerk: Person) -> None:
-    near = ("--env-file", "near.env")
-    words = ("slurm", "--nodes", "2", *near, "--name", "stopped", "--no-preflight")
-    begun = clerk.begins(*words, "--", *LEARNERS, *ENDLESS)
-    clerk.sees("step    3/2000")
-    begun.send_signal(signal.SIGINT)
-    assert begun.wait(240) == 130
-    assert clerk.result("stopped")["state"] == "cancelled"
-    assert_saved(clerk, "stopped")
-    assert not pids_of("attempts/stopped.1/work")
-
-
-# --- Ray -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two_of_ray() -> Iterator[Ray]:
-    with ray.cluster() as found:
-        found.start_node()
-        yield found
-
-
-@pytest.fixture
-def guest(two_of_ray: Ray, person: Person, monkeypatch: pytest.MonkeyPatch) -> Person:
-    """A person at the head of a Ray."""
-    monkeypatch.setenv("RAY_ADDRESS", two_of_ray.address)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", two_of_ray.token)
+@pytest.fixture(params=["slurm", "ray"])
+def engine(
+    request: pytest.FixtureRequest, person: Person, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Which one; the person is at its head."""
     (person.project / "near.env").write_text(f"{NEAR}CANARY=of-a-secret\n")
-    return person
+    if request.param == "slurm":
+        monkeypatch.setenv("SLURM_CONF", str(slurm.shared().configuration))
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", ray.shared().address)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", ray.shared().token)
+    yield request.param
+    if request.param == "ray":
+        ray.shared().idle()
 
 
-def test_on_ray_all_is_on_all_nodes_and_none_of_it_stays(guest: Person, two_of_ray: Ray) -> None:
-    (guest.project / "job.py").write_text(TELLS)
-    words = ("ray", "--gpus-per-node", "2", "--env-file", "near.env", "--name", "tells")
-    typed = guest.types(*words, "--nodes", "2", "--script", "job.py", "two words")
-    said = [line for line in typed.out.splitlines() if line.startswith("process ")]
-    assert sorted(said) == [f"process {rank}" for rank in range(4)]
-    folder = guest.project / "launches/tells/outputs"
-    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
-    assert [each["LOCAL_RANK"] for each in told] == ["0", "1", "0", "1"]
-    assert {each["WORLD_SIZE"] for each in told} == {"4"}
-    assert all(each["words"] == ["two words"] for each in told)
-    assert {each["ray"] for each in told} == {f"{two_of_ray.host}:{two_of_ray.gcs}"}
-    two_of_ray.idle()
-    assert guest.holding("of-a-secret") == []
+def on_both(engine: str, name: str) -> tuple[str, ...]:
+    return (engine, "--nodes", "2", "--env-file", "near.env", "--no-preflight", "--name", name)
 
 
-ON_RAY = ("ray", "--nodes", "2", "--env-file", "near.env")
+def test_all_is_on_all_nodes_and_each_is_told_which_process_it_is(
+    person: Person, engine: str
+) -> None:
+    (person.project / "job.py").write_text(TELLS)
+    gpus = ("--gpus-per-node", "2") if engine == "ray" else ()
+    typed = person.types(*on_both(engine, "told"), *gpus, "--script", "job.py", "two words")
+    folder = person.project / "launches/told/outputs"
+    told = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+    local = "2" if gpus else "1"
+    assert {(each["LOCAL_WORLD_SIZE"], *each["words"]) for each in told} == {(local, "two words")}
+    assert {each["WORLD_SIZE"] for each in told} == {f"{2 * int(local)}"}
+    assert person.result("told")["state"] == "succeeded"
+    assert "process 0" in typed.out
+    if engine == "ray":
+        said = [line for line in typed.out.splitlines() if line.startswith("process ")]
+        assert sorted(said) == [f"process {rank}" for rank in range(4)]
+        assert [each["LOCAL_RANK"] for each in told] == ["0", "1", "0", "1"]
+        head = ray.shared()
+        assert {each["ray"] for each in told} == {f"{head.host}:{head.gcs}"}
+    assert person.holding("of-a-secret") == []
 
 
-def test_two_nodes_of_ray_train_as_one_process_does(guest: Person) -> None:
+@LONG
+def test_two_nodes_train_as_one_process_does(person: Person, engine: str) -> None:
     steps = "training.max_steps=3"
-    guest.types("local", "--detach", "--name", "one", "--", *ONE, steps)
-    guest.types(*ON_RAY, "--name", "group", "--", *BOTH, steps)
-    guest.types("logs", "-f", "one")
-    assert_close(*(guest.project / "launches" / name / "runs/toy" for name in ("one", "group")))
+    person.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
+    person.types(*on_both(engine, "both"), "--", *BOTH, steps)
+    assert person.result("both")["state"] == "succeeded"
+    person.types("logs", "-f", "alone")
+    assert_close(trained(person, "alone"), trained(person, "both"))
 
 
-@pytest.mark.soak(suite="launch")
-def test_killed_and_resumed_on_ray_it_is_the_undisturbed_training_to_the_bit(
-    guest: Person,
+@LONG
+@pytest.mark.parametrize("engine", ["ray"], indirect=True)
+def test_killed_and_resumed_there_it_is_the_undisturbed_training_to_the_bit(
+    person: Person, engine: str
 ) -> None:
     steps = "training.max_steps=20"
-    guest.types(*ON_RAY, "--name", "calm", "--", *BOTH, steps)
-    with guest.held_at(5):
-        begun = guest.begins(*ON_RAY, "--name", "shaken", "--", *BOTH, steps)
-        guest.sees("step  4/20")
+    person.types(*on_both(engine, "calm"), "--", *BOTH, steps)
+    with person.held_at(5):
+        begun = person.begins(*on_both(engine, "shaken"), "--", *BOTH, steps)
+        person.sees("step  4/20")
         os.kill(process_of(1, "shaken"), signal.SIGKILL)
     assert begun.wait(240) == 75
-    assert "Learner 2 of 2" in guest.said()
-    guest.types("resume", "shaken", "--env-file", "near.env")
-    assert guest.result("shaken")["attempt"] == 2
-    calm, shaken = (guest.project / "launches" / name / "runs/toy" for name in ("calm", "shaken"))
+    assert "Learner 2 of 2" in person.said()
+    person.types("resume", "shaken", "--env-file", "near.env")
+    assert person.result("shaken")["attempt"] == 2
+    calm, shaken = (trained(person, name) for name in ("calm", "shaken"))
     assert what_must_be_equal(calm) == what_must_be_equal(shaken)
 
 
-@pytest.mark.soak(suite="launch")
+@LONG
 @pytest.mark.parametrize(
-    ("who", "code", "state"), [("person", 130, "cancelled"), ("ray", 143, "failed")]
+    ("engine", "who", "code", "state"),
+    [
+        ("slurm", "person", 130, "cancelled"),
+        ("ray", "person", 130, "cancelled"),
+        ("ray", "ray", 143, "failed"),
+    ],
+    indirect=["engine"],
 )
-def test_ended_on_ray_it_saves_and_nothing_is_left(
-    guest: Person, two_of_ray: Ray, who: str, code: int, state: str
+def test_ended_there_it_saves_and_nothing_is_left(
+    person: Person, engine: str, who: str, code: int, state: str
 ) -> None:
     name = f"ended-by-{who}"
-    begun = guest.begins(*ON_RAY, "--name", name, "--", *LEARNERS, *ENDLESS)
-    guest.sees("step    3/2000")
+    begun = person.begins(*on_both(engine, name), "--", *LEARNERS, *ENDLESS)
+    person.sees("step    3/2000")
     if who == "ray":
-        two_of_ray.stop(name)
+        ray.shared().stop(name)
     else:
         begun.send_signal(signal.SIGINT)
     assert begun.wait(240) == code
-    assert guest.result(name)["state"] == state
-    assert_saved(guest, name)
-    two_of_ray.idle()
+    assert person.result(name)["state"] == state
+    assert_saved(person, name)
+    if engine == "ray":
+        ray.shared().idle()
     assert not pids_of(f"attempts/{name}.1/work")

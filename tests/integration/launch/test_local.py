@@ -33,6 +33,7 @@ def script(person: Person, text: str) -> None:
 
 
 def test_a_training_comes_back_with_its_record(person: Person) -> None:
+    (person.project / "queue.py").write_text("raise RuntimeError('it hides none of Python')\n")
     typed = person.types("local", "--name", "toy", "--", *TRAINS, "training.max_steps=3")
     assert "tried here: Task task" in typed.err
     assert "step 3/3" in typed.out
