@@ -178,7 +178,6 @@ def test_what_does_not_go_together_is_said_before_anything_is_sent(
     (person.project / "job.py").write_text("")
     for words, why in (
         (("--nodes", "3", "--", *LEARNERS), "--host names 2 machines"),
-        (("--", *TRAINS), "scale.learners is 1"),
         (("--", *LEARNERS, "scale.learners=4"), "scale.learners is 4"),
         (("--", "eval", "--task-module", "task.py"), "runs on one machine"),
         ((*way[:2], "--script", "job.py"), "is named twice"),
