@@ -31,10 +31,24 @@ from groupwise.types import Row, SamplingParams
 from tests.elsewhere import DEVICE, Elsewhere
 from tests.unit.models.native.families import FAMILIES
 
-pytestmark = [
-    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
-    pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied", "qwen3"]),
-]
+SOAK = pytest.mark.soak(suite="engine")
+F32, BF16 = torch.float32, torch.bfloat16
+pytestmark = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama-biases", F32),
+        ("qwen3", BF16),
+        *(
+            pytest.param(*each, marks=SOAK)
+            for each in (
+                ("llama-biases", BF16),
+                ("qwen2-tied", F32),
+                ("qwen2-tied", BF16),
+                ("qwen3", F32),
+            )
+        ),
+    ],
+)
 RANK = 4
 
 
@@ -161,7 +175,10 @@ def batch_of() -> FlatBatch:
 
 @pytest.mark.parametrize(
     ("recompute", "wanted"),
-    [(False, Wanted()), (True, Wanted(entropy_gradient=True, accuracy=True))],
+    [
+        (True, Wanted(entropy_gradient=True, accuracy=True)),
+        pytest.param(False, Wanted(), marks=SOAK),
+    ],
 )
 def test_a_gradient_is_made(elsewhere, name, dtype, recompute, wanted):
     weights, batch = Adapted(elsewhere, name, dtype), batch_of()

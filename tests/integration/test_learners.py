@@ -12,11 +12,11 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,7 @@ from tests.integration.running import (
     what_must_be_equal,
 )
 from tests.integration.test_ranks import SFT, below, killed_after_a_checkpoint, metrics, supervised
+from tests.ports import free_port
 from tests.unit.ranks.toys import all_gone, is_gone
 
 pytestmark = [
@@ -182,7 +183,23 @@ def test_kill_9_of_the_main_process_leaves_nothing(undisturbed, tmp_path):
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(undisturbed)
 
 
-@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=SOAK)])
+def test_processes_that_are_started_together_are_its_learners(undisturbed, tmp_path):
+    """As torchrun starts them, by words in the environment."""
+    port = free_port()
+
+    def be(rank: int) -> None:
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        os.environ |= {key: str(value) for key, value in own.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        assert groupwise.rl(scaled(tmp_path), TOY).exit_code == 0
+
+    for process in [begun_in_child(partial(be, rank)) for rank in range(2)]:
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(undisturbed)
+
+
+@SOAK
+@pytest.mark.parametrize("machines", [1, 2])
 def test_torchrun_gives_the_same_run(undisturbed, tmp_path, machines):
     """With interpreters of their own."""
     for agent in torchrun(tmp_path, machines):
@@ -235,9 +252,8 @@ def torchrun(runs: Path, machines: int, *words: str) -> list[subprocess.Popen[by
     if machines == 1:
         meeting = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     else:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        meeting = ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        own = ("--master-addr=127.0.0.1", f"--master-port={free_port()}")
+        meeting = ["--nproc-per-node=1", *own]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}", *meeting]
     run = ["-m", "groupwise", "rl", "-c", str(file), "-t", TOY, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

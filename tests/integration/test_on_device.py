@@ -19,8 +19,9 @@ from tests.tape import Tape
 from tests.unit.learner.native import test_attention
 
 CPU = torch.device("cpu")
-BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 SOAK = pytest.mark.soak(suite="engine")
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ONE = pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=SOAK)])
 
 
 def some(names: tuple[str, ...], *values: Any) -> list[Any]:
@@ -70,18 +71,18 @@ def test_logits_are_near_those_of_transformers(as_on_a_gpu, name, dtype):
     on_device.logits_are_near_those_of_transformers(CPU, Tape, name, dtype)
 
 
-@BOTH
+@ONE
 def test_recordings_change_no_bit(as_on_a_gpu, dtype):
     on_device.recordings_change_no_bit(CPU, Tape, "qwen3", dtype)
 
 
-@BOTH
+@ONE
 def test_a_row_does_not_depend_on_the_others(as_on_a_gpu, dtype):
     longest = KEYS - 60  # within one number of keys, which is what holds on a processor
     on_device.a_row_does_not_depend_on_the_others(CPU, Tape, "llama", dtype, longest=longest)
 
 
-@BOTH
+@ONE
 def test_sampling_again_gives_the_same(as_on_a_gpu, dtype):
     on_device.sampling_again_gives_the_same(CPU, Tape, "qwen3", dtype)
 
@@ -147,11 +148,8 @@ def test_sampler_and_learner_agree(as_on_a_gpu, monkeypatch, tmp_path):
     on_device.sampler_and_learner_agree(CPU, Tape, tmp_path, "float32", most=1e-4, **few)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rate", "tokens", "within"),
-    [pytest.param(1e-6, 8192, 0.5, marks=SOAK), (1e-4, 2048, 0.1)],
-)
+@SOAK
+@pytest.mark.parametrize(("rate", "tokens", "within"), [(1e-6, 8192, 0.5), (1e-4, 2048, 0.1)])
 def test_small_steps_act_in_full(monkeypatch, as_on_a_gpu, rate, tokens, within):
     monkeypatch.setattr(slopes, "TOKENS", tokens)
     on_device.small_steps_act_in_full(CPU, rate, within)

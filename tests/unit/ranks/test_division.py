@@ -1,6 +1,6 @@
 """Who gets what: everything once, evenly, groups whole where that is even."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.learner.layout import by_prompt
@@ -16,6 +16,7 @@ def members(shares, ranks):
     ]
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 20), max_size=12), st.lists(st.integers(0, 30), min_size=1, max_size=5)
 )
@@ -56,6 +57,7 @@ def tokens(rows, share):
     return prompts + sum(len(each.completion_ids) for each in chosen)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=40), st.integers(1, 5))
 def test_every_row_is_cut_to_one_rank(described, ranks):
     rows = [row(*each) for each in described]
@@ -77,6 +79,7 @@ def test_prompts_stay_together_where_that_is_even():
     assert cut_rows(rows, 2) == [[*range(8, 16)], [*range(8), *range(16, 32)]]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(10, 40), min_size=4, max_size=8), min_size=1, max_size=6))
 def test_no_rank_has_clearly_too_much(groups):
     rows = [row(prompt, length) for prompt, each in enumerate(groups) for length in each]

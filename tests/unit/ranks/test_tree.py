@@ -274,7 +274,9 @@ ranks.call_all_now("stuck")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak(suite="engine"))]
+)
 def test_the_end_of_the_main_process_is_the_end_of_all(number):
     main = subprocess.Popen([sys.executable, "-c", MAIN], stdout=subprocess.PIPE, text=True)
     assert main.stdout is not None
