@@ -211,7 +211,7 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
     monkeypatch.setattr(Samplers, "_ask", ask)
     monkeypatch.setattr(TorchSampler, "_decode_one_token", hanging)
     settings = apart(tmp_path)
-    settings["scale"]["patience"] = 2.0
+    settings["scale"]["patience"] = 3.0
     assert groupwise.rl(settings, TOY).exit_code == 0
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
     log = (tmp_path / "toy/log.txt").read_text()
