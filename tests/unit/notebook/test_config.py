@@ -311,43 +311,28 @@ class WithNumbers(TrainingConfig):
     anything: Any = None
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "taken"),
-    [
-        ("num_batches", np.int64(10), 10),
-        ("num_batches", 10.0, 10),
-        ("num_batches", np.float32(10), 10),
-        ("lora_alpha", 32.0, 32),
-        ("learning_rate", np.float32(0.5), 0.5),
-        ("learning_rate", np.array(0.5), 0.5),
-        ("learning_rate", torch.tensor(0.5), 0.5),
-        ("beta", np.int64(1), 1.0),
-        ("dataset_max", 9.0, 9),
-        ("devices", np.int64(2), 2),
-        ("use_openrubrics", np.False_, False),
-        ("pages", 3.0, 3),
-        ("ratio", 2.0, 2.0),
-        ("anything", 2.0, 2.0),
-    ],
-)
-def test_numbers_are_taken_as_the_field_has_them(name, value, taken):
-    config = WithNumbers(**any_values(**{name: value}))
-    found = getattr(config, name)
-    assert found == taken
-    assert type(found) is type(taken)
-    assert type(getattr(config.changed(**{name: value}), name)) is type(taken)
-    with pytest.raises(ConfigError) as refused:
-        WithNumbers(**any_values(**{name: value, "epsilon": -1.0}))
-    assert str(refused.value) == "WithNumbers: epsilon is -1.0; it must be a number (above 0)."
-    config = WithNumbers()
-    setattr(config, name, value)
-    assert type(getattr(config, name)) is type(taken)
+def test_numbers_are_taken_as_the_field_has_them():
+    for name, value, taken in (
+        ("num_batches", np.int64(10), 10), ("num_batches", 10.0, 10), ("num_batches", np.float32(10), 10), ("lora_alpha", 32.0, 32),
+        ("learning_rate", np.float32(0.5), 0.5), ("learning_rate", np.array(0.5), 0.5), ("learning_rate", torch.tensor(0.5), 0.5),
+        ("beta", np.int64(1), 1.0), ("dataset_max", 9.0, 9), ("devices", np.int64(2), 2), ("use_openrubrics", np.False_, False),
+        ("pages", 3.0, 3), ("ratio", 2.0, 2.0), ("anything", 2.0, 2.0),
+    ):  # fmt: skip
+        config = WithNumbers(**any_values(**{name: value}))
+        set_later = WithNumbers()
+        setattr(set_later, name, value)
+        assert getattr(config, name) == taken, name
+        for each in (config, config.changed(**{name: value}), set_later):
+            assert type(getattr(each, name)) is type(taken), name
+        with pytest.raises(ConfigError) as refused:
+            WithNumbers(**any_values(**{name: value, "epsilon": -1.0}))
+        assert str(refused.value) == "WithNumbers: epsilon is -1.0; it must be a number (above 0)."
 
 
-@pytest.mark.parametrize("value", [True, np.True_, 10.5, np.float32(10.5), np.array([1, 2])])
-def test_what_is_no_whole_number_is_refused_where_one_is_expected(value):
-    with pytest.raises(ConfigError, match=r"num_batches is .*; it must be a whole number"):
-        made(num_batches=value)
+def test_what_is_no_whole_number_is_refused_where_one_is_expected():
+    for value in (True, np.True_, 10.5, np.float32(10.5), np.array([1, 2])):
+        with pytest.raises(ConfigError, match=r"num_batches is .*; it must be a whole number"):
+            made(num_batches=value)
 
 
 def test_overrides_are_closed_with_the_rest():
@@ -406,19 +391,18 @@ def test_a_path_may_begin_at_home(monkeypatch):
     assert TrainingConfig(checkpoint_dir="~/runs").checkpoint_dir == "/home/me/runs"
 
 
-@pytest.mark.parametrize("mask", ["**********", "*", SecretStr("**********")])
-@pytest.mark.parametrize("also", [{}, {"beta": -1.0}])
-def test_a_mask_is_no_credential(mask, also):
-    with pytest.raises(ConfigError, match="asterisks are no credential") as refused:
-        TrainingConfig(hf_token=mask, **also)
-    assert ("beta" in str(refused.value)) == bool(also)
-    dumped = TrainingConfig(hf_token=SECRET).model_dump(mode="json")
+def test_a_mask_is_no_credential():
+    for mask in ("**********", "*", SecretStr("**********")):
+        for also in ({}, {"beta": -1.0}):
+            with pytest.raises(ConfigError, match="asterisks are no credential") as refused:
+                made(hf_token=mask, **also)
+            assert ("beta" in str(refused.value)) == bool(also)
+        config = TrainingConfig()
+        with pytest.raises(ConfigError, match="asterisks are no credential"):
+            config.hf_token = mask
+        assert config.hf_token is None
     with pytest.raises(ConfigError, match="asterisks are no credential"):
-        TrainingConfig(**dumped)
-    config = TrainingConfig()
-    with pytest.raises(ConfigError, match="asterisks are no credential"):
-        config.hf_token = mask
-    assert config.hf_token is None
+        made(**made(hf_token=SECRET).model_dump(mode="json"))
 
 
 class WithKey(TrainingConfig):

@@ -79,12 +79,14 @@ def test_the_prompt_has_the_question_and_neither_answer_nor_rubric():
     assert "names the cause" in format_prompt("Why?", config, rubric="names the cause")
 
 
-@pytest.mark.parametrize("prompt", ["Just say 1.", [{"role": "user", "content": "Just say 1."}]])
-def test_a_prompt_of_a_row_is_taken_as_it_is(prompt):
-    register_dataset("own", lambda config: [{**row, "prompt": prompt} for row in rows(4)])
-    train, test = prepare_datasets(TrainingConfig(dataset="own"))
-    assert [row["prompt"] for row in (*train, *test)] == [prompt] * 4
-    assert all(row["question"] not in str(row["prompt"]) for row in train)
+def test_a_prompt_of_a_row_is_taken_as_it_is():
+    for prompt in ("Just say 1.", [{"role": "user", "content": "Just say 1."}]):
+        register_dataset(
+            "own", lambda config, own=prompt: [{**row, "prompt": own} for row in rows(4)]
+        )
+        train, test = prepare_datasets(TrainingConfig(dataset="own"))
+        assert [row["prompt"] for row in (*train, *test)] == [prompt] * 4
+        assert all(row["question"] not in str(row["prompt"]) for row in train)
 
 
 def test_unusable_rows_are_left_out_and_counted():
@@ -100,17 +102,18 @@ def test_unusable_rows_are_left_out_and_counted():
     }
 
 
-@pytest.mark.parametrize("nothing", [None, "", "  ", math.nan, "####"])
-def test_cells_of_a_loader_that_hold_nothing(nothing):
-    given = [{**row, "rubric": nothing, "prompt": nothing} for row in rows(4)]
-    given += [{"question": f"Who {n}?", "answer": nothing, "rubric": "r"} for n in range(3)]
-    register_dataset("gaps", lambda config: given)
+def test_cells_of_a_loader_that_hold_nothing():
     config = TrainingConfig(dataset="gaps")
-    train, test = prepare_datasets(config)
-    assert train.account.left_out == {"it has neither an answer nor a rubric with a reference": 3}
-    assert kind_of([*train, *test]) == "numeric"
-    if nothing != "####":
-        assert train[0]["prompt"][0]["content"] == format_prompt(train[0]["question"], config)
+    for nothing in (None, "", "  ", math.nan, "####"):
+        given = [{**row, "rubric": nothing, "prompt": nothing} for row in rows(4)]
+        given += [{"question": f"Who {n}?", "answer": nothing, "rubric": "r"} for n in range(3)]
+        register_dataset("gaps", lambda config, given=given: given)
+        train, test = prepare_datasets(config)
+        assert [*train.account.left_out.values()] == [3]
+        assert kind_of([*train, *test]) == "numeric"
+        if nothing != "####":
+            prompt = train[0]["prompt"][0]["content"]
+            assert prompt == format_prompt(train[0]["question"], config)
 
 
 def test_rubrics_of_a_loader_need_a_reference():
@@ -158,20 +161,18 @@ def test_a_loader_is_given_the_config_and_columns_of_its_own_stay():
     assert len(train) == 1
 
 
-@pytest.mark.parametrize(
-    ("loader", "said"),
-    [
+def test_what_a_loader_does_wrongly_is_told():
+    wrong = (
         (lambda config: {"question": "x"}, "gave dict. Expected a list of rows"),
         (lambda config: 7, "gave int"),
         (lambda config: [], "has no usable row"),
         (lambda config: 1 / 0, "ZeroDivisionError"),
-    ],
-)
-def test_what_a_loader_does_wrongly_is_told(loader, said):
-    register_dataset("wrong", loader)
-    with pytest.raises(TaskError, match=said) as refused:
-        prepare_datasets(TrainingConfig(dataset="wrong"))
-    assert "'wrong'" in str(refused.value)
+    )
+    for loader, said in wrong:
+        register_dataset("wrong", cast("Any", loader))
+        with pytest.raises(TaskError, match=said) as refused:
+            prepare_datasets(TrainingConfig(dataset="wrong"))
+        assert "'wrong'" in str(refused.value)
 
 
 def test_names_that_cannot_be_registered():
@@ -303,17 +304,18 @@ def test_columns_of_a_file_are_found_in_any_case(tmp_path):
     assert train[0]["Question"] == "other"
 
 
-@pytest.mark.parametrize("answer", [{"value": 1}, np.array([1, 2]), ["1", {"value": 1}]])
-def test_an_answer_is_a_text_or_a_number_for_loaders_and_files(answer, monkeypatch):
-    given = [*rows(3), {"question": "Which?", "answer": answer}]
-    register_dataset("listed", lambda config: given)
-    monkeypatch.setattr(datasets, "read_source", lambda *_, **__: given)
-    for name in ("listed", "somebody/listed"):
-        train, test = prepare_datasets(TrainingConfig(dataset=name))
-        assert len(train) + len(test) == 3
-        kind = "ndarray" if isinstance(answer, np.ndarray) else "dict"
-        [reason] = train.account.left_out
-        assert reason.startswith(f"its answer is {kind}; an answer is a text, a number, or a list")
+def test_an_answer_is_a_text_or_a_number_for_loaders_and_files(monkeypatch):
+    for answer in ({"value": 1}, np.array([1, 2]), ["1", {"value": 1}]):
+        given = [*rows(3), {"question": "Which?", "answer": answer}]
+        register_dataset("listed", lambda config, given=given: given)
+        reading(monkeypatch, given)
+        for name in ("listed", "somebody/listed"):
+            train, test = prepare_datasets(TrainingConfig(dataset=name))
+            assert len(train) + len(test) == 3
+            [reason] = train.account.left_out
+            assert reason.startswith(
+                f"its answer is {'ndarray' if hasattr(answer, 'shape') else 'dict'}"
+            )
 
 
 def test_an_answer_may_have_several_forms(tmp_path):
@@ -346,18 +348,16 @@ def test_a_question_with_another_answer_is_counted_by_itself(tmp_path):
         assert train.account.left_out == left_out
 
 
-@pytest.mark.parametrize("kind", ["loader", "file"])
-def test_the_most_rows_are_a_sample_by_the_seed(kind, tmp_path):
+def test_the_most_rows_are_a_sample_by_the_seed(tmp_path):
     register_dataset("numbers", lambda config: rows(200))
-    name = "numbers" if kind == "loader" else str(write(tmp_path / "a.jsonl", rows(200)))
-
-    def sampled(seed):
-        train, test = prepare_datasets(TrainingConfig(dataset=name, dataset_max=20, seed=seed))
-        return sorted(int(row["answer"]) for row in (*train, *test))
-
-    assert sampled(1) == sampled(1) != sampled(2)
-    assert len(sampled(1)) == 20
-    assert max(sampled(1)) > 100
+    for name in ("numbers", str(write(tmp_path / "a.jsonl", rows(200)))):
+        one, again, other = (
+            sorted(int(row["answer"]) for part in prepare_datasets(config) for row in part)
+            for config in (TrainingConfig(dataset=name, dataset_max=20, seed=n) for n in (1, 1, 2))
+        )
+        assert one == again != other
+        assert len(one) == 20
+        assert max(one) > 100
 
 
 def test_columns_of_a_file_that_cannot_be_told(tmp_path):

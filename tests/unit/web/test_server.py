@@ -13,7 +13,6 @@ import httpx2
 import pytest
 
 from groupwise.client import TrainingClient
-from groupwise.client.errors import ClientError
 from groupwise.server.serve import Built
 from groupwise.server.settings import ServerConfig
 from groupwise.web.access import Door
@@ -164,20 +163,6 @@ async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> 
     assert "Traceback" not in page.text
     assert HERE in page.text
     assert stamp
-
-
-def test_a_server_that_is_away_is_asked_once_for_all_pages_that_wait() -> None:
-    class Away(Told):
-        def status(self) -> StatusAnswer:
-            super().status()
-            raise ClientError("nobody answers")
-
-    away = Away(*everything().said)
-    watched = WatchedServer(away, lambda: 0.0)
-    for _ in range(4):
-        with pytest.raises(ClientError, match="nobody answers"):
-            watched.ask()
-    assert away.asked == 1
 
 
 def test_a_page_does_not_wait_for_ever_behind_others(monkeypatch: pytest.MonkeyPatch) -> None:
