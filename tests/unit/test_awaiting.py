@@ -133,76 +133,50 @@ def test_told_by_several_at_once_or_by_a_queue_again_it_does_not_hurry(together,
         assert process.returncode == 0
 
 
-def test_the_second_signal_ends_at_once():
-    body = """
-    async def main():
-        with Interruption() as interruption:
-            seen = interruption._event.is_set
-            say("ready")
-            while not seen():
-                await asyncio.sleep(0)
-            say("first")
-            while True:
-                await asyncio.sleep(0)
-    """
-    with child(body) as process:
-        assert heard(process) == "ready"
-        process.send_signal(signal.SIGINT)
-        assert heard(process) == "first"
-        process.send_signal(signal.SIGTERM)
-        assert any("KeyboardInterrupt" in line for line in rest(process))
-        assert process.returncode != 0
+BUSY = """
+say("first")
+while True:
+    await asyncio.sleep(0)
+"""
+LOST = """
+ear = asyncio.ensure_future(deaf())
+try:
+    say("first")
+    time.sleep(30)
+except KeyboardInterrupt:
+    pass
+await asyncio.Event().wait()
+"""
+"""As in a finaliser, out of which no exception comes."""
+DEAF = """
+ear = asyncio.ensure_future(deaf())
+say("first")
+await asyncio.Event().wait()
+"""
+"""As where the next step of a task was lost, because the signal came between two steps of the loop."""
 
 
-def test_the_second_signal_does_not_wait_for_a_task_where_its_own_exception_is_lost():
-    """As in a finaliser, out of which none comes."""
-    body = """
+@pytest.mark.parametrize("work", [BUSY, LOST, DEAF], ids=["busy", "lost", "deaf"])
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_at_once_whatever_is_under_way(work, again):
+    body = f"""
     import time
 
-    def loses():
-        try:
-            say("first")
-            time.sleep(30)
-        except KeyboardInterrupt:
-            pass
-
     async def main():
         awaiting.PATIENCE = 0.01
         with Interruption() as interruption:
-            ear = asyncio.ensure_future(deaf())
             say("ready")
             while not interruption._event.is_set():
                 await asyncio.sleep(0)
-            loses()
-            await asyncio.Event().wait()
+{textwrap.indent(work, " " * 12)}
     """
     with child(body) as process:
         assert heard(process) == "ready"
         process.send_signal(signal.SIGINT)
         assert heard(process) == "first"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(again)
         assert any("KeyboardInterrupt" in line for line in rest(process))
-
-
-def test_the_second_signal_does_not_wait_for_a_task_that_will_not_end():
-    """As one whose next step was lost, because the signal came between two steps of the loop."""
-    body = """
-    async def main():
-        awaiting.PATIENCE = 0.01
-        with Interruption() as interruption:
-            ear = asyncio.ensure_future(deaf())
-            say("ready")
-            while not interruption._event.is_set():
-                await asyncio.sleep(0)
-            say("first")
-            await asyncio.Event().wait()
-    """
-    with child(body) as process:
-        assert heard(process) == "ready"
-        process.send_signal(signal.SIGINT)
-        assert heard(process) == "first"
-        process.send_signal(signal.SIGINT)
-        assert any("KeyboardInterrupt" in line for line in rest(process))
+        assert process.returncode != 0
 
 
 async def test_who_waits_may_be_cancelled_and_the_work_with_him():
