@@ -773,9 +773,14 @@ def inner_commands(command: Any) -> dict[str, Any]:
     return {verb: command.get_command(context, verb) for verb in command.list_commands(context)}
 
 
+@cache
+def whole_command() -> Any:
+    return typer.main.get_command(app)
+
+
 def is_a_command(words: list[str]) -> bool:
     """Down through the groups, to a command that takes the other words."""
-    command: Any = typer.main.get_command(app)
+    command = whole_command()
     for word in words:
         known_here = inner_commands(command)
         if word.startswith("-") or not known_here:

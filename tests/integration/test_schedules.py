@@ -113,7 +113,7 @@ def test_the_groups_of_a_step_come_from_the_policy_that_the_lag_says(tmp_path, l
         assert set(ages) == {min(record.step, lag)}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak(suite="kills"))])
 def lagged(request, tmp_path_factory):
     runs = tmp_path_factory.mktemp(f"lag{request.param}")
     torch.set_num_threads(1)
