@@ -35,22 +35,15 @@ def test_one_folder_for_each_run_that_only_the_user_may_write_to(
     assert one.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_three_times_the_size_must_be_free(
-    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publications, "free_memory", lambda: 1 << 60)
-    free = publications.shutil.disk_usage(memory).free
-    assert publications.claim(tmp_path / "a", free // 4).is_relative_to(memory)
-    assert publications.claim(tmp_path / "b", free // 2).is_relative_to(tmp_path / "disk")
-
-
-def test_what_training_itself_needs_is_not_taken(
+def test_three_times_the_size_must_be_free_and_what_training_needs_is_not_taken(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert publications.free_memory() > 0
-    monkeypatch.setattr(publications, "free_memory", lambda: 1200)
-    assert publications.claim(tmp_path / "a", 100).is_relative_to(memory)
-    assert publications.claim(tmp_path / "b", 101).is_relative_to(tmp_path / "disk")
+    free = publications.shutil.disk_usage(memory).free
+    for available, fits, too_large in ((1 << 60, free // 4, free // 2), (1200, 100, 101)):
+        monkeypatch.setattr(publications, "free_memory", lambda available=available: available)
+        assert publications.claim(tmp_path / f"a{fits}", fits).is_relative_to(memory)
+        assert publications.claim(tmp_path / "b", too_large).is_relative_to(tmp_path / "disk")
 
 
 def test_release_leaves_nothing(memory: Path, tmp_path: Path) -> None:

@@ -137,17 +137,6 @@ def test_what_an_analysis_needs_is_there(rich, tmp_path, to):
     assert warning == {"step": 1, "name": "length", "kind": "begins", "message": "grows"}
 
 
-def test_a_metric_called_step_leaves_the_steps_alone(tmp_path):
-    with Store.create(tmp_path / "run.db") as store:
-        for step in range(2):
-            store.commit_step(StepRecord(step, 0, 0, "f", (), 0.1, 1.0), [], {"step": 5.0})
-        write_record(store, "jsonl", tmp_path, 2)
-    assert rows(tmp_path, "jsonl", "metrics") == [
-        {"step": 0, "metric/step": 5.0},
-        {"step": 1, "metric/step": 5.0},
-    ]
-
-
 def test_one_step_or_evaluation_is_read_at_a_time(store, tmp_path, monkeypatch):
     """A long run's record does not fit into memory."""
     monkeypatch.setattr(Store, "metrics", None)

@@ -50,43 +50,40 @@ def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
     assert len(begun) == asked, "nothing is asked after the end"
 
 
-def test_what_was_asked_before_a_change_is_not_told_after_it() -> None:
-    """An answer that is on its way while somebody changes what it is about."""
-    begun, go_on = threading.Event(), threading.Event()
-    values = iter(("before", "after"))
+class Slow:
+    """Answers `before` when it is told to go on, and `after` from then on."""
 
-    def slow() -> str:
-        value = next(values)
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.values = iter(("before", "after"))
+
+    def __call__(self) -> str:
+        value = next(self.values)
         if value == "before":
-            begun.set()
-            go_on.wait(60)
+            self.begun.set()
+            self.go_on.wait(60)
         return value
 
+
+def test_what_was_asked_before_a_change_is_not_told_after_it() -> None:
+    """An answer that is on its way while somebody changes what it is about."""
+    slow = Slow()
     kept = Lately(slow, "Somebody", lambda: 1.0)
     with ThreadPoolExecutor(1) as elsewhere:
         first = elsewhere.submit(kept.now)
-        begun.wait(60)
+        slow.begun.wait(60)
         kept.forget()
-        go_on.set()
+        slow.go_on.set()
         assert first.result() == "before"
     assert kept.now() == "after"
 
 
 def test_a_look_of_before_a_change_is_not_kept() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    values = iter(("before", "after"))
-
-    def slow() -> str:
-        value = next(values)
-        if value == "before":
-            begun.set()
-            go_on.wait(60)
-        return value
-
+    slow = Slow()
     ticking = Ticking(slow, lambda: 1.0)
     assert ticking.now(0.01) is None
-    begun.wait(60)
+    slow.begun.wait(60)
     ticking.forget()
-    go_on.set()
+    slow.go_on.set()
     assert ticking.now(60) == "after"
     ticking.end()
