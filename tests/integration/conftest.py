@@ -1,4 +1,4 @@
-"""One whole run of the toy task, at which the tests of many files look."""
+"""One whole run of the toy task, at which the tests of many files look. Folders below, which train nothing, import nothing for it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-import groupwise
-from groupwise.runs import durable
-from tests.integration.running import TOY, config, what_must_be_equal
 
 
 @dataclass(frozen=True)
@@ -29,6 +24,12 @@ class WholeRun:
 
 @pytest.fixture(scope="session")
 def whole_toy(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    import torch
+
+    import groupwise
+    from groupwise.runs import durable
+    from tests.integration.running import TOY, config, what_must_be_equal
+
     torch.set_num_threads(1)
     runs = tmp_path_factory.mktemp("whole-toy")
     points: list[str] = []
