@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import memory
+from tests import memory, rotation
 
 # Before torch, tokenizers or huggingface_hub read them; subprocesses of tests inherit them.
 for name, value in {
@@ -78,6 +78,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Files are handed out in the order given below; xdist would begin with those of the most tests, and end with the longest."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_report_header() -> str:
+    """Some long lists are tested in parts: which part this run takes."""
+    return rotation.described()
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:

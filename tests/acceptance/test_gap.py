@@ -30,8 +30,8 @@ RATE = 6e-4
 @pytest.mark.slow
 def test_it_is_small_and_does_not_grow_with_training(tmp_path: Path) -> None:
     """In bfloat16. 0.021 was measured, 0.041 between transformers' modules."""
-    gaps, moved = asyncio.run(trained(*engines("bfloat16", tmp_path), updates=2))
-    assert moved > 0.1, "the adapter changes what the model says by more than rounding does"
+    gaps, moved = asyncio.run(trained(*engines("bfloat16", tmp_path), updates=3))
+    assert moved > 0.2, "the adapter changes what the model says by more than rounding does"
     assert fmean(gaps) < 0.025
     assert fmean(gaps[-2:]) < 1.3 * fmean(gaps[:2]), gaps
 
