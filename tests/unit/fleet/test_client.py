@@ -21,8 +21,6 @@ import pytest
 from groupwise.errors import UsageError
 from groupwise.fleet import client
 from groupwise.fleet.client import FleetAway, FleetClient, named_files
-from groupwise.fleet.direct import DirectFleet
-from groupwise.fleet.doorbells.local import LocalDoorbell
 from groupwise.fleet.download import DownloadError
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.patience import ASK_ON
@@ -32,8 +30,7 @@ from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint
 from groupwise.fleet.store.triggers import Rule
-from groupwise.fleet.verbs.actor import Actor
-from groupwise.hosts.files import SPARED_MARKED, BlobStore, Incoming
+from groupwise.hosts.files import BlobStore, Incoming
 from groupwise.wire.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -133,19 +130,6 @@ def test_many_are_changed_in_portions(fleet: FleetClient, monkeypatch: pytest.Mo
     events = {e["kind"]: e["detail"] for e in fleet.show(ids[0])["events"]}
     assert events["job.cancelled"] == {"reason": "wrong data"}
     assert fleet.cancel_all([]) == []
-
-
-def test_of_many_those_are_rung_for_that_were_changed(
-    fleet: FleetClient, database: Database, place: FleetPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rung: list[str] = []
-    monkeypatch.setattr(LocalDoorbell, "ring", lambda _, ids: rung.extend(ids))
-    for each in (fleet, DirectFleet(place, database, Actor("user:ada"))):
-        job = each.submit(COMMAND)["job_id"]
-        assert rung == [job]
-        each.cancel_all(["no such job", job, "é" * 250])
-        assert rung == [job, job]
-        rung.clear()
 
 
 def test_old_jobs_are_removed_by_an_admin_of_their_project(
@@ -365,25 +349,6 @@ def test_what_another_project_has_is_sent_whole_all_the_same(
     assert "has the sha256" in caught.value.detail
     assert blue.upload([tmp_path / "f"]) == manifest
     assert blue.submit({**COMMAND, "files": manifest})["project"] == "blue"
-
-
-def test_what_a_checkpoint_has_already_is_kept_for_a_day_for_who_would_send_it(
-    fleet: FleetClient, place: FleetPlace
-) -> None:
-    """Of itself it would go within minutes, once no checkpoint names it."""
-    store, names = BlobStore(place.blobs), ["asked for", "sent", "neither"]
-    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
-    for name in names:
-        with store.incoming(hashes[name], len(name), marked=True) as incoming:
-            incoming.add(name.encode())
-            incoming.finish()
-    query = {"size": len("asked for")}
-    there = _asked(fleet, "GET", f"/blobs/{hashes['asked for']}", query=query)
-    assert there == {"received": len("asked for")}
-    query = {"size": 4, "offset": 0}
-    sent = _asked(fleet, "PUT", f"/blobs/{hashes['sent']}", query=query, content=b"sent")
-    assert sent == {"received": 4, "stored": True}
-    assert store.collect(set(), now=store.now() + 2 * SPARED_MARKED) == len("neither")
 
 
 @pytest.mark.parametrize("first", ["bound", "unbound"])
@@ -911,32 +876,6 @@ def test_what_may_be_asked_twice_at_once_is_told_and_the_rest_has_its_time(
     assert TIMEOUT <= time.monotonic() - began < 2 * TIMEOUT + 1
     found = [bool(re.fullmatch(LATE.format(late), each)) for each in told]
     assert found == ([] if late is None else [True])
-
-
-def test_an_api_that_is_slow_is_given_its_time_and_told_once() -> None:
-    asked, told = list[float](), list[str]()
-    is_slow, now = True, 0.0
-
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        nonlocal now
-        limit = request.extensions["timeout"]["read"]
-        asked.append(limit)
-        if is_slow and limit < 60:
-            raise httpx2.ReadTimeout("late")
-        now += 40 if is_slow else 1
-        return httpx2.Response(200, json={})
-
-    transport = httpx2.MockTransport(answer)
-    with FleetClient(
-        "http://fleet", "k", transport=transport, tell=told.append, clock=lambda: now
-    ) as fleet:
-        fleet.status()
-        fleet.status()
-        assert len(told) == 1
-        is_slow = False
-        fleet.status()
-        fleet.status()
-    assert asked == [client.PROMPT, 60, 60, 60, client.PROMPT]
 
 
 def test_files_have_their_own_names_and_none_hides_another(

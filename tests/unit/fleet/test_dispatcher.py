@@ -8,12 +8,11 @@ import errno
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet import dispatcher as dispatchers
@@ -23,7 +22,7 @@ from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import failures
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Checkpoint, Event, Member
+from groupwise.fleet.store.tables import VM, Attempt, Checkpoint, Event, Member
 from groupwise.fleet.verbs import jobs, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import MemberState, RunnerState
@@ -33,8 +32,7 @@ from groupwise.hosts.framing import BadAnswer
 from groupwise.hosts.port import Answer, Host, HostUnreachable, OutcomeUnknown, Request
 from groupwise.hosts.spec import JobSpec
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
-from tests import fleet_rig
-from tests.fleet_rig import NoChance, Rig, quick
+from tests.fleet_rig import NoChance, Rig
 
 
 @pytest.fixture
@@ -85,6 +83,18 @@ def value(rig: Rig, column: Any, *where: Any) -> Any:
 LONG = Script(ticks=10**6)
 
 
+@asynccontextmanager
+async def job_running(
+    rig: Rig, dispatcher: GlobalJobDispatcher, **asked: Any
+) -> AsyncIterator[None]:
+    """A dispatcher works, and has begun a job that runs for ever; begun once more, it ends soon."""
+    rig.rack.scripts["job"] = [LONG, Script()]
+    async with running(dispatcher):
+        rig.submit("job", **asked)
+        await rig.until(begun(rig, "job"))
+        yield
+
+
 # the plain way
 
 
@@ -132,10 +142,7 @@ class Held:
 
 async def test_of_a_job_that_keeps_its_last_checkpoints_each_is_mirrored(rig: Rig) -> None:
     """There are two of them for ever; they are others each time."""
-    rig.rack.scripts["job"] = [LONG]
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(begun(rig, "job"))
+    async with job_running(rig, rig.dispatcher()):
         folder = host_of(rig, "job").folders[f"job.{epoch_of(rig, 'job')}"]
         for count, step in ((1, 10), (2, 20), (2, 30), (2, 40)):
             rig.fetched.mirrored.clear()
@@ -164,10 +171,8 @@ async def test_at_the_end_the_log_comes_before_a_checkpoint_and_nothing_twice_at
 async def test_a_dispatcher_that_stops_leaves_jobs_running_and_the_next_one_goes_on_at_once(
     rig: Rig,
 ) -> None:
-    rig.rack.scripts["job"] = [LONG]
-    async with running(rig.dispatcher("one")):
-        rig.submit("job")
-        await rig.until(begun(rig, "job"))
+    async with job_running(rig, rig.dispatcher("one")):
+        pass
     epoch = epoch_of(rig, "job")
     assert rig.rack.running() == [("job", epoch)]
     async with running(rig.dispatcher("two")):
@@ -468,10 +473,7 @@ async def test_a_launch_that_arrives_after_its_attempt_was_cancelled_begins_noth
 
 async def test_a_lost_machine_that_comes_back_is_emptied_before_it_is_used(rig: Rig) -> None:
     """The operator was wrong: it was cut off, and the job ran on there."""
-    rig.rack.scripts["job"] = [LONG, Script()]
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(begun(rig, "job"))
+    async with job_running(rig, rig.dispatcher()):
         gone = host_of(rig, "job")
         gone.cut()
         await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable")
@@ -553,10 +555,7 @@ async def silent_for(rig: Rig, age: float, here: float | None = None) -> None:
 async def test_a_job_whose_machine_reboots_or_whose_supervisor_dies_begins_again(
     rig: Rig, what: str, failure: str, charged: bool
 ) -> None:
-    rig.rack.scripts["job"] = [LONG, Script()]
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(begun(rig, "job"))
+    async with job_running(rig, rig.dispatcher()):
         host = host_of(rig, "job")
         if what == "reboot":
             host.power_off()
@@ -633,29 +632,6 @@ async def test_cancelling_what_runs(rig: Rig, stubborn: bool) -> None:
     assert rig.attempts("job")[0].outcome == "cancelled"
 
 
-async def test_what_is_ending_is_told_to_end_now_and_then(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its machine's answer that it still runs is no reason to say so again at once."""
-    never = drive.Pauses(first=1e6, longest=1e6, idle=1e6)
-    monkeypatch.setattr(fleet_rig, "quick", lambda: replace(quick(), pauses=never))
-    rig.rack.scripts["job"] = [LONG]
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(begun(rig, "job"))
-        host = host_of(rig, "job")
-
-        def calls(verb: str) -> int:
-            return sum(request.verb == verb for request in host.calls)
-
-        rig.cancel("job")
-        await rig.until(lambda: calls("kill") > 0, ticks=False)
-        before = calls("observe")
-        await rig.until(lambda: calls("observe") > before + 1, ticks=False)
-        assert calls("kill") <= 3  # more than once only where the wish for it was heard twice
-        await rig.until(rig.has("job", "cancelled"))
-
-
 # gangs
 
 
@@ -673,10 +649,7 @@ async def test_a_gang_runs_on_all_its_machines(rig: Rig) -> None:
 
 
 async def test_a_gang_of_which_one_member_dies_is_ended_and_begun_again_whole(rig: Rig) -> None:
-    rig.rack.scripts["job"] = [LONG, Script()]
-    async with running(rig.dispatcher()):
-        rig.submit("job", resources=GANG)
-        await rig.until(begun(rig, "job"))
+    async with job_running(rig, rig.dispatcher(), resources=GANG):
         rig.rack["b"].power_off()
         rig.rack["b"].boot()
         await over(rig, "job", "completed")
@@ -862,10 +835,8 @@ async def test_connections_to_a_machine_that_was_seen_to_begin_anew_are_not_reli
 
 async def test_an_attempt_is_not_judged_by_another_root_than_its_own(rig: Rig) -> None:
     """Its working folder was changed, or was not mounted, or its address is another machine's: nothing there knows of it."""
-    rig.rack.scripts["job"] = [LONG, Script()]
-    async with running(rig.dispatcher("one")):
-        rig.submit("job")
-        await rig.until(begun(rig, "job"))
+    async with job_running(rig, rig.dispatcher("one")):
+        pass
     host = host_of(rig, "job")
     epoch, own = epoch_of(rig, "job"), (host.place, dict(host.folders))
     host.place = "another root"
@@ -881,22 +852,6 @@ async def test_an_attempt_is_not_judged_by_another_root_than_its_own(rig: Rig) -
         assert host.folders == {}, "nothing is voided there, or killed"
         host.place, host.folders[folder.key] = own[0], folder
         await over(rig, "job", "cancelled")
-
-
-async def test_connections_to_machines_that_are_no_more_are_closed(rig: Rig) -> None:
-    """Those of a machine that is only out of use are kept: something may still run there."""
-    dispatcher = rig.dispatcher()
-    rig.database.run(lambda s: s.execute(update(VM).where(VM.vm_id == "a").values(active=False)))
-    await dispatcher.reconcile()
-    assert rig.kept == {"a", "b"}
-    rig.database.run(
-        lambda s: [
-            s.execute(delete(GPU).where(GPU.vm_id == "a")),
-            s.execute(delete(VM).where(VM.vm_id == "a")),
-        ]
-    )
-    await dispatcher.reconcile()
-    assert rig.kept == {"b"}
 
 
 # what goes wrong here

@@ -225,7 +225,7 @@ async def test_a_request_that_is_none_has_no_webhook(database: Database):
     for n, request in enumerate(requests):
         odd = Job(job_id=f"odd-{n}", request=request)
         database.run(lambda s, odd=odd: s.add(odd))
-        failed: dict[str, Any] = {"actor": "d", "kind": "job.failed", "job_id": odd.job_id}
+        failed: dict[str, Any] = {"actor": "d", "kind": "job.failed", "job_id": f"odd-{n}"}
         database.run(lambda s, failed=failed: events.append(s, **failed))
     await Tracker(database, outlet).round()
     assert [e.webhook for e in outlet.told] == [None] * len(requests)

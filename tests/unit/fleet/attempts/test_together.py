@@ -1,27 +1,25 @@
 """Transactions that share one: nobody suffers for another, and nobody is half done."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import ending, records
 from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.attempts.together import Gathered, Reads, Writes
 from groupwise.fleet.queue import claim
-from groupwise.fleet.states import AttemptState, Cleanup, Outcome
+from groupwise.fleet.states import AttemptState, Outcome
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import CommitUnknown, Database
-from groupwise.fleet.store.tables import VM, Attempt, Event, Job, Member
+from groupwise.fleet.store.tables import VM, Attempt, Event
 from groupwise.hosts.failures import FailureClass
 from tests.fleet_rig import NoChance, Rig
 
-SUCCESS = Move(AttemptState.ENDED, Outcome.SUCCEEDED, because="exit code 0")
 REFUSED = Move(
     AttemptState.ENDED, Outcome.FAILED, FailureClass.LAUNCH_FAILURE, "why",
     {"rank": 0, "members": [{"rank": 0, "vm": "a", "refusal": "io: no space"}]},
@@ -35,11 +33,7 @@ def rig(database: Database, tmp_path: Path) -> Rig:
 
 @pytest.fixture
 def epochs(rig: Rig) -> list[int]:
-    return begun(rig, 4)
-
-
-def begun(rig: Rig, jobs: int) -> list[int]:
-    for number in range(jobs):
+    for number in range(4):
         rig.submit(f"job-{number}")
     made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=8).made)
     return [each.epoch for each in made]
@@ -49,7 +43,7 @@ def launching(epoch: int, owner: str = "me") -> Callable[[Session], None]:
     return lambda session: records.move(session, epoch, owner, AttemptState.LAUNCHING)
 
 
-async def end(rig: Rig, epochs: Sequence[int], move: Move = SUCCESS) -> None:
+async def end(rig: Rig, epochs: Sequence[int], move: Move) -> None:
     """All of them, at the same moment."""
 
     def written(epoch: int) -> Callable[[Session], None]:
@@ -57,29 +51,6 @@ async def end(rig: Rig, epochs: Sequence[int], move: Move = SUCCESS) -> None:
 
     writes = Writes(rig.database)
     await asyncio.gather(*(writes.commit(each, written(each), ends=True) for each in epochs))
-
-
-async def release(rig: Rig, epochs: Sequence[int]) -> None:
-    def written(epoch: int) -> Callable[[Session], None]:
-        return lambda session: ending.release(session, epoch, "me", 0)
-
-    writes = Writes(rig.database)
-    await asyncio.gather(*(writes.commit(each, written(each)) for each in epochs))
-
-
-@contextmanager
-def statements(database: Database) -> Iterator[list[str]]:
-    """Those that are sent meanwhile."""
-    sent: list[str] = []
-
-    def note(_: Any, __: Any, statement: str, *___: Any) -> None:
-        sent.append(statement)
-
-    event.listen(database.engine, "before_cursor_execute", note)
-    try:
-        yield sent
-    finally:
-        event.remove(database.engine, "before_cursor_execute", note)
 
 
 def states(rig: Rig) -> dict[int, str]:
@@ -108,22 +79,6 @@ async def test_those_of_a_moment_share_a_transaction(
     assert len(begun) == 1
     query = select(Event.epoch).where(Event.kind == "attempt.launching").order_by(Event.event_id)
     assert list(rig.database.read(lambda s: s.scalars(query).all())) == epochs
-
-
-async def test_many_that_end_and_give_back_send_no_more_statements_than_few(rig: Rig) -> None:
-    epochs = begun(rig, 8)
-    sent: list[list[str]] = []
-    for some in (epochs[:2], epochs[2:]):
-        with statements(rig.database) as of_these:
-            await end(rig, some)
-            await release(rig, some)
-        sent.append(of_these)
-    few, many = sent
-    assert len(many) == len(few)
-    rows = rig.database.read(lambda s: s.execute(select(Attempt.cleanup, Job.status).join(Job)).all())  # fmt: skip
-    assert set(rows) == {(Cleanup.CLEAN, "completed")}
-    assert rig.open_reservations() == []
-    assert all(rig.database.read(lambda s: s.scalars(select(Member.released)).all()))
 
 
 async def test_a_machine_that_refuses_many_at_once_is_told_of_each(

@@ -86,32 +86,6 @@ async def test_everything_comes_and_is_what_it_was(
     assert len(host.asked) == asked
 
 
-async def test_small_files_come_together_and_a_large_one_by_itself(
-    database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetching, "GATHERED", 100)
-    monkeypatch.setattr(fetching, "PIECE", 1000)
-    host.files = {f"outputs/{n // 100}/{n:03}": b"%d" % n for n in range(250)}
-    large, half = bytes(1001), bytes(600)
-    host.files |= {
-        "outputs/1/150.large": large,
-        "outputs/2/a": half,
-        "outputs/2/b": half,
-        "outputs/2/c": b"c",
-    }
-    part = begin(database, host)
-    assert await collector(place, database).collect(part) == Collected()
-    assert tree(place / JOB / "current") == host.files
-    assert host.read_bytes() == sum(map(len, host.files.values()))
-    asked = [r.body for r in host.asked if r.verb == "gather"]
-    assert {tuple(body) for body in asked} == {("root", "runner", "job", "epoch", "files")}
-    sizes = [[size for _, _, size in body["files"]] for body in asked]
-    assert len(sizes) <= 6
-    assert max(map(len, sizes)) == 100
-    assert max(map(sum, sizes)) <= 1000
-    assert [r.body["path"] for r in host.asked if r.verb == "read"] == ["outputs/1/150.large"]
-
-
 @pytest.mark.parametrize("lie", ["nothing is", "other bytes"])
 async def test_what_does_not_come_together_comes_by_itself(
     lie: str, database: Database, place: Path, host: WorkFolder

@@ -280,11 +280,3 @@ def test_the_last_lines_are_the_same_wherever_the_file_is_cut(
             for lines in range(4):
                 kept = data.splitlines(keepends=True)[-lines:] if lines else []
                 assert tail_of(logs, data, lines) == b"".join(kept)
-
-
-def test_of_a_line_without_an_end_no_more_is_shown_than_so_much(
-    logs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs_module, "LONGEST_TAIL", 1000)
-    assert tail_of(logs, b"x" * 5000, 20) == b"x" * 1000
-    assert tail_of(logs, b"x\n" * 5000, 5000) == b"x\n" * 500

@@ -126,18 +126,6 @@ async def test_what_a_sink_does_not_take_is_given_again(database: Database, logs
     assert sink.said() == ["one"]
 
 
-async def test_many_logs_that_wait_for_an_end_of_line_hold_up_no_other(
-    database: Database, logs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("groupwise.fleet.files.shipping.MEMBERS_AT_ONCE", 2)
-    for number in range(1, 6):
-        Log(database, logs, f"job-{number}", number).write(b"no end")
-    Log(database, logs, "job-9", 9).write(b"whole\n")
-    sink = Taken()
-    await Shipper(database, logs, sink).round()
-    assert sink.said() == ["whole"]
-
-
 async def test_a_sink_that_is_away_is_told_of_once(
     database: Database, logs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

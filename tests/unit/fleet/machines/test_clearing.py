@@ -271,19 +271,6 @@ async def test_what_runs_and_what_is_unknown_is_left_alone(
     assert set(host.folders) == {"stranger.5", "stranger-too.5", f"job.{epoch}"}
 
 
-async def test_a_number_that_no_database_takes_keeps_nothing_from_being_cleared(
-    rig: Rig, host: FakeHost, cleared: Any
-) -> None:
-    await done(rig, "job")
-    rig.rack.scripts["x"] = [Script(ticks=10**6)]
-    await Runner(host).launch(Launch("x", 9_999_999_999_999_999_999, JobSpec(("true",))))
-    rig.rack.tick()
-    rig.lose("a")
-    await rig.dispatcher().reconcile()
-    await cleared()
-    assert set(host.folders) == {"x.9999999999999999999"}
-
-
 async def test_a_folder_in_which_something_lives_is_refused_and_keeps_none_of_the_others(
     rig: Rig, host: FakeHost, cleared: Any
 ) -> None:

@@ -38,15 +38,6 @@ async def test_the_fleet_does_not_take_it_for_a_stranger(place: Place) -> None:
     assert (seen.attempts, seen.quarantined) == ((), ())
 
 
-async def test_a_problem_there_is_told_here(place: Place) -> None:
-    place.desk.behaves(
-        'case "$*" in *"-r lock.txt"*) echo "No space left on device"; exit 1;; esac'
-    )
-    with pytest.raises(PrepareError, match=r"vm-1 is not prepared: .*the disk there is full"):
-        await place.prepare()
-    assert not place.environment().exists()
-
-
 async def test_two_at_once_make_it_once(place: Place) -> None:
     mark, go_on = place.desk.folder / "installing", place.desk.folder / "go-on"
     wait = f"touch {mark}; while [ ! -e {go_on} ]; do sleep 0.01; done"

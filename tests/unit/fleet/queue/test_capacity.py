@@ -8,7 +8,7 @@
 from typing import Any
 
 import pytest
-from sqlalchemy import event, update
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import capacity, shapes, waits, waking
@@ -181,31 +181,6 @@ def test_a_job_that_ended_unnoticed_is_found_by_the_next_claim(database: Databas
     database.run(lambda s: end(s, "a"))
     claim_some(database)
     assert claimed_ids(database) == ["b"]
-
-
-def test_it_is_asked_by_shape_and_not_by_job(database: Database) -> None:
-    full_fleet(database, waiting=20)
-    few = statements_of_wake(database)
-    for n in range(30):
-        submit(database, f"x{n}", gpus=1)
-    claim_some(database)
-    assert len(waiting(database)) == 50
-    assert statements_of_wake(database) == few
-    found = database.run(shapes.best_of_shapes)
-    assert [each.key[1] for each in found] == ["w0"]
-
-
-def statements_of_wake(database: Database) -> int:
-    count = 0
-
-    def one_more(*_: object) -> None:
-        nonlocal count
-        count += 1
-
-    event.listen(database.engine, "before_cursor_execute", one_more)
-    assert wake(database) == 0
-    event.remove(database.engine, "before_cursor_execute", one_more)
-    return count
 
 
 def test_shapes_are_told_apart(database: Database) -> None:

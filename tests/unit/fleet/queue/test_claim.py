@@ -290,18 +290,6 @@ def test_gpus_that_are_not_given(database: Database) -> None:
     assert "quarantined: Xid 79" in "\n".join(job_of(database, "one").blocked_reasons or [])
 
 
-def test_many_of_one_shape_hide_nobody_either(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claim, "MOST_MARKED", 1)
-    monkeypatch.setattr(claim, "MOST_LOOKS", 2)
-    add_machine(database, "vm-1", 1)
-    for n in range(8):
-        submit(database, f"big-{n}", gpus=2)
-    submit(database, "small", gpus=1)
-    assert claimed_ids(database, limit=2) == ["small"]
-
-
 def test_jobs_of_one_shape_wait_together(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

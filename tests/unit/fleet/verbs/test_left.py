@@ -1,16 +1,13 @@
-"""What may be fetched is worked out once for all files of a job, beside the database and over the API, and anew where it has changed."""
+"""What may be fetched is remembered for all files of a job, and worked out anew where it has changed."""
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, event
+from sqlalchemy import delete
 
-from groupwise.fleet.client import FleetClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Checkpoint
@@ -18,27 +15,15 @@ from groupwise.fleet.verbs import left
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import BlobStore
 from groupwise.wire.problems import Refusal
-from tests.fleet_api import api, place_in
+from tests.fleet_api import place_in
 
 ADA = Actor("user:ada")
 COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
-FILES = {f"outputs/{n}": f"number {n}".encode() for n in range(20)}
 
 
 @pytest.fixture
 def direct(database: Database, tmp_path: Path) -> DirectFleet:
     return DirectFleet(place_in(tmp_path / "fleet"), database, ADA)
-
-
-@pytest.fixture(params=["beside the database", "over the API"])
-def fleet(
-    request: pytest.FixtureRequest, direct: DirectFleet
-) -> Iterator[DirectFleet | FleetClient]:
-    if request.param == "beside the database":
-        yield direct
-    else:
-        with api(direct.database, direct.place) as at, closing(FleetClient(at)) as client:
-            yield client
 
 
 def manifest(files: dict[str, bytes]) -> dict[str, Any]:
@@ -67,47 +52,6 @@ def mirrored(direct: DirectFleet, job: str, step: int, files: dict[str, bytes]) 
     about = {"job_id": job, "generation": 0, "epoch": 5, "path": f"outputs/{step}", "step": step}
     row = Checkpoint(**about, manifest=manifest(files), mirrored_at=float(step))
     direct.database.run(lambda session: session.add(row))
-
-
-def test_the_record_of_all_files_is_read_once_for_all_of_them(
-    fleet: DirectFleet | FleetClient,
-    direct: DirectFleet,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job = direct.submit(COMMAND)["job_id"]
-    leave(direct, job, FILES)
-    loads, read = json.loads, list[object]()
-
-    def counting(text: Any, *args: Any, **kwargs: Any) -> Any:
-        found = loads(text, *args, **kwargs)
-        if isinstance(found, dict) and found.keys() == {"files", "left_out"}:
-            read.append(text)
-        return found
-
-    monkeypatch.setattr(json, "loads", counting)
-    fleet.fetch(job, tmp_path / "here")
-    assert {path: (tmp_path / "here" / path).read_bytes() for path in FILES} == FILES
-    assert len(read) <= 2  # the list that the caller gets, and what may be fetched
-
-
-def test_manifests_of_checkpoints_are_read_once_for_all_of_their_files(
-    fleet: DirectFleet | FleetClient, direct: DirectFleet, tmp_path: Path
-) -> None:
-    job = direct.submit(COMMAND)["job_id"]
-    mirrored(direct, job, 1, {"outputs/older/first": b"first"})
-    mirrored(direct, job, 2, FILES)
-    asked = list[str]()
-
-    def note(_: object, __: object, statement: str, *___: object) -> None:
-        asked.extend([statement] if "checkpoints.manifest" in statement else [])
-
-    engine = direct.database.read(lambda session: session.get_bind().engine)
-    event.listen(engine, "before_cursor_execute", note)
-    fleet.fetch(job, tmp_path / "here", checkpoints=True)
-    event.remove(engine, "before_cursor_execute", note)
-    assert {path: (tmp_path / "here" / path).read_bytes() for path in FILES} == FILES
-    assert len(asked) <= 2
 
 
 def test_what_a_record_names_is_asked_anew_when_it_is_another(direct: DirectFleet) -> None:

@@ -14,7 +14,7 @@ from groupwise.fleet import tracker
 from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member, Reservation
+from groupwise.fleet.store.tables import GPU, Attempt, ControlProcess, Job, Member, Reservation
 from groupwise.fleet.tracker import NatsOutlet
 from groupwise.fleet.verbs import jobs, keys, machines, projects, prune, status, submission
 from groupwise.wire.problems import Refusal
@@ -139,26 +139,6 @@ def test_that_nats_is_not_told_of_ends_is_told(small: Any, monkeypatch: pytest.M
     assert told_of(small, "not_told") == []
 
 
-def test_what_stands_in_no_table_is_told_while_a_machine_runs_it(small: Any) -> None:
-    since = small.database.read(seconds) - 61
-    found = {"what": "attempt", "detail": "x.5", "job_id": "x", "epoch": 5, "since": since}
-    folder = {"what": "folder", "detail": "odd", "pid": None}
-    small.machine("vm-1", facts={"quarantined": [folder, found]})
-    small.machine("lost", facts={"quarantined": [found]}, lost_at=1.0)
-
-    def told(fleet: Any) -> list[dict[str, Any]]:
-        alarms = fleet.do(status.overview)["alarms"]
-        return [each for each in alarms if each["kind"] == "attempt_quarantined"]
-
-    (alarm,) = told(small)
-    assert "vm-1 runs x.5" in alarm["message"]
-    assert (alarm["job_id"], alarm["epoch"], alarm["since"]) == ("x", 5, since)
-    assert small.do(machines.show, "vm-1")["facts"]["quarantined"][1] == found
-    assert told(small.as_("ours")) == []
-    small.database.run(lambda s: s.execute(update(VM).values(facts={"quarantined": [folder]})))
-    assert told(small) == []
-
-
 def test_a_log_that_grows_and_grows_is_told(small: Any) -> None:
     """As long as its machine has something of its attempt."""
     for vm_id, state, cleanup in (
@@ -203,38 +183,6 @@ def test_a_key_of_a_project_whose_jobs_run_as_the_fleet_is_noted(small: Any) -> 
     (note,) = small.do(keys.make, "act", projects=["default"])["notes"]
     assert "local as the user of the fleet itself" in note
     assert "`groupwise fleet vm set local --project P`" in note
-
-
-def test_a_job_says_that_machines_are_asked_first(small: Any) -> None:
-    small.machine("vm-1")
-    (job,) = small.do(submission.submit_all, [request(resources={"gpus": 0})])
-
-    def waiting() -> str:
-        return small.do(jobs.show, job["job_id"])["waiting"][0]
-
-    assert waiting() == status.NO_DISPATCHER
-    process(small, "dispatcher", 0.0, "a", not_asked=["vm-1", "vm-2", "vm-3"])
-    assert waiting().endswith("asked all machines what they run, and vm-1 and 2 more not yet")
-    process(small, "dispatcher", 0.0, "b", not_asked=["vm-2"])
-    assert waiting().endswith("and vm-2 not yet")
-    process(small, "dispatcher", 0.0, "c")
-    assert waiting() == "there is room for it, and it is the next in the queue"
-
-
-def test_what_was_settled_unasked_is_noted(small: Any) -> None:
-    small.machine("vm-1")
-    asked = [request(resources={"gpus": 0})] * 2
-    assert [job["notes"] for job in small.do(submission.submit_all, asked)] == [
-        *([status.NO_DISPATCHER], [status.NO_DISPATCHER])
-    ]
-    process(small, "dispatcher", 0.0, "a")
-    (job,) = small.do(submission.submit_all, [request()])
-    assert job["notes"] == ["--gpus was not given: the job gets no GPU, as the fleet has none"]
-    small.machine("vm-2", gpus=1)
-    (job,) = small.do(submission.submit_all, [request()])
-    assert job["notes"] == ["--gpus was not given: the job gets 1 GPU"]
-    (job,) = small.do(submission.submit_all, [request(resources={"gpus": 0})])
-    assert job["notes"] == []
 
 
 def test_a_wish_that_no_machine_fulfils_is_noted(small: Any) -> None:
