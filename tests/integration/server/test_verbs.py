@@ -79,6 +79,12 @@ class Client:
     def connect(self, server: Server) -> None:
         self.do("connect", url=server.url, key=TINKER_KEY)
 
+    def anew(self, server: Server) -> None:
+        """Another model in the place of those that there are."""
+        self.do("close")
+        self.connect(server)
+        self.do("create")
+
     def close(self) -> None:
         self._process.communicate()
         assert self._process.returncode == 0
@@ -248,18 +254,18 @@ def test_what_waits_is_done_and_what_was_answered_stays(client: Client, server: 
     client.do("create")
     client.do("begin", steps=12)
     expected = client.do("losses")
-    client.do("create")
+    client.anew(server)
     client.do("begin", steps=12)
     client.begin("losses")
     kill_engine(server)
     assert client.end() == expected
-    client.do("create")
+    client.anew(server)
     client.do("begin", steps=12)
     client.begin("losses")
     server.kill()
     server.begin()
     assert client.end() == expected
-    client.do("create")
+    client.anew(server)
     client.do("begin", steps=60)
     client.begin("losses")
     assert server.end() == 0
