@@ -141,16 +141,10 @@ def _statuses(fleet: RealFleet) -> list[Record]:
             job = str(event.job_id)
             generations[job] += event.kind == "job.retried"
             status = event.kind.partition(".")[2].replace("retried", "queued")
-            found.append(
-                {
-                    "at": event.at - fleet.clock_offset,
-                    "what": "status",
-                    "job": job,
-                    "status": status,
-                    "generation": generations[job],
-                    "exit_code": (event.detail or {}).get("exit_code"),
-                }
-            )
+            code = (event.detail or {}).get("exit_code")
+            facts = {"job": job, "status": status, "generation": generations[job]}
+            at = event.at - fleet.clock_offset
+            found.append({"at": at, "what": "status", "exit_code": code, **facts})
         return found + _now(session, found)
 
     return fleet.look(look)
@@ -159,18 +153,8 @@ def _statuses(fleet: RealFleet) -> list[Record]:
 def _now(session: Session, told: list[Record]) -> list[Record]:
     """What stands in the table itself must be what was told last."""
     at = max((r["at"] for r in told), default=0.0)
-    rows = session.execute(select(Job.job_id, Job.status, Job.generation, Job.exit_code))
-    return [
-        {
-            "at": at + 1e-3,
-            "what": "status",
-            "job": job,
-            "status": status,
-            "generation": generation,
-            "exit_code": code,
-        }
-        for job, status, generation, code in rows
-    ]
+    query = select(Job.job_id.label("job"), Job.status, Job.generation, Job.exit_code)
+    return [{"at": at + 1e-3, "what": "status", **r} for r in session.execute(query).mappings()]
 
 
 def _attempts(fleet: RealFleet) -> list[Record]:
@@ -222,26 +206,19 @@ def _refusals(fleet: RealFleet) -> list[Record]:
 
 
 def _reservations(fleet: RealFleet) -> list[Record]:
-    def look(session: Session) -> list[Record]:
-        query = (
-            select(Reservation, Attempt.job_id)
-            .join(Attempt, Attempt.epoch == Reservation.epoch)
-            .where(Reservation.released_at.is_(None))
+    at = max((r["at"] for r in fleet.records), default=0.0)
+    query = (
+        select(
+            Attempt.job_id.label("job"),
+            Reservation.epoch,
+            Reservation.vm_id.label("vm"),
+            Reservation.gpu_id.label("gpu"),
         )
-        at = max((r["at"] for r in fleet.records), default=0.0)
-        return [
-            {
-                "at": at,
-                "what": "reserved",
-                "job": job,
-                "epoch": row.epoch,
-                "vm": row.vm_id,
-                "gpu": row.gpu_id,
-            }
-            for row, job in session.execute(query)
-        ]
-
-    return fleet.look(look)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .where(Reservation.released_at.is_(None))
+    )
+    held = fleet.look(lambda s: s.execute(query).mappings().all())
+    return [{"at": at, "what": "reserved", **row} for row in held]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
