@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from groupwise.algorithms.correction import Correction, importance_weights
-from groupwise.algorithms.registry import ALGORITHMS, make
+from groupwise.algorithms.registry import make
 
 LOG2 = math.log(2)
 PROXIMAL = [[LOG2, -LOG2, 2 * LOG2, 9.0], [-LOG2, 0.0, 0.0, 0.0]]
@@ -36,32 +35,6 @@ def test_weights_by_hand(mode: Correction, cap: float, expected: list[list[float
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
     unbounded, _ = importance_weights(torch.tensor(PROXIMAL), zeros, torch.tensor(MASK), mode, 1e9)
     assert torch.equal(clipped, unbounded > cap)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-def test_weights_multiply_the_gradient_of_their_tokens(name: str, mode: str, batch) -> None:
-    """The learner's policy is where the batch began, so each ratio is 1 and each weight stands alone."""
-    knobs: dict[str, Any] = {"importance_sampling_correction": mode, "importance_sampling_cap": 5.0}
-    rows = batch(
-        PROXIMAL,
-        [[0.0] * 4] * 2,
-        proximal=PROXIMAL,
-        mask=MASK,
-        advantages=[1.0, -2.0],
-        scales=[0.5, 1.0],
-    )
-    result = make(name, knobs).loss(rows)
-    result.components["policy"].backward()
-    weights = {
-        "token_truncate": [[2, 0.5, 4, 0], [0.5, 1, 0, 0]],
-        "sequence_mask": [[4, 4, 4, 0], [0.5, 0.5, 0, 0]],
-    }[mode]
-    expected = -torch.tensor(weights).double() * torch.tensor([[0.5], [-2.0]])
-    torch.testing.assert_close(rows.policy_logprobs_BT.grad, expected)
-    assert result.stats["ratio"].item() == result.stats["tokens"].item() == 5
-    assert result.stats["importance_sampling_ratio"].item() == torch.tensor(weights).sum().item()
-    assert result.stats["importance_sampling_clipped"].item() == 0
 
 
 def test_the_ratio_is_that_of_the_updates_alone(batch) -> None:

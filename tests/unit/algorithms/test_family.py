@@ -275,19 +275,6 @@ def test_gradient_reaches_policy_and_entropies_only() -> None:
         leaf["entropies_BT"].grad = None
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_without_knobs_nothing_is_needed_and_measured_beside_the_policy(name: str, batch) -> None:
-    algorithm = make(name, {"importance_sampling_correction": "none"})
-    assert not algorithm.needs_reference
-    assert not algorithm.needs_proximal
-    assert not algorithm.needs_entropy_gradient
-    result = algorithm.loss(batch([[-1.0, -2.0]], mask=[[1, 0]], advantages=[1.0]))
-    assert result.components.keys() == {"policy"}
-    expected = {"tokens", "ratio", "clip_low", "clip_high", "logprob_gap"}
-    assert result.stats.keys() == expected - ({"clip_low"} if name == "cispo" else set())
-    assert not any(value.requires_grad for value in result.stats.values())
-
-
 @pytest.mark.parametrize(
     ("knobs", "need", "tensor"),
     [

@@ -188,6 +188,7 @@ def test_the_first_that_failed_gives_the_exit_code(script: str, code: int, why: 
     assert why in said
 
 
+@pytest.mark.soak(suite="engine")
 def test_told_to_end_all_have_time_to_save() -> None:
     process = begun(sys.executable, "-c", WAITS)
     assert process.stdout is not None

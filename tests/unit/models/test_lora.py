@@ -63,7 +63,7 @@ def saved(model: AdaptedModel, folder, name="policy"):
 # Small changes on a base in bfloat16
 
 
-@pytest.mark.parametrize(("learning_rate", "of_peft"), [(1e-4, 0.6), (1e-6, 0.1)])
+@pytest.mark.parametrize(("learning_rate", "of_peft"), [(1e-4, 0.6), (1e-5, 0.1)])
 def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     """After one AdamW step every entry of B is ± the learning rate. How much of that reaches the layer's output?"""
     config = new_lora_config(LoraConfig(r=16, alpha=32, target_modules=("q_proj",)))
@@ -76,8 +76,7 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     with torch.no_grad():
         up.copy_(learning_rate * torch.sign(torch.randn(up.shape, generator=generator)))
         base.copy_(torch.randn(base.shape, generator=generator) / 16)
-        rows = 1 << (15 if learning_rate == 1e-6 else 13)
-        inputs = torch.randn(rows, 256, generator=generator).bfloat16()
+        inputs = torch.randn(1 << 13, 256, generator=generator).bfloat16()
         exact = 2.0 * (inputs.double() @ down.double().t()) @ up.double().t()
 
     def slope(changed, unchanged) -> float:

@@ -8,9 +8,6 @@ from pathlib import Path
 from groupwise.rollouts.sessions import Sessions
 from groupwise.tasks.environment import Step
 
-SLOW_START = 0.6
-"""Seconds."""
-
 
 class Counts:
     """Adds up what it hears, and notes its process."""
@@ -44,14 +41,6 @@ class Dies(Hangs):
         if self.member == 1 and self.total:
             os.kill(os.getpid(), signal.SIGKILL)
         return super(Hangs, self).step(completion)
-
-
-class StartsSlowly(Hangs):
-    """Takes most of its seconds for the beginning."""
-
-    def reset(self, folder, member=0):
-        time.sleep(SLOW_START)
-        super().reset(folder, member)
 
 
 class Forks(Hangs):
@@ -94,6 +83,4 @@ def make_badly(name):
     raise ValueError("cannot be made")
 
 
-KINDS = {
-    kind.__name__: kind for kind in (Counts, Hangs, StartsSlowly, Dies, Forks, Forgets, Ends, Spams)
-}
+KINDS = {kind.__name__: kind for kind in (Counts, Hangs, Dies, Forks, Forgets, Ends, Spams)}

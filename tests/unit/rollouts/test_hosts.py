@@ -117,17 +117,6 @@ async def test_lost_process_costs_the_one_rollout_and_the_others_go_on(
     assert [each.outcome for each in again.rollouts] == ["pending"]
 
 
-async def test_what_is_repeated_may_take_as_long_as_a_turn_however_little_time_is_left(
-    hosted, tmp_path
-):
-    kind = hosted("StartsSlowly", max_seconds=1.1)  # half a second is left after the beginning
-    await kind.start()
-    (group,) = await drawn(kind, tmp_path)
-    assert [each.outcome for each in group.rollouts] == ["pending", "timed_out", "pending"]
-    assert [group.rollouts[i].completion for i in (0, 2)] == ["3=3;4=7;5=12;"] * 2
-    assert len(processes(tmp_path)) == 2
-
-
 class Silent:
     def reset(self):
         pass

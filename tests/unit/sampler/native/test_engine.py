@@ -24,15 +24,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from groupwise.errors import NonFiniteError
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.files import write_tensors
-from groupwise.models.load import load_model
-from groupwise.models.lora import AdaptedModel, fingerprint, new_lora_config
+from groupwise.models.lora import fingerprint
 from groupwise.models.native.weights import NativeModel
 from groupwise.models.tiny import tiny_tokenizer
-from groupwise.models.tokenizer import load_tokenizer
 from groupwise.sampler.engine import Engine, Prompt, Row
 from groupwise.sampler.native import graph_engine
 from groupwise.sampler.native.engine import NativeEngine
@@ -43,7 +38,6 @@ from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import Completion, GroupRequest, Policy, SamplingParams
-from groupwise.types import Row as TrainingRow
 from tests.tape import Tape
 from tests.unit.models.native.families import (
     SMALL,
@@ -51,7 +45,6 @@ from tests.unit.models.native.families import (
     family,
     made,
     own_logits,
-    randomised,
     text,
 )
 
@@ -498,48 +491,3 @@ def test_new_weights_that_are_no_numbers_are_told_and_good_ones_serve_again(
         generated(sampler, [request(0, 20, 3, 20)])
     asyncio.run(sampler.load(published(weights, good, tmp_path, 2)))
     assert_serves(sampler, weights)
-
-
-# In bfloat16
-
-
-@pytest.mark.soak(suite="engine")
-def test_beside_the_learner_on_the_bundled_model(tmp_path):
-    """Both round, with an adapter that changes a lot on a base in bfloat16, but stay near to each other."""
-    config = ModelConfig(name="smollm2-135m-instruct")
-    tokenizer = load_tokenizer(config)
-    lora = new_lora_config(LoraConfig(r=16, alpha=32))
-    adapter = AdaptedModel(load_model(config, "bfloat16"), lora)
-    trained, weights = TrainedAdapter(adapter, seed=0), ServedAdapter(adapter)
-    randomised(adapter, trained.name, size=0.02)
-    learner = TorchLearner(
-        trained, run="r", publish_folder=tmp_path, max_tokens_per_microbatch=2000, seed=0
-    )
-    sampler = TorchSampler(weights, tokenizer, DecodeLayout(16, 128))
-    prompts = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
-    asked = [
-        GroupRequest(draw, tuple(tokenizer(prompt)["input_ids"]), seeds, SamplingParams(24))
-        for draw, (prompt, seeds) in enumerate(
-            zip(prompts, (tuple(range(8)), tuple(range(8, 16))), strict=True)
-        )
-    ]
-
-    async def both() -> tuple[list[tuple[Completion, ...]], list[tuple[float, ...]]]:
-        await sampler.load(await learner.publish(1))
-        found = [await sampler.generate(each) for each in asked]
-        rows = [
-            TrainingRow(
-                each.prompt_ids, one.token_ids, (1,) * len(one.token_ids), one.logprobs, 0.0, 1.0
-            )
-            for each, group in zip(asked, found, strict=True)
-            for one in group
-        ]
-        return found, await learner.logprobs(rows)
-
-    found, wanted = asyncio.run(both())
-    ours = torch.tensor([value for group in found for one in group for value in one.logprobs])
-    gaps = ours - torch.tensor([value for row in wanted for value in row])
-    assert float(gaps.abs().mean()) < 0.025, (
-        "0.021 was measured, 0.041 between transformers' modules"
-    )
-    assert abs(float(gaps.mean())) < 0.005

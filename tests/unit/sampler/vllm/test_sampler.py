@@ -100,20 +100,6 @@ async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loade
     assert len(server.adapters) == 2, "those of other runs are left alone"
 
 
-async def test_a_load_that_failed_for_a_moment_is_tried_again(learner, server):
-    async def fails_once(path, body):
-        if path != "/load_lora_adapter":
-            return None
-        server.interfere = None
-        return refusal(502, "bad gateway")
-
-    server.interfere = fails_once
-    sampler = vllm_sampler([server.url], learner)
-    await sampler.load(await learner.publish(0))
-    assert len(server.bodies("/load_lora_adapter")) == 2
-    assert len(await sampler.generate(request())) == 4
-
-
 async def test_a_shared_folder_holds_the_adapter_that_serves_and_no_other(learner, server, tmp_path):  # fmt: skip
     (tmp_path / "there").symlink_to(tmp_path / "here")
     shared = Shared(tmp_path / "here", str(tmp_path / "there"))
