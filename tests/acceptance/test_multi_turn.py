@@ -2,8 +2,7 @@
 in one process.
 
 In both the full reward needs a look at what the environment said: the game is won in every case only by following `<` and `>`, and the
-calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt. The game, which takes most of the
-time, is learnt in `make soak SUITE=learning`.
+calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt. `make soak SUITE=learning`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from groupwise.algorithms.dr_grpo import DrGrpo
 from groupwise.runs.store import Store
 from groupwise.types import Rollout, Weight
 
+pytestmark = pytest.mark.soak(suite="learning")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GAME, CALCULATOR = EXAMPLES / "03_guessing_game", EXAMPLES / "04_calculator_tool"
 
@@ -49,7 +49,6 @@ def trained(example: Path, folder: Path, *more: str) -> Progress:
     return Progress(fmean(rewards[:10]), fmean(rewards[-10:]), result.after.metrics, rollouts)
 
 
-@pytest.mark.soak(suite="learning")
 def test_it_learns_to_follow_what_the_game_says(tmp_path):
     found = trained(GAME, tmp_path, "training.max_steps=125")
     assert found.first < 0
@@ -60,7 +59,6 @@ def test_it_learns_to_follow_what_the_game_says(tmp_path):
     assert {len(rollout.segments) for rollout in won} == {1, 3}  # in the first turn, or the second
 
 
-@pytest.mark.slow
 def test_it_learns_to_use_a_tool(tmp_path):
     found = trained(CALCULATOR, tmp_path, "training.max_steps=90")
     assert found.first < 0.1
@@ -74,13 +72,7 @@ def test_it_learns_to_use_a_tool(tmp_path):
         ]
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(GAME, marks=pytest.mark.soak(suite="learning"), id="game"),
-        pytest.param(CALCULATOR, id="calculator"),
-    ],
-)
+@pytest.mark.parametrize("example", [GAME, CALCULATOR], ids=["game", "calculator"])
 def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, monkeypatch):
     weights = DrGrpo.weights
 

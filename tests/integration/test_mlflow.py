@@ -57,6 +57,7 @@ def shown(client: Any, run: Any, name: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
 
 
+@pytest.mark.soak(suite="training")
 def test_a_run_is_whole_in_the_database_file_where_nothing_else_is_said(
     environment, tmp_path, capsys
 ):
