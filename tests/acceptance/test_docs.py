@@ -399,10 +399,11 @@ def given_to_slurm(own: list[str], behind: list[str]) -> int:
 def given_to_ray(own: list[str], behind: list[str]) -> int:
     """The same as if it were typed on the head of a Ray of the tests."""
     place = own.index("--host")
-    with ray.cluster() as cluster, pytest.MonkeyPatch.context() as patch:
+    cluster = ray.shared()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", cluster.address)
         patch.setenv("RAY_AUTH_TOKEN", cluster.token)
-        asks = ["--dry-run"]  # tests/integration/launch/test_ray.py has them run
+        asks = ["--dry-run"]  # tests/integration/launch/test_engines.py has them run
         return main([*own[:place], *asks, *own[place + 2 :], *behind])
 
 
