@@ -121,7 +121,7 @@ def points(here: Machine, depth: int, when: str, every: int) -> Iterator[str]:
 
 every_point = pytest.mark.parametrize(
     "every",
-    [pytest.param(1, marks=pytest.mark.soak(suite="fleet"), id="all"), pytest.param(7, id="some")],
+    [pytest.param(1, marks=pytest.mark.soak(suite="fleet"), id="all"), pytest.param(13, id="some")],
 )
 
 

@@ -240,6 +240,7 @@ def test_a_folder_has_one_fleet(running: Fleet) -> None:
     assert {each["name"]: each["level"] for each in report["findings"]}["local jobs"] == "ok"
 
 
+@pytest.mark.soak(suite="fleet")
 def test_who_follows_over_an_api_that_is_killed_is_not_thrown_off(
     running: Fleet, tmp_path: Path
 ) -> None:
