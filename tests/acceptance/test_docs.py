@@ -502,6 +502,8 @@ OF_JOBS = [page for page in ALONE if page.name in LAUNCHED]
 WITH_COMMANDS = [p for p in ALONE if commands(p) and p not in (*OF_SERVERS, *OF_JOBS)]
 PATIENT = pytest.mark.timeout(300)
 """Engines begin, models learn, jobs run one after the other."""
+LONG = (pytest.mark.launch, PATIENT, pytest.mark.soak(suite="docs"))
+"""Jobs of a page run on every kind of place, which takes a minute and a half."""
 
 
 @pytest.mark.parametrize(
@@ -509,7 +511,7 @@ PATIENT = pytest.mark.timeout(300)
     [
         *some(WITH_COMMANDS),
         *some(OF_SERVERS, pytest.mark.server),
-        *some(OF_JOBS, pytest.mark.launch, PATIENT),
+        *(pytest.param(page, id=f"all: {name(page)}", marks=LONG) for page in OF_JOBS),
     ],
 )
 def test_commands_run(page: Path, furnished: Path, run: Run) -> None:
