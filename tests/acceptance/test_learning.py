@@ -154,7 +154,9 @@ def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, a
     [
         pytest.param({"lag": 1}, marks=pytest.mark.soak(suite="learning"), id="lag"),
         pytest.param(
-            {"schedule": "free", "lag": 2, "num_iterations": 2, "minibatches": 2}, id="free"
+            {"schedule": "free", "lag": 2, "num_iterations": 2, "minibatches": 2},
+            marks=pytest.mark.soak(suite="learning"),
+            id="free",
         ),
         pytest.param(
             {"num_iterations": 2, "minibatches": 2},

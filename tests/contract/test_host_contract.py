@@ -30,6 +30,8 @@ from groupwise.hosts.port import (
 from groupwise.hosts.ssh import Address, SshHost
 from tests import ssh_hosts
 
+pytestmark = pytest.mark.fleet
+
 STAND_IN = Path(ssh_hosts.__file__).with_name("stand_in_runner.py").read_text()
 PLENTY = 30.0
 
@@ -73,10 +75,8 @@ def address(host: ssh_hosts.Host) -> Address:
     scope="module",
     params=[
         "local",
-        pytest.param("ssh", marks=pytest.mark.fleet),
-        pytest.param(
-            "ssh in namespaces", marks=[pytest.mark.fleet, pytest.mark.soak(suite="fleet")]
-        ),
+        "ssh",
+        pytest.param("ssh in namespaces", marks=pytest.mark.soak(suite="fleet")),
     ],
 )
 def machine(

@@ -103,6 +103,7 @@ def names(warnings: list[WarningRecord]) -> list[tuple[str, str]]:
     return [(warning.name, warning.kind) for warning in warnings]
 
 
+@pytest.mark.soak(suite="learning")
 def test_an_honest_reward_that_is_learnt_raises_nothing(model):
     warnings, curves, summary = warned(model, Task(accuracy), 2, [])
     assert curves["reward"][-1] > 2 * curves["reward"][0], "it was learnt"

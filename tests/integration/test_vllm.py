@@ -121,7 +121,8 @@ def test_the_reward_rises(tmp_path):
     assert max(curve(run, "sampling/logprob_gap")) < 1e-3
 
 
-@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("lag", [0, 1])
 def test_several_learners_train_as_one_does(tmp_path, server, whole, lag):
     """What the server answers is checked with the first one's model; no other one is asked."""
     one, _ = whole

@@ -20,6 +20,7 @@ from tests.contract.test_cloud_contract import SAVES
 from tests.places import ending, until
 from tests.ssh_hosts import fake_gpus
 
+pytestmark = pytest.mark.launch
 SAYS_GPUS = (
     "import os, time; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); time.sleep(1000)"
 )
