@@ -45,7 +45,7 @@ def captured(function: FunctionType) -> dict[str, Any]:
     defaults = function.__defaults__ or ()
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {
-        **(vars(function) if not of_this_package(function) else {}),
+        **(vars(function) if is_users_function(function) else {}),
         **{name: _held(cell) for name, cell in cells},
         **dict(zip(named, defaults, strict=True)),
         **(function.__kwdefaults__ or {}),

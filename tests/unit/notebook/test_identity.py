@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from decimal import Decimal
+from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -722,6 +723,19 @@ def test_classes_of_python_itself_are_no_unseen_objects() -> None:
         "each of the reward reward": "numpy.vectorize",
         "curve of the reward reward": "numpy.ufunc",
     }
+
+
+def test_marks_of_a_library_on_functions_of_python_are_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch marks `Enum.__new__`, so that a reward with an Enum would be another one once torch is imported."""
+    names = cell(
+        "from enum import Enum\nclass Kind(Enum):\n    RIGHT = 1\n"
+        "def reward(completions, **columns):\n    return [Kind.RIGHT.value] * len(completions)"
+    )
+    before = look_at(names["reward"])
+    monkeypatch.setattr(Enum.__new__, "_torchscript_modifier", "another", raising=False)
+    assert look_at(names["reward"]) == before
 
 
 def test_a_fingerprint_is_the_same_with_other_hashes() -> None:
