@@ -441,7 +441,7 @@ def known(words: list[str]) -> bool:
     """Whether a command of another program is one that this repository has or needs."""
     match words:
         case ["make", *rest]:
-            verbs = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            verbs = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             given = [word for word in rest if "=" not in word]
             return bool(given) and set(given) <= set(verbs) and variables_known(rest)
         case [".", ".venv/bin/activate"] | ["export", _]:
