@@ -103,8 +103,8 @@ def _readings(text: str) -> Iterator[list[ast.AST]]:
     """What the text can stand for: an expression, statements, a slice or an argument by keyword."""
     with contextlib.suppress(SyntaxError):
         body = ast.parse(text.replace(" ;; ", "\n")).body
-        single = len(body) == 1 and isinstance(body[0], ast.Expr)
-        yield [body[0].value] if single and isinstance(body[0], ast.Expr) else list(body)
+        alone = body[0] if len(body) == 1 else None
+        yield [alone.value] if isinstance(alone, ast.Expr) else list(body)
     for around in ("_[{}]", "_({})"):
         with contextlib.suppress(SyntaxError):
             whole = ast.parse(around.format(text), mode="eval").body
@@ -112,7 +112,7 @@ def _readings(text: str) -> Iterator[list[ast.AST]]:
 
 
 def _alike(text: str, node: ast.AST) -> list[ast.AST]:
-    """The reading of the text that can take the place of such a node."""
+    """The reading of the text that can replace such a node."""
     readings = [each for each in _readings(text) if each]
     kinds = (ast.Slice, ast.keyword, ast.stmt, ast.expr)
     kind = next((kind for kind in kinds if isinstance(node, kind)), ast.AST)
@@ -173,7 +173,7 @@ def _replace(node: ast.AST, new: list[ast.AST], places: dict[int, Place]) -> Non
 
 
 def make_edit(tree: ast.Module, edit: Edit) -> None:
-    """Change the tree. ValueError if what is to be changed is not there, or stands there more than once."""
+    """Apply the edit to the tree. ValueError if the code that it names is missing or ambiguous."""
     text, nth = edit.text, 0
     if marked := re.fullmatch(r"(.*) @(\d+)", text):
         text, nth = marked[1], int(marked[2])

@@ -66,7 +66,7 @@ def test_reward_workers_do_not_change_the_run(uninterrupted, tmp_path):
 
 @pytest.mark.timeout(400)
 def test_durable_writes_are_crash_points(uninterrupted, tmp_path):
-    """Dies at some in turn, at others with the next commit; the points show what a run writes durably. `make soak SUITE=kills` has all."""
+    """Each commit dies at other points of those where a run writes durably; `make soak SUITE=kills` at all."""
     whole, points = uninterrupted
     kinds = {name.split(":")[0] for name in points}
     assert kinds == {"file", "folder", "remove", "commit"}

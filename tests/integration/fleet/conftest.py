@@ -41,6 +41,6 @@ def database(ready_url: str) -> Iterator[Database]:
 
 @pytest.fixture
 def second(ready_url: str, database: Database) -> Iterator[Database]:
-    """The same, as another process has it."""
+    """A second connection to the same database, as another process would open it."""
     with closing(connect(ready_url)) as made:
         yield made

@@ -129,7 +129,7 @@ async def gang_refused(rig: Rig) -> None:
 
 
 async def begun(rig: Rig) -> tuple[str, int]:
-    """A job that would run for ever is there."""
+    """Submits a job that runs until something ends it."""
     rig.rack.scripts["job"] = [LONG, Script()]
     rig.submit("job")
     await rig.until(lambda: rig.rack.running() != [])

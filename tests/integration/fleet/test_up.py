@@ -316,7 +316,7 @@ def test_jobs_survive_a_fleet_that_is_killed_and_are_finished_once(tmp_path: Pat
 
 
 def test_a_fleet_that_was_moved_goes_on_where_it_is(tmp_path: Path) -> None:
-    """A job that runs meanwhile knows the old path alone, and needs a link for as long."""
+    """A job that is running knows only the old path, so it needs a link there until it ends."""
     flag, old, new = (tmp_path / name for name in ("flag", "before", "now"))
     text = f"{until_there(flag)}os.mkdir('outputs'); open('outputs/x', 'w').close()"
     with fleet_in(old) as fleet:

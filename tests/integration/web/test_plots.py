@@ -194,7 +194,7 @@ class Plots:
         return self.does("rows(state.made)[0].querySelector('th').textContent")
 
     def words(self) -> str:
-        """For whoever does not see it."""
+        """Screen readers get the description of a plot."""
         return self.does("state.made.ctx.canvas.getAttribute('aria-label')")
 
     def beside_axis(self) -> list[str]:

@@ -366,7 +366,7 @@ class TestRewind:
         fill(store, 1, start=to_step)
 
     def test_drops_warnings_of_later_steps(self, store: Store) -> None:
-        """And evaluations of later policies."""
+        """A rewind also removes evaluations of later policies."""
         fill(store, 2)
         for after in range(1, 4):
             store.set_warning(after, "length", WarningRecord(after, "length", "begins", "grows"))
