@@ -725,12 +725,17 @@ def chart(page: Page, title: str) -> Locator:
 
 
 def point(plot: Locator, share: float) -> None:
-    """To this place of its width."""
-    over = plot.locator(".u-over")
-    over.scroll_into_view_if_needed()
-    box = over.bounding_box()
-    assert box is not None
-    plot.page.mouse.move(box["x"] + share * (box["width"] - 1), box["y"] + box["height"] / 2)
+    """To this place of its width. It is found and measured at once: a live page draws it anew at any moment."""
+    expect(plot.locator(".u-over")).to_be_visible()
+    x, y, width, height = plot.evaluate(
+        """figure => {
+            const over = figure.querySelector(".u-over");
+            over.scrollIntoView({ block: "nearest" });
+            const { x, y, width, height } = over.getBoundingClientRect();
+            return [x, y, width, height];
+        }"""
+    )
+    plot.page.mouse.move(x + share * (width - 1), y + height / 2)
 
 
 def legend_at(plot: Locator, share: float) -> dict[str, str]:

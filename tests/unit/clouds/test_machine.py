@@ -153,6 +153,7 @@ async def test_an_attempt_that_was_refused_stands_in_the_way_of_nothing(
     python.symlink_to(sys.executable)
     again = await backend.resume("job", {}, store)
     assert await said(backend, again) == "2 True"
+    await ending(backend, again)
     await backend.cleanup(again)
     assert await backend.find("job") is None
 
