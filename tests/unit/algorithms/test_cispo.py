@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from tests.unit.algorithms.closed_forms import LENGTHS, A
 
 from groupwise.algorithms.cispo import Cispo
+from tests.unit.algorithms.closed_forms import LENGTHS, A
 
 
 def test_weights_and_denominators(pair) -> None:

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from tests.unit.algorithms.closed_forms import FLAT, LENGTHS, A
 
 from groupwise.algorithms.dapo import Dapo
 from groupwise.errors import TaskError
 from groupwise.types import RewardPart
+from tests.unit.algorithms.closed_forms import FLAT, LENGTHS, A
 
 
 def test_weights_and_denominators(pair, group) -> None:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from tests.unit.algorithms.closed_forms import FLAT, LENGTHS
 
 from groupwise.algorithms.dr_grpo import DrGrpo
+from tests.unit.algorithms.closed_forms import FLAT, LENGTHS
 
 
 def test_weights_and_denominators(pair, group) -> None:

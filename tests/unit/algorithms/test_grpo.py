@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from tests.unit.algorithms.closed_forms import FLAT, LENGTHS, A
 
 from groupwise.algorithms.grpo import Grpo
+from tests.unit.algorithms.closed_forms import FLAT, LENGTHS, A
 
 
 def test_weights_and_denominators(pair) -> None:

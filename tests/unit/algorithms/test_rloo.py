@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from tests.unit.algorithms.closed_forms import FLAT, LENGTHS
 
 from groupwise.algorithms.rloo import Rloo
+from tests.unit.algorithms.closed_forms import FLAT, LENGTHS
 
 
 def test_baseline_is_the_mean_of_the_others(group) -> None:
