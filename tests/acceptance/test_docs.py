@@ -475,7 +475,7 @@ def variables_known(words: list[str]) -> bool:
 
 
 ALONE = [page for page in PAGES if page.name not in (*SERVED, *FLEET)]
-PARTS = 8
+PARTS = 16
 """A commit follows one page in so many."""
 
 

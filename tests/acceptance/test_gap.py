@@ -23,27 +23,29 @@ from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
 
 MODEL = ModelConfig(name="smollm2-135m-instruct")
 PROMPTS = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
-MEMBERS, TOKENS = 8, 16
 RATE = 6e-4
+LONG = pytest.mark.soak(suite="learning")
 
 
-@pytest.mark.slow
-def test_it_is_small_and_does_not_grow_with_training(tmp_path: Path) -> None:
-    """In bfloat16. 0.021 was measured, 0.041 between transformers' modules."""
-    gaps, moved = asyncio.run(trained(*engines("bfloat16", tmp_path), updates=3))
-    assert moved > 0.2, "the adapter changes what the model says by more than rounding does"
-    assert fmean(gaps) < 0.025
-    assert fmean(gaps[-2:]) < 1.3 * fmean(gaps[:2]), gaps
+@pytest.mark.parametrize(
+    ("dtype", "updates", "size", "moves", "most"),
+    [
+        pytest.param("bfloat16", 1, (4, 12), 0.01, 0.03, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 3, (8, 16), 0.2, 0.025, marks=LONG),
+        pytest.param("float32", 1, (8, 16), 0.01, 1e-4, marks=LONG),
+    ],
+)
+def test_it_is_small_and_does_not_grow_with_training(
+    tmp_path: Path, dtype: Dtype, updates: int, size: tuple[int, int], moves: float, most: float
+) -> None:
+    """In bfloat16 0.021 was measured over three updates, 0.041 between transformers' modules."""
+    gaps, moved = asyncio.run(trained(*engines(dtype, tmp_path, size), updates, size))
+    assert moved > moves, "the adapter changes what the model says by more than rounding does"
+    assert fmean(gaps) < most
+    assert dtype == "float32" or fmean(gaps[-2:]) < 1.3 * fmean(gaps[:2]), gaps
 
 
-@pytest.mark.soak(suite="learning")
-def test_it_is_next_to_nothing_in_float32(tmp_path: Path) -> None:
-    gaps, moved = asyncio.run(trained(*engines("float32", tmp_path), updates=1))
-    assert moved > 0.01
-    assert max(gaps) < 1e-4
-
-
-def engines(dtype: Dtype, folder: Path) -> tuple[TorchLearner, TorchSampler]:
+def engines(dtype: Dtype, folder: Path, size: tuple[int, int]) -> tuple[TorchLearner, TorchSampler]:
     """Learner and sampler of one fresh adapter."""
     lora = new_lora_config(LoraConfig(r=16, alpha=32))
     adapted = AdaptedModel(load_model(MODEL, dtype), lora)
@@ -51,12 +53,12 @@ def engines(dtype: Dtype, folder: Path) -> tuple[TorchLearner, TorchSampler]:
     learner = TorchLearner(
         policy, run="r", publish_folder=folder, max_tokens_per_microbatch=2000, seed=0
     )
-    layout = DecodeLayout(slots=len(PROMPTS) * MEMBERS, key_length=128)
+    layout = DecodeLayout(slots=len(PROMPTS) * size[0], key_length=128)
     return learner, TorchSampler(ServedAdapter(adapted), load_tokenizer(MODEL), layout)
 
 
 async def trained(
-    learner: TorchLearner, sampler: TorchSampler, updates: int
+    learner: TorchLearner, sampler: TorchSampler, updates: int, size: tuple[int, int]
 ) -> tuple[list[float], float]:
     """Their mean absolute difference (nats) before each update and after the last one, and by how much all of these change what the
     learner says of the first completions.
@@ -67,7 +69,7 @@ async def trained(
     first: list[Row] = []
     for number in range(updates + 1):
         await sampler.load(await learner.publish(number))
-        rows = await sampled(sampler, prompts, number)
+        rows = await sampled(sampler, prompts, number, *size)
         first = first or rows
         gaps.append(await gap(learner, rows))
         if number < updates:
@@ -77,11 +79,13 @@ async def trained(
     return gaps, await gap(learner, first)
 
 
-async def sampled(sampler: TorchSampler, prompts: list[tuple[int, ...]], number: int) -> list[Row]:
+async def sampled(
+    sampler: TorchSampler, prompts: list[tuple[int, ...]], number: int, members: int, tokens: int
+) -> list[Row]:
     """Completions of all prompts, half of them to be learnt and half to be avoided."""
-    seeds = tuple(range(MEMBERS * number, MEMBERS * (number + 1)))
+    seeds = tuple(range(members * number, members * (number + 1)))
     asked = [
-        GroupRequest(draw, ids, seeds, SamplingParams(TOKENS)) for draw, ids in enumerate(prompts)
+        GroupRequest(draw, ids, seeds, SamplingParams(tokens)) for draw, ids in enumerate(prompts)
     ]
     groups = await asyncio.gather(*map(sampler.generate, asked))
     return [

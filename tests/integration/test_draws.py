@@ -54,7 +54,7 @@ def trained(runs: Path, examples: int, **training: Any) -> list[list[Group]]:
         return [store.groups(record.step) for record in store.steps()]
 
 
-@pytest.mark.parametrize("size", [1, 3, 10])
+@pytest.mark.parametrize("size", [3, 10])
 def test_each_epoch_draws_every_example_once(tmp_path, size):
     steps = trained(tmp_path, 5, prompts_per_step=size, max_steps=-(-10 // size))
     drawn = [group.example.index for groups in steps for group in groups]
@@ -81,7 +81,7 @@ def rewards_of(group: Group) -> list[float]:
     return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lag", [2, pytest.param(0, marks=pytest.mark.soak(suite="training"))])
 def test_what_is_scored_first_does_not_matter(tmp_path, monkeypatch, lag):
     """Rewards of a group take as long as they like; the run is the same to the bit."""
     trained(tmp_path / "plain", 5, prompts_per_step=4, lag=lag)

@@ -19,8 +19,6 @@ import torch
 import groupwise
 from groupwise.cli.main import main
 from groupwise.evaluation import evaluate as evaluation
-from groupwise.review.compare import compare_references
-from groupwise.review.rescore import rescore
 from groupwise.runs.store import Store
 from tests.integration.running import TOY, config
 
@@ -107,25 +105,6 @@ def test_generators_and_modes_stay_as_they_were(runs, monkeypatch):
     assert before == after
 
 
-def test_two_runs_are_compared(runs):
-    found = compare_references("with", "with@0", runs)
-    assert (found.prompts, found.a.label, found.b.label) == (3, "with@5 (after)", "with@0 (before)")
-    both = compare_references("with", "without", runs)
-    assert both.metrics == (), "the other has no evaluation"
-    assert both.curve.change.value == 0
-    assert both.curve.a == both.curve.b
-    assert set(both.config) == {"eval.before_and_after", "eval.eval_steps"}
-
-
-def test_the_rollouts_of_a_run_are_judged_anew(runs, tmp_path):
-    same = rescore("with", task=TOY, runs_dir=runs)
-    assert (same.overall.rollouts, same.overall.failed, same.overall.moved) == (40, 0, 0)
-    assert all(row.old == row.new for row in same.rows())
-    rewards = tmp_path / "other.py"
-    rewards.write_text("def other(completions, wanted, **_): return [-len(t) for t in completions]")
-    assert rescore("with", rewards=[f"{rewards}:other"], runs_dir=runs).overall.new < 0
-
-
 def test_several_policies_in_one_command(runs, tmp_path, capsys):
     given = tmp_path / "toy.yaml"  # JSON is YAML
     given.write_text(json.dumps(settings(runs, "any")))
@@ -141,23 +120,23 @@ def test_several_policies_in_one_command(runs, tmp_path, capsys):
 
 
 def test_the_most_probable_token_alone_is_the_greedy_answer(tmp_path):
-    """Within a run and by `groupwise eval`: what an evaluation leaves out reaches the sampler."""
+    """By `groupwise eval` and within a run: what an evaluation leaves out reaches the sampler."""
     answers = []
     for name, how in (
         ("greedy", {"temperature": 0.0}),
-        ("single", {"temperature": 1.3, "top_k": 1}),
         ("free", {"temperature": 1.3}),
+        ("single", {"temperature": 1.3, "top_k": 1}),
     ):
         made = settings(tmp_path, name, top_p=None, samples_per_prompt=1, **how)
-        made["training"]["max_steps"] = 1
-        made["eval"]["before_and_after"] = True
         made["sampler"]["min_completion_length"] = 3
-        groupwise.rl(made, TOY)
-        with Store.open(tmp_path / name / "run.db", readonly=True) as store:
-            recorded = store.evaluation(0, "before")
-        assert recorded
         apart = groupwise.evaluate(made, TOY, output=tmp_path / f"{name}.json")
-        answers.append([row["completion"] for row in recorded.rows])
-        assert [row["completion"] for row in apart.rows] == answers[-1]
-    greedy, single, free = answers
+        answers.append([row["completion"] for row in apart.rows])
+    made["training"]["max_steps"] = 1
+    made["eval"]["before_and_after"] = True
+    groupwise.rl(made, TOY)
+    with Store.open(tmp_path / "single" / "run.db", readonly=True) as store:
+        recorded = store.evaluation(0, "before")
+    assert recorded
+    assert [row["completion"] for row in recorded.rows] == answers[-1]
+    greedy, free, single = answers
     assert greedy == single != free

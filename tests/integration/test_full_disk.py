@@ -23,14 +23,20 @@ def one_thread():
 @pytest.mark.parametrize(
     ("point", "time", "leave", "told"),
     [
-        ("folder:step-2:after", 1, 0, "the run's record"),
         ("commit:step:after", 4, 20_000, r"the checkpoint .*step-4"),
-        ("file:manifest.json:before", 2, 0, r"the checkpoint .*step-4|the run's record"),
         ("remove:step-2:after", 1, 4_000, "final"),
+        *(
+            pytest.param(*where, marks=pytest.mark.soak(suite="kills"))
+            for where in (
+                ("folder:step-2:after", 1, 0, "the run's record"),
+                ("file:manifest.json:before", 2, 0, r"the checkpoint .*step-4|the run's record"),
+            )
+        ),
     ],
 )
-def test_the_checkpoint_stands_and_the_run_goes_on(tmp_path, monkeypatch, point, time, leave, told):
-    whole = groupwise.rl(config(tmp_path / "whole"), TOY)
+def test_the_checkpoint_stands_and_the_run_goes_on(
+    whole_toy, tmp_path, monkeypatch, point, time, leave, told
+):
     with small_disk(tmp_path / "disk", "6m") as disk:
         seen = []
 
@@ -52,7 +58,7 @@ def test_the_checkpoint_stands_and_the_run_goes_on(tmp_path, monkeypatch, point,
         (disk / "ballast").unlink()
         resumed = groupwise.rl(settings, TOY, resume=True)
         assert resumed.exit_code == 0
-        assert what_must_be_equal(resumed.folder) == what_must_be_equal(whole.folder)
+        assert what_must_be_equal(resumed.folder) == whole_toy.equal
 
 
 def test_the_command_ends_with_a_message(tmp_path, capfd):

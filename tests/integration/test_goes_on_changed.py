@@ -69,20 +69,6 @@ def test_a_longer_run_on_a_stream_goes_round_in_what_it_began_with(tmp_path):
     assert drawn(again.folder, 6) == after
 
 
-def test_a_longer_supervised_run_too(tmp_path):
-    settings = {
-        "model": {"name": "tiny"},
-        "training": {"examples_per_step": 2},
-        "run": {"name": "toy", "dir": str(tmp_path), "threads": 1, "save_steps": 2},
-    }
-    groupwise.sft(steps(settings, 2), Stream)
-    before = drawn(tmp_path / "toy", 2)
-    folder = groupwise.sft(steps(settings, 4), Stream, resume_from="toy@2").folder
-    after = drawn(folder, 4)
-    assert after[:4] == before
-    assert sorted(after[4:]) == sorted(before) == list(range(4))
-
-
 def test_a_stream_of_other_examples_is_refused(tmp_path, monkeypatch):
     settings = config(tmp_path)
     groupwise.rl(steps(settings, 3), Stream)

@@ -57,10 +57,3 @@ def test_a_resume_goes_on_with_the_same_commit_only(tmp_path, cache):
     went_on = ["training.max_steps=3"]
     result = groupwise.rl(settings(tmp_path, "main"), TOY, overrides=went_on, resume_from="toy")
     assert result.summary["steps"] == 3
-
-
-def test_weights_of_a_run_replace_the_adapter_with_its_revision(tmp_path, cache):
-    start = str(cache / "snapshots" / SECOND)
-    groupwise.rl(settings(tmp_path, "main"), TOY, init_from=start)
-    model = read_config(tmp_path / "runs/toy")["model"]
-    assert (Path(model["adapter"]).name, model["adapter_revision"]) == ("start", None)

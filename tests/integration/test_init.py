@@ -57,7 +57,7 @@ def level(report, name: str) -> str:
     return found.level
 
 
-USUAL = ("04_calculator_tool/task.py", "sort_words")
+USUAL = ("04_calculator_tool/task.py",)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_key_that_the_task_needs_is_asked_for_and_can_be_given(no_weights):
 
 def test_a_file_that_is_there_is_kept_unless_forced(no_weights):
     Path("toy_task.yaml").write_text("mine")
-    with pytest.raises(UsageError, match=r"toy_task\.yaml exists and is kept\. Give --force"):
+    with pytest.raises(UsageError, match="--force"):
         init(TOY, "tiny", measure=False)
     assert Path("toy_task.yaml").read_text() == "mine"
     init(TOY, "tiny", measure=False, force=True)

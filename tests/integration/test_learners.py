@@ -176,6 +176,7 @@ def test_a_killed_rank_ends_the_run(undisturbed, tmp_path, monkeypatch, rank, st
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(undisturbed)
 
 
+@SOAK
 def test_kill_9_of_the_main_process_leaves_nothing(undisturbed, tmp_path):
     found = killed_after_a_checkpoint(tmp_path, lambda: groupwise.rl(scaled(tmp_path), TOY))
     assert len(found) >= 2

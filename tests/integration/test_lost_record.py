@@ -11,7 +11,6 @@ import pytest
 import groupwise
 from groupwise.errors import StoreError
 from groupwise.review.replay import replay
-from groupwise.runs.store import Store
 from tests.integration.running import TOY, config, what_must_be_equal
 
 SFT = str(Path(__file__).with_name("sft_task.py"))
@@ -45,29 +44,6 @@ def test_a_lost_record_comes_back(whole, copy, tmp_path, capsys):
     assert "the record was missing and was put together again from the checkpoints: 5 steps" in said
     assert what_must_be_equal(copy) == what_must_be_equal(whole)
     assert replay("toy", step=3, runs_dir=tmp_path).exact, "with every token"
-
-
-@pytest.mark.parametrize("where", [0, 3000])
-def test_a_damaged_record_comes_back_and_is_kept(whole, copy, tmp_path, where):
-    content = bytearray((copy / "run.db").read_bytes())
-    content[where : where + 8000] = bytes(8000)
-    (copy / "run.db").write_bytes(content)
-    resumed(tmp_path, **({} if where == 0 else {"resume_from": "toy@5"}))
-    assert what_must_be_equal(copy) == what_must_be_equal(whole)
-    assert (copy / "run.db.damaged").read_bytes() == content
-
-
-def test_what_no_checkpoint_holds_is_said_and_the_run_goes_on(whole, copy, tmp_path, capsys):
-    lose(copy)
-    shutil.rmtree(copy / "records")
-    resumed(tmp_path)
-    assert "lost are the steps 0 to 1, of which no piece is left" in capsys.readouterr().err
-    with (
-        Store.open(copy / "run.db", readonly=True) as store,
-        Store.open(whole / "run.db", readonly=True) as before,
-    ):
-        assert [record.step for record in store.steps()] == [2, 3, 4]
-        assert store.groups(2) == before.groups(2)
 
 
 def test_a_run_without_a_checkpoint_is_refused(copy, tmp_path):

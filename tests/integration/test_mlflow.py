@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +79,11 @@ def test_a_run_is_whole_in_the_database_file_where_nothing_else_is_said(
     assert json.loads((kept / "config.json").read_bytes())["training"]["max_steps"] == 2
 
 
-@pytest.fixture
-def server(environment, tmp_path) -> Iterator[Any]:
-    """A client that looks into the store of the server that MLFLOW_TRACKING_URI names."""
-    from mlflow import MlflowClient
-    from mlflow.store.tracking.file_store import FileStore
-
-    from tests.integration.mlflow_server import serving
-
-    environment.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    store = FileStore(str(tmp_path / "store"), "mlflow-artifacts:/")
-    with serving(store, tmp_path / "files") as address:
-        environment.setenv("MLFLOW_TRACKING_URI", address)
-        yield MlflowClient((tmp_path / "store").as_uri())
-
-
-def test_a_server_has_a_killed_run_whole_once_it_went_on(server, tmp_path):
+@pytest.mark.soak(suite="training")
+def test_a_killed_run_is_whole_in_one_of_mlflow_once_it_went_on(environment, tmp_path):
     """It dies when the fourth step is committed, after the checkpoint that follows two: the third and fourth are drawn again."""
+    from mlflow import MlflowClient
+
     given = settings(tmp_path / "runs")
     left = iter(range(3))
 
@@ -107,19 +94,19 @@ def test_a_server_has_a_killed_run_whole_once_it_went_on(server, tmp_path):
         groupwise.rl(given, TOY)
 
     assert in_child(run) == 17
-    killed = the_run(server, "groupwise")
+    client = MlflowClient()
+    killed = the_run(client, "groupwise")
     assert killed.info.status == "RUNNING"
-    assert [step for step, _ in shown(server, killed, "reward")] == [1, 2, 3]
+    assert [step for step, _ in shown(client, killed, "reward")] == [1, 2, 3]
     go_on(given)
-    whole = the_run(server, "groupwise")
+    whole = the_run(client, "groupwise")
     assert (whole.info.run_id, whole.info.status) == (killed.info.run_id, "FINISHED")
     for name in ("reward", "learning_rate"):
-        assert shown(server, whole, name) == recorded(tmp_path / "runs/toy", name)
-    assert [step for step, _ in shown(server, whole, "eval/reward")] == [0, 3, STEPS]
-    tables = sorted((tmp_path / "files").glob("*/*/artifacts/completions/*.csv"))
-    assert [table.name for table in tables] == [
-        f"step-{step:08d}.csv" for step in range(1, STEPS + 1)
-    ]
+        assert shown(client, whole, name) == recorded(tmp_path / "runs/toy", name)
+    assert [step for step, _ in shown(client, whole, "eval/reward")] == [0, 3, STEPS]
+    tables = sorted(tmp_path.glob("mlruns/*/*/artifacts/completions/*.csv"))
+    names = [f"step-{step:08d}.csv" for step in range(1, STEPS + 1)]
+    assert [table.name for table in tables] == names
     with tables[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["prompt"] for row in rows] == ["write d6:"] * 2

@@ -109,6 +109,7 @@ def test_every_step_begins_at_a_ratio_of_1_with_a_least_length(tmp_path, algorit
     assert curve(folder, "sampling/ratio_mean") == pytest.approx([1.0] * STEPS, abs=1e-5)
     assert max(curve(folder, "sampling/logprob_gap")) < 1e-5
     assert curve(folder, "kl")[0] == pytest.approx(0.0, abs=1e-6)
+    assert curve(folder, "kl")[-1] > 0
     assert min(map(abs, curve(folder, "grad_norm"))) > 0
     with Store.open(folder / "run.db", readonly=True) as store:
         groups = [group for step in range(STEPS) for group in store.groups(step)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +35,20 @@ def names(folder: Path, step: int) -> set[str]:
 
 
 def test_a_profiled_run_is_the_same_run_and_its_trace_shows_what_was_done(tmp_path, capfd):
-    groupwise.rl(settings(tmp_path / "plain", None, lag=1), TOY)
-    groupwise.rl(settings(tmp_path / "traced", [1, 3], lag=1), TOY)
+    groupwise.rl(settings(tmp_path / "plain", None, lag=1, max_steps=3), TOY)
+    groupwise.rl(settings(tmp_path / "traced", [1], lag=1, max_steps=3), TOY)
     traced = tmp_path / "traced/toy"
     assert what_must_be_equal(traced) == what_must_be_equal(tmp_path / "plain/toy")
-    files = {path.name for path in (traced / "profile").iterdir()}
-    assert files == {"step-1.json", "step-1.txt", "step-3.json", "step-3.txt"}
+    assert {path.name for path in (traced / "profile").iterdir()} == {"step-1.json", "step-1.txt"}
     assert not (tmp_path / "plain/toy/profile").exists()
-
     assert "rofiler" not in capfd.readouterr().err, "torch's tracer says nothing"
-    found = names(traced, 3)
     calls = {"forward_backward", "update", "publish", "logprobs of the reference"}
-    assert found >= {f"learner.{call}" for call in calls} | {"aten::mm", "aten::embedding"}
-    table = (traced / "profile/step-3.txt").read_text().splitlines()
-    phases = [line.split() for line in table[:5]]
-    assert [phase[0] for phase in phases] == [
-        "sampling",
-        "scoring",
-        "learning",
-        "publishing",
-        "step",
-    ]
-    assert all(float(phase[1]) >= 0 for phase in phases)
+    wanted = {f"learner.{call}" for call in calls} | {"aten::mm", "aten::embedding"}
+    assert names(traced, 1) >= wanted
+    table = (traced / "profile/step-1.txt").read_text().splitlines()
+    phases = {line.split()[0]: float(line.split()[1]) for line in table[:5]}
+    assert [*phases] == ["sampling", "scoring", "learning", "publishing", "step"]
+    assert min(phases.values()) >= 0
     assert any("Self CPU" in line for line in table)
 
 
@@ -70,24 +61,6 @@ def test_a_supervised_step_can_be_profiled(tmp_path):
     folder = groupwise.sft(made, SFT).folder
     assert "learner.forward_backward" in names(folder, 1)
     assert (folder / "profile/step-1.txt").read_text().startswith("learning")
-
-
-@pytest.mark.soak(suite="training")
-def test_a_resume_may_ask_for_a_profile_and_one_that_cannot_be_written_costs_a_warning(
-    tmp_path, capsys
-):
-    groupwise.rl(settings(tmp_path, None, max_steps=5, lr_scheduler_type="constant"), TOY)
-    result = groupwise.rl(
-        settings(tmp_path, 5, max_steps=6, lr_scheduler_type="constant"), TOY, resume_from="toy@5"
-    )
-    assert "learner.update" in names(result.folder, 5)
-    shutil.rmtree(tmp_path / "toy/profile")
-    (tmp_path / "toy/profile").write_text("in the way")
-    result = groupwise.rl(
-        settings(tmp_path, 6, max_steps=7, lr_scheduler_type="constant"), TOY, resume_from="toy@6"
-    )
-    assert result.exit_code == 0
-    assert "the profile of step 6 could not be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # huggingface_hub
 ]
-BRANCHES = [f"main-step-{step:09d}" for step in (2, 4, 5)]
+SAVED = (1, 2, 3)
+BRANCHES = [f"main-step-{step:09d}" for step in SAVED]
 REPO = "me/model"
 
 
@@ -47,12 +48,18 @@ def alone(tmp_path_factory):
     """A run without a hub."""
     torch.set_num_threads(1)
     runs = tmp_path_factory.mktemp("alone")
-    groupwise.rl({**config(runs), "eval": {}}, TOY)
+    groupwise.rl(three_steps(runs), TOY)
     return what_must_be_equal(runs / "toy")
 
 
+def three_steps(runs: Path, **training: Any) -> dict[str, Any]:
+    given = {**config(runs, **{"max_steps": 3, **training}), "eval": {}}
+    given["run"] |= {"save_steps": 1}
+    return given
+
+
 def settings(runs: Path, *, final: bool = False, **parameters: Any) -> dict[str, Any]:
-    given = {**config(runs), "eval": {}}
+    given = three_steps(runs)
     given["callbacks"] = [{"name": "push_to_hub_revision", "repo_id": REPO, **parameters}]
     if final:
         given["run"]["hub"] = {"repo_id": REPO}
@@ -66,7 +73,10 @@ def warnings_of(run: Path) -> str:
 
 
 def test_checkpoints_and_the_final_weights_stand_on_the_hub(tmp_path, hub, alone):
-    result = groupwise.rl(settings(tmp_path, final=True), TOY)
+    given = settings(tmp_path, final=True)
+    (first,) = given["callbacks"]
+    given["callbacks"] = [first, {**first, "repo_id": "me/other", "revision": "x/y"}]
+    result = groupwise.rl(given, TOY)
     assert result.exit_code == 0
     repository = hub.repositories[REPO]
     url, commit = f"{hub.url}/{REPO}/tree/main", repository.branches["main"][-1]
@@ -81,16 +91,37 @@ def test_checkpoints_and_the_final_weights_stand_on_the_hub(tmp_path, hub, alone
     assert last.keys() == here.keys(), "no optimiser, no record; the tokenizer and a card"
     assert f'revision="{BRANCHES[-1]}"'.encode() in last["README.md"]
     assert not any(str(tmp_path).encode() in data for data in last.values())
+    others = [f"x/y-step-{step:09d}" for step in SAVED]
+    assert list(hub.repositories["me/other"].branches) == ["main", *others]
+    assert all("README.md" in hub.repositories["me/other"].files(branch) for branch in others)
     assert not hub_queue.waiting(result.folder)
     assert what_must_be_equal(result.folder) == alone
 
 
-def test_who_may_not_write_is_told_before_a_run_begins(tmp_path, hub):
-    with pytest.raises(UsageError, match=r"push_to_hub_revision: you/model@.*cannot be written"):
+def test_a_finished_run_that_is_trained_further_replaces_its_own_upload(tmp_path, hub):
+    given = three_steps(tmp_path, max_steps=1, lr_scheduler_type="constant")
+    given["run"] |= {"hub": {"repo_id": REPO}}
+    groupwise.rl(given, TOY)
+    assert b"for 1 steps" in hub.repositories[REPO].files()["README.md"]
+    given["training"]["max_steps"] = 2
+    assert groupwise.rl(given, TOY, resume_from="toy@1").exit_code == 0
+    assert b"for 2 steps" in hub.repositories[REPO].files()["README.md"]
+
+
+def test_what_cannot_be_written_is_told_before_a_run_begins(tmp_path, hub):
+    with pytest.raises(UsageError, match="you/model@"):
         groupwise.rl({**settings(tmp_path, repo_id="you/model")}, TOY, dry_run=True)
-    given = {**config(tmp_path)}
+    given = three_steps(tmp_path)
     given["run"]["hub"] = {"repo_id": "you/model"}
-    with pytest.raises(UsageError, match=r"you/model@main on the hub cannot be written"):
+    with pytest.raises(UsageError, match="you/model@main"):
+        groupwise.rl(given, TOY)
+    twice = settings(tmp_path, final=True)
+    twice["callbacks"] += ["push_to_hub_revision"]
+    with pytest.raises(UsageError, match=f"{REPO}@main-step-"):
+        groupwise.rl(twice, TOY)
+    hub.add(REPO, {"mine.txt": b"x"})
+    given["run"]["hub"] = {"repo_id": REPO}
+    with pytest.raises(UsageError, match=r"mine\.txt"):
         groupwise.rl(given, TOY)
     assert not list(tmp_path.iterdir())
 
@@ -139,33 +170,14 @@ def test_only_so_many_wait_for_a_hub_that_is_away(tmp_path, hub):
         return Response("down", 500) if away and path.endswith("create") else None
 
     hub.interfere = fail
-    given = settings(tmp_path, max_waiting=2, max_wait=10.0)
-    given["run"]["save_steps"] = 1
-    folder = groupwise.rl(given, TOY).folder
-    assert [entry.step for entry in hub_queue.waiting(folder)] == [4, 5]
+    folder = groupwise.rl(settings(tmp_path, max_waiting=2, max_wait=10.0), TOY).folder
+    assert [entry.step for entry in hub_queue.waiting(folder)] == [2, 3]
     warned = warnings_of(folder)
     assert warned.count("is given up") == 1
     assert f"`groupwise runs export toy@1 --dir {tmp_path}" in warned
-    assert "1, 2, 3 steps" in warned
     away.clear()
     assert main(["runs", "push", "toy", "--dir", str(tmp_path)]) == 0
     assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES[1:]]
-
-
-def test_two_upload_to_places_of_their_own_and_never_to_one(tmp_path, hub):
-    given = settings(tmp_path)
-    (first,) = given["callbacks"]
-    given["callbacks"] = [first, {**first, "repo_id": "me/other", "revision": "x/y"}]
-    folder = groupwise.rl(given, TOY).folder
-    assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES]
-    others = [f"x/y-step-{step:09d}" for step in (2, 4, 5)]
-    assert list(hub.repositories["me/other"].branches) == ["main", *others]
-    assert all("README.md" in hub.repositories["me/other"].files(branch) for branch in others)
-    assert not hub_queue.waiting(folder)
-    given["callbacks"] = [first, {"name": "push_to_hub_revision"}]
-    given["run"]["hub"] = {"repo_id": REPO}
-    with pytest.raises(UsageError, match=f"the branches {REPO}@main-step-… cannot be had by two"):
-        groupwise.rl(given, TOY)
 
 
 def test_ctrl_c_ends_the_wait_for_the_hub(tmp_path, hub, capsys):
@@ -234,21 +246,16 @@ def test_killed_in_the_middle_of_an_upload_and_taken_up_again(tmp_path, hub, whe
     assert what_must_be_equal(tmp_path / "toy")["record"] == alone["record"]
 
 
-def test_a_branch_of_others_is_told_before_a_run_and_another_one_can_be_named(
+def test_a_branch_that_others_fill_meanwhile_is_kept_and_another_one_can_be_named(
     tmp_path, hub, capsys
 ):
-    given = {**config(tmp_path), "eval": {}}
+    given = three_steps(tmp_path, max_steps=1)
     given["run"]["hub"] = {"repo_id": REPO}
-    hub.add(REPO, {"mine.txt": b"x"})
-    with pytest.raises(UsageError, match=r"holds other files \(mine.txt\)"):
-        groupwise.rl(given, TOY)
-    assert not list(tmp_path.iterdir())
 
-    async def fill(method: str, path: str) -> None:  # while the run goes on
+    async def fill(method: str, path: str) -> None:
         if path.endswith("create"):
             hub.add(REPO, {"theirs.txt": b"x"})
 
-    hub.repositories.clear()
     hub.interfere = fill
     result = groupwise.rl(given, TOY)
     assert result.exit_code == 1
@@ -273,18 +280,6 @@ def test_a_branch_of_others_is_told_before_a_run_and_another_one_can_be_named(
     assert not list(result.folder.glob(".*"))
 
 
-def test_a_finished_run_that_is_trained_further_replaces_its_own_upload(tmp_path, hub):
-    given = {**config(tmp_path, max_steps=3), "eval": {}}
-    given["run"] |= {"hub": {"repo_id": REPO}, "save_total_limit": None}
-    groupwise.rl(given, TOY)
-    first = hub.repositories[REPO].files()
-    given["training"]["max_steps"] = 4
-    result = groupwise.rl(given, TOY, resume_from="toy@2")
-    assert result.exit_code == 0
-    assert b"for 4 steps" in hub.repositories[REPO].files()["README.md"]
-    assert b"for 3 steps" in first["README.md"]
-
-
 def test_supervised_runs_upload_too(tmp_path, hub, caplog):
     caplog.set_level(logging.INFO, "groupwise")
     given = {
@@ -296,5 +291,5 @@ def test_supervised_runs_upload_too(tmp_path, hub, caplog):
     }
     result = groupwise.sft(given, str(Path(__file__).with_name("sft_task.py")))
     assert result.exit_code == 0
-    assert set(hub.repositories[REPO].branches) == {"main", *(BRANCHES[0], "main-step-000000001")}
+    assert set(hub.repositories[REPO].branches) == {"main", *BRANCHES[:2]}
     assert b"supervised fine-tuning" in hub.repositories[REPO].files()["README.md"]

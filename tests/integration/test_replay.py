@@ -74,21 +74,19 @@ def test_a_step_agrees_with_its_record_to_the_bit(recorded, step, first):
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "several updates": {
+    "several updates, adaptive KL": {
         "training": {"num_iterations": 2, "minibatches": 2, "prompts_per_step": 4},
-        "algorithm": {"type": "grpo", "epsilon": 0.01},
+        "algorithm": {
+            "type": "grpo",
+            "epsilon": 0.01,
+            "beta": 0.5,
+            "kl_target": 1e-4,
+            "kl_horizon": 30.0,
+        },
     },
     "lag": {"training": {"lag": 1}},
     "free": {"training": {"schedule": "free", "lag": 1}},
     "reference": {"algorithm": {"type": "grpo", "beta": 0.5}},
-    "adaptive KL": {
-        "algorithm": {
-            "type": "grpo",
-            "beta": 0.5,
-            "kl_target": 1e-4,
-            "kl_horizon": 30.0,
-        }
-    },
     "dynamic sampling": {
         "training": {"prompts_per_step": 4, "num_generations": 2},
         "algorithm": {"type": "dapo", "max_resample_rounds": 2},
@@ -106,14 +104,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+USUAL = ("several updates, adaptive KL", "dynamic sampling", "full")
+
+
 @pytest.mark.parametrize(
     "way",
     [
-        *("several updates", "adaptive KL", "dynamic sampling", "full"),
-        *(
-            pytest.param(way, marks=pytest.mark.soak(suite="training"))
-            for way in ("lag", "free", "reference", "least length", "dropout")
-        ),
+        pytest.param(way, marks=[] if way in USUAL else [pytest.mark.soak(suite="training")])
+        for way in WAYS
     ],
 )
 def test_every_way_of_learning_can_be_replayed(tmp_path, way):
@@ -121,7 +119,7 @@ def test_every_way_of_learning_can_be_replayed(tmp_path, way):
     folder = trained(tmp_path, **WAYS[way], run={**run, "threads": 1})
     from_checkpoint = again(folder)
     assert (from_checkpoint.exact, from_checkpoint.start) == (True, "toy@3")
-    if way == "adaptive KL":
+    if "adaptive KL" in way:
         knobs = checkpoints.read(folder / "checkpoints/step-3").extra["position"]["algorithm"]
         assert knobs["knobs"]["beta"] != 0.5
     shutil.rmtree(folder / "checkpoints")
@@ -211,12 +209,9 @@ def test_changes_of_a_record_are_noticed_and_named(recorded, tmp_path):
         assert named <= set(found.steps[-1].differences)
 
 
-def test_the_smallest_change_of_a_logprob_is_noticed(copy):
+def test_the_smallest_change_of_a_logprob_and_other_starting_weights_are_noticed(copy):
     nudge_logprob(copy)
     assert "loss" in again(copy).steps[-1].differences
-
-
-def test_other_starting_weights_are_noticed(copy):
     change(copy, "UPDATE segments SET fingerprint = 'f' WHERE policy_version = 0")
     found = again(copy, 0)
     assert not found.agrees
@@ -258,22 +253,22 @@ def test_a_step_is_replayed_in_the_layout_that_it_was_taken_in(tmp_path):
 
 
 def test_what_cannot_be_replayed_is_refused(copy):
-    with pytest.raises(RunNotFoundError, match="no step 9"):
+    with pytest.raises(RunNotFoundError, match="9"):
         again(copy, 9)
     with Store.open(copy / "run.db") as store:
         base = store.get_meta()["base"]
         store.set_meta({"base": "0" * 16})
-        with pytest.raises(ResumeMismatchError, match="trained on another model"):
+        with pytest.raises(ResumeMismatchError, match="model"):
             again(copy)
         store.set_meta({"base": base, "kind": "sft"})
         with pytest.raises(UsageError, match="groupwise sft"):
             again(copy)
         store.set_meta({"kind": "rl"})
     change(copy, "UPDATE segments SET logprobs = NULL")
-    with pytest.raises(UsageError, match="recorded without tokens"):
+    with pytest.raises(UsageError, match="tokens"):
         again(copy)
     change(copy, "DELETE FROM steps")
-    with pytest.raises(RunNotFoundError, match="no step yet"):
+    with pytest.raises(RunNotFoundError, match="step"):
         again(copy)
 
 
@@ -283,15 +278,11 @@ def test_what_cannot_be_replayed_is_refused(copy):
 def test_the_command_prints_and_exits(copy, capsys):
     words = ["runs", "replay", "toy", "--dir", str(copy.parent), "--step", "1"]
     assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "step 1 agrees with its record, bit for bit" in shown
-    assert shown.count("replayed") == 2
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["agrees"], found["exact"], len(found["steps"])) == (True, True, 2)
-    assert found["steps"][0]["recorded"] == found["steps"][0]["replayed"]
+    assert "step 1 agrees with its record, bit for bit" in capsys.readouterr().out
     change(copy, "UPDATE metrics SET value = 7 WHERE name = 'loss' AND step = 1")
     assert main(words) == 1
-    shown = capsys.readouterr().out
-    assert "DIFFERS: loss" in shown
-    assert "DOES NOT AGREE with the record from step 1 on: loss." in shown
+    assert "DIFFERS: loss" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["agrees"], found["exact"], len(found["steps"])) == (False, False, 2)
+    assert found["steps"][0]["recorded"] == found["steps"][0]["replayed"]

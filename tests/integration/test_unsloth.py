@@ -64,11 +64,10 @@ def test_every_command_imports_it_first_and_keeps_its_chatter_off_stdout(tmp_pat
     assert (tmp_path / "notes").read_text().split() == ["first"] * 3
 
 
-def test_every_command_imports_it_before_transformers(tmp_path: Path) -> None:
-    for verb in COMMANDS:
-        done = command(tmp_path, verb, ends=True)
-        assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert (tmp_path / "notes").read_text().split() == ["first"] * 3
+def test_it_is_imported_before_transformers(tmp_path: Path) -> None:
+    done = command(tmp_path, "rl", ends=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert (tmp_path / "notes").read_text().split() == ["first"]
 
 
 def test_where_it_is_missing_the_install_command_is_told(

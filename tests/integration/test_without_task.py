@@ -156,14 +156,10 @@ def test_plan_counts_what_is_left_out_and_what_is_changed() -> None:
 def test_held_out_prompts_that_are_trained_on_are_warned_of() -> None:
     given = config(dataset_name="one.jsonl", dataset_test_split="train[:2]")
     given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"], "in_process": True}
-    said = "2 of 2 held-out prompts are also trained on"
     (warning,) = groupwise.rl(given, dry_run=True).summary["plan"]["warnings"]
-    assert warning.startswith(said)
+    assert warning.startswith("2 of 2 held-out prompts are also trained on")
     begun = groupwise.rl(given, overrides=["training.max_steps=1"])
-    assert said in (begun.folder / "log.txt").read_text()
-    apart = {**given, "data": {"dataset_name": "one.jsonl", "prompt_column": "question"}}
-    apart["data"]["test_split_size"] = 0.5
-    assert groupwise.rl(apart, dry_run=True).summary["plan"]["warnings"] == []
+    assert warning in (begun.folder / "log.txt").read_text()
 
 
 def test_supervised_run_needs_no_task_either() -> None:
@@ -194,37 +190,25 @@ def test_supervised_run_needs_no_task_either() -> None:
     [
         [{"prompt": "1+1", "completion": "2"}, {"prompt": "1+2", "completion": "3"}],
         [{"text": "a whole text"}, {"text": "another"}],
-        [
-            {"messages": [{"role": r, "content": c} for r, c in turns]}
-            for turns in (
-                [("system", "Be brief."), ("user", "hi"), ("assistant", "ho")],
-                [("system", "Be brief."), ("user", "ho"), ("assistant", "hi")],
-            )
-        ],
     ],
 )
 def test_lessons_that_are_held_out_and_taught_are_warned_of(rows: Any) -> None:
-    for name, some in (("taught.jsonl", rows), ("held.jsonl", rows[:1])):
-        Path(name).write_text("".join(json.dumps(row) + "\n" for row in some))
-    given: dict[str, Any] = {
-        "model": {"name": "tiny"},
-        "data": {"dataset_mixture": [{"task": "lessons.py"}]},
-        "training": {"max_steps": 1, "examples_per_step": 2},
-        "run": {"name": "taught", "threads": 1},
-    }
-    Path("lessons.py").write_text(
-        "import json, pathlib\n"
-        "def read(name): return [*map(json.loads, pathlib.Path(name).read_text().splitlines())]\n"
-        "def get_sft_dataset(config, tokenizer): return read('taught.jsonl')\n"
-        "def get_sft_eval_dataset(config, tokenizer): return read('held.jsonl')\n"
-    )
-    (warning,) = groupwise.sft(given, dry_run=True).summary["plan"]["warnings"]
+    class Lessons:
+        taught = rows
+
+        @classmethod
+        def get_sft_dataset(cls, config: Any, tokenizer: Any) -> Any:
+            return cls.taught
+
+        @classmethod
+        def get_sft_eval_dataset(cls, config: Any, tokenizer: Any) -> Any:
+            return rows[:1]
+
+    given = {"model": {"name": "tiny"}, "run": {"name": "taught", "threads": 1}}
+    (warning,) = groupwise.sft(given, Lessons, dry_run=True).summary["plan"]["warnings"]
     assert warning.startswith("1 of 1 held-out prompts are also trained on")
-    begun = groupwise.sft(given)
-    assert "held-out prompts are also trained on" in (begun.folder / "log.txt").read_text()
-    Path("held.jsonl").write_text(json.dumps(rows[1]) + "\n")
-    Path("taught.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    assert groupwise.sft(given, dry_run=True).summary["plan"]["warnings"] == []
+    Lessons.taught = rows[1:]
+    assert groupwise.sft(given, Lessons, dry_run=True).summary["plan"]["warnings"] == []
 
 
 def test_command_line_says_what_to_give_instead_of_a_task(

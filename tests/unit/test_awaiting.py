@@ -100,9 +100,7 @@ def test_an_undisturbed_section_finishes_and_the_next_droppable_work_never_start
         assert rest(process)[:2] == ["whole", "asked SIGINT"]
 
 
-@pytest.mark.parametrize(
-    ("together", "again"), [(60.0, signal.SIGINT), (60.0, signal.SIGTERM), (0.0, signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("together", "again"), [(60.0, signal.SIGINT), (0.0, signal.SIGTERM)])
 def test_told_by_several_at_once_or_by_a_queue_again_it_does_not_hurry(together, again):
     """A queue tells all processes of a job, and torchrun or srun pass on what they hear."""
     body = f"""

@@ -53,23 +53,17 @@ def test_a_missed_target_fails_only_where_it_is_checked(
     assert fleet.main([*keep, "--check"]) == 0
 
 
-def test_what_is_kept_says_what_it_was_measured_on_and_names_no_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_kept_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parts(monkeypatch, dispatch=FAST, claim=SLOW)
     keep = tmp_path / "fleet.json"
     fleet.main(["--keep", str(keep)])
-    document = json.loads(keep.read_text())
-    assert {"cores", "processor", "postgresql"} <= set(document["machine"])
-    assert len(document["load_before"]) == len(document["load_after"]) == 3
-    assert [figure["ok"] for figure in document["figures"]] == [True, False]
-    words = keep.read_text()
+    assert [figure["ok"] for figure in json.loads(keep.read_text())["figures"]] == [True, False]
     for secret in (str(Path.home()), str(tmp_path), socket.gethostname()):
-        assert secret not in words
+        assert secret not in keep.read_text()
 
 
 def test_the_queue_of_the_claims_is_a_mixed_one() -> None:
-    rows = [fleet_claims.row(n) for n in range(20_000)]
+    rows = [fleet_claims.row(n) for n in range(1_500)]
     asked = [from_document(row["request"]) for row in rows]
     assert {each.resources.gpus for each in asked} == {1, 2, 4, 8}
     assert any(each.resources.machines == 2 for each in asked)
@@ -79,6 +73,6 @@ def test_the_queue_of_the_claims_is_a_mixed_one() -> None:
 
 
 async def test_a_small_burst_is_worked_off(tmp_path: Path) -> None:
-    found = await fleet_dispatch.measure(f"sqlite:///{tmp_path}/fleet.db", 5, tmp_path)
-    assert found.jobs == 5
+    found = await fleet_dispatch.measure(f"sqlite:///{tmp_path}/fleet.db", 2, tmp_path)
+    assert found.jobs == 2
     assert 0 < found.ended_per_second <= found.per_second

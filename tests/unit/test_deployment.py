@@ -109,43 +109,35 @@ def seconds(text: str) -> float:
 # The Containerfile
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_an_image_runs_as_a_numbered_user_who_is_not_root(name: str) -> None:
-    words = [word for word, _ in STAGES[name].instructions]
-    user, _, group = STAGES[name].one("USER").partition(":")
-    assert int(user) > 0
-    assert int(group) > 0
-    assert "RUN" not in words[words.index("USER") :]
+def test_images_run_as_a_numbered_user_who_is_not_root_and_hold_no_secret() -> None:
+    secret = re.compile(r"(?i)(api_key|token|secret|password|credential|key_file)\b")
+    for name in SHIPPED:
+        words = [word for word, _ in STAGES[name].instructions]
+        user, _, group = STAGES[name].one("USER").partition(":")
+        assert (int(user) > 0, int(group) > 0) == (True, True)
+        assert "RUN" not in words[words.index("USER") :]
+    for stage in STAGES.values():
+        layers = [line for word in ("ARG", "ENV", "LABEL") for line in stage.all(word)]
+        assert not [line for line in layers if secret.search(line)]
+        assert not [line for line in stage.all("COPY") if re.search(r"keys|\.pem|\.env", line)]
 
 
 def test_what_is_copied_is_there_and_reaches_the_builder() -> None:
-    kept = [
-        line.removeprefix("!")
-        for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
-        if line.startswith("!")
-    ]
     lines = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
+    kept = [line.removeprefix("!") for line in lines if line.startswith("!")]
     assert next(line for line in lines if not line.startswith(("#", "!"))) == "*"
     assert not any(fnmatch("deploy/keys", each) for each in kept)
-    assert all((ROOT / each).exists() for each in kept)
+    copied: list[str] = []
     for stage in STAGES.values():
         assert not stage.all("ADD")
         for line in stage.all("COPY"):
             first, *sources, _ = line.split()
             if first.startswith("--from="):
                 assert first.removeprefix("--from=") in STAGES
-                continue
-            for source in (first, *sources):
-                assert source in kept
-                assert (ROOT / source).exists()
-
-
-def test_no_secret_is_in_a_layer() -> None:
-    secret = re.compile(r"(?i)(api_key|token|secret|password|credential|key_file)\b")
-    for stage in STAGES.values():
-        for word in ("ARG", "ENV", "LABEL"):
-            assert not [line for line in stage.all(word) if secret.search(line)]
-        assert not [line for line in stage.all("COPY") if re.search(r"keys|\.pem|\.env", line)]
+            else:
+                copied += [first, *sources]
+    assert set(copied) <= set(kept)
+    assert all((ROOT / each).exists() for each in (*kept, *copied))
 
 
 def _health_check() -> list[str]:
@@ -186,17 +178,16 @@ def test_the_server_in_compose() -> None:
     assert port == f"127.0.0.1:{config.port}:{config.port}"
 
 
-def test_services_have_no_more_rights_than_they_need() -> None:
-    for service in compose()["services"].values():
-        assert service["read_only"] is True
-        assert service["cap_drop"] == ["ALL"]
-        assert service["security_opt"] == ["no-new-privileges:true"]
-        assert "privileged" not in service
-        assert "user" not in service  # that of the image
-
-
-def test_no_key_stands_in_a_compose_file() -> None:
+def test_services_have_no_more_rights_than_they_need_and_no_key() -> None:
     file = compose()
+    for service in file["services"].values():
+        rights = {name: service.get(name) for name in ("read_only", "cap_drop", "security_opt")}
+        assert rights == {
+            "read_only": True,
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges:true"],
+        }
+        assert not {"privileged", "user"} & service.keys()
     assert file["services"]["task"]["environment"]["GROUPWISE_API_KEY"] == "${GROUPWISE_API_KEY:-}"
     assert file["secrets"]["groupwise_keys"] == {"file": "${GROUPWISE_KEYS:-./keys}"}
     assert "keys" in (DEPLOY / ".gitignore").read_text().splitlines()
@@ -234,16 +225,12 @@ def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
     assert (about_it, found.returncode) == ([], 0)
 
 
-def test_a_restart_leaves_jobs_of_this_machine_their_temporary_files() -> None:
-    """They run on (`KillMode=process`), but a private /tmp is removed when its service ends."""
-    assert unit("groupwise-fleet@.service")["KillMode"] == ["process"]
-    assert "PrivateTmp" not in unit("groupwise-fleet@.service")
-
-
-def test_jobs_of_this_machine_reach_its_gpus() -> None:
-    """Before systemd 253 `ProtectClock` allows the clock's device, and so forbids all others."""
+def test_jobs_of_this_machine_outlive_a_restart_and_reach_its_gpus() -> None:
+    """A private /tmp is removed when its service ends. Before systemd 253 `ProtectClock` allows only the clock."""
     fleet = unit("groupwise-fleet@.service")
-    assert not {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock"} & fleet.keys()
+    assert fleet["KillMode"] == ["process"]
+    limits = {"PrivateTmp", "PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock"}
+    assert not limits & fleet.keys()
     assert fleet["CapabilityBoundingSet"] == [""], "nobody there can set the clock"
 
 
@@ -328,6 +315,7 @@ def begun(
         process.wait(LIMIT)
 
 
+@pytest.mark.soak(suite="server")
 def test_the_command_of_the_image_serves_and_its_health_check_sees_it(
     volume: Path, tmp_path: Path
 ) -> None:

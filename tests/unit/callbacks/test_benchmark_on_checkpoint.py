@@ -129,32 +129,6 @@ def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
     assert [found[0] for found in again.found()] == [1, 2, 3]
 
 
-def test_ctrl_c_leaves_what_a_finished_run_waits_for_to_a_resume(folder, monkeypatch):
-    session = Session(folder, BenchmarkOnCheckpoint(command=command(HANGS)))
-    session.save(2)
-    (started,) = session.callback._started
-    monkeypatch.setattr(module, "REMINDER", 0.0)
-
-    def say(text: str) -> None:
-        session.said.append(text)
-        if text.startswith("still"):
-            session.run.interruption.asked = 2
-
-    session.run.say = say
-    session.end()
-    assert session.said == [
-        "waiting for benchmark: step-2. Ctrl-C leaves that to --resume",
-        "still waiting for benchmark: step-2. Ctrl-C leaves that to --resume",
-        "benchmark of step-2 is done when the run goes on",
-    ]
-    assert session.asked.left == ["benchmark of step-2"]
-    assert started.family.process.poll() is not None
-    again = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)), step=2)
-    again.end()
-    assert [found[0] for found in again.found()] == [2]
-    assert again.asked.left == []
-
-
 def test_a_result_that_a_dead_process_had_written_is_taken(folder):
     first = Session(folder, BenchmarkOnCheckpoint(command=command(HANGS)))
     first.save(2)

@@ -275,7 +275,7 @@ def test_a_server_that_does_not_answer_is_refused_without_its_password(tracking)
         "request to http://user:sec@ret@tracking:5000/api failed: refused.\nmore"
     )
     tracking.uri = "http://user:sec@ret@tracking:5000"
-    assert refusal() == (
-        "mlflow cannot write to http://tracking:5000: request to http://tracking:5000/api failed: refused. Start that server "
-        "(mlflow server), or set MLFLOW_TRACKING_URI to another address, or to a database file such as sqlite:///mlflow.db."
-    )
+    said = refusal()
+    assert said.count("http://tracking:5000") == 2
+    assert "MLFLOW_TRACKING_URI" in said
+    assert "sec" not in said

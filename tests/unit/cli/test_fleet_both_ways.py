@@ -304,16 +304,6 @@ def test_mistakes_are_told_in_the_same_words(ways: BothWays, jobs: dict[str, str
             assert '"error"' in ways.both(*told, "--json")[1]
 
 
-def test_one_job_is_asked_for_as_ever_since_an_older_api_knows_no_other_way(
-    ways: BothWays, jobs: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = {"cancel": "cancelled", "hold": "held", "release": "waits", "retry": "done"}
-    for verb, job in asked.items():
-        monkeypatch.delattr(FleetClient, f"{verb}_all")
-        code, _, err = ways.afar(verb, jobs[job])
-        assert (code in (0, 2), "bug" in err) == (True, False)
-
-
 def test_what_was_done_before_it_breaks_off_is_told(
     ways: BothWays, jobs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ from rich.cells import cell_len
 
 from groupwise.cli.fleet_printing import (
     engine_line,
-    how_it_ended,
     print_job,
     print_jobs,
     print_machines,
@@ -72,13 +71,6 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return lines
 
 
-def test_what_a_command_had_left_behind_stands_beside_how_it_ended() -> None:
-    record: dict[str, Any] = {"code": 0, "signal": None, "reason": "exited", "tail": ""}
-    assert how_it_ended(record) == how_it_ended({**record, "leftovers": 0}) == "code 0"
-    for leftovers in (1, 3):
-        assert f"{leftovers} process" in how_it_ended({**record, "leftovers": leftovers})
-
-
 def test_jobs(printed: Printed) -> None:
     short = {**JOB, "job_id": "job-2", "assigned_vm": "gpu-1", "gpu_index": None}
     wide = {**short, "job_id": "job-3", "project": "\u65e5\u672c" * 20, "name": "\u8a9e" * 60}
@@ -96,21 +88,6 @@ def test_machines(printed: Printed) -> None:
     _, line = printed(print_machines, [VM])
     assert line.startswith("gpu-1    untrusted  groupwi…")
     assert " 2 TB " in line
-
-
-def test_a_machine_with_a_long_name_keeps_both_its_ends_in_a_terminal(printed: Printed) -> None:
-    names = [f"gpu-machine-of-the-third-floor-with-the-green-door-number-{n:02}" for n in (7, 8)]
-    for more in ({}, {"state": "unreachable", "problem": "it does not answer: timed out"}):
-        _, *lines = printed(print_machines, [{**VM, **more, "vm_id": name} for name in names])
-        shown = [line.split()[0] for line in lines]
-        assert [each[:3] for each in shown] == ["gpu", "gpu"]
-        assert [each[-2:] for each in shown] == ["07", "08"]
-        assert all("\u2026" in each for each in shown)
-    _, line, short = printed(
-        print_machines, [{**VM, "vm_id": name} for name in (names[0], "gpu-1")]
-    )
-    assert "\u2026" in line.split()[0]
-    assert short.split()[0] == "gpu-1"
 
 
 def test_status(printed: Printed) -> None:
@@ -158,20 +135,6 @@ def test_what_a_job_would_go_on_from_is_shown(printed: Printed) -> None:
     assert checkpoints_of(printed) == []  # of an API of before
     (line,) = checkpoints_of(printed, checkpoints=[damaged, step, older])
     assert line.split(maxsplit=1) == ["checkpoints", "step 500, mirrored 3 min ago; and 1 older"]
-
-
-def test_why_a_checkpoint_is_not_mirrored_is_shown_while_its_attempt_lives(
-    printed: Printed,
-) -> None:
-    handle = {"not_mirrored": "c-10 is not mirrored: it is too large"}
-    member = {"rank": 0, "vm_id": "vm", "state": "running", "gpus": [], "handle": handle}
-    attempt = dict.fromkeys(
-        ("number", "generation", "epoch", "outcome", "failure_class", "created_at", "running_at",
-         "ended_at", "resumed_from_step", "cleanup")
-    ) | {"state": "running", "contact": "ok", "evidence": {}, "members": [member]}  # fmt: skip
-    (line,) = checkpoints_of(printed, attempts=[attempt])
-    assert line.split(maxsplit=1) == ["checkpoints", handle["not_mirrored"]]
-    assert checkpoints_of(printed, attempts=[{**attempt, "ended_at": NOW}]) == []
 
 
 ELASTIC: dict[str, Any] = {
