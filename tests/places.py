@@ -1,22 +1,26 @@
 """Places for jobs, each as its backend reaches it: what the contract of backends is tested with."""
 
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import pytest
 
 from groupwise.clouds.aws import AwsBackend
 from groupwise.clouds.aws_checks import Access
-from groupwise.clouds.gang import GangBackend
+from groupwise.clouds.folder import INCOMING
+from groupwise.clouds.gang import NODES, GangBackend
 from groupwise.clouds.kept import Kept
 from groupwise.clouds.machine import ROOT, MachineBackend
 from groupwise.clouds.modal.backend import ModalBackend
 from groupwise.clouds.modal.port import ModalPort
 from groupwise.clouds.modal.runner import ModalRunner
-from groupwise.clouds.port import Backend, Handle, Order, Plan, Status
+from groupwise.clouds.port import Backend, Handle, Order, Outcome, Plan, Status
 from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
 from groupwise.hosts.driver import Runner
@@ -24,6 +28,7 @@ from groupwise.hosts.files import BlobStore
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.ray import RayRunner
 from groupwise.hosts.slurm import SlurmRunner
+from groupwise.hosts.spec import JobSpec
 from groupwise.hosts.ssh import Address, SshHost
 from groupwise.testing.fake_modal import FakeModal
 from tests import aws, ssh_hosts
@@ -32,6 +37,19 @@ from tests import slurm as real_slurm
 
 SOON = 20.0
 """Seconds for an answer."""
+SAVES = """\
+import hashlib, json, os, pathlib, signal, sys, time
+def save(step, data):
+    folder = pathlib.Path(f"outputs/checkpoints/step-{step}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "w").write_bytes(data)
+    entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {"w": entry}}))
+begun = os.environ.get("RESUME_FROM")
+begun = pathlib.Path(begun, "w").read_text() if begun else ""
+"""
+"""The beginning of a script that makes checkpoints: `begun` is what the one had from which it goes on."""
+WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
 
 
 @dataclass(frozen=True)
@@ -106,11 +124,94 @@ async def ending(backend: Backend, handle: Handle) -> Any:
     return (await until(backend, handle, lambda status: status.ending)).ending
 
 
-async def said(backend: Backend, handle: Handle) -> str:
-    """All of its log that there is."""
-    part = await backend.log(handle, 0, 1 << 20)
-    assert part.size == len(part.data)
-    return part.data.decode()
+OF_ORDERS = ("gpus", "nodes", "meets_at", "asks")
+
+
+def order(name: str, script: str, *words: str, **fields: Any) -> Order:
+    """A script of Python. `values`: of secrets; all that is no field of an order is one of what is run."""
+    own = {each: fields.pop(each) for each in OF_ORDERS if each in fields}
+    values = fields.pop("values", {})
+    spec = JobSpec(("python3", "-c", script, *words), **{"secrets": tuple(values), **fields})
+    return Order(name, spec, secrets=values, **own)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Files by their paths, but what other machines of a gang have said."""
+    found = (each for each in folder.rglob("*") if each.parent.name not in (INCOMING, NODES))
+    files = (each for each in found if each.is_file())
+    return {each.relative_to(folder).as_posix(): each.read_bytes() for each in files}
+
+
+B = TypeVar("B", bound=Backend)
+
+
+@dataclass
+class Laptop(Generic[B]):
+    """Whoever launches: a way to a place, a folder of their own, and the name of a job."""
+
+    backend: B
+    folder: Path
+    name: str
+    ordered: Callable[..., Order] = order
+
+    @property
+    def store(self) -> BlobStore:
+        return BlobStore(self.folder / "blobs")
+
+    def order(self, script: str, *words: str, name: str = "", **fields: Any) -> Order:
+        return self.ordered(name or self.name, script, *words, **fields)
+
+    async def submit(self, asked: Order | str, *words: str, **fields: Any) -> Handle:
+        """An order, or a script."""
+        if isinstance(asked, str):
+            asked = self.order(asked, *words, **fields)
+        return await self.backend.submit(asked, self.store)
+
+    async def resume(self, **secrets: str) -> Handle:
+        return await self.backend.resume(self.name, secrets, self.store)
+
+    async def until(self, handle: Handle, what: Callable[[Status], Any]) -> Status:
+        return await until(self.backend, handle, what)
+
+    async def running(self, handle: Handle) -> None:
+        """Its command has said something."""
+        await self.until(handle, lambda status: status.log_size)
+
+    async def saved(self, handle: Handle, step: int) -> Status:
+        """It has a checkpoint of this step."""
+        return await self.until(handle, lambda status: status.step == step)
+
+    async def ending(self, handle: Handle) -> Any:
+        return await ending(self.backend, handle)
+
+    async def outcome(self, handle: Handle) -> Outcome:
+        return (await self.ending(handle)).outcome
+
+    async def said(self, handle: Handle) -> str:
+        """All of its log that there is."""
+        part = await self.backend.log(handle, 0, 1 << 20)
+        assert part.size == len(part.data)
+        return part.data.decode()
+
+    async def fetched(self, handle: Handle) -> dict[str, bytes]:
+        """What it has made."""
+        await self.backend.fetch(handle, self.folder / "results")
+        return tree(self.folder / "results")
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Of a job of this test alone."""
+    words = re.findall(r"[a-zA-Z0-9]+", request.node.name.removeprefix("test_"))
+    return "-".join(words)[-60:].lstrip("-")
+
+
+@pytest.fixture
+async def laptop(place: Place, name: str, tmp_path: Path) -> AsyncIterator[Laptop[Backend]]:
+    """One of this test alone, with a way to the place."""
+    found = Laptop(place.reach(), tmp_path, name)
+    yield found
+    await found.backend.close()
 
 
 def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -> ModalBackend:

@@ -51,12 +51,12 @@ PreemptMode=CANCEL
 ReturnToService=2
 SlurmctldTimeout=10
 SlurmdTimeout={node_timeout}
-KillWait=5
+KillWait=30
 MinJobAge={min_job_age}
 MessageTimeout=5
 JobRequeue=1
 {nodes}
-PartitionName=gpu Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=5
+PartitionName=gpu Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=9
 """
 NODE = (

@@ -18,65 +18,41 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import pytest
 
-from groupwise.clouds.folder import INCOMING
-from groupwise.clouds.gang import NODES
-from groupwise.clouds.port import (
-    Backend,
-    CloudError,
-    Handle,
-    NameTaken,
-    NotHere,
-    Order,
-    Outcome,
-    Phase,
-)
+from groupwise.clouds.port import Backend, CloudError, Handle, NameTaken, NotHere, Outcome, Phase
 from groupwise.errors import UsageError
 from groupwise.hosts.failures import FailureClass
-from groupwise.hosts.files import BlobStore
-from groupwise.hosts.spec import JobSpec, Limits
+from groupwise.hosts.spec import Limits
 from tests import places
-from tests.places import SOON, Place, ending, said, until
+from tests.places import SAVES, SOON, WAITS, Place, laptop, name, tree
+
+__all__ = ["laptop", "name"]
 
 pytestmark = pytest.mark.launch
+Laptop: TypeAlias = places.Laptop[Backend]
 ROOT = Path(__file__).parents[2]
 ODD = (
-    "",
-    " ",
-    "-v",
-    "--",
-    "a b",
-    "it's",
-    'say "hi"',
-    "$(touch x)",
-    "`id`",
-    "two\nlines\n",
-    "tab\t",
-    "\\",
-    "é→",
-    "*",
-    "~",
-    "#no",
-    "!h",
+    *(
+        "",
+        " ",
+        "-v",
+        "--",
+        "a b",
+        "it's",
+        'say "hi"',
+        "$(touch x)",
+        "`id`",
+        "two\nlines\n",
+        "tab\t",
+    ),
+    *("\\", "é→", "*", "~", "#no", "!h"),
 )
-SAVES = """\
-import hashlib, json, os, pathlib
-def save(step, data):
-    folder = pathlib.Path(f"outputs/checkpoints/step-{step}")
-    folder.mkdir(parents=True)
-    (folder / "w").write_bytes(data)
-    entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {"w": entry}}))
-"""
-WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
-
-
 EVERYWHERE = {"gang", "ssh", "slurm", "ray", "aws", "modal"}
 """Beside this machine, where all tests run always."""
 ALSO_AT: dict[str, set[str]] = {
@@ -107,106 +83,62 @@ def place(
         yield found
 
 
-@pytest.fixture
-async def backend(place: Place) -> AsyncIterator[Backend]:
-    reached = place.reach()
-    yield reached
-    await reached.close()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> BlobStore:
-    return BlobStore(tmp_path / "blobs")
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A job of this test alone."""
-    return request.node.originalname.removeprefix("test_")[:60].replace("_", "-")
-
-
-def order(name: str, script: str, *arguments: str, **fields: Any) -> Order:
-    secrets = fields.pop("values", {})
-    return Order(name, JobSpec(("python3", "-c", script, *arguments), **fields), secrets=secrets)
-
-
-async def running(backend: Backend, handle: Handle) -> None:
-    """Its command has said something."""
-    await until(backend, handle, lambda status: status.log_size > 0)
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Files by their paths, but what other machines of a gang have said."""
-    found = (each for each in folder.rglob("*") if each.parent.name not in (INCOMING, NODES))
-    files = (each for each in found if each.is_file())
-    return {each.relative_to(folder).as_posix(): each.read_bytes() for each in files}
-
-
 # --- what arrives -------------------------------------------------------------------------------
 
 
-async def test_all_that_was_asked_arrives_exactly(
-    place: Place, backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
+async def test_all_that_was_asked_arrives_exactly(place: Place, laptop: Laptop) -> None:
     """And a plan of it changes nothing."""
     script = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD'], open('data/in', 'rb').read().hex()]))"
-    (tmp_path / "in").write_bytes(bytes(range(256)))
-    files = store.put_files({"data/in": tmp_path / "in"})
-    asked = order(name, script, *ODD, environment={"ODD": "".join(ODD)}, files=files)
+    (laptop.folder / "in").write_bytes(bytes(range(256)))
+    files = laptop.store.put_files({"data/in": laptop.folder / "in"})
+    asked = laptop.order(script, *ODD, environment={"ODD": "".join(ODD)}, files=files)
+    backend = laptop.backend
     before = await backend.list()
     plan = await backend.plan(asked)
-    assert plan.command == ("python3", "-c", script, *ODD)
-    assert plan.steps
-    assert await backend.list() == before
-    assert await backend.find(name) is None
-    handle = await backend.submit(asked, store)
-    end = await ending(backend, handle)
+    assert (plan.command, bool(plan.steps)) == (("python3", "-c", script, *ODD), True)
+    assert (await backend.list(), await backend.find(laptop.name)) == (before, None)
+    handle = await laptop.submit(asked)
+    end = await laptop.ending(handle)
     assert (end.outcome, end.code, end.failure) == (Outcome.SUCCEEDED, 0, None)
-    assert json.loads(await said(backend, handle)) == [
-        list(ODD),
-        "".join(ODD),
-        bytes(range(256)).hex(),
-    ]
+    arrived = json.loads(await laptop.said(handle))
+    assert arrived == [[*ODD], "".join(ODD), bytes(range(256)).hex()]
     assert (await backend.order(handle)).document() == {**asked.document(), "nodes": place.nodes}
 
 
-async def test_what_is_wrong_with_a_job_is_told_before_anything_happens(
-    backend: Backend, store: BlobStore, name: str
-) -> None:
-    wrong = [
-        (order("no/name", "print()"), "no/name"),
-        (order(name, "print()", secrets=("TOKEN",)), "secret TOKEN"),
-        (order(name, "print()", environment={"LD_PRELOAD": "x"}), "LD_PRELOAD"),
-        (replace(order(name, "print()"), gpus=-1), "gpus -1"),
-    ]
-    for asked, why in wrong:
+async def test_what_is_wrong_with_a_job_is_told_before_anything_happens(laptop: Laptop) -> None:
+    backend, fine = laptop.backend, laptop.order("print()")
+    for asked, why in (
+        (laptop.order("print()", name="no/name"), "no/name"),
+        (laptop.order("print()", secrets=("TOKEN",)), "secret TOKEN"),
+        (laptop.order("print()", environment={"LD_PRELOAD": "x"}), "LD_PRELOAD"),
+        (replace(fine, gpus=-1), "gpus -1"),
+    ):
         with pytest.raises(UsageError, match=why):
-            await backend.submit(asked, store)
+            await laptop.submit(asked)
         with pytest.raises(UsageError, match=why):
             await backend.plan(asked)
-    assert await backend.find(name) is None
-    with pytest.raises(NotHere, match=name):
-        await backend.resume(name, {}, store)
-    with pytest.raises(NotHere, match=name):
-        await backend.status(Handle(backend.name, name, 1))
+    assert await backend.find(laptop.name) is None
+    with pytest.raises(NotHere, match=laptop.name):
+        await laptop.resume()
+    with pytest.raises(NotHere, match=laptop.name):
+        await backend.status(Handle(backend.name, laptop.name, 1))
 
 
 # --- one name, one job ---------------------------------------------------------------------------
 
 
-async def test_one_name_is_one_job_and_runs_once(
-    place: Place, backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
+async def test_one_name_is_one_job_and_runs_once(place: Place, laptop: Laptop) -> None:
     """Submitted again and at once, by several; and nothing else is placed under it."""
-    marks = tmp_path / "marks"
-    asked = order(name, "import sys; open(sys.argv[1], 'a').write('x')", str(marks))
+    marks = laptop.folder / "marks"
+    asked = laptop.order("import sys; open(sys.argv[1], 'a').write('x')", str(marks))
     others = [place.reach() for _ in range(2)]
-    handles = await asyncio.gather(*(each.submit(asked, store) for each in (backend, *others)))
+    all_of_them = (laptop.backend, *others)
+    handles = await asyncio.gather(*(each.submit(asked, laptop.store) for each in all_of_them))
     assert len({each.attempt for each in handles}) == 1
-    with pytest.raises(NameTaken, match=name):
-        await backend.submit(order(name, "print(2)"), store)
-    await ending(backend, handles[0])
-    assert await others[0].submit(asked, store) == handles[0]
+    with pytest.raises(NameTaken, match=laptop.name):
+        await laptop.submit("print(2)")
+    await laptop.ending(handles[0])
+    assert await others[0].submit(asked, laptop.store) == handles[0]
     assert marks.read_text() == "x" * place.nodes
     for each in others:
         await each.close()
@@ -224,8 +156,6 @@ async def main(place, order, store):
     await asyncio.Event().wait()
 asyncio.run(main(json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]))
 """
-
-
 MAKES_WHEN_TOLD = """\
 import os, sys, time
 while not os.path.exists(sys.argv[1]):
@@ -235,34 +165,31 @@ open('outputs/x', 'w').write('made')
 """
 
 
-def submitted_by_a_laptop_that_dies(place: Place, asked: Order, store: Path) -> None:
-    told = [json.dumps(asdict(place)), json.dumps(asked.document()), str(store)]
-    with subprocess.Popen(
-        [sys.executable, "-c", SUBMITS, *told],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as laptop:
-        assert laptop.stdout is not None
-        assert laptop.stdout.readline() == "submitted\n"
-        os.killpg(laptop.pid, signal.SIGKILL)
+async def test_whoever_submitted_may_be_gone(place: Place, laptop: Laptop) -> None:
+    go = laptop.folder / "go"
+    asked = laptop.order(MAKES_WHEN_TOLD, str(go))
 
+    def another_submits_and_dies() -> None:
+        told = (json.dumps(asdict(place)), json.dumps(asked.document()), str(laptop.store.root))
+        with subprocess.Popen(
+            [sys.executable, "-c", SUBMITS, *told],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "submitted\n"
+            os.killpg(other.pid, signal.SIGKILL)
 
-async def test_whoever_submitted_may_be_gone(
-    place: Place, backend: Backend, name: str, tmp_path: Path
-) -> None:
-    go = tmp_path / "go"
-    asked = order(name, MAKES_WHEN_TOLD, str(go))
-    await asyncio.to_thread(submitted_by_a_laptop_that_dies, place, asked, tmp_path / "store")
-    handle = await backend.find(name)
+    await asyncio.to_thread(another_submits_and_dies)
+    handle = await laptop.backend.find(laptop.name)
     assert handle is not None
-    assert handle in await backend.list()
-    assert (await backend.status(handle)).ending is None
+    assert handle in await laptop.backend.list()
+    assert (await laptop.backend.status(handle)).ending is None
     go.touch()
-    await ending(backend, handle)
-    await backend.fetch(handle, tmp_path / "results")
-    assert tree(tmp_path / "results") == {"outputs/x": b"made"}
+    await laptop.ending(handle)
+    assert await laptop.fetched(handle) == {"outputs/x": b"made"}
 
 
 # --- how it ends ---------------------------------------------------------------------------------
@@ -277,63 +204,51 @@ FAILURES = {
 }
 
 
-async def test_a_failure_is_told_with_its_kind(backend: Backend, store: BlobStore) -> None:
-    orders = [order(f"fails-{n}", script) for n, script in enumerate(FAILURES)]
-    handles = [await backend.submit(each, store) for each in orders]
+async def test_a_failure_is_told_with_its_kind(laptop: Laptop) -> None:
+    handles = [await laptop.submit(each, name=f"fails-{n}") for n, each in enumerate(FAILURES)]
     for handle, (failure, code, reason) in zip(handles, FAILURES.values(), strict=True):
-        end = await ending(backend, handle)
-        told = (end.outcome, end.failure, end.code)
-        assert told == (Outcome.FAILED, failure, code), end
+        end = await laptop.ending(handle)
+        assert (end.outcome, end.failure, end.code) == (Outcome.FAILED, failure, code), end
         assert reason in end.reason
         assert end.seconds is not None
 
 
-async def test_the_time_limit_ends_it_with_what_it_has_made(
-    backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
-    limits = Limits(time_seconds=5, grace_seconds=5)
-    handle = await backend.submit(
-        order(name, SAVES + "save(1, b'one')\n" + WAITS, limits=limits), store
-    )
-    end = await ending(backend, handle)
+async def test_the_time_limit_ends_it_with_what_it_has_made(laptop: Laptop) -> None:
+    (laptop.folder / "in").write_text("there from the beginning, however late the command is")
+    files = laptop.store.put_files({"outputs/x": laptop.folder / "in"})
+    limits = Limits(time_seconds=2, grace_seconds=5)
+    handle = await laptop.submit(WAITS, limits=limits, files=files)
+    end = await laptop.ending(handle)
     assert (end.outcome, end.failure) == (Outcome.TIME_LIMIT, FailureClass.TIME_LIMIT)
-    await backend.fetch(handle, tmp_path / "results")
-    assert tree(tmp_path / "results")["outputs/checkpoints/step-1/w"] == b"one"
+    assert (await laptop.fetched(handle)).keys() == {"outputs/x"}
 
 
-async def test_cancelled_it_has_time_to_save(
-    backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
-    script = (
-        SAVES
-        + "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: (save(7, b'seven'), sys.exit(0)))\n"
-        + WAITS
-    )
-    handle = await backend.submit(order(name, script), store)
-    await running(backend, handle)
-    await backend.cancel(handle, grace=SOON)
-    end = await ending(backend, handle)
+async def test_cancelled_it_has_time_to_save(laptop: Laptop) -> None:
+    saves = "signal.signal(signal.SIGTERM, lambda *_: (save(7, b'seven'), sys.exit(0)))\n"
+    handle = await laptop.submit(SAVES + saves + WAITS)
+    await laptop.running(handle)
+    await laptop.backend.cancel(handle, grace=SOON)
+    end = await laptop.ending(handle)
     assert end.outcome is Outcome.CANCELLED
-    await backend.fetch(handle, tmp_path / "results")
-    assert tree(tmp_path / "results")["outputs/checkpoints/step-7/w"] == b"seven"
-    await backend.cancel(handle, grace=SOON)
-    assert (await backend.status(handle)).ending == end
+    assert (await laptop.fetched(handle))["outputs/checkpoints/step-7/w"] == b"seven"
+    await laptop.backend.cancel(handle, grace=SOON)
+    assert (await laptop.backend.status(handle)).ending == end
 
 
 async def test_who_does_not_heed_a_cancellation_is_killed_with_all_that_it_started(
-    backend: Backend, store: BlobStore, name: str
+    laptop: Laptop,
 ) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     script = (
-        "import os, signal, subprocess, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)'])\n"
-        "print(os.getpid(), child.pid, flush=True)\nimport time; time.sleep(1000)\n"
+        f"{deaf}import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {deaf + 'time.sleep(1000)'!r}])\n"
+        "print(os.getpid(), child.pid, flush=True)\ntime.sleep(1000)\n"
     )
-    handle = await backend.submit(order(name, script), store)
-    await running(backend, handle)
-    pids = [int(each) for each in (await said(backend, handle)).split()]
-    await backend.cancel(handle, grace=0.2)
-    end = await ending(backend, handle)
-    assert end.outcome is Outcome.CANCELLED
+    handle = await laptop.submit(script)
+    await laptop.running(handle)
+    pids = [int(each) for each in (await laptop.said(handle)).split()]
+    await laptop.backend.cancel(handle, grace=0.2)
+    assert await laptop.outcome(handle) is Outcome.CANCELLED
     assert not any(_alive(pid) for pid in pids)
 
 
@@ -345,139 +260,104 @@ def _alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-async def test_a_crash_is_gone_on_with_from_the_newest_checkpoint(
-    backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
+async def test_a_crash_is_gone_on_with_from_the_newest_checkpoint(laptop: Laptop) -> None:
     script = SAVES + (
-        "import sys\nattempt, begun = int(os.environ['ATTEMPT']), os.environ.get('RESUME_FROM')\n"
-        "data = pathlib.Path(begun, 'w').read_bytes() if begun else b''\n"
-        "print(attempt, data.decode(), flush=True)\n"
+        "attempt = int(os.environ['ATTEMPT'])\nprint(attempt, begun, flush=True)\n"
         "if attempt == 1:\n    save(3, b'three'); save(4, b'four')\n"
         "if attempt < 3: os.kill(os.getpid(), 9)\n"
     )
-    first = await backend.submit(order(name, script, secrets=("KEY",), values={"KEY": "v"}), store)
-    assert (await until(backend, first, lambda status: status.ending)).step == 4
-    second = await backend.resume(name, {"KEY": "v"}, store)
-    await ending(backend, second)
-    third = await backend.resume(name, {"KEY": "v"}, store)
-    end = await ending(backend, third)
-    assert end.outcome is Outcome.SUCCEEDED
-    assert [await said(backend, each) for each in (first, second, third)] == [
-        "1 \n",
-        "2 four\n",
-        "3 four\n",
-    ]
-    assert await backend.find(name) == third
+    first = await laptop.submit(script, values={"KEY": "v"})
+    assert (await laptop.until(first, lambda status: status.ending)).step == 4
+    second = await laptop.resume(KEY="v")
+    await laptop.ending(second)
+    third = await laptop.resume(KEY="v")
+    assert await laptop.outcome(third) is Outcome.SUCCEEDED
+    said = [await laptop.said(each) for each in (first, second, third)]
+    assert said == ["1 \n", "2 four\n", "3 four\n"]
+    assert await laptop.backend.find(laptop.name) == third
     with pytest.raises(CloudError, match="succeeded"):
-        await backend.resume(name, {"KEY": "v"}, store)
-
-
-async def test_what_runs_is_not_begun_again_and_a_wait_for_it_ends(
-    backend: Backend, store: BlobStore, name: str
-) -> None:
-    handle = await backend.submit(order(name, WAITS), store)
-    await running(backend, handle)
-    with pytest.raises(CloudError, match="goes on by itself"):
-        await backend.resume(name, {}, store)
-    with pytest.raises(CloudError, match="stop it first"):
-        await backend.cleanup(handle)
-    seen = await backend.status(handle)
-    began = time.monotonic()
-    assert await backend.wait(handle, seen, 0.2) == seen
-    assert time.monotonic() - began < SOON
-    await backend.cancel(handle, grace=0.1)
-    await ending(backend, handle)
+        await laptop.resume(KEY="v")
 
 
 # --- what comes back ------------------------------------------------------------------------------
 
 
-async def test_the_log_comes_byte_for_byte_while_it_is_written(
-    backend: Backend, store: BlobStore, name: str
+async def test_what_runs_is_not_begun_again_nor_removed_and_its_checkpoints_come(
+    laptop: Laptop,
 ) -> None:
+    script = SAVES + "save(1, b'one'); open('outputs/half', 'w').write('not yet')\n" + WAITS
+    handle = await laptop.submit(script)
+    await laptop.saved(handle, 1)
+    await laptop.running(handle)
+    with pytest.raises(CloudError, match="goes on by itself"):
+        await laptop.resume()
+    with pytest.raises(CloudError, match="stop it first"):
+        await laptop.backend.cleanup(handle)
+    seen = await laptop.backend.status(handle)
+    assert seen.phase is Phase.RUNNING
+    began = time.monotonic()
+    assert await laptop.backend.wait(handle, seen, 0.2) == seen
+    assert time.monotonic() - began < SOON
+    checkpoint = {f"outputs/checkpoints/step-1/{each}" for each in ("w", "manifest.json")}
+    assert (await laptop.fetched(handle)).keys() == checkpoint
+    await laptop.backend.cancel(handle, grace=0.1)
+    await laptop.ending(handle)
+    assert (await laptop.fetched(handle)).keys() == {*checkpoint, "outputs/half"}
+
+
+async def test_the_log_comes_byte_for_byte_while_it_is_written(laptop: Laptop) -> None:
     script = (
         "import sys, time\nfor n in range(300):\n    sys.stdout.buffer.write(bytes([n % 256]) * (n + 1))\n"
         "    sys.stdout.flush()\n    n % 50 or time.sleep(.02)"
     )
-    handle = await backend.submit(order(name, script), store)
-    data, status = b"", await backend.status(handle)
+    handle = await laptop.submit(script)
+    data, status = b"", await laptop.backend.status(handle)
     while status.ending is None or len(data) < status.log_size:
-        part = await backend.log(handle, len(data), 777)
+        part = await laptop.backend.log(handle, len(data), 777)
         assert len(part.data) <= 777
         data += part.data
         if not part.data:
-            status = await backend.wait(handle, status, SOON)
+            status = await laptop.backend.wait(handle, status, SOON)
     assert data == b"".join(bytes([n % 256]) * (n + 1) for n in range(300))
 
 
-async def test_results_come_whole_and_again_only_where_they_differ(
-    backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
+async def test_results_come_whole_and_again_only_where_they_differ(laptop: Laptop) -> None:
     script = (
         "import os\nos.makedirs('outputs/deep/er'); open('outputs/big', 'wb').write(bytes(9 << 20))\n"
         "for n in range(20): open(f'outputs/deep/er/{n}', 'w').write(str(n))\n"
         "os.symlink('/etc/passwd', 'outputs/link'); open('beside', 'w').write('no artefact')"
     )
-    handle = await backend.submit(order(name, script), store)
-    await ending(backend, handle)
-    folder = tmp_path / "results"
-    expected = {
-        "outputs/big": bytes(9 << 20),
-        **{f"outputs/deep/er/{n}": b"%d" % n for n in range(20)},
-    }
-    fetched = await backend.fetch(handle, folder)
-    assert tree(folder) == expected
-    assert set(fetched.files) == set(expected)
+    handle = await laptop.submit(script)
+    await laptop.ending(handle)
+    folder = laptop.folder / "results"
+    expected = {f"outputs/deep/er/{n}": b"%d" % n for n in range(20)}
+    expected["outputs/big"] = bytes(9 << 20)
+    fetched = await laptop.backend.fetch(handle, folder)
+    assert (tree(folder), {*fetched.files}) == (expected, {*expected})
     assert fetched.received == sum(map(len, expected.values()))
     assert "outputs/link" in fetched.left_out
     (folder / "outputs/deep/er/7").write_text("damaged")
-    assert (await backend.fetch(handle, folder)).received == 1
+    assert (await laptop.backend.fetch(handle, folder)).received == 1
     assert tree(folder) == {**expected, "earlier/changed/outputs/deep/er/7": b"damaged"}
 
 
-async def test_checkpoints_come_while_it_runs(
-    backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
-    script = SAVES + "save(1, b'one'); open('outputs/half', 'w').write('not yet')\n" + WAITS
-    handle = await backend.submit(order(name, script), store)
-    status = await until(backend, handle, lambda status: status.step == 1)
-    assert status.phase is Phase.RUNNING
-    await backend.fetch(handle, tmp_path / "results")
-    assert set(tree(tmp_path / "results")) == {
-        "outputs/checkpoints/step-1/w",
-        "outputs/checkpoints/step-1/manifest.json",
-    }
-    await backend.cancel(handle, grace=0.1)
-    await ending(backend, handle)
-    await backend.fetch(handle, tmp_path / "results")
-    assert tree(tmp_path / "results")["outputs/half"] == b"not yet"
-
-
-# --- secrets --------------------------------------------------------------------------------------
-
-
-async def test_secrets_arrive_and_are_kept_nowhere(
-    place: Place, backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
+async def test_secrets_arrive_and_are_kept_nowhere(place: Place, laptop: Laptop) -> None:
     canary = "canary-3f9a1c7e5b"
-    script = (
-        "import hashlib, os; print(hashlib.sha256(os.environ['TOKEN'].encode()).hexdigest(), flush=True)\n"
-        + WAITS
-    )
-    asked = order(name, script, secrets=("TOKEN",), values={"TOKEN": canary})
+    script = "import hashlib, os; print(hashlib.sha256(os.environ['TOKEN'].encode()).hexdigest(), flush=True)\n"
+    asked = laptop.order(script + WAITS, values={"TOKEN": canary})
+    backend = laptop.backend
     plan = await backend.plan(asked)
-    handle = await backend.submit(asked, store)
-    await running(backend, handle)
-    assert canary not in repr(
-        (asked, plan, handle, await backend.order(handle), await backend.status(handle))
-    )
+    handle = await laptop.submit(asked)
+    await laptop.running(handle)
+    told = (asked, plan, handle, await backend.order(handle), await backend.status(handle))
+    assert canary not in repr(told)
     assert not any(canary.encode() in each for each in commands_here())
     await backend.cancel(handle, grace=0.1)
-    await ending(backend, handle)
-    await backend.fetch(handle, tmp_path / "results")
-    for folder in (Path(place.home), tmp_path):
+    await laptop.ending(handle)
+    await laptop.fetched(handle)
+    for folder in (Path(place.home), laptop.folder):
         assert not [path for path, data in tree(folder).items() if canary.encode() in data]
-    assert hashlib.sha256(canary.encode()).hexdigest() in await said(backend, handle)
+    assert hashlib.sha256(canary.encode()).hexdigest() in await laptop.said(handle)
 
 
 def commands_here() -> list[bytes]:
@@ -492,15 +372,12 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-# --- removing it ----------------------------------------------------------------------------------
-
-
-async def test_removed_its_name_is_free(backend: Backend, store: BlobStore, name: str) -> None:
-    first = await backend.submit(order(name, "print('first')"), store)
-    await ending(backend, first)
-    await backend.cleanup(first)
-    assert await backend.find(name) is None
-    second = await backend.submit(order(name, "print('second')"), store)
-    await ending(backend, second)
-    assert await said(backend, second) == "second\n"
-    assert [each.name for each in await backend.list()].count(name) == 1
+async def test_removed_its_name_is_free(laptop: Laptop) -> None:
+    first = await laptop.submit("print('first')")
+    await laptop.ending(first)
+    await laptop.backend.cleanup(first)
+    assert await laptop.backend.find(laptop.name) is None
+    second = await laptop.submit("print('second')")
+    await laptop.ending(second)
+    assert await laptop.said(second) == "second\n"
+    assert [each.name for each in await laptop.backend.list()].count(laptop.name) == 1

@@ -58,104 +58,68 @@ def content(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in named.items() if not name.startswith(INCOMING)}
 
 
-def test_only_one_fetches_into_a_folder(tmp_path: Path) -> None:
-    with (
-        results_folder(tmp_path, JOB),
-        pytest.raises(CloudError, match="another process is fetching"),
-        results_folder(tmp_path, JOB),
-    ):
+def test_a_folder_is_of_one_job_and_of_one_who_fetches_and_takes_files(tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    with results_folder(folder, JOB) as results:
+        come(results, checkpoints(2), ended=True)
+        with (
+            pytest.raises(CloudError, match="another process is fetching"),
+            results_folder(folder, JOB),
+        ):
+            pass
+    other = results_folder(folder, "another on this machine")
+    with pytest.raises(CloudError, match=r"results of job on this machine; .* --to DIR"), other:
         pass
-    with results_folder(tmp_path, JOB):
+    file.touch()
+    with pytest.raises(CloudError, match="nothing can be brought to"), results_folder(file, JOB):
         pass
+    with pytest.raises(CloudError, match="fetch again"), results_folder(folder, JOB):
+        raise OSError(28, "No space left on device")
 
 
 def test_what_is_here_comes_no_more_and_what_differs_does(results: ResultsFolder) -> None:
+    """Also what somebody else has put there."""
+    (results.folder / "mine").write_bytes(b"mine")
+    (results.folder / "c").mkdir()
+    (results.folder / "c/d").write_bytes(b"mine too")
     files = {"a": b"one", "b": b"two", "c/d": b"three"}
     assert come(results, files) == set(files)
     (results.folder / "a").write_bytes(b"eno")
     (results.folder / "b").write_bytes(b"two!")
-    assert come(results, files) == {"a", "b"}
-    aside = {f"{EARLIER}/changed/a": b"eno", f"{EARLIER}/changed/b": b"two!"}
-    assert content(results.folder) == {**files, **aside}
-
-
-def test_results_of_two_jobs_do_not_meet(tmp_path: Path) -> None:
-    with results_folder(tmp_path, JOB) as results:
-        come(results, checkpoints(2), ended=True)
-    with (
-        pytest.raises(CloudError, match=r"holds the results of job on this machine; .* --to DIR"),
-        results_folder(tmp_path, "another on this machine"),
-    ):
-        pass
-
-
-def test_what_is_put_beside_a_checkpoint_stays(results: ResultsFolder) -> None:
-    come(results, checkpoints(2))
-    beside = results.folder / RUN / "checkpoints/step-2/my-evaluation.json"
-    beside.write_text("{}")
-    come(results, checkpoints(4))
-    assert steps(results) == [4]
-    assert beside.read_text() == "{}"
-
-
-def test_a_disk_that_takes_nothing_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(CloudError, match="nothing can be brought to"),
-        results_folder(tmp_path / "file", JOB),
-    ):
-        pass
-    with (
-        pytest.raises(CloudError, match=r"No space left on device.* fetch again"),
-        results_folder(tmp_path, JOB),
-    ):
-        raise OSError(28, "No space left on device")
+    assert come(results, files, ended=True) == {"a", "b"}
+    changed = {"a": b"eno", "b": b"two!", "c/d": b"mine too"}
+    aside = {f"{EARLIER}/changed/{name}": data for name, data in changed.items()}
+    assert content(results.folder) == {**files, **aside, "mine": b"mine"}
 
 
 def test_a_later_attempt_sets_aside_what_it_has_otherwise_or_has_not(
     results: ResultsFolder,
 ) -> None:
+    """As long as it runs, only what it replaces."""
     first = {"run.db": b"old", "run.db-wal": b"of the old one", "same": b"same", "notes": b"1"}
     come(results, first, ended=True)
-    second = {"run.db": b"new", "same": b"same", "more": b"more"}
-    assert come(results, second, attempt=2, ended=True) == {"run.db", "more"}
-    aside = {
-        f"{EARLIER}/attempt-1/{name}": first[name] for name in ("run.db", "run.db-wal", "notes")
-    }
-    assert content(results.folder) == {**second, **aside}
-
-
-def test_as_long_as_it_runs_only_what_it_replaces_is_set_aside(results: ResultsFolder) -> None:
-    come(results, {"run.db": b"old", "run.db-wal": b"of the old one"}, ended=True)
     come(results, checkpoints(4), attempt=2)
-    assert content(results.folder).keys() >= {"run.db", "run.db-wal"}
-    assert not (results.folder / EARLIER).exists()
-
-
-def test_files_of_somebody_else_are_set_aside_too(results: ResultsFolder) -> None:
-    (results.folder / "a").write_bytes(b"mine")
-    (results.folder / "b").write_bytes(b"mine too")
-    come(results, {"a": b"the job's"}, ended=True)
-    here = {"a": b"the job's", "b": b"mine too", f"{EARLIER}/changed/a": b"mine"}
-    assert content(results.folder) == here
+    assert content(results.folder) == {**first, **checkpoints(4)}
+    second = {"run.db": b"new", "same": b"same", "more": b"more", **checkpoints(4)}
+    assert come(results, second, attempt=2, ended=True) == {"run.db", "more"}
+    gone = ("run.db", "run.db-wal", "notes")
+    aside = {f"{EARLIER}/attempt-1/{name}": first[name] for name in gone}
+    assert content(results.folder) == {**second, **aside}
 
 
 def test_nothing_that_is_set_aside_is_overwritten(tmp_path: Path) -> None:
     for attempt in (1, 2, 1, 2):
         with results_folder(tmp_path, JOB) as results:
             come(results, {"a": f"{attempt}".encode()}, attempt, ended=True)
-    assert content(tmp_path) == {
-        "a": b"2",
-        f"{EARLIER}/attempt-1/a": b"1",
-        f"{EARLIER}/attempt-1/a.2": b"1",
-        f"{EARLIER}/attempt-2/a": b"2",
-    }
+    aside = {"attempt-1/a": b"1", "attempt-1/a.2": b"1", "attempt-2/a": b"2"}
+    assert content(tmp_path) == {"a": b"2", **{f"{EARLIER}/{k}": v for k, v in aside.items()}}
 
 
 def test_of_checkpoints_the_folder_is_a_mirror(results: ResultsFolder) -> None:
     come(results, checkpoints(2))
     come(results, checkpoints(2, 4))
     assert steps(results) == [2, 4]
+    (results.folder / RUN / "checkpoints/step-2/manifest.json").unlink()  # half removed
     come(results, checkpoints(4, 6))
     assert steps(results) == [4, 6]
     assert not (results.folder / RUN / "checkpoints/step-2").exists()
@@ -171,25 +135,17 @@ def test_the_last_one_stays_where_the_place_has_none_or_older_ones(results: Resu
     assert steps(results) == [2, 8]
 
 
-def test_checkpoints_of_somebody_else_stay(results: ResultsFolder) -> None:
+def test_what_somebody_else_has_put_there_stays(results: ResultsFolder) -> None:
+    """Checkpoints, what lies beside one, and what is only called as one."""
     for path, data in checkpoints(2).items():
         (results.folder / path).parent.mkdir(parents=True, exist_ok=True)
         (results.folder / path).write_bytes(data)
-    come(results, checkpoints(4))
+    come(results, {**checkpoints(4), "export/manifest.json": b'{"files": {}}'})
+    beside = results.folder / RUN / "checkpoints/step-4/my-evaluation.json"
+    beside.write_text("{}")
     come(results, checkpoints(6))
     assert steps(results) == [2, 6]
-
-
-def test_one_that_was_half_removed_is_removed_the_next_time(results: ResultsFolder) -> None:
-    come(results, checkpoints(2))
-    (results.folder / RUN / "checkpoints/step-2/manifest.json").unlink()
-    come(results, checkpoints(4))
-    assert steps(results) == [4]
-
-
-def test_a_manifest_that_is_no_checkpoints_is_kept(results: ResultsFolder) -> None:
-    come(results, {"export/manifest.json": b'{"files": {}}'})
-    come(results, checkpoints(4))
+    assert beside.read_text() == "{}"
     assert (results.folder / "export/manifest.json").exists()
 
 

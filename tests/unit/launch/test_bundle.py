@@ -69,31 +69,23 @@ def test_names_are_taken_as_they_are(project: Path) -> None:
     assert set(bundle(project / "pack").files) == {"inner.py"}, "a project of its own"
 
 
-def test_credentials_stay_here_though_git_has_them(project: Path) -> None:
+def test_credentials_stay_here_though_git_has_them_and_what_shows_how_they_are_written_travels(
+    project: Path,
+) -> None:
     names = {
         *(".env", ".env.local", "prod.env", "sub/.netrc", "keys/id_ed25519", "server.PEM", "a.key"),
         *(".aws/credentials", ".ssh/config", "kaggle.json", "service-account-prod.json"),
     }
-    write(project, dict.fromkeys(names, "TOKEN=x"))
+    shown = {".env.example", "deploy.key.template", "id_rsa.pub", "test_keys.py"}
+    keys = {"notes.txt": f"\n{KEY}", "test_keys.py": f'KEY = """{KEY}"""\n'}
+    write(project, {**dict.fromkeys({*names, *shown}, "TOKEN=x"), **keys})
     git(project, "add", "-f", *names)
     found = bundle(project)
-    assert set(found.files) == USUAL
+    assert set(found.files) == {*USUAL, *shown}
+    assert found.suspects == ("test_keys.py",)
+    assert found.left_out.pop("notes.txt") == "a private key"
     assert found.left_out.keys() == names
     assert all("credentials" in why for why in found.left_out.values())
-
-
-def test_files_that_show_how_credentials_are_written_travel(project: Path) -> None:
-    write(
-        project, {".env.example": "TOKEN=", "deploy.key.template": "…", "id_rsa.pub": "ssh-rsa AAA"}
-    )
-    assert set(bundle(project).files) > {".env.example", "deploy.key.template", "id_rsa.pub"}
-
-
-def test_a_private_key_is_known_by_its_beginning(project: Path) -> None:
-    write(project, {"notes.txt": f"\n{KEY}", "test_keys.py": f'KEY = """{KEY}"""\n'})
-    found = bundle(project)
-    assert found.left_out == {"notes.txt": "a private key"}
-    assert found.suspects == ("test_keys.py",)
 
 
 def test_a_file_with_the_value_of_a_secret_is_refused_without_showing_it(project: Path) -> None:
@@ -104,66 +96,35 @@ def test_a_file_with_the_value_of_a_secret_is_refused_without_showing_it(project
     assert CANARY not in str(caught.value)
 
 
-def test_runs_stay_here_with_all_that_is_in_them(project: Path) -> None:
-    write(
-        project,
-        {
-            "runs/one/run.db": "x",
-            "runs/one/config.json": "{}",
-            "runs/one/checkpoints/step-1/a": "y",
-            "runs/notes.md": "z",
-        },
-    )
-    found = bundle(project)
-    assert set(found.files) == {*USUAL, "runs/notes.md"}
-    assert found.left_out == {"runs/one/": "the folder of a run"}
+RUNS = {"runs/one/run.db": "x", "runs/one/config.json": "{}", "runs/one/log.txt": "x"}
 
 
-def test_no_link_takes_a_secret_or_a_run_along(project: Path) -> None:
-    made = {".env": f"TOKEN={CANARY}\n", ".aws/config": "x", "runs/one/run.db": "x"}
-    write(project, {**made, "runs/one/config.json": "{}", "runs/one/log.txt": "x"})
-    (project / "settings.txt").symlink_to(".env")
-    (project / "again.txt").symlink_to("settings.txt")
-    (project / "cloud.txt").symlink_to(".aws/config")
-    (project / "log.txt").symlink_to("runs/one/log.txt")
-    found = bundle(project)
-    assert set(found.files) == USUAL
-    links = {path: why for path, why in found.left_out.items() if (project / path).is_symlink()}
-    assert links == {
-        "settings.txt": "a link to .env: credentials, by its name",
-        "again.txt": "a link to .env: credentials, by its name",
-        "cloud.txt": "a link to .aws/config: in a folder of credentials",
-        "log.txt": "a link into runs/one/: the folder of a run",
-    }
-
-
-def test_a_link_that_somebody_names_takes_a_run_along_and_no_secret(project: Path) -> None:
-    write(
-        project,
-        {".env": "x", "runs/one/run.db": "x", "runs/one/config.json": "{}", "runs/one/w": "y"},
-    )
-    (project / "start").symlink_to("runs/one/w")
-    (project / "hidden").symlink_to(".env")
-    found = bundle(project, take=["start", "hidden"])
-    assert "start" in found.files
-    assert found.left_out["hidden"] == "a link to .env: credentials, by its name"
-
-
-def test_links_travel_as_what_they_lead_to_within_the_project(
+def test_runs_stay_here_with_all_that_is_in_them_and_no_link_takes_one_or_a_secret_along(
     project: Path, tmp_path: Path
 ) -> None:
     write(tmp_path, {"outside.txt": "not ours"})
-    (project / "again.py").symlink_to("task.py")
-    (project / "out.txt").symlink_to(tmp_path / "outside.txt")
-    (project / "folder").symlink_to("pack")
-    (project / "gone").symlink_to("nowhere")
-    found = bundle(project)
-    assert set(found.files) == {*USUAL, "again.py"}
-    assert found.left_out == {
-        "out.txt": "a link to what is outside of the project",
-        "folder": "a link to a folder",
-        "gone": "no file",
+    more = {"runs/one/checkpoints/step-1/a": "y", "runs/notes.md": "z"}
+    write(project, {**RUNS, **more, ".env": f"TOKEN={CANARY}\n", ".aws/config": "x"})
+    links = {
+        "again.py": ("task.py", ""),
+        "out.txt": (tmp_path / "outside.txt", "a link to what is outside of the project"),
+        "folder": ("pack", "a link to a folder"),
+        "gone": ("nowhere", "no file"),
+        "settings.txt": (".env", "a link to .env: credentials, by its name"),
+        "again.txt": ("settings.txt", "a link to .env: credentials, by its name"),
+        "cloud.txt": (".aws/config", "a link to .aws/config: in a folder of credentials"),
+        "log.txt": ("runs/one/log.txt", "a link into runs/one/: the folder of a run"),
     }
+    for name, (to, _) in links.items():
+        (project / name).symlink_to(to)
+    found = bundle(project)
+    assert set(found.files) == {*USUAL, "runs/notes.md", "again.py"}
+    assert found.left_out["runs/one/"] == "the folder of a run"
+    told = {path: why for path, why in found.left_out.items() if (project / path).is_symlink()}
+    assert told == {name: why for name, (_, why) in links.items() if why}
+    named = bundle(project, take=["log.txt", "settings.txt"])
+    assert "log.txt" in named.files, "a run may be taken along by name, a secret may not"
+    assert named.left_out["settings.txt"] == "a link to .env: credentials, by its name"
 
 
 def test_submodules_travel_with_their_own_rules(project: Path, tmp_path: Path) -> None:
@@ -181,30 +142,25 @@ def test_submodules_travel_with_their_own_rules(project: Path, tmp_path: Path) -
     assert found.left_out == {"vendor/other/.env": "credentials, by its name"}
 
 
-def test_a_project_without_git_travels_but_for_what_tools_make(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "task.py": "a",
-            "my-env/pyvenv.cfg": "",
-            "my-env/lib/x.py": "b",
-            "pack/__pycache__/y.pyc": "c",
-            "pack/z.py": "d",
-        },
+def test_a_project_without_git_travels_but_for_what_tools_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of editors are no results of jobs; what is being fetched does not travel, and no pipe is waited for."""
+    here = ("task.py", "pack/z.py", "env/game.py", ".vscode/launch.json", "db/run.db", "db/code.py")
+    made = (
+        "my-env/pyvenv.cfg",
+        "my-env/lib/x.py",
+        "pack/__pycache__/y.pyc",
+        "my.egg-info/PKG-INFO",
     )
-    write(
-        tmp_path,
-        {
-            "my.egg-info/PKG-INFO": "e",
-            ".env": "f",
-            "runs/one/run.db": "g",
-            "runs/one/config.json": "h",
-        },
-    )
-    write(tmp_path, {"env/game.py": "an environment to learn in"})
-    found = bundle(tmp_path)
-    assert set(found.files) == {"task.py", "pack/z.py", "env/game.py"}
-    assert set(found.left_out) == {".env", "runs/one/", "my-env/"}
+    write(tmp_path, {**dict.fromkeys((*here, *made, ".env", "there/runs/x"), "a"), **RUNS})
+    write(tmp_path, {"there/.incoming/brought.json": "{}"})
+    os.mkfifo(tmp_path / "pipe")
+    for path in (os.environ["PATH"], ""):  # also where there is no program git
+        monkeypatch.setenv("PATH", path)
+        found = bundle(tmp_path)
+        assert set(found.files) == {*here}
+        assert set(found.left_out) == {".env", "runs/one/", "my-env/", "pipe", "there/"}
 
 
 def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,18 +170,6 @@ def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="there is no git here to say"):
         bundle(project)
-
-
-def test_without_the_program_git_a_plain_folder_travels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files of editors are no results of jobs; what is being fetched does not travel, and no pipe is waited for."""
-    here = {"task.py": "t", ".vscode/launch.json": "{}", "db/run.db": "x", "db/code.py": "y"}
-    write(tmp_path, {**here, "there/.incoming/brought.json": "{}", "there/runs/x": "y"})
-    os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setenv("PATH", "")
-    found = bundle(tmp_path)
-    assert (set(found.files), set(found.left_out)) == ({*here}, {"pipe", "there/"})
 
 
 def test_too_much_is_refused_with_what_is_largest(
