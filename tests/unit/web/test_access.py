@@ -63,13 +63,20 @@ def test_a_cookie_ends_with_its_key_and_cannot_be_made_up(key: Any) -> None:
         assert door.visitor({}, forged) is None, forged
 
 
-def test_the_plain_key_of_the_environment_opens_too() -> None:
+def test_a_plain_key_opens_too_and_a_program_shows_its_key_with_each_request(key: Any) -> None:
     door = Door(ring(plain="a-plain-key-of-16"))
     cookie = door.admit("a-plain-key-of-16", "a")
     visitor = door.visitor({}, cookie)
     assert visitor is not None
-    assert visitor.caller.id == "environment"
+    assert (visitor.caller.id, visitor.by_cookie) == ("environment", True)
     assert Door(ring(plain="another-key-of-16")).visitor({}, cookie) is None
+    door = Door(ring(key))
+    visitor = door.visitor({"authorization": f"Bearer {key.key}"}, None)
+    assert visitor is not None
+    assert not visitor.by_cookie
+    with pytest.raises(Refusal):
+        door.visitor({"authorization": "Bearer gw-a-b"}, None)
+    assert door.visitor({}, None) is None
 
 
 def test_wrong_keys_may_not_be_tried_for_ever(key: Any) -> None:
@@ -80,16 +87,6 @@ def test_wrong_keys_may_not_be_tried_for_ever(key: Any) -> None:
         door.admit("gw-wrong-key", "one")
     assert refused.value.code == "rate_limited"
     assert door.admit(key.key, "another") is not None
-
-
-def test_a_program_shows_its_key_with_each_request(key: Any) -> None:
-    door = Door(ring(key))
-    visitor = door.visitor({"authorization": f"Bearer {key.key}"}, None)
-    assert visitor is not None
-    assert not visitor.by_cookie
-    with pytest.raises(Refusal):
-        door.visitor({"authorization": "Bearer gw-a-b"}, None)
-    assert door.visitor({}, None) is None
 
 
 def test_without_keys_only_this_machine_is_answered() -> None:
@@ -128,18 +125,6 @@ def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it() 
     ):
         with pytest.raises(Refusal, match="proxy_set_header Host"):
             door.expect_actor(visitor, {**HERE, **headers}, visitor.token)
-
-
-def test_what_takes_an_admin_is_open_to_no_other() -> None:
-    for role, allowed in ((Role.READ, False), (Role.ACT, False), (Role.ADMIN, True)):
-        key = new_key(role)
-        door = Door(ring(key), acts=True)
-        visitor = door.visitor({"authorization": f"Bearer {key.key}"}, None)
-        assert visitor is not None
-        assert door.may_act(visitor, Role.ADMIN) is allowed
-        if not allowed:
-            with pytest.raises(Refusal, match=f"has the role {role.word}; this needs admin"):
-                door.expect_actor(visitor, {}, "", Role.ADMIN)
 
 
 def test_dashboards_of_one_host_have_cookies_of_their_own() -> None:

@@ -97,51 +97,35 @@ async def test_the_newest_answers_of_both_stand_side_by_side(client: httpx2.Asyn
         "worse": 1,
         "equal": 1,
     }
-    assert differences(await page(client, "a=old&b=new&order=better")) == [(0, 0.25)]
-    assert differences(await page(client, "a=old&b=new&order=worse")) == [(1, -1.0)]
-    assert differences(await page(client, "a=old&b=new&task=sums")) == []
+    assert differences(await page(client, "a=old@0&b=new"))[1] == (0, 0.5)
     shown = (await client.get("/rollouts/compare?a=old&b=new")).text
     assert "mean 0.500 → 0.750" in shown
 
 
-async def test_a_side_ends_at_its_step(client: httpx2.AsyncClient) -> None:
-    assert differences(await page(client, "a=old@0&b=new"))[1] == (0, 0.5)
-    found = await page(client, "a=old@0&b=old@1&example=0")
-    assert differences(found) == [(0, 0.25)]
-    assert [each["step"] for each in (found["pairs"][0]["a"], found["pairs"][0]["b"])] == [0, 1]
-    assert differences(await page(client, "a=old@1&b=old@1&example=0")) == [], "it is the same"
-
-
-async def test_a_run_beside_itself_is_first_against_now(client: httpx2.AsyncClient) -> None:
-    found = await page(client, "a=old&b=old")
-    assert differences(found) == [(0, 0.25)]
-    assert differences(await page(client, "a=old&b=old&task=sums")) == [(0, 0.25)]
-    assert differences(await page(client, "a=old&b=old&task=none")) == []
-    assert "old, first → old, now" in (await client.get("/rollouts/compare?a=old&b=old")).text
-
-
-async def test_prompts_of_other_data_are_the_same_by_their_text(client: httpx2.AsyncClient) -> None:
-    assert differences(await page(client, "a=old&b=elsewhere")) == [(0, -0.5), (1, -0.5)]
-    assert differences(await page(client, "a=old&b=elsewhere&example=1")) == [(1, -0.5)]
-    assert differences(await page(client, "a=new&b=old&example=1")) == [(1, 1.0)]
-
-
-def test_equal_prompts_of_several_examples_are_told_apart_where_they_can_be() -> None:
-    a = [GroupAsked(5, 2, 0, "play"), GroupAsked(4, 2, 1, "play")]
-    b = [GroupAsked(9, 3, 1, "play"), GroupAsked(8, 3, 0, "play"), GroupAsked(1, 0, 0, "play")]
-    assert matches(a, b) == [(a[0], b[1]), (a[1], b[0])]
-    others = [GroupAsked(9, 3, 7, "play")]
-    assert matches(a, others) == [(a[0], others[0])]
-    assert matches(a, [GroupAsked(9, 3, 0, "work")]) == []
-
-
-def test_prompts_whose_numbers_have_shifted_are_found_by_their_text() -> None:
-    a = [GroupAsked(5 - place, 2, place, f"prompt {place}") for place in range(6)]
-    b = [GroupAsked(9 - place, 3, place, f"prompt {place + (place > 0)}") for place in range(5)]
-    found = matches(a, b)
-    assert [(one.prompt, other.prompt) for one, other in found] == [
-        (f"prompt {place}", f"prompt {place}") for place in (0, 2, 3, 4, 5)
-    ]
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("a=old@0&b=old@1&example=0", [(0, 0.25)]),
+        ("a=old@1&b=old@1&example=0", []),  # it is the same
+        ("a=old&b=old", [(0, 0.25)]),  # first against now
+        ("a=old&b=old&task=sums", [(0, 0.25)]),
+        ("a=old&b=old&task=none", []),
+        ("a=old&b=elsewhere", [(0, -0.5), (1, -0.5)]),
+        ("a=old&b=elsewhere&example=1", [(1, -0.5)]),
+        ("a=new&b=old&example=1", [(1, 1.0)]),
+        ("a=old&b=new&order=better", [(0, 0.25)]),
+        ("a=old&b=new&order=worse", [(1, -1.0)]),
+        ("a=old&b=new&task=sums", []),
+    ],
+)
+async def test_sides_end_at_their_steps_and_are_matched_and_chosen(
+    client: httpx2.AsyncClient, query: str, expected: list[tuple[int, float | None]]
+) -> None:
+    found = await page(client, query)
+    assert differences(found) == expected
+    if "old@0" in query:
+        [pair] = found["pairs"]
+        assert [pair[side]["step"] for side in "ab"] == [0, 1]
 
 
 async def test_what_is_looked_at_is_bounded(
@@ -169,15 +153,17 @@ async def test_rewards_that_are_computed_otherwise_are_told(
     assert (await page(client, "a=old&b=new"))["scored_otherwise"] == []
 
 
-async def test_it_is_linked_from_where_one_reads(client: httpx2.AsyncClient) -> None:
-    compared = (await client.get("/compare?run=old&run=new")).text
-    assert 'href="/rollouts/compare?a=old&amp;b=new"' in compared
-    example = (await client.get("/runs/old/examples/0")).text
-    for option in ("old@0", "old@1", "new"):
-        assert f'<option value="{option}"' in example
-    assert (
-        'href="/rollouts/compare?a=old&amp;b=old"' in (await client.get("/runs/old/rollouts")).text
-    )
+def test_prompts_are_told_apart_by_their_numbers_where_they_can_be_and_else_by_their_text() -> None:
+    a = [GroupAsked(5, 2, 0, "play"), GroupAsked(4, 2, 1, "play")]
+    b = [GroupAsked(9, 3, 1, "play"), GroupAsked(8, 3, 0, "play"), GroupAsked(1, 0, 0, "play")]
+    assert matches(a, b) == [(a[0], b[1]), (a[1], b[0])]
+    others = [GroupAsked(9, 3, 7, "play")]
+    assert matches(a, others) == [(a[0], others[0])]
+    assert matches(a, [GroupAsked(9, 3, 0, "work")]) == []
+    shifted = [GroupAsked(5 - n, 2, n, f"prompt {n}") for n in range(6)]
+    against = [GroupAsked(9 - n, 3, n, f"prompt {n + (n > 0)}") for n in range(5)]
+    found = [(one.prompt, other.prompt) for one, other in matches(shifted, against)]
+    assert found == [(f"prompt {n}", f"prompt {n}") for n in (0, 2, 3, 4, 5)]
 
 
 def test_completions_of_an_earlier_draw_are_nobodys_answer_anew(tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ async def asked(run: Path, path: str, kind: str = "application/json") -> httpx2.
 
 async def test_results_of_the_command_stand_beside_those_of_the_run(run: Path) -> None:
     intervals = {"reward": [0.4, 0.6]}
+    changed = write(run, "sums-one@4.json", "one@4", 0.125)
+    os.utime(changed, ns=(1, 1))
+    await asked(run, "/runs/one/evaluations")
     write(run, "sums-one@4.json", "one@4", 0.5, intervals_95=intervals)
     write(run, "sums-base.json", "base", 0.25)
     write(run, "suite.json", "one@4", 0.75, rows=[])
@@ -70,9 +73,8 @@ async def test_results_of_the_command_stand_beside_those_of_the_run(run: Path) -
         (4, "suite.json", ""),
         (None, "sums-base.json", ":sums-base.json"),
     ]
-    assert listed[2]["intervals"] == intervals
+    assert (listed[2]["intervals"], listed[2]["metrics"]["reward"]) == (intervals, 0.5)
     page = (await asked(run, "/runs/one/evaluations", "text/html")).text
-    assert "<code>sums-one@4.json</code>" in page
     assert 'value="one:sums-one@4.json"' in page
     assert page.count(" disabled") == 2, "what has no answers cannot be compared"
     whole = await asked(run, "/evaluations/compare?a=one:sums-base.json&b=one:sums-one@4.json")
@@ -80,22 +82,11 @@ async def test_results_of_the_command_stand_beside_those_of_the_run(run: Path) -
     assert reward["change"]["value"] == pytest.approx(0.25)
     mixed = await asked(run, "/evaluations/compare?a=one@0&b=one:sums-one@4.json")
     assert mixed.json()["prompts"] == 10
-    overview = (await asked(run, "/runs/one")).json()["evaluations"]
-    assert [each["file"] for each in overview] == [each["file"] for each in listed]
     (run / "final").mkdir()
     held_out = await asked(run, "/runs/one", "text/html")
     assert "reward 0.500" in held_out.text, "beside the weights"
     weights = (await asked(run, "/runs/one/weights/final")).json()
     assert "sums-one@4.json" in [each["file"] for each in weights["evaluations"]]
-
-
-async def test_a_file_that_changes_is_read_again(run: Path) -> None:
-    path = write(run, "sums-one@4.json", "one@4", 0.5)
-    await asked(run, "/runs/one/evaluations")
-    write(run, "sums-one@4.json", "one@4", 0.125)
-    os.utime(path, ns=(1, 1))
-    found = (await asked(run, "/runs/one/evaluations")).json()["evaluations"]
-    assert found[-1]["metrics"] == {"reward": 0.125}
 
 
 async def test_two_after_the_same_step_are_told_apart(run: Path) -> None:
@@ -120,25 +111,46 @@ async def test_what_is_not_there_says_so(run: Path) -> None:
         assert ("nobody" if "nobody" in reference else "called") in found.json()["detail"]
 
 
-async def test_pass_at_k_has_intervals(run: Path) -> None:
+async def test_pass_at_k_has_intervals_and_that_of_two_is_one_picture(run: Path) -> None:
+    nan = float("nan")
     metrics = {"pass@1": 0.375, "pass@4": 1.0}
     with Store.open(run / "run.db") as store:
         store.add_evaluation(EvaluationRecord(4, "several", "one@4", metrics, rows(0.25)))
     given = {"pass@1": [0.2, 0.4], "pass@4": [0.5, 0.9]}
     write(run, "f.json", "one@4", 0.5, metrics=metrics, intervals_95=given)
-    found = (await asked(run, "/runs/one/evaluations")).json()
-    ours, theirs = found["pass_at"][-2:]
+    others = {"reward": 0.5, "pass@01": 0.25, "pass@08": nan}
+    write(run, "other.json", "one@2", 0.5, metrics=others, intervals_95={"pass@01": [nan, 0.5]})
+
+    async def curves() -> dict[str, Any]:
+        found = (await asked(run, "/runs/one/evaluations")).json()["pass_at"]
+        known = {"f.json": "theirs", "other.json": "odd", "several": "ours"}
+        return {to: each for each in found for name, to in known.items() if name in each["label"]}
+
+    found = await curves()
+    ours, theirs, odd = (found[name] for name in ("ours", "theirs", "odd"))
     assert (theirs["low"], theirs["high"]) == ([0.2, 0.5], [0.4, 0.9])
     assert ours["low"][0] < 0.375 < ours["high"][0]
     assert ours["low"][1] < 1.0 == ours["high"][1], "that ten have succeeded does not make it sure"
+    assert (odd["k"], odd["y"], odd["low"]) == ([1, 8], [0.25, None], [None, None])
     page = (await asked(run, "/runs/one/evaluations", "text/html")).text
-    assert "[0.200, 0.400]" in page
+    assert "NaN" not in page[page.index("data-curves") :].partition(">")[0]
     with Store.open(run / "run.db") as store:
         store.add_evaluation(
             EvaluationRecord(4, "several", "one@4", {**metrics, "pass@1": 0.5}, rows(0.5))
         )
-    again = (await asked(run, "/runs/one/evaluations")).json()["pass_at"][-2]
-    assert again["low"][0] > ours["low"][0], "it was evaluated anew"
+    assert (await curves())["ours"]["low"][0] > ours["low"][0], "it was evaluated anew"
+    for name, share in (("a.json", 0.25), ("b.json", 0.5)):
+        write(run, name, name, share, metrics={"reward": share, "pass@1": share, "pass@4": 1.0})
+    both = "/evaluations/compare?a=one:a.json&b=one:b.json"
+    data = (await asked(run, both)).json()
+    assert [(each["label"], each["k"]) for each in data["pass_at"]] == [("A", [1, 4]), ("B", [1, 4])]  # fmt: skip
+    by_name = {each["name"]: each for each in data["metrics"]}
+    for side, curve in zip("ab", data["pass_at"], strict=True):
+        assert curve["y"] == [by_name[f"pass@{k}"][side] for k in (1, 4)]
+    alone = await asked(run, "/evaluations/compare?a=one@0&b=one@4", "text/html")
+    assert "data-curves" not in alone.text, "a single k is no curve"
+    odd_one = await asked(run, "/evaluations/compare?a=one:other.json&b=one@0", "text/html")
+    assert odd_one.status_code == 200
 
 
 def test_the_quick_interval_is_near_the_bootstrap() -> None:
@@ -174,52 +186,35 @@ async def test_those_of_all_runs_and_of_none_stand_in_one_list(tmp_path: Path) -
     (runs / "broken" / "run.db").write_text("no record")
     write(run, "sums-one@4.json", "one@4", 0.5)
     metrics = {"pass@1": 0.25, "pass@4": 0.5}
-    write(tmp_path, "sums-base.json", "HuggingFaceTB/base", 0.25, metrics=metrics)
     write(tmp_path, "suite.json", "HuggingFaceTB/base", 0.25, rows=[])
-    (tmp_path / "results" / "sums-base.json").rename(runs / "base.json")
-    write(tmp_path, "sums-base.json", "HuggingFaceTB/base <b>", 0.25, metrics=metrics)
+    base = write(tmp_path, "sums-base.json", "HuggingFaceTB/base <b>", 0.25, metrics=metrics)
+    (runs / "base.json").write_text(base.read_text())
     os.utime(runs / "base.json", (1, 1))
     os.utime(tmp_path / "results" / "suite.json", (2, 2))
-    data = (await asked(run, "/evaluations")).json()
-    listed = [each["run"] + each["reference"] for each in data["evaluations"]]
+
+    async def listed(query: str = "") -> list[Any]:
+        return (await asked(run, f"/evaluations{query}")).json()["evaluations"]
+
+    found = [each["run"] + each["reference"] for each in await listed()]
     of_runs = {"one:sums-one@4.json", "one@4:held-out", "one@0:held-out", "other@2:held-out", "other@0:held-out"}  # fmt: skip
-    assert set(listed[:5]) == of_runs
-    assert listed[5:] == [":results/sums-base.json", "", ":base.json"]
-    assert data["names"][:2] == ["reward", "pass@1"]
+    assert (set(found[:5]), found[5:]) == (of_runs, [":results/sums-base.json", "", ":base.json"])
     page = (await asked(run, "/evaluations", "text/html")).text
-    assert page.count('value=":base.json"') == 2
-    assert "HuggingFaceTB/base &lt;b&gt;" in page
-    of_other = (await asked(run, "/evaluations?q=OTHER")).json()["evaluations"]
-    assert {each["run"] for each in of_other} == {"other"}
-    of_none = (await asked(run, "/evaluations?q=huggingface+sums")).json()["evaluations"]
+    assert (page.count('value=":base.json"'), "HuggingFaceTB/base &lt;b&gt;" in page) == (2, True)
+    assert {each["run"] for each in await listed("?q=OTHER")} == {"other"}
+    of_none = await listed("?q=huggingface+sums")
     assert [each["reference"] for each in of_none] == [":results/sums-base.json", "", ":base.json"]
-    assert (await asked(run, "/evaluations?q=nothing", "text/html")).text.count("Show all") == 1
-    both = (await asked(run, "/evaluations/compare?a=:base.json&b=:results/sums-base.json")).json()
-    assert both["prompts"] == 10
-    across = (await asked(run, "/evaluations/compare?a=:base.json&b=one:sums-one@4.json")).json()
-    assert across["prompts"] == 10
-    assert (await asked(run, "/evaluations/compare?a=:base.json&b=other@2")).status_code == 200
+    for other in (":results/sums-base.json", "one:sums-one@4.json"):
+        both = await asked(run, f"/evaluations/compare?a=:base.json&b={other}")
+        assert both.json()["prompts"] == 10
     (tmp_path / "secret.json").write_text((runs / "base.json").read_text())
     elsewhere = ("../secret.json", "results/../secret.json", f"{tmp_path}/secret.json", "one/config.json")  # fmt: skip
     for name in (*elsewhere, "none.json", "", "results/"):
         answer = await asked(run, f"/evaluations/compare?a=:{name}&b=one@0")
         assert answer.status_code == 404, name
-        assert "beside the runs" in answer.text
-
-
-async def test_pass_at_k_of_two_is_one_picture(run: Path) -> None:
-    for name, share in (("a.json", 0.25), ("b.json", 0.5)):
-        write(run, name, name, share, metrics={"reward": share, "pass@1": share, "pass@4": 1.0})
-    data = (await asked(run, "/evaluations/compare?a=one:a.json&b=one:b.json")).json()
-    assert [(each["label"], each["k"]) for each in data["pass_at"]] == [("A", [1, 4]), ("B", [1, 4])]  # fmt: skip
-    by_name = {each["name"]: each for each in data["metrics"]}
-    for side, curve in zip("ab", data["pass_at"], strict=True):
-        assert curve["y"] == [by_name[f"pass@{k}"][side] for k in (1, 4)]
-    assert data["pass_at"][0]["y"][0] < data["pass_at"][1]["y"][0]
-    page = (await asked(run, "/evaluations/compare?a=one:a.json&b=one:b.json", "text/html")).text
-    assert "data-curves" in page
-    alone = await asked(run, "/evaluations/compare?a=one@0&b=one@4", "text/html")
-    assert "data-curves" not in alone.text, "a single k is no curve"
+    for number in range(25):
+        write(run, f"other-{number}.json", f"elsewhere-{number}", 0.5)
+    newest = [each["reference"] for each in await listed("?q=one")][:3]
+    assert newest == [":sums-one@4.json", "@4:held-out", "@0:held-out"], "whatever else it has"
 
 
 async def test_the_list_of_all_comes_in_pages_of_runs(
@@ -274,14 +269,6 @@ async def test_how_often_answers_succeed_is_what_pass_at_k_counts(run: Path) -> 
         assert (await asked(run, page, "text/html")).status_code == 200
 
 
-async def test_the_newest_of_a_run_are_in_the_list_of_all_whatever_else_it_has(run: Path) -> None:
-    for number in range(25):
-        write(run, f"other-{number}.json", f"elsewhere-{number}", 0.5)
-    listed = (await asked(run, "/evaluations")).json()["evaluations"]
-    assert len(listed) == 20
-    assert [each["reference"] for each in listed[:2]] == ["@4:held-out", "@0:held-out"]
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -293,31 +280,22 @@ async def test_the_newest_of_a_run_are_in_the_list_of_all_whatever_else_it_has(r
     ],
     ids=["format", "deep", "large", "parts", "reward"],
 )  # fmt: skip
-async def test_an_odd_file_takes_no_page_down(run: Path, content: str) -> None:
+async def test_odd_files_and_numbers_take_no_page_down(run: Path, content: str) -> None:
     (run / "results").mkdir()
     (run / "results" / "odd.json").write_text(content)
     (run / "results" / os.fsdecode(b"odd-\xff.json")).write_text("{}")
-    for path in ("/evaluations", "/runs/one", "/runs/one/evaluations"):
+    odd = [{**row, "reward": float("nan")} for row in rows(0.5)]
+    with Store.open(run / "run.db") as store:
+        metrics = {"reward": float("nan"), "pass@1": 0.5}
+        store.add_evaluation(EvaluationRecord(4, "none", "one@4", metrics, odd))
+        store.add_evaluation(EvaluationRecord(4, "numbers", "one@4", {"score": 0.5}))
+    for path in ("/evaluations", "/runs/one", "/runs/one/evaluations", "/evaluations/answers?of=one@4:none"):  # fmt: skip
         assert (await asked(run, path, "text/html")).status_code == 200, path
     for path in ("answers?of=one:odd.json", "compare?a=one:odd.json&b=one@0"):
         assert (await asked(run, f"/evaluations/{path}", "text/html")).status_code == 400, path
-
-
-async def test_an_evaluation_with_numbers_that_are_none_takes_no_page_down(run: Path) -> None:
-    odd = rows(0.5)
-    for row in odd[:9]:
-        row["reward"] = float("nan")
-    with Store.open(run / "run.db") as store:
-        metrics = {"reward": float("nan"), "pass@1": 0.5}
-        store.add_evaluation(EvaluationRecord(4, "odd", "one@4", metrics, odd))
-        store.add_evaluation(EvaluationRecord(4, "numbers", "one@4", {"score": 0.5}))
-    for path in ("/evaluations", "/runs/one/evaluations", "/evaluations/answers?of=one@4:odd"):
-        page = await asked(run, path, "text/html")
-        assert page.status_code == 200, path
     listed = (await asked(run, "/runs/one/evaluations")).json()["evaluations"]
-    by_name = {each["name"]: each for each in listed}
-    assert (by_name["numbers"]["reference"], by_name["numbers"]["answers"]) == ("", False)
-    assert by_name["odd"]["answers"]
+    by_name = {each["name"]: (each["reference"], each["answers"]) for each in listed}
+    assert (by_name["numbers"], by_name["none"][1]) == (("", False), True)
 
 
 async def test_names_are_looked_for_in_reason(tmp_path: Path) -> None:
@@ -332,19 +310,3 @@ async def test_names_are_looked_for_in_reason(tmp_path: Path) -> None:
         assert answer.status_code == 404, reference
     long = await asked(tmp_path / "runs" / "a", "/evaluations/answers?of=" + ":" * 1500)
     assert long.status_code == 400
-
-
-async def test_files_of_other_programs_have_numbers_that_are_none_and_names_of_their_own(
-    run: Path,
-) -> None:
-    nan = float("nan")
-    metrics = {"reward": 0.5, "pass@01": 0.25, "pass@08": nan}
-    intervals = {"pass@01": [nan, 0.5]}
-    write(run, "other.json", "one@2", 0.5, metrics=metrics, intervals_95=intervals)
-    pages = (await asked(run, "/runs/one/evaluations")).json()["pass_at"]
-    [curve] = [each for each in pages if "other.json" in each["label"]]
-    assert (curve["k"], curve["y"], curve["low"]) == ([1, 8], [0.25, None], [None, None])
-    page = (await asked(run, "/runs/one/evaluations", "text/html")).text
-    assert "NaN" not in page[page.index("data-curves") :].partition(">")[0]
-    both = "/evaluations/compare?a=one:other.json&b=one:other.json"
-    assert (await asked(run, both, "text/html")).status_code == 200

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +12,19 @@ import httpx2
 import pytest
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.client import FleetAway, FleetClient
+from groupwise.fleet.client import FleetClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.database import connect as connect_to
-from groupwise.fleet.store.tables import Attempt, Checkpoint, Job
+from groupwise.fleet.store.tables import Attempt, Checkpoint
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
-from groupwise.web.fleet.attempts import axis, facts, moments, names, span, timeline
-from groupwise.web.fleet.jobs import MOST_OF_REASON, whole_letters
+from groupwise.web.fleet.attempts import axis, facts, names, span, timeline
+from groupwise.web.fleet.jobs import MOST_OF_REASON
 from groupwise.web.fleet.watched import WatchedFleet, lasting
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
-from groupwise.web.templates import moment
 from groupwise.web.ticking import ending
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
 from groupwise.wire.problems import Refusal
@@ -152,14 +148,6 @@ async def test_a_log_goes_on_where_the_page_ends(
     assert asked.status_code == 400
 
 
-def test_half_a_letter_is_left_for_later() -> None:
-    for data in (f"x{letter}".encode() for letter in "aé€😀"):
-        assert {whole_letters(data[:end]) for end in range(1, len(data))} == {b"x"}
-        assert whole_letters(data) == data
-    for no_text in (b"\x80\x80\x80\x80\x80", b""):
-        assert whole_letters(no_text) == no_text
-
-
 async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
     direct: DirectFleet, small: SmallFleet, tmp_path: Path
 ) -> None:
@@ -171,21 +159,17 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
         async with client_of(remote, tmp_path) as elsewhere, client_of(direct, tmp_path) as here:
             for path in PAGES:
                 assert "<script>x" not in await shown_of(elsewhere, path)
-                found = (await elsewhere.get(json_at(path))).json()
-                expected = (await here.get(json_at(path))).json()
+                found, expected = [
+                    (await each.get(json_at(path))).json() for each in (elsewhere, here)
+                ]
                 for each in (found, expected):
                     for ends_now in ("timeline", "axis", "ran"):  # which is another now
                         each.pop(ends_now, None)
                 assert lasting(found) == lasting(expected), path
             log = (await elsewhere.get("/fleet/jobs/running-1/log?epoch=1")).json()
             assert log["text"].startswith("step 1\n")
-            for path, action in (
-                ("/fleet/jobs/waiting-1", "hold"),
-                ("/fleet/machines/box-1", "drain"),
-            ):
-                form = {"token": await token_of(elsewhere, path), "action": action}
-                answer = await elsewhere.post(path, data=form, headers={"origin": HERE})
-                assert answer.status_code == 303, answer.text
+            for path, action in (("jobs/waiting-1", "hold"), ("machines/box-1", "drain")):
+                assert (await press(elsewhere, f"/fleet/{path}", action)).status_code == 303
             assert direct.show("waiting-1")["status"] == "held"
             assert direct.machine("box-1")["state"] == "draining"
             missing = await elsewhere.get("/fleet/jobs/none", headers={"accept": "text/html"})
@@ -224,23 +208,30 @@ async def shown_of(client: httpx2.AsyncClient, path: str) -> str:
     return page.text
 
 
-async def test_a_button_changes_what_it_says(
+async def press(client: httpx2.AsyncClient, path: str, action: str, **more: str) -> httpx2.Response:
+    form = {"token": await token_of(client, path), "action": action, **more}
+    return await client.post(path, data=form, headers={"origin": HERE})
+
+
+async def test_a_button_changes_what_it_says_with_a_reason_where_one_is_given(
     client: httpx2.AsyncClient, direct: DirectFleet
 ) -> None:
-    async def press(path: str, action: str) -> httpx2.Response:
-        form = {"token": await token_of(client, path), "action": action}
-        return await client.post(path, data=form, headers={"origin": HERE})
-
     path, box = "/fleet/jobs/waiting-1", "/fleet/machines/box-1"
+    long = await press(client, path, "cancel", reason="x" * (MOST_OF_REASON + 1))
+    assert (long.status_code, direct.show("waiting-1")["status"]) == (400, "queued")
     for action, status in (("hold", "held"), ("release", "queued"), ("cancel", "cancelled")):
-        answer = await press(path, action)
+        answer = await press(client, path, action, reason=" by mistake ")
         assert (answer.status_code, answer.headers["location"]) == (303, path), answer.text
         assert direct.show("waiting-1")["status"] == status
+    assert {"reason": "by mistake"} in [e["detail"] for e in direct.show("waiting-1")["events"]]
     for action, state in (("drain", "draining"), ("undrain", "ok")):
         assert list((await client.get(json_at(box))).json()["actions"]) == [action]
-        await press(box, action)
+        await press(client, box, action)
         assert direct.machine("box-1")["state"] == state
-    assert (await press(path, "destroy")).status_code == 404
+    assert (await press(client, path, "destroy")).status_code == 404
+    await press(client, "/fleet/jobs/running-1", "cancel", reason="")
+    told = [each["detail"] or {} for each in direct.show("running-1")["events"]]
+    assert not any("reason" in each for each in told)
 
 
 async def test_no_other_site_changes_anything(
@@ -261,30 +252,37 @@ async def test_no_other_site_changes_anything(
     assert direct.show("waiting-1")["status"] == "queued"
 
 
-async def test_only_those_may_act_who_were_allowed_to(direct: DirectFleet, tmp_path: Path) -> None:
-    path, keys = "/fleet/jobs/waiting-1", {role: new_key(role) for role in (Role.READ, Role.ACT)}
+async def test_only_those_may_act_who_were_allowed_to_and_events_say_who_it_was(
+    direct: DirectFleet, tmp_path: Path
+) -> None:
+    keys = {role: new_key(role) for role in (Role.READ, Role.ACT, Role.ADMIN)}
     ring = Keyring(read_key_file("\n".join(each.line for each in keys.values()), "keys"))
-    for acts, role, status in (
-        (True, Role.READ, 403),
-        (False, Role.ACT, 403),
-        (True, Role.ACT, 303),
+    job, box = "/fleet/jobs/waiting-1", "/fleet/machines/box-1"
+    for acts, role, path, action, status in (
+        (True, Role.READ, job, "hold", 403),
+        (False, Role.ACT, job, "hold", 403),
+        (True, Role.ACT, box, "drain", 403),
+        (True, Role.ACT, job, "hold", 303),
+        (True, Role.ADMIN, job, "release", 303),
+        (True, Role.ADMIN, box, "drain", 303),
     ):
         async with client_of(direct, tmp_path, ring, acts=acts) as client:
             await client.post("/sign-in", data={"key": keys[role].key})
-            page = (await client.get(path, headers={"accept": "text/html"})).text
-            assert ("Yes, cancel</button>" in page) is (status == 303)
-            form = {"token": await token_of(client, path), "action": "cancel"}
-            answer = await client.post(path, data=form, headers={"origin": HERE})
-            assert answer.status_code == status
-            assert (direct.show("waiting-1")["status"] == "cancelled") is (status == 303)
+            page = await shown_of(client, path)
+            assert (f'value="{action}"' in page) is (status == 303)
+            assert (await press(client, path, action)).status_code == status
+    assert direct.machine("box-1")["state"] == "draining"
+    events = direct.show("waiting-1")["events"]
+    actors = {each["actor"] for each in events if str(each.get("actor")).startswith("web:")}
+    assert actors == {f"web:{keys[role].id}" for role in (Role.ACT, Role.ADMIN)}
     async with client_of(direct, tmp_path, ring) as client:
         program = {"authorization": f"Bearer {keys[Role.ACT].key}", "accept": "application/json"}
-        answer = await client.post(
-            "/fleet/jobs/failed-1", data={"action": "retry"}, headers=program
-        )
-        assert answer.status_code == 200
+        for path, action, status in (("failed-1", "retry", 200), ("waiting-1", "hold", 200)):
+            form = {"action": action}
+            answer = await client.post(f"/fleet/jobs/{path}", data=form, headers=program)
+            assert answer.status_code == status
         assert direct.show("failed-1")["status"] != "failed"
-        assert (await client.post(path, data={"action": "hold"})).status_code == 401
+        assert (await client.post(job, data={"action": "release"})).status_code == 401
 
 
 async def test_a_dashboard_without_a_fleet_says_so(tmp_path: Path) -> None:
@@ -295,86 +293,31 @@ async def test_a_dashboard_without_a_fleet_says_so(tmp_path: Path) -> None:
         assert ">Fleet<" not in (await client.get("/runs")).text
 
 
-def test_pages_learn_of_a_change_and_of_nothing_else(direct: DirectFleet) -> None:
-    now = [0.0]
-    watched = WatchedFleet(direct, lambda: now[0])
-    before = watched.stamp(PATIENT)
-    now[0] += 10
-    assert watched.stamp(PATIENT) == before
-    direct.hold("waiting-1")
-    assert watched.stamp(PATIENT) == before, "asked a moment ago"
-    now[0] += 10
-    assert watched.stamp(PATIENT) != before
-
-
-def test_a_fleet_that_is_away_is_asked_once_for_all_that_wait(direct: DirectFleet) -> None:
-    class Away:
-        asked = 0
-
-        def status(self) -> Any:
-            self.asked += 1
-            time.sleep(0.05)
-            raise FleetAway("nobody answers")
-
-    away: Any = Away()
-    watched = WatchedFleet(away, clock=lambda: 0.0)
-    with ThreadPoolExecutor(8) as pages:
-        assert {
-            each.result() for each in [pages.submit(watched.stamp, PATIENT) for _ in range(8)]
-        } == {"fleet_away"}
-    assert away.asked == 1
-    watched.forget()
-    assert watched.stamp(PATIENT) == "fleet_away"
-    assert away.asked == 2
-
-
 def test_attempts_lie_on_one_line_of_time() -> None:
     def attempt(epoch: int, *times: float | None) -> dict[str, Any]:
-        created, running, ended = times
-        known = {"created_at": created, "running_at": running, "ended_at": ended}
-        called = {"epoch": epoch, "generation": 0, "number": epoch - 1}
-        return {**called, "outcome": None, "state": "running", **known}
+        times_of = dict(zip(("created_at", "running_at", "ended_at"), times, strict=True))
+        known = {"epoch": epoch, "generation": 0, "number": epoch - 1, "outcome": None}
+        return {**known, "state": "running", **times_of}
 
-    first, second = timeline([attempt(1, 100, 110, 150), attempt(2, 160, 180, None)], now=200.0)
+    ended, going_on = attempt(1, 100, 110, 150), attempt(2, 160, 180, None)
+    first, second = timeline([ended, going_on], now=200.0)
     assert (first["x"], first["waits"], first["runs_at"], first["runs"]) == (0, 100, 100, 400)
     assert (second["x"], second["runs_at"], second["runs"]) == (600, 800, 200)
     assert [first["name"], second["name"]] == ["0", "1"]
-    assert axis([], 1.0) == []
-    assert len(axis([attempt(1, 100, 110, 150)], now=200.0)) == 3
-    assert timeline([], 1.0) == []
-    assert span([attempt(1, 100, 110, 150), attempt(2, 160, 180, None)], now=200.0) == [100, 200]
-    assert span([attempt(1, 100, 110, 150)], now=200.0) == [100, 150]
-    assert span([], 1.0) == []
+    assert (len(axis([ended], now=200.0)), axis([], 1.0), timeline([], 1.0)) == (3, [], [])
+    spans = [span(each, now=200.0) for each in ([ended, going_on], [ended], [])]
+    assert spans == [[100, 200], [100, 150], []]
 
 
-async def test_machines_are_an_admins_and_events_say_who_it_was(
-    direct: DirectFleet, tmp_path: Path
-) -> None:
-    keys = {role: new_key(role) for role in (Role.ACT, Role.ADMIN)}
-    ring = Keyring(read_key_file("\n".join(each.line for each in keys.values()), "keys"))
-    for role, status in ((Role.ACT, 403), (Role.ADMIN, 303)):
-        async with client_of(direct, tmp_path, ring) as client:
-            client.headers["authorization"] = f"Bearer {keys[role].key}"
-            page = await client.get("/fleet/machines/box-1", headers={"accept": "text/html"})
-            assert ("start no new jobs there" in page.text) is (role is Role.ADMIN)
-            answer = await client.post("/fleet/machines/box-1", data={"action": "drain"})
-            assert answer.status_code == status
-            answer = await client.post("/fleet/jobs/waiting-1", data={"action": "hold"})
-            assert answer.status_code == 303
-            await client.post("/fleet/jobs/waiting-1", data={"action": "release"})
-    actors = {each["actor"] for each in direct.show("waiting-1")["events"] if each.get("actor")}
-    assert {f"web:{key.id}" for key in keys.values()} <= actors
-
-
-async def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
-    direct: DirectFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
+    direct: DirectFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = threading.Event()
     monkeypatch.setattr(direct, "status", lambda: answer.wait(60) and {})
     monkeypatch.setattr("groupwise.web.fleet.watched.PATIENCE", 0.05)
     watched = WatchedFleet(direct)
     try:
-        assert [watched.stamp() for _ in range(2)] == [None, None]
+        assert [watched.stamp(0.01) for _ in range(2)] == [None, None]
         with pytest.raises(Refusal, match="slow to answer"):
             watched.ask(lambda fleet: fleet.show("waiting-1"))
     finally:
@@ -405,54 +348,39 @@ def ends(small: SmallFleet, job: str, number: int, evidence: dict[str, Any]) -> 
     return small.database.run(write)
 
 
-async def test_an_attempt_has_one_name_wherever_it_is_spoken_of(
+async def test_an_attempt_has_one_name_and_a_log_wherever_it_is_spoken_of(
     client: httpx2.AsyncClient, direct: DirectFleet, small: SmallFleet
 ) -> None:
     job = small.job("running", job_id="tried", spec={"arguments": ["sh", "-c", "echo 'a b' $X"]})
     first, second = (ends(small, job, number, {}) for number in range(2))
-    assert (first, second) == (2, 3)
-    append(make(direct.place.logs, job, second), 0, b"the second\n")
-    page = await shown_of(client, "/fleet/jobs/tried")
-    assert "Log of attempt 1</h2>" in page
-    assert "<b>attempt 1</b>" in page
-    assert "<title>attempt 1: failed" in page
-    assert '<td>1</td><td dir="auto">out/1</td>' in page
+    append(make(direct.place.logs, job, second), 0, b"attempt 1\n")
+    path = "/fleet/jobs/tried"
+    page = await shown_of(client, path)
+    for said in ("<b>attempt 1</b>", "<title>attempt 1: failed", '<td>1</td><td dir="auto">out/1</td>',
+                 f"<span>epoch {second}</span>"):  # fmt: skip
+        assert said in page
     assert "attempt 2" not in page
-    assert "<span>epoch 3</span>" in page, "by which `groupwise fleet logs --epoch` knows it"
-    earlier = (await client.get(f"/fleet/jobs/tried?epoch={first}&format=json")).json()
+    earlier = (await client.get(f"{path}?epoch={first}&format=json")).json()
     assert (earlier["attempt"], earlier["log"]) == ("0", ""), "not what the next one wrote"
     assert earlier["command"] == "sh -c 'echo '\"'\"'a b'\"'\"' $X'", "as a shell takes it"
-    missing = await client.get("/fleet/jobs/tried?epoch=99", headers={"accept": "text/html"})
-    assert missing.status_code == 404
-    assert "There are: 2, 3." in missing.text
+    begins = (await client.get(f"{path}/log?offset=8")).json()
+    assert begins == {"text": "1\n", "epoch": second, "attempt": "1", "offset": 10, "ended": False}
+    over = small.job("failed", job_id="over")
+    epoch = ends(small, over, 0, {})
+    beyond = (await client.get("/fleet/jobs/over/log?offset=100000")).json()
+    assert (beyond["text"], beyond["epoch"], beyond["ended"]) == ("", epoch, True)
+    none = (await client.get("/fleet/jobs/waiting-1/log?offset=5")).json()
+    assert (none["text"], none["epoch"], none["ended"]) == ("", None, False)
 
 
 def test_attempts_with_the_same_number_are_told_apart() -> None:
-    def attempt(epoch: int, generation: int, number: int) -> dict[str, Any]:
-        return {"epoch": epoch, "generation": generation, "number": number}
+    def called(*each: tuple[int, int, int]) -> dict[int, str]:
+        keys = ("epoch", "generation", "number")
+        return names([dict(zip(keys, one, strict=True)) for one in each])
 
-    assert names([attempt(7, 0, 0), attempt(9, 1, 0)]) == {7: "0", 9: "0 of generation 1"}
-    void = names([attempt(7, 0, 0), attempt(8, 0, 0), attempt(9, 0, 1)])
+    assert called((7, 0, 0), (9, 1, 0)) == {7: "0", 9: "0 of generation 1"}
+    void = called((7, 0, 0), (8, 0, 0), (9, 0, 1))
     assert void == {7: "0 (epoch 7)", 8: "0 (epoch 8)", 9: "1"}
-
-
-async def test_a_log_without_an_epoch_is_that_of_the_newest_attempt(
-    client: httpx2.AsyncClient, direct: DirectFleet, small: SmallFleet
-) -> None:
-    job = small.job("failed", job_id="over")
-    first, epoch = (ends(small, job, number, {}) for number in range(2))
-    append(make(direct.place.logs, job, first), 0, b"attempt 0\n")
-    append(make(direct.place.logs, job, epoch), 0, b"attempt 1\n")
-    log = "/fleet/jobs/over/log"
-    begins = (await client.get(f"{log}?offset=8")).json()
-    assert begins == {"text": "1\n", "epoch": epoch, "attempt": "1", "offset": 10, "ended": False}
-    beyond = (await client.get(f"{log}?offset=100000")).json()
-    assert (beyond["text"], beyond["offset"], beyond["ended"]) == ("", 100000, True)
-    assert {**beyond, "attempt": None} == (
-        await client.get(f"{log}?offset=100000&epoch={epoch}")
-    ).json()
-    none = (await client.get("/fleet/jobs/waiting-1/log?offset=5")).json()
-    assert (none["text"], none["epoch"], none["ended"]) == ("", None, False)
 
 
 async def test_evidence_and_events_are_told_in_words(
@@ -487,91 +415,37 @@ def test_plain_data_becomes_names_and_values() -> None:
     assert value.startswith('{"n": ')
 
 
-def test_a_day_is_said_once() -> None:
-    noon = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
-    assert moments(noon, noon + 61.0) == [moment(noon), "12:01:01"]
-    assert moments(noon, None) == [moment(noon)]
-    assert moments(noon, noon + 86400 * 2) == [moment(noon), moment(noon + 86400 * 2)]
-    assert moment(noon).startswith("2026-03-04 12:00:00")
-
-
-async def test_a_job_says_when_it_ran_and_for_how_long(
-    client: httpx2.AsyncClient, small: SmallFleet
-) -> None:
-    begun = datetime(2026, 3, 4, 12, tzinfo=UTC)
-    job = small.job("completed", job_id="done")
-
-    def write(session: Session) -> None:
-        row = session.get_one(Job, job)
-        row.start_time, row.end_time = begun, begun + timedelta(seconds=200)
-
-    small.database.run(write)
-    page = await shown_of(client, "/fleet/jobs/done")
-    assert "<dt>took</dt><dd>3 min 20 s</dd>" in page
-    assert "<dt>started</dt>" in page
-    assert "<dt>ended</dt>" in page
-    waiting = await shown_of(client, "/fleet/jobs/waiting-1")
-    assert "<dt>started</dt>" not in waiting
-    assert "running for" not in waiting
-
-
-async def test_a_reason_goes_with_what_is_cancelled(
-    client: httpx2.AsyncClient, direct: DirectFleet
-) -> None:
-    path = "/fleet/jobs/waiting-1"
-    form = {"token": await token_of(client, path), "action": "cancel"}
-    long = {**form, "reason": "x" * (MOST_OF_REASON + 1)}
-    refused = await client.post(path, data=long, headers={"origin": HERE})
-    assert refused.status_code == 400
-    assert direct.show("waiting-1")["status"] == "queued"
-    await client.post(path, data={**form, "reason": " by mistake "}, headers={"origin": HERE})
-    details = [each["detail"] for each in direct.show("waiting-1")["events"]]
-    assert {"reason": "by mistake"} in details
-    running = "/fleet/jobs/running-1"
-    assert 'name="reason"' in await shown_of(client, running)
-    await client.post(running, data={**form, "reason": ""}, headers={"origin": HERE})
-    told = [each["detail"] or {} for each in direct.show("running-1")["events"]]
-    assert not any("reason" in each for each in told)
-
-
 # What machines say
 
 
-async def test_a_place_for_a_job_without_gpus_is_free_or_held(
+async def test_the_page_of_a_machine_has_its_slots_gpus_and_jobs(
     client: httpx2.AsyncClient, small: SmallFleet
 ) -> None:
     box = "/fleet/machines/box-2"
     assert "<b>CPU slot</b><span>free</span>" in await shown_of(client, box)
-    small.attempt(small.job("running", job_id="counts", assigned_vm="box-2"), "box-2")
-    held = await shown_of(client, box)
-    assert '<b>CPU slot</b><span>held</span><a href="/fleet/jobs/counts">counts</a>' in held
-    assert "<span>free</span>" not in held
-    small.machine("box-3", cpu_slots=3)
-    assert "<b>3 CPU slots</b><span>free</span>" in await shown_of(client, "/fleet/machines/box-3")
-    small.machine("box-4", cpu_slots=0)
-    assert "no GPU and no CPU slot" in await shown_of(client, "/fleet/machines/box-4")
-    whole = (await client.get("/fleet?format=json")).json()
-    assert (whole["slots_free"], whole["slots"]) == (3, 4), "none beside the GPUs of box-1"
-
-
-async def test_jobs_that_run_on_a_machine_stand_before_others(
-    client: httpx2.AsyncClient, small: SmallFleet
-) -> None:
     for status in ("running", "pending", "failed"):
         small.job(status, job_id=f"{status}-there", assigned_vm="box-2")
-    page = await shown_of(client, "/fleet/machines/box-2")
-    places = [page.index(each) for each in ("running-there", "last placed there", "failed-there")]
-    assert places == sorted(places)
-    assert page.index("pending-there") > places[1]
-
-
-async def test_what_was_seen_of_gpus_stands_on_their_machine(client: httpx2.AsyncClient) -> None:
-    document = (await client.get("/fleet/machines/box-1?format=json")).json()["machine"]
+    small.attempt("running-there", "box-2")
+    held = await shown_of(client, box)
+    assert '<b>CPU slot</b><span>held</span><a href="/fleet/jobs/running-there">' in held
+    assert "<span>free</span>" not in held
+    jobs = held.partition("last placed there")
+    assert ["failed-there" in each for each in (jobs[0], jobs[2])] == [False, True]
+    small.machine("box-3", cpu_slots=3)
+    assert "<b>3 CPU slots</b><span>free</span>" in await shown_of(client, "/fleet/machines/box-3")
+    whole = (await client.get("/fleet?format=json")).json()
+    assert (whole["slots_free"], whole["slots"]) == (3, 4), "none beside the GPUs of box-1"
     page = await shown_of(client, "/fleet/machines/box-1")
     table = page.partition('aria-label="GPUs as they were seen"')[2].partition("</table>")[0]
     assert table.count("<tr data-key=") == 2
-    for gpu in document["gpus"]:
-        assert f"<code>{gpu['uuid']}</code>" in table
-        assert f"of {gpu['memory_mb']} MB" in table or gpu["memory_used_mb"] is None
-    without = await shown_of(client, "/fleet/machines/box-2")
-    assert "GPUs as they were seen" not in without
+
+
+def test_pages_learn_of_a_change_and_of_nothing_else(direct: DirectFleet) -> None:
+    now = [0.0]
+    watched = WatchedFleet(direct, lambda: now[0])
+    before = watched.stamp(PATIENT)
+    now[0] += 10
+    assert watched.stamp(PATIENT) == before
+    direct.hold("waiting-1")
+    now[0] += 10
+    assert watched.stamp(PATIENT) != before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from groupwise.wire.activity import (
     WaitingRequest,
 )
 from groupwise.wire.keys import Keyring, Role
-from groupwise.wire.problems import Refusal
 from groupwise.wire.training import Counters, EventData, StatusAnswer
 from tests.unit.server.asking import keyring
 from tests.unit.server.fake_service import RUN, FakeService
@@ -127,27 +125,20 @@ async def test_everything_is_shown_and_nothing_of_it_becomes_markup(tmp_path: Pa
     assert data["status"]["counters"]["refused"] == {"too_busy": 3}
 
 
-async def test_a_server_on_which_nothing_was_begun_or_nothing_set(tmp_path: Path) -> None:
+async def test_a_server_without_a_run_or_settings_and_no_server_at_all(tmp_path: Path) -> None:
     nothing = Told(StatusAnswer(phase="idle"), ActivityAnswer(at=1e9))
     async with client_of(nothing, tmp_path) as client:
         page = await client.get("/server")
     assert "Nothing was started yet" in page.text
-    assert "No client trains by verbs" in page.text
     for settings in ({}, None):
         status = StatusAnswer(phase="running", run_id="one", training_settings=settings)
-        async with client_of(
-            Told(status, ActivityAnswer(at=1e9, run_id="one")), tmp_path
-        ) as client:
+        told = Told(status, ActivityAnswer(at=1e9, run_id="one"))
+        async with client_of(told, tmp_path) as client:
             assert (await client.get("/server")).status_code == 200
-
-
-async def test_without_a_server_the_page_says_how_to_have_one(tmp_path: Path) -> None:
     async with client_of(None, tmp_path) as client:
-        page = await client.get("/server")
-        runs = await client.get("/runs")
-    assert page.status_code == 404
-    assert "groupwise web --server URL" in page.text
-    assert "/server" not in runs.text
+        missing = await client.get("/server")
+        assert (missing.status_code, "--server" in missing.text) == (404, True)
+        assert "/server" not in (await client.get("/runs")).text
 
 
 async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> None:
@@ -165,45 +156,24 @@ async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> 
     assert stamp
 
 
-def test_a_page_does_not_wait_for_ever_behind_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = threading.Event()
-
-    class Slow(Told):
-        def status(self) -> StatusAnswer:
-            answer.wait(60)
-            return super().status()
-
-    watched = WatchedServer(Slow(*everything().said))
-    monkeypatch.setattr("groupwise.web.ticking.WAIT", 0.05)
-    try:
-        assert watched.stamp(0.01) is None
-        with pytest.raises(Refusal, match="slow to answer others"):
-            watched.ask()
-    finally:
-        answer.set()
-        watched.end()
-
-
 def test_pages_are_told_of_news_and_of_nothing_else() -> None:
     now, told = [1000.0], everything()
     watched = WatchedServer(told, lambda: now[0])
-    before = watched.stamp(PATIENT)
-    assert watched.stamp(PATIENT) == before
-    assert told.asked == 1  # what many pages ask within a second is asked once
     status, activity = told.said
+
+    def seen(after: float, **news: Any) -> str | None:
+        now[0] += after
+        told.said = status, told.said[1].model_copy(update=news)
+        return watched.stamp(PATIENT)
+
+    before = seen(0)
+    assert seen(0) == before
+    assert told.asked == 1  # what many pages ask within a second is asked once
     passing = [each.model_copy(update={"lease_seconds": 80.0}) for each in activity.groups]
-    told.said = (
-        status,
-        activity.model_copy(update={"at": 2e9, "groups": passing, "clients": [], "sessions": []}),
-    )
-    now[0] += 2
-    without_sessions = watched.stamp(PATIENT)
-    assert without_sessions != before
-    told.said = status, told.said[1].model_copy(update={"groups": activity.groups, "at": 3e9})
-    now[0] += 2
-    assert watched.stamp(PATIENT) == without_sessions
-    now[0] += CLOCKS_RUN
-    assert watched.stamp(PATIENT) != without_sessions  # leases have become shorter
+    changed = seen(2, at=2e9, groups=passing, clients=[], sessions=[])
+    assert changed != before
+    assert seen(2, at=3e9, groups=activity.groups) == changed
+    assert seen(CLOCKS_RUN) != changed  # leases have become shorter
 
 
 @pytest.mark.parametrize(
@@ -244,18 +214,17 @@ async def below(tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
         yield client
 
 
-async def test_the_server_answers_as_before_beside_its_dashboard(below: httpx2.AsyncClient) -> None:
+async def test_every_address_of_its_pages_is_below_its_path_and_the_server_answers_as_before(
+    below: httpx2.AsyncClient,
+) -> None:
     assert (await below.get("/status")).json()["run_id"] == RUN
-    assert (await below.get("/dashboards")).json()["code"] == "not_found"
-    assert (await below.get("/runs")).json()["code"] == "not_found"
-    first = await below.get("/dashboard")
-    assert (first.status_code, first.headers["location"]) == (303, "/dashboard/server")
-    assert (await below.get("/dashboard/")).headers["location"] == "/dashboard/runs"
-
-
-async def test_every_address_of_its_pages_is_below_its_path(below: httpx2.AsyncClient) -> None:
+    for beside in ("/dashboards", "/runs"):
+        assert (await below.get(beside)).json()["code"] == "not_found"
+    for path, to in (("", "server"), ("/", "runs")):
+        answer = await below.get(f"/dashboard{path}")
+        assert (answer.status_code, answer.headers["location"]) == (303, f"/dashboard/{to}")
     for path in ("/server", "/runs", f"/runs/{RUN}", f"/runs/{RUN}/rollouts", f"/runs/{RUN}/rollouts/1", f"/runs/{RUN}/groups/0",
-                 f"/runs/{RUN}/evaluations", f"/compare?run={RUN}", "/none"):  # fmt: skip
+                 f"/runs/{RUN}/evaluations", f"/compare?run={RUN}", "/none", "/static/none"):  # fmt: skip
         page = await below.get(f"/dashboard{path}")
         assert page.headers["content-security-policy"]
         found = re.findall(r'(?:href|src|action|data-live)="(/[^"]*)"', page.text)
@@ -263,9 +232,7 @@ async def test_every_address_of_its_pages_is_below_its_path(below: httpx2.AsyncC
         assert [each for each in found if not each.startswith("/dashboard/")] == [], path
         for each in {each.replace("&amp;", "&") for each in found if "/live" not in each}:
             assert (await below.get(each)).status_code in (200, 303, 400, 405), each
-    shown = (await below.get("/dashboard/server")).text
-    assert f'href="/dashboard/runs/{RUN}"' in shown
-    assert 'aria-current="true">Server' in shown
+    assert f'href="/dashboard/runs/{RUN}"' in (await below.get("/dashboard/server")).text
 
 
 async def test_the_servers_own_keys_open_it(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from groupwise.web.ticking import EVERY, Lately, Ticking
+from groupwise.wire.problems import Refusal
 
 
 def test_a_value_is_found_once_for_all_who_ask_within_a_second() -> None:
@@ -65,13 +68,18 @@ class Slow:
         return value
 
 
-def test_what_was_asked_before_a_change_is_not_told_after_it() -> None:
-    """An answer that is on its way while somebody changes what it is about."""
+def test_what_was_asked_before_a_change_is_not_told_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer that is on its way while somebody changes what it is about; others do not wait for it for ever."""
+    monkeypatch.setattr("groupwise.web.ticking.WAIT", 0.01)
     slow = Slow()
     kept = Lately(slow, "Somebody", lambda: 1.0)
     with ThreadPoolExecutor(1) as elsewhere:
         first = elsewhere.submit(kept.now)
         slow.begun.wait(60)
+        with pytest.raises(Refusal, match="slow to answer others"):
+            kept.now()
         kept.forget()
         slow.go_on.set()
         assert first.result() == "before"

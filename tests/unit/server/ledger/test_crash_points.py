@@ -184,7 +184,13 @@ def die_at(number: int, path: Path, log: Path) -> int:
     os._exit(0)
 
 
-def test_a_crash_at_every_commit(tmp_path, monkeypatch):
+SHARES = 3
+OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="kills")) for n in range(SHARES - 1)]
+
+
+@pytest.mark.parametrize("first", [*OTHERS, SHARES - 1])
+def test_a_crash_at_every_commit(tmp_path, monkeypatch, first):
+    """Every third of them from one on, so before and after commits alike; the others are soak tests."""
     points: list[str] = []
     stood: list[dict[str, list[Any]]] = [{}]
     whole = tmp_path / "whole.db"
@@ -193,7 +199,8 @@ def test_a_crash_at_every_commit(tmp_path, monkeypatch):
         live(whole, 0, lambda: stood.append(content(whole)))
     assert len(stood) == len(LIFE) + 4
     assert len(points) == 2 * (len(LIFE) + 3), "each of them commits something, once"
-    for number, point in enumerate(points):
+    for number in range(first, len(points), SHARES):
+        point = points[number]
         path, log = tmp_path / f"{number}.db", tmp_path / f"{number}.log"
         assert die_at(number, path, log) == 17, point
         acknowledged = log.stat().st_size

@@ -19,16 +19,11 @@ def one(connection: sqlite3.Connection, pragma: str) -> object:
 
 
 def test_a_new_file_has_the_newest_format_and_flushes_each_commit(tmp_path):
+    wanted = {"user_version": len(MIGRATIONS), "application_id": APPLICATION_ID}
+    wanted |= {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
     for _ in range(2):
         with closing(open_file(tmp_path / "server.db")) as connection:
-            assert one(connection, "user_version") == len(MIGRATIONS)
-            assert one(connection, "application_id") == APPLICATION_ID
-            assert one(connection, "journal_mode") == "wal"
-            assert one(connection, "synchronous") == 2
-            assert one(connection, "foreign_keys") == 1
-
-
-def test_a_newer_format_is_refused(tmp_path):
+            assert {name: one(connection, name) for name in wanted} == wanted
     with closing(open_file(tmp_path / "server.db")) as connection:
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     with pytest.raises(StoreError, match="newer version: upgrade"):

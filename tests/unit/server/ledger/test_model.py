@@ -224,4 +224,4 @@ def _json(rewards: tuple[float | None, ...] | None) -> str | None:
 
 
 TestModel = Machine.TestCase
-TestModel.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestModel.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)

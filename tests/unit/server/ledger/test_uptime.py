@@ -25,10 +25,3 @@ async def test_a_lease_counts_uptime_and_a_kill_loses_what_came_after_the_last_t
     assert [row.id for row in await ledger.do(expire_overdue)] == ["g-0"]
     await ledger.close()
     await killed.close()
-
-
-async def test_a_disk_that_refuses_the_last_tick_does_not_keep_a_server_up(tmp_path, time):
-    ledger = Ledger.open(tmp_path / "server.db", time.clock)
-    ledger._connection.execute("PRAGMA query_only = ON")
-    await ledger.close()
-    assert not ledger._thread.is_alive()
