@@ -3,7 +3,7 @@
     lighteval endpoint litellm MODEL.yaml TASK[@k=1@n=N]|0 --output-dir FOLDER --save-details --custom-tasks FILE [--max-samples N]
 
 Its suites are sums; an answer is right if it holds the sum behind "ANSWER: ". `FAKE_LIGHTEVAL` has it do other things, by task:
-`aime24=crash gpqa:diamond=hang`. The layout is proven by the soak test that runs lighteval itself through the same tests.
+`gpqa:diamond=hang`. The layout is proven by the soak test that runs lighteval itself through the same tests.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ def main() -> int:
     task, samples = read_task(asked)
     does = dict(word.split("=") for word in os.environ.get("FAKE_LIGHTEVAL", "").split()).get(task)
     print("--- LOADING TASKS ---", flush=True)
-    if does == "crash":
-        print("│ ❱ 1 │ a frame │\nConnectionError: the hub is not there")
-        return 1
     pretend_to_be_installed(Path("site"))
     runpy.run_path(given.custom_tasks)
     Path(".litellm_cache").mkdir(exist_ok=True)

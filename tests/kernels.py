@@ -86,7 +86,6 @@ class Kernel:
 
 WAITING = """
 import time
-import time
 from pathlib import Path
 
 def waiting(completions, trainer_state, **columns):

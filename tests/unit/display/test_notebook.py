@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from groupwise.display.board import Board
-from groupwise.display.notebook import Table, kernel_display, one_output, show
+from groupwise.display.notebook import Table, one_output, show
 from groupwise.display.page import Page
 from groupwise.errors import UsageError
 
@@ -41,7 +41,11 @@ def kernel(monkeypatch):
 TABLE = Table("Facts", [("model", "tiny"), ("said", "<b>\x1b[31mno\nyes")])
 
 
-def test_a_table_is_text_where_nothing_draws(capsys):
+@pytest.mark.parametrize("shell", [SimpleNamespace, lambda: None])
+def test_a_table_is_text_where_nothing_draws(capsys, monkeypatch, shell):
+    module = ModuleType("IPython")
+    vars(module)["get_ipython"] = shell
+    monkeypatch.setitem(sys.modules, "IPython", module)
     show(TABLE)
     assert capsys.readouterr().out == "Facts\n  model  tiny\n  said   <b>␛[31mno⏎yes\n"
     assert str(Table("", [("1", "2")], ("one", "two"))) == "  one  two\n  1    2"
@@ -70,12 +74,3 @@ def test_what_shares_an_output_takes_turns_there(kernel):
     assert [
         title in shown for title, shown in zip(("Facts", "two", "three"), kernel.shown, strict=True)
     ] == [True] * 3
-
-
-def test_a_terminal_of_ipython_draws_nothing(monkeypatch):
-    module = ModuleType("IPython")
-    vars(module)["get_ipython"] = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "IPython", module)
-    assert kernel_display() is None
-    vars(module)["get_ipython"] = lambda: None
-    assert kernel_display() is None

@@ -15,14 +15,9 @@ from groupwise.display.page import REDRAW, Page
 from groupwise.display.progress import Progress
 
 METRICS = {
-    "reward": 0.5,
-    "reward_std": 0.2,
-    "rewards/format/mean": 0.8,
-    "kl": 0.0012,
-    "completions/mean_length": 34.1,
-    "loss": -0.0031,
+    "reward": 0.5, "reward_std": 0.2, "rewards/format/mean": 0.8, "kl": 0.0012, "completions/mean_length": 34.1, "loss": -0.0031,
     "learning_rate": 1e-5,
-}
+}  # fmt: skip
 
 CELL: contextvars.ContextVar[str] = contextvars.ContextVar("cell")
 
@@ -94,23 +89,11 @@ def test_it_is_one_output_with_numbers_and_curves():
     assert titles == ["reward", "parts", "KL to the reference", "length in tokens"]
 
 
-def test_a_loss_is_drawn_where_nothing_is_rewarded():
-    at = page()
-    step(at, 0, {"loss": 1.5})
-    [html] = at.kernel.shown
-    assert "loss <b>1.5000</b>" in html
-    assert len(pictures(html)) == 1
-
-
 def test_completions_stand_below_with_their_rewards_and_no_markup_of_theirs():
     at = page()
     texts = ("<script>x</script>" * 40, "y", "never shown")
-    prompts = [
-        "<b>first</b>?",
-        [{"role": "user", "content": "x" * 500 + "second?"}],
-        "third?",
-        "4?",
-    ]
+    second = [{"role": "user", "content": "x" * 500 + "second?"}]
+    prompts = ["<b>first</b>?", second, "third?", "4?"]
     groups = [
         SimpleNamespace(
             example=SimpleNamespace(prompt=prompt),
@@ -181,7 +164,7 @@ def test_it_appears_below_the_cell_that_made_it_also_from_another_thread():
     assert contextvars.copy_context().run(cell, "third") == ["third"]
 
 
-def test_an_interruption_leaves_the_newest_step_on_it(monkeypatch):
+def test_an_interruption_leaves_the_newest_step_on_it(monkeypatch, capsys):
     kernel, clock = Kernel(), Clock()
     monkeypatch.setattr("groupwise.display.progress.kernel_display", lambda: kernel)
 
@@ -190,25 +173,11 @@ def test_an_interruption_leaves_the_newest_step_on_it(monkeypatch):
             for number in range(3):
                 progress.step(number, METRICS)
             assert "step 1/20" in kernel.shown[0]
+            progress.phase("learning")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert "step 3/20" in kernel.shown[0]
-
-
-def test_progress_takes_it_in_a_kernel_and_ends_with_no_phase(monkeypatch, capsys):
-    kernel = Kernel()
-    monkeypatch.setattr("groupwise.display.progress.kernel_display", lambda: kernel)
-    with Progress("a run", 2) as progress:
-        assert not progress.live
-        progress.phase("sampling", 1, 2)
-        progress.step(0, METRICS)
-        progress.note("look")
-        progress.phase("learning")
     [html] = kernel.shown
-    assert "step 1/2" in html
-    assert "look" in html
-    assert "learning</div>" not in html
-    assert "learning …" not in html
+    assert ("step 3/20" in html, "learning</div>" in html) == (True, False)
     assert capsys.readouterr() == ("", "")

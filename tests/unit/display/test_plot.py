@@ -12,7 +12,6 @@ from groupwise.display.plot import (
     MOST_POINTS,
     Point,
     Series,
-    moving_mean,
     sparkline,
     svg_curve,
     terminal_curve,
@@ -43,12 +42,6 @@ class TestTerminal:
         assert re.fullmatch(r"\s+0\s+2\s+4\s+6\s+8\s+10", lines[10])
         assert lines[11].strip() == "step"
 
-    def test_shows_raw_points_beside_their_mean(self) -> None:
-        noisy = [(float(i), float(i % 2)) for i in range(30)]
-        drawn = terminal_curve(with_mean("reward", noisy), 50, 9, "t")
-        assert "·" in drawn.split("\n", 1)[1]
-        assert any(0x2800 < ord(c) < 0x2900 for c in drawn)
-
     @given(ANY_POINTS, st.integers(1, 120), st.integers(1, 30))
     def test_fits_whatever_the_values(self, points: list[Point], width: int, height: int) -> None:
         drawn = terminal_curve([Series("s", tuple(points))], width, height)
@@ -58,11 +51,6 @@ class TestTerminal:
     def test_says_when_there_is_nothing(self, points: list[Point]) -> None:
         assert terminal_curve([Series("s", tuple(points))], title="t") == "t: no values yet"
         assert "no values yet" in svg_curve([Series("s", tuple(points))], title="t")
-
-    def test_one_value_and_equal_values_are_drawn(self) -> None:
-        for points in ([(3.0, 0.5)], [(0.0, 0.5), (9.0, 0.5)], [(0.0, 0.0), (1.0, 0.0)]):
-            drawn = terminal_curve([Series("s", tuple(points))])
-            assert any(0x2800 < ord(c) < 0x2900 for c in drawn)
 
     def test_colours_only_when_asked_and_names_are_harmless(self) -> None:
         series = [*with_mean("reward", RISING), Series("a\x1b[2J\nb", tuple(RISING))]
@@ -75,7 +63,9 @@ class TestTerminal:
 
 class TestSvg:
     def test_is_a_picture_with_every_value(self) -> None:
-        root = ET.fromstring(svg_curve(with_mean("reward", RISING), title="a run", y_label="mean"))
+        drawn = svg_curve(with_mean("reward", RISING), title="a run", y_label="mean")
+        assert re.findall(r"https?://[^\"']+", drawn) == ["http://www.w3.org/2000/svg"]
+        root = ET.fromstring(drawn)
         name = "{http://www.w3.org/2000/svg}"
         assert len(root.findall(f".//{name}g[@class='dots c0']/{name}circle")) == len(RISING)
         texts = [element.text for element in root.iter(f"{name}text")]
@@ -112,51 +102,25 @@ class TestSvg:
         assert line.count(" L") < MOST_POINTS
         few = [*noisy[:12], noisy[1717], noisy[-1]]
         texts = [element.text for element in root.iter(f"{name}text")]
-        assert texts == [
-            element.text
-            for element in ET.fromstring(svg_curve(with_mean("reward", few, window=11))).iter(
-                f"{name}text"
-            )
-        ]
+        other = ET.fromstring(svg_curve(with_mean("reward", few, window=11)))
+        assert texts == [element.text for element in other.iter(f"{name}text")]
         heights = [float(y) for y in re.findall(r"[-\d.]+ ([-\d.]+)", line)[20:]]
         assert max(heights) - min(heights) < 20, "eleven values in a row have one mean"
 
-    def test_a_line_that_lies_on_another_is_dashed_and_so_are_those_whose_colour_is_there(
+    def test_a_line_on_another_or_of_a_colour_that_is_there_is_dashed(
         self,
     ) -> None:
         points = tuple(RISING)
         others = [Series(str(n), tuple((x, y + n) for x, y in points)) for n in range(1, 5)]
         drawn = svg_curve([Series("a", points), others[0], Series("b", points), *others[1:]])
         kinds = re.findall(r'class="(line c\d[^"]*)" d="M[\d.]+ [\d.]+ L', drawn)
-        assert kinds == [
-            *("line c0", "line c1", "line c2 dashed", "line c3"),
-            *("line c0 dashed", "line c1 dashed"),
-        ]
-
-    def test_many_names_stand_in_rows_above_the_curves_and_within_the_picture(self) -> None:
-        names = ["match_format", "math_answer", "brevity", "accuracy", "a name of more letters"]
-        drawn = svg_curve([Series(name, tuple(RISING)) for name in names], "parts", width=375)
-        for name in names:
-            [(x, y)] = re.findall(rf'x="([\d.]+)" y="([\d.]+)" text-anchor="end">{name}<', drawn)
-            assert float(x) - 7 * len(name) > 0
-            assert y in ("46.0", "64.0", "82.0")
-        assert "translate(0 36)" in drawn
-        assert 'height="396"' in drawn
-
-    def test_stands_alone(self) -> None:
-        drawn = svg_curve(with_mean("reward", RISING))
-        assert "<script" not in drawn
-        assert "prefers-color-scheme: dark" in drawn
-        assert re.findall(r"https?://[^\"']+", drawn) == ["http://www.w3.org/2000/svg"]
+        dashes = ["0", "1", "2 dashed", "3", "0 dashed", "1 dashed"]
+        assert kinds == [f"line c{each}" for each in dashes]
 
     @given(st.text(st.characters(exclude_categories=())))
     def test_any_text_is_escaped(self, text: str) -> None:
         root = ET.fromstring(svg_curve([Series(text, tuple(RISING))], text, text, text).encode())
         assert not list(root.iter("script"))
-
-    def test_markup_stays_text(self) -> None:
-        drawn = svg_curve([Series("s", tuple(RISING))], title='</title><script>alert("x")</script>')
-        assert "<script" not in drawn
 
     @given(ANY_POINTS)
     def test_any_values_give_finite_places(self, points: list[Point]) -> None:
@@ -173,10 +137,6 @@ class TestSmall:
         assert sparkline([0, 0, 4, 4, 7, 7, 7, 7], width=4) == "▁▅██"
         assert sparkline([]) == ""
 
-    @given(st.lists(st.floats(-1e6, 1e6), max_size=50), st.integers(1, 20))
-    def test_sparkline_fits(self, values: list[float], width: int) -> None:
-        assert len(sparkline(values, width)) == min(len(values), width)
-
     @given(st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=90), st.integers(4, 40))
     def test_thinned_points_keep_both_ends_and_the_extremes(
         self, values: list[float], most: int
@@ -191,7 +151,3 @@ class TestSmall:
         assert (min(kept), max(kept)) == (min(values), max(values))
         if len(points) <= most:
             assert list(found) == points
-
-    def test_moving_mean(self) -> None:
-        assert moving_mean([1, 2, 3, 6], 2) == [1, 1.5, 2.5, 4.5]
-        assert moving_mean([], 3) == []

@@ -59,12 +59,16 @@ class TestPlainLines:
     def test_name_the_parts_of_a_reward_that_has_several(self) -> None:
         stream = io.StringIO()
         many = {f"rewards/p{number}/mean": number / 10 for number in range(9)}
-        with Progress("a run", 20, stream=stream, clock=Clock()) as progress:
+        clock = Clock()
+        with Progress("a run", 20, stream=stream, clock=clock) as progress:
             progress.step(0, {"reward": 0.1, "rewards/right/mean": 0.1})
             progress.step(1, {"reward": 0.1, **many})
-        one, several = stream.getvalue().splitlines()
+            clock.now += 3.0
+            progress.step(2, {"loss": float("nan")})
+        one, several, nan = stream.getvalue().splitlines()
         assert one.startswith("step  1/20  reward 0.100  time")
         assert "reward 0.100  p0 0.00  p1 0.10  p2 0.20  p3 0.30  p4 0.40  p5 0.50  time" in several
+        assert nan.startswith("step  3/20  loss nan  time 3.0 s")
 
     def test_come_every_few_steps_and_at_the_end(self) -> None:
         stream = io.StringIO()
@@ -80,29 +84,6 @@ class TestPlainLines:
             progress.step(0, METRICS)
         assert all(letter == "\n" or letter.isprintable() for letter in stream.getvalue())
         assert "model said ␛[31m[/b]\nsecond line\n" in stream.getvalue()
-
-    def test_say_nan_and_nothing_of_what_is_not_measured(self) -> None:
-        stream = io.StringIO()
-        with Progress("a run", 2, stream=stream, clock=Clock()) as progress:
-            progress.step(0, {"loss": float("nan")})
-            progress.step(1, {"loss": -1e-9})
-        nan, nothing = stream.getvalue().splitlines()
-        assert nan == "step 1/2  loss nan  time 0.0 s  eta 0:00"
-        assert "loss 0.0000" in nothing
-
-    def test_time_is_measured_where_it_is_not_given(self) -> None:
-        stream, clock = io.StringIO(), Clock()
-        with Progress("a run", 1210, start_step=10, stream=stream, clock=clock) as progress:
-            for step in (10, 11):
-                clock.now += 3.0
-                progress.step(step, {})
-        assert stream.getvalue().splitlines()[-1] == "step   12/1210  time 3.0 s  eta 59:54"
-
-    def test_an_ascii_stream_gets_what_it_can_hold(self) -> None:
-        raw = io.BytesIO()
-        stream = io.TextIOWrapper(raw, encoding="ascii")
-        Progress("a run", 1, stream=stream).note("±")
-        assert raw.getvalue() == b"?\n"
 
 
 RUN = """
@@ -159,16 +140,8 @@ class TestTerminal:
         shown = plain(written)
         for expected in (
             "sort [/bold] ␛[31m",
-            "step  3/20",
-            "15%",
-            "reward 0.500 ±0.200",
-            "format 0.800   [/bold]␛[31m 0.250",
-            "3 of 64 (1 timed out)",
-            "412 tok/s",
-            "1,830 tok/s",
-            "groups without signal 12%",
-            "1:42 to go",
-            "before [b]",
+            *("step  3/20", "15%", "reward 0.500 ±0.200", "format 0.800   [/bold]␛[31m 0.250"),
+            *("3 of 64 (1 timed out)", "412 tok/s", "groups without signal 12%", "before [b]"),
         ):
             assert expected in shown
         assert shown.rstrip().endswith("Held-out")
@@ -179,19 +152,13 @@ class TestTerminal:
         written = in_terminal(tmp_path, end="raise KeyboardInterrupt")
         assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
         assert "KeyboardInterrupt" in written
+        assert "\x1b" not in in_terminal(tmp_path, TERM="dumb")
 
-    @pytest.mark.parametrize("columns", [20, 63, 200])
+    @pytest.mark.parametrize("columns", [20, 200])
     def test_fits_any_width(self, tmp_path: Path, columns: int) -> None:
-        shown = plain(in_terminal(tmp_path, columns=columns))
+        written = in_terminal(tmp_path, columns=columns, NO_COLOR="1")
+        assert not re.search(r"\x1b\[[\d;]*(3[0-7]|38;|9[0-7])[\d;]*m", written)
+        shown = plain(written)
         view = shown[shown.index("step  3/20") :].split("Held-out")[0].split("\n")
         assert max(len(line) for line in view) <= columns
         assert "0.500" in shown
-
-    def test_no_color_has_none(self, tmp_path: Path) -> None:
-        written = in_terminal(tmp_path, NO_COLOR="1")
-        assert not re.search(r"\x1b\[[\d;]*(3[0-7]|38;|9[0-7])[\d;]*m", written)
-
-    def test_a_dumb_terminal_gets_lines(self, tmp_path: Path) -> None:
-        written = in_terminal(tmp_path, TERM="dumb")
-        assert "\x1b" not in written
-        assert "step  3/20  reward 0.500" in written

@@ -12,6 +12,7 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
     for letter in clean(text):
         assert letter == "\n" or letter.isprintable() or letter in "\u200c\u200d"
     assert "\n" not in one_line(text)
+    assert one_line("a\nb\r\nc") == "a⏎b⏎c"
     clean(text).encode()
 
 
@@ -31,10 +32,6 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
 )
 def test_hostile_text_is_shown_for_what_it_is(hostile: str, shown: str) -> None:
     assert clean(hostile) == shown
-
-
-def test_lines_become_one() -> None:
-    assert one_line("a\nb\r\nc") == "a⏎b⏎c"
 
 
 @given(st.text(), st.integers(1, 20))

@@ -41,10 +41,3 @@ def test_a_terminal_has_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ticker.note("look")
     line = "\r\x1b[Kmuch too…"
     assert out.getvalue() == f"\r\x1b[Kone{line}\r\x1b[Klook\n{line}\n"
-
-
-def test_nothing_shown_nothing_written() -> None:
-    out = StringIO()
-    with Ticker(out):
-        pass
-    assert out.getvalue() == ""

@@ -25,24 +25,18 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def test_it_says_what_is_asked_and_where_results_go(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = planned(capsys, "--samples-per-prompt", "2", "eval.temperature=1.0")
-    assert plan["policies"] == ["base"]
-    assert (plan["prompts"], plan["samples_per_prompt"]) == (3, 2)
-    assert plan["folders"] == []
-    assert plan["results"] == ["results/toy_task-base.json"]
-    assert [path.name for path in place.iterdir()] == ["c.yaml"]
-
-
-def test_no_model_is_loaded(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loads(*_: object) -> None:
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr("groupwise.build.start_serving", loads)
-    assert planned(capsys)["prompts"] == 3
+    plan = planned(capsys, "--samples-per-prompt", "2", "eval.temperature=1.0")
+    assert plan["policies"] == ["base"]
+    assert (plan["prompts"], plan["samples_per_prompt"]) == (3, 2)
+    assert plan["folders"] == []
+    assert plan["results"] == ["results/toy_task-base.json"]
+    assert [path.name for path in place.iterdir()] == ["c.yaml"]
 
 
 @pytest.mark.parametrize(

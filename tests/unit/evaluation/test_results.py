@@ -19,9 +19,7 @@ CONTENT = {"policy": "base", "metrics": {"reward": 1.0}, "rows": [ROW]}
 def test_a_name_of_any_policy_is_a_file_name():
     assert result_name("sort", "run@4") == "sort-run@4"
     assert result_name("sort", "./a/b c") == "sort-a_b_c"
-    long = result_name("sort", "/very" * 200 + "/last")
-    assert long.endswith("_last")
-    assert len(long) < 200
+    assert len(result_name("sort", "/very" * 200 + "/last")) < 200
     assert "/" not in result_name("sort", "../../etc/x")
 
 

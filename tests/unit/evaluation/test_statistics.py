@@ -37,22 +37,7 @@ def test_wilson_against_published_values(share, count, low, high):
     found = wilson(share, count)
     assert (found.low, found.high) == pytest.approx((low, high), abs=6e-5)
     assert (found.value, found.count) == (share, count)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 10, 29, 1319])
-def test_an_interval_ends_exactly_where_all_or_none_succeeded(count):
-    assert wilson(0.0, count).low == 0.0
-    assert wilson(1.0, count).high == 1.0
-
-
-def test_its_interval_is_that_of_the_mean():
-    chance = random.Random(1)
-    values = [chance.gauss(5, 2) for _ in range(400)]
-    found = bootstrap_mean(values)
-    assert found.value == fmean(values)
-    wanted = 1.96 * statistics.fmean((v - fmean(values)) ** 2 for v in values) ** 0.5 / 20
-    assert found.high - found.value == pytest.approx(wanted, rel=0.15)
-    assert found.value - found.low == pytest.approx(wanted, rel=0.15)
+    assert (wilson(0.0, count).low, wilson(1.0, count).high) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("draw", [random.Random.random, lambda chance: chance.expovariate(1)])
@@ -131,8 +116,5 @@ def test_what_cannot_be_estimated_is_refused(samples, successes, k):
 def test_majority_by_hand(answers, right, value):
     won = [answer == right for answer in answers]
     assert majority(answers, won) == pytest.approx(value)
-    assert majority(answers[::-1], won[::-1]) == pytest.approx(value), "order plays no part"
-
-
-def test_an_answer_is_as_right_as_the_samples_that_gave_it():
     assert majority(["7", "7", "7", "8"], [True, True, False, False]) == pytest.approx(2 / 3)
+    assert majority(answers[::-1], won[::-1]) == pytest.approx(value), "order plays no part"

@@ -72,10 +72,8 @@ def read(path: Path) -> Any:
 
 def gone(process: int) -> bool:
     try:
-        return (
-            Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-            in ("Z", "X")  # dead, and not yet reaped
-        )
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in ("Z", "X")  # dead, and not yet reaped
     except OSError:
         return True
 
@@ -105,7 +103,6 @@ def test_what_is_found_is_written_and_never_overwritten(service, here):
     assert result["program"] == "lighteval 0.13.0, litellm 1.103.7"
     assert (result["model"], result["endpoint"]) == ("org/tiny", service.url)
     assert (result["kind"], result["format"], result["policy"]) == ("suite", 1, "org/tiny")
-    assert result["seconds"] > 0
     assert [row["score"] for row in result["rows"]] == [1.0, 1.0, 1.0, 0.0]
     assert Path(result["details"]).is_file()
     assert not (file.with_suffix("") / "cache").exists()
@@ -118,24 +115,6 @@ def test_what_is_found_is_written_and_never_overwritten(service, here):
     assert file.read_bytes() == before
     assert read(here / "results/aime24-org_tiny-2.json")["prompts"] == 3
     assert (here / "results/aime24-org_tiny-2/log.txt").is_file()
-
-
-@pytest.mark.soak(suite="training")
-def test_one_that_fails_says_why_and_the_others_are_kept(service, here, monkeypatch, capsys):
-    monkeypatch.setenv("FAKE_LIGHTEVAL", "math_500=crash")
-    words = ["eval", "--endpoint", service.url, "--endpoint-model", "org/tiny"]
-    named = ["--suite", "math_500", "--suite", "lcb_v4"]
-    assert main([*words, *named]) == 1
-    out, err = capsys.readouterr()
-    found = r"lcb_v4  0.750 \[0.301, 0.954\]  4 +4 +\d+ s  .*lcb_v4-org_tiny.json"
-    assert re.search(found, out)
-    assert "math_500 failed: lighteval failed (exit code 1)" in out
-    log = here / "results/math_500-org_tiny/log.txt"
-    assert f"Its log is {log}, and ends:⏎" in out.replace("\n", "⏎")
-    assert "ConnectionError: the hub is not there" in out
-    assert f"math_500 begins; its log is {log}" in err
-    results = sorted(path.name for path in (here / "results").glob("*.json"))
-    assert results == ["lcb_v4-org_tiny.json"]
 
 
 def test_answers_that_do_not_come_are_no_wrong_answers(service, here):
@@ -228,27 +207,21 @@ def test_everything_ends_with_who_began_it(here, number):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "--config C.yaml, its keys as key=value, or --suite NAME"),
-        (["--suite", "math_500"], "give either --endpoint URL"),
-        (["--suite", "maths", "--endpoint", "http://x"], "no suite 'maths'.*math_500"),
-        (["--suite", "math_500", "--endpoint", "http://x"], "--endpoint-model says which"),
-        (["--suite", "math_500", "--config", "c.yaml"], "--config has no effect with --suite"),
-        (["--config", "c.yaml", "--temperature", "1"], "--temperature has no effect without"),
-        (["--suite", "math_500", "a=b"], "key=value has no effect with --suite"),
-        (["--suite", "math_500", "--serve", "x {port}"], "neither {policy} nor {merged}"),
-        (["--suite", "math_500", "--serve", "x {policy}"], "does not say {port}"),
-        (
-            ["--suite", "math_500", "--serve", f"{sys.executable} {{policy}} {{port}}"],
-            "say which one by --policy",
-        ),
-        (
-            *(["--suite", "all", "--samples-per-prompt", "2", "--endpoint", "http://x"],),
-            "lcb takes one answer to each problem, not 2",
-        ),
+        ("", "--suite NAME"),
+        ("--suite math_500", "--endpoint URL"),
+        ("--suite maths --endpoint http://x", "'maths'.*math_500"),
+        ("--suite math_500 --endpoint http://x", "--endpoint-model"),
+        ("--suite math_500 --config c.yaml", "--config has no effect"),
+        ("--config c.yaml --temperature 1", "--temperature has no effect"),
+        ("--suite math_500 a=b", "key=value has no effect"),
+        ("--suite math_500 --serve 'x {port}'", "neither {policy} nor {merged}"),
+        ("--suite math_500 --serve 'x {policy}'", "{port}"),
+        (f"--suite math_500 --serve '{sys.executable} {{policy}} {{port}}'", "--policy"),
+        ("--suite all --samples-per-prompt 2 --endpoint http://x", "lcb takes one answer"),
     ],
 )
 def test_what_cannot_work_is_refused(words, told, capsys):
-    assert main(["eval", *words]) == 2
+    assert main(["eval", *shlex.split(words)]) == 2
     said = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
     assert re.search(told, said), said
 

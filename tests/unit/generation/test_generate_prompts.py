@@ -28,12 +28,10 @@ def user(text: str) -> dict[str, str]:
 
 
 def test_text_becomes_a_users_message_or_is_continued(rows: Any) -> None:
+    """And a system message comes where there is none."""
     assert rows([{"prompt": "hi", "a": 1}]).items[0].prompt == [user("hi")]
     item = rows([{"prompt": "hi", "a": 1}], api="completions").items[0]
     assert (item.prompt, item.columns, item.index) == ("hi", {"prompt": "hi", "a": 1}, 0)
-
-
-def test_a_system_message_comes_where_there_is_none(rows: Any) -> None:
     own = {"role": "system", "content": "own"}
     read = rows([{"prompt": "hi"}, {"prompt": [own, user("hi")]}], system_prompt="be kind")
     assert read.items[0].prompt == [{"role": "system", "content": "be kind"}, user("hi")]
@@ -96,14 +94,9 @@ def test_a_tasks_prompts_are_as_in_training(tmp_path: Path) -> None:
 
 
 def test_a_task_that_answers_in_turns_is_refused() -> None:
-    with pytest.raises(TaskError) as caught:
-        read_prompts(read_options({"task_module": "wordle_game", "output": "o"}), SHAPES)
-    message = str(caught.value)
-    assert "Task wordle_game" in message
-    assert "has get_environment" in message
-    assert "groupwise rl --task-module wordle_game" in message
-    assert "groupwise sft --task-module wordle_game" in message
-    calculator = "examples/04_calculator_tool/task.py"
-    with pytest.raises(TaskError, match="has get_environment") as caught:
-        read_prompts(read_options({"task_module": calculator, "output": "o"}), SHAPES)
-    assert "groupwise sft" not in str(caught.value), "it has no rows of a teacher"
+    for task in ("wordle_game", "examples/04_calculator_tool/task.py"):
+        with pytest.raises(TaskError, match="has get_environment") as caught:
+            read_prompts(read_options({"task_module": task, "output": "o"}), SHAPES)
+        assert f"groupwise rl --task-module {task}" in str(caught.value)
+        has_a_teacher = task == "wordle_game"
+        assert ("groupwise sft" in str(caught.value)) == has_a_teacher

@@ -73,9 +73,9 @@ def test_what_was_not_scored_is_left_out_and_told(tmp_path):
 
 def test_nothing_in_common_is_refused_with_the_reason(tmp_path):
     a = a_file(tmp_path, "a", {"p": [0.0]}, answer=1)
-    with pytest.raises(UsageError, match=r"no held-out prompt in common.*'p' and 'q'"):
+    with pytest.raises(UsageError, match="'p' and 'q'"):
         compare_references(a, a_file(tmp_path, "b", {"q": [0.0]}))
-    with pytest.raises(UsageError, match="1 prompts are the same text, but with other columns"):
+    with pytest.raises(UsageError, match="other columns"):
         compare_references(a, a_file(tmp_path, "c", {"p": [0.0]}, answer=2))
 
 
@@ -117,11 +117,8 @@ def test_a_run_is_its_evaluation_after_training_and_its_curve(runs):
     found = compare_references("a", "b", runs)
     assert (found.a.label, found.b.label) == ("a@4 (after)", "b@4 (after)")
     assert metric(found, "reward").change.value == 0
-    assert (found.curve.steps, found.curve.a, found.curve.b) == (
-        4,
-        pytest.approx((0.15, 0.35)),
-        pytest.approx((0.2, 0.6)),
-    )
+    curves = (*found.curve.a, *found.curve.b)
+    assert (found.curve.steps, curves) == (4, pytest.approx((0.15, 0.35, 0.2, 0.6)))
     assert found.curve.change.value == pytest.approx(fmean([0.2, 0.3]))
     assert found.config == {"training.seed": (0, 7)}
 

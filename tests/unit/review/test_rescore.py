@@ -129,13 +129,8 @@ def test_a_reward_that_scores_nothing_is_told_with_its_reason(runs, name, why, b
     assert (found.overall.scored, found.overall.failed, found.exit_code) == (0, 24, 1)
     assert found.broken == ((name,) if broken else ())
     ((reason, count),) = found.overall.reasons.items()
-    assert reason.startswith(why)
-    assert count == 24
-    summary = found.summary()
-    assert summary["overall"]["reasons"] == {reason: 24}
-    assert summary["steps"]["1"]["reasons"] == {reason: 8}
-    assert summary["broken"] == list(found.broken)
-    assert Path(summary["results_rows"]).suffix == ".jsonl"
+    assert (reason.startswith(why), count) == (True, 24)
+    assert found.summary()["steps"]["1"]["reasons"] == {reason: 8}
 
 
 def test_texts_are_enough_but_token_ids_are_not_made_up(tmp_path):
@@ -146,18 +141,17 @@ def test_texts_are_enough_but_token_ids_are_not_made_up(tmp_path):
 
 
 def test_what_cannot_be_done_is_said(runs):
-    with pytest.raises(UsageError, match="either --task-module or --rewards"):
-        rescore("r", runs_dir=runs)
-    with pytest.raises(UsageError, match="either --task-module or --rewards"):
-        rescore("r", task=REWARDS, rewards=["x:y"], runs_dir=runs)
-    with pytest.raises(RunNotFoundError, match="no step 3; it has the steps 0 to 2"):
+    for given in ({}, {"task": REWARDS, "rewards": ["x:y"]}):
+        with pytest.raises(UsageError, match="either --task-module or --rewards"):
+            rescore("r", runs_dir=runs, **given)
+    with pytest.raises(RunNotFoundError, match="no step 3"):
         judged(runs, "length", step=3)
     with pytest.raises(TaskError, match="Did you mean `length`"):
         judged(runs, "lengt")
-    with pytest.raises(TaskError, match=r"its environment gave the rewards.* Give --rewards"):
+    with pytest.raises(TaskError, match="its environment gave the rewards"):
         rescore("r", task=SimpleNamespace(get_environment=lambda config: None), runs_dir=runs)
     RunFolder.create(runs, "warm", {"data": {}}, {"kind": "sft"}).close()
-    with pytest.raises(UsageError, match="a run of `groupwise sft`: it has no rollouts to score"):
+    with pytest.raises(UsageError, match="groupwise sft"):
         rescore("warm", task=REWARDS, runs_dir=runs)
     with RunFolder.create(runs, "plain", {"model": {"name": "tiny"}}, {}) as run:
         group = Group(0, Example(0, "p"), (rollout(0, 0, 1.0),))

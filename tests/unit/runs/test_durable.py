@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,10 +44,6 @@ class TestFiles:
         assert (tmp_path / "a.bin").read_bytes() == b"two"
         assert names(tmp_path) == ["a.bin"]
         assert points == ["file:a.bin:before", "file:a.bin:after"] * 2
-
-    def test_json_keeps_what_utf8_cannot_hold_readable(self, tmp_path: Path) -> None:
-        durable.write_json(tmp_path / "a.json", {"name": "é", "odd": "\ud800"})
-        assert json.loads((tmp_path / "a.json").read_bytes())["name"] == "é"
 
     @pytest.mark.parametrize(("moment", "content"), [("before", b"old"), ("after", b"new")])
     def test_are_old_or_new(
@@ -226,9 +220,3 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr(durable, "_flush", note)
     monkeypatch.setattr(durable, "_write_flushed", note_file)
     return seen
-
-
-def test_removing_a_missing_folder_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="cannot write"):
-        durable.remove_folder(tmp_path / "missing")
-    shutil.rmtree(tmp_path)

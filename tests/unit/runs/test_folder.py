@@ -17,12 +17,11 @@ from groupwise.errors import (
     NothingScoredError,
     RunInUseError,
     RunNotFoundError,
-    StoreError,
     UsageError,
 )
 from groupwise.runs import durable, folder, lock
-from groupwise.runs.folder import RunFolder, add_result, read_config, read_state, read_summary
-from groupwise.runs.records import ResumeRecord, Rewound, StepRecord
+from groupwise.runs.folder import RunFolder, read_state, read_summary
+from groupwise.runs.records import ResumeRecord, Rewound
 
 CONFIG: dict[str, Any] = {"model": {"name": "tiny"}, "training": {"max_steps": 10}}
 
@@ -67,14 +66,6 @@ class TestNew:
             assert read_summary(run.path) is None
         assert [path.name for path in (tmp_path / "runs").iterdir()] == ["sort"]
 
-    def test_takes_the_next_name_beside_finished_ones(self, tmp_path: Path) -> None:
-        names: list[str] = []
-        for _ in range(3):
-            run = create(tmp_path)
-            names.append(run.name)
-            finish(run)
-        assert names == ["sort", "sort-2", "sort-3"]
-
     def test_is_refused_beside_an_unfinished_one(self, tmp_path: Path) -> None:
         """And beside a live one, or where something else lies."""
         for state in ("interrupted", "failed", "running"):
@@ -89,15 +80,6 @@ class TestNew:
         (tmp_path / "other").mkdir()
         with pytest.raises(UsageError, match="not a run folder"):
             create(tmp_path, "other")
-
-    def test_keeps_its_tokenizer_from_the_beginning_on(self, tmp_path: Path) -> None:
-        def fill(folder: Path) -> None:
-            (folder / "tokenizer.json").write_text("{}")
-
-        with create(tmp_path) as run:
-            run.keep_tokenizer(fill)
-            assert (run.path / "tokenizer" / "tokenizer.json").read_text() == "{}"
-            run.keep_tokenizer(lambda folder: pytest.fail(f"{folder} is written to again"))
 
     @pytest.mark.parametrize(
         ("point", "there"),
@@ -153,13 +135,6 @@ class TestLock:
         with RunFolder.open(path) as run:
             assert json.loads((path / "lock").read_text())["pid"] == os.getpid()
             assert read_state(path) == run.state == "running"
-
-    def test_an_unreadable_note_does_not_matter(self, tmp_path: Path) -> None:
-        run = create(tmp_path)
-        (run.path / "lock").write_text("")
-        with pytest.raises(RunInUseError, match="another process"):
-            RunFolder.open(run.path)
-        run.close()
 
 
 class TestEnd:
@@ -223,28 +198,6 @@ class TestResume:
 
 
 class TestFiles:
-    def test_final_is_replaced_whole(self, tmp_path: Path) -> None:
-        with create(tmp_path) as run:
-            run.write_final(lambda folder: (folder / "a").touch())
-            run.write_final(lambda folder: (folder / "b").touch())
-            assert [path.name for path in run.final.iterdir()] == ["b"]
-
-            def fail(folder: Path) -> None:
-                raise OSError(28, "No space left on device")
-
-            with pytest.raises(StoreError, match="Free space"):
-                run.write_final(fail)
-            assert [path.name for path in run.final.iterdir()] == ["b"]
-
-    def test_results_are_never_overwritten(self, tmp_path: Path) -> None:
-        path = _closed(tmp_path)
-        written = [add_result(path, "held_out", {"mean": mean}) for mean in (0.1, 0.2, 0.3)]
-        assert [file.stem for file in written] == ["held_out", "held_out-2", "held_out-3"]
-        assert [json.loads(file.read_text())["mean"] for file in written] == [0.1, 0.2, 0.3]
-        (path / "config.json").write_text("{")
-        with pytest.raises(StoreError, match=r"config\.json"):
-            read_config(path)
-
     def test_the_log_holds_what_the_package_says(self, tmp_path: Path) -> None:
         logger = logging.getLogger("groupwise.loops.rl")
         level = logging.getLogger("groupwise").level
@@ -258,13 +211,6 @@ class TestFiles:
         assert lines[2].endswith(r"WARNING a model said \x1b[31mred\x07")
         assert len(lines) == 3
         assert logging.getLogger("groupwise").level == level
-
-    def test_the_record_moves_with_the_folder(self, tmp_path: Path) -> None:
-        with create(tmp_path) as run:
-            run.store.commit_step(StepRecord(0, 0, 0, "f", (), 0.0, 0.0), [], {"reward": 1.0})
-        run.path.rename(tmp_path / "moved")
-        with RunFolder.open(tmp_path / "moved") as moved:
-            assert moved.store.last_step() == 0
 
 
 def _closed(runs: Path) -> Path:

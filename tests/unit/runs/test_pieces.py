@@ -189,22 +189,6 @@ def test_one_that_is_gone_is_made_up_for_by_the_next(run, tmp_path):
     assert steps_of(tmp_path / "record.db") == [2, 3, 4]
 
 
-def test_those_of_undone_steps_go(run):
-    checkpoints.prune(run.checkpoints, 1)
-    assert {path.name for path in run.path.glob("records/*")} == {"step-2.db", "step-4.db"}
-    checkpoints.drop_after(run.checkpoints, 2)
-    assert {path.name for path in run.path.glob("records/*")} == {"step-2.db"}
-
-
-def test_where_a_disk_knows_no_second_names_they_are_copied(run, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise OSError("not supported")
-
-    monkeypatch.setattr(durable.os, "link", refuse)
-    checkpoints.prune(run.checkpoints, 1)
-    assert steps_of(run.path / "records/step-4.db") == [2, 3]
-
-
 def test_a_crash_before_a_checkpoint_is_deleted_loses_nothing(run, die_at):
     die_at("file:step-4.db:before", lambda: checkpoints.prune(run.checkpoints, 1))
     assert (run.checkpoints / "step-4/record.db").exists()
@@ -349,29 +333,22 @@ def test_damage_is_noticed_and_mended(run, how):
     assert trouble_with(run.path / "run.db", thorough=True) is None
 
 
-def test_what_is_lost_is_named(run):
-    run.path.joinpath("records/step-2.db").unlink()
-    made = recover(lose(run))
-    assert made is not None
-    assert (made.steps, made.lost) == (4, (0, 1))
-    assert "lost are the steps 0 to 1, of which no piece is left" in str(made)
-
-
-def test_without_a_piece_of_the_last_checkpoint_nothing_is_mended(run):
-    run.path.joinpath("checkpoints/step-6/record.db").unlink()
+def test_what_cannot_be_mended_is_told(run):
     checkpoints.save(run.checkpoints, 6, lambda folder: None)
-    path = lose(run)
-    with pytest.raises(StoreError, match=r"holds no record.db from which it could be"):
-        recover(path)
-
-
-def test_without_a_checkpoint_nothing_is_mended_nor_where_a_run_is_in_use(run):
-    for ending in ("", "-wal", "-shm"):
-        run.path.joinpath(f"run.db{ending}").unlink(missing_ok=True)
+    (run.path / "run.db").unlink()
     with pytest.raises(RunInUseError):
         recover(run.path)
-    checkpoints.drop_after(run.checkpoints, 0)
     path = lose(run)
+    with pytest.raises(StoreError, match=r"holds no record\.db"):
+        recover(path)
+    checkpoints.drop_after(run.checkpoints, 4)
+    run.path.joinpath("records/step-2.db").unlink()
+    made = recover(path)
+    assert made is not None
+    assert (made.steps, made.lost) == (2, (0, 1))
+    assert "steps 0 to 1" in str(made)
+    (path / "run.db").unlink()
+    checkpoints.drop_after(run.checkpoints, 0)
     with pytest.raises(StoreError, match="no complete checkpoint"):
         recover(path)
 

@@ -71,23 +71,14 @@ def rich(tmp_path) -> Iterator[Store]:
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "\udc80é"})
     with Store.create(tmp_path / "rich.db") as made:
         parts = (RewardPart("right", math.nan, 1.0, 2),)
+        segments = (Segment("policy", (5, 6)),)
         members = tuple(
             Rollout(
-                7,
-                number,
-                0,
-                (1,),
-                (Segment("policy", (5, 6)),),
-                "half \udc80",
-                "scored",
-                None,
-                math.nan if number else 1.0,
-                parts,
-                notes={"won": math.nan} if number else {},
-                messages=messages,
+                7, number, 0, (1,), segments, "half \udc80", "scored", None, math.nan if number else 1.0, parts,
+                notes={"won": math.nan} if number else {}, messages=messages,
             )
             for number in range(3)
-        )
+        )  # fmt: skip
         group = Group(7, Example(3, "p", columns), members, origin="replay", again=4)
         warning = WarningRecord(1, "length", "begins", "grows", {"slope": 0.5, "low": -math.inf})
         metrics = {"reward": 1.0, "step": 9.0, "metric/step": 8.0}
@@ -125,12 +116,8 @@ def test_what_an_analysis_needs_is_there(rich, tmp_path, to):
         {"step": 0, "metric/step": 8.0, "reward": 1.0, "metrics/step": 9.0}
     ]
     found = rows(tmp_path, to, "evaluation_rows")
-    assert [(row["policy"], row["position"]) for row in found] == [
-        ("r@1", 0),
-        ("r@1", 1),
-        ("base", 0),
-        ("base", 1),
-    ]
+    places = [(row["policy"], row["position"]) for row in found]
+    assert places == [(policy, place) for policy in ("r@1", "base") for place in (0, 1)]
     assert json.loads(found[2]["row"]) == {"example": 1, "completion": "base"}
     (warning,) = rows(tmp_path, to, "warnings")
     assert json.loads(warning.pop("values")) == {"slope": 0.5, "low": None}

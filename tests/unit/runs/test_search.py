@@ -297,23 +297,6 @@ def test_a_word_beside_letters_of_such_scripts_is_one(tmp_path: Path) -> None:
             assert len(store.rollouts(RolloutFilter(text=words))) == found, words
 
 
-@pytest.mark.parametrize("indexed", [True, False])
-def test_words_with_signs_are_found_as_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
-) -> None:
-    if not indexed:
-        monkeypatch.setattr(text_index, "_fts5", lambda connection: False)
-    texts = ("the answer is 5", "the answer is -5.", "C code", "C++ code", "3 14", "\\boxed{3.14}")
-    wanted = {"-5": [1], '"is -5"': [1], "C++": [3], "c++ code": [3], "3.14": [5], "\\boxed{3.14}": [5], "5": [0, 1],
-              "5 -": [1]}  # fmt: skip
-    with Store.create(tmp_path / "run.db") as store:
-        for draw, text in enumerate(texts):
-            rollout = Rollout(draw, 0, 0, (), (), text, "scored", None, 1.0)
-            store.keep_unfinished([Group(draw, Example(0, "?"), (rollout,))])
-        for words, found in wanted.items():
-            assert [each.draw for each in store.rollouts(RolloutFilter(text=words))] == found, words
-
-
 def is_matched(text: str, query: str) -> bool:
     """By an index of this one text."""
     with closing(sqlite3.connect(":memory:")) as index:

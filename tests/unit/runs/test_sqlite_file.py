@@ -61,9 +61,7 @@ def test_a_migration_is_done_as_a_whole_or_not_at_all(
 def test_other_files_and_newer_ones_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "birds.db"
     opened(path).close()
-    with pytest.raises(
-        StoreError, match="format 2; this version of Groupwise knows formats up to 1"
-    ):
+    with pytest.raises(StoreError, match=r"format 2.* up to 1"):
         opened(path, OLDER)
     fish = Format("a list of fish", 0x46495348, KIND.migrations)
     with pytest.raises(StoreError, match=r"but not a list of fish\.$"):
@@ -86,7 +84,6 @@ def test_each_refusal_has_its_remedy(tmp_path: Path) -> None:
         return remedy(place, refused.value)
 
     assert "the right to write" in told(path, "ro", "DELETE FROM birds")
-    assert "the folder is there" in told(tmp_path / "no" / "birds.db", "rwc", "SELECT 1")
     with closing(connect(path, "rw")) as other:
         other.execute("BEGIN IMMEDIATE")
         assert "Another process is writing" in told(path, "rw", "BEGIN IMMEDIATE")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sqlite3
 import struct
 import threading
@@ -252,6 +251,10 @@ class TestSteps:
         assert store.last_step() == 1
         assert store.steps() == [step(0, (1, 0)), step(1, (3, 2))]
         assert store.groups(1) == [group(3), group(2)]
+        view = store.rollouts(RolloutFilter(draw=1))[0]
+        assert (view.step, view.example, view.prompt) == (0, 1, "question 1")
+        assert view.parts == (RewardPart("right", 1.0), RewardPart("short", 0.5))
+        assert (view.advantage, view.truncated) == (0.5, False)
 
     @pytest.mark.parametrize(
         ("number", "draws", "groups", "says"),
@@ -327,14 +330,6 @@ class TestSteps:
             store.set_meta({"created_at": odd})
             assert [at.mean for at in store.thinned_times(9, (1, 2))] == [1.0, 2.0]
 
-    def test_points_that_stand_elsewhere_are_thinned_alike(self, store: Store) -> None:
-        points = {0: 1.0, 4: math.nan, 5: 3.0, 9: 5.0}
-        assert store.thinned_points(points, 2, (0, 9)) == [
-            CurvePoint(2.0, 0, 4, 1.0, 1.0, 1.0, 1),
-            CurvePoint(7.0, 5, 9, 4.0, 3.0, 5.0),
-        ]
-        assert store.thinned_points(points, 2, None) == []
-
     def test_a_thinned_curve_keeps_what_stands_out(self, store: Store) -> None:
         values = [0.0, 9.0, 1.0, 2.0, math.nan, 3.0, 4.0]
         for at, value in enumerate(values):
@@ -374,19 +369,6 @@ class TestRewind:
         store.rewind(2)
         assert [warning.step for warning in store.warnings()] == [1, 2]
         assert [evaluation.step for evaluation in store.evaluations()] == [1, 2]
-
-    def test_leaves_nothing_to_be_found(self, store: Store) -> None:
-        fill(store, 2)
-        store.rewind(0)
-        assert store.rollouts(RolloutFilter(text="answer")) == []
-        with closing(sqlite3.connect(store.path)) as connection:
-            for table in ("groups", "rollouts", "segments", "parts", "metrics", "steps"):
-                assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
-            for index in text_index.TEXTS:
-                made = f"CREATE VIRTUAL TABLE temp.left USING fts5vocab(main, {index}, row)"
-                connection.execute(made)
-                assert connection.execute("SELECT term FROM temp.left").fetchall() == []
-                connection.execute("DROP TABLE temp.left")
 
     def test_dies_before_or_after_but_not_between(self, tmp_path: Path, die_at: DieAt) -> None:
         for moment, steps in (("before", 3), ("after", 1)):
@@ -472,88 +454,8 @@ class TestReaders:
             with pytest.raises(StoreError, match="readonly"):
                 fill(reader, 1, start=2)
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-    def test_read_a_folder_that_they_may_not_write_to(self, tmp_path: Path) -> None:
-        folder = tmp_path / "fixed"
-        folder.mkdir()
-        with Store.create(folder / "run.db") as store:
-            fill(store, 1)
-        folder.chmod(0o500)
-        try:
-            with Store.open(folder / "run.db", readonly=True) as reader:
-                assert reader.last_step() == 0
-        finally:
-            folder.chmod(0o700)
-
 
 class TestRollouts:
-    def rewards(self, store: Store, **wanted: Any) -> list[float | None]:
-        return [view.reward for view in store.rollouts(RolloutFilter(**wanted))]
-
-    def test_filters(self, store: Store) -> None:
-        fill(store, 3)
-        failed = Rollout(50, 0, 0, (), (), "oh no", "failed", "it raised")
-        late = Rollout(50, 1, 0, (), (), "slow", "timed_out")
-        store.keep_unfinished([group(50, rollouts=(failed, late))])
-        assert {view.draw for view in store.rollouts(RolloutFilter(step=1))} == {2, 3}
-        assert [v.completion for v in store.rollouts(RolloutFilter(outcome="failed"))] == ["oh no"]
-        cases: tuple[tuple[int, dict[str, Any]], ...] = (
-            (2, {"outcome": ("failed", "timed_out")}), (2, {"example": 3}), (2, {"draw": 4}),
-            (12, {"part": "short", "min_reward": 0.4}), (0, {"part": "short", "min_reward": 0.6}), (0, {"part": "nobody"}),
-        )  # fmt: skip
-        for count, wanted in cases:
-            assert len(store.rollouts(RolloutFilter(**wanted))) == count, wanted
-        assert self.rewards(store, min_reward=0.5) == [1.0] * 6
-        assert self.rewards(store, max_reward=0.5) == [0.0] * 6
-        view = store.rollouts(RolloutFilter(draw=1))[0]
-        assert (view.step, view.example, view.prompt) == (0, 1, "question 1")
-        assert view.parts == (RewardPart("right", 1.0), RewardPart("short", 0.5))
-        assert (view.advantage, view.truncated) == (0.5, False)
-
-    def test_orders_and_pages(self, store: Store) -> None:
-        fill(store, 2)
-        everything = store.rollouts(RolloutFilter())
-        assert [(view.draw, view.member) for view in everything] == [
-            (draw, member) for draw in range(4) for member in range(2)
-        ]
-        pages = [store.rollouts(RolloutFilter(limit=3, offset=at)) for at in (0, 3, 6)]
-        assert [view for page in pages for view in page] == everything
-        assert self.rewards(store, order="best", limit=5) == [1.0] * 4 + [0.0]
-        assert self.rewards(store, order="worst", limit=5) == [0.0] * 4 + [1.0]
-        assert [view.id for view in store.rollouts(RolloutFilter(order="newest"))] == [
-            view.id for view in sorted(everything, key=lambda view: -view.id)
-        ]
-
-    @pytest.mark.parametrize("indexed", [True, False])
-    def test_text_is_found_in_prompt_and_completion(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
-    ) -> None:
-        without_fts5(monkeypatch, indexed)
-        with Store.create(tmp_path / "text.db") as store:
-            fill(store, 2)
-            assert len(store.rollouts(RolloutFilter(text='"ANSWER 1"'))) == 4
-            assert draws(store, '"question 3"') == [3, 3]
-            for hostile in ('"', "a OR b*", "NEAR(", "'; DROP TABLE rollouts; --", "%", "\0"):
-                assert store.rollouts(RolloutFilter(text=hostile)) == []
-            assert len(store.rollouts(RolloutFilter())) == 8
-
-    def test_a_prompt_is_searched_as_text_and_shown_as_the_model_saw_it(self, store: Store) -> None:
-        chat = [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Sort kiwi"},
-        ]
-        seen = "<|im_start|>system\nTools: sort(words)<|im_end|>\n<|im_start|>user\nSort kiwi"
-        given = [
-            Group(
-                draw, Example(0, chat), (Rollout(draw, 0, 0, (), (), "x"),), prompt_seen=prompt_seen
-            )
-            for draw, prompt_seen in enumerate((None, seen))
-        ]
-        store.keep_unfinished(given)
-        found = [view.prompt for view in store.rollouts(RolloutFilter(text="kiwi"))]
-        assert found == ["system: Be brief.\n\nuser: Sort kiwi", seen]
-        assert store.unfinished_groups() == given
-
     @pytest.mark.parametrize("indexed", [True, False])
     def test_what_only_the_template_wrote_is_found_as_it_is_shown(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
@@ -605,11 +507,15 @@ class TestRollouts:
     ) -> None:
         without_fts5(monkeypatch, indexed)
         monkeypatch.setattr("groupwise.runs.search.COMMON", common)
-        texts = ("kiwi and fig", "kiwi += 1", "私は東京都に住む kiwi", "ผมสวัสดีครับ 학교에서")
+        texts = ("kiwi and fig", "kiwi += 1", "私は東京都に住む kiwi", "ผมสวัสดีครับ 학교에서", "the answer is 5",
+                 "the answer is -5.", "C code", "C++ code", "3 14", "\\boxed{3.14}", "ÄPFEL und Öl")  # fmt: skip
         wanted: dict[str, list[int]] = {
             "fig kiwi": [0], "kiwi   FIG": [0], '"kiwi and fig"': [0], '"fig and kiwi"': [], 'fig "kiwi and"': [0], 'kiwi "and fig': [0],
             "sort kiwi": [0], "kiwi += 1": [1], "+=": [1], "東京": [2], "京都": [2], "東京 都": [2], "東京 kiwi": [2], "東京 fig": [],
-            "สวัสดี": [3], "학교": [3], '"': [], '""': [0, 1, 2, 3], "  ": [0, 1, 2, 3],
+            "สวัสดี": [3], "학교": [3], '"': [], '""': list(range(11)), "  ": list(range(11)), "-5": [5], '"is -5"': [5], "C++": [7],
+            "c++ code": [7], "3.14": [9], "\\boxed{3.14}": [9], "5": [4, 5], "5 -": [5], "Äpfel": [10],
+            '"öl"': [10], "UND": [10], "NEAR(": [], "a OR b*": [],
+            "'; DROP TABLE rollouts; --": [], "%": [], "\0": [],
         }  # fmt: skip
         with Store.create(tmp_path / "text.db") as store:
             for draw, text in enumerate(texts):
@@ -637,49 +543,30 @@ class TestRollouts:
             store.rebuild_text_index()
             assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
 
-    def test_without_an_index_letters_of_all_scripts_are_found_in_any_size(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        without_fts5(monkeypatch)
-        with Store.create(tmp_path / "run.db") as store:
-            written = replace(group(0).rollouts[0], completion="ÄPFEL und Öl")
-            store.commit_step(step(0, (0,)), [replace(group(0), rollouts=(written,))], {})
-            for text in ("ÄPFEL", "Äpfel", "äpfel", "Öl", "UND", '"öl"'):
-                assert draws(store, text) == [0], text
-            assert draws(store, "Birnen") == []
-
     @pytest.mark.parametrize(
         ("wanted", "lead", "index"),
         [
             (RolloutFilter(), None, "sqlite_autoindex_rollouts"),
             (RolloutFilter(order="newest"), None, "SCAN rollouts"),
             (RolloutFilter(order="best"), None, "rollouts_by_reward"),
-            (RolloutFilter(order="best", max_reward=0.5), None, "rollouts_by_reward"),
             (RolloutFilter(order="best", max_reward=0.5), "reward", "rollouts_by_reward"),
-            (RolloutFilter(order="newest", max_reward=0.5), None, "SCAN rollouts"),
             (RolloutFilter(draw=3), "draw", "sqlite_autoindex_rollouts"),
             (RolloutFilter(step=3), "step", "rollouts_by_step"),
             (RolloutFilter(step=3, order="best"), "step", "rollouts_by_step_and_reward"),
             (RolloutFilter(step=3, example=3), "example", "rollouts_by_example"),
-            (RolloutFilter(step=3, text="answer"), "text", "INTEGER PRIMARY KEY"),
             (RolloutFilter(step=3, text="answer"), "step", "rollouts_by_step"),
             (RolloutFilter(example=3), "example", "rollouts_by_example"),
-            (RolloutFilter(example=3, order="newest"), None, "rollouts_by_example"),
             (RolloutFilter(outcome="failed"), "outcome", "rollouts_by_outcome"),
-            (RolloutFilter(outcome="scored", order="newest"), None, "SCAN rollouts"),
             (RolloutFilter(min_tokens=9), "length", "rollouts_by_length"),
             (RolloutFilter(min_tokens=9, task="even", order="newest"), None, "rollouts_by_task"),
             (RolloutFilter(min_tokens=9, max_tokens=12, part="right"), "length", "_by_length"),
             (RolloutFilter(truncated=True), "truncated", "rollouts_by_truncated"),
-            (RolloutFilter(truncated=True, order="best"), None, "rollouts_by_reward"),
             (RolloutFilter(part="right", order="best"), None, "parts_by_name"),
-            (RolloutFilter(part="right", order="newest"), "part", "parts_by_name"),
             (RolloutFilter(part="right", step=3), "step", "rollouts_by_step"),
             (RolloutFilter(text="answer"), "text", "INTEGER PRIMARY KEY"),
             (RolloutFilter(task="even"), None, "groups_by_task"),
             (RolloutFilter(task="even", order="newest"), None, "rollouts_by_task"),
             (RolloutFilter(task="even", order="best"), None, "rollouts_by_task_and_reward"),
-            (RolloutFilter(task="even", step=3), "step", "rollouts_by_step"),
             (RolloutFilter(task="even", step=3, order="best"), "step", "by_step_and_reward"),
             (RolloutFilter(task="even", text="?!", order="newest"), None, "rollouts_by_task"),
             (RolloutFilter(task="even", part="right", order="best"), None, "parts_by_name"),
@@ -741,16 +628,6 @@ class TestRollouts:
         ):
             found = plan(crowded, RolloutFilter(order=order, part=part, task=task))
             assert not any("TEMP B-TREE" in line for line in found), (order, part, task, found)
-
-    def test_a_task_has_its_own(self, store: Store) -> None:
-        for draw, columns in enumerate(MIXTURE):
-            member = Rollout(draw, 0, 0, (), (), "answer", "scored", reward=0.1 * draw)
-            made = Group(draw, Example(draw, f"prompt {draw}", columns), (member,))
-            store.commit_step(StepRecord(draw, 0, 1, "f", (draw,), 0.1, 0.0), [made], {})
-        for task, found in (("sums", [0, 3]), ("grid", [1]), ("x" * 300, [2]), ("none", [])):
-            views = store.rollouts(RolloutFilter(task=task))
-            assert [view.draw for view in views] == found
-            assert {view.task for view in views} <= {task[:200]}
 
     def test_a_long_list_is_of_one_state_and_may_be_asked_for_by_any_thread(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -895,25 +772,17 @@ class TestFormat:
         path = tmp_path / "run.db"
         with Store.create(path) as store:
             fill(store, 1)
-        monkeypatch.setattr(
-            database,
-            "FORMAT",
-            replace(
-                database.FORMAT,
-                migrations=(*schema.MIGRATIONS, "CREATE TABLE later (x INTEGER);"),
-            ),
-        )
+        migrations = (*schema.MIGRATIONS, "CREATE TABLE later (x INTEGER);")
+        monkeypatch.setattr(database, "FORMAT", replace(database.FORMAT, migrations=migrations))
         before = path.read_bytes()
-        with Store.open(path, readonly=True) as store:
-            assert (store.last_step(), len(store.groups(0))) == (0, 2)
-            assert store.rollouts(RolloutFilter(text="answer"))
-            with pytest.raises(StoreError, match="readonly"):
-                store.set_meta({"state": "lost"})
+        for _ in range(2):
+            with Store.open(path, readonly=True) as store:
+                assert (store.last_step(), len(store.groups(0))) == (0, 2)
+                assert store.rollouts(RolloutFilter(text="answer"))
+                with pytest.raises(StoreError, match="readonly"):
+                    store.set_meta({"state": "lost"})
         assert path.read_bytes() == before, "reading never writes into a run"
-        with Store.open(path, readonly=True) as store:
-            assert store.last_step() == 0
-        with Store.open(path) as store:
-            assert store.last_step() == 0
+        Store.open(path).close()
         alter(path, "INSERT INTO later VALUES (1)")
         Store.open(path, readonly=True).close()
 
@@ -989,21 +858,8 @@ class TestFormat:
                 assert [view.task for view in store.rollouts(RolloutFilter())] == expected
                 assert store.tasks(9) == ["grid", "sums", "x" * 200]
                 assert store.tasks(2) == ["grid", "sums"]
-                assert [v.draw for v in store.rollouts(RolloutFilter(task="sums"))] == [0, 3]
-
-    def test_other_files_are_refused(self, tmp_path: Path) -> None:
-        foreign = tmp_path / "foreign.db"
-        alter(foreign, "CREATE TABLE t (x)")
-        with pytest.raises(StoreError, match="not the record of a Groupwise run"):
-            Store.open(foreign)
-        text = tmp_path / "text.db"
-        text.write_text("this is no database, and it is longer than a header of one " * 20)
-        with pytest.raises(StoreError, match="restore it from a copy"):
-            Store.open(text)
-        with pytest.raises(StoreError, match="does not exist"):
-            Store.open(tmp_path / "missing.db")
-        with pytest.raises(StoreError, match="is there already"):
-            Store.create(foreign)
+                for task, found in (("sums", [0, 3]), ("x" * 300, [2]), ("none", [])):
+                    assert [v.draw for v in store.rollouts(RolloutFilter(task=task))] == found
 
 
 def make_old(path: Path, version: int, content: str = "") -> None:

@@ -12,6 +12,7 @@ from groupwise.errors import CheckpointError, StoreError, UsageError
 from groupwise.runs import checkpoints, durable, lock
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder, add_result, result_file
+from groupwise.runs.store import Store
 from tests.disks import read_only, small_disk
 
 
@@ -27,14 +28,10 @@ def test_a_file_is_no_folder_of_runs(tmp_path: Path) -> None:
             RunFolder.create(place, "sort", {})
 
 
-def test_a_name_may_be_too_long(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="too long"):
-        RunFolder.create(tmp_path, "x" * 300, {})
-
-
-def test_base_is_no_name_of_a_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="names the model itself"):
-        RunFolder.create(tmp_path, "base", {})
+def test_names_that_no_run_can_have(tmp_path: Path) -> None:
+    for name, said in (("x" * 300, "too long"), ("base", "names the model itself")):
+        with pytest.raises(UsageError, match=said):
+            RunFolder.create(tmp_path, name, {})
     with pytest.raises(ValidationError, match="names the model itself"):
         RunSection(name="base")
 
@@ -43,6 +40,8 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "2m") as disk:
         path = closed(disk)
         with read_only(disk):
+            with Store.open(path / "run.db", readonly=True) as store:
+                assert store.last_step() is None
             with pytest.raises(UsageError, match="Read-only"):
                 RunFolder.create(disk, "other", {})
             with pytest.raises(UsageError, match=r"sort cannot be taken.*Read-only"):

@@ -18,11 +18,6 @@ def test_compare_sorts_changes_by_what_a_resume_does() -> None:
     assert found.fixed == {"title": ("a", "b"), "engine.name": ("torch", "fake")}
 
 
-def test_compare_finds_nothing_in_equal_configs() -> None:
-    found = compare(plain(), plain(), Root)
-    assert (found.free, found.warned, found.fixed) == ({}, {}, {})
-
-
 def test_compare_takes_the_default_for_a_key_that_the_old_config_did_not_have() -> None:
     old = plain()
     del old["rate"], old["engine"]

@@ -2,6 +2,7 @@
 
 import json
 
+from groupwise.settings.documentation import document
 from groupwise.settings.schema import leaves
 from tests.unit.settings.shapes import Root
 
@@ -13,6 +14,16 @@ def test_leaves_carry_path_kind_and_class() -> None:
     assert found["shape.radius", "circle"] == "fixed"
     assert found["spare", ""] == "fixed"
     assert ("engine", "") not in found
+
+
+def test_a_table_tells_every_key() -> None:
+    lines = document(Root).splitlines()
+    told = r"| `rate` | a number (above 0, at most 1) | `1e-05` | Step size \| peak. | free |"
+    assert told in lines
+    assert any(
+        line.startswith("| `shape.radius` |") and "Only for circle" in line for line in lines
+    )
+    assert len({line.split("|")[1] for line in lines}) == len(lines)
 
 
 def test_json_schema_has_descriptions_and_resume_classes() -> None:

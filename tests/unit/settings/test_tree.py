@@ -24,30 +24,18 @@ block: |
   two
   lines
 nested: {a: [1, 2.5, x, null]}
+base: &b {x: 0x10}
+sub:
+  <<: *b
+  y: 2
 """
-    assert read_yaml(write(tmp_path, text)).values == {
-        "rate": 1e-5,
-        "lang": "no",
-        "clock": "12:30",
-        "octal": 10,
-        "day": "2026-01-02",
-        "hex": 31,
-        "flag": True,
-        "nothing": None,
-        "quoted": "1",
-        "block": "two\nlines\n",
-        "nested": {"a": [1, 2.5, "x", None]},
-    }
-
-
-def test_values_are_plain_python(tmp_path: Path) -> None:
-    values = read_yaml(write(tmp_path, "a: &x 0x10\nb: 1e-5\nc: &t true\nd: 'q'\ne: [1]\n")).values
-    assert [type(value) for value in values.values()] == [int, float, bool, str, list]
-
-
-def test_merge_keys_and_anchors_are_resolved(tmp_path: Path) -> None:
-    tree = read_yaml(write(tmp_path, "base: &b {x: 1}\nsub:\n  <<: *b\n  y: 2\n"))
-    assert tree.values["sub"] == {"x": 1, "y": 2}
+    values = read_yaml(write(tmp_path, text)).values
+    assert values == {
+        "rate": 1e-5, "lang": "no", "clock": "12:30", "octal": 10, "day": "2026-01-02", "hex": 31, "flag": True, "nothing": None,
+        "quoted": "1", "block": "two\nlines\n", "nested": {"a": [1, 2.5, "x", None]}, "base": {"x": 16}, "sub": {"x": 16, "y": 2},
+    }  # fmt: skip
+    kinds = [float, str, str, int, str, int, bool, type(None), str, str, dict, dict, dict]
+    assert [type(value) for value in values.values()] == kinds
 
 
 def test_duplicate_keys_name_the_line_and_hide_the_value(tmp_path: Path) -> None:
@@ -78,19 +66,12 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> No
 def test_missing_file_names_the_nearest_and_all_there_are(tmp_path: Path) -> None:
     write(tmp_path, "a: 1", "wordle.yaml")
     write(tmp_path, "a: 1", "math.yaml")
-    with pytest.raises(ConfigError) as caught:
-        read_yaml(tmp_path / "wordl.yaml")
-    assert f"Did you mean {tmp_path}/wordle.yaml?" in str(caught.value)
-    assert "holds: math.yaml, wordle.yaml." in str(caught.value)
-
-
-def test_missing_files_and_folders(tmp_path: Path) -> None:
-    for name, message in (
+    for name, told in (
+        ("wordl.yaml", f"{tmp_path}/wordle.yaml.*math.yaml, wordle.yaml"),
         (".", "is a folder"),
-        ("x.yaml", "no file"),
         ("none/x.yaml", "no folder"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=told):
             read_yaml(tmp_path / name)
 
 

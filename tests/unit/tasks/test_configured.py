@@ -16,8 +16,8 @@ from groupwise.errors import ConfigError, TaskError
 from groupwise.rewards.router import Router
 from groupwise.settings.view import View
 from groupwise.sft_config import load_sft_config
-from groupwise.tasks.configured import SPEC, ConfiguredTask, find_task
-from groupwise.tasks.contract import Task, builtin_tasks, require
+from groupwise.tasks.configured import ConfiguredTask, find_task
+from groupwise.tasks.contract import Task, require
 
 SUMS = [{"question": f"{a}+{b}?", "solution": str(a + b)} for a in range(5) for b in range(4)]
 NAMED = {"dataset_name": "sums.jsonl", "prompt_column": "question", "answer_column": "solution"}
@@ -82,12 +82,6 @@ def mixed(*entries: dict[str, Any], **data: Any) -> dict[str, Any]:
     return {"dataset_mixture": list(entries), **data}
 
 
-def refused(data: dict[str, Any], source: object = None, **sections: Any) -> str:
-    with pytest.raises((TaskError, ConfigError)) as caught:
-        find_task(source, config_of(data, **sections))
-    return str(caught.value)
-
-
 # One source
 
 
@@ -101,12 +95,6 @@ def test_rows_of_the_config_are_examples_of_chats() -> None:
     ]
     assert examples[0].columns == {"answer": "0", "dataset_name": "sums.jsonl"}
     require(task, "rl")
-
-
-def test_label_of_a_source_is_its_rows_task() -> None:
-    entry = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
-    task, config = configured(mixed(entry), rewards=REWARDS)
-    assert {example.columns["task"] for example in task.rl_examples(config)} == {"sums"}
 
 
 def test_held_out_share_is_never_trained_on() -> None:
@@ -128,17 +116,6 @@ def test_split_of_its_own_is_held_out() -> None:
     assert [e.columns["answer"] for e in task.eval_examples(config)] == ["1", "2"]
 
 
-def test_rewards_of_the_config_score_the_rows() -> None:
-    task, config = configured(NAMED, rewards=REWARDS)
-    assert task.rubric(config, None).names == ("right",)
-    loaded = load_config({"model": {"name": "tiny"}, "data": NAMED, "rewards": REWARDS}).config
-    found = task_parts.task_of(loaded, SPEC)
-    assert isinstance(found, ConfiguredTask)
-    rubric = task_parts.task_rubric(loaded, found, None)
-    assert rubric is not None
-    assert rubric.names == ("right",)
-
-
 def test_what_is_left_out_is_told_by_reason() -> None:
     with Path("sums.jsonl").open("a") as file:
         file.write('{"question": "", "solution": "1"}\n{"solution": "1"}\n')
@@ -153,13 +130,6 @@ def test_what_is_left_out_is_told_by_reason() -> None:
     strict, config = configured({**NAMED, "strict": True}, rewards=REWARDS)
     with pytest.raises(TaskError, match="2 of 22 rows cannot be used"):
         strict.rl_examples(config)
-
-
-def test_name_is_that_of_the_data() -> None:
-    assert configured(NAMED)[0].name == "sums"
-    assert configured({"dataset_name": "openai/gsm8k"})[0].name == "gsm8k"
-    assert configured(mixed({"source": "sums.jsonl"}))[0].name == "mixture"
-    assert "configured" not in builtin_tasks()
 
 
 # Mixtures
@@ -205,13 +175,6 @@ def test_sources_may_have_rewards_by_label() -> None:
     )
 
 
-def test_rewards_of_the_config_are_for_sources() -> None:
-    said = refused(mixed(SORTING), rewards=REWARDS)
-    assert "rewards.reward_funcs would have no effect" in said
-    assert "rewards.router the label of a task" in said
-    assert "no effect" in refused(mixed(SORTING), rewards={"reward_weights": [1.0]})
-
-
 def test_a_router_may_replace_the_rewards_of_a_task() -> None:
     router = {"sort_words": [{"name": "int_reward", "weight": 2.0}]}
     task, config = configured(mixed(SORTING), rewards={"router": router})
@@ -246,36 +209,6 @@ def test_a_task_of_a_mixture_sees_its_own_section_and_keeps_its_hooks() -> None:
     assert found["metrics"] == {"total_samples": 3, "a/said": 1}
 
 
-def test_sections_of_tasks_are_checked_by_their_schemas() -> None:
-    message = refused(mixed({**SORTING, "config": {"wrds": 2}}))
-    assert "data.dataset_mixture, set 0 (sort_words): config.wrds is not a key" in message
-    assert "words" in message
-
-
-def test_two_sets_with_one_label_are_refused_where_one_is_a_task() -> None:
-    source = {"source": "sums.jsonl", "label": "sort_words", "columns": COLUMNS}
-    assert "another set has the label 'sort_words'" in refused(mixed(source, SORTING))
-    assert "another set has the label 'sort_words'" in refused(mixed(SORTING, SORTING))
-    configured(mixed(SORTING, {**SORTING, "label": "again"}))
-
-
-def test_games_and_collators_have_no_place_in_a_mixture() -> None:
-    assert "has get_environment, which a mixture has no place for" in refused(
-        mixed({"task": "wordle_game"})
-    )
-    with Path("say.py").open("a") as file:
-        file.write("\ndef get_sft_data_collator(config, tokenizer):\n    return None\n")
-    with pytest.raises(TaskError, match="has get_sft_data_collator, which a mixture"):
-        find_task(None, sft_config_of(mixed({"task": "say.py"})))
-
-
-def test_task_of_a_mixture_needs_its_hooks() -> None:
-    Path("half.py").write_text("def get_reward_funcs(config, tokenizer):\n    return []\n")
-    message = refused(mixed({"task": "half.py"}))
-    assert "data.dataset_mixture, set 0 (half.py): Task half" in message
-    assert "has no get_rl_dataset, which `rl` needs" in message
-
-
 # A teacher's rows
 
 
@@ -291,13 +224,9 @@ def test_teacher_of_the_config_has_prompts_and_completions() -> None:
     }
     held_out = task.sft_rows("get_sft_eval_dataset", config, None)
     assert (len(rows), len(held_out)) == (15, 5)
-
-
-def test_rows_of_texts_are_parted_as_well() -> None:
     Path("a.jsonl").write_text("".join(json.dumps({"words": f"w{n}"}) + "\n" for n in range(8)))
-    config = sft_config_of({"dataset_name": "a.jsonl", "test_split_size": 0.25})
-    task = find_task(None, config)
-    assert len(task.sft_rows("get_sft_dataset", config, None)) == 6
+    texts = sft_config_of({"dataset_name": "a.jsonl", "test_split_size": 0.25})
+    assert len(find_task(None, texts).sft_rows("get_sft_dataset", texts, None)) == 6
 
 
 def test_tasks_of_a_mixture_format_their_own_rows() -> None:
@@ -317,12 +246,41 @@ def test_tasks_of_a_mixture_format_their_own_rows() -> None:
 
 # What lacks
 
+BESIDE = {"source": "sums.jsonl", "label": "sort_words", "columns": COLUMNS}
 
-def test_config_without_data_says_what_to_give() -> None:
-    message = refused({})
-    assert "--task-module" in message
-    assert "data.dataset_name or data.dataset_mixture" in message
-    assert "sort_words" in message
+
+@pytest.mark.parametrize(
+    ("data", "more", "said"),
+    [
+        ({}, {}, "data.dataset_name or data.dataset_mixture"),
+        (NAMED, {"task": {"words": 2}}, "section `task`, but no task to read it"),
+        (mixed(SORTING), {"rewards": REWARDS}, "rewards.reward_funcs would have no effect"),
+        (mixed(SORTING), {"rewards": {"reward_weights": [1.0]}}, "no effect"),
+        (mixed({**SORTING, "config": {"wrds": 2}}), {}, "set 0 (sort_words): config.wrds is not"),
+        (mixed(BESIDE, SORTING), {}, "another set has the label 'sort_words'"),
+        (mixed(SORTING, SORTING), {}, "another set has the label 'sort_words'"),
+        (mixed({"task": "wordle_game"}), {}, "has get_environment, which a mixture"),
+        (mixed({"task": "half.py"}), {}, "has no get_rl_dataset, which `rl` needs"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    data: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    Path("half.py").write_text("def get_reward_funcs(config, tokenizer):\n    return []\n")
+    with pytest.raises((TaskError, ConfigError)) as caught:
+        find_task(None, config_of(data, **more))
+    assert said in str(caught.value)
+    configured(mixed(SORTING, {**SORTING, "label": "again"}))
+
+
+def test_a_task_of_its_own_leaves_no_room_for_data_nor_a_mixture_for_a_collator() -> None:
+    with pytest.raises((TaskError, ConfigError), match=r"data\.dataset_name, data\.prompt_column"):
+        find_task("sort_words", config_of({**NAMED, "strict": True}))
+    find_task("sort_words", config_of({"strict": True}))
+    with Path("say.py").open("a") as file:
+        file.write("\ndef get_sft_data_collator(config, tokenizer):\n    return None\n")
+    with pytest.raises(TaskError, match="get_sft_data_collator"):
+        find_task(None, sft_config_of(mixed({"task": "say.py"})))
 
 
 @pytest.mark.parametrize(
@@ -333,17 +291,6 @@ def test_config_without_rewards_or_held_out_rows_says_what_to_give(verb: Any, sa
     task, _ = configured(NAMED)
     with pytest.raises(TaskError, match=said):
         require(task, verb)
-
-
-def test_data_beside_a_task_of_its_own_are_refused() -> None:
-    message = refused({**NAMED, "strict": True}, "sort_words")
-    assert "Task sort_words" in message
-    assert "data.dataset_name, data.prompt_column, data.answer_column would have no" in message
-    find_task("sort_words", config_of({"strict": True}))
-
-
-def test_section_of_a_task_without_a_task_is_refused() -> None:
-    assert "section `task`, but no task to read it" in refused(NAMED, task={"words": 2})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from pydantic import BaseModel
 
 from groupwise import plugins
@@ -67,11 +66,6 @@ class Chess:
         return [lambda completions: [1.0] * len(completions)]
 
 
-class NeedsMore:
-    def __init__(self, size):
-        self.size = size
-
-
 def test_file(task_of, tmp_path):
     task = task_of(WHOLE, "chess.py")
     path = str(tmp_path / "chess.py")
@@ -81,27 +75,16 @@ def test_file(task_of, tmp_path):
     assert load_task(task.spec).rl_examples(CONFIG) == task.rl_examples(CONFIG)
 
 
-def test_attribute_of_a_file(tmp_path):
-    (tmp_path / "t.py").write_text(
-        "class A:\n    def get_rl_dataset(self, config):\n        return [{'prompt': 'a'}]\n"
-    )
-    task = load_task(f"{tmp_path / 't.py'}:A")
-    assert (task.name, task.spec) == ("A", f"{tmp_path / 't.py'}:A")
-    assert [e.prompt for e in task.rl_examples(CONFIG)] == ["a"]
-
-
-def test_built_in_by_its_bare_name():
-    task = load_task("sort_words")
-    assert (task.name, task.spec) == ("sort_words", "groupwise.tasks.sort_words")
-    assert {"sort_words", "wordle"} <= set(builtin_tasks())
-
-
-def test_module_in_memory():
+def test_built_in_tasks_and_modules_in_memory(tmp_path):
     import groupwise.tasks.sort_words as module
 
-    assert load_task(module).spec == "groupwise.tasks.sort_words"
-    made_up = types.ModuleType("__main__")
-    assert load_task(made_up).spec is None
+    for given in ("sort_words", module):
+        task = load_task(given)
+        assert (task.name, task.spec) == ("sort_words", "groupwise.tasks.sort_words")
+    assert {"contract", "environment", "tools", "configured"}.isdisjoint(builtin_tasks())
+    assert load_task(types.ModuleType("__main__")).spec is None
+    (tmp_path / "t.py").write_text("class A:\n    def get_rl_dataset(self, config): ...\n")
+    assert load_task(f"{tmp_path / 't.py'}:A").name == "A"
 
 
 def test_class_and_object_in_memory():
@@ -114,10 +97,6 @@ def test_class_and_object_in_memory():
         pass
 
     assert load_task(Local).spec is None
-
-
-def test_class_that_needs_arguments_is_refused():
-    assert "instantiated" in refused(lambda: load_task(NeedsMore))
 
 
 # calling it
@@ -135,41 +114,25 @@ def test_examples_rubric_and_metrics(task_of):
     chat = [{"role": "assistant", "content": "hi"}]
     found = task.compute_metrics(["p"], [chat], [{"x": 1}], CONFIG, None)
     assert found == {"metrics": {"n": 1}, "texts": ["hi"], "rows": [{"x": 1}]}
-
-
-def test_metrics_of_whole_conversations(task_of):
-    task = task_of(f"{WHOLE}\ncompute_metrics.reads_messages = True\n")
-    chat = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "ho"}]
+    task = task_of(f"{WHOLE}\ncompute_metrics.reads_messages = True\n", "whole.py")
     found = task.compute_metrics(["p", "p"], [chat, "text"], [{}, {}], CONFIG, None)
     assert found["texts"] == [chat, "text"]
-
-
-def test_stream_is_read_up_to_the_limit(task_of):
-    task = task_of(
-        "from itertools import count\n"
-        "def get_rl_dataset(config):\n    return ({'prompt': str(i)} for i in count())\n"
-    )
-    assert len(task.rl_examples(CONFIG, limit=4)) == 4
 
 
 @pytest.mark.parametrize(
     ("read", "key"),
     [("rl_examples", "training.max_steps"), ("eval_examples", "eval.max_prompts")],
 )
-def test_endless_stream_without_a_limit_is_told_the_key_that_gives_one(task_of, read, key):
+def test_rows_end_at_the_limit_and_an_endless_stream_needs_one(task_of, read, key):
     task = task_of(
         "from itertools import count\n"
         "def get_rl_dataset(config):\n    return ({'prompt': str(i)} for i in count())\n"
         "get_eval_dataset = get_rl_dataset\n"
     )
-    assert f"Set {key}, or return a list" in refused(lambda: getattr(task, read)(CONFIG))
+    assert key in refused(lambda: getattr(task, read)(CONFIG))
     assert len(getattr(task, read)(CONFIG, limit=3)) == 3
-
-
-def test_held_out_rows_end_at_the_limit_whether_they_have_a_length_or_not(task_of):
     task = task_of("def get_eval_dataset(config):\n    return [{'prompt': 'a'}] * 5\n")
-    assert len(task.eval_examples(CONFIG)) == 5
-    assert len(task.eval_examples(CONFIG, limit=2)) == 2
+    assert [len(task.eval_examples(CONFIG, limit=most)) for most in (None, 2)] == [5, 2]
 
 
 def test_hooks_may_name_their_parameters_freely_or_in_any_order(task_of):
@@ -190,7 +153,7 @@ def test_schema(task_of):
     assert schema is not None
     assert issubclass(schema, BaseModel)
     message = refused(task_of("def get_config_schema():\n    return {}\n").config_schema)
-    assert "derived from pydantic.BaseModel" in message
+    assert "BaseModel" in message
 
 
 # what is wrong with it
@@ -210,20 +173,12 @@ def test_missing_hook_shows_signature_and_near_misses(task_of, tmp_path):
         assert part in message
 
 
-def test_functions_that_were_only_imported_are_not_listed(task_of):
-    message = refused(lambda: require(task_of("from json import loads\ndef f(): ...\n"), "eval"))
-    assert "functions there are: f\n" in message + "\n"
-
-
 @pytest.mark.parametrize(
     "signature",
-    ["()", "(config, other)", "(*, settings)", "(tokenizer, cfg)", "(config, tokenizer, more)"],
+    ["()", "(*, settings)", "(tokenizer, cfg)", "(config, tokenizer, more)"],
 )
 def test_wrong_signature_shows_both(task_of, signature):
     task = task_of(f"def get_reward_funcs{signature}: ...\ndef get_rl_dataset(config): ...\n")
-    if signature == "(config, other)":  # own names in our order are fine
-        require(task, "rl")
-        return
     message = refused(lambda: require(task, "rl"))
     assert "expected: get_reward_funcs(config, tokenizer)" in message
     assert f"found:    get_reward_funcs{signature}" in message
@@ -238,18 +193,13 @@ def test_wrong_signature_shows_both(task_of, signature):
         ("rl", "get_rl_callbacks", "def get_rl_callbacks(): ..."),
         ("eval", "get_reward_funcs", "def get_reward_funcs(): ..."),
         ("eval", "get_config_schema", "async def get_config_schema(): ..."),
+        ("rl", "get_rl_dataset", "async def get_rl_dataset(config): ..."),
     ],
 )
 def test_optional_hooks_are_checked_as_well(task_of, verb, hook, given):
+    require(task_of(WHOLE + "def get_sft_dataset(config, tokenizer): ...\n"), "rl")
     message = refused(lambda: require(task_of(f"{WHOLE}{given}\n"), verb))
     assert f": {hook} " in message
-
-
-def test_async_hook_is_refused(task_of):
-    task = task_of(
-        "async def get_rl_dataset(config): ...\ndef get_reward_funcs(config, tokenizer): ...\n"
-    )
-    assert "is async" in refused(lambda: require(task, "rl"))
 
 
 @pytest.mark.parametrize(
@@ -260,16 +210,8 @@ def test_callbacks_are_those_that_the_hook_returns(task_of, returned, callbacks)
     hook = "def get_rl_callbacks(config, tokenizer, output_dir):\n    return "
     assert task_of(hook + returned).rl_callbacks(CONFIG, None, "out") == callbacks
     assert task_of(WHOLE).rl_callbacks(CONFIG, None, "out") == ()
-
-
-def test_callbacks_come_as_a_list(task_of):
-    task = task_of("def get_rl_callbacks(config, tokenizer, output_dir):\n    return 'early_stop'")
-    message = refused(lambda: task.rl_callbacks(CONFIG, None, "out"))
-    assert "get_rl_callbacks returned str. Expected a list of callbacks." in message
-
-
-def test_sft_hooks_are_no_hindrance(task_of):
-    require(task_of(WHOLE + "def get_sft_dataset(config, tokenizer): ...\n"), "rl")
+    message = refused(lambda: task_of(hook + "'stop'").rl_callbacks(CONFIG, None, "out"))
+    assert "get_rl_callbacks returned str" in message
 
 
 @pytest.mark.parametrize(
@@ -307,11 +249,9 @@ def test_bad_rewards(task_of, returned, part):
     message = refused(lambda: task.rubric(CONFIG, None))
     assert "get_reward_funcs" in message
     assert part in message
-
-
-def test_weights_of_the_wrong_length(task_of):
-    task = task_of(WHOLE)
-    assert "2 weights for 1" in refused(lambda: task.rubric(CONFIG, None, [1.0, 2.0]))
+    assert "2 weights" in refused(lambda: task_of(WHOLE).rubric(CONFIG, None, [1.0, 2.0]))
+    task = task_of(f"{WHOLE}def compute_metrics(*given): ...\n")
+    assert "NoneType" in refused(lambda: task.compute_metrics([], [], [], CONFIG, None))
 
 
 def test_column_that_a_reward_needs_is_missing_in_some_row(task_of):
@@ -329,13 +269,6 @@ def test_column_that_no_worker_can_get_is_found_at_once(task_of):
     message = refused(lambda: check_reward_columns(task, rubric, examples, in_workers=True))
     assert "column `check`" in message
     assert "rewards.in_process" in message
-
-
-def test_metrics_must_be_a_dict(task_of):
-    task = task_of(
-        "def compute_metrics(prompts, completions, dataset_rows, config, tokenizer): ..."
-    )
-    assert "returned NoneType" in refused(lambda: task.compute_metrics([], [], [], CONFIG, None))
 
 
 # the published examples
@@ -369,9 +302,3 @@ async def test_first_example_rewards_its_own_answers_and_holds_rows_out():
     gold = [e.columns["answer"] for e in held_out]
     found = task.compute_metrics([], gold, [e.columns for e in held_out], config, None)
     assert found["metrics"] == {"accuracy": 1.0}
-
-
-def test_plain_examples_return_hugging_face_datasets():
-    for name in ("task_string.py", "task_chat.py"):
-        module = plugins.load(str(EXAMPLES / "02_plain_hooks" / name)).module
-        assert isinstance(module.get_rl_dataset({}), Dataset)

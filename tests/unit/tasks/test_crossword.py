@@ -1,9 +1,7 @@
 """Crossword clues: the set that comes along is sound, splits share neither answers nor clues, and rows that are no use are counted."""
 
 import asyncio
-import csv
 import json
-import random
 from collections import Counter
 
 import pytest
@@ -72,20 +70,6 @@ def test_included_clues_are_sound():
     assert [answer for answer, count in answers.items() if count > 1][:2] == ["ELEPHANT", "BAT"]
 
 
-def test_the_prompt_shows_clue_and_enumeration():
-    rows = [row for rows in splits() for row in rows]
-    (row,) = [row for row in rows if row["answer"] == "SISTER-IN-LAW"]
-    assert row["prompt"] == [
-        {"role": "system", "content": crossword.INSTRUCTION},
-        {"role": "user", "content": "Wife of one's brother (6-2-3)"},
-    ]
-    assert {key: row[key] for key in ("clue", "answer", "enumeration")} == {
-        "clue": "Wife of one's brother",
-        "answer": "SISTER-IN-LAW",
-        "enumeration": "6-2-3",
-    }
-
-
 # Splits
 
 
@@ -121,23 +105,10 @@ def test_a_clue_with_several_answers_is_in_one_split_alone(source):
     assert test.account.left_out == {}
 
 
-def test_splits_are_a_function_of_the_seed_and_the_test_split_of_nothing_else():
-    first = splits(seed=3)
-    assert first == splits(seed=3)
-    assert first[2] == splits(seed=3, train_size=10, validation_size=3)[2]
-    assert first[2] != splits(seed=4)[2]
-    assert len(splits(train_size=10)[0]) == 10
-    assert splits()[2][0]["answer"] == FROZEN
-
-
-FROZEN = "ORCHESTRA"
-
-
 def test_too_few_clues_are_refused(source):
     spec = source(many(5))
-    with pytest.raises(TaskError, match="5 usable clues, too few for eval_size 2") as caught:
+    with pytest.raises(TaskError, match=r"5 usable clues.* eval_size 2"):
         crossword.get_rl_dataset(config(source=spec, eval_size=2, validation_size=3))
-    assert "what is left" in str(caught.value)
     with pytest.raises(TaskError, match="train_size 9"):
         crossword.get_rl_dataset(config(source=spec, train_size=9, **TINY))
 
@@ -150,25 +121,13 @@ def test_columns_go_by_other_names(source):
     spec = source(rows)
     kinds = splits(source=spec, columns={"clue": "hint", "answer": "word"}, **TINY)
     assert [len(rows) for rows in kinds] == [2, 2, 2]
-    with pytest.raises(TaskError, match="no usable row") as caught:
-        crossword.get_rl_dataset(config(source=spec, **TINY))
-    assert "6 × the clue is empty or missing" in str(caught.value)
-    assert "hint, word, other" in str(caught.value)
-    with pytest.raises(TaskError, match="'question' is none of clue, answer, enumeration"):
-        crossword.get_rl_dataset(config(source=spec, columns={"question": "hint"}))
-    with pytest.raises(TaskError, match="no column 'hnt'"):
-        crossword.get_rl_dataset(config(source=spec, columns={"clue": "hnt"}))
-
-
-def test_tables_are_read_too(tmp_path):
-    path = tmp_path / "clues.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["clue", "answer", "enumeration"])
-        writer.writerows([row["clue"], row["answer"], ""] for row in many(6))
-    assert {row["enumeration"] for rows in splits(source=str(path), **TINY) for row in rows} == {
-        "5"
-    }
+    for columns, said in (
+        ({}, "hint, word"),
+        ({"question": "hint"}, "'question'"),
+        ({"clue": "hnt"}, "'hnt'"),
+    ):
+        with pytest.raises(TaskError, match=said):
+            crossword.get_rl_dataset(config(source=spec, columns=columns, **TINY))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +154,10 @@ def test_tables_are_read_too(tmp_path):
 def test_enumerations(given, clue, enumeration):
     row = crossword._row({"clue": "Big city", **given})
     assert (row["clue"], row["enumeration"]) == (clue, enumeration)
-    assert row["prompt"][1]["content"] == f"{clue} ({enumeration})"
+    assert [message["content"] for message in row["prompt"]] == [
+        crossword.INSTRUCTION,
+        f"{clue} ({enumeration})",
+    ]
 
 
 def test_rows_that_cannot_be_used_are_counted_or_refused(source):
@@ -235,22 +197,6 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(source):
 
 
 # Rewards
-
-
-def test_gold_completions_earn_one_and_wrong_ones_little():
-    for row in crossword.get_sft_dataset(config(), None)[:40]:
-        assert reward(row["completion"], row) == 1.0
-        assert reward(f"<answer> {row['answer'].lower()} </answer>", row) == 1.0
-        assert reward(row["completion"].replace("<answer>", "<answer>THE "), row) < 0.3
-        assert reward(row["answer"], row) < 0.3
-        assert reward("", row) == 0.0
-
-
-def test_letters_of_the_right_number_alone_earn_nothing():
-    random.seed(0)
-    row = crossword.get_rl_dataset(config())[0]
-    wrong = "".join(random.sample("BCDFGHJKLMNPQ", len(letters(row["answer"]))))
-    assert reward(f"<answer>{wrong}</answer>", row) == 0.0
 
 
 def test_metrics():

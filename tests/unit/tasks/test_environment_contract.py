@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from groupwise.errors import TaskError
-from groupwise.tasks.contract import builtin_tasks, load_task, require
+from groupwise.tasks.contract import load_task, require
 from groupwise.tasks.environment import Step, as_parts
 from groupwise.tasks.tools import Tools
 from groupwise.types import Example, RewardPart
@@ -51,28 +51,22 @@ def refused(given, examples=(), **hooks) -> str:
 @pytest.mark.parametrize("factory", [Game, partial(Game), Tools(Shop)])
 def test_classes_and_functions_that_make_environments_are_taken(factory):
     assert task_with(factory).environment({}) is factory
+    tools = Tools([add])
+    task = task_with(tools, get_reward_funcs=lambda config, tokenizer: [])
+    assert task.environment({}) is tools
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, "get_environment returned NoneType. Expected a class with a method `step"),
-        (
-            Game(),
-            "get_environment returned Game. Expected a class with a method `step(self, completion)`",
-        ),
-        (dict, "returned the class dict without `step`"),
-        (Tools([add]), "returned tools that give no reward, and there is no get_reward_funcs"),
+        (None, "get_environment returned NoneType"),
+        (Game(), "get_environment returned Game"),
+        (dict, "class dict without `step`"),
+        (Tools([add]), "no get_reward_funcs"),
     ],
 )
 def test_what_makes_no_environment_is_refused(given, said):
     assert said in refused(given)
-
-
-def test_tools_without_rewards_are_fine_beside_reward_functions():
-    tools = Tools([add])
-    task = task_with(tools, get_reward_funcs=lambda config, tokenizer: [])
-    assert task.environment({}) is tools
 
 
 def test_columns_that_reset_asks_for_must_be_in_every_row():
@@ -83,10 +77,9 @@ def test_columns_that_reset_asks_for_must_be_in_every_row():
 
         def step(self, completion): ...
 
-    said = refused(Level, ROWS)
-    assert "`reset` asks for `level`, but the dataset has no such column. It has: secret." in said
-    assert "Besides columns it may ask for prompt, seed, member" in said
-    assert "asks for `money`" in refused(Tools(Shop), ROWS)
+    assert "`level`" in refused(Level, ROWS)
+    assert "`money`" in refused(Tools(Shop), ROWS)
+    assert "`seed`" in refused(Game, [Example(0, "p", {"secret": 1, "seed": 2})])
 
 
 @pytest.mark.parametrize(
@@ -121,36 +114,15 @@ def test_methods_that_take_more_than_they_are_given_are_fine():
     assert task_with(Takes).check_environment({}, ROWS) is Takes
 
 
-def test_columns_may_not_be_called_like_other_arguments():
-    said = refused(Game, [Example(0, "p", {"secret": 1, "seed": 2})])
-    assert "the dataset has a column `seed`, but `reset` gets arguments of that name" in said
-
-
 def test_environment_stands_in_for_reward_functions():
     rows = {"get_rl_dataset": lambda config: []}
     require(task_with(Game, **rows), "rl")
     assert task_with(Game, **rows).gives_rewards
     with pytest.raises(TaskError, match="has no get_reward_funcs"):
         require(load_task(type("Mute", (), {n: staticmethod(f) for n, f in rows.items()})()), "rl")
-
-
-def test_wrong_parameters_of_the_hook_are_named():
-    task = load_task(
-        type(
-            "Plays",
-            (),
-            {
-                "get_environment": lambda self: Game,
-                "get_rl_dataset": lambda self, config: [],
-            },
-        )()
-    )
-    with pytest.raises(TaskError, match=r"expected: get_environment\(config\)"):
-        require(task, "rl")
-
-
-def test_modules_of_the_room_are_no_tasks():
-    assert {"contract", "environment", "tools"}.isdisjoint(builtin_tasks())
+    hooks = {"get_environment": lambda self: Game, "get_rl_dataset": lambda self, config: []}
+    with pytest.raises(TaskError, match=r"get_environment\(config\)"):
+        require(load_task(type("Plays", (), hooks)()), "rl")
 
 
 def test_rewards_are_parts_by_name():

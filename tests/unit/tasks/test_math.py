@@ -76,36 +76,14 @@ def test_rewards(text, reward, strict):
     assert score(text, strict=True) == pytest.approx(strict)
 
 
-def test_fractions_count_by_value():
+def test_answers_count_by_value_and_the_layout_by_its_weight():
     for right in ("17/12", r"\frac{17}{12}", "34/24", "1 5/12"):
         assert score(answered(right), "17/12") == pytest.approx(1.1)
-    assert score(answered("17/13"), "17/12") == pytest.approx(0.1)
-
-
-def test_the_weight_of_the_layout():
-    assert score(answered("24"), format_weight=0.5) == pytest.approx(0.5)
-    assert score(answered("42"), format_weight=0) == pytest.approx(1.0)
+    for weight, reward in ((0.1, 0.1), (0.5, 0.5), (0, 0.0)):
+        assert score(answered("17/13"), "17/12", format_weight=weight) == pytest.approx(reward)
 
 
 # Generated problems
-
-
-@pytest.mark.parametrize("level", range(1, 6))
-def test_problems_are_right_and_worked_out_truly(level):
-    train, validation, test = splits(min_level=level, max_level=level, train_size=200)
-    for row in [*train, *validation, *test]:
-        expression = re.fullmatch(r"What is (.+)\?", question(row))[1]
-        assert value(expression) == Fraction(row["answer"]) >= 0
-        assert row["level"] == level
-        worked = re.fullmatch(
-            r"<think>\n(.+)\n</think>\n<answer>(.+)</answer>", row["gold_completion"], re.DOTALL
-        )
-        assert worked[2] == row["answer"]
-        lines = worked[1].splitlines()
-        for line in lines:
-            assert len({value(side) for side in line.split(" = ")}) == 1, line
-        assert lines[-1].endswith(f" = {row['answer']}")
-    assert all(row["completion"] == row["gold_completion"] for row in train)
 
 
 LOOKS = {
@@ -117,17 +95,23 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("level", LOOKS)
-def test_what_a_level_looks_like(level):
-    rows = math.get_rl_dataset(config(min_level=level, max_level=level, train_size=100))
-    assert all(re.fullmatch(rf"What is (?:{LOOKS[level]})\?", question(row)) for row in rows)
-
-
-def test_levels_take_turns():
-    rows = math.get_rl_dataset(config(min_level=2, max_level=4, train_size=300))
-    counts = [sum(row["level"] == level for row in rows) for level in range(1, 6)]
-    assert counts[0] == counts[4] == 0
-    assert all(70 < count < 130 for count in counts[1:4])
+@pytest.mark.parametrize("level", range(1, 6))
+def test_problems_are_right_and_worked_out_truly(level):
+    train, validation, test = splits(min_level=level, max_level=level, train_size=200)
+    for row in [*train, *validation, *test]:
+        expression = re.fullmatch(r"What is (.+)\?", question(row))[1]
+        assert value(expression) == Fraction(row["answer"]) >= 0
+        assert row["level"] == level
+        assert re.fullmatch(LOOKS[level], expression)
+        worked = re.fullmatch(
+            r"<think>\n(.+)\n</think>\n<answer>(.+)</answer>", row["gold_completion"], re.DOTALL
+        )
+        assert worked[2] == row["answer"]
+        lines = worked[1].splitlines()
+        for line in lines:
+            assert len({value(side) for side in line.split(" = ")}) == 1, line
+        assert lines[-1].endswith(f" = {row['answer']}")
+    assert all(row["completion"] == row["gold_completion"] for row in train)
 
 
 def same(row):
@@ -141,23 +125,11 @@ def same(row):
 def test_no_problem_occurs_twice_not_even_the_other_way_round(own):
     found = [same(row) for rows in splits(**own) for row in rows]
     assert len(set(found)) == len(found)
-
-
-def test_rows_come_from_the_seed_and_test_rows_do_not_depend_on_the_training():
-    first = splits(seed=3, train_size=300)
-    assert first == splits(seed=3, train_size=300)
-    assert [len(rows) for rows in first] == [300, 128, 128]
-    assert splits(seed=3, train_size=10)[1:] == first[1:]
-    assert splits(seed=4, train_size=10)[2] != first[2]
-    assert len(math.get_rl_dataset(config())) == 2000
-    assert question(first[2][0]) == "What is 12 × 9 - 34?"
-
-
-def test_more_problems_than_there_are_are_refused():
-    with pytest.raises(
-        TaskError, match=r"no more than 2\d{3} different problems, and 3256 are asked"
-    ):
-        math.get_rl_dataset(config(max_level=1, train_size=3000))
+    if own.get("max_level"):
+        with pytest.raises(TaskError, match=r"2\d{3} different problems, and 3256"):
+            math.get_rl_dataset(config(max_level=1, train_size=3000))
+    else:
+        assert {row["level"] for row in splits(**own)[0]} == {1, 2, 3}
 
 
 # Sources
@@ -199,25 +171,20 @@ def test_a_set_like_gsm8k(tmp_path):
     )
 
 
-def test_a_set_like_math(tmp_path):
+def test_sets_of_other_columns(tmp_path):
+    """As MATH has them, and as the config maps them."""
     solution = r"We have $x = \frac{2}{4}$, so $x = \boxed{\frac{1}{2}}$."
     rows = [{"problem": f"Problem {n}", "solution": solution, "level": "Level 1"} for n in range(6)]
     (row, *_), _, _ = splits(source=written(tmp_path / "m.jsonl", rows), **SMALL)
-    assert row["answer"] == r"\frac{1}{2}"
-    assert row["completion"] == answered(r"\frac{1}{2}", solution)
-    assert "level" not in row
+    assert row["completion"] == answered(row["answer"], solution)
+    assert (row["answer"], "level" in row) == (r"\frac{1}{2}", False)
     assert score(answered("0.5"), row["answer"]) == pytest.approx(1.1)
-
-
-def test_columns_are_mapped(tmp_path):
     rows = [{"ask": f"Q{n}", "result": n, "why": f"Because of {n}."} for n in range(6)]
     source = written(tmp_path / "own.jsonl", rows)
     columns = {"question": "ask", "answer": "result", "solution": "why"}
     (row, *_), _, _ = splits(source=source, columns=columns, **SMALL)
     assert row["completion"] == answered(row["answer"], f"Because of {row['answer']}.")
-    with pytest.raises(
-        TaskError, match=r"no column for the question: looked for question, problem, prompt"
-    ):
+    with pytest.raises(TaskError, match="question, problem, prompt"):
         splits(source=source, **SMALL)
 
 
@@ -260,25 +227,24 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path):
     }
     assert rows.account.left_out == left_out
     assert math.get_eval_dataset(config(source=source, **SMALL)).account.left_out == left_out
-    with pytest.raises(TaskError, match=r"some.jsonl, row 6: there is no question\.$"):
-        math.get_rl_dataset(config(source=source, strict_rows=True, **SMALL))
-    with pytest.raises(
-        TaskError, match=r"no usable row: 1 × .* Questions are read from `question`"
+    few = written(tmp_path / "few.jsonl", gsm8k(5))
+    none = written(tmp_path / "none.jsonl", bad[:3])
+    for own, said in (
+        ({"source": source, "strict_rows": True}, "some.jsonl, row 6: "),
+        ({"source": none}, r"no usable row: 1 × .*`question`"),
+        ({"source": few}, "5 different problems"),
     ):
-        math.get_rl_dataset(config(source=written(tmp_path / "none.jsonl", bad[:3]), **SMALL))
+        with pytest.raises(TaskError, match=said):
+            math.get_rl_dataset(config(**own, **SMALL))
 
 
-def test_too_few_rows_are_refused(tmp_path):
-    source = written(tmp_path / "few.jsonl", gsm8k(5))
-    with pytest.raises(TaskError, match=r"5 different problems .* take 5, so that none is left"):
-        math.get_rl_dataset(config(source=source, **SMALL))
+MATRIX = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \\ 5 & 6 \end{pmatrix}"
 
 
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [
-        ("so\n#### 1,234", "1,234"),
-        ("#### 3\n#### 4", "4"),
+        ("#### 3\n#### 1,234", "1,234"),
         (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("<think>a\nb</think><answer> 7 </answer>", "7"),
         (" 42 ", "42"),
@@ -286,16 +252,9 @@ def test_too_few_rows_are_refused(tmp_path):
         ("x" * 41, None),
         ("so #### 7", "7"),
         ("a\n#### Notes\nb", None),
-        (
-            "It is plain that nobody can tell how many apples there are in a basket without looking.",
-            None,
-        ),
         ("x" * 40, "x" * 40),
         ("7" * 200, "7" * 200),
-        (
-            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \\ 5 & 6 \end{pmatrix}",
-            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \\ 5 & 6 \end{pmatrix}",
-        ),
+        (MATRIX, MATRIX),
         ("7" * 201, None),
         ("####", None),
         ("", None),
@@ -309,11 +268,7 @@ def test_final_answers(solution, answer):
 
 
 def test_metrics():
-    rows = [
-        {"answer": "42", "level": 1},
-        {"answer": "42", "level": 2},
-        {"answer": "42", "level": 2},
-    ]
+    rows = [{"answer": "42", "level": level} for level in (1, 2, 2)]
     texts = [answered("42"), r"\boxed{42}", answered("41")]
     found = math.compute_metrics(["?"] * 3, texts, rows, config(), None)
     assert found["metrics"] == pytest.approx(
@@ -339,10 +294,7 @@ def test_metrics():
         ({"columns": {"question": "ask"}}, "columns has no effect without source"),
         ({"eval_split": "test"}, "eval_split has no effect without source"),
         ({"source": "a.jsonl", "max_level": 5}, "max_level has no effect with source"),
-        (
-            {"source": "a.jsonl", "columns": {"query": "q"}},
-            "columns names query; .* question and answer",
-        ),
+        ({"source": "a.jsonl", "columns": {"query": "q"}}, "columns names query; .* question"),
         ({"levels": 3}, "Extra inputs"),
     ],
 )

@@ -19,7 +19,7 @@ import pytest
 from groupwise.errors import TaskError
 from groupwise.settings.view import View
 from groupwise.tasks import reasoning_gym, reasoning_gym_problems
-from groupwise.tasks.reasoning_gym import answer_in, graded, score
+from groupwise.tasks.reasoning_gym import graded, score
 from groupwise.tasks.reasoning_gym_problems import (
     RIGHT,
     dataset_of,
@@ -43,22 +43,8 @@ SOME = {
     "time_intervals": "a grader that needs its configuration",
 }
 GARBAGE = [
-    "",
-    " ",
-    "Qzxv wkjp",
-    "((",
-    "[[1,2",
-    "nan",
-    "inf",
-    "1e999",
-    "-",
-    '["x"]',
-    "{}",
-    "null",
-    "0x",
-    "1/0",
-    "\0",
-    "٣",
+    *("", " ", "Qzxv wkjp", "((", "[[1,2", "nan", "inf", "1e999", "-", '["x"]', "{}", "null", "0x"),
+    *("1/0", "\0", "٣"),
 ]
 UNGRADED = {"boxnet", "rush_hour"}
 """Datasets that give no answer to their problems."""
@@ -94,11 +80,15 @@ def _truly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def some() -> list[dict[str, Any]]:
-    """Rows of each of the datasets of SOME."""
+def some(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of each of the datasets of SOME, made where a file of the working directory is called like a module."""
+    folder = tmp_path_factory.mktemp("some")
+    (folder / "random.py").write_text("raise RuntimeError('not the one that is meant')")
     own = reasoning_gym._own(config(datasets=[named(name) for name in SOME]))
     request = {"seed": 0, "sizes": {"train": 2 * len(SOME)}, **own.model_dump(include={"datasets"})}
-    made = in_own_process(json.dumps(request), 600.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        made = in_own_process(json.dumps(request), 600.0)
     return [reasoning_gym._row(own, problem) for problem in made["train"]]
 
 
@@ -111,17 +101,6 @@ def completions(rows: list[dict[str, Any]]) -> list[str]:
 
 
 # Problems
-
-
-@pytest.mark.usefixtures("_truly")
-def test_a_file_of_the_working_directory_hides_no_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "random.py").write_text("raise RuntimeError('not the one that is meant')")
-    monkeypatch.chdir(tmp_path)
-    own = reasoning_gym._own(config(datasets=[named(next(iter(SOME)))]))
-    request = {"seed": 0, "sizes": {"train": 1}, **own.model_dump(include={"datasets"})}
-    assert len(reasoning_gym._make(json.dumps(request), 60.0)["train"]) == 1
 
 
 def test_each_dataset_gets_its_share_and_they_are_mixed(some: list[dict[str, Any]]) -> None:
@@ -155,14 +134,6 @@ def _coloured(row: dict[str, Any]) -> list[Any]:
 )
 def test_shares(weights: list[float], total: int, counts: list[int]) -> None:
     assert shares(weights, total) == counts
-
-
-def test_splits_are_stable_under_other_sizes() -> None:
-    few = reasoning_gym.get_eval_dataset(config(eval_size=3))
-    more = reasoning_gym.get_eval_dataset(config(eval_size=5, train_size=7))
-    assert more[:3] == few
-    other_seed = reasoning_gym.get_eval_dataset(config(eval_size=3, seed=1))
-    assert other_seed != few
 
 
 def test_splits_share_no_question_where_there_are_few() -> None:
@@ -204,26 +175,27 @@ def test_what_there_is_not_is_refused(wrong: dict[str, Any], message: str) -> No
         dataset_of(wrong)
 
 
-@pytest.mark.usefixtures("_truly")
-def test_problems_of_the_process_reach_the_user() -> None:
-    with pytest.raises(TaskError, match=r"no dataset `chain_sums`.*Did you mean chain_sum"):
+def test_problems_of_the_process_reach_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reasoning_gym, "_make", in_own_process)
+    with pytest.raises(TaskError, match=r"no dataset `chain_sums`.*chain_sum"):
         reasoning_gym.get_rl_dataset(config(datasets=[named("chain_sums")]))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(TaskError, match="failed while it made the problems"):
+            reasoning_gym.get_rl_dataset(config())
 
-
-def test_too_few_different_problems_are_told() -> None:
-    small = named("chain_sum", min_terms=2, max_terms=2, max_digits=1)
-    with pytest.raises(ValueError, match=r"too few different problems: after \d+ of 900"):
-        reasoning_gym.get_rl_dataset(config(datasets=[small], train_size=900))
-
-
-@pytest.mark.usefixtures("_truly")
-def test_slow_generation_ends_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*given: Any, timeout: float, **_: Any) -> Any:
         raise subprocess.TimeoutExpired("python", timeout)
 
     monkeypatch.setattr(subprocess, "run", late)
-    with pytest.raises(TaskError, match=r"within 0.5 s \(task.generation_time_limit\)"):
+    with pytest.raises(TaskError, match=r"0\.5 s .*generation_time_limit"):
         reasoning_gym.get_rl_dataset(config(generation_time_limit=0.5))
+
+
+def test_too_few_different_problems_are_told() -> None:
+    small = named("chain_sum", min_terms=2, max_terms=2, max_digits=1)
+    with pytest.raises(ValueError, match=r"after \d+ of 900"):
+        reasoning_gym.get_rl_dataset(config(datasets=[small], train_size=900))
 
 
 def test_what_took_long_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +204,6 @@ def test_what_took_long_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reasoning_gym._known.cache_clear()
     monkeypatch.setattr(reasoning_gym, "_make", lambda *_: pytest.fail("made again"))
     assert reasoning_gym.get_eval_dataset(config()) == first
-
-
-@pytest.mark.usefixtures("_truly")
-def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(TaskError, match="reasoning-gym failed while it made the problems"):
-        reasoning_gym.get_rl_dataset(config())
 
 
 class Fickle:
@@ -262,20 +227,13 @@ def test_generators_that_fail_now_and_then_are_passed_over(
     monkeypatch.setattr(reasoning_gym_problems, "dataset_of", lambda *_: Fickle())
     rows = reasoning_gym_problems._fresh(named("fickle"), 0, 0, 3, set())
     assert [row["question"] for row in rows] == ["0", "2", "4"]
-    with pytest.raises(ValueError, match=r"made none of 100.*RuntimeError: no such luck"):
+    with pytest.raises(ValueError, match=r"none of 100.*no such luck"):
         reasoning_gym_problems._fresh(
             named("fickle"), 0, 0, 51, {str(index) for index in range(100)}
         )
-
-
-def test_a_problem_whose_grader_rejects_its_own_answer_is_no_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As with jugs that cannot measure what is asked, where the answer is that there is no solution."""
     monkeypatch.setattr(reasoning_gym_problems, "dataset_of", lambda *_: Fickle("no"))
     rejected, failed = islice(reasoning_gym_problems._block(named("fickle"), 0), 2)
-    assert str(rejected) == "its grader rejects its own answer, 'no'"
-    assert str(failed) == "no such luck"
+    assert ("rejects its own answer" in str(rejected), str(failed)) == (True, "no such luck")
 
 
 def test_an_integral_that_is_left_to_be_done_is_no_answer() -> None:
@@ -305,20 +263,6 @@ def test_entries_are_literals_with_their_types() -> None:
 # Grading
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<answer>4</answer>", "4"),
-        ("2 + 2 = <answer>5</answer>, no: <answer> 4 </answer>.", "4"),
-        (" 4 ", "4"),
-        ("It is <answer>4", "It is <answer>4"),
-        ("<answer></answer>", ""),
-    ],
-)
-def test_the_answer_is_in_the_last_tags_or_the_whole_text(text: str, answer: str) -> None:
-    assert answer_in(text) == answer
-
-
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_no_garbage_breaks_a_grader(some: list[dict[str, Any]], garbage: str) -> None:
     assert all(0 <= value < RIGHT for value in scores(some, [garbage] * len(some)))
@@ -342,10 +286,7 @@ def test_an_answer_that_the_grader_stumbles_over_earns_nothing() -> None:
 def test_a_broken_entry_is_an_error(entry: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         graded("x y", named("prime_factorization"), entry)
-
-
-def test_an_unknown_dataset_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no dataset `sums`"):
+    with pytest.raises(ValueError, match="`sums`"):
         graded("1", named("sums"), "{'question': '', 'answer': '', 'metadata': {}}")
 
 
@@ -378,11 +319,6 @@ def test_metrics() -> None:
 def test_datasets_without_answers_cannot_be_imitated() -> None:
     with pytest.raises(TaskError, match=r"`boxnet` of reasoning-gym gives no answers"):
         reasoning_gym.get_sft_dataset(config(datasets=[named("boxnet")]), None)
-
-
-def test_system_prompt_can_be_left_out() -> None:
-    row = reasoning_gym.get_eval_dataset(config(system_prompt=None))[0]
-    assert [message["role"] for message in row["prompt"]] == ["user"]
 
 
 # All of them

@@ -51,30 +51,11 @@ def numbered(count: int, **columns: Any) -> list[dict[str, Any]]:
 SPLITS = {"train_size": None, "validation_size": 1, "eval_size": 1}
 
 
-def test_included_questions_are_enough_for_three_splits() -> None:
-    train = rubric_answers.get_rl_dataset(config())
-    held_out = rubric_answers.get_eval_dataset(config())
-    validation = rubric_answers.get_sft_eval_dataset(config(), None)
-    assert (len(train), len(validation), len(held_out)) == (32, 8, 8)
-    assert len({row["question"] for row in [*train, *validation, *held_out]}) == 48
-
-
-def test_held_out_rows_do_not_depend_on_the_training_size() -> None:
-    assert rubric_answers.get_eval_dataset(config(train_size=5)) == (
-        rubric_answers.get_eval_dataset(config())
-    )
-    assert rubric_answers.get_eval_dataset(config(seed=1)) != (
-        rubric_answers.get_eval_dataset(config())
-    )
-
-
 def test_prompt_has_the_question_and_not_the_rubric() -> None:
     rows = rubric_answers.get_rl_dataset(config())
+    assert len(rows) == 32
     told, asked = rows[0]["prompt"]
-    assert told == {
-        "role": "system",
-        "content": "Answer the question in one or two sentences.",
-    }
+    assert told["role"] == "system"
     assert asked == {"role": "user", "content": rows[0]["question"]}
     assert not any(row["rubric"] in json.dumps(row["prompt"]) for row in rows)
 
@@ -126,6 +107,9 @@ def test_rubrics_come_as_text_lists_and_records(rubric: Any, text: str) -> None:
     assert rubric_text(rubric) == text
 
 
+ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "Why?"}]
+
+
 @pytest.mark.parametrize(
     ("names", "row"),
     [
@@ -135,11 +119,7 @@ def test_rubrics_come_as_text_lists_and_records(rubric: Any, text: str) -> None:
         ({"question": "q", "reference": "best"}, {"q": "Why?", "rubric": "r", "best": "a"}),
         (
             {},
-            {
-                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "Why?"}],
-                "rubric": "r",
-                "reference": [{"role": "assistant", "content": "a"}],
-            },
+            {"prompt": ASKED, "rubric": "r", "reference": [{"role": "assistant", "content": "a"}]},
         ),
     ],
 )
@@ -163,22 +143,16 @@ def test_columns_go_by_their_usual_names(
     assert {each.get("score") for each in found} == {row.get("score")}
 
 
-def test_the_same_question_is_taken_once(tmp_path: Path) -> None:
-    rows = [*numbered(3), {**QUESTION, "question": " why  0? "}]
-    own = config(source=written(tmp_path, rows), **SPLITS)
-    assert len(rubric_answers.get_rl_dataset(own)) == 1
-
-
 @pytest.mark.parametrize(
     ("rows", "own", "message"),
     [
-        (numbered(2), {}, r"has 2 usable questions, too few for eval_size 1"),
-        (numbered(3), {"train_size": 9}, r"train_size 9 to train on"),
-        ([{"question": "q", "rubric": "r"}] * 3, {}, r"no column for the reference: looked for"),
-        (numbered(3), {"columns": {"rubic": "x"}}, r"'rubic' is none of question, rubric"),
-        (numbered(3), {"columns": {"rubric": "x"}}, r"has no column 'x'. It has: question"),
-        (numbered(3, rubric=" "), {}, r"no usable row: 3 × the rubric is empty. Its columns: q"),
-        (numbered(3, rubric=""), {"strict": True}, r"row 0: the rubric is empty"),
+        (numbered(2), {}, "2 usable questions"),
+        (numbered(3), {"train_size": 9}, "train_size 9"),
+        ([{"question": "q", "rubric": "r"}] * 3, {}, "no column for the reference"),
+        (numbered(3), {"columns": {"rubic": "x"}}, "'rubic'"),
+        (numbered(3), {"columns": {"rubric": "x"}}, "no column 'x'"),
+        (numbered(3, rubric=" "), {}, "3 × the rubric is empty"),
+        (numbered(3, rubric=""), {"strict": True}, "row 0: the rubric is empty"),
     ],
 )
 def test_sets_that_cannot_be_used_are_refused(

@@ -14,7 +14,6 @@ from groupwise.tasks import sort_words
 from groupwise.tasks.contract import load_task
 from groupwise.tasks.sort_words import WORDS, TaskConfig
 
-FROZEN = ["mountain", "oyster", "marble"]
 FULL = {"quickstart": 1.0, "classic": 12.11}
 
 
@@ -46,32 +45,10 @@ def test_no_set_of_words_occurs_twice(own):
     assert len(set(sets(train) + sets(validation) + sets(held_out))) == 2256
 
 
-def test_data_are_reproducible_and_held_out_ones_do_not_depend_on_the_training_size():
-    first = sort_words.get_eval_dataset(config(seed=3))
-    assert first == sort_words.get_eval_dataset(config(seed=3, train_size=10))
-    assert first != sort_words.get_eval_dataset(config(seed=4))
-    assert sort_words.get_eval_dataset(config())[0]["words"] == FROZEN
-
-
-def test_validation_rows_hardly_depend_on_the_training_size():
-    few, many = (
-        sets(sort_words.get_sft_eval_dataset(config(train_size=size), None)) for size in (1, 2000)
-    )
-    assert len(set(few) & set(many)) >= 125  # what training rows took is left out
-
-
 def test_numbers_of_words_follow_the_config():
     rows = sort_words.get_rl_dataset(config(min_words=2, max_words=5))
     assert {len(row["words"]) for row in rows} == {2, 3, 4, 5}
     assert {len(row["words"]) for row in sort_words.get_rl_dataset(config(words=4))} == {4}
-
-
-def test_prompt_of_the_quickstart():
-    row = sort_words.get_rl_dataset(config())[0]
-    assert row["prompt"] == [
-        {"role": "system", "content": "Answer with the words only, separated by commas."},
-        {"role": "user", "content": "Sort alphabetically: " + ", ".join(row["words"])},
-    ]
 
 
 def test_no_word_is_part_of_another():
@@ -85,12 +62,6 @@ def separated(words, preset):
 
 
 word_lists = st.lists(st.sampled_from(WORDS), min_size=2, max_size=5, unique=True)
-
-
-@given(word_lists, st.sampled_from(["quickstart", "classic"]))
-def test_ascending_earns_more_than_descending(words, preset):
-    up, down = (separated(sorted(words, reverse=r), preset) for r in (False, True))
-    assert total(up, words, preset) > total(down, words, preset)
 
 
 @given(word_lists, st.sampled_from(["quickstart", "classic"]), st.data())

@@ -7,7 +7,7 @@ import pytest
 
 from groupwise.errors import TaskError
 from groupwise.tasks.environment import Step
-from groupwise.tasks.tools import HermesCalls, TextCalls, Tools, instructions, schema_of
+from groupwise.tasks.tools import HermesCalls, TextCalls, Tools, schema_of
 
 
 def look_up(
@@ -94,30 +94,19 @@ def test_schema_is_the_one_that_transformers_makes():
     assert schema_of(weather) == get_json_schema(weather)
 
 
-@pytest.mark.parametrize(
-    ("tools", "said"),
-    [
-        ([], "no tool is there"),
-        ([lambda x: x], "the parameter `x` has no type"),
-        ([add, add], "two tools are called `add`"),
-    ],
-)
-def test_tools_without_a_schema_are_refused(tools, said):
-    with pytest.raises(TaskError, match=said):
-        Tools(tools)
-
-
-def test_tool_without_a_docstring_or_with_a_foreign_type_is_refused():
+def test_what_is_no_tool_is_refused():
     def silent(a: int): ...
 
     def foreign(a: Tools):
         """Use it."""
 
-    with pytest.raises(TaskError, match="`silent` has no docstring"):
-        Tools([silent])
-    with pytest.raises(TaskError, match="`foreign`: the parameter `a` has the type"):
-        Tools([foreign])
-    with pytest.raises(TaskError, match="TextCalls is about the tool `sub`, but there are: add"):
+    cases: tuple[tuple[list[Any], str], ...] = (
+        ([], "no tool"), ([lambda x: x], "`x`"), ([add, add], "two tools.*`add`"), ([silent], "`silent`"), ([foreign], "`foreign`.*`a`"),
+    )  # fmt: skip
+    for tools, said in cases:
+        with pytest.raises(TaskError, match=said):
+            Tools(tools)
+    with pytest.raises(TaskError, match=r"`sub`.*add"):
         Tools([add], TextCalls("sub", "x"))
 
 
@@ -132,37 +121,27 @@ async def test_calls_are_made_in_their_order_and_a_turn_without_one_is_the_answe
         ]
     )
     assert await answer(tools, "The answer is 3.") == Step(done=True)
-
-
-async def test_text_prompts_get_text_results():
-    step = await answer(Tools([add]), call("add", a=1, b=2))
+    step = await answer(tools, call("add", a="1", b=2.0))
     assert step.observation == "\n<tool_response>\n3\n</tool_response>\n"
 
 
 @pytest.mark.parametrize(
     ("completion", "said"),
     [
-        (call("sub", a=1, b=2), "error: there is no tool 'sub'; there are: add, divide"),
-        (call("add", a=1), "error: b: Missing required argument"),
-        (call("add", a="x", b=2), "error: a: Input should be a valid integer"),
-        (call("add", a=1, b=2, c=3), "error: c: Unexpected keyword argument"),
-        (call("divide", a=1, b=0), "error: ZeroDivisionError: float division by zero"),
+        (call("sub", a=1, b=2), "error: there is no tool 'sub'"),
+        (call("add", a=1), "error: b: "),
+        (call("add", a="x", b=2), "error: a: "),
+        (call("add", a=1, b=2, c=3), "error: c: "),
+        (call("divide", a=1, b=0), "error: ZeroDivisionError"),
         ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is no JSON ("),
         ('<tool_call>{"name": "add", "argu', "error: the call is no JSON ("),
-        ("<tool_call>[1]</tool_call>", "error: the call is no JSON object; expected"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks its name or arguments"),
-        (
-            '<tool_call>{"name": "add", "arguments": 3}</tool_call>',
-            "error: the call lacks its name",
-        ),
+        ("<tool_call>[1]</tool_call>", "error: the call is no JSON object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks"),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: the call lacks"),
     ],
 )
 async def test_mistakes_are_told_to_the_policy(completion, said):
     assert (await told(Tools([add, divide]), completion)).startswith(said)
-
-
-async def test_arguments_of_a_kindred_type_are_taken():
-    assert await told(Tools([add]), call("add", a="1", b=2.0)) == "3"
 
 
 async def test_results_that_are_no_text_are_told_as_json():
@@ -222,9 +201,3 @@ async def test_public_methods_of_a_class_are_tools_with_a_state_for_each_rollout
     await one.step(call("increase"))
     assert (await one.reward(), await other.reward()) == (8.0, 0.0)
     assert await one.metrics() is None
-
-
-def test_instructions_hold_each_schema_on_a_line():
-    lines = instructions([schema_of(add), schema_of(look_up)]).splitlines()
-    found = [json.loads(line)["function"]["name"] for line in lines if line.startswith('{"type"')]
-    assert found == ["add", "look_up"]

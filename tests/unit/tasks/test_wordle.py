@@ -75,13 +75,7 @@ def test_rewards(text, expected, reward):
         zip(NAMES, expected, strict=True)
     )
     assert member.reward == pytest.approx(reward)
-
-
-def test_only_over_length_is_taken_from_what_has_no_guess():
-    given = config(sampler={"max_completion_length": 100}, overlong_length=80)
-    assert score("and so on", tokens=81, given=given).reward == pytest.approx(-0.5)
-    assert score("and so on", tokens=80, given=given).reward == 0
-    assert score(guessing("label"), tokens=81, given=given).reward == pytest.approx(0.2)
+    assert member.notes == {"extracted_answer": guess_in(text)}
 
 
 def test_a_guess_is_repeated_whether_it_is_a_real_word_or_not():
@@ -92,58 +86,41 @@ def test_a_guess_is_repeated_whether_it_is_a_real_word_or_not():
     assert parts == [1, 0, 0, 0, 0, 0]
 
 
+HUNDRED = {"max_completion_length": 100}
+TWO_STAGES = {"type": "two_stage", "max_reasoning_length": 160, "max_answer_length": 40}
+
+
 @pytest.mark.parametrize(
     ("given", "limit"),
     [
-        (config(sampler={"max_completion_length": 100}), 75),
-        (config(sampler={"max_completion_length": 100}, overlong_length=99), 99),
-        (
-            config(
-                sampler={"max_completion_length": 100},
-                rollout={
-                    "type": "two_stage",
-                    "max_reasoning_length": 160,
-                    "max_answer_length": 40,
-                },
-            ),
-            150,
-        ),
+        (config(sampler=HUNDRED), 75),
+        (config(sampler=HUNDRED, overlong_length=99), 99),
+        (config(sampler=HUNDRED, rollout=TWO_STAGES), 150),
         (config(overlong_length=7), 7),
         (config(), None),
     ],
 )
-def test_what_is_over_length(given, limit):
+def test_over_length_alone_is_taken_from_what_has_no_guess(given, limit):
     for tokens in (limit or 10_000, (limit or 10_000) + 1):
         taken = -0.5 if limit and tokens > limit else 0.0
-        assert score("", tokens=tokens, given=given).reward == taken
+        assert score("and so on", tokens=tokens, given=given).reward == taken
+        right = score(guessing("label"), tokens=tokens, given=given).reward
+        assert right == pytest.approx(0.7 + taken)
 
 
-def test_a_limit_that_nothing_can_exceed_is_refused():
-    given = config(sampler={"max_completion_length": 100}, overlong_length=100)
-    with pytest.raises(TaskError, match=r"overlong_length is 100, .* cut off at 100 tokens"):
-        wordle.get_reward_funcs(given, None)
-    with pytest.raises(TaskError, match=r"Leave it out, .* \(75 here\)"):
-        wordle.get_reward_funcs(given, None)
-
-
-def test_weights_are_configurable():
+def test_weights_are_configurable_and_a_limit_that_nothing_exceeds_is_refused():
     weights = {"format": 1.0, "dictionary": 0, "constraints": 2.0, "repeated": -3.0}
-    given = config(weights=weights)
-    assert score(guessing("panel"), given=given).reward == pytest.approx(1 + 2 * 0.5)
-    assert score(guessing("alley"), given=given).reward == pytest.approx(1 - 3)
-    assert score(guessing("label"), given=given).reward == pytest.approx(1 + 2 + 0.2)
+    for word, reward in (("panel", 1 + 2 * 0.5), ("alley", 1 - 3), ("label", 1 + 2 + 0.2)):
+        member = score(guessing(word), given=config(weights=weights))
+        assert member.reward == pytest.approx(reward)
+    with pytest.raises(TaskError, match=r"overlong_length is 100.*75"):
+        wordle.get_reward_funcs(config(sampler=HUNDRED, overlong_length=100), None)
 
 
-def test_the_guess_stands_in_the_record():
-    assert score(guessing("LABEL")).notes == {"extracted_answer": "label"}
-    assert score("no").notes == {"extracted_answer": None}
+SECRETS = st.sampled_from(words_of(None, None).secrets)
 
 
-@given(
-    st.sampled_from(words_of(None, None).secrets),
-    st.sampled_from(words_of(None, None).secrets),
-    st.sampled_from(words_of(None, None).secrets),
-)
+@given(SECRETS, SECRETS, SECRETS)
 def test_no_guess_earns_more_than_one_that_the_marks_allow(secret, earlier, guess):
     turns = {"guesses": [earlier], "feedback": [marks_of(earlier, secret)], "secret": secret}
     real = words_of(None, None).dictionary
@@ -173,38 +150,18 @@ def test_every_row_is_a_game_under_way_that_its_gold_continues(splits):
         assert f"\n{row['guesses'][-1]}: " in "\n" + told
     assert {len(row["guesses"]) for row in splits["train"]} == {1, 2, 3, 4}
     assert all(row["completion"] == row["gold_completion"] for row in splits["train"])
-
-
-def test_no_word_and_no_prompt_is_in_two_splits(splits):
-    words = {
-        name: {word for row in rows for word in (*row["guesses"], row["secret"])}
-        for name, rows in splits.items()
-    }
-    prompts = {name: {json.dumps(row["prompt"]) for row in rows} for name, rows in splits.items()}
-    for one, other in (("train", "test"), ("train", "validation"), ("validation", "test")):
-        assert not words[one] & words[other]
-        assert not prompts[one] & prompts[other]
-    assert {name: len(each) for name, each in prompts.items()} == {
-        "train": 1000,
-        "validation": 128,
-        "test": 128,
-    }
-
-
-def test_rows_come_from_the_seed_and_do_not_depend_on_how_many_are_asked_for(splits):
-    assert wordle.get_eval_dataset(config()) == splits["test"]
-    assert wordle.get_rl_dataset(config(train_size=5)) == [
-        {name: value for name, value in row.items() if name != "completion"}
-        for row in splits["train"][:5]
-    ]
-    assert wordle.get_eval_dataset(config(seed=1, eval_size=5)) != splits["test"][:5]
-    assert splits["test"][0]["guesses"] == ["sixty", "chase", "chalk", "young"]
-
-
-def test_the_history_is_as_long_as_the_config_says():
     rows = wordle.get_rl_dataset(config(min_history=5, max_history=5, train_size=20))
     assert {len(row["guesses"]) for row in rows} == {5}
     assert rows[0]["prompt"][1]["content"].endswith("\n1 guess left.")
+
+
+def test_no_word_is_in_two_splits(splits):
+    train, validation, test = (
+        {word for row in rows for word in (*row["guesses"], row["secret"])}
+        for rows in splits.values()
+    )
+    assert train.isdisjoint(validation | test)
+    assert validation.isdisjoint(test)
 
 
 def test_more_rows_than_there_can_be_are_refused(tmp_path):

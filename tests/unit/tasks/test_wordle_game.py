@@ -63,19 +63,11 @@ def test_every_turn_is_used_up_and_the_sixth_is_the_last():
     playing = game()
     turns = ["label", guessing("abcde"), *[guessing("alley")] * 4]
     said = [playing.step(text) for text in turns]
-    assert said[0].observation == (
-        "There is no guess of five letters after </think>. Write <guess>word</guess>.\n5 guesses left."
-    )
-    assert said[1].observation == "abcde is not in the word list.\n4 guesses left."
+    assert "no guess of five letters" in said[0].observation
+    assert "abcde is not in the word list" in said[1].observation
     assert [step.done for step in said] == [False] * 5 + [True]
     assert not playing.won
-
-
-def test_guesses_that_got_no_marks_say_nothing():
-    playing = game()
-    for text in ("nothing", guessing("abcde"), guessing("alley")):
-        playing.step(text)
-    assert (playing.guesses, playing.marks) == (["alley"], ["YYYGX"])
+    assert (playing.guesses, playing.marks) == (["alley"] * 4, ["YYYGX"] * 4)
 
 
 # Rewards
@@ -104,6 +96,8 @@ def test_parts_of_a_game(turns, expected):
     weights = (1.0, 0.2, 0.2, -0.5, 0.1, 0.2)
     total = sum(weight * value for weight, value in zip(weights, expected, strict=True))
     assert member.reward == pytest.approx(total)
+    own = score(transcript(*turns), given=config(weights={"won": 5.0, "all_satisfied": 0}))
+    assert own.reward == pytest.approx(total + 4 * expected[0] - 0.2 * expected[5])
 
 
 def test_what_comes_after_the_end_does_not_count():
@@ -121,11 +115,6 @@ def test_environment_and_rewards_see_the_same_game():
     for text in turns:
         playing.step(text)
     assert played(transcript(*turns), "label", REAL) == Played(True, tuple(playing.verdicts))
-
-
-def test_weights_are_configurable():
-    given = config(weights={"won": 5.0, "all_satisfied": 0})
-    assert score(transcript(guessing("label")), given=given).reward == pytest.approx(5.5)
 
 
 # Metrics
@@ -146,8 +135,8 @@ def test_metrics_read_the_turns_of_whole_games():
             "mean_guesses": (2 + 7) / 2,
             "format_accuracy": 7 / 8,
             "dict_accuracy": 6 / 8,
-            "constraint_accuracy": 3
-            / 8,  # both of the first game, and the first word of the second
+            # both of the first game, and the first word of the second
+            "constraint_accuracy": 3 / 8,
             "total_samples": 2,
         }
     )
@@ -168,12 +157,9 @@ def splits():
     }
 
 
-def test_no_secret_is_in_two_splits(splits):
+def test_the_teacher_wins_by_the_rules_with_words_of_its_split(splits):
     secrets = [row["secret"] for rows in splits.values() for row in rows]
     assert sorted(secrets) == sorted(words_of(None, None).secrets)
-
-
-def test_the_teacher_wins_by_the_rules_with_words_of_its_split(splits):
     for name in ("train", "validation"):
         pool = {row["secret"] for row in splits[name]}
         for row in splits[name]:

@@ -126,32 +126,21 @@ def test_how_a_turn_is_told():
     assert spelt("alley", "YYYGX") == "alley: a Y, l Y, l Y, e G, y X"
     assert (left(6), left(1)) == ("6 guesses left.", "1 guess left.")
     known = Knowledge.of(["alley"], ["YYYGX"])
-    assert (
-        reasoning(known, "label")
-        == "Known: _ _ _ e _. It also has a, l, l. A word that fits is label."
-    )
-    assert (
-        reasoning(Knowledge.of([], []), "label") == "Known: _ _ _ _ _. A word that fits is label."
-    )
+    told = "Known: _ _ _ e _. It also has a, l, l. A word that fits is label."
+    assert reasoning(known, "label") == told
 
 
 # Word lists
 
 
-def test_the_words_of_the_package():
+def test_the_words_of_the_package_are_divided_into_three():
     found = words_of(None, None)
     assert (len(found.secrets), len(found.dictionary)) == (877, 5098)
     assert set(found.secrets) <= found.dictionary
     assert all(re.fullmatch("[a-z]{5}", word) for word in found.dictionary)
-
-
-def test_secrets_are_divided_into_three_by_the_seed():
-    found = words_of(None, None)
     parts = [found.of(split, 1) for split in ("train", "validation", "test")]
     assert [len(part) for part in parts] == [703, 87, 87]
     assert sorted(word for part in parts for word in part) == sorted(found.secrets)
-    assert parts[0] == found.of("train", 1)
-    assert set(parts[2]) != set(found.of("test", 2))
 
 
 def test_own_lists_are_read_and_secrets_are_always_real(tmp_path):
@@ -169,9 +158,9 @@ def test_own_lists_are_read_and_secrets_are_always_real(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("crane\nslates\n", r"secrets.txt:2: 'slates' is no word of 5 letters"),
-        ("crane\nslate\n", r"secrets.txt has 2 words. .* takes 60 or more"),
-        (None, r"secrets.txt cannot be read: .* one word in each line"),
+        ("crane\nslates\n", "secrets.txt:2: 'slates'"),
+        ("crane\nslate\n", "secrets.txt has 2 words"),
+        (None, "secrets.txt cannot be read"),
     ],
 )
 def test_lists_that_cannot_be_used_are_refused(tmp_path, text, message):
