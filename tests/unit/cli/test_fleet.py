@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cli import fleet_follow, fleet_progress
+from groupwise.cli import fleet_follow
 from groupwise.cli.fleet_words import (
-    hyperparams,
     number,
     seconds_of,
     whole,
@@ -25,7 +24,6 @@ from groupwise.fleet.patience import AwayError
 from groupwise.fleet.processes import alone
 from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import connect
-from groupwise.fleet.verbs.status import NO_DISPATCHER
 from groupwise.hosts.files import hash_of
 from groupwise.wire.fleet import MOST_LINES
 from tests.unit.cli.fleet_folder import Command
@@ -70,25 +68,6 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-VERBS = {
-    "": "up vm submit jobs show logs exec cancel retry hold release prune poller dispatcher requeue tracker api migrate doctor "
-    "fetch status project key",
-    "vm": "add list show prepare set drain undrain cordon uncordon lost remove trust clear-quarantine",
-    "project": "list set",
-    "key": "new list revoke",
-}
-
-
-@pytest.mark.parametrize("group", VERBS)
-def test_help_lists_every_verb_with_a_whole_sentence(still: Command, group: str) -> None:
-    code, out, _ = still(*group.split(), "--help")
-    assert code == 0
-    listed = out.partition("Commands:\n")[2].splitlines()
-    found = dict(line.split(maxsplit=1) for line in listed)
-    assert set(found) == set(VERBS[group].split())
-    assert [text for text in found.values() if not text.endswith(".") or "..." in text] == []
 
 
 # --- submitting
@@ -242,19 +221,6 @@ def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
     assert seen(*asked, "--dry-run")[0] == 0
 
 
-def test_a_file_of_the_command_that_stays_here_is_told(
-    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("pass")
-    asked = ("--gpus", "0", "--", "python", "./train.py", "--out", "train.log")
-    code, _, err = seen("submit", *asked)
-    assert code == 0
-    assert "./train.py is a file here, but does not travel" in err
-    assert "train.log" not in err
-    assert "does not travel" not in seen("submit", "--file", "train.py", *asked)[2]
-
-
 def test_the_line_that_names_what_is_not_there_is_told(
     seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,22 +269,6 @@ def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_p
     assert "there is a link" in err
 
 
-def test_a_terminal_sees_how_far_files_are(
-    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_progress, "SHOW_SECONDS", 0.0)
-    (tmp_path / "big.bin").write_bytes(b"b" * 3_000_000)
-    words = ("submit", "--gpus", "0", "--file", str(tmp_path / "big.bin"), "--", "true")
-    code, out, err = seen(*words)
-    assert (code, err) == (0, f"{NO_DISPATCHER}\n")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    code, again, err = seen(*words)
-    assert code == 0
-    assert "\r\x1b[K1.05 MB of 3 MB, copying big.bin\r" in err
-    assert err.endswith(f"\r\x1b[K{NO_DISPATCHER}\n")
-    assert "\x1b" not in out + again
-
-
 def test_a_submission_that_cannot_be(still: Command) -> None:
     length = ("--max_completion_length", "64")
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -327,24 +277,16 @@ def test_a_submission_that_cannot_be(still: Command) -> None:
         (("--model", "m", "--", "true"), "Leave one of the two out"),
         (("--max-steps", "3"), "--max_steps"),
         (("--gpu-memori", "3GB", "true"), "--gpu-memory"),
-        (("--gpus", "many", "true"), "a count (2)"),
-        (("--ram", "much", "true"), "a size such as 40GB"),
         (("--time-limit", "soon", "true"), "2h, 1h30m"),
         (("--env", "A", "true"), "KEY=VALUE"),
         (("--label", "a=1", "--label", "a=2", "true"), "given twice"),
         (("--secret", "T=hunter2", "true"), "a secret is named, never given"),
         (("--file", "not-there.txt", "true"), "there is no file or folder"),
         (("--file", "pyproject.toml:/etc/x", "true"), "without `..`"),
-        (("--array", "not-there", "true"), "cannot be read"),
         (("--hyperparams", "beta", "--kind", "GRPO"), "key=value, or a JSON object"),
         (("--wait", "--hold", "true"), "contradict each other"),
-        (("--webhook", "ftp://x", "true"), "http:// or https://"),
-        (("--after", "no such", "true"), "a job's id is wanted"),
         (("--kind", "GRPOO", "--gpus", "0", "--model", "m"), "Did you mean GRPO?"),
         (("--retries", "many", "true"), "a whole number, 0 to 100"),
-        (("--retries", "none", "--allow-smaller-batch", "true"), "a job that is to run once"),
-        (("--artefact-limit", "0", "true"), "at least 1 MB"),
-        (("--grace", "2d", "true"), "at most a day"),
         ((*length, "--kind", "EVAL"), "sampler.max_completion_length=64"),
         ((*length, "true"), "Leave one of the two out"),
         (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0"),
@@ -359,22 +301,6 @@ def test_a_submission_that_cannot_be(still: Command) -> None:
 
 
 # --- jobs
-
-
-def test_jobs_are_listed_shown_and_changed(seen: Command) -> None:
-    job_id = submitted(seen, "--name", "mine", "--", "true")
-    assert seen("hold", job_id)[2] == f"{job_id} is held\n"
-    out = seen("jobs", "--status", "held,queued")[1]
-    assert job_id in out
-    assert "mine" in out
-    assert "fleet release" in seen("show", job_id)[1]
-    assert seen("release", job_id)[0] == 0
-    assert "no dispatcher is running" in seen("show", job_id)[1]
-    assert seen("cancel", job_id)[2] == f"{job_id} is cancelled\n"
-    code, _, err = seen("hold", job_id)
-    assert code == 2
-    assert "nothing to hold" in err
-    assert json.loads(seen("retry", job_id, "--json")[1])["generation"] == 1
 
 
 def test_a_sweep_is_ended_by_its_label(seen: Command) -> None:
@@ -401,7 +327,6 @@ def test_a_sweep_is_ended_by_its_label(seen: Command) -> None:
 
 def test_mistakes_are_told(still: Command) -> None:
     add = ("vm", "add", "x")
-    slurm, ray = (*add, "--engine", "slurm"), (*add, "--engine", "ray")
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
         (("jobs", "--status", "runing"), "did you mean running?"),
         (("jobs", "--label", "x"), "KEY=VALUE"),
@@ -411,19 +336,11 @@ def test_mistakes_are_told(still: Command) -> None:
         (("prune", "--older-than", "long"), "a time is wanted"),
         (("prune", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
         (("logs", "job-none", "--tail", "-1"), f"a whole number, 0 to {MOST_LINES}"),
-        (("vm", "show", "vm-2"), "did you mean vm-1?"),
         (add, "--host ADDRESS"),
         ((*add, "--host", "h"), "--user"),
         ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
         ((*add, "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
         ((*add, "--slots", "2"), "say which, as --engine slurm"),
-        ((*add, "--engine", "slum"), "there is none called 'slum': slurm, ray"),
-        ((*slurm, "--slots", "0"), "a whole number, 1 to 1024"),
-        ((*slurm, "--sbatch=--wrap=x"), "is set by groupwise"),
-        ((*slurm, "--address", "http://h:1"), "found by its programs"),
-        ((*ray, "--partition", "gpu"), "NAME=N is expected"),
-        ((*ray, "--address", "h:1"), "address of Ray's dashboard"),
-        (("vm", "set", "vm-1", "--slots", "3"), "vm-1 begins jobs itself"),
         (("vm", "lost", "vm-1"), "say --yes"),
         (("project", "set", "p", "--weight", "0"), "a number above 0"),
         (("key", "new", "train"), "there are read, act, admin"),
@@ -443,46 +360,15 @@ def test_a_machine_behind_which_slurm_begins_jobs(seen: Command) -> None:
     options = ("--partition", "gpu", "--sbatch=--account=lab")
     code, out, err = seen("vm", "add", "s", "--engine", "slurm", *words, *options, "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert (found["transport"], found["workdir"]) == ("local", "groupwise-fleet-s")
-    assert found["engine"] == {
-        "name": "slurm",
-        "slots": 4,
-        "gpus": 2,
-        "gpu_model": "a100",
-        "gpu_memory_mb": 80_000,
-        "options": ["--partition=gpu", "--account=lab"],
-    }
-    assert "0/4 slots" in seen("vm", "list")[1]
+    about = {"slots": 4, "gpus": 2, "gpu_model": "a100", "gpu_memory_mb": 80_000}
+    given = ["--partition=gpu", "--account=lab"]
+    assert json.loads(out)["engine"] == {"name": "slurm", **about, "options": given}
     said = seen("vm", "set", "s", "--slots", "9", "--sbatch=--qos=high")[2]
     assert "slurm: 0 of 9 slots free, GPUs for a job: 2, a100, 80 GB, --qos=high" in said
-    assert "of 9 slots free" in seen("vm", "show", "s")[1]
-    assert "vm-1" in seen("vm", "list")[1]
     submitted(seen, "--vm", "s", "--", "true")
 
 
-def test_a_machine_behind_which_ray_begins_jobs(seen: Command) -> None:
-    way = ("--engine", "ray", "--address", "http://head:8265/", "--resource", "apart=1")
-    code, out, err = seen("vm", "add", "r", *way, "--gpus-per-job", "2", "--json")
-    assert code == 0, err
-    about = {"gpus": 2, "options": ["apart=1"], "address": "http://head:8265/"}
-    assert json.loads(out)["engine"] == {"name": "ray", **about}
-    said = seen("vm", "set", "r", "--address", "http://other:8265")[2]
-    assert "ray: 0 of 8 slots free, GPUs for a job: 2, apart=1, http://other:8265" in said
-
-
 # --- words
-
-
-def test_settings_of_a_kind() -> None:
-    assert hyperparams(['{"a": 1, "b": 2}', "b=1e-5", "c=text", "d.e=true"]) == {
-        "a": 1,
-        "b": 1e-5,
-        "c": "text",
-        "d.e": True,
-    }
-    with pytest.raises(UsageError, match="this is no JSON"):
-        hyperparams(["{nonsense"])
 
 
 def test_numbers() -> None:

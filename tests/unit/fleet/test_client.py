@@ -2,35 +2,30 @@
 
 import hashlib
 import json
-import math
-import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx2
 import pytest
 
-from groupwise.errors import UsageError
 from groupwise.fleet import client
-from groupwise.fleet.client import FleetAway, FleetClient, named_files
+from groupwise.fleet.client import FleetAway, FleetClient
 from groupwise.fleet.download import DownloadError
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.patience import ASK_ON
-from groupwise.fleet.queue import admission
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint
 from groupwise.fleet.store.triggers import Rule
-from groupwise.hosts.files import BlobStore, Incoming
+from groupwise.hosts.files import BlobStore
 from groupwise.wire.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -40,7 +35,6 @@ from groupwise.wire.fleet import (
 )
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
-from tests.unit.fleet.small_fleet import execute
 
 PLAIN = "environment-key-0123456789"
 COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
@@ -68,90 +62,6 @@ def refused(code: str) -> Any:
 
 
 # Jobs
-
-
-def test_a_job_is_submitted_found_and_cancelled(fleet: FleetClient) -> None:
-    job = fleet.submit({**COMMAND, "name": "one", "labels": {"team": "red"}}, idempotency_key="k")
-    assert job["status"] == "queued"
-    again = fleet.submit({**COMMAND, "name": "one", "labels": {"team": "red"}}, idempotency_key="k")
-    assert again["job_id"] == job["job_id"]
-    assert fleet.show(job["job_id"])["arguments"] == ["true"]
-    fleet.submit({**COMMAND, "name": "two"})
-    assert [each["name"] for each in fleet.jobs()] == ["two", "one"]
-    assert [each["name"] for each in fleet.jobs(label="team=red", status=["queued"])] == ["one"]
-    assert [each["name"] for each in fleet.jobs(ids=[job["job_id"], "job-none"])] == ["one"]
-    assert fleet.jobs(ids=[]) == []
-    assert fleet.hold(job["job_id"])["status"] == "held"
-    assert fleet.release(job["job_id"])["status"] == "queued"
-    assert fleet.cancel(job["job_id"], "wrong data")["status"] == "cancelled"
-    (event,) = [e for e in fleet.show(job["job_id"])["events"] if e["kind"] == "job.cancelled"]
-    assert event["detail"] == {"reason": "wrong data"}
-    assert fleet.wait(job["job_id"])["status"] == "cancelled"
-    assert fleet.retry(job["job_id"])["generation"] == 1
-    with refused("unknown_job") as caught:
-        fleet.show(job["job_id"][:-1] + "0")  # no digit of base32
-    assert job["job_id"] in caught.value.detail
-
-
-def test_a_request_that_is_wrong_says_what_is(fleet: FleetClient) -> None:
-    for document, named in (
-        ({"argments": ["true"]}, "arguments"),
-        ({"arguments": ["true"], "environment": {"LD_PRELOAD": "x"}}, "LD_PRELOAD"),
-        ({**COMMAND, "name": "\udcff"}, "UTF-8"),
-    ):
-        with refused("invalid_request") as caught:
-            fleet.submit(document)
-        assert named in caught.value.detail
-        with refused("invalid_request"):
-            fleet.submit_all([COMMAND, document])
-    with refused("invalid_request"):  # a column that a request cannot name, beside the parameter
-        fleet.submit({**COMMAND, "project": "p"}, project="q")
-    with pytest.raises(UsageError, match="10001"):
-        fleet.submit_all([COMMAND] * 10_001)
-    assert fleet.plan(COMMAND)["waits"]
-    assert fleet.jobs() == []
-
-
-def test_many_are_changed_in_portions(fleet: FleetClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one request may name; each is answered, in the order asked."""
-    monkeypatch.setattr("groupwise.wire.fleet.MOST_CHANGED", 2)
-    ids = [each["job_id"] for each in fleet.submit_all([COMMAND] * 5)]
-    asked = [*ids[::-1], "job-none"]
-    for change, status in (
-        (fleet.hold_all, "held"),
-        (fleet.release_all, "queued"),
-        (partial(fleet.cancel_all, reason="wrong data"), "cancelled"),
-        (fleet.retry_all, "queued"),
-    ):
-        *done, unknown = change(asked)
-        assert [each["job_id"] for each in done] == ids[::-1]
-        assert {each["status"] for each in done} == {status}
-        assert unknown["error"]["code"] == "unknown_job"
-    events = {e["kind"]: e["detail"] for e in fleet.show(ids[0])["events"]}
-    assert events["job.cancelled"] == {"reason": "wrong data"}
-    assert fleet.cancel_all([]) == []
-
-
-def test_old_jobs_are_removed_by_an_admin_of_their_project(
-    url: str, fleet: FleetClient, place: FleetPlace
-) -> None:
-    red, blue = (fleet.submit(COMMAND, project=name)["job_id"] for name in ("red", "blue"))
-    for job in (red, blue):
-        append(make(place.logs, job, 1), 0, b"x" * 5000)
-        fleet.cancel(job)
-    assert len(fleet.prune(0, dry_run=True)["jobs"]) == 2
-    with refused("invalid_request") as caught:
-        fleet.prune(0, status=["running"])
-    assert "completed, failed, cancelled" in caught.value.detail
-    with (
-        FleetClient(url, fleet.make_key("act")["key"]) as actor,
-        refused("forbidden"),
-    ):
-        actor.prune(0)
-    with FleetClient(url, fleet.make_key("admin", projects=["red"])["key"]) as admin:
-        assert admin.prune(0)["jobs"] == [red]
-    assert [each["job_id"] for each in fleet.jobs()] == [blue]
-    assert sorted(path.name for path in place.logs.iterdir()) == sorted([blue, f"{blue}.log"])
 
 
 # Bytes
@@ -189,89 +99,6 @@ def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> Non
 
 
 # The same file, sent by several at once
-
-
-class Another:
-    """Somebody who receives a file of the same sender, and does a little whenever the client pauses; then 7 seconds go by."""
-
-    def __init__(self, place: FleetPlace, data: bytes, *, adds: int, leaves_at: int) -> None:
-        """`adds`: bytes at each pause. `leaves_at`: with so many bytes there is no more to come; a whole file is finished before."""
-        self.now, self.put = 0.0, 0
-        """`put`: bytes that the client has sent."""
-        self._data, self._adds, self._leaves_at = data, adds, leaves_at
-        self._held = ExitStack()
-        incoming = BlobStore(place.blobs).incoming(hashlib.sha256(data).hexdigest(), len(data))
-        self._incoming: Incoming | None = self._held.enter_context(incoming)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-
-    def client(self, url: str) -> FleetClient:
-        fleet = FleetClient(url, PLAIN, sleep=self._sleep, clock=lambda: self.now)
-        fleet._http.event_hooks = {"request": [self._asked]}
-        return fleet
-
-    def _asked(self, request: httpx2.Request) -> None:
-        if request.method == "PUT":
-            self.put += len(request.read())
-
-    def _sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now += 7.0
-        if self._incoming is None:
-            return
-        at = self._incoming.received
-        if at < self._leaves_at:
-            self._incoming.add(self._data[at : at + self._adds])
-            return
-        if at == len(self._data):
-            self._incoming.finish()
-        self._incoming = None
-        self._held.close()
-
-
-def test_a_file_that_somebody_else_sends_is_waited_for_and_travels_once(
-    url: str, place: FleetPlace, tmp_path: Path
-) -> None:
-    data = b"shared" * 1000
-    (tmp_path / "f").write_bytes(data)
-    with Another(place, data, adds=60, leaves_at=6000) as another, another.client(url) as fleet:
-        manifest = fleet.upload([tmp_path / "f"])
-        assert another.now > ASK_ON
-        assert another.put == len(data)  # the piece that found the other one there
-    assert BlobStore(place.blobs).read(manifest["f"][0]) == data
-
-
-def test_a_file_that_stands_still_with_somebody_else_is_told_in_words(
-    url: str, place: FleetPlace, tmp_path: Path
-) -> None:
-    data = b"shared" * 1000
-    (tmp_path / "f").write_bytes(data)
-    with Another(place, data, adds=0, leaves_at=6000) as another, another.client(url) as fleet:
-        with refused("file_busy") as caught:
-            fleet.upload([tmp_path / "f"])
-        assert ASK_ON < another.now < 2 * ASK_ON
-    assert "f: somebody else sends the same file" in caught.value.detail
-    assert "try again later" in caught.value.detail
-
-
-def test_a_file_that_somebody_else_sends_is_refused_for_now_and_said_how_far_it_is(
-    url: str, place: FleetPlace
-) -> None:
-    sha256 = hashlib.sha256(b"whole").hexdigest()
-    headers = {"Authorization": f"Bearer {PLAIN}"}
-    with httpx2.Client(base_url=url, headers=headers) as http:
-        with BlobStore(place.blobs).incoming(sha256, 5) as incoming:
-            incoming.add(b"wh")
-            busy = http.put(f"/blobs/{sha256}?size=5&offset=2", content=b"ole")
-            assert (busy.status_code, busy.json()["code"]) == (503, "file_busy")
-            assert busy.headers["retry-after"] == "1"
-            assert http.get(f"/blobs/{sha256}?size=5").json() == {"received": 2}
-        last = http.put(f"/blobs/{sha256}?size=5&offset=2", content=b"ole").json()
-    assert last == {"received": 5, "stored": True}
 
 
 def test_many_send_the_same_file_at_once(
@@ -455,26 +282,6 @@ def _leave(place: FleetPlace, job: str, files: dict[str, bytes], name: str = "9"
         link = place.artefacts / job / "current"
         link.unlink(missing_ok=True)
         link.symlink_to(name)
-
-
-def test_artefacts_of_an_attempt_and_of_a_rank(
-    fleet: FleetClient, place: FleetPlace, tmp_path: Path
-) -> None:
-    job = fleet.submit(COMMAND)["job_id"]
-    for name, data in (("9", b"nine"), ("9.1", b"of rank 1"), ("12", b"twelve")):
-        _leave(place, job, {"outputs/x": data}, name)
-    assert fleet.artefacts(job)["epoch"] == 12
-    assert fleet.artefacts(job)["left_out"] == [["outputs/link", "link"]]
-    cases: list[tuple[dict[str, Any], bytes]] = [
-        ({}, b"twelve"),
-        ({"epoch": 9}, b"nine"),
-        ({"epoch": 9, "rank": 1}, b"of rank 1"),
-    ]
-    for more, data in cases:
-        fleet.fetch(job, tmp_path / "here", force=True, **more)
-        assert (tmp_path / "here/outputs/x").read_bytes() == data
-    with refused("unknown_file"):
-        fleet.artefacts(job, epoch=10)
 
 
 @pytest.mark.parametrize("ranges", [True, False])
@@ -661,29 +468,6 @@ def test_who_asks_whether_it_is_ready_changes_nothing(
     assert database.at_rest(schema.is_current)
 
 
-def test_what_no_json_can_say_hides_no_row(fleet: FleetClient, database: Database) -> None:
-    """Rows by hand hold numbers beyond all bounds, and halves of characters."""
-    beyond = '{"labels": {"a": "half of one: \\ud83d"}, "limits": {"time_seconds": 1e999}}'
-    execute(
-        database,
-        "INSERT INTO jobs (job_id, model, dataset, reward_function, learning_rate, request) "
-        "VALUES ('by-hand', 'm', '/d', 'r', :infinite, :request)",
-        infinite=math.inf,
-        request=beyond if database.dialect == "sqlite" else beyond.replace("\\ud83d", "1"),
-    )
-    execute(database, """INSERT INTO vms (vm_id, facts) VALUES ('vm-1', '{"ram_mb": -1e999}')""")
-    database.run(lambda s: admission.admit_new(s, 10))
-    found = fleet.show("by-hand")
-    assert (found["status"], found["learning_rate"]) == ("failed", None)
-    assert "learning_rate" in found["failure_reason"]
-    assert found["request"]["limits"] == {"time_seconds": None}
-    if database.dialect == "sqlite":
-        assert found["request"]["labels"] == {"a": "half of one: ?"}
-    assert [each["job_id"] for each in fleet.jobs()] == ["by-hand"]
-    assert [each["facts"] for each in fleet.machines()] == [{"ram_mb": None}]
-    assert "job.failed" in [each["kind"] for each in fleet.events()]
-
-
 # Patience
 
 
@@ -784,23 +568,6 @@ def test_a_submission_goes_on_under_its_name() -> None:
     assert len(set(names)) == 3
 
 
-def test_a_file_on_its_way_goes_on_where_the_fleet_was_away() -> None:
-    server = Away(300.0, problem("database_away"))
-    data = bytes(range(256)) * 40
-
-    def of_fleet(request: httpx2.Request) -> httpx2.Response:
-        start = int(request.headers["range"].removeprefix("bytes=").removesuffix("-"))
-        end = start + 4000
-        torn = Torn(data[start:end], whole=end >= len(data))
-        return httpx2.Response(206, stream=torn)
-
-    server._of_fleet = of_fleet  # type: ignore[method-assign]
-    with server.client() as fleet:
-        assert b"".join(fleet.artefact_pieces("job-1", "a", epoch=3)) == data
-    assert server.now >= 300.0
-    assert len(server.told) == 2
-
-
 # An API that takes questions and says nothing
 
 
@@ -835,29 +602,6 @@ def asked_of_nobody(ask: Callable[[FleetClient], Any], patience: float = 0.0) ->
 
 
 @pytest.mark.usefixtures("limits")
-def test_who_follows_an_api_that_hangs_is_told_soon() -> None:
-    began = time.monotonic()
-    times: list[float] = []
-
-    def follow(fleet: FleetClient) -> None:
-        tell = fleet._tell
-
-        def told(text: str) -> None:
-            times.append(time.monotonic() - began)
-            tell(text)
-
-        fleet._tell = told
-        fleet.patience.ask(lambda: fleet.progress("job-1"))
-
-    late, away, end = asked_of_nobody(follow, patience=0.1)
-    assert re.fullmatch(LATE.format("GET /jobs/job-1/progress"), late)
-    assert times[0] < TIMEOUT, "while one that is slow is given all of it"
-    assert away.startswith("the fleet does not answer, and is asked on for ")
-    assert "ReadTimeout" in end
-    assert time.monotonic() - began < 4 * TIMEOUT + 2, "not six times as long before a word"
-
-
-@pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize(
     ("ask", "late"),
     [
@@ -876,21 +620,3 @@ def test_what_may_be_asked_twice_at_once_is_told_and_the_rest_has_its_time(
     assert TIMEOUT <= time.monotonic() - began < 2 * TIMEOUT + 1
     found = [bool(re.fullmatch(LATE.format(late), each)) for each in told]
     assert found == ([] if late is None else [True])
-
-
-def test_files_have_their_own_names_and_none_hides_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a/train.py", "b/train.py"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(name)
-    monkeypatch.chdir(tmp_path / "a")
-    assert named_files(["../b"]) == {"b/train.py": Path("../b/train.py")}
-    assert set(named_files(["."])) == {"a/train.py"}
-    assert set(named_files({".": ".", "other.py": "../b/train.py"})) == {"train.py", "other.py"}
-    assert set(named_files(["train.py", "train.py"])) == {"train.py"}
-    with pytest.raises(UsageError, match=r"would both be train\.py"):
-        named_files(["train.py", "../b/train.py"])
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="neither a file nor a folder"):
-        named_files({"data": tmp_path / "pipe"})

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
 
 from groupwise.fleet.client import FleetClient
 from groupwise.fleet.direct import DirectFleet
@@ -15,7 +14,6 @@ from groupwise.fleet.patience import Patience
 from groupwise.fleet.store.database import CommitUnknown, Database
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.wire.fleet import LogPart
-from groupwise.wire.problems import Refusal
 from tests.fleet_api import place_in
 
 OF_THE_DATABASE = {"read", "change", "ring"}
@@ -71,31 +69,3 @@ def test_more_of_a_log_is_waited_for(fleet: DirectFleet) -> None:
     later.join()
     fleet.cancel(job)
     assert fleet.log(job, epoch=4, offset=8, wait=30) == LogPart(b"", 4, 8, True)
-
-
-def test_all_that_was_written_before_the_end_is_read(fleet: DirectFleet) -> None:
-    job = fleet.submit(COMMAND)["job_id"]
-    append(make(fleet.place.logs, job, 4), 0, b"last words")
-    fleet.cancel(job)
-    assert fleet.log(job) == LogPart(b"last words", 4, 10, False)
-    assert fleet.log(job, epoch=4, offset=10) == LogPart(b"", 4, 10, True)
-
-
-def test_a_row_by_hand_whose_id_names_no_folder_stands_in_nobodys_way(fleet: DirectFleet) -> None:
-    for name in ("logs", "artefacts", "elsewhere"):
-        (fleet.place.folder / name / "kept").mkdir(parents=True, exist_ok=True)
-    good = fleet.submit(COMMAND)["job_id"]
-    fleet.cancel(good)
-    odd = ("row 4", "../elsewhere", "a/b", ".", "")
-    failed = "INSERT INTO jobs (job_id, status, end_time) VALUES (:job, 'queued', NULL)"
-    for job in odd:
-        fleet.database.run(lambda session, job=job: session.execute(text(failed), {"job": job}))
-        fleet.cancel(job)
-        assert fleet.log(job) == LogPart(b"", None, 0, True)
-        with pytest.raises(Refusal, check=lambda refusal: refusal.code == "unknown_file"):
-            fleet.artefacts(job)
-    assert sorted(fleet.prune(0.0, dry_run=True)["jobs"]) == sorted([good, *odd])
-    fleet.prune(0.0)
-    assert fleet.jobs() == []
-    for name in ("logs", "artefacts", "elsewhere"):
-        assert (fleet.place.folder / name / "kept").is_dir()

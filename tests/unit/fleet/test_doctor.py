@@ -4,7 +4,6 @@ the processes of the control plane."""
 import json
 import os
 import shutil
-import ssl
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nats.aio.client import Client
 from sqlalchemy import select
 
 from groupwise.clouds.engines import Door
@@ -81,11 +79,6 @@ def test_torch_is_asked_for_the_gpus_that_the_runner_hides(tmp_path: Path) -> No
     assert look(blind)["torch_why"] == "the driver is too old"
 
 
-def test_a_groupwise_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
-    installed(tmp_path, "groupwise", "0.1.0", "import pydantic_that_is_lost\n")
-    assert "pydantic_that_is_lost" in look(tmp_path)["why"]
-
-
 def member(**more: Any) -> MemberState:
     ended = {"code": 0, "signal": None, "reason": "exited", "message": ""}
     about: dict[str, Any] = {"job": "doctor-1", "epoch": 1, "state": "exited", "exit": ended}
@@ -118,16 +111,6 @@ def test_what_is_wrong_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert seen.meaning
     well = {"groupwise": HERE, "wheel": "abc", "torch": "2.13.0", "build": "12.8", "gpus": 2}
     assert {seen.level for seen in judged(well, gpus=2).values()} == {"ok"}
-
-
-def test_an_interpreter_that_is_not_there_or_fails() -> None:
-    refused = {"code": "unknown_program", "message": "there is no program /env/bin/python"}
-    found = judged({}, state="refused", exit=None, refused=refused)
-    assert found["jobs"].level == "problem"
-    assert "vm prepare gpu-1" in found["jobs"].remedy
-    ended = {"code": 127, "signal": None, "reason": "spawn_failed", "message": "no such file"}
-    found = judged({}, exit=ended)
-    assert f"{PYTHON} cannot be run there: no such file" in found["jobs"].measured
 
 
 def test_the_disk_of_the_control_machine_is_looked_at(
@@ -223,26 +206,6 @@ def test_the_nats_of_what_runs_is_looked_at_whatever_the_settings_say(
     assert look(set_url) == look(None)
 
 
-async def test_nats_is_asked_with_all_that_lets_the_fleet_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: dict[str, Any] = {}
-
-    async def connect(_: Client, **options: Any) -> None:
-        given.update(options)
-        raise ConnectionRefusedError
-
-    monkeypatch.setattr(Client, "connect", connect)
-    names = {"NATS_CREDS": "fleet.creds", "NATS_TOKEN": "t", "NATS_USER": "u", "NATS_PASSWORD": "p"}
-    for name, value in names.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConnectionRefusedError):
-        await doctor._nats_version("tls://nats:4222")
-    assert (given["token"], given["user"], given["password"]) == ("t", "u", "p")
-    assert given["user_credentials"] == Path("fleet.creds")
-    assert isinstance(given["tls"], ssl.SSLContext)
-
-
 def test_what_is_secret_in_an_address_is_written_nowhere(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,12 +256,3 @@ async def test_an_engine_is_asked_whether_it_would(monkeypatch: pytest.MonkeyPat
     assert "3 places for jobs; it would: Job 7" in found["Slurm"].measured
     assert asked == ["--nodes=1", "--gpus-per-node=1", "--partition=gpu"]
     assert found["jobs"].measured == "0 GPUs looked for"
-
-
-async def test_what_an_engine_would_not_have_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = await of_elastic(monkeypatch, ROW, refuses=True)
-    assert (found["Slurm"].level, "jobs" in found) == ("problem", False)
-    assert "invalid partition" in found["Slurm"].measured
-    unread, asked = await of_elastic(monkeypatch, elastic_of({"name": "slum"}))
-    assert unread["slum"].level == "problem"
-    assert asked == []

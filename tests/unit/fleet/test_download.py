@@ -212,25 +212,6 @@ def test_files_and_folders_are_chosen(tmp_path: Path) -> None:
         fetch(fleet, "job-1", tmp_path, Wanted(["weights"]))
 
 
-def test_the_newer_of_two_checkpoints_at_one_path_is_meant(tmp_path: Path) -> None:
-    left = Left(old=b"old", new=b"new", gone=b"gone")
-    entry = {p: [e.sha256, e.mode, e.size] for p, e in left.entries.items()}
-    at = {"path": "out/c", "step": 5}
-    older = {"out/c/w": entry["old"], "out/c/more": entry["gone"]}
-    checkpoints = [
-        {"epoch": 9, **at, "files": {"out/c/w": entry["new"]}},
-        {"epoch": 4, **at, "files": older},
-    ]
-    fleet = Fleet(left, checkpoints)
-    fetch(fleet, "job-1", tmp_path / "any", Wanted(checkpoints=True))
-    assert (tmp_path / "any/out/c/w").read_bytes() == b"new"
-    assert not (tmp_path / "any/out/c/more").exists()
-    fetch(fleet, "job-1", tmp_path / "of-4", Wanted(checkpoints=True, epoch=4))
-    assert (tmp_path / "of-4/out/c/w").read_bytes() == b"old"
-    with pytest.raises(UsageError, match="no mirrored checkpoint of the attempt 5"):
-        fetch(fleet, "job-1", tmp_path, Wanted(checkpoints=True, epoch=5))
-
-
 @pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../b", "", "a//b"])
 def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
     left = Left()

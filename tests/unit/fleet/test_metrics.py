@@ -31,13 +31,6 @@ def heard(database: Database, role: str, owner: str, ago: float) -> None:
     database.run(write)
 
 
-def test_a_role_that_nobody_plays_has_its_series(database: Database) -> None:
-    assert silence(database) == dict.fromkeys(status.NEEDED_ROLES, float("inf"))
-    assert of_roles(database, "groupwise_fleet_role_processes") == dict.fromkeys(
-        status.NEEDED_ROLES, 0
-    )
-
-
 def test_a_role_that_has_died_is_silent_for_so_long(database: Database) -> None:
     heard(database, "poller", "p", 300.0)
     heard(database, "poller", "older", 900.0)

@@ -236,17 +236,6 @@ async def test_a_changed_key_ends_all_use_until_the_pinned_one_is_shown_again(fl
         await until(lambda: fleet.contact("a") == "ok")
 
 
-async def test_another_address_means_another_connection_at_once(fleet: Fleet):
-    slow = Pace(interval=3600, listed=0.02, spread=0)
-    fleet.add("a")
-    async with fleet.polled(pace=slow):
-        await until(lambda: fleet.contact("a") == "ok")
-        fleet.set("a", ip_address="127.0.0.2", contact="new")
-        await until(lambda: fleet.rack.asked.count("a") == 2)
-        await until(lambda: fleet.contact("a") == "ok")
-        assert fleet.rack.open == {"a": 1}
-
-
 async def test_a_row_that_nobody_can_use_does_not_end_the_looks(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ):
@@ -260,33 +249,6 @@ async def test_a_row_that_nobody_can_use_does_not_end_the_looks(
         await until(lambda: caplog.text.count("the look at machine a failed") >= 2)
         fleet.set("a", ip_address="127.0.0.1")
         await until(lambda: fleet.contact("a") == "ok")
-
-
-async def test_a_database_that_is_away_is_waited_for(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    fleet.add("a")
-    away = True
-    real = fleet.database.read_in_thread
-
-    async def read(fn: Any) -> Any:
-        if away:
-            raise pollers.RunError("the database is away")
-        return await real(fn)
-
-    monkeypatch.setattr(fleet.database, "read_in_thread", read)
-    async with fleet.polled():
-        await until(lambda: "the database is away" in caplog.text)
-        away = False
-        await until(lambda: fleet.contact("a") == "ok")
-    assert caplog.text.count("the database is away") == 1
-
-
-def test_the_pause_doubles_from_the_third_miss_up_to_a_bound():
-    pace = Pace(interval=15, longest=60)
-    assert [pace.after(n) for n in range(7)] == [15, 15, 15, 30, 60, 60, 60]
-    assert pace.after(10_000) == 60
-    assert Pace(interval=100, longest=60).after(9) == 100
 
 
 async def test_where_its_engine_does_not_answer_nothing_is_placed_there(

@@ -2,7 +2,7 @@ import random
 from typing import Any
 
 import pytest
-from sqlalchemy import false, select, text, update
+from sqlalchemy import false, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet import requeue
@@ -192,26 +192,6 @@ async def test_a_job_with_a_live_attempt_is_never_touched(
 class _Never:
     def where(self, *_: Any) -> Any:
         return false()
-
-
-async def test_what_waits_although_there_is_room_is_woken(fleet: Fleet):
-    fleet.job("waits", "pending")
-    assert await fleet.sweep() == {"waiting although they could begin": 1}
-    assert fleet.get("waits") == "queued"
-    assert fleet.told() == [("requeue", "job.queued", "waits")]
-
-
-async def test_a_row_that_nobody_has_admitted_is(fleet: Fleet):
-    def insert(session: Session) -> None:
-        session.execute(
-            text(
-                "INSERT INTO jobs (job_id, model, dataset, reward_function) VALUES ('row', 'm', 'o/d', 'm:r')"
-            )
-        )
-
-    fleet.database.run(insert)
-    assert await fleet.sweep() == {"never admitted": 1}
-    assert fleet.get("row", Job.admitted_at) is not None
 
 
 async def test_what_is_reserved_for_an_attempt_that_is_over_and_clean_is_given_back(fleet: Fleet):

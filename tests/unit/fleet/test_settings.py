@@ -19,13 +19,6 @@ def place(told: str | None = None, environment: dict[str, str] | None = None) ->
     return found
 
 
-def test_an_option_goes_before_the_environment_and_that_before_the_home(tmp_path: Path) -> None:
-    environment = {"GROUPWISE_FLEET": str(tmp_path / "b"), "HOME": str(tmp_path)}
-    assert place(str(tmp_path / "a"), environment).folder == tmp_path / "a"
-    assert place(None, environment).folder == tmp_path / "b"
-    assert place(None, {}).folder == Path("~/.groupwise/fleet").expanduser()
-
-
 def test_an_address_is_an_api() -> None:
     assert find(None, {"GROUPWISE_FLEET": "https://fleet.example/"}) == FleetAddress(
         "https://fleet.example"

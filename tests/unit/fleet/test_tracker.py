@@ -82,18 +82,6 @@ async def test_each_end_is_told_once_with_what_is_known_of_it(database: Database
     assert "webhook" not in document, "an address may hold a key"
 
 
-async def test_only_ends_are_told(database: Database):
-    outlet = Outlet()
-    for status in ("queued", "running", "completed", "cancelled"):
-        end(database, "a", status)
-    await Tracker(database, outlet).round()
-    assert [(e.status, e.subject) for e in outlet.told] == [
-        ("completed", "jobs.completed"),
-        ("cancelled", "jobs.errored"),
-    ]
-    assert position(database) == 4
-
-
 async def test_after_a_restart_it_goes_on_where_it_was_acknowledged(database: Database):
     outlet = Outlet()
     outlet.refused = {"b"}
@@ -196,61 +184,6 @@ async def test_news_of_a_fleet_that_is_new_lose_nothing(
     assert (news.names, caplog.records) == (["before-the-tracker", "first"], [])
 
 
-async def test_an_outlet_of_jobs_begins_with_the_oldest_end_that_can_be_told(
-    database: Database, caplog: pytest.LogCaptureFixture
-):
-    """Nothing is lost between the first job and the first tracker; listeners know by `at` how old an end is."""
-    for name in ("gone-1", "gone-2"):
-        database.run(
-            lambda s, name=name: events.append(s, actor="d", kind="job.completed", job_id=name)
-        )
-    end(database, "long-ago")
-    before = Outlet()
-    await Tracker(database, before).round()
-    later = Outlet()
-    later.name = "later"
-    caplog.clear()
-    await Tracker(database, later).round()
-    assert (before.names, later.names) == (["long-ago"], ["long-ago"])
-    assert later.told[0].at > 0
-    [record] = caplog.records
-    assert record.getMessage() == (
-        "later: 2 jobs were pruned before their ends could be told there: gone-1, gone-2"
-    )
-
-
-async def test_a_request_that_is_none_has_no_webhook(database: Database):
-    outlet = Outlet()
-    requests: tuple[Any, ...] = ([1], 5, "text", {"webhook": 7})
-    for n, request in enumerate(requests):
-        odd = Job(job_id=f"odd-{n}", request=request)
-        database.run(lambda s, odd=odd: s.add(odd))
-        failed: dict[str, Any] = {"actor": "d", "kind": "job.failed", "job_id": f"odd-{n}"}
-        database.run(lambda s, failed=failed: events.append(s, **failed))
-    await Tracker(database, outlet).round()
-    assert [e.webhook for e in outlet.told] == [None] * len(requests)
-
-
-async def test_an_outlet_that_breaks_is_asked_again(
-    database: Database, caplog: pytest.LogCaptureFixture
-):
-    outlet = Outlet()
-    tell, broken = outlet.tell, [ZeroDivisionError("once")]
-
-    async def breaks(ended: Sequence[Ended]) -> frozenset[int]:
-        if broken:
-            raise broken.pop()
-        return await tell(ended)
-
-    outlet.tell = breaks
-    end(database, "a")
-    tracking = asyncio.ensure_future(Tracker(database, outlet, interval=0.001).run())
-    async with asyncio.timeout(10):
-        await outlet.heard.wait()
-    tracking.cancel()
-    assert "crashed and goes on" in caplog.text
-
-
 async def test_many_that_wait_at_one_place_keep_none_of_the_others_from_being_read(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ):
@@ -295,16 +228,6 @@ def test_a_message_fits_whatever_stands_in_it():
         assert len(short) <= largest
         assert json.loads(short)["job_id"] == "a"
     assert json.loads(told.message(4000))["log_tail"] == []
-
-
-def test_a_message_fits_whatever_a_row_by_hand_says():
-    for text in ("name", "project", "job_id"):
-        wide: dict[str, Any] = {"job_id": "a", "name": "n", "project": "p", text: "é" * 300_000}
-        told = Ended(1, status="failed", at=0.0, failure_reason="invalid", **wide).message(4000)
-        assert len(told) <= 4000
-        said = json.loads(told)
-        assert said["failure_reason"] == "invalid"
-        assert wide[text].startswith(said[text])
 
 
 class Link:

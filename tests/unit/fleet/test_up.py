@@ -6,14 +6,13 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from groupwise.errors import UsageError
 from groupwise.fleet import processes, up
-from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.files.folders import identity_of
 from groupwise.fleet.full_disks import DiskFull
 from groupwise.fleet.machines import packing
@@ -22,56 +21,8 @@ from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import Database, migrate
 from groupwise.fleet.store.tables import VM, ControlProcess, Event
 from groupwise.fleet.store.triggers import Rule
-from groupwise.fleet.up import Hosts
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
-
-
-class Way:
-    """A host that is closed, or not."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.to = machine.ip_address
-        self.closed = 0
-
-    async def close(self) -> None:
-        self.closed += 1
-
-
-def machine(vm_id: str, address: str) -> Machine:
-    return Machine(
-        vm_id=vm_id, transport="ssh", ip_address=address, port=22, user=None, ssh_key_path=None,
-        jump=None, host_key="pinned", workdir="work", python="python3", deadman=None, probe=None,
-        idle_memory_mb=0, lost=False, takes_new=True,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def way_to(monkeypatch: pytest.MonkeyPatch) -> tuple[Hosts, Callable[[Machine], Way]]:
-    monkeypatch.setattr(up, "host_of", Way)
-    hosts = Hosts()
-
-    def way(machine: Machine) -> Way:
-        found = hosts(machine)
-        assert isinstance(found, Way)
-        return found
-
-    return hosts, way
-
-
-async def test_a_way_is_kept_until_its_machine_is_gone_or_somewhere_else(
-    way_to: tuple[Hosts, Callable[[Machine], Way]],
-) -> None:
-    hosts, way = way_to
-    first, other = way(machine("a", "10.0.0.1")), way(machine("b", "10.0.0.2"))
-    assert way(machine("a", "10.0.0.1")) is first
-    moved = way(machine("a", "10.0.0.3"))
-    assert (moved.to, first.closed) == ("10.0.0.3", 0)  # somebody may be speaking
-    await hosts.keep_only({"a"})
-    assert (first.closed, moved.closed, other.closed) == (1, 0, 1)
-    assert way(machine("a", "10.0.0.3")) is moved
-    await hosts.close()
-    assert (first.closed, moved.closed, other.closed) == (1, 1, 1)
 
 
 def begin(database: Database, folder: Path, *roles: str, url: str | None = None) -> str | None:
@@ -88,20 +39,6 @@ def workdir(database: Database) -> Path:
 def changes(database: Database) -> int:
     query = select(Event).where(Event.kind == "vm.changed")
     return len(database.read(lambda s: s.scalars(query).all()))
-
-
-def test_the_working_folder_follows_a_fleet_that_was_moved_every_time(
-    database: Database, tmp_path: Path
-) -> None:
-    assert begin(database, tmp_path / "a") is None
-    (tmp_path / "a").rename(tmp_path / "b")
-    told = begin(database, tmp_path / "b")
-    assert told is not None
-    assert str(tmp_path / "a") in told
-    (tmp_path / "b").rename(tmp_path / "c")
-    begin(database, tmp_path / "c")
-    assert begin(database, tmp_path / "c") is None
-    assert (workdir(database), changes(database)) == (tmp_path / "c" / "work", 2)
 
 
 def test_a_copy_beside_its_original_is_refused_until_the_original_is_away(
@@ -175,17 +112,6 @@ async def test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more(
 # --- what it says of itself -----------------------------------------------------------------------
 
 
-def test_a_dispatcher_says_which_machines_it_waits_for(database: Database, tmp_path: Path) -> None:
-    place = FleetPlace(tmp_path, FleetSettings())
-    control = up._ControlPlane(place, database, ("dispatcher",), lambda text: None)
-    assert processes.NOT_ASKED not in facts_of(database, control)["dispatcher"]
-    (role,) = control._roles
-    for not_asked in ([], ["vm-1"]):
-        role.dispatcher = cast("Any", SimpleNamespace(not_asked=not_asked))
-        facts = facts_of(database, control)["dispatcher"]
-        assert facts.get(processes.NOT_ASKED) == (not_asked or None)
-
-
 def facts_of(database: Database, control: up._ControlPlane) -> dict[str, Any]:
     database.run(control._beat)
     query = select(ControlProcess.role, ControlProcess.facts)
@@ -201,30 +127,6 @@ def test_who_uses_the_folder_says_which_one_it_is_and_everybody_the_release(
     assert {facts["release"] for facts in found.values()} == {packing.version()}
     assert {role for role, facts in found.items() if "folder" in facts} == {"dispatcher", up.API}
     assert found["dispatcher"]["folder"] == identity_of(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("given", "is_there", "facts"),
-    [
-        ({}, False, {}),
-        ({}, True, {"telling": {"trouble": "why"}}),
-        ({"nats_url": "nats://x"}, False, {"telling": {"trouble": "why"}}),
-        ({"ship_logs": "stdout"}, False, {"folder": True}),
-    ],
-)
-def test_a_tracker_says_whether_it_uses_the_folder_and_what_keeps_nats_from_being_told(
-    database: Database,
-    tmp_path: Path,
-    given: dict[str, Any],
-    is_there: bool,
-    facts: dict[str, Any],
-) -> None:
-    place = FleetPlace(tmp_path, FleetSettings(**given))
-    control = up._ControlPlane(place, database, ("tracker",), lambda text: None)
-    control._roles[0].link = cast("Any", SimpleNamespace(is_there=is_there, trouble="why"))
-    found = facts_of(database, control)["tracker"]
-    assert found.get("telling") == facts.get("telling")
-    assert ("folder" in found) == ("folder" in facts)
 
 
 def test_a_fleet_that_finds_no_room_says_on_which_disk(

@@ -1,7 +1,5 @@
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -132,50 +130,6 @@ async def test_a_place_that_never_answers_holds_up_no_other(
     assert hosts.count("dead.example.org") == 1, "until it is known whether it answers"
 
 
-async def test_many_places_that_never_answer_leave_room_for_one_that_does(
-    world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(webhooks, "LISTENED", 0.05)
-    monkeypatch.setattr(webhooks, "ANSWERED", 0.5)
-    names = [f"dead{number}.example.org" for number in range(2 * webhooks.AT_ONCE)]
-    world.names |= {name: ["93.184.215.15"] for name in names}
-    world.hanging = set(names)
-    dead = [ended(f"https://{name}/", n) for n, name in enumerate(5 * names)]
-    async with asyncio.timeout(20):
-        while len({request.headers["Host"] for request in world.asked}) < len(names):
-            assert await outlet.tell(dead) == frozenset()
-        await asyncio.sleep(webhooks.ANSWERED)  # the last of them has been found out
-        assert await outlet.tell([*dead, ended(event_id=5000)]) == {5000}
-        world.now += PAUSES[-1]
-        assert await outlet.tell([*dead, ended(event_id=5001)]) == {5001}
-
-
-async def test_where_nobody_can_be_connected_to_one_is_tried_for_all(
-    database: Database, world: World, outlet: WebhookOutlet
-):
-    world.answers = [httpx2.ConnectError("no route")] * 1000
-    many = [ended(f"{HOOK}&job={number}", number) for number in range(30)]
-    settled, asked = frozenset[int](), list[int]()
-    for pause in (*PAUSES, 0.0):
-        settled = await outlet.tell(many)
-        asked.append(len(world.asked) - sum(asked))
-        world.now += pause
-    assert settled == set(range(30))
-    assert asked == [1] * (len(PAUSES) + 1)
-    given_up = [detail["attempts"] for _, detail in told(database)]
-    assert given_up == [len(PAUSES) + 1] * 30
-
-
-async def test_a_place_that_is_back_is_told_all_that_wait(world: World, outlet: WebhookOutlet):
-    world.answers = [httpx2.ConnectError("no route")]
-    many = [ended(event_id=number) for number in range(30)]
-    assert await outlet.tell(many) == frozenset()
-    assert await outlet.tell([*many, ended(event_id=30)]) == frozenset()
-    assert len(world.asked) == 1, "one that is new waits until it is known whether it is back"
-    world.now += PAUSES[0]
-    assert await outlet.tell([*many, ended(event_id=30)]) == set(range(31))
-
-
 async def test_an_end_that_could_not_be_written_down_is_not_told_twice(
     database: Database, world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
 ):
@@ -238,26 +192,6 @@ async def test_settings_may_allow_private_addresses(database: Database, world: W
     assert str(world.asked[0].url) == "http://[::1]:8080/x"
     assert "sni_hostname" not in world.asked[0].extensions
     await outlet.close()
-
-
-async def test_names_that_no_server_answers_for_hold_up_no_other(monkeypatch: pytest.MonkeyPatch):
-    answers = threading.Event()
-
-    def look_up(host: str, *_: Any, **__: Any) -> Any:
-        assert host == "hooks.example.org" or answers.wait(20)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14", 443))]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    names = [f"silent{n}.example.org" for n in range(webhooks.AT_ONCE)]
-    silent = [asyncio.create_task(webhooks.addresses_of(name, 443)) for name in names]
-    await asyncio.sleep(0)
-    try:
-        async with asyncio.timeout(5):
-            assert await asyncio.to_thread(lambda: True), "nor anything else of the process"
-            assert await webhooks.addresses_of("hooks.example.org", 443) == ["93.184.215.14"]
-    finally:
-        answers.set()
-        await asyncio.gather(*silent)
 
 
 async def test_a_tracker_that_is_restarted_does_not_begin_anew_with_those_that_are_told(

@@ -11,7 +11,6 @@ What must hold, and stands here line by line:
  7. Where it runs is known: without members nothing is decided.
 """
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -334,13 +333,6 @@ def test_the_cause_is_the_member_that_failed_first_by_itself() -> None:
     assert move.evidence["rank"] == 1
 
 
-def test_of_a_gang_that_one_member_refused_that_one_is_named() -> None:
-    """Another one's supervisor is dead; what is to be done about the refusal is read where it stands."""
-    refused = member(Reading.REFUSED, 1, refusal="gpu_busy: GPU-1 is used")
-    move = only(decide(view(LAUNCHING, member(Reading.LOST, 0, quiet=True), refused)))
-    assert (move.evidence["rank"], "gpu_busy" in move.because) == (1, True)
-
-
 def test_what_was_left_out_and_ended_stands_in_the_evidence() -> None:
     left = replace(exited(), leftovers=3)
     end = only(
@@ -366,12 +358,6 @@ def test_it_is_over_when_everything_is_clean() -> None:
     assert not over(view(ENDED, member(Reading.EXITED)))
     assert over(View("job-1", 7, ENDED, (), cleanup=Cleanup.CLEAN))
     assert not over(View("job-1", 7, RUNNING, (), cleanup=Cleanup.CLEAN))
-
-
-def test_every_state_has_an_answer_for_every_reading() -> None:
-    for state, reading in itertools.product(AttemptState, Reading):
-        for cancel, gone in itertools.product((False, True), repeat=2):
-            decide(view(state, member(reading, lost=gone), cancel=cancel))
 
 
 # what nobody drives

@@ -9,21 +9,13 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts import ending, records
-from groupwise.fleet.attempts.decide import Move
-from groupwise.fleet.attempts.together import Gathered, Reads, Writes
+from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts.together import Reads, Writes
 from groupwise.fleet.queue import claim
-from groupwise.fleet.states import AttemptState, Outcome
-from groupwise.fleet.store import events
+from groupwise.fleet.states import AttemptState
 from groupwise.fleet.store.database import CommitUnknown, Database
-from groupwise.fleet.store.tables import VM, Attempt, Event
-from groupwise.hosts.failures import FailureClass
-from tests.fleet_rig import NoChance, Rig
-
-REFUSED = Move(
-    AttemptState.ENDED, Outcome.FAILED, FailureClass.LAUNCH_FAILURE, "why",
-    {"rank": 0, "members": [{"rank": 0, "vm": "a", "refusal": "io: no space"}]},
-)  # fmt: skip
+from groupwise.fleet.store.tables import Attempt
+from tests.fleet_rig import Rig
 
 
 @pytest.fixture
@@ -43,54 +35,8 @@ def launching(epoch: int, owner: str = "me") -> Callable[[Session], None]:
     return lambda session: records.move(session, epoch, owner, AttemptState.LAUNCHING)
 
 
-async def end(rig: Rig, epochs: Sequence[int], move: Move) -> None:
-    """All of them, at the same moment."""
-
-    def written(epoch: int) -> Callable[[Session], None]:
-        return lambda session: ending.end(session, epoch, "me", move, NoChance())
-
-    writes = Writes(rig.database)
-    await asyncio.gather(*(writes.commit(each, written(each), ends=True) for each in epochs))
-
-
 def states(rig: Rig) -> dict[int, str]:
     return rig.database.read(lambda s: dict(s.execute(select(Attempt.epoch, Attempt.state)).all()))
-
-
-def counted(database: Database, monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each transaction that writes."""
-    begun: list[None] = []
-    real = database.run
-
-    def run(fn: Callable[[Session], Any]) -> Any:
-        begun.append(None)
-        return real(fn)
-
-    monkeypatch.setattr(database, "run", run)
-    return begun
-
-
-async def test_those_of_a_moment_share_a_transaction(
-    rig: Rig, epochs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writes, begun = Writes(rig.database), counted(rig.database, monkeypatch)
-    await asyncio.gather(*(writes.commit(each, launching(each)) for each in epochs))
-    assert set(states(rig).values()) == {"launching"}
-    assert len(begun) == 1
-    query = select(Event.epoch).where(Event.kind == "attempt.launching").order_by(Event.event_id)
-    assert list(rig.database.read(lambda s: s.scalars(query).all())) == epochs
-
-
-async def test_a_machine_that_refuses_many_at_once_is_told_of_each(
-    rig: Rig, epochs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transactions = counted(rig.database, monkeypatch)
-    await end(rig, epochs, REFUSED)
-    assert len(transactions) == 1
-    query = select(VM.launch_failures, VM.cordoned)
-    failures, cordoned = rig.database.read(lambda s: s.execute(query).one())
-    assert failures == len(epochs)
-    assert cordoned is not None
 
 
 async def test_who_is_refused_is_refused_alone(rig: Rig, epochs: list[int]) -> None:
@@ -105,22 +51,6 @@ async def test_who_is_refused_is_refused_alone(rig: Rig, epochs: list[int]) -> N
     assert (told[0], told[2]) == (None, None)
     expected = ["launching", "reserved", "launching", "reserved"]
     assert [states(rig)[each] for each in epochs] == expected
-
-
-async def test_what_refuses_alone_leaves_no_event_behind(rig: Rig, epochs: list[int]) -> None:
-    def broken(session: Session) -> None:
-        launching(epochs[0])(session)
-        raise ZeroDivisionError
-
-    writes = Writes(rig.database)
-    told = await asyncio.gather(
-        writes.commit(epochs[0], broken),
-        writes.commit(epochs[1], launching(epochs[1])),
-        return_exceptions=True,
-    )
-    assert isinstance(told[0], ZeroDivisionError)
-    said = rig.database.run(lambda s: [e.epoch for e in events.after(s, 0, 99) if e.kind == "attempt.launching"])  # fmt: skip
-    assert said == [epochs[1]]
 
 
 async def test_a_commit_without_an_answer_is_said_to_all_and_done_again_by_nobody(
@@ -151,26 +81,3 @@ async def test_who_cannot_be_read_stops_nobody(rig: Rig, epochs: list[int]) -> N
     assert isinstance(told[0], ValueError)
     assert [each.epoch for each in told[1:4] if isinstance(each, records.Snapshot)] == epochs[1:]
     assert told[4] is None
-
-
-async def test_who_is_cancelled_is_held_until_it_is_over() -> None:
-    go, dealt = asyncio.Event(), list[int]()
-
-    async def deal(asked: Sequence[int]) -> Sequence[int]:
-        await go.wait()
-        dealt.extend(asked)
-        return asked
-
-    gathered = Gathered[int, int](deal)
-    first = asyncio.create_task(gathered.ask(1))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    second = asyncio.create_task(gathered.ask(2))
-    await asyncio.sleep(0)
-    for task in (first, second):
-        task.cancel()
-    await asyncio.wait({second})
-    assert not first.done(), "its write is under way"
-    go.set()
-    await asyncio.wait({first})
-    assert (first.cancelled(), second.cancelled(), dealt) == (True, True, [1])

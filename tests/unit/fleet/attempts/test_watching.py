@@ -66,40 +66,6 @@ async def watch(rack: FakeHosts) -> AsyncIterator[Watch]:
         made.remove(listener)
 
 
-async def test_news_goes_to_whom_it_concerns(rack: FakeHosts, watch: Watch) -> None:
-    one, two = Ear("job-1", 1), Ear("job-2", 2)
-    watch.add(one)
-    watch.add(two)
-    running = asyncio.create_task(watch.run())
-    await asyncio.sleep(0)
-    rack.tick()
-    await one.until("exited")
-    assert two.told == []
-    rack.tick()
-    await two.until("exited")
-    watch.remove(one)
-    watch.remove(two)
-    await running
-
-
-async def test_who_comes_later_is_named_in_the_same_poll_from_then_on(
-    rack: FakeHosts, watch: Watch
-) -> None:
-    one, two = Ear("job-1", 1), Ear("job-2", 2)
-    watch.add(two)
-    running = asyncio.create_task(watch.run())
-    for _ in range(5):
-        await asyncio.sleep(0)
-    watch.add(one)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    rack.tick()
-    await one.until("exited")
-    watch.remove(one)
-    watch.remove(two)
-    await running
-
-
 async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: Watch) -> None:
     one, two = Ear("job-1", 1), Ear("job-2", 2, hearing=False)
     watch.add(one)
@@ -115,25 +81,6 @@ async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: 
     watch.remove(one)
     watch.remove(two)
     await running
-
-
-async def test_who_rests_asks_at_once_when_others_have_heard_of_the_machine(
-    rack: FakeHosts,
-) -> None:
-    ear, begun = Ear("job-1", 1), list[asyncio.Task[None]]()
-    watches = Watches(
-        lambda _, watch: begun.append(asyncio.create_task(watch.run())),
-        Pauses(poll=5.0, first=1000.0, longest=1000.0),
-    )
-    watch = watches.listen("a", Runner(rack["a"]), ear)
-    rack["a"].cut()
-    await ear.until("silent")
-    rack["a"].heal()
-    watches.seen("a")
-    await ear.until("again")
-    watches.seen("of no interest")
-    watch.remove(ear)
-    await begun[0]
 
 
 async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet(

@@ -4,15 +4,6 @@ import threading
 from groupwise.fleet.doorbells.pile import MOST, Pile
 
 
-async def test_one_who_waits_gets_everything_once():
-    pile = Pile()
-    waiting = asyncio.create_task(pile.wait(60))
-    await asyncio.sleep(0)
-    pile.put(["a", "b", "a"])
-    assert await waiting == {"a", "b"}
-    assert await pile.wait(0) == frozenset()
-
-
 async def test_other_threads_wake_the_waiter():
     pile = Pile()
     waiting = asyncio.create_task(pile.wait(60))
@@ -42,10 +33,3 @@ async def test_a_flood_is_forgotten_and_the_waiter_still_wakes():
     pile = Pile()
     pile.put(map(str, range(3 * MOST)))
     assert len(await pile.wait(60)) == MOST
-
-
-def test_a_ring_after_the_loop_has_ended_is_harmless():
-    pile = Pile()
-    asyncio.run(pile.wait(0))
-    pile.put(["a"])
-    assert pile.take() == {"a"}

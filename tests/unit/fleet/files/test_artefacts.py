@@ -200,17 +200,6 @@ async def test_a_plain_file_that_is_kept_back_is_a_problem_every_time(
         assert tree(artefact_folder(place, JOB, part.epoch)) == host.files
 
 
-async def test_what_is_kept_back_counts_where_it_is_not_named(
-    database: Database, place: Path, host: WorkFolder
-) -> None:
-    host.refused = [["outputs/latest", "link"]]
-    for more, problem in (({"link": 7}, None), ({"link": 7, "too_many": 3}, "3 of the artefacts")):
-        host.refused_more = more
-        found = await collector(place, database).collect(begin(database, host))
-        assert found.left_out == 8
-        assert found.problem is None if problem is None else problem in str(found.problem)
-
-
 @pytest.mark.parametrize(
     ("limits", "why"),
     [(Limits(artefact_files=2), "3 files"), (Limits(artefact_mb=0), r"model\.bin \(95 bytes\)")],
@@ -224,22 +213,6 @@ async def test_more_than_the_job_may_leave_is_not_fetched(
     assert re.search(why, problem)
     assert host.read_bytes() == 0
     assert not artefact_folder(place, JOB, part.epoch).exists()
-
-
-async def test_a_file_that_changed_once_is_read_again(
-    database: Database, place: Path, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    listed = host._manifest
-
-    def list_and_change(body: object) -> Answer:
-        answer = listed(body)
-        host.files["outputs/model.bin"] = b"other"
-        return answer
-
-    host._manifest = list_and_change  # type: ignore[method-assign]
-    assert await collector(place, database).collect(part) == Collected()
-    assert (place / JOB / "current/outputs/model.bin").read_bytes() == b"other"
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -262,17 +235,6 @@ async def test_a_file_that_never_is_what_the_list_says_is_a_problem(
     assert problem is not None
     assert "outputs/model.bin has been changed" in problem
     assert not artefact_folder(place, JOB, part.epoch).exists()
-
-
-async def test_what_the_store_has_does_not_come_again(
-    database: Database, place: Path, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    known = BlobStore(place.parent / "blobs").put(FILES["outputs/model.bin"])
-    database.run(lambda s: rights.record(s, {(known, "default")}))
-    assert await collector(place, database).collect(part) == Collected()
-    assert tree(place / JOB / "current") == FILES
-    assert host.read_bytes() == 2
 
 
 async def test_a_list_that_names_the_file_of_another_project_does_not_get_it(

@@ -118,18 +118,6 @@ def test_only_what_nothing_names_goes(disk: Disk) -> None:
     disk.check()
 
 
-def test_a_right_goes_with_its_blob(disk: Disk) -> None:
-    kept, gone, young = (disk.blob(data) for data in (b"kept", b"gone", b"young"))
-    disk.job("one", f=kept)
-    given = {(sha256, name) for sha256 in (kept, gone, young) for name in ("red", "blue")}
-    disk.database.run(lambda s: rights.record(s, given))
-    age(disk.database)
-    disk.database.run(lambda s: rights.record(s, {(young, "red")}))
-    disk.clear()
-    assert {path.name for path in disk.store.root.glob("??/*")} == {kept}
-    assert rights_of(disk.database) == {(kept, "red"), (kept, "blue"), (young, "red")}
-
-
 def age(database: Database) -> None:
     """All rights are two days old."""
     write = update(BlobRight).values(at=BlobRight.at - 2 * SPARED)

@@ -1,6 +1,5 @@
 import asyncio
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from groupwise.fleet.files.logs import (
     append,
     cut,
     epochs,
-    follow,
     follower_at,
     log_path,
     make,
@@ -25,7 +23,6 @@ from groupwise.fleet.files.logs import (
 )
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Member
-from groupwise.hosts.port import HostUnreachable
 from tests.disks import fill, small_disk
 from tests.unit.fleet.work_folder import JOB, WorkFolder, begin
 
@@ -77,14 +74,6 @@ def test_the_link_leads_to_the_newest_epoch_and_never_back(logs: Path) -> None:
     assert epochs(logs, "job-2") == []
 
 
-def test_other_ranks_have_logs_of_their_own_and_no_link(logs: Path) -> None:
-    make(logs, JOB, 3, rank=1)
-    assert not newest_link(logs, JOB).exists()
-    make(logs, JOB, 3)
-    assert sorted(p.name for p in (logs / JOB).iterdir()) == ["3.1.log", "3.log"]
-    assert epochs(logs, JOB) == [3]
-
-
 async def test_the_mirror_brings_what_is_missing_and_says_so(
     database: Database, logs: Path, host: WorkFolder
 ) -> None:
@@ -98,48 +87,6 @@ async def test_the_mirror_brings_what_is_missing_and_says_so(
     await mirror.catch_up(part, len(host.log))
     assert (written(logs, part), offset_of(database, part)) == (host.log, len(host.log))
     assert [request.body["offset"] for request in host.asked] == [0, 4]
-
-
-async def test_a_log_that_is_shorter_than_was_said_ends_there(
-    database: Database, logs: Path, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    host.log = b"short"
-    await LogMirror(logs, Gateway(database)).catch_up(part, 100)
-    assert (written(logs, part), offset_of(database, part)) == (b"short", 5)
-
-
-async def test_a_cut_on_the_way_loses_nothing(
-    database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs_module, "PIECE", 10)
-    part = begin(database, host)
-    host.log = bytes(range(95))
-    host.cut_after = 4
-    mirror = LogMirror(logs, Gateway(database))
-    with pytest.raises(HostUnreachable):
-        await mirror.catch_up(part, 95)
-    assert written(logs, part) == host.log[:40]
-    host.cut_after = None
-    await mirror.catch_up(part, 95)
-    assert (written(logs, part), offset_of(database, part)) == (host.log, 95)
-    assert len(host.asked) == 4 + 6
-
-
-async def test_after_a_crash_a_torn_end_is_fetched_again(
-    database: Database, logs: Path, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    host.log = b"what was"
-    await LogMirror(logs, Gateway(database)).catch_up(part, 8)
-    host.log += b" written"
-    with log_path(logs, JOB, part.epoch).open("r+b") as file:
-        file.seek(offset_of(database, part))
-        file.write(b"\0\0\0 torn, and longer than the log has ever been")
-    part, host.asked = replace(part, log_offset=offset_of(database, part)), []
-    await LogMirror(logs, Gateway(database)).catch_up(part, len(host.log))
-    assert [request.body["offset"] for request in host.asked] == [8]
-    assert written(logs, part) == host.log
 
 
 RARE, RARE_DEATHS = pytest.mark.soak(suite="fleet"), (1, 2, 4, 5, 7, 8)
@@ -240,25 +187,6 @@ def test_a_follower_is_not_led_astray_by_rotation(how: str, logs: Path) -> None:
     assert everything(follower) == b""
     append(path, 0, b"before and after")
     assert everything(follower) == b"and after"
-
-
-async def test_following_ends_when_the_job_has_and_all_is_read(logs: Path) -> None:
-    path = make(logs, JOB, 1)
-    said = iter([b"one\n", b"two\n"])
-
-    async def ended() -> bool:
-        # The last bytes come between this question and the look that follows it.
-        data = next(said, None)
-        if data is None:
-            append(path, path.stat().st_size, b"last\n")
-            return True
-        append(path, path.stat().st_size, data)
-        return False
-
-    async def at_once() -> None: ...
-
-    pieces = [piece.data async for piece in follow(Follower(logs, JOB), ended, at_once)]
-    assert b"".join(pieces) == b"one\ntwo\nlast\n"
 
 
 def tail_of(logs: Path, data: bytes, lines: int) -> bytes:

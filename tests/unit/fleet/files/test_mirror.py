@@ -1,7 +1,6 @@
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from sqlalchemy import select, update
@@ -10,15 +9,15 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.fleet.attempts.records import Stale
-from groupwise.fleet.files.clearing import clear_away, named_blobs
+from groupwise.fleet.files.clearing import clear_away
 from groupwise.fleet.files.mirror import CheckpointMirror
 from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Checkpoint, Event
 from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
-from groupwise.hosts.files import SPARED, SPARED_MARKED, BlobStore, Incoming
-from groupwise.hosts.port import Answer, HostUnreachable, RunnerRefused
+from groupwise.hosts.files import SPARED_MARKED, BlobStore
+from groupwise.hosts.port import Answer, RunnerRefused
 from groupwise.hosts.spec import FileEntry
 from tests.unit.fleet.work_folder import WorkFolder, begin, entry
 
@@ -76,31 +75,6 @@ class LaterStore(BlobStore):
 @pytest.fixture
 def later(tmp_path: Path) -> LaterStore:
     return LaterStore(tmp_path / "blobs")
-
-
-def size_of(store: BlobStore) -> int:
-    return sum(path.stat().st_size for path in store.root.rglob("*") if path.is_file())
-
-
-async def test_what_no_row_of_a_checkpoint_names_any_more_is_free_within_minutes(
-    database: Database, later: LaterStore, host: WorkFolder
-) -> None:
-    """But for what somebody sends, who may be about to name it, and what another job names."""
-    part = begin(database, host)
-    mirror = CheckpointMirror(later, Gateway(database))
-    sent = b"10" * 5000
-    for step in range(10, 70, 10):
-        host.checkpoint(f"outputs/c-{step}", step, weights=str(step).encode() * 5000, base=b"b")
-        await mirror.mirror(part)
-    later.put(sent)
-    assert size_of(later) > 60_000
-    later.ahead = 2 * SPARED_MARKED
-    assert clear_away(database, later, ()) == 3 * 10_000 + 4 * len("10")
-    for sha256 in database.read(named_blobs) or ():
-        assert sha256 in later
-    assert later.read(entry(sent)[0]) == sent
-    later.ahead = 2 * SPARED
-    assert clear_away(database, later, ()) == len(sent)
 
 
 @pytest.mark.parametrize(
@@ -202,18 +176,6 @@ async def test_one_that_is_too_large_is_told_once_and_until_another_comes(
     assert (steps(database), alarms(database), len(told(database))) == ([30], [], 1)
 
 
-async def test_one_with_a_wrong_hash_is_told_at_once(
-    database: Database, store: BlobStore, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    host.checkpoint("outputs/c-10", 10, weights=b"good")
-    host.files["outputs/c-10/weights"] = b"evil"
-    await CheckpointMirror(store, Gateway(database)).mirror(part)
-    (why,) = told(database)
-    assert why in alarms(database)[0]
-    assert "has the sha256" in why
-
-
 class Hasty(WorkFolder):
     """Its job removes a checkpoint before it has been read, while it is hasty."""
 
@@ -245,85 +207,22 @@ async def test_those_that_are_gone_before_they_have_come_are_told_when_none_come
     assert (steps(database), alarms(database)) == ([30, 90], [])
 
 
-class Another:
-    """Another job of the project, whose mirror fetches the same file; it does a little at each pause of this one's, of 7 seconds."""
-
-    def __init__(self, database: Database, store: BlobStore, data: bytes, *, adds: int) -> None:
-        self.now, self.paused = 0.0, 0
-        self._database, self._data, self._adds = database, data, adds
-        self._held = ExitStack()
-        self._sha256 = entry(data)[0]
-        incoming = store.incoming(self._sha256, len(data), rights.sender(["default"]))
-        self._incoming: Incoming | None = self._held.enter_context(incoming)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-
-    async def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now, self.paused = self.now + 7.0, self.paused + 1
-        if self._incoming is None or self._adds == 0:
-            return
-        at = self._incoming.received
-        self._incoming.add(self._data[at : at + self._adds])
-        if at == len(self._data):
-            self._incoming.finish()
-            self.leave()
-            self._database.run(lambda s: rights.record(s, {(self._sha256, "default")}))
-
-    def leave(self) -> None:
-        self._incoming = None
-        self._held.close()
-
-
-def waiting(database: Database, store: BlobStore, another: Another) -> CheckpointMirror:
-    return CheckpointMirror(
-        store, Gateway(database), sleep=another.sleep, clock=lambda: another.now
-    )
-
-
-async def test_a_file_that_another_job_fetches_is_waited_for_and_comes_once(
-    database: Database, store: BlobStore, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    host.checkpoint("outputs/c-10", 10, tokenizer=b"the same" * 100, weights=b"w")
-    with Another(database, store, b"the same" * 100, adds=10) as another:
-        await waiting(database, store, another).mirror(part)
-        assert another.now > 500
-    assert steps(database) == [10]
-    assert host.read_bytes() == len("w") + len("10")
-
-
 async def test_a_file_that_stands_still_with_another_job_comes_beside(
     database: Database, store: BlobStore, host: WorkFolder
 ) -> None:
     """Whoever holds it may be stopped for ever."""
-    part = begin(database, host)
-    host.checkpoint("outputs/c-10", 10, tokenizer=b"the same" * 100)
-    with Another(database, store, b"the same" * 100, adds=0) as another:
-        await waiting(database, store, another).mirror(part)
-        assert 60 <= another.now < 120
+    part, data, now = begin(database, host), b"the same" * 100, [0.0]
+    host.checkpoint("outputs/c-10", 10, tokenizer=data)
+
+    async def sleep(seconds: float) -> None:
+        now[0] += 7.0
+
+    mirror = CheckpointMirror(store, Gateway(database), sleep=sleep, clock=lambda: now[0])
+    with store.incoming(entry(data)[0], len(data), rights.sender(["default"])):
+        await mirror.mirror(part)
+        assert 60 <= now[0] < 120
     assert steps(database) == [10]
     assert host.read_bytes() == 800 + len("10")
-
-
-async def test_what_was_cut_off_goes_on(
-    database: Database, store: BlobStore, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    mirror = CheckpointMirror(store, Gateway(database))
-    host.checkpoint("outputs/c-10", 10, one=b"1" * 100, two=b"2" * 100)
-    host.cut_after = 2
-    with pytest.raises(HostUnreachable):
-        await mirror.mirror(part)
-    assert steps(database) == []
-    host.cut_after = None
-    await mirror.mirror(part)
-    assert steps(database) == [10]
-    assert host.read_bytes() == 202
 
 
 RARE, RARE_DEATHS = pytest.mark.soak(suite="fleet"), (1, 3, 7, 9, 13, 15)

@@ -4,10 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
-import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,52 +103,6 @@ async def test_whole_lines_are_sent_once_with_where_they_stand(
     assert sink.said()[-1] == "\ufffd\ufffd"
 
 
-async def test_the_rest_is_sent_when_the_attempt_is_over(database: Database, logs: Path) -> None:
-    log, sink = Log(database, logs), Taken()
-    log.write(b"no end")
-    shipper = Shipper(database, logs, sink)
-    assert await shipper.round() == 0
-    log.end()
-    assert await shipper.round() == 6
-    assert sink.said() == ["no end"]
-
-
-async def test_what_a_sink_does_not_take_is_given_again(database: Database, logs: Path) -> None:
-    log, sink = Log(database, logs), Taken()
-    log.write(b"one\n")
-    sink.refuses = 1
-    with pytest.raises(OSError, match="full"):
-        await Shipper(database, logs, sink).round()
-    await Shipper(database, logs, sink).round()
-    assert sink.said() == ["one"]
-
-
-async def test_a_sink_that_is_away_is_told_of_once(
-    database: Database, logs: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log, sink = Log(database, logs), Taken()
-    log.write(b"one\n")
-    sink.refuses = 3
-
-    class DoneError(Exception):
-        pass
-
-    rounds = 0
-
-    class Counted(Shipper):
-        async def round(self) -> int:
-            nonlocal rounds
-            rounds += 1
-            if rounds == 6:
-                raise DoneError
-            return await super().round()
-
-    with caplog.at_level(logging.INFO), pytest.raises(DoneError):
-        await Counted(database, logs, sink, interval=0.001).run()
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert sink.said() == ["one"]
-
-
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
     """Its ends for reading and for writing."""
@@ -187,25 +138,6 @@ def _read(end: int, size: int) -> bytes:
     while len(found) < size and (piece := os.read(end, 1 << 16)):
         found += piece
     return found
-
-
-def test_a_process_that_nobody_reads_ends_all_the_same() -> None:
-    """Whoever waits for its end would otherwise wait for the reader."""
-    code = """
-import asyncio
-from groupwise.fleet.files.shipping import StandardOutput
-async def main():
-    try:
-        await asyncio.wait_for(StandardOutput().take(b'x' * (1 << 22)), 0.2)
-    except TimeoutError:
-        pass
-asyncio.run(main())
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
 
 
 async def test_every_sink_takes_lines(tmp_path: Path, pipe: tuple[int, int]) -> None:

@@ -14,11 +14,8 @@ from pathlib import Path
 import pytest
 
 from groupwise.fleet.machines import builder
-from groupwise.fleet.machines.builder import MARKER, SPARED, Order, Pip, advice, users_of
-from tests.runner_machine import oldest_python
+from groupwise.fleet.machines.builder import MARKER, SPARED, Order, Pip, users_of
 from tests.unit.fleet.machines.builder_desk import NAME, Desk
-
-OLDEST = oldest_python()
 
 
 @pytest.fixture
@@ -114,46 +111,6 @@ def test_but_not_under_a_process_that_uses_it(desk: Desk) -> None:
     assert (desk.place / MARKER).exists()
 
 
-def test_a_failure_leaves_no_environment_and_says_why(desk: Desk) -> None:
-    desk.behaves(
-        'case "$*" in *"-r lock.txt"*) echo "No matching distribution found"; exit 1;; esac'
-    )
-    said = desk.build()
-    assert "--index-url" in said["problem"]
-    assert not desk.place.exists()
-    assert not (desk.environments / f"{NAME}.tmp").exists()
-
-
-def test_a_lock_without_what_groupwise_needs_is_none(desk: Desk) -> None:
-    lacking = "groupwise 1.0 requires pydantic, which is not installed."
-    desk.behaves(f'case "$*" in *"pip check"*) echo "{lacking}"; exit 1;; esac')
-    assert lacking in desk.build()["problem"]
-    assert not desk.place.exists()
-    desk.behaves('case "$*" in *"pip check"*) echo "a 1 has requirement b<2"; exit 1;; esac')
-    assert desk.build()["made"] is True
-
-
-def test_an_old_python_is_refused_with_what_to_do(desk: Desk) -> None:
-    desk.behaves('case "$*" in "-I -c import sys;"*) echo "3.9.2 False"; exit;; esac')
-    said = desk.build(pythons=["python-that-is-not-there", str(desk.python)])
-    assert f"{desk.python} is Python 3.9.2" in said["problem"]
-    assert "--python /path/to/python3.11" in said["problem"]
-
-
-def test_what_pip_says_becomes_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = Order({"folder": str(tmp_path)})
-    for said, advised in (
-        ("NewConnectionError: Failed to establish", "--wheelhouse"),
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "what the lock says"),
-        ("401 Error, Credentials not correct", "--secret PIP_INDEX_URL"),
-        ("ERROR: ResolutionImpossible: for help", "contradicts itself"),
-        ("[Errno 28] No space left on device", "the disk there is full"),
-    ):
-        assert advised in (advice(said, order) or "")
-    monkeypatch.setattr(builder, "free_mb", lambda _: 3)
-    assert "3 MB are free" in (advice("exit status 1", order) or "")
-
-
 def test_secrets_are_taken_out_of_what_pip_says(desk: Desk) -> None:
     desk.behaves(
         'case "$*" in *"-r lock.txt"*) echo "hush-hush and https://me:pass@x/simple";; esac'
@@ -246,13 +203,6 @@ def test_it_imports_nothing_but_what_python_has() -> None:
         for name in node.names
     }
     assert imported <= set(sys.stdlib_module_names)
-
-
-@pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here")
-def test_an_old_python_runs_it(desk: Desk) -> None:
-    """Long before it finds a newer one for the environment."""
-    assert OLDEST is not None
-    assert desk.build(with_python=OLDEST)["made"] is True
 
 
 def test_longer_secrets_are_hidden_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

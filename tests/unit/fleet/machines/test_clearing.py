@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts.effects import Death, Gateway, Side
+from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
-from groupwise.fleet.machines import clearing
 from groupwise.fleet.machines.clearing import (
-    BLOBS,
     LEAST,
     Keeping,
     MachineClearing,
@@ -30,9 +28,8 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner
 from groupwise.hosts.local import LocalHost
-from groupwise.hosts.port import Request
 from groupwise.hosts.spec import FileEntry, JobSpec, as_json
-from groupwise.testing.fake_hosts import FakeHost, Fault, Script
+from groupwise.testing.fake_hosts import FakeHost, Script
 from tests.fleet_rig import Rig
 
 ADA = Actor("user:ada")
@@ -136,18 +133,6 @@ def test_the_last_folder_of_a_job_that_goes_on_stays(database: Database) -> None
     assert free(database, names) == names[:1]
 
 
-def test_of_very_many_the_oldest_go_before_their_time(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clearing, "MOST_FOLDERS", 2)
-    names = write(database, *(Ended(f"j{n}", n * HOUR / 2, "failed") for n in range(5)))
-    assert free(database, names) == [names[4], names[3], names[2]]
-    assert free(database, names[:3]) == [names[2]]
-    assert free(database, names[:2]) == []
-    monkeypatch.setattr(clearing, "MOST_FOLDERS", 0)
-    assert names[1] not in free(database, names), f"ended less than {LEAST:g} s ago"
-
-
 def test_the_folder_of_a_job_that_was_pruned_goes_and_of_one_that_is_forgotten_stays(
     database: Database,
 ) -> None:
@@ -242,35 +227,6 @@ async def done(rig: Rig, *jobs: str) -> None:
         await rig.until(rig.is_clean)
 
 
-async def test_folders_go_and_a_late_launch_is_refused(
-    rig: Rig, host: FakeHost, cleared: Any
-) -> None:
-    host.fail("launch", Fault.LATE)
-    await done(rig, "job")
-    assert len(host.folders) == 1
-    await cleared()
-    assert host.folders == {}
-    await host.deliver()
-    assert rig.rack.running() == []
-    await cleared()
-
-
-async def test_what_runs_and_what_is_unknown_is_left_alone(
-    rig: Rig, host: FakeHost, cleared: Any
-) -> None:
-    await Runner(host).launch(Launch("stranger", 5, JobSpec(("true",))))
-    await Runner(host).launch(Launch("stranger-too", 5, JobSpec(("true",))))
-    rig.rack.tick()
-    rig.rack.tick()
-    rig.rack.scripts["job"] = [Script(ticks=10**6)]
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(lambda: any(a.state == "running" for a in rig.attempts("job")))
-        await cleared()
-    epoch = rig.attempts("job")[0].epoch
-    assert set(host.folders) == {"stranger.5", "stranger-too.5", f"job.{epoch}"}
-
-
 async def test_a_folder_in_which_something_lives_is_refused_and_keeps_none_of_the_others(
     rig: Rig, host: FakeHost, cleared: Any
 ) -> None:
@@ -309,25 +265,6 @@ async def test_one_machine_that_does_not_answer_holds_up_no_other(
     assert "c is not cleared" in caplog.text
 
 
-async def test_files_are_swept_now_and_then_but_for_those_that_are_needed(
-    rig: Rig, host: FakeHost, cleared: Any, clock: Clock
-) -> None:
-    def sweeps() -> list[Request]:
-        return [request for request in host.calls if request.verb == "sweep"]
-
-    await cleared()
-    assert [request.body["keep"] for request in sweeps()] == [[]]
-    assert sweeps()[0].body["older_than"] == BLOBS
-    clock.now += clearing.SWEPT_EVERY - 1
-    await cleared()
-    assert len(sweeps()) == 1
-    clock.now += 1
-    host.fail("sweep", Fault.REQUEST_LOST)
-    await cleared()
-    await cleared()
-    assert len(sweeps()) == 2, "one that went wrong is done again in the next round"
-
-
 async def test_files_of_what_runs_are_not_swept(rig: Rig, host: FakeHost, cleared: Any) -> None:
     entry = rig.store.put(b"its data")
     rig.rack.scripts["job"] = [Script(ticks=10**6)]
@@ -337,37 +274,6 @@ async def test_files_of_what_runs_are_not_swept(rig: Rig, host: FakeHost, cleare
         await cleared()
     (sweep,) = [request for request in host.calls if request.verb == "sweep"]
     assert sweep.body["keep"] == [entry]
-
-
-RARE, RARE_DEATHS = pytest.mark.soak(suite="fleet"), (1, 2, 4, 5, 7, 8, 9, 10)
-
-
-@pytest.mark.parametrize("death", [3, 6, *(pytest.param(n, marks=RARE) for n in RARE_DEATHS)])
-async def test_dying_at_any_effect_leaves_only_what_the_next_one_takes(
-    rig: Rig, host: FakeHost, cleared: Any, death: int
-) -> None:
-    await done(rig, "one", "two")
-    effects = 0
-
-    def hook(name: str, side: Side) -> None:
-        nonlocal effects
-        effects += 1
-        if effects == death:
-            raise Death
-
-    gateway = Gateway(rig.database, hook)
-    dying = MachineClearing(gateway, AT_ONCE)
-
-    def runner(machine: Machine) -> Runner:
-        return Runner(gateway.host(rig.host(machine)), root=machine.workdir)
-
-    if death <= 8:  # observe, forget twice, sweep
-        with pytest.raises(Death):
-            await dying.clear_all(runner)
-    else:
-        await dying.clear_all(runner)
-    await cleared()
-    assert host.folders == {}
 
 
 # --- the doctor -----------------------------------------------------------------------------------

@@ -75,15 +75,6 @@ def test_all_that_is_needed_and_nothing_else(site: Site) -> None:
     assert "stranger==1.0" in lines(("train",), "stranger")
 
 
-def test_a_circle_has_an_end_and_extras_of_what_is_needed_count(site: Site) -> None:
-    site.add("groupwise", "0.1.0", "a")
-    site.add("a", "1", "b[x]")
-    site.add("b", "2", "a", 'c; extra == "x"', 'd; extra == "y"')
-    site.add("c", "3")
-    site.add("d", "4")
-    assert lines(()) == ["a==1", "b==2", "c==3"]
-
-
 def test_what_is_not_here_is_left_to_pip_within_bounds(site: Site) -> None:
     """As on a control machine that has no torch."""
     bounded = "torch<2.16,>=2.13; extra == 'train'"
@@ -92,36 +83,6 @@ def test_what_is_not_here_is_left_to_pip_within_bounds(site: Site) -> None:
     lock = lock_of_this_installation(("train",))
     assert lock.lines == ("rich==15", "torch<2.16,>=2.13", "uvloop ; sys_platform != 'win32'")
     assert lock.left_to_pip == ("torch", "uvloop")
-
-
-def test_what_comes_as_a_wheel_is_not_pinned(site: Site) -> None:
-    site.add("groupwise", "0.1.0", "a")
-    site.add("a", "1", "b", origin={"url": "file:///home/me/a", "dir_info": {}})
-    site.add("b", "2")
-    assert lines((), without={"a"}) == ["b==2"]
-
-
-def test_what_came_from_an_address_comes_from_there_again(site: Site) -> None:
-    site.add("groupwise", "0.1.0", "a", "b")
-    vcs = {"vcs": "git", "commit_id": "abc", "requested_revision": "main"}
-    site.add("a", "1", origin={"url": "https://host/a.git", "vcs_info": vcs})
-    site.add("b", "2", origin={"url": "https://host/b-2.whl", "archive_info": {}})
-    assert lines(()) == ["a @ git+https://host/a.git@abc", "b @ https://host/b-2.whl"]
-
-
-def test_what_lies_in_a_folder_here_wants_a_wheel(site: Site) -> None:
-    site.add("groupwise", "0.1.0", "a")
-    site.add("a", "1", origin={"url": "file:///home/me/a", "dir_info": {"editable": True}})
-    with pytest.raises(UsageError, match=r"pip wheel --no-deps /home/me/a.*--wheel FILE"):
-        lines(())
-
-
-def test_names_that_are_unknown_are_refused(site: Site) -> None:
-    site.add("groupwise", "0.1.0", extras=("train",))
-    with pytest.raises(UsageError, match="no such extra; there are: train"):
-        lines(("trian",))
-    with pytest.raises(UsageError, match="--with nothing: it is not installed here"):
-        lines((), "nothing")
 
 
 def test_the_real_installation_has_a_lock() -> None:

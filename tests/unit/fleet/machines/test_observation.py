@@ -6,10 +6,8 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts import records
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import unknown
-from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.requeue import RequeueManager
 from groupwise.fleet.store import database as databases
 from groupwise.fleet.store import epochs
@@ -19,7 +17,6 @@ from groupwise.fleet.store.tables import (
     VM,
     Attempt,
     Event,
-    GPUHistory,
     Job,
     Member,
     Reservation,
@@ -32,7 +29,6 @@ from tests.unit.fleet.small_fleet import (
     claim_some,
     claimed_ids,
     execute,
-    insert_admitted,
     statuses,
     submit,
 )
@@ -162,28 +158,15 @@ def fleet(database: Database) -> Fleet:
 
 
 def test_a_first_look_makes_a_machine_usable_and_wakes_who_waits(fleet: Fleet):
-    needs = Resources(gpus=1)
-
-    def wait(session: Session) -> None:
-        shape = needs.shape("default")
-        job = insert_admitted(
-            session,
-            job_id="waits",
-            resources=needs.as_json(),
-            shape=shape,
-            rank=1.0,
-            admitted_at=1.0,
-        )
-        job.status = "pending"
-
-    fleet.database.run(wait)
+    submit(fleet.database, "waits", gpus=1)
+    assert claimed_ids(fleet.database) == []
     assert fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.seconds))
     vm = fleet.vm
     assert (vm.contact, vm.degraded, vm.boot_id, vm.problem) == ("ok", False, "boot-1", None)
     assert vm.facts["cpus"] == 8
     assert vm.last_polled is not None
     assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
-    assert fleet.database.read(lambda s: s.get_one(Job, "waits").status) == "queued"
+    assert statuses(fleet.database) == {"waits": "queued"}
     assert fleet.events("vm.") == ["vm.reachable"]
     before = fleet.events()
     fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.seconds))
@@ -273,17 +256,6 @@ def test_what_outlives_its_supervisor_in_no_table_holds_its_job_back(
     assert claimed_ids(fleet.database) == ["back"]
 
 
-def test_processes_of_attempts_that_are_known_and_odd_marks_are_nobody_unknown(fleet: Fleet):
-    fleet.look(gpu(0))
-    own = fleet.reserve("GPU-0")
-    odd = ("x", "job.-1", "a b.7", "job.99999999999999999999", "doctor-0123456789.1")
-    marks = [{"what": "process", "detail": mark, "pid": 5} for mark in (f"job.{own}", *odd)]
-    fleet.look(gpu(0), quarantined=marks)
-    assert strays(fleet) == []
-    fleet.look(gpu(0), attempts=[running("job", own, "lost", survivors=1)])
-    assert strays(fleet) == []
-
-
 def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet):
     gpus, seen = [gpu(0), gpu(1), gpu(2)], 40
     fleet.look(*gpus)
@@ -320,21 +292,6 @@ def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_end
     assert claimed_ids(fleet.database) == []
     fleet.look(*gpus, at=now + 2)
     assert sorted(claimed_ids(fleet.database)) == ["cpu-two", "part-two", "two"]
-
-
-def test_what_somebody_wrote_into_the_facts_breaks_nothing(fleet: Fleet):
-    wrote: tuple[Any, ...] = (
-        *("x", ["x"], [{"what": "attempt"}], {"what": "attempt"}, [{"what": ["attempt"]}], 7),
-    )
-    for found in wrote:
-        fleet.set(facts={"quarantined": found, "missed_at": found, "held_until": found}, misses=0)
-        assert fleet.database.read(unknown.on_machines) == []
-        assert unknown.holding(fleet.vm.facts) == unknown.Holding()
-        assert fleet.database.read(lambda s: records.not_looked_at(s, 1e12)) == ["vm"]
-        assert fleet.look(gpu(0))
-        assert fleet.miss() == 1
-        fleet.set(facts={"missed_at": found})
-        assert fleet.miss() == 2
 
 
 def test_a_number_that_is_not_believed_hides_none_that_is(fleet: Fleet):
@@ -454,17 +411,6 @@ def test_memory_that_nobody_has_reserved_is_somebody_elses(fleet: Fleet):
     assert fleet.observed()["GPU-1"] == "ok"
 
 
-def test_mig_is_shown_and_what_is_ill_is_degraded(fleet: Fleet):
-    fleet.look(
-        gpu(0, mig=True, mig_devices=[{"uuid": "MIG-1"}]),
-        gpu(1, problems=["ERR! in memory.used"]),
-        gpu(2, "GPU-2"),
-        gpu(3, "GPU-2"),
-    )
-    assert fleet.observed() == {"GPU-0": "mig", "GPU-1": "degraded", "GPU-2": "degraded"}
-    assert fleet.gpus()["GPU-0"].detail == "1 MIG devices"
-
-
 def test_three_misses_make_it_unreachable_and_one_answer_ends_that(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ):
@@ -488,45 +434,7 @@ def test_several_pollers_do_not_count_the_same_silence_twice(fleet: Fleet):
     assert [fleet.miss(at=fleet.start + s) for s in (15, 15.1, 15.2, 30, 31)] == [1, 1, 1, 2, 2]
 
 
-def test_another_boot_is_told(fleet: Fleet):
-    fleet.look(gpu(0))
-    fleet.look(gpu(0), boot_id="boot-2")
-    assert fleet.vm.boot_id == "boot-2"
-    assert fleet.events("vm.") == ["vm.reachable", "vm.rebooted"]
-
-
-def test_a_machine_that_left_the_fleet_is_not_written(fleet: Fleet):
-    fleet.set(active=False)
-    assert not fleet.look(gpu(0))
-    assert fleet.miss() == 0
-    fleet.show(OTHER)
-    assert fleet.vm.contact == "new"
-
-
-def test_history_has_one_line_a_minute(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
-    for minute in (500_000, 500_000, 500_001):
-        monkeypatch.setattr(observation, "seconds", lambda session, at=minute: at * 60.0 + 5)
-        fleet.look(gpu(0))
-    kept = fleet.database.read(lambda s: s.scalars(select(GPUHistory.minute)).all())
-    assert sorted(kept) == [500_000, 500_001]
-
-
 class TestKeys:
-    def test_a_machine_without_a_pinned_key_shows_its_fingerprint_and_the_command(
-        self, fleet: Fleet
-    ):
-        fleet.set(host_key=None)
-        for _ in range(3):
-            fleet.show(KEY)
-        vm = fleet.vm
-        assert (vm.contact, vm.host_key, vm.seen_host_key) == ("untrusted", None, str(KEY))
-        assert KEY.fingerprint in (vm.problem or "")
-        assert f"groupwise fleet vm trust vm {KEY.fingerprint}" in (vm.problem or "")
-        assert fleet.events("vm.") == ["vm.untrusted"]
-        fleet.set(host_key=str(KEY))  # written into the row by hand
-        assert fleet.look(gpu(0))
-        assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("ok", None)
-
     def test_trust_on_first_use_pins_the_first_and_no_other(self, fleet: Fleet):
         fleet.set(host_key=None)
         fleet.show(KEY, pin=True)

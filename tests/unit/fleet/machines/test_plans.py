@@ -59,14 +59,6 @@ def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) 
     assert plan.order("/x")["secrets"] == ["PIP_INDEX_URL"]
 
 
-def test_a_wheelhouse_gives_its_wheels_but_for_ours(tmp_path: Path) -> None:
-    wheel(tmp_path, "six-1-py3-none-any.whl")
-    wheel(tmp_path, "groupwise-0.1.0-py3-none-any.whl")
-    wheel(tmp_path, "notes.txt")
-    found = plan_of(Asked(wheelhouse=tmp_path)).wheelhouse
-    assert [path.name for path in found or ()] == ["six-1-py3-none-any.whl"]
-
-
 @pytest.mark.parametrize(
     ("asked", "why"),
     [

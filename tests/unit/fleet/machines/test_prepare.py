@@ -4,15 +4,13 @@ import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from groupwise.errors import UsageError
 from groupwise.fleet.machines import prepare as preparing
 from groupwise.fleet.machines.prepare import PrepareError
 from groupwise.hosts.port import Answer, Host, HostUnreachable, Request
-from tests.unit.fleet.machines.prepared_place import Place, machine_row
+from tests.unit.fleet.machines.prepared_place import Place
 
 
 @pytest.fixture
@@ -116,12 +114,3 @@ async def test_what_was_made_long_ago_is_looked_at_before_it_is_taken_in(
     assert made.made
     assert place.environment().exists()
     assert sum("still there" in line for line in place.told) == 1
-
-
-async def test_machines_that_are_not_to_be_asked(place: Place) -> None:
-    untrusted: dict[str, Any] = {"transport": "ssh", "user": "u"}
-    for column, why in ((untrusted, "vm trust vm-1"), ({"lost": True}, "was declared lost")):
-        place.machine = machine_row(**column)
-        with pytest.raises(UsageError, match=why):
-            await place.prepare()
-    assert place.told == []

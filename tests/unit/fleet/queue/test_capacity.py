@@ -11,9 +11,9 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import capacity, shapes, waits, waking
+from groupwise.fleet.queue import capacity, waits, waking
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import VM, Job, Reservation
+from groupwise.fleet.store.tables import VM, Job
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from tests.unit.fleet.small_fleet import (
@@ -68,16 +68,6 @@ def test_as_many_are_woken_as_there_is_room_for_and_the_best_ranked(database: Da
     assert claimed_ids(database) == ["w0"]
 
 
-def test_a_release_that_does_not_fit_wakes_nobody(database: Database) -> None:
-    full_fleet(database, waiting=0)
-    submit(database, "big", gpus=2)
-    submit(database, "other", gpus=1, gpu_model="H100")
-    assert claimed_ids(database) == []
-    assert finish(database, "r0") == 0
-    assert finish(database, "r1") == 1
-    assert waiting(database) == ["other"]
-
-
 def test_a_machine_that_comes_back_and_a_quota_that_is_raised(database: Database) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "one", project="p", gpus=1)
@@ -94,15 +84,6 @@ def test_a_machine_that_comes_back_and_a_quota_that_is_raised(database: Database
         execute(database, f"UPDATE {after}")
         assert wake(database) == 1
     assert claimed_ids(database) == ["one"]
-
-
-def test_a_new_machine_and_a_gang(database: Database) -> None:
-    add_machine(database, "vm-1", 1)
-    submit(database, "gang", gpus=1, machines=2)
-    assert claimed_ids(database) == []
-    add_machine(database, "vm-2", 1)
-    assert database.run(lambda s: waking.wake(s, vm_ids=["vm-2"])) == 1
-    assert claimed_ids(database) == ["gang"]
 
 
 def test_a_quota_that_frees_room_on_another_machine(database: Database) -> None:
@@ -139,23 +120,6 @@ def test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent(
     assert "uses 1 of its 1 GPUs" in str(explain(database, "three"))
 
 
-def test_who_waits_for_a_job_takes_nobodys_place(database: Database) -> None:
-    """A job of the same shape that waits for something else does not count among those that there is room for."""
-    full_fleet(database, waiting=0, gpus=1)
-    submit(database, "blocked", gpus=1, after=["r0:ok"], priority=5)
-    submit(database, "ready", gpus=1)
-    claim_some(database)
-    assert waiting(database) == ["blocked", "ready"]
-
-    def release_only(session: Session) -> int:
-        execute_in = update(Reservation).values(released_at=1.0)
-        session.execute(execute_in)
-        return waking.wake(session, vm_ids=["vm-1"])
-
-    assert database.run(release_only) == 1
-    assert claimed_ids(database) == ["ready"]
-
-
 def test_capacity_that_nobody_told_of_is_found_by_the_next_claim(database: Database) -> None:
     full_fleet(database)
     database.run(lambda s: end(s, "r0"))
@@ -163,51 +127,6 @@ def test_capacity_that_nobody_told_of_is_found_by_the_next_claim(database: Datab
     assert claimed_ids(database) == []
     assert waiting(database) == ["w1", "w2", "w3", "w4"]
     assert claimed_ids(database) == ["w0"]
-
-
-def test_a_woken_job_that_leaves_the_queue_passes_its_turn_on(database: Database) -> None:
-    full_fleet(database)
-    finish(database, "r0")
-    execute(database, "UPDATE jobs SET status = 'cancelled' WHERE job_id = 'w0'")
-    assert claimed_ids(database) == []
-    assert claimed_ids(database) == ["w1"]
-
-
-def test_a_job_that_ended_unnoticed_is_found_by_the_next_claim(database: Database) -> None:
-    add_machine(database, "vm-1", 4)
-    submit(database, "a", gpus=1)
-    submit(database, "b", gpus=1, after=["a"])
-    claim_some(database)
-    database.run(lambda s: end(s, "a"))
-    claim_some(database)
-    assert claimed_ids(database) == ["b"]
-
-
-def test_shapes_are_told_apart(database: Database) -> None:
-    full_fleet(database, waiting=2)
-    submit(database, "v0", gpus=1, gpu_model="A100")
-    submit(database, "v1", project="other", gpus=1)
-    claim_some(database)
-    found = database.run(shapes.best_of_shapes)
-    assert sorted(each.key[1] for each in found) == ["v0", "v1", "w0"]
-    assert wake(database) == 0
-    execute(database, "UPDATE jobs SET \"rank\" = 5 WHERE job_id = 'v1'")
-    assert finish(database, "r0") == 1  # the best-ranked of all shapes
-    assert claimed_ids(database) == ["v1"]
-    database.run(lambda s: [end(s, name) for name in ("r1", "v1")])
-    assert wake(database) == 2
-    assert sorted(claimed_ids(database)) == ["w0", "w1"]
-
-
-def test_many_are_woken_in_the_order_of_their_ranks(database: Database) -> None:
-    full_fleet(database, waiting=0, gpus=4)
-    for n in range(40):
-        submit(database, f"a{n:02}", project="a", gpus=1)
-        submit(database, f"b{n:02}", project="b", gpus=1)
-    claim_some(database)
-    database.run(lambda s: [end(s, f"r{n}") for n in range(4)])
-    assert wake(database) == 4
-    assert claimed_ids(database) == ["a00", "b00", "a01", "b01"]
 
 
 # --- why a job waits ------------------------------------------------------------------------------

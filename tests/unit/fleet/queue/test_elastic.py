@@ -43,13 +43,6 @@ def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word
         assert word in "; ".join(elastic.problems(document))
 
 
-def test_what_is_sound_has_no_problem() -> None:
-    assert elastic.problems({"name": "slurm", "slots": 3, "options": ["--qos=high"]}) == []
-    assert slurm().problem is elastic_of(None) is None
-    ray = {"name": "ray", "address": "http://head:8265", "options": ["apart=1"]}
-    assert elastic.problems(ray) == []
-
-
 @pytest.mark.parametrize(
     ("asked", "said", "word"),
     [

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from groupwise import plugins
 from groupwise.errors import UsageError
 from groupwise.fleet.queue import kinds
 from groupwise.hosts.spec import FileEntry, JobSpec, Limits
@@ -76,35 +75,3 @@ def test_a_file_of_the_kind_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kinds, "_load", lambda place: Training())
     with pytest.raises(UsageError, match="puts another file there"):
         kinds.expand(row("TRAIN", files={"config": ["1" * 64, 420, 2]}))
-
-
-def test_an_unknown_kind_names_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    announce(monkeypatch, "x:y")
-    with pytest.raises(UsageError, match=r"Did you mean TRAIN\? There are: COMMAND, TRAIN"):
-        kinds.expand(row("TRIAN"))
-
-
-@pytest.mark.parametrize("name", ["/etc/evil.py", "os:system", "evil", "TRAIN:x", "./evil.py:f"])
-def test_what_a_row_names_is_never_loaded(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
-    monkeypatch.chdir(tmp_path)
-    loaded: list[str] = []
-    monkeypatch.setattr(plugins, "load", lambda spec, **_: loaded.append(spec))
-    with pytest.raises(UsageError, match="no such kind"):
-        kinds.expand(row(name))
-    assert loaded == []
-
-
-def test_a_kind_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def expand(self, row: kinds.Row) -> JobSpec:
-            raise KeyError("surprise")
-
-    announce(monkeypatch, "json:dumps")
-    with pytest.raises(UsageError, match="has no `expand"):
-        kinds.expand(row("TRAIN"))
-    monkeypatch.setattr(kinds, "_load", lambda place: Broken())
-    with pytest.raises(UsageError, match="the kind TRAIN failed"):
-        kinds.expand(row("TRAIN"))

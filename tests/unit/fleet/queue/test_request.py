@@ -6,47 +6,9 @@ from groupwise.fleet.queue.request import (
     Beyond,
     InvalidRequest,
     JobRequest,
-    beyond_from_document,
     from_document,
     problems,
 )
-from groupwise.hosts.failures import FailureClass
-
-
-def test_the_two_halves_of_a_request() -> None:
-    asked = from_document(
-        {
-            "model": "m",
-            "max_steps": 3,
-            "learning_rate": 1,
-            "name": "mine",
-            "environment": {"A": "b"},
-            "resources": {"gpus": 2},
-            "retry": {"charged": 0, "per_class": {"network": 9}},
-            "files": {"a/b": ["0" * 64, 420, 7]},
-        }
-    )
-    assert asked.columns() == {
-        "job_type": "GRPO",
-        "model": "m",
-        "max_steps": 3,
-        "learning_rate": 1.0,
-        "name": "mine",
-    }
-    assert asked.document() == {
-        "environment": {"A": "b"},
-        "resources": {"gpus": 2},
-        "retry": {"charged": 0, "per_class": {"network": 9}},
-        "files": {"a/b": ["0" * 64, 420, 7]},
-    }
-    stored = beyond_from_document(asked.document())
-    assert stored.document() == asked.document()
-    policy = stored.retry_policy()
-    assert (policy.charged, policy.per_class, policy.smaller_batch) == (
-        0,
-        {FailureClass.NETWORK: 9},
-        False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -104,16 +66,6 @@ def test_values_that_cannot_be_meant(document: dict[str, object], said: str) -> 
     found = problems(from_document(document))
     assert any(said in problem for problem in found)
     assert "hunter2" not in "".join(found)
-
-
-def test_what_is_right_has_no_problems() -> None:
-    document = {
-        "secrets": {"A": "env:TOKEN", "B": "file:/run/secrets/b"},
-        "after": ["job-1", "job-2:ok"],
-        "webhook": "https://example.org/hook?x=1",
-        "retry": {"once": True, "charged": 0},
-    }
-    assert problems(from_document(document)) == []
 
 
 def test_what_was_admitted_under_a_higher_limit_comes_to_its_end() -> None:

@@ -11,10 +11,8 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.store.database import (
     Database,
-    clock,
     connect,
     on_commit,
-    seconds,
 )
 from groupwise.fleet.store.tables import Cursor
 
@@ -91,14 +89,6 @@ def test_a_transaction_within_another_is_refused(database: Database) -> None:
     database.run(names)
 
 
-def test_the_clock_is_the_databases(database: Database) -> None:
-    first = database.run(seconds)
-    assert 1.7e9 < first < 1e10
-    assert database.read(seconds) >= first
-    text_of_it = str(clock().compile(database.engine))
-    assert "julianday" in text_of_it or "clock_timestamp" in text_of_it
-
-
 # --- after the commit -----------------------------------------------------------------------------
 
 
@@ -130,19 +120,6 @@ def test_hooks_follow_the_commit_and_one_that_fails_is_no_failed_transaction(
 
 
 # --- many -----------------------------------------------------------------------------------------
-
-
-def test_threads_lose_no_update(database: Database) -> None:
-    database.run(put("counter"))
-    threads = [
-        threading.Thread(target=lambda: [database.run(add_one) for _ in range(10)])
-        for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert position(database) == 60
 
 
 def test_processes_lose_no_update(database: Database) -> None:
@@ -180,20 +157,3 @@ async def test_who_is_cancelled_waits_for_the_transaction(database: Database) ->
     with pytest.raises(asyncio.CancelledError):
         await task
     assert database.read(names) == ["a"]
-
-
-async def test_what_had_not_begun_never_does(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    holding = [
-        asyncio.ensure_future(database.read_in_thread(lambda _: go_on.wait(10))) for _ in range(8)
-    ]
-    late = asyncio.ensure_future(database.in_thread(put("late")))
-    await asyncio.sleep(0)
-    late.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await late
-    go_on.set()
-    await asyncio.gather(*holding)
-    assert await database.read_in_thread(names) == []

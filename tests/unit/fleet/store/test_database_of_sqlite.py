@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import full_disks
 from groupwise.fleet.store.database import CommitUnknown, Database, DatabaseFailure, connect
 from groupwise.fleet.store.engine import parse
 from tests.unit.fleet.store.test_database import names, put
@@ -126,29 +125,4 @@ def test_a_failed_write_at_commit_is_no_answer(
     with pytest.raises(
         DatabaseFailure, match=r"The disk of \S+ is full .* left for this user\). Make room there"
     ):
-        database.run(put("a"))
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (sqlite3.SQLITE_IOERR_SHMSIZE, "disk I/O error"),
-        (sqlite3.SQLITE_CANTOPEN, "unable to open database file"),
-    ],
-)
-def test_what_sqlite_says_of_a_full_disk_is_told_as_one(
-    database: Database, monkeypatch: pytest.MonkeyPatch, code: int, text: str
-) -> None:
-    broken = sqlite3.OperationalError(text)
-    broken.sqlite_errorcode = code
-
-    def begin(_: object) -> None:
-        raise broken
-
-    monkeypatch.setattr(database.engine.dialect, "do_begin", begin)
-    with pytest.raises(DatabaseFailure) as other:
-        database.run(put("a"))
-    assert "is full" not in other.value.message
-    monkeypatch.setattr(full_disks, "NEEDED", 1 << 80)
-    with pytest.raises(DatabaseFailure, match=rf"{text}\. The disk of \S+ is full"):
         database.run(put("a"))

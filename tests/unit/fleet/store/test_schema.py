@@ -179,25 +179,6 @@ def test_tables_of_something_else_are_left_alone(empty: Database) -> None:
     assert objects(empty) == before
 
 
-def test_rules_of_another_version_are_replaced(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = objects(database)
-    strict = Rule("job_never", "jobs", "UPDATE", "1 = 1", "never")
-    with monkeypatch.context() as other_version:
-        other_version.setattr(triggers, "rules", lambda: (strict,))
-        migrate(database)
-        assert ("trigger", "fleet_job_never") in objects(database)
-        check_schema(database)
-    if database.dialect == "postgresql":
-        with pytest.raises(UsageError, match="groupwise fleet migrate"):
-            check_schema(database)
-        migrate(database)
-    else:
-        check_schema(database)
-    assert objects(database) == ours
-
-
 def test_all_or_nothing(empty: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Rule("wrong", "no_such_table", "UPDATE", "1 = 1", "never")
     before = objects(empty)
@@ -207,14 +188,6 @@ def test_all_or_nothing(empty: Database, monkeypatch: pytest.MonkeyPatch) -> Non
             migrate(empty)
     assert objects(empty) == before
     migrate(empty)
-
-
-def test_what_others_have_made_stays(database: Database) -> None:
-    execute(database, "CREATE VIEW my_jobs AS SELECT job_id FROM jobs")
-    execute(database, "CREATE TABLE my_table (a INTEGER)")
-    migrate(database)
-    execute(database, "INSERT INTO jobs (job_id) VALUES ('j')")
-    assert database.read(lambda s: s.execute(text("SELECT * FROM my_jobs")).scalar()) == "j"
 
 
 def test_every_process_makes_the_same_triggers(monkeypatch: pytest.MonkeyPatch) -> None:

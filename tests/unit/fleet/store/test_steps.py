@@ -1,6 +1,5 @@
 """Writes in steps: in the order that the database demands, and many of them side by side."""
 
-from sqlalchemy import Table, func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.store.database import Database
@@ -34,24 +33,3 @@ def test_a_step_of_all_comes_before_the_next_of_any(database: Database) -> None:
 
     database.run(write)
     assert told == ["a 1", "b 1", "c 1", "a 2", "c 2", "d 1", "d 2"]
-
-
-def test_a_step_is_sent_before_the_next_begins(database: Database) -> None:
-    seen: list[float | None] = []
-    table: Table = Project.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
-    heavier = update(table).values(weight=table.c.weight + 1)
-
-    @in_steps
-    def write(session: Session, name: str) -> Steps:
-        session.add(Project(name=name))
-        yield heavier, {}
-        with session.no_autoflush:
-            seen.append(session.scalar(select(func.sum(Project.weight))))
-
-    def both(session: Session) -> None:
-        with side_by_side(session):
-            write(session, "a")
-            write(session, "b")
-
-    database.run(both)
-    assert seen == [6.0, 6.0]

@@ -27,7 +27,7 @@ from sqlalchemy.exc import IntegrityError
 from groupwise.fleet.store import triggers
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.verbs.machines import VM_ID
-from tests.unit.fleet.small_fleet import add_machine, claim_some, submit
+from tests.unit.fleet.small_fleet import add_machine, claim_some, execute, submit
 
 JOBS = {
     "queued": ["pending", "running", "held", "cancelled", "failed"],
@@ -57,10 +57,6 @@ ATTEMPTS = {
 ORDER = list(ATTEMPTS)
 
 
-def execute(database: Database, statement: str, **values: Any) -> None:
-    database.run(lambda session: session.execute(text(statement), values))
-
-
 def value(database: Database, statement: str, **values: Any) -> Any:
     return database.read(lambda session: session.execute(text(statement), values).scalar_one())
 
@@ -71,13 +67,15 @@ def refused(database: Database, words: str, statement: str, **values: Any) -> No
         execute(database, statement, **values)
 
 
+NEW_JOB = (
+    "INSERT INTO jobs (job_id, model, dataset, reward_function) VALUES (:id, 'm', 'org/d', 'exact')"
+)
+NEW_ATTEMPT = "INSERT INTO attempts (job_id, generation, number, created_at) VALUES (:id, 0, 0, 1) RETURNING epoch"
+
+
 def job(database: Database, job_id: str, status: str = "queued") -> str:
     """A job that has come to this status along the table."""
-    execute(
-        database,
-        "INSERT INTO jobs (job_id, model, dataset, reward_function) VALUES (:id, 'm', 'org/d', 'exact')",
-        id=job_id,
-    )
+    execute(database, NEW_JOB, id=job_id)
     for step in WAY_TO_JOB[status]:
         set_job(database, job_id, step)
     return job_id
@@ -90,15 +88,7 @@ def set_job(database: Database, job_id: str, status: str, more: str = "") -> Non
 def attempt(database: Database, job_id: str, state: str = "reserved") -> int:
     """An attempt that has come to this state along the table; its epoch."""
 
-    def insert(session: Any) -> int:
-        return session.execute(
-            text(
-                "INSERT INTO attempts (job_id, generation, number, created_at) VALUES (:id, 0, 0, 1) RETURNING epoch"
-            ),
-            {"id": job_id},
-        ).scalar_one()
-
-    epoch = database.run(insert)
+    epoch = database.run(lambda s: s.execute(text(NEW_ATTEMPT), {"id": job_id}).scalar_one())
     for step in ORDER[1 : ORDER.index(state) + 1]:
         set_attempt(database, epoch, step)
     return epoch
@@ -107,29 +97,20 @@ def attempt(database: Database, job_id: str, state: str = "reserved") -> int:
 def set_attempt(database: Database, epoch: int, state: str) -> None:
     outcome = ", outcome = 'failed'" if state == "ended" else ""
     execute(
-        database,
-        f"UPDATE attempts SET state = :s {outcome} WHERE epoch = :e",
-        s=state,
-        e=epoch,
+        database, f"UPDATE attempts SET state = :s {outcome} WHERE epoch = :e", s=state, e=epoch
     )
 
 
 def machine(database: Database, vm_id: str = "v1", gpus: int = 1) -> list[int]:
     """A machine with GPUs of 1000 MB; their ids."""
-    execute(
-        database,
-        "INSERT INTO vms (vm_id, ip_address, \"user\", ssh_key_path) VALUES (:v, '127.0.0.1', 'ada', 'key')",
-        v=vm_id,
-    )
+    made = 'INSERT INTO gpus (vm_id, "index", uuid, memory_mb) VALUES (:v, :n, :u, 1000) RETURNING gpu_id'
 
     def insert(session: Any) -> list[int]:
-        made = text(
-            'INSERT INTO gpus (vm_id, "index", uuid, memory_mb) VALUES (:v, :n, :u, 1000) RETURNING gpu_id'
+        session.execute(
+            text("INSERT INTO vms (vm_id, ip_address) VALUES (:v, '127.0.0.1')"), {"v": vm_id}
         )
-        return [
-            session.execute(made, {"v": vm_id, "n": n, "u": f"GPU-{n}"}).scalar_one()
-            for n in range(gpus)
-        ]
+        given = [{"v": vm_id, "n": n, "u": f"GPU-{n}"} for n in range(gpus)]
+        return [session.execute(text(made), each).scalar_one() for each in given]
 
     return database.run(insert)
 
@@ -149,14 +130,16 @@ def reservation(
 # --- jobs -----------------------------------------------------------------------------------------
 
 
-def test_a_new_job_is_queued_held_or_failed(database: Database) -> None:
+def test_a_new_job_is_queued_held_or_failed_and_a_new_attempt_reserved(database: Database) -> None:
     statement = "INSERT INTO jobs (job_id, status) VALUES (:s, :s)"
     for status in JOBS:
         if status in ("queued", "held", "failed"):
             execute(database, statement, s=status)
         else:
             refused(database, "a new job is failed, held or queued", statement, s=status)
-    assert value(database, "SELECT count(*) FROM jobs") == 3
+    new = "INSERT INTO attempts (job_id, generation, number, created_at, state) VALUES ('held', 0, 0, 1, :s)"
+    for state in ORDER[1:]:
+        refused(database, "a new attempt is reserved", new, s=state)
 
 
 def test_every_pair_of_job_statuses(database: Database) -> None:
@@ -175,20 +158,18 @@ def test_every_pair_of_job_statuses(database: Database) -> None:
             assert found == expected
 
 
-def test_a_job_is_retried_with_the_next_generation(database: Database) -> None:
-    for status in ("failed", "cancelled"):
-        job_id = job(database, status, status)
-        for generation in (0, 2):
-            with pytest.raises(IntegrityError, match="only with generation"):
-                set_job(database, job_id, "queued", f", generation = {generation}")
-        set_job(database, job_id, "queued", ", generation = 1")
-
-
-def test_generation_changes_at_no_other_time(database: Database) -> None:
+def test_a_job_is_retried_with_the_next_generation_which_changes_at_no_other_time(
+    database: Database,
+) -> None:
     for status in JOBS:
         job(database, status, status)
         change = "UPDATE jobs SET generation = generation + 1 WHERE job_id = :s"
         refused(database, "only when a job is retried", change, s=status)
+    for status in ("failed", "cancelled"):
+        for generation in (0, 2):
+            with pytest.raises(IntegrityError, match="only with generation"):
+                set_job(database, status, "queued", f", generation = {generation}")
+        set_job(database, status, "queued", ", generation = 1")
 
 
 def test_how_a_job_ended_does_not_change(database: Database) -> None:
@@ -237,13 +218,6 @@ def test_every_pair_of_attempt_states(database: Database) -> None:
                 expected = before
             found = value(database, "SELECT state FROM attempts WHERE epoch = :e", e=epoch)
             assert found == expected
-
-
-def test_a_new_attempt_is_reserved(database: Database) -> None:
-    job(database, "j")
-    new = "INSERT INTO attempts (job_id, generation, number, created_at, state) VALUES ('j', 0, 0, 1, :s)"
-    for state in ORDER[1:]:
-        refused(database, "a new attempt is reserved", new, s=state)
 
 
 def test_one_live_attempt(database: Database) -> None:
@@ -319,10 +293,15 @@ def epochs(database: Database) -> list[int]:
     return [attempt(database, job(database, f"j{n}")) for n in range(3)]
 
 
-def test_a_whole_gpu_is_held_once(database: Database, gpu: int, epochs: list[int]) -> None:
+def test_a_slot_and_a_whole_gpu_are_held_once(
+    database: Database, gpu: int, epochs: list[int]
+) -> None:
     execute(database, RESERVE, **reservation(epochs[0], gpu))
-    with pytest.raises(IntegrityError):
-        execute(database, RESERVE, **reservation(epochs[1], gpu))
+    execute(database, RESERVE, **reservation(epochs[0], slot=0))
+    for taken in (reservation(epochs[1], gpu), reservation(epochs[1], slot=0)):
+        with pytest.raises(IntegrityError):
+            execute(database, RESERVE, **taken)
+    execute(database, RESERVE, **reservation(epochs[1], slot=1))
     refused(database, "no room", RESERVE, **reservation(epochs[1], gpu, share=10))
     execute(database, "UPDATE reservations SET released_at = 2")
     execute(database, RESERVE, **reservation(epochs[1], gpu, share=10))
@@ -338,13 +317,6 @@ def test_shares_fit_into_the_memory(database: Database, gpu: int, epochs: list[i
     execute(database, "UPDATE gpus SET memory_mb = NULL")
     refused(database, "no room", RESERVE, **reservation(epochs[2], gpu, share=1))
     execute(database, RESERVE, **reservation(epochs[2], gpu))
-
-
-def test_a_slot_is_held_once(database: Database, gpu: int, epochs: list[int]) -> None:
-    execute(database, RESERVE, **reservation(epochs[0], slot=0))
-    with pytest.raises(IntegrityError):
-        execute(database, RESERVE, **reservation(epochs[1], slot=0))
-    execute(database, RESERVE, **reservation(epochs[1], slot=1))
 
 
 def test_a_reservation_is_of_something_of_its_machine(
@@ -492,16 +464,13 @@ def full(database: Database) -> Database:
     return database
 
 
-def test_no_row_is_replaced(full: Database) -> None:
+def test_no_row_is_replaced_by_its_key_or_by_another_that_it_shares(full: Database) -> None:
     for table in REPLACED:
         info = text(f"PRAGMA table_info({table})")
         columns = ", ".join(full.read(lambda s, info=info: [row[1] for row in s.execute(info)]))
         statement = f"INSERT OR REPLACE INTO {table} ({columns}) SELECT {columns} FROM {table}"
         refused(full, "not replaced", statement)
         refused(full, "not replaced", statement.replace("INSERT OR REPLACE", "REPLACE"))
-
-
-def test_nor_by_a_key_that_is_shared(full: Database) -> None:
     live = "INSERT OR REPLACE INTO attempts (job_id, generation, number, created_at) VALUES ('j', 0, 1, 1)"
     refused(full, "job_id in attempts already", live)
     held = RESERVE.replace("INSERT", "INSERT OR REPLACE", 1)

@@ -10,7 +10,7 @@ from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.store import events
 from groupwise.fleet.store.tables import GPU, VM, Job
 from groupwise.fleet.verbs import jobs, machines, status, submission
-from groupwise.fleet.verbs.bound import OTHERS, UNTOLD
+from groupwise.fleet.verbs.bound import UNTOLD
 from tests.unit.fleet.small_fleet import submit
 
 CANARY = "canary-of-others"
@@ -109,23 +109,3 @@ def test_a_key_of_the_whole_fleet_sees_all(spoken_of: Any) -> None:
     job_id = waiting_job(spoken_of)
     for name, found in everything(spoken_of, job_id).items():
         assert CANARY in json.dumps(found), name
-
-
-def test_why_a_job_waits_stays_readable(spoken_of: Any) -> None:
-    own = submit(spoken_of.database, project="ours", gpus=1)
-    job_id = waiting_job(spoken_of)
-    kept = f"GPUs are kept for job-{CANARY}, {own}, waiting for long"
-
-    def write(session: Session) -> None:
-        session.get_one(Job, job_id).blocked_reasons = ["the fleet has no machine vm-9", kept]
-
-    spoken_of.database.run(write)
-    (found,) = [
-        each["blocked_reasons"]
-        for each in spoken_of.as_("ours").do(jobs.listing, jobs.filter_of())
-        if each["job_id"] == job_id
-    ]
-    assert found == [
-        "the fleet has no machine vm-9",
-        f"GPUs are kept for {own}, {OTHERS}, waiting for long",
-    ]

@@ -9,12 +9,12 @@
 from typing import Any
 
 import pytest
-from sqlalchemy import event, update
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.store.tables import ControlProcess, Job
+from groupwise.fleet.store.tables import Job
 from groupwise.fleet.verbs import jobs, projects, submission
 from groupwise.fleet.verbs.jobs import JobFilter
 from groupwise.wire.problems import Refusal
@@ -62,25 +62,6 @@ def test_a_job_of_another_project_does_not_exist(small: Any) -> None:
         with pytest.raises(Refusal, check=lambda refused: refused.code == "unknown_job"):
             small.as_("ours").do(verb, job)
     assert small.row(job).status == "queued"
-
-
-def test_a_job_that_waits_says_why(small: Any) -> None:
-    job = small.job("held")
-    assert "fleet release" in small.do(jobs.show, job)["waiting"][0]
-    job = small.job()
-    assert "no dispatcher is running" in small.do(jobs.show, job)["waiting"][0]
-
-    def alive(session: Session) -> None:
-        from groupwise.fleet.store.database import seconds
-
-        now = seconds(session)
-        process = {"owner": "o", "role": "dispatcher", "host": "h", "pid": 1}
-        session.add(ControlProcess(**process, started_at=now, seen_at=now))
-
-    small.database.run(alive)
-    waiting = small.do(jobs.show, job)["waiting"]
-    assert waiting
-    assert not any("dispatcher" in reason for reason in waiting)
 
 
 # --- cancelling
@@ -213,22 +194,6 @@ def test_of_many_that_are_retried_as_many_begin_to_wait_as_may(small: Any) -> No
     assert small.row(ids[2]).status == "failed"
 
 
-def test_many_need_few_statements(small: Any) -> None:
-    """A sweep of thousands is ended before many more of it have begun."""
-    sent: list[str] = []
-
-    def note(_connection: Any, _cursor: Any, statement: str, *_more: Any) -> None:
-        sent.append(statement)
-
-    for verb in ("hold", "release", "cancel"):
-        ids = [small.job("held" if verb == "release" else "queued") for _ in range(50)]
-        event.listen(small.database.engine, "before_cursor_execute", note)
-        small.do(jobs.together, ids, CHANGES[verb][1])
-        event.remove(small.database.engine, "before_cursor_execute", note)
-        assert len(sent) < 30, sent
-        sent.clear()
-
-
 # --- again
 
 
@@ -251,20 +216,6 @@ def test_what_was_held_once_is_not_held_again_by_a_retry(small: Any) -> None:
     small.do(jobs.release, made["job_id"])
     small.do(jobs.cancel, made["job_id"])
     assert small.do(jobs.retry, made["job_id"])["status"] == "queued"
-
-
-def test_a_retry_that_has_no_room_in_its_project_changes_nothing(small: Any) -> None:
-    job = small.job("failed", project="p", failure_reason="exit code 9")
-    small.job(project="p")
-    small.do(projects.change, "p", max_waiting=1)
-    before, told = small.do(jobs.show, job), small.events()
-    with pytest.raises(Refusal, match=r"has 1 jobs waiting and may have 1: retry it") as refused:
-        small.do(jobs.retry, job)
-    assert refused.value.code == "job_state"
-    assert small.do(jobs.show, job) == before
-    assert small.events() == told
-    small.do(projects.change, "p", max_waiting=2)
-    assert small.do(jobs.retry, job)["status"] == "queued"
 
 
 def test_nothing_else_is_retried(small: Any) -> None:

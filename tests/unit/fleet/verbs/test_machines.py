@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts import records
 from groupwise.fleet.machines import observation
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import GPU, VM, Job
+from groupwise.fleet.store.tables import VM, Job
 from groupwise.fleet.verbs import machines, prune
 from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.wire.problems import Refusal
@@ -26,15 +26,6 @@ def set_columns(small: Any, vm_id: str, **columns: Any) -> None:
         session.execute(update(VM).where(VM.vm_id == vm_id).values(**columns))
 
     small.database.run(write)
-
-
-def test_a_new_machine_has_what_was_said_and_defaults(small: Any) -> None:
-    found = small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada", labels={"a": "b"}))
-    assert (found["workdir"], found["python"], found["port"]) == ("groupwise-fleet", "python3", 22)
-    assert (found["contact"], found["labels"]) == ("new", {"a": "b"})
-    assert small.events() == [("user:ada", "vm.added")]
-    with pytest.raises(Refusal, match=r"there is a machine gpu-1 already, ada@10\.0\.0\.1:22"):
-        small.do(machines.add, NewMachine("gpu-1", "10.0.0.2", user="ada"))
 
 
 def test_a_removed_machine_may_come_back(small: Any) -> None:
@@ -100,27 +91,6 @@ def test_a_look_that_was_under_way_at_what_it_was_before_says_nothing(small: Any
     assert (missed, small.vm("gpu-1").problem) == (0, None)
 
 
-def test_what_a_job_that_no_table_knows_holds_is_not_free(small: Any) -> None:
-    """Placement passes it over as well."""
-    stray = {"what": "attempt", "job_id": "back", "epoch": 7, "detail": "back.7", "since": 1.0}
-    whole = {**stray, "gpus": ["GPU-vm-1-0"]}
-    share = {**stray, "gpus": ["GPU-vm-1-1"], "share_mb": 1000}
-    small.machine("vm-1", gpus=3, facts={"quarantined": [whole, share]})
-    assert small.do(machines.show, "vm-1")["available_gpus"] == 1
-
-
-def test_drain_and_cordon_keep_new_work_away(small: Any) -> None:
-    small.machine("vm-1", gpus=2)
-    assert small.do(machines.show, "vm-1")["available_gpus"] == 2
-    assert small.do(machines.drain, "vm-1")["state"] == "draining"
-    assert small.do(machines.drain, "vm-1")["available_gpus"] == 0
-    assert small.do(machines.undrain, "vm-1")["state"] == "ok"
-    assert small.do(machines.cordon, "vm-1", "fan is loud")["state"] == "cordoned"
-    assert small.do(machines.uncordon, "vm-1")["available_gpus"] == 2
-    told = [kind for _, kind in small.events()]
-    assert told == ["vm.draining", "vm.undrained", "vm.cordoned", "vm.uncordoned"]
-
-
 def test_a_machine_in_use_is_not_removed(small: Any) -> None:
     small.machine("vm-1")
     job = small.job("running")
@@ -131,20 +101,6 @@ def test_a_machine_in_use_is_not_removed(small: Any) -> None:
     small.do(machines.lost, "vm-1")
     with pytest.raises(Refusal, match="a dispatcher gives them up within seconds"):
         small.do(machines.remove, "vm-1")
-
-
-def test_lost_names_what_is_given_up(small: Any) -> None:
-    small.machine("vm-1")
-    job = small.job("running")
-    epoch = small.attempt(job, "vm-1")
-    found = small.do(machines.lost, "vm-1")
-    assert found["state"] == "lost"
-    assert found["attempts"] == [{"job_id": job, "epoch": epoch, "state": "running"}]
-    small.do(machines.lost, "vm-1")
-    assert [kind for _, kind in small.events()] == ["vm.lost"]
-    small.machine("local", transport="local")
-    with pytest.raises(Refusal, match="is not lost"):
-        small.do(machines.lost, "local")
 
 
 def test_trust_pins_the_key_that_was_shown(small: Any) -> None:
@@ -161,20 +117,6 @@ def test_trust_pins_the_key_that_was_shown(small: Any) -> None:
     assert (found["host_key"], found["seen_host_key"], found["contact"]) == (key, None, "new")
     assert small.do(machines.trust, "vm-1")["host_key"] == key
     assert small.events() == [("user:ada", "vm.trusted")]
-
-
-def test_a_quarantine_is_cleared_by_index_or_uuid(small: Any) -> None:
-    small.machine("vm-1", gpus=2)
-
-    def quarantine(session: Session) -> None:
-        session.execute(update(GPU).values(quarantined="Xid 79"))
-
-    small.database.run(quarantine)
-    small.do(machines.clear_quarantine, "vm-1", "0")
-    found = small.do(machines.clear_quarantine, "vm-1", "GPU-vm-1-1")
-    assert [gpu["quarantined"] for gpu in found["gpus"]] == [None, None]
-    with pytest.raises(Refusal, match=r"it has 0 \(GPU-vm-1-0\), 1"):
-        small.do(machines.clear_quarantine, "vm-1", "7")
 
 
 def test_who_is_bound_to_projects_changes_no_machine(small: Any) -> None:
@@ -198,44 +140,6 @@ def test_a_machine_in_use_stays_the_place_that_it_is(small: Any) -> None:
     small.attempt(small.job("failed"), "vm-2", state="ended", cleanup="clean")
     with pytest.raises(Refusal, match="workdir"):
         small.do(machines.change, "vm-2", workdir="other")
-
-
-def test_how_a_machine_is_reached_is_changed(small: Any) -> None:
-    small.machine("vm-1", user="ml", problem="it does not answer", misses=9)
-    asked_at = small.database.run(seconds)
-    there = {"ip_address": "10.0.0.9", "port": 2222, "user": "me", "workdir": "w"}
-    found = small.do(machines.change, "vm-1", **there)
-    assert {each: found[each] for each in there} == there
-    assert (found["contact"], found["problem"]) == ("new", None)
-    missed = small.database.run(lambda s: observation.missed(s, "vm-1", asked_at, "no route"))
-    assert (missed, small.vm("vm-1").problem) == (0, None)
-    small.machine("local", transport="local")
-    for vm_id, wanted in (("vm-1", {"port": 0}), ("vm-1", {"user": ""}), ("local", {"port": 22})):
-        with pytest.raises(Refusal):
-            small.do(machines.change, vm_id, **wanted)
-
-
-def test_what_is_known_of_a_machine_is_changed_while_it_is_used(small: Any) -> None:
-    small.machine("vm-1", gpus=1, labels={"disk": "fast", "rack": "7"})
-    small.attempt(small.job("running"), "vm-1", gpu=0)
-    known = {"deadman": 600.0, "probe": ["sudo", "-n", "nvidia-smi"], "idle_memory_mb": 900}
-    labels = {"disk": "slow", "rack": None, "zone": "b"}
-    found = small.do(machines.change, "vm-1", labels=labels, **known)
-    assert found["labels"] == {"disk": "slow", "zone": "b"}
-    assert {each: found[each] for each in known} == known
-    assert found["contact"] == "ok", "it is the same place, reached the same way"
-    assert small.do(machines.change, "vm-1", deadman=0)["deadman"] is None
-    small.do(machines.change, "vm-1", deadman=0, labels={"rack": None})
-    assert [kind for _, kind in small.events()] == ["vm.changed", "vm.changed"]
-    for wanted, why in (
-        ({"deadman": 5.0}, "deadman 5: 120 to"),
-        ({"probe": []}, "probe is empty"),
-        ({"idle_memory_mb": -1}, "idle_memory_mb -1: 0 to"),
-        ({"labels": {"a": "\0"}}, "labels.a"),
-        ({}, "nothing to change"),
-    ):
-        with pytest.raises(Refusal, match=why):
-            small.do(machines.change, "vm-1", **wanted)
 
 
 def test_whose_jobs_are_run_is_changed(small: Any) -> None:
@@ -272,19 +176,6 @@ def test_what_begins_jobs_in_its_place_is_said_when_it_is_added(small: Any) -> N
     assert small.do(machines.listing)[0]["gpus"] == []
     small.machine("own")
     assert small.do(machines.show, "own")["total_slots"] is None
-
-
-def test_what_does_not_go_with_an_engine_is_refused(small: Any) -> None:
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"engine": {"name": "slum"}}, "slum"),
-        ({"engine": {"name": "slurm", "slots": 0}}, "engine.slots"),
-        ({"engine": SLURM, "cpu_slots": 2}, "cpu_slots is for machines"),
-        ({"engine": SLURM, "deadman": 600.0}, "deadman is for machines"),
-        ({"engine": SLURM, "probe": ["smi"]}, "probe is for machines"),
-    )
-    for more, word in refused:
-        with pytest.raises(Refusal, match=word):
-            small.do(machines.add, NewMachine("s", "login", user="ada", **more))
 
 
 def test_what_an_engine_is_said_to_have_changes_and_itself_does_not(small: Any) -> None:
