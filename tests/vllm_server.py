@@ -51,40 +51,37 @@ class Serving:
     sampler: TorchSampler
 
 
-class VllmServer:
-    """See the module."""
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a server was started with."""
 
-    def __init__(
-        self,
-        *,
-        name: str = "tiny",
-        seed: int = 0,
-        folder: Path | None = None,
-        logprobs_mode: str = "raw_logprobs",
-        max_model_len: int = 256,
-        max_lora_rank: int = 16,
-        updates: bool = True,
-        ignores_adapters: bool = False,
-        key: str | None = None,
-    ) -> None:
-        """`seed`: of the base's weights; `folder`: a base in the format of transformers, in the tiny model's place. `updates`:
-        VLLM_ALLOW_RUNTIME_LORA_UPDATING. `ignores_adapters`: it lists them only."""
+    name: str = "tiny"
+    seed: int = 0
+    """Of the base's weights."""
+    folder: Path | None = None
+    """A base in the format of transformers, in the tiny model's place."""
+    logprobs_mode: str = "raw_logprobs"
+    max_model_len: int = 256
+    max_lora_rank: int = 16
+    updates: bool = True
+    """VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
+    ignores_adapters: bool = False
+    """It lists them only."""
+    key: str | None = None
+
+
+class VllmServer:
+    """See the module; it takes what `Settings` has."""
+
+    def __init__(self, **settings: Any) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.name = name
+        self.set = Settings(**settings)
         self.asked: list[tuple[str, Body]] = []
         self.interfere: Interference | None = None
         self.spoil: Spoil | None = None
         """Changes the answer to a request for completions."""
         self.models: dict[str, Serving] = {}
-        self._seed = seed
-        self._folder = folder
-        self._mode = logprobs_mode
-        self._longest = max_model_len
-        self._rank = max_lora_rank
-        self._updates = updates
-        self._ignores_adapters = ignores_adapters
-        self._key = key
         self._draws = count()
         self._tokenizer: Any = tiny_tokenizer()
         self._running: tuple[uvicorn.Server, threading.Thread, socket.socket] | None = None
@@ -98,14 +95,7 @@ class VllmServer:
 
     def begin(self) -> None:
         """Start it, with the base alone."""
-        base: Any = (
-            tiny_model(seed=self._seed)
-            if self._folder is None
-            else AutoModelForCausalLM.from_pretrained(self._folder)
-        )
-        self._base = base.eval()
-        self._adapted: AdaptedModel | None = None
-        self.models = {self.name: self._serving(self.name, None, ServedModel(self._base))}
+        self._serve_base()
         listener = socket.create_server(("127.0.0.1", self.port))
         config = uvicorn.Config(
             self._app(), log_level="critical", lifespan="off", timeout_graceful_shutdown=1
@@ -114,6 +104,27 @@ class VllmServer:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         self._running = (server, thread, listener)
+
+    def _serve_base(self) -> None:
+        folder, name = self.set.folder, self.set.name
+        base: Any = (
+            tiny_model(seed=self.set.seed)
+            if folder is None
+            else AutoModelForCausalLM.from_pretrained(folder)
+        )
+        self._base = base.eval()
+        self._adapted: AdaptedModel | None = None
+        self.models = {name: self._serving(name, None, ServedModel(self._base))}
+
+    def renew(self, **settings: Any) -> None:
+        """Be as one that was just begun with these, at the same address; quicker than that, if it runs."""
+        self.set = Settings(**settings)
+        self.interfere = self.spoil = None
+        self.asked.clear()
+        if self._running is None:
+            self.begin()
+        else:
+            self._serve_base()
 
     def end(self) -> None:
         """End it; nobody answers then. May be repeated."""
@@ -139,26 +150,23 @@ class VllmServer:
     @property
     def adapters(self) -> list[str]:
         """Names of those that are loaded."""
-        return [name for name in self.models if name != self.name]
+        return [name for name in self.models if name != self.set.name]
 
     def bodies(self, path: str) -> list[Body]:
         """Of the requests to a route."""
         return [body for asked, body in self.asked if asked == path]
 
     def _app(self) -> Starlette:
-        routes = [
-            Route("/v1/models", self._list, methods=["GET"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
-        ]
-        if self._updates:
-            routes += [
-                Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
-                Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
-            ]
-        return Starlette(routes=routes)
+        posted = {
+            "completions": self._complete,
+            "load_lora_adapter": self._load,
+            "unload_lora_adapter": self._unload,
+        }
+        routes = [Route(f"/v1/{path}", do, methods=["POST"]) for path, do in posted.items()]
+        return Starlette(routes=[Route("/v1/models", self._list, methods=["GET"]), *routes])
 
     def _serving(self, root: str, parent: str | None, weights: ServedWeights) -> Serving:
-        layout = DecodeLayout(slots=16, key_length=self._longest)
+        layout = DecodeLayout(slots=16, key_length=self.set.max_model_len)
         return Serving(
             root, parent, weights, TorchSampler(weights, self._tokenizer, layout, native=False)
         )
@@ -168,8 +176,11 @@ class VllmServer:
         body = await request.json() if request.method == "POST" else {}
         path = request.url.path.removeprefix("/v1")
         self.asked.append((path, body))
-        if self._key and request.headers.get("Authorization") != f"Bearer {self._key}":
+        key = self.set.key
+        if key and request.headers.get("Authorization") != f"Bearer {key}":
             return body, JSONResponse({"error": "Unauthorized"}, 401)
+        if path.endswith("_lora_adapter") and not self.set.updates:
+            return body, JSONResponse({"detail": "Not Found"}, 404)
         return body, await self.interfere(path, body) if self.interfere else None
 
     # --- models -----------------------------------------------------------------------------------
@@ -183,7 +194,7 @@ class VllmServer:
                 "owned_by": "vllm",
                 "root": each.root,
                 "parent": each.parent,
-                "max_model_len": self._longest if each.parent is None else None,
+                "max_model_len": self.set.max_model_len if each.parent is None else None,
             }
             for name, each in self.models.items()
         ]
@@ -205,18 +216,18 @@ class VllmServer:
                 404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError"
             )
         config = read_lora_config(Path(path))
-        if config.r > self._rank:
+        if config.r > self.set.max_lora_rank:
             return refusal(
                 500,
-                f"Call to add_lora method failed: LoRA rank {config.r} is greater than max_lora_rank {self._rank}.",
+                f"Call to add_lora method failed: LoRA rank {config.r} is greater than max_lora_rank {self.set.max_lora_rank}.",
                 "InternalServerError",
             )
         if self._adapted is None:
             self._adapted = AdaptedModel(self._base, config)
         weights = ServedAdapter(self._adapted, name.replace(".", "_"), config)
-        if not self._ignores_adapters:
+        if not self.set.ignores_adapters:
             weights.read(Path(path))
-        self.models[name] = self._serving(path, self.name, weights)
+        self.models[name] = self._serving(path, self.set.name, weights)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: Request) -> Response:
@@ -241,14 +252,12 @@ class VllmServer:
         if serving is None:
             return refusal(404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         prompt, most = body["prompt"], body.get("max_tokens", 16)
-        if len(prompt) + most > self._longest:
-            return refusal(
-                400,
-                f"This model's maximum context length is {self._longest} tokens. However, you requested {len(prompt) + most} tokens.",
-                "BadRequestError",
-            )
+        longest, wanted = self.set.max_model_len, len(prompt) + most
+        if wanted > longest:
+            told = f"This model's maximum context length is {longest} tokens. However, you requested {wanted} tokens."
+            return refusal(400, told)
         if max(prompt) >= len(self._tokenizer):
-            return refusal(400, f"Token id {max(prompt)} is out of vocabulary", "BadRequestError")
+            return refusal(400, f"Token id {max(prompt)} is out of vocabulary")
         answer = await self._answered(serving, body)
         return JSONResponse(answer if self.spoil is None else self.spoil(answer))
 
@@ -256,7 +265,7 @@ class VllmServer:
         ids, logprobs = await self._drawn(serving, body)
         ids, reason, stop_reason, text = self._stopped(ids, body)
         logprobs = logprobs[: len(ids)]
-        if self._mode == "raw_logprobs":
+        if self.set.logprobs_mode == "raw_logprobs":
             logprobs = Witness(serving.weights).logprobs(body["prompt"], ids, 1.0)
         as_ids = body.get("return_tokens_as_token_ids")
         tokens = [f"token_id:{id}" if as_ids else self._tokenizer.decode([id]) for id in ids]

@@ -13,6 +13,15 @@ from groupwise.types import Example, Group, Rollout, Segment, Weight
 MEMBERS = 4
 LIMIT = 12
 """max_completion_length."""
+LOSS_TYPES = {
+    "grpo": "grpo",
+    "dr_grpo": "dr_grpo",
+    "dapo": "dapo",
+    "reinforce_pp": "dapo",
+    "gspo": "grpo",
+    "cispo": "cispo",
+}
+"""What TRL and Liger call the loss of each algorithm."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,16 @@ class Problem:
         return torch.autograd.grad(
             loss, (self.policy_BT, self.entropies_BT), allow_unused=True, materialize_grads=True
         )
+
+
+def correction(steps: Problem, mask_BT: torch.Tensor, knobs: dict[str, Any]) -> torch.Tensor:
+    """TRL's weights, written down once more from `_generate_and_score_completions`; Liger takes them as they are given."""
+    mode, cap = knobs["importance_sampling_correction"], knobs["importance_sampling_cap"]
+    difference = (steps.proximal_BT - steps.sampling_BT) * mask_BT
+    if "sequence" in mode:
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    return ratio.clamp(max=cap) if "truncate" in mode else ratio.masked_fill(ratio > cap, 0.0)
 
 
 def problem(seed: int, *, truncated: bool = False, spread: float = 0.3) -> Problem:

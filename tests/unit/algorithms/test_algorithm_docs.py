@@ -1,4 +1,4 @@
-"""The page on algorithms lists what there is, with its defaults, and its examples run."""
+"""The page on algorithms lists what there is, with its defaults; `acceptance/test_docs.py` runs its examples."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-from ruamel.yaml import YAML
-
 from groupwise.algorithms.registry import ALGORITHMS
-from groupwise.config import load_config
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
@@ -21,10 +17,6 @@ def _rows(heading: str) -> list[list[str]]:
     section = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def test_every_algorithm_has_a_section() -> None:
@@ -44,15 +36,3 @@ def test_table_of_knobs_is_exactly_what_exists() -> None:
         for knob in fields(kind)
     }
     assert written == existing
-
-
-@pytest.mark.parametrize("block", _blocks("yaml"))
-def test_configs_on_the_page_are_valid(block: str) -> None:
-    load_config({"model": {"name": "tiny"}, **YAML(typ="safe").load(block)})
-
-
-def test_examples_on_the_page_run() -> None:
-    blocks = _blocks("python")
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "docs/algorithms.md", "exec"), {})

@@ -2,46 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
 
 from groupwise.algorithms.dapo import Dapo
 from groupwise.errors import TaskError
 from groupwise.types import RewardPart
-from tests.unit.algorithms.closed_forms import FLAT, LENGTHS, A
-
-
-def test_weights_and_denominators(pair, group) -> None:
-    (good, bad), _ = Dapo().weights([pair, group(1.0, None)])
-    assert (good.advantage, bad.advantage) == pytest.approx((A, -A))
-    assert (good.scale, bad.scale) == (1.0, 1.0)
-    assert Dapo().denominators([pair, group(1.0, None)], 99) == {"policy": 9.0}
-
-
-def test_on_policy_loss_and_gradient(pair, weighted, total) -> None:
-    algorithm = Dapo()
-    rows = weighted(algorithm.weights([pair])[0], FLAT, mask=LENGTHS)
-    loss = total(algorithm, rows, algorithm.denominators([pair], 8))
-    loss.backward()
-    assert loss.item() == pytest.approx(-(2 * A - 4 * A) / 6)
-    expected = torch.tensor([[-A / 6, -A / 6, 0, 0], [A / 6] * 4], dtype=torch.float64)
-    torch.testing.assert_close(rows.policy_logprobs_BT.grad, expected)
-
-
-def test_clip_is_wider_above(pair, weighted, total) -> None:
-    algorithm = Dapo()
-    ratios = [[1.25, 1.4, 1.0, 1.0], [0.9, 0.7, 1.0, 1.3]]
-    rows = weighted(
-        algorithm.weights([pair])[0],
-        [[math.log(ratio) - 1 for ratio in row] for row in ratios],
-        sampling=FLAT,
-        mask=LENGTHS,
-    )
-    loss = total(algorithm, rows, algorithm.denominators([pair], 8))
-    gain = A * (1.25 + 1.28) - A * (0.9 + 0.8 + 1.0 + 1.3)
-    assert loss.item() == pytest.approx(-gain / 6)
 
 
 def test_masked_members_are_in_no_sum_of_tokens(rollout, group) -> None:

@@ -102,12 +102,12 @@ def test_it_is_reached_by_its_spec_and_is_no_algorithm() -> None:
     loss = Given(surrogate="clipped_weight", clip_low=0.5, clip_high=3.0)
     assert from_spec(from_json(LossSpec, to_json(loss.loss_spec()))) == loss
     assert "given" not in ALGORITHMS
-    with pytest.raises(ValueError, match="given has no knob 'clip_hight'; did you mean"):
+    with pytest.raises(ValueError, match="'clip_hight'; did you mean"):
         from_spec(LossSpec("given", {"clip_hight": 2.0}))
-    with pytest.raises(ValueError, match=r"given\.clip_low is 1\.5; it must be at most 1"):
+    with pytest.raises(ValueError, match=r"given\.clip_low is 1\.5"):
         Given(clip_low=1.5)
 
 
 def test_a_batch_without_credits_is_refused(batch) -> None:
-    with pytest.raises(ValueError, match="needs the credit of each token"):
+    with pytest.raises(ValueError, match="credit"):
         Given().loss(batch([[-1.0]], advantages=[1.0]))

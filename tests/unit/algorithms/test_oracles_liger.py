@@ -15,17 +15,9 @@ import torch
 
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
-from tests.unit.algorithms.oracle_problems import LIMIT, Problem, problem
+from tests.unit.algorithms.oracle_problems import LIMIT, LOSS_TYPES, Problem, correction, problem
 
 WIDTH, VOCABULARY = 8, 11
-LOSS_TYPES = {
-    "grpo": "grpo",
-    "dr_grpo": "dr_grpo",
-    "dapo": "dapo",
-    "reinforce_pp": "dapo",
-    "gspo": "grpo",
-    "cispo": "cispo",
-}
 KNOBS: list[dict[str, Any]] = [
     {},
     {"beta": 0.1, "kl_gradient": "estimator"},
@@ -91,19 +83,9 @@ def _liger_loss(
         torch.tensor([weight.advantage if weight else 0.0 for weight in weights]),
         ref_per_token_logps=steps.reference_BT if knobs["beta"] > 0 else None,
         old_per_token_logps=steps.proximal_BT if algorithm.needs_proximal else steps.sampling_BT,
-        vllm_is_ratio=_correction(steps, mask, knobs) if algorithm.needs_proximal else None,
+        vllm_is_ratio=correction(steps, mask, knobs) if algorithm.needs_proximal else None,
     )
     return loss
-
-
-def _correction(steps: Problem, mask: torch.Tensor, knobs: dict[str, Any]) -> torch.Tensor:
-    """Liger takes these weights as they are given."""
-    mode, cap = knobs["importance_sampling_correction"], knobs["importance_sampling_cap"]
-    difference = (steps.proximal_BT - steps.sampling_BT) * mask
-    if "sequence" in mode:
-        difference = difference.sum(-1, keepdim=True)
-    ratio = difference.exp()
-    return ratio.clamp(max=cap) if "truncate" in mode else ratio.masked_fill(ratio > cap, 0.0)
 
 
 def _compare(liger: Any, algorithm: Algorithm, seed: int) -> None:

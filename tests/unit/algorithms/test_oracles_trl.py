@@ -20,25 +20,24 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate.utils
 import pytest
 import torch
+import transformers.integrations
 
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
 from groupwise.types import Example, Group, Rollout
-from tests.unit.algorithms.oracle_problems import LIMIT, Problem, problem, scored
+from tests.unit.algorithms.oracle_problems import (
+    LIMIT,
+    LOSS_TYPES,
+    Problem,
+    correction,
+    problem,
+    scored,
+)
 
 CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-
-LOSS_TYPES = {
-    "grpo": ("grpo", "token"),
-    "dr_grpo": ("dr_grpo", "token"),
-    "dapo": ("dapo", "token"),
-    "reinforce_pp": ("dapo", "token"),
-    "gspo": ("grpo", "sequence"),
-    "cispo": ("cispo", "token"),
-}
-"""What TRL calls the loss of each algorithm, and the level of its ratio."""
 
 NO_CORRECTION = {"importance_sampling_correction": "none"}
 KNOBS: list[dict[str, Any]] = [
@@ -66,8 +65,12 @@ CLIPPED: list[dict[str, Any]] = [{"epsilon": 0.1, "delta": 1.3}, {"epsilon": 5.0
 
 @pytest.fixture(scope="module")
 def trl() -> Any:
-    """The trainers; imported here, since it takes seconds."""
-    from trl.trainer import grpo_trainer, rloo_trainer
+    """The trainers; imported here, since it takes seconds, and without the trackers of experiments that would take most of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (transformers, transformers.integrations, accelerate.utils):
+            for tracker in ("mlflow", "trackio", "wandb"):
+                patch.setattr(module, f"is_{tracker}_available", lambda: False, raising=False)
+        from trl.trainer import grpo_trainer, rloo_trainer
 
     return SimpleNamespace(
         grpo=grpo_trainer.GRPOTrainer._compute_loss, rloo=rloo_trainer.RLOOTrainer._compute_loss
@@ -77,7 +80,7 @@ def trl() -> Any:
 def _trainer(steps: Problem, algorithm: Algorithm, **settings: Any) -> Any:
     """As much of a trainer as `_compute_loss` looks at."""
     knobs = algorithm.loss_spec().knobs
-    loss_type, level = LOSS_TYPES.get(algorithm.name, ("", "token"))
+    loss_type = LOSS_TYPES.get(algorithm.name, "")
     low = knobs.get("epsilon", 0.0)
     high = low if knobs["epsilon_high"] is None else knobs["epsilon_high"]
     values = {
@@ -102,7 +105,7 @@ def _trainer(steps: Problem, algorithm: Algorithm, **settings: Any) -> Any:
         "entropy_coef": knobs["entropy_coef"],
         "epsilon_low": low,
         "epsilon_high": 1 + high if algorithm.name == "cispo" else high,
-        "importance_sampling_level": level,
+        "importance_sampling_level": "sequence" if algorithm.name == "gspo" else "token",
         "loss_type": loss_type,
         "max_completion_length": LIMIT,
         "model": SimpleNamespace(training=True),
@@ -131,20 +134,9 @@ def _inputs(steps: Problem, algorithm: Algorithm) -> dict[str, torch.Tensor]:
         "old_per_token_logps": old,
         "old_logps": (old * mask).sum(1),
         "ref_per_token_logps": steps.reference_BT,
-        "importance_sampling_ratio": _correction(steps, algorithm, mask),
+        "importance_sampling_ratio": correction(steps, mask, algorithm.loss_spec().knobs),
         "num_items_in_batch": mask.sum(),
     }
-
-
-def _correction(steps: Problem, algorithm: Algorithm, mask: torch.Tensor) -> torch.Tensor:
-    """TRL's weights, written down once more from `_generate_and_score_completions`, where they cannot be called."""
-    knobs = algorithm.loss_spec().knobs
-    mode, cap = knobs["importance_sampling_correction"], knobs["importance_sampling_cap"]
-    difference = (steps.proximal_BT - steps.sampling_BT) * mask
-    if "sequence" in mode:
-        difference = difference.sum(-1, keepdim=True)
-    ratio = difference.exp()
-    return ratio.clamp(max=cap) if "truncate" in mode else ratio.masked_fill(ratio > cap, 0.0)
 
 
 def _compare(compute: Callable[..., Any], steps: Problem, algorithm: Algorithm) -> Any:
@@ -206,7 +198,7 @@ def test_gspo_gives_a_tokens_weight_to_its_own_gradient(trl) -> None:
     found, _ = steps.gradients(ours)
     expected, _ = steps.gradients(theirs)
     torch.testing.assert_close(found.sum(-1), expected.sum(-1), **CLOSE)
-    weights = _correction(steps, algorithm, steps.mask_BT) * steps.mask_BT
+    weights = correction(steps, steps.mask_BT, algorithm.loss_spec().knobs) * steps.mask_BT
     mean = weights.sum(-1, keepdim=True) / steps.mask_BT.sum(-1, keepdim=True)
     torch.testing.assert_close(found, expected * weights / mean, **CLOSE)
 

@@ -52,32 +52,6 @@ CHATML = (
 )
 CASES: dict[str, tuple[str, list[dict[str, Any]], list[Any] | None, list[str]]] = {
     "chatml": ("chatml", TWO_TURNS, None, [CHATML]),
-    "chatml with a system text": (
-        "chatml",
-        [SYSTEM, *TWO_TURNS],
-        None,
-        ["<|im_start|>system\nbe kind<|im_end|>\n" + CHATML],
-    ),
-    "llama 3 trims": (
-        "llama3",
-        TWO_TURNS,
-        None,
-        [
-            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n⟦2<|eot_id|>⟧"
-            "<|start_header_id|>user<|end_header_id|>\n\nsure?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n⟦yes<|eot_id|>⟧"
-        ],
-    ),
-    "gemma calls it model": (
-        "gemma",
-        TWO_TURNS,
-        None,
-        [
-            "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n⟦2<end_of_turn>⟧\n"
-            "<start_of_turn>user\nsure?<end_of_turn>\n<start_of_turn>model\n⟦yes<end_of_turn>⟧\n"
-        ],
-    ),
     "mistral has no prompt for the answer": (
         "mistral",
         TWO_TURNS,

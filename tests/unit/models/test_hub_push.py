@@ -140,15 +140,6 @@ def test_a_public_repository_is_refused_unless_that_is_said(hub, folder):
     assert "README.md" in hub.repositories["me/model"].files()
 
 
-def test_a_branch_that_holds_other_files_is_told_before_any_work(hub):
-    hub.add("me/model", {"other.txt": b"x"})
-    with pytest.raises(UsageError, match=r"other.txt.*overwrite: true"):
-        check_access(Target("me/model"))
-    assert check_access(Target("me/model", overwrite=True)) is None
-    assert check_access(Target("me/model", BRANCH)) is None
-    assert list(hub.repositories["me/model"].branches) == ["main"]
-
-
 NO_BRANCHES = (
     *("a b", "a..b", ".a", "a/.b", "a.lock", "a.lock/b", "-a", "/a", "a/", "a//b", "a."),
     *("a~1", "a^", "a:b", "a?", "a*", "a[b", "a\\b", "a@{b", "@", "", "a\n", "a\x7f"),
@@ -168,8 +159,13 @@ def test_what_git_does_not_take_as_a_branch_is_refused(hub, folder):
 
 @pytest.mark.parametrize("there", [{"other.txt": b"x"}, {"README.md": b"x" * len(CARD)}])
 def test_other_content_is_not_overwritten_without_leave(hub, folder, there):
+    """That is told before any work where it can be known."""
     hub.add("me/model", there)
-    with pytest.raises(UsageError, match="may not be overwritten"):
+    if "other.txt" in there:
+        with pytest.raises(UsageError, match=r"other.txt.*overwrite: true"):
+            check_access(Target("me/model"))
+    assert check_access(Target("me/model", overwrite=True)) is None
+    with pytest.raises(UsageError):
         push(folder, Target("me/model"), "m")
     assert hub.repositories["me/model"].files() == there
     push(folder, Target("me/model", overwrite=True), "m")
@@ -178,31 +174,27 @@ def test_other_content_is_not_overwritten_without_leave(hub, folder, there):
 
 
 @pytest.mark.parametrize(
-    ("repo_id", "token", "told"),
+    ("repo_id", "token", "role", "told"),
     [
-        ("you/model", "hf_of_the_tests", "me, lab"),
-        ("model", "hf_of_the_tests", "give OWNER/NAME"),
-        ("me/a b", "hf_of_the_tests", "alphanumeric"),
-        ("me/model", "another", "HF_TOKEN"),
+        ("you/model", "hf_of_the_tests", "write", "me, lab"),
+        ("model", "hf_of_the_tests", "write", "OWNER/NAME"),
+        ("me/a b", "hf_of_the_tests", "write", "me/a b"),
+        ("me/model", "another", "write", "HF_TOKEN"),
+        ("me/model", "hf_of_the_tests", "read", "may only read"),
+        ("me/model", None, "write", "hf auth login"),
     ],
 )
-def test_who_may_not_write_is_told_before_any_work(monkeypatch, hub, repo_id, token, told):
-    use_hub(monkeypatch, hub, token)
-    with pytest.raises(UsageError, match=told):
-        check_access(Target(repo_id))
-    assert not hub.repositories
-
-
-def test_no_token_or_one_that_may_only_read_is_refused(monkeypatch, hub, tmp_path):
-    with serve_hub(Hub(role="read")) as reading:
-        use_hub(monkeypatch, reading)
-        with pytest.raises(UsageError, match="may only read"):
-            check_access(Target("me/model"))
-    use_hub(monkeypatch, hub)
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(UsageError, match=r"hf auth login"):
-        check_access(Target("me/model"))
+def test_who_may_not_write_is_told_before_any_work(
+    monkeypatch, tmp_path, repo_id, token, role, told
+):
+    with serve_hub(Hub(orgs=("lab",), role=role)) as hub:
+        use_hub(monkeypatch, hub, *([token] if token else []))
+        if token is None:
+            monkeypatch.delenv("HF_TOKEN")
+            monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+        with pytest.raises(UsageError, match=told):
+            check_access(Target(repo_id))
+        assert not hub.repositories
 
 
 def test_no_answer_is_a_warning_and_no_refusal(monkeypatch, hub):
@@ -304,14 +296,3 @@ def test_a_branch_that_was_made_of_a_first_commit_with_files_is_known_as_ours(
     (entry,) = hub_queue.waiting(tmp_path)
     with pytest.raises(UsageError, match="holds other files"):
         entry.push()
-
-
-def test_leave_to_overwrite_may_be_given_later(tmp_path, hub, folder):
-    hub.add("me/model", {"other.txt": b"x"})
-    hub_queue.queue(tmp_path, "q").add(3, Target("me/model", "main"), folder, CARD, None)
-    (entry,) = hub_queue.waiting(tmp_path)
-    with pytest.raises(UsageError):
-        entry.push()
-    assert json.loads((entry.folder / "target.json").read_bytes())["overwrite"] is False
-    entry.push(overwrite=True)
-    assert "other.txt" not in hub.repositories["me/model"].files()

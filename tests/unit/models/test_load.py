@@ -55,13 +55,6 @@ def change_weights(folder: Path, change) -> None:
 # What a name means
 
 
-def test_an_alias_is_made_in_the_cache(cache):
-    found = resolve(named("tiny"))
-    assert found.local
-    assert Path(found.location).parent == cache / "groupwise" / "models"
-    assert found.arguments() == {"local_files_only": True}
-
-
 def test_an_alias_without_its_package_is_its_hub_id(monkeypatch):
     monkeypatch.setattr(tokenizers, "bundled_folder", lambda name: None)
     found = resolve(named("smollm2-135m-instruct", revision="v1"))

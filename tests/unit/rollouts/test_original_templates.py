@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import string
-from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,11 @@ from groupwise.models.tokens import prompt_ids
 from groupwise.rollouts.dialogue import begin
 from groupwise.types import Completion, SamplingParams
 
-FOLDER = files("trl") / "chat_templates"
+TRL = find_spec("trl")
+"""Found, but not imported, which takes seconds."""
+assert TRL is not None
+assert TRL.origin is not None
+FOLDER = Path(TRL.origin).parent / "chat_templates"
 MARKS = re.compile(r"<\|[^|<>\s]+\|>|<[a-zA-Z_]+>")
 ENDS = {
     "qwen2_5": ("<|im_end|>",),

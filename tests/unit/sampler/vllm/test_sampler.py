@@ -27,18 +27,35 @@ from tests.vllm_server import VllmServer, refusal
 PROCESSED = "processed_logprobs"
 
 
-@pytest.fixture
-def learner(tmp_path):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A learner with an adapter that changes something, its beginning, and two servers: for all tests of the file."""
     torch.set_num_threads(1)
-    found = learner_of_tiny(tmp_path / "published" / "run")
+    found = learner_of_tiny(tmp_path_factory.mktemp("published") / "run")
     disturb(found)
+    beginning = tmp_path_factory.mktemp("beginning")
+    found.save(str(beginning))
+    with VllmServer(logprobs_mode=PROCESSED) as one, VllmServer(logprobs_mode=PROCESSED) as other:
+        yield found, str(beginning), one, other
+
+
+@pytest.fixture
+def learner(made):
+    found, beginning, *_ = made
+    found.load(beginning)
     return found
 
 
 @pytest.fixture
-def server():
-    with VllmServer(logprobs_mode=PROCESSED) as running:
-        yield running
+def server(made):
+    made[2].renew(logprobs_mode=PROCESSED)
+    return made[2]
+
+
+@pytest.fixture
+def two(made, server):
+    made[3].renew(logprobs_mode=PROCESSED)
+    return server, made[3]
 
 
 def disturb(learner, size=0.3):
@@ -123,7 +140,7 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
     await sampler.load(policy)
     under_way = asyncio.ensure_future(sampler.generate(request()))
     await asyncio.sleep(0)
-    with pytest.raises(RunError, match="while completions of the old ones"):
+    with pytest.raises(RunError, match="of the old ones"):
         await sampler.load(policy)
     await under_way
     with pytest.raises(UsageError, match="take adapters alone"):
@@ -134,7 +151,7 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
 
 
 @pytest.mark.parametrize(
-    ("made", "sampler", "told"),
+    ("settings", "sampler", "told"),
     [
         ({"name": "other"}, {}, r"sampler\.served_model"),
         ({"max_model_len": 100}, {}, "--max-model-len 128"),
@@ -146,23 +163,23 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
         ({"key": "secret"}, {}, KEY),
     ],
 )  # fmt: skip
-async def test_a_server_that_does_not_fit_is_refused(learner, made, sampler, told):
-    with VllmServer(**{"logprobs_mode": PROCESSED, **made}) as server:
-        tried = vllm_sampler([server.url], learner, **sampler)
-        with pytest.raises((UsageError, PolicyMismatchError, EndpointError), match=told):
-            await tried.load(await learner.publish(0))
+async def test_a_server_that_does_not_fit_is_refused(learner, server, settings, sampler, told):
+    server.renew(**{"logprobs_mode": PROCESSED, **settings})
+    tried = vllm_sampler([server.url], learner, **sampler)
+    with pytest.raises((UsageError, PolicyMismatchError, EndpointError), match=told):
+        await tried.load(await learner.publish(0))
 
 
-async def test_a_server_may_ask_for_a_key_or_serve_its_base(learner, monkeypatch):
+async def test_a_server_may_ask_for_a_key_or_serve_its_base(learner, server, monkeypatch):
     monkeypatch.setenv(KEY, "secret")
-    with VllmServer(logprobs_mode=PROCESSED, key="secret") as server:
-        sampler = vllm_sampler([server.url], learner)
-        await sampler.serve_base()
-        assert {each.policy_version for each in await sampler.generate(request())} == {0}
-        await sampler.load(await learner.publish(0))
-        assert len(server.adapters) == 1
-        sampler.close()
-        assert server.adapters == []
+    server.renew(logprobs_mode=PROCESSED, key="secret")
+    sampler = vllm_sampler([server.url], learner)
+    await sampler.serve_base()
+    assert {each.policy_version for each in await sampler.generate(request())} == {0}
+    await sampler.load(await learner.publish(0))
+    assert len(server.adapters) == 1
+    sampler.close()
+    assert server.adapters == []
 
 
 # --- servers that end and come back
@@ -196,12 +213,8 @@ async def test_another_model_at_the_address_of_a_lost_server_is_noticed(learner,
     sampler = vllm_sampler([server.url], learner, clock=clock)
     await sampler.load(await learner.publish(0))
 
-    def other():
-        server._seed = 1
-        server.begin()
-
     server.end()
-    clock.meanwhile[1] = other
+    clock.meanwhile[1] = lambda: server.renew(logprobs_mode=PROCESSED, seed=1)
     with pytest.raises(PolicyMismatchError, match="serves other weights"):
         await sampler.generate(request())
 
@@ -218,14 +231,14 @@ async def test_without_any_server_the_run_ends_after_its_patience(learner, serve
 
 
 async def test_what_takes_too_long_is_asked_for_again(learner, server):
-    sampler = vllm_sampler([server.url], learner, timeout=1.0)
+    sampler = vllm_sampler([server.url], learner, timeout=0.6)
     await sampler.load(await learner.publish(0))
     hung = []
 
     async def hangs(path, body):
         if path == "/completions" and not hung:
             hung.append(body)
-            await asyncio.sleep(3)
+            await asyncio.sleep(0.9)
         return
 
     server.interfere = hangs
@@ -238,36 +251,34 @@ async def test_what_takes_too_long_is_asked_for_again(learner, server):
 # --- several
 
 
-async def test_several_servers_share_the_work(learner):
-    with VllmServer(logprobs_mode=PROCESSED) as one, VllmServer(logprobs_mode=PROCESSED) as two:
-        sampler = vllm_sampler([one.url, two.url], learner)
-        await sampler.load(await learner.publish(0))
-        together = await sampler.generate(request(10))
-        assert (completions(one), completions(two)) == (5, 5)
-        alone = vllm_sampler([one.url], learner)
-        await alone.load(await learner.publish(0))
-        assert await alone.generate(request(10)) == together
+async def test_several_servers_share_the_work(learner, two):
+    sampler = vllm_sampler([each.url for each in two], learner)
+    await sampler.load(await learner.publish(0))
+    together = await sampler.generate(request(10))
+    assert [*map(completions, two)] == [5, 5]
+    alone = vllm_sampler([two[0].url], learner)
+    await alone.load(await learner.publish(0))
+    assert await alone.generate(request(10)) == together
 
 
-async def test_a_dead_one_is_left_alone_and_comes_back_with_the_newest_weights(learner):
-    clock = Clock()
-    with VllmServer(logprobs_mode=PROCESSED) as one, VllmServer(logprobs_mode=PROCESSED) as two:
-        sampler = vllm_sampler([one.url, two.url], learner, clock=clock)
-        await sampler.load(await learner.publish(0))
-        two.end()
-        assert len(await sampler.generate(request(6))) == 6
-        assert completions(one) == 6
-        disturb(learner)
-        policy = await learner.publish(1)
-        await sampler.load(policy)
-        two.begin()
-        await sampler.generate(request(6))
-        assert completions(two) == 0, "left alone for a while"
-        clock.now += 100
-        await sampler.generate(request(6))
-        assert completions(two) == 3
-        assert two.adapters == [adapter_name(policy)]
-        assert clock.slept == []
+async def test_a_dead_one_is_left_alone_and_comes_back_with_the_newest_weights(learner, two):
+    clock, (one, dead) = Clock(), two
+    sampler = vllm_sampler([one.url, dead.url], learner, clock=clock)
+    await sampler.load(await learner.publish(0))
+    dead.end()
+    assert len(await sampler.generate(request(6))) == 6
+    assert completions(one) == 6
+    disturb(learner)
+    policy = await learner.publish(1)
+    await sampler.load(policy)
+    dead.begin()
+    await sampler.generate(request(6))
+    assert completions(dead) == 0, "left alone for a while"
+    clock.now += 100
+    await sampler.generate(request(6))
+    assert completions(dead) == 3
+    assert dead.adapters == [adapter_name(policy)]
+    assert clock.slept == []
 
 
 # --- what is no answer

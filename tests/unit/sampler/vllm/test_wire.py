@@ -120,47 +120,41 @@ def test_what_vllm_does_otherwise_is_refused(params, told):
 # --- what is taken
 
 
-def test_ids_and_log_probabilities_verbatim():
+def test_ids_and_log_probabilities_are_taken_verbatim():
     assert read(answer((3, 4, END), logprobs=[-1.5, -0.1, 0.0])) == Drawn(
         (3, 4, END), (-1.5, -0.1, 0.0), "stop"
     )
     assert read(answer((3, 4, 5, 6))).finish_reason == "length"
-
-
-def test_ids_of_an_older_server_are_in_its_tokens():
-    given = answer()
-    del given["choices"][0]["token_ids"]
-    assert read(given).token_ids == (3, 4, END)
-
-
-def test_a_stop_token_that_is_the_last_that_fits_is_a_stop():
-    """Some versions call it length."""
-    assert read(answer((3, 4, 5, END), finish_reason="length")).finish_reason == "stop"
+    last = answer((3, 4, 5, END), finish_reason="length")  # as some versions call it
+    assert read(last).finish_reason == "stop"
+    older = answer()
+    del older["choices"][0]["token_ids"]
+    assert read(older).token_ids == (3, 4, END), "they are in its tokens"
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (b"oops", "answered no JSON, but oops"),
-        ({"model": "m", "choices": []}, "answered 0 choices, where one"),
-        ({"model": "m", "choices": answer()["choices"] * 2}, "answered 2 choices"),
-        ({"model": "m", "choices": ["a"]}, "a choice that is none"),
-        (answer(prompt_token_ids=[0, 5, 6]), "prompt of 2 tokens and used another one of 3"),
-        (answer(logprobs=[-0.5, -0.5]), "2 log-probabilities for 3 tokens"),
-        (answer(logprobs=[-0.5, None, -0.5]), "log-probability None, which is no number"),
+        (b"oops", "oops"),
+        ({"model": "m", "choices": []}, "0 choices"),
+        ({"model": "m", "choices": answer()["choices"] * 2}, "2 choices"),
+        ({"model": "m", "choices": ["a"]}, "a choice"),
+        (answer(prompt_token_ids=[0, 5, 6]), "of 3"),
+        (answer(logprobs=[-0.5, -0.5]), "2 log-prob"),
+        (answer(logprobs=[-0.5, None, -0.5]), "None"),
         (answer(logprobs=[-0.5, "x", -0.5]), "log-probability 'x'"),
-        (answer(logprobs=[-0.5, math.nan, -0.5]), "log-probability nan, which no token has"),
+        (answer(logprobs=[-0.5, math.nan, -0.5]), "nan"),
         (answer(logprobs=[-0.5, -9999.0, -0.5]), "log-probability -9999.0"),
         (answer(logprobs=[-0.5, 0.3, -0.5]), "log-probability 0.3"),
         (answer(logprobs=None), "without log-probabilities"),
-        (answer((3, 27, END)), "drew the token 27, but those of the model are 0 to 26"),
+        (answer((3, 27, END)), "27.*26"),
         (answer((3, -1, END)), "drew the token -1"),
         (answer(token_ids=[3, True, END]), "drew the token True"),
-        (answer(()), "drew 0 tokens, where 1 to 4"),
-        (answer((3, 4, 5, 6, END)), "drew 5 tokens, where 1 to 4"),
-        (answer((3, END, 4, END)), "went on after the stop token 1, the 2. of 4"),
-        (answer((3, 4)), "after 2 of at most 4 tokens .*limit of its own"),
-        (answer((3, 4), finish_reason="stop"), "at none of the stops that were asked for"),
+        (answer(()), "0 tokens"),
+        (answer((3, 4, 5, 6, END)), "5 tokens"),
+        (answer((3, END, 4, END)), "token 1, the 2. of 4"),
+        (answer((3, 4)), "2 of at most 4"),
+        (answer((3, 4), finish_reason="stop"), "none of the stops"),
         (answer((3, 4), finish_reason="abort"), "finish_reason 'abort'"),
     ],
 )  # fmt: skip
@@ -176,12 +170,12 @@ def test_without_ids_nothing_is_made_of_the_text():
     with pytest.raises(EndpointError, match="drew the token None"):
         read(given)
     del given["choices"][0]["logprobs"]
-    with pytest.raises(EndpointError, match="without token ids, of which training is made"):
+    with pytest.raises(EndpointError, match="without token ids"):
         read(given)
 
 
 def test_another_model_than_was_asked_is_no_policy():
-    with pytest.raises(PolicyMismatchError, match="m was asked, but 'base' has answered"):
+    with pytest.raises(PolicyMismatchError, match="'base'"):
         read(answer() | {"model": "base"})
 
 
