@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,16 +81,6 @@ def test_a_task_file_is_scored_in_workers_and_needs_no_config(tmp_path: Path):
     assert found["compute_metrics"].data == {"accuracy": 1.0}
 
 
-def test_gold_is_written_the_way_that_earns_most():
-    def tagged(completions, answer):
-        wanted = [f"<answer>{gold}</answer>" for gold in answer]
-        return [float(want in text) for text, want in zip(completions, wanted, strict=True)]
-
-    found = checked(tagged)
-    assert found["gold answers"].data["layout"] == "answer tags"
-    assert found["gold earns most"].level == "ok"
-
-
 # What fails
 
 
@@ -106,9 +97,9 @@ def test_a_reward_that_crashes():
 
 
 class Hanging:
-    """A scorer in workers that answers so many calls, and lets all others time out."""
+    """A scorer in workers that answers some calls, and lets all others time out."""
 
-    def __init__(self, answered: int) -> None:
+    def __init__(self, answered: Collection[int]) -> None:
         self.answered, self.calls = answered, 0
 
     async def start(self) -> None:
@@ -117,7 +108,7 @@ class Hanging:
     async def score(self, request: ScoreRequest) -> GroupScore:
         self.calls += 1
         count = len(request.completions)
-        if self.calls > self.answered:
+        if self.calls not in self.answered:
             return unscored(count, "timed_out", "the call took longer than 30 s")
         return GroupScore(tuple(MemberScore("scored", None, 1.0) for _ in range(count)))
 
@@ -126,12 +117,13 @@ class Hanging:
 
 
 @pytest.mark.parametrize(
-    ("answered", "calls", "determinism"), [(0, 3, "skipped"), (8, 11, "warning")]
+    ("answered", "calls", "determinism"),
+    [((), 3, "skipped"), ((3,), 6, "skipped"), (range(1, 9), 11, "warning")],
 )
 def test_a_reward_that_hangs_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, answered: int, calls: int, determinism: str
+    monkeypatch: pytest.MonkeyPatch, answered: Collection[int], calls: int, determinism: str
 ):
-    """After three calls, be they the first ones or those that repeat the four for the layout and the four for the rows."""
+    """After three calls in a row, the first ones or those that repeat the four for the layout and the four for the rows."""
     scorer = Hanging(answered)
     monkeypatch.setattr(module.task_parts, "build_scorer", lambda *_: scorer)
     report = check(task(right), PLAIN)
@@ -149,33 +141,46 @@ def test_a_reward_that_hangs_is_given_up(
 # What is warned of
 
 
-def test_a_reward_that_looks_for_the_answer_anywhere_lets_the_prompt_win():
-    def contains(completions, answer):
-        return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
-
-    found = checked(contains)
-    assert found["prompt echoed"].level == "warning"
-    assert found["gold earns most"].level == "warning"
+def tagged(completions, answer):
+    wanted = [f"<answer>{gold}</answer>" for gold in answer]
+    return [float(want in text) for text, want in zip(completions, wanted, strict=True)]
 
 
-def test_a_reward_with_memory_or_chance():
-    calls: list[int] = []
-
-    def tired(completions, answer):
-        calls.append(1)
-        return [value / len(calls) for value in right(completions, answer)]
-
-    assert checked(tired)["determinism"].level == "warning"
+def contains(completions, answer):
+    return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
 
 
-def test_a_reward_that_compares_the_group_unless_it_says_so():
-    def share(completions, answer):
-        values = right(completions, answer)
-        return [value / len(values) for value in values]
+def tired(completions, answer, calls=[]):  # noqa: B006 — its memory
+    calls.append(1)
+    return [value / len(calls) for value in right(completions, answer)]
 
-    assert checked(share)["independence"].level == "warning"
-    share.relative = True  # type: ignore[attr-defined]
-    assert checked(share)["independence"].level == "ok"
+
+def share(completions, answer):
+    return [value / len(completions) for value in right(completions, answer)]
+
+
+class Relative:
+    relative = True
+
+    def __call__(self, completions, answer):
+        return share(completions, answer)
+
+
+@pytest.mark.parametrize(
+    ("reward", "levels"),
+    [
+        (tagged, {"gold earns most": "ok"}),
+        (contains, {"prompt echoed": "warning", "gold earns most": "warning"}),
+        (tired, {"determinism": "warning"}),
+        (share, {"independence": "warning"}),
+        (Relative(), {"independence": "ok"}),
+    ],
+)
+def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
+    found = checked(reward)
+    assert {name: found[name].level for name in levels} == levels
+    layout = found["gold answers"].data["layout"]
+    assert (layout == "answer tags") is (reward is tagged), "the way that earns most"
 
 
 # What cannot be used

@@ -66,28 +66,24 @@ def test_an_environment_is_begun_and_answered():
     assert said.data["rewards"] == {"environment": -0.5}
 
 
-def test_an_environment_that_never_gives_a_reward_is_a_problem():
+class Mute:
+    """Says nothing that could be answered."""
+
+    def step(self, completion):
+        return Step(reward=1.0)
+
+
+def test_environments_without_a_reward_or_an_observation_are_a_problem():
     seen = found(Silent)
     assert seen["rewards"].level == "problem"
-    assert "gave no reward" in seen["rewards"].measured
     with_functions = SimpleNamespace(
         get_rl_dataset=lambda config: [{"prompt": "Guess."}],
         get_environment=lambda config: Silent,
-        get_reward_funcs=lambda config, tokenizer: [
-            lambda completions, **_: [0.0] * len(completions)
-        ],
+        get_reward_funcs=lambda config, tokenizer: [lambda completions, **_: [0.0, 0.0]],
     )
     assert "rewards" not in {each.name for each in check(with_functions).findings}
-
-
-def test_games_that_cannot_go_on_are_a_problem():
-    class Mute:
-        def step(self, completion):
-            return Step(reward=1.0)
-
-    said = found(Mute, prompt=[{"role": "user", "content": "Guess."}])
-    assert said["games"].level == "problem"
-    assert "no observation" in said["games"].measured
+    said = found(Mute, prompt=[{"role": "user", "content": "Guess."}])["games"]
+    assert (said.level, "no observation" in said.measured) == ("problem", True)
 
 
 def test_tools_are_part_of_the_prompt_and_of_its_length():

@@ -17,17 +17,11 @@ def rows(*columns: dict) -> list[Example]:
     return [Example(index, f"ask {index}", each) for index, each in enumerate(columns)]
 
 
-@pytest.mark.parametrize(
-    ("stored", "answer"),
-    [
-        ("42", "42"),
-        ("so\n#### 42", "42"),
-        ("<answer>1</answer> <ANSWER> 2 </ANSWER>", "2"),
-        (r"so \boxed{1/2}.", "1/2"),
-        (r" \boxed{3}", r"\boxed{3}"),
-        ("a\n#### Notes\nb", "a\n#### Notes\nb"),
-    ],
-)
+@pytest.mark.parametrize(("stored", "answer"), [
+    ("42", "42"), ("so\n#### 42", "42"), ("<answer>1</answer> <ANSWER> 2 </ANSWER>", "2"),
+    (r"so \boxed{1/2}.", "1/2"), (r" \boxed{3}", r"\boxed{3}"),
+    ("a\n#### Notes\nb", "a\n#### Notes\nb"),
+])  # fmt: skip
 def test_the_answer_within_a_text(stored, answer):
     assert answer_in(stored) == answer
 

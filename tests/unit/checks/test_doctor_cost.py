@@ -81,6 +81,10 @@ async def measured(
     return await measure(engine, config, 8, 1, clock), sampler, learner
 
 
+ROLLOUT = {"type": "environment", "max_turns": 4, "max_rollout_length": 300}
+TURNS = CONFIG.model_copy(update={"rollout": RolloutConfig.model_validate(ROLLOUT)})
+
+
 async def test_speeds_are_tokens_by_seconds(tmp_path: Path):
     speeds, sampler, _ = await measured(tmp_path, 0.01, 0.002)
     assert speeds.sampling == pytest.approx(100)
@@ -89,6 +93,11 @@ async def test_speeds_are_tokens_by_seconds(tmp_path: Path):
     assert speeds.tokens == 50
     assert {len(request.seeds) for request in sampler.requests} == {2}
     assert all(request.params.stop_token_ids == () for request in sampler.requests)
+    assert speeds.reading == float("inf")
+    speeds, sampler, _ = await measured(tmp_path, 0.01, 0.002, TURNS)
+    asked = sampler.requests[-1]
+    assert (len(asked.prompt_ids), asked.params.max_tokens, len(asked.seeds)) == (300, 1, 1)
+    assert speeds.reading == pytest.approx(300 / 0.01)
 
 
 def test_a_step_is_estimated_from_the_speeds():
@@ -100,22 +109,9 @@ def test_a_step_is_estimated_from_the_speeds():
 
 
 def test_turns_are_written_read_again_and_learnt_from_with_what_was_said_between():
-    rollout = {"type": "environment", "max_turns": 4, "max_rollout_length": 300}
-    config = CONFIG.model_copy(update={"rollout": RolloutConfig.model_validate(rollout)})
     speeds = replace(SPEEDS, reading=1000.0)
-    said = estimate(speeds, config, 100, usual_length=10.0, longest_prompt=20)
+    said = estimate(speeds, TURNS, 100, usual_length=10.0, longest_prompt=20)
     each = 4 * 50 / 100 + 300 / 200 + 3 * (20 + 300) / 1000
     assert said.data["step_seconds_at_most"] == pytest.approx(8 * each + 1)
     assert said.data["step_seconds_usual"] is None, "nobody knows how many turns are usual"
     assert "8 rollouts with 4 turns" in said.meaning
-    assert "the environment, scoring" in said.meaning
-
-
-async def test_reading_is_measured_where_there_are_turns(tmp_path: Path):
-    assert (await measured(tmp_path, 0.01, 0.002))[0].reading == float("inf")
-    rollout = {"type": "environment", "max_turns": 4, "max_rollout_length": 300}
-    config = CONFIG.model_copy(update={"rollout": RolloutConfig.model_validate(rollout)})
-    speeds, sampler, _ = await measured(tmp_path, 0.01, 0.002, config)
-    asked = sampler.requests[-1]
-    assert (len(asked.prompt_ids), asked.params.max_tokens, len(asked.seeds)) == (300, 1, 1)
-    assert speeds.reading == pytest.approx(300 / 0.01)

@@ -52,14 +52,10 @@ def test_a_template_that_removes_earlier_thoughts_is_told():
     assert thoughts.startswith(r"thoughts (from '<think>\nTwo and three.\n</think>")
 
 
-def test_a_template_that_rewrites_earlier_answers_is_told():
-    shouting = CHAT_TEMPLATE.replace(
-        "message['content']", "(message['content'] if loop.last else '...')"
-    )
+def test_templates_that_rewrite_earlier_answers_or_do_not_ask_for_one_are_told():
+    kept = "(message['content'] if loop.last else '...')"
+    shouting = CHAT_TEMPLATE.replace("message['content']", kept)
     assert "answers" in found(tokenizer(shouting))["earlier turns"].measured
-
-
-def test_a_template_that_does_not_ask_for_an_answer_is_told():
     assert found(tokenizer(LOOP))["generation prompt"].level == "warning"
 
 
@@ -72,15 +68,12 @@ def test_a_template_without_a_system_role_is_asked_without():
 # Stop tokens
 
 
-def test_a_completion_must_end_where_the_template_ends_an_answer():
+def test_a_completion_must_end_where_the_template_ends_an_answer_and_at_the_end_of_sequence():
     ended = CHAT_TEMPLATE.replace("<eos>", "<unk>")
     assert answer_end(tokenizer(ended)) == 2
     said = stop_tokens(tokenizer(ended), [EOS], ())
     assert said.level == "problem"
     assert "sampler.stop_token_ids=[2]" in said.remedy
     assert stop_tokens(tokenizer(ended), [EOS, 2], ()).level == "ok"
-
-
-def test_the_end_of_sequence_must_stop_too():
     said = stop_tokens(tokenizer(None), [5], ())
     assert (said.level, said.data["missing"]) == ("problem", EOS)

@@ -11,6 +11,8 @@ from groupwise.data.config import DatasetConfig
 from groupwise.errors import ConfigError
 from groupwise.sft_config import load_sft_config
 
+ONE, MIXTURE = {"dataset_name": "a"}, {"dataset_mixture": [{"source": "a"}]}
+
 
 def section(**data: Any) -> DatasetConfig:
     return loaded(**data).data
@@ -90,31 +92,13 @@ def test_every_entry_is_told() -> None:
         ({"system_prompt": "x"}, "system_prompt has no effect without dataset_name"),
         ({"columns": {"a": "b"}, "seed": 3}, "seed, columns have no effect without dataset_name"),
         ({"dataset_name": "a", "mixture_columns": "all"}, "without dataset_mixture"),
-        ({"dataset_mixture": [{"source": "a"}], "dataset_config": "main"}, "give `config` to each"),
-        (
-            {"dataset_mixture": [{"source": "a"}], "dataset_test_split": "test"},
-            "give `test_split` to each",
-        ),
-        (
-            {"dataset_mixture": [{"task": "math"}], "test_split_size": 0.1},
-            "test_split_size has no effect on tasks",
-        ),
-        (
-            {"dataset_name": "a", "dataset_test_split": "test", "test_split_size": 0.1},
-            "the split test is held out, and test_split_size",
-        ),
-        (
-            {"dataset_name": "a", "prompt_column": "q", "columns": {"prompt": "r"}},
-            "prompt_column and columns.prompt both say",
-        ),
-        (
-            {"dataset_name": "a", "prompt_format": "text", "system_prompt": "x"},
-            "system_prompt has no effect on prompts that stay text",
-        ),
-        (
-            {"mixture": [{"source": "a"}]},
-            "data.mixture is not a key; here it is data.dataset_mixture",
-        ),
+        ({**MIXTURE, "dataset_config": "main"}, "give `config` to each"),
+        ({**MIXTURE, "dataset_test_split": "test"}, "give `test_split` to each"),
+        ({"dataset_mixture": [{"task": "math"}], "test_split_size": 0.1}, "no effect on tasks"),
+        ({**ONE, "dataset_test_split": "test", "test_split_size": 0.1}, "and test_split_size"),
+        ({**ONE, "prompt_column": "q", "columns": {"prompt": "r"}}, "and columns.prompt both"),
+        ({**ONE, "prompt_format": "text", "system_prompt": "x"}, "system_prompt has no effect"),
+        ({"mixture": [{"source": "a"}]}, "here it is data.dataset_mixture"),
         ({"dataset_name": "a", "test_split_size": 1.5}, "below 1"),
     ],
 )

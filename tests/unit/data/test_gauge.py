@@ -18,15 +18,11 @@ def gauge(*values: float, start_steps: int = 3, memory: float = 0.5) -> Gauge:
     return made
 
 
-def test_the_start_is_the_first_values():
+def test_the_running_mean_follows_and_the_start_stays():
+    """2 → 0.5 · 2 + 0.5 · 4 = 3 → 0.5 · 3 + 0.5 · 5 = 4."""
     assert not gauge(1.0, 2.0).ready
     made = gauge(1.0, 2.0, 3.0)
-    assert (made.ready, made.mean, made.now) == (True, 2.0, 2.0)
-    assert made.errors(0.5) == 0.0
-
-
-def test_the_running_mean_follows():
-    """2 → 0.5 · 2 + 0.5 · 4 = 3 → 0.5 · 3 + 0.5 · 5 = 4; the start stays."""
+    assert (made.ready, made.mean, made.now, made.errors(0.5)) == (True, 2.0, 2.0, 0.0)
     made = gauge(1.0, 2.0, 3.0, 4.0, 5.0)
     assert (made.mean, made.now) == (2.0, 4.0)
 

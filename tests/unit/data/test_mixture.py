@@ -47,15 +47,12 @@ def test_weight_says_how_often_rows_come(weight: float, counts: dict[int, int]) 
     assert Counter(Counter(found).values()) == counts
 
 
-def test_each_epoch_takes_the_next_rows() -> None:
-    first, second, third = map(set, epochs([part("a", 10, 0.5)], 0, 3))
-    assert first | second == set(prompts(part("a", 10).rows))
-    assert third == first
-
-
-def test_weight_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"the weight 0\.01 of its 10 rows is none"):
+def test_what_leaves_nothing_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"0\.01 of its 10 rows"):
         mixed([part("a", 10, 0.01)], 0)
+    for rows, share in ((3, 0.1), (2, 0.9)):
+        with pytest.raises(TaskError, match=r"data\.test_split_size"):
+            split([part("a", rows)], share, 0, key)
 
 
 def test_part_that_is_alone_keeps_its_order_and_several_are_shuffled_together() -> None:
@@ -149,25 +146,15 @@ def test_held_out_rows_are_disjoint_by_prompt_across_all_sets(
     assert again == (train, test)
 
 
-def test_held_out_share_is_that_of_each_part() -> None:
-    train, test = split([part("a", 40), part("b", 10)], 0.2, 0, key)
+def test_held_out_share_is_that_of_each_part_and_weights_act_on_what_is_left() -> None:
+    parts = [part("a", 40, 2.0), part("b", 10)]
+    train, test = split(parts, 0.2, 0, key)
     assert [len(one.rows) for one in test] == [8, 2]
     assert [len(one.rows) for one in train] == [32, 8]
-    other = split([part("a", 40), part("b", 10)], 0.2, 1, key)[1]
-    assert prompts(other[0].rows) != prompts(test[0].rows)
-
-
-def test_weights_act_on_what_is_left_for_training() -> None:
-    train, test = split([part("a", 10, 2.0)], 0.2, 0, key)
-    (drawn,) = epochs(train, 0, 1)
-    assert len(drawn) == 16
+    assert prompts(split(parts, 0.2, 1, key)[1][0].rows) != prompts(test[0].rows)
+    (drawn,) = epochs(train[:1], 0, 1)
+    assert len(drawn) == 64
     assert set(drawn).isdisjoint(prompts(test[0].rows))
-
-
-@pytest.mark.parametrize(("rows", "share"), [(3, 0.1), (2, 0.9)])
-def test_split_that_leaves_a_side_empty_is_refused(rows: int, share: float) -> None:
-    with pytest.raises(TaskError, match=r"data\.test_split_size"):
-        split([part("a", rows)], share, 0, key)
 
 
 def test_first_rows_in_turn_stand_for_all_parts() -> None:
@@ -178,18 +165,14 @@ def test_first_rows_in_turn_stand_for_all_parts() -> None:
 # Columns
 
 
-def test_columns_that_agree_stay() -> None:
-    parts = [part("a", 2, answer="1"), part("b", 1, answer="2")]
-    assert joined(parts, "same") == parts
-
-
 def test_columns_that_differ_are_named_by_set() -> None:
+    same = [part("a", 2, answer="1"), part("b", 1, answer="2")]
+    assert joined(same, "same") == same
     parts = [part("a.jsonl", 1, answer="1", id=3), part("b.jsonl", 1, answer="2", level=1)]
     with pytest.raises(TaskError) as caught:
         joined(parts, "same")
     message = str(caught.value)
-    assert "all have 'prompt', 'answer'." in message
-    assert "  a.jsonl lacks 'level'\n  b.jsonl lacks 'id'" in message
+    assert "a.jsonl lacks 'level'\n  b.jsonl lacks 'id'" in message
     assert "data.mixture_columns" in message
 
 

@@ -16,6 +16,7 @@ from groupwise.data.pipelines import ENTRY_POINTS, find_pipeline
 from groupwise.errors import TaskError
 
 CHAT = [{"role": "user", "content": "1+1?"}]
+PAIR = {"prompt": "a", "answer": "b"}
 OWN = """
 def short(row):
     return None if len(row["q"]) > 4 else {"prompt": row["q"].upper(), "kept": row["id"]}
@@ -45,21 +46,9 @@ def data(**keys: Any) -> DatasetConfig:
 @pytest.mark.parametrize(
     ("name", "row", "made"),
     [
-        (
-            "generic",
-            {"prompt": "a", "answer": "b", "x": 1},
-            {"prompt": "a", "x": 1, "reference": "b"},
-        ),
-        (
-            "generic",
-            {"prompt": "a", "answer": "b", "reference": "c"},
-            {"prompt": "a", "answer": "b", "reference": "c"},
-        ),
-        (
-            "generic",
-            {"prompt": "a", "answer": "b", "reference": None},
-            {"prompt": "a", "reference": "b"},
-        ),
+        ("generic", {**PAIR, "x": 1}, {"prompt": "a", "x": 1, "reference": "b"}),
+        ("generic", {**PAIR, "reference": "c"}, {**PAIR, "reference": "c"}),
+        ("generic", {**PAIR, "reference": None}, {"prompt": "a", "reference": "b"}),
         ("generic", {"prompt": "a"}, {"prompt": "a"}),
         ("deepseek", {"prompt": CHAT, "answer": "2"}, {"prompt": CHAT, "reference": "2"}),
         ("deepseek", {"prompt": "1+1?"}, {"prompt": CHAT}),
@@ -71,15 +60,12 @@ def test_built_in_ones(name: str, row: dict[str, Any], made: dict[str, Any]) -> 
     assert json.dumps(row) == given, "the row that was given stays as it is"
 
 
-def test_generic_takes_text_alone() -> None:
-    with pytest.raises(Unusable, match="the prompt is no text"):
-        find_pipeline("generic")({"prompt": CHAT})
-
-
 def test_a_teachers_answer_is_the_completion() -> None:
     step = find_pipeline("generic", teacher=True)
     assert step({"prompt": "a", "answer": "b"}) == {"prompt": "a", "completion": "b"}
     assert step({"messages": CHAT}) == {"messages": CHAT}, "rows of another kind stay"
+    with pytest.raises(Unusable, match="no text"):
+        find_pipeline("generic")({"prompt": CHAT})
 
 
 def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
@@ -101,46 +87,25 @@ def test_rows_from_beside_go_through_it_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("name", "told"),
     [
-        (
-            {"preprocessing_pipeline": "generc"},
-            r"No preprocessing pipeline `generc`(.|\n)*`generic`",
-        ),
-        ({"preprocessing_pipeline": "own_pipelines.py"}, "own_pipelines.py is no function"),
-        (
-            {"preprocessing_pipeline": "own_pipelines.py:NUMBER"},
-            "own_pipelines.py:NUMBER is no function",
-        ),
-        ({"preprocessing_pipeline": "own_pipelines.py:shor"}, "has no `shor`"),
-        (
-            {"preprocessing_pipeline": "own_pipelines.py:wrong"},
-            "Expected a row, a dict of columns; or None",
-        ),
-        (
-            {"preprocessing_pipeline": "own_pipelines.py:broken"},
-            r"failed on the row \{'q': 'one\?'(.|\n)*KeyError",
-        ),
-        (
-            {"preprocessing_pipeline": "own_pipelines.py:short", "strict": True},
-            r"gives None \(row 1\)",
-        ),
-        (
-            {"preprocessing_pipeline": "generic"},
-            "has no column 'prompt'. It has: q, id. Say in data.prompt",
-        ),
+        ("generc", r"No preprocessing pipeline `generc`(.|\n)*`generic`"),
+        ("own_pipelines.py", "own_pipelines.py is no function"),
+        ("own_pipelines.py:NUMBER", "own_pipelines.py:NUMBER is no function"),
+        ("own_pipelines.py:shor", "has no `shor`"),
+        ("own_pipelines.py:wrong", "Expected a row"),
+        ("own_pipelines.py:broken", r"\{'q': 'one\?'(.|\n)*KeyError"),
+        ("own_pipelines.py:short", r"gives None \(row 1\)"),
+        ("generic", "no column 'prompt'. It has: q, id"),
     ],
-    ids=lambda value: str(value)[:50],
 )
-def test_what_is_wrong_is_told(keys: dict[str, Any], told: str) -> None:
+def test_what_is_wrong_is_told(name: str, told: str) -> None:
     with pytest.raises(TaskError, match=told):
-        for_training(data(**keys), teacher=False)
-
-
-def test_a_missing_one_is_told_before_the_data_are_read() -> None:
-    given = DatasetConfig(dataset_name="gone.jsonl", preprocessing_pipeline="generc")
-    with pytest.raises(TaskError, match="generc"):
-        for_training(given, teacher=False)
+        for_training(data(preprocessing_pipeline=name, strict=True), teacher=False)
+    if name == "generc":  # before the data are read
+        given = DatasetConfig(dataset_name="gone.jsonl", preprocessing_pipeline=name)
+        with pytest.raises(TaskError, match="generc"):
+            for_training(given, teacher=False)
 
 
 def test_installed_ones_go_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:

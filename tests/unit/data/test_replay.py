@@ -60,10 +60,7 @@ def test_success_and_failure_are_credited():
     assert (only(buffer).count, only(buffer).mean, only(buffer).variance) == (2, 0.5, 0.25)
     assert buffer.update("prompt 0", 1.0)
     assert only(buffer).mean == pytest.approx(2 / 3)
-
-
-def test_nobody_is_credited_for_a_prompt_that_is_not_kept():
-    assert not ReplayBuffer().update("p", 1.0)
+    assert not buffer.update("another", 1.0), "nobody is credited for what is not kept"
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
@@ -74,12 +71,7 @@ def test_what_is_not_finite_is_refused(reward):
     assert not buffer.update("prompt 0", reward)
     assert not buffer.add_group("third", [1.0, reward])
     assert (len(buffer), only(buffer).count, buffer.refused) == (1, 1, 3)
-
-
-def test_an_empty_group_is_refused():
-    buffer = ReplayBuffer()
-    assert not buffer.add_group("p", [])
-    assert len(buffer) == 0
+    assert not buffer.add_group("empty", [])
 
 
 # --- duplicates ----------------------------------------------------------------------------------
@@ -97,9 +89,6 @@ def test_another_role_is_another_prompt():
     assert key_of(asked) != key_of([{"role": "system", "content": "hello"}])
     assert key_of(asked) != key_of("hello")
     assert key_of(asked) != key_of([*asked, {"role": "user", "content": ""}])
-
-
-def test_where_one_message_ends_matters():
     apart = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert key_of(apart) != key_of([{"role": "user", "content": "a b"}])
 
@@ -113,11 +102,8 @@ def test_the_upper_confidence_bound_by_hand():
     for _ in range(3):
         buffer.update("prompt 0", 0.9)
     assert payloads(buffer.sample(3, Stream("x"))) == [1, 0, 2]
-
-
-def test_without_exploration_the_bound_is_the_mean():
-    buffer = filled(0.1, 0.9, 0.5, mix_exploit_ratio=0.0, exploration=0.0)
-    assert payloads(buffer.sample(3, Stream("x"))) == [1, 2, 0]
+    means = filled(0.1, 0.9, 0.5, mix_exploit_ratio=0.0, exploration=0.0)
+    assert payloads(means.sample(3, Stream("x"))) == [1, 2, 0]
 
 
 def test_exploiting_takes_the_best_mean():
@@ -132,12 +118,9 @@ def test_the_unseen_come_first_and_in_order():
     buffer.add("unseen", payload="a")
     buffer.add("unseen too", payload="b")
     assert payloads(buffer.sample(3, Stream("x"))) == ["a", "b", 0]
-
-
-def test_exploiting_does_not_take_the_unseen_for_good():
-    buffer = filled(-5.0, mix_exploit_ratio=1.0)
-    buffer.add("unseen", payload="a")
-    assert payloads(buffer.sample(1, Stream("x"))) == [0]
+    exploiting = filled(-5.0, mix_exploit_ratio=1.0)
+    exploiting.add("unseen", payload="a")
+    assert payloads(exploiting.sample(1, Stream("x"))) == [0]
 
 
 def test_the_mix_follows_its_ratio():
@@ -165,12 +148,12 @@ def test_the_worst_goes_for_a_strictly_better_one():
     assert "prompt 1" not in buffer
     assert [entry.mean for entry in buffer.entries] == [0.5, 0.9, 0.3]
     assert (buffer.evicted, buffer.refused) == (1, 1)
-
-
-def test_the_oldest_of_equals_goes():
-    buffer = filled(0.5, 0.5, capacity=2)
-    buffer.add("better", 1.0, "c")
-    assert payloads(list(buffer.entries)) == [1, "c"]
+    assert not buffer.add("unseen"), "which pushes nobody out"
+    assert not buffer.add("prompt 0", 0.0), "a known prompt needs no room"
+    assert (len(buffer), buffer.entries[0].count) == (3, 2)
+    equals = filled(0.5, 0.5, capacity=2)
+    equals.add("better", 1.0, "c")
+    assert payloads(list(equals.entries)) == [1, "c"], "the oldest goes"
 
 
 def test_what_was_given_up_or_refused_may_come_back():
@@ -181,19 +164,6 @@ def test_what_was_given_up_or_refused_may_come_back():
     assert not buffer.add("late", 0.1)
     assert buffer.add("late", 0.9)
     assert len(buffer) == 2
-
-
-def test_the_unseen_push_nobody_out():
-    buffer = filled(0.1, capacity=1)
-    assert not buffer.add("unseen")
-    assert "prompt 0" in buffer
-
-
-def test_a_known_prompt_needs_no_room():
-    buffer = filled(0.5, 0.2, capacity=2)
-    assert not buffer.add("prompt 1", 0.0)
-    assert len(buffer) == 2
-    assert buffer.entries[1].count == 2
 
 
 @pytest.mark.parametrize("options", [{"capacity": 0}, {"mix_exploit_ratio": 1.5}])

@@ -22,48 +22,33 @@ def rollout(reward: float | None, outcome: Outcome = "scored", **parts: float | 
     return Rollout(0, 0, 0, (), (), "", outcome, reward=reward, parts=made)
 
 
-def test_the_total_where_no_part_speaks_of_accuracy():
-    assert success_value(rollout(1.2, correct=1.0, brief=0.2), None) == 1.2
-
-
-def test_the_part_whose_name_contains_accuracy():
-    assert success_value(rollout(1.2, form=0.2, word_accuracy=1.0, accuracy_too=0.0), None) == 1.0
-
-
-def test_one_that_does_not_apply_is_passed_over():
-    """Of several tasks in one run each has its own."""
-    mixed = rollout(0.4, words__accuracy=None, sums__accuracy=0.4)
-    assert success_value(mixed, None) == 0.4
-
-
-def test_a_named_part():
-    assert success_value(rollout(1.0, accuracy=0.0, form=0.7), "form") == 0.7
-    assert success_value(rollout(1.0, accuracy=0.0), "form") is None
+@pytest.mark.parametrize(
+    ("made", "part", "value"),
+    [
+        (rollout(1.2, correct=1.0, brief=0.2), None, 1.2),
+        (rollout(1.2, form=0.2, word_accuracy=1.0, accuracy_too=0.0), None, 1.0),
+        (rollout(0.4, words__accuracy=None, sums__accuracy=0.4), None, 0.4),
+        (rollout(1.0, accuracy=0.0, form=0.7), "form", 0.7),
+        (rollout(1.0, accuracy=0.0), "form", None),
+    ],
+    ids=["the total", "the accuracy", "that of its task", "a named part", "no such part"],
+)
+def test_what_counts_as_success(made, part, value):
+    assert success_value(made, part) == value
 
 
 @pytest.mark.parametrize(("threshold", "count"), [(1.0, 1), (0.5, 2), (0.51, 1), (-1.0, 3)])
 def test_only_scored_members_count(threshold, count):
-    members = (
-        rollout(1.0),
-        rollout(0.5),
-        rollout(0.0),
-        rollout(None, "failed"),
-        rollout(None, "timed_out"),
-    )
-    group = Group(0, Example(0, "p"), members)
-    assert successes(group, threshold, None) == (count, 3)
+    failed = (rollout(None, "failed"), rollout(None, "timed_out"))
+    members = (rollout(1.0), rollout(0.5), rollout(0.0), *failed)
+    assert successes(Group(0, Example(0, "p"), members), threshold, None) == (count, 3)
 
 
-@pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        (("brief", "correct"), "correct"),
-        (("correct", "word_accuracy"), "word_accuracy"),
-        (("sums/correctness", "sums/correctness_xml"), "sums/correctness"),
-        (("incorrect", "correct_form", "judge"), None),
-        ((), None),
-    ],
-)
+@pytest.mark.parametrize(("names", "found"), [
+    (("brief", "correct"), "correct"), (("correct", "word_accuracy"), "word_accuracy"),
+    (("sums/correctness", "sums/correctness_xml"), "sums/correctness"),
+    (("incorrect", "correct_form", "judge"), None), ((), None),
+])  # fmt: skip
 def test_the_part_that_is_known_to_say_what_is_solved(names, found):
     assert part_of_success(names) == found
 
@@ -77,13 +62,12 @@ def test_rewards_of_the_package_that_say_what_is_solved_are_known_by_the_names_t
 def test_a_part_that_the_reward_does_not_have_is_refused():
     check_part("data.replay.success_part", None, (), "the task")
     check_part("data.replay.success_part", "form", ("form", "accuracy"), "the task")
-    with pytest.raises(TaskError) as caught:
-        check_part("data.replay.success_part", "acuracy", ("form", "accuracy"), "the task")
-    assert str(caught.value) == (
-        "data.replay.success_part is 'acuracy', but the task has no such part. It has: form, accuracy."
-    )
-    with pytest.raises(TaskError, match="It has no get_reward_funcs"):
-        check_part("data.replay.success_part", "acuracy", (), "the task")
+    for parts, said in (
+        (("form", "accuracy"), "It has: form, accuracy"),
+        ((), "no get_reward_funcs"),
+    ):
+        with pytest.raises(TaskError, match=f"'acuracy'.*{said}"):
+            check_part("data.replay.success_part", "acuracy", parts, "the task")
 
 
 def test_a_part_that_groups_do_not_have_is_told_once():
@@ -91,10 +75,9 @@ def test_a_part_that_groups_do_not_have_is_told_once():
     scored = Group(0, Example(0, "p"), (rollout(1.0, won=1.0, found=None),))
     sought = SoughtPart("data.curriculum.success_part", "wun")
     assert sought.missing([failed]) is None
-    assert sought.missing([failed, scored]) == (
-        "data.curriculum.success_part is 'wun', but no reward part so far is called so, so that nothing counts as solved. "
-        "There are: found, won"
-    )
+    told = str(sought.missing([failed, scored]))
+    assert "'wun'" in told
+    assert told.endswith("There are: found, won")
     assert sought.missing([scored]) is None
     for name in ("won", "found", None):
         assert SoughtPart("data.curriculum.success_part", name).missing([scored]) is None

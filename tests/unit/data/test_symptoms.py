@@ -65,36 +65,26 @@ def test_rewards_that_are_the_same_but_for_rounding_correlate_with_nothing():
 
 
 def test_repetition_of_tokens():
-    """123 231 312 123: one of four; a completion without n-grams is no completion without repetition."""
+    """123 231 312 123: one of four; a completion without n-grams is no completion without repetition; turns are not spanned."""
     loop = member((1, 2, 3, 1, 2, 3))
     assert symptoms([group(loop)])["repetition"] == 0.25
     assert symptoms([group(loop, member((1, 2)))])["repetition"] == 0.25
     assert symptoms([group(loop, member((1, 2, 3)))])["repetition"] == 0.125
     assert "repetition" not in symptoms([group(member((1, 2)))])
-
-
-def test_ngrams_are_the_policys_and_do_not_span_turns():
     turn, answer = Segment("policy", (1, 2, 3)), Segment("environment", (7, 8, 9))
     found = symptoms([group(member(segments=(turn, answer, turn)))])
-    assert found["repetition"] == 0.5
-    assert found["length"] == 6.0
+    assert (found["repetition"], found["length"]) == (0.5, 6.0)
 
 
 def test_repeated_lines():
-    """Of `a`, `a`, `b` one repeats; blank ones do not count."""
+    """Of `a`, `a`, `b` one repeats; blank ones do not count, nor does what others say in a dialogue."""
     assert symptoms([group(member(text="a\n a\n\n\nb"))])["repeated_lines"] == pytest.approx(1 / 3)
     assert "repeated_lines" not in symptoms([group(member(text=" \n"))])
-
-
-def test_in_a_dialogue_only_what_the_policy_said_counts():
-    said = (
-        {"role": "assistant", "content": "up"},
-        {"role": "user", "content": "bump"},
-        {"role": "assistant", "content": "up"},
-        {"role": "user", "content": "bump"},
-        {"role": "assistant", "content": None},
-    )
-    assert symptoms([group(member(messages=said, text="up bump up bump"))])["repeated_lines"] == 0.5
+    turns = (("assistant", "up"), ("user", "bump"), ("assistant", "up"), ("user", "bump"))
+    said: list[Any] = [{"role": role, "content": text} for role, text in turns]
+    said.append({"role": "assistant", "content": None})
+    spoken = member(messages=tuple(said), text="up bump up bump")
+    assert symptoms([group(spoken)])["repeated_lines"] == 0.5
 
 
 def test_distinct_completions():
@@ -191,6 +181,7 @@ def test_a_rollout_in_which_the_policy_wrote_nothing_has_no_text():
 
 
 def test_groups_of_one_are_compared_with_nobody():
+    assert symptoms([]) == symptoms([group()]) == {}
     part = {"p": (1.0, 1.0)}
     found = symptoms(
         [group(member((1, 2, 3), reward=1.0, parts=part), example=n) for n in range(2)]
@@ -204,8 +195,3 @@ def test_groups_of_one_are_compared_with_nobody():
         "gain/p",
         "value/p",
     }
-
-
-def test_no_groups_show_nothing():
-    assert symptoms([]) == {}
-    assert symptoms([group()]) == {}

@@ -35,27 +35,15 @@ def test_entries_are_names_or_sections():
     [
         ({"reward_funcs": []}, "the list is empty"),
         ({"reward_funcs": "correctness"}, "reward_funcs"),
-        (
-            {"reward_funcs": [{"weight": 1}]},
-            'the entry {"weight": 1} does not say which reward it is',
-        ),
+        ({"reward_funcs": [{"weight": 1}]}, '{"weight": 1} does not say which reward it is'),
         ({"reward_funcs": [""]}, "does not say which reward it is"),
         ({"reward_funcs": [{"name": "a", "weight": "1"}]}, 'the weight of a is "1"'),
         ({"router": {}}, "router"),
         ({"router": {"x": []}}, "the list is empty"),
         ({"router": {"x": ["a"]}, "reward_funcs": ["a"]}, "both say which rewards there are"),
-        (
-            {"router": {"x": ["a"]}, "reward_weights": [1.0]},
-            "Write `weight:` in its entries instead",
-        ),
-        (
-            {"reward_funcs": ["a"], "reward_weights": [1.0, 2.0]},
-            "reward_weights has 2, but reward_funcs 1",
-        ),
-        (
-            {"reward_funcs": [{"name": "a", "weight": 1}, "b"], "reward_weights": [1.0, 2.0]},
-            "the entry a of reward_funcs both give a weight",
-        ),
+        ({"router": {"x": ["a"]}, "reward_weights": [1.0]}, "`weight:`"),
+        ({"reward_funcs": ["a"], "reward_weights": [1.0, 2.0]}, "has 2, but reward_funcs 1"),
+        ({"reward_funcs": [{"name": "a", "weight": 1}], "reward_weights": [1.0]}, "both give a"),
         ({"reward_funcs": [{"name": "judge", "api_key": "sk-1"}]}, "looks like a secret"),
     ],
 )
@@ -72,10 +60,7 @@ def test_the_environment_gives_a_router_its_default(monkeypatch):
 
 
 def test_what_is_stored_gives_the_same_again():
-    config = load_config(
-        {
-            "model": {"name": "tiny"},
-            "rewards": {"router": {"x": ["a", {"name": "b", "weight": 2}]}, "default_task": "x"},
-        }
-    ).config
+    router = {"x": ["a", {"name": "b", "weight": 2}]}
+    section = {"model": {"name": "tiny"}, "rewards": {"router": router, "default_task": "x"}}
+    config = load_config(section).config
     assert load_config(resolved(config)).config == config

@@ -12,7 +12,6 @@ from groupwise.rewards.crossword import (
     length_ramp,
     letters,
     occurs,
-    tag_share,
 )
 from groupwise.rewards.tags import THINK
 
@@ -29,46 +28,26 @@ def value(reward, text, gold, **columns):
     return one
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Crème & Co.", "CREMEANDCO"),
-        ("naïve", "NAIVE"),
-        ("l’été", "LETE"),
-        ("ﬁne", "FINE"),
-        ("R2-D2", "RD"),
-        ("Кот", ""),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("Crème & Co.", "CREMEANDCO"), ("naïve", "NAIVE"), ("l’été", "LETE"), ("ﬁne", "FINE"),
+    ("R2-D2", "RD"), ("Кот", ""), ("", ""),
+])  # fmt: skip
 def test_letters_are_the_same_however_they_are_written(text, expected):
     assert letters(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("gold", "text", "contained"),
-    [
-        ("cat", "A CAT sat", "any contiguous word"),
-        ("cat", "concatenate", "any contiguous"),
-        ("cat", "c-a-t", "any"),
-        ("cat", "it is a, trust me", ""),
-        ("cat", "topic at", "any"),
-        ("cat", "cat5 (cat)", "any contiguous word"),
-        ("cat", "the cäts", "any contiguous"),
-        ("ice cream", "an ice-cream!", "any contiguous word"),
-        ("ice cream", "ICECREAM", "any contiguous word"),
-        ("ice cream", "nice creams", "any contiguous"),
-        ("ice cream", "icecreams", "any contiguous"),
-        ("don't", "DON’T", "any contiguous word"),
-        ("R & B", "r and b", "any contiguous word"),
-        ("R&B", "r and b", "any contiguous word"),
-        ("R&B", "R & B", "any contiguous word"),
-        ("R&B", "(R&B)", "any contiguous word"),
-        ("R and B", "R&B", "any contiguous word"),
-        ("æon", "AEON", "any contiguous word"),
-        ("cat", "", ""),
-    ],
-)
+@pytest.mark.parametrize(("gold", "text", "contained"), [
+    ("cat", "A CAT sat", "any contiguous word"), ("cat", "concatenate", "any contiguous"),
+    ("cat", "c-a-t", "any"), ("cat", "it is a, trust me", ""), ("cat", "topic at", "any"),
+    ("cat", "cat5 (cat)", "any contiguous word"), ("cat", "the cäts", "any contiguous"),
+    ("ice cream", "an ice-cream!", "any contiguous word"),
+    ("ice cream", "ICECREAM", "any contiguous word"),
+    ("ice cream", "nice creams", "any contiguous"), ("ice cream", "icecreams", "any contiguous"),
+    ("don't", "DON’T", "any contiguous word"), ("R & B", "r and b", "any contiguous word"),
+    ("R&B", "r and b", "any contiguous word"), ("R&B", "R & B", "any contiguous word"),
+    ("R&B", "(R&B)", "any contiguous word"), ("R and B", "R&B", "any contiguous word"),
+    ("æon", "AEON", "any contiguous word"), ("cat", "", ""),
+])  # fmt: skip
 def test_where_a_gold_answer_stands(gold, text, contained):
     modes = ("any", "contiguous", "word")
     assert [mode for mode in modes if occurs(gold, text, mode)] == contained.split()
@@ -91,20 +70,16 @@ def test_the_ramp(words, ramp):
     assert length_ramp("hm " * words, 25, 80) == pytest.approx(ramp, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("<THINK>a</think><answer>b</answer>", 1.0),
-        ("<think>a</think>", 0.5),
-        ("<think>a</think><answer></answer>", 0.5),
-        ("<think><answer></answer></think>", 0.0),
-        ("<think>a</think><answer>\u200b</answer>", 0.5),
-        ("<think>a</think><answer>", 0.75),
-        ("<answer> </answer>", 0.0),
-    ],
-)
-def test_tags_of_an_empty_pair_have_no_share(text, share):
-    assert tag_share(THINK, text) == share
+TAGS = {
+    "<THINK>a</think><answer>b</answer>": 1.0,
+    "<think>a</think>": 0.5,
+    "<think>a</think><answer></answer>": 0.5,
+    "<think><answer></answer></think>": 0.0,
+    "<think>a</think><answer>\u200b</answer>": 0.5,
+    "<think>a</think><answer>": 0.75,
+    "<answer> </answer>": 0.0,
+}
+"""The share of the four tags that stand there; those of an empty pair do not."""
 
 
 def test_occurrence_alone_or_scaled_by_tags_and_length():
@@ -112,12 +87,12 @@ def test_occurrence_alone_or_scaled_by_tags_and_length():
     whole = padded("<think>a cat</think><answer>cat</answer>", 80)
     assert value(CrosswordAccuracy(), "cat", "cat") == 1.0
     assert value(CrosswordAccuracy(), "dog", "cat") == 0.0
-    assert value(scaled, whole, "cat") == 1.0
-    assert value(scaled, padded("<think>a cat</think>", 80), "cat") == 0.5
-    assert value(scaled, padded("<think>a cat</think>", 36), "cat") == pytest.approx(0.1)
-    assert value(scaled, padded("<think>a cat</think>", 25), "cat") == 0.0
+    for words, earned in ((80, 0.5), (36, 0.1), (25, 0.0)):
+        text = padded("<think>a cat</think>", words)
+        assert value(scaled, text, "cat") == pytest.approx(earned)
     assert value(scaled, whole, "dog") == 0.0
-    assert value(scaled, "cat " * 80, "cat") == 0.0
+    for tags, share in TAGS.items():
+        assert value(scaled, padded(f"{tags} cat", 80), "cat") == share, tags
 
 
 def test_a_gold_answer_within_another_word_is_none_in_the_mode_word():
@@ -204,12 +179,6 @@ def test_the_gold_answer_earns_the_maximum(gold, reasoning):
     text = f"<think>hm {reasoning}</think><answer>{gold}</answer>"
     assert value(PureAccuracy(), text, gold) == 1.0
     assert value(CrosswordAccuracy(scaled=True), padded(text, 80), gold) == 1.0
-
-
-@given(st.integers(0, 120), st.integers(0, 120))
-def test_more_words_never_earn_less(fewer, more):
-    fewer, more = sorted((fewer, more))
-    assert length_ramp("hm " * fewer, 25, 80) <= length_ramp("hm " * more, 25, 80)
 
 
 @given(WORDS, TEXTS)

@@ -11,10 +11,9 @@ from groupwise.rewards.formats import (
     SoftFormat,
     StrictFormat,
     XmlCount,
-    starts_with_both_pairs,
     without_empty_pairs,
 )
-from groupwise.rewards.tags import REASONING, THINK
+from groupwise.rewards.tags import REASONING
 
 STRICT = "<reasoning>\nSix and one.\n</reasoning>\n<answer>\n7\n</answer>"
 LOOSE = "Well: <Reasoning>six</Reasoning> so <answer>7</answer> it is"
@@ -22,6 +21,7 @@ HOLLOW = "<reasoning> </reasoning><answer>\n</answer>"
 NESTED = "<reasoning><answer></answer></reasoning>"
 CROSSED = "<reasoning><answer> </reasoning></answer>"
 UNSEEN = "<reasoning>\u200b\ufeff</reasoning><answer> \u200c\u200d\u2060</answer>"
+REWARDS = (StrictFormat(), SoftFormat(), XmlCount(), MatchFormat())
 PIECES = st.lists(
     st.sampled_from([*REASONING.four, *(tag.upper() for tag in REASONING.four), "7", " ", "\n"]),
     max_size=10,
@@ -33,86 +33,45 @@ def value(reward, text):
     return one
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (STRICT, 0.5),
-        (STRICT + "\n", 0.5),
-        (STRICT.replace("Six", "Six\n\nlines"), 0.5),
-        (" " + STRICT, 0.0),
-        (STRICT + "\n\n", 0.0),
-        (STRICT + " I think", 0.0),
-        (STRICT.replace("\n7\n", "7"), 0.0),
-        (STRICT.replace(">\n<answer>", "><answer>"), 0.0),
-        (STRICT.replace("7", " "), 0.0),
-        (STRICT.replace("7", "\u200b"), 0.0),
-        (STRICT.replace("Six and one.", " "), 0.0),
-        (STRICT.replace("7", "<answer>7"), 0.0),
-        (STRICT.upper(), 0.0),
-        (LOOSE, 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    (STRICT, 0.5), (STRICT + "\n", 0.5), (STRICT.replace("Six", "Six\n\nlines"), 0.5),
+    (" " + STRICT, 0.0), (STRICT + "\n\n", 0.0), (STRICT + " I think", 0.0),
+    (STRICT.replace("\n7\n", "7"), 0.0), (STRICT.replace(">\n<answer>", "><answer>"), 0.0),
+    (STRICT.replace("7", " "), 0.0), (STRICT.replace("7", "\u200b"), 0.0),
+    (STRICT.replace("Six and one.", " "), 0.0), (STRICT.replace("7", "<answer>7"), 0.0),
+    (STRICT.upper(), 0.0), (LOOSE, 0.0), ("", 0.0),
+])  # fmt: skip
 def test_the_strict_layout_is_exact(text, expected):
     assert value(StrictFormat(), text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (STRICT, 0.5),
-        (LOOSE, 0.5),
-        ("<reasoning></reasoning>" + LOOSE, 0.5),
-        ("<answer>7</answer><reasoning>six</reasoning>", 0.0),
-        ("<reasoning>six<answer>7</answer></reasoning>", 0.0),
-        ("<reasoning>six</reasoning><answer>7", 0.0),
-        ("<reasoning>six</reasoning><answer> </answer>", 0.0),
-        (HOLLOW, 0.0),
-        (UNSEEN, 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    (STRICT, 0.5), (LOOSE, 0.5), ("<reasoning></reasoning>" + LOOSE, 0.5),
+    ("<answer>7</answer><reasoning>six</reasoning>", 0.0),
+    ("<reasoning>six<answer>7</answer></reasoning>", 0.0),
+    ("<reasoning>six</reasoning><answer>7", 0.0),
+    ("<reasoning>six</reasoning><answer> </answer>", 0.0), (HOLLOW, 0.0), (UNSEEN, 0.0), ("", 0.0),
+])  # fmt: skip
 def test_the_soft_layout_stands_anywhere(text, expected):
     assert value(SoftFormat(), text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (LOOSE, 0.5),
-        ("<reasoning>six</reasoning><answer>7", 0.375),
-        ("7</answer>", 0.125),
-        (LOOSE + "</answer>", 0.375),
-        ("<reasoning>six</reasoning><answer></answer>", 0.25),
-        ("<reasoning>six<answer></answer></reasoning>", 0.25),
-        (NESTED, 0.0),
-        (CROSSED, 0.0),
-        (UNSEEN, 0.0),
-        (HOLLOW, 0.0),
-        (HOLLOW + LOOSE, 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    (LOOSE, 0.5), ("<reasoning>six</reasoning><answer>7", 0.375), ("7</answer>", 0.125),
+    (LOOSE + "</answer>", 0.375), ("<reasoning>six</reasoning><answer></answer>", 0.25),
+    ("<reasoning>six<answer></answer></reasoning>", 0.25), (NESTED, 0.0), (CROSSED, 0.0),
+    (UNSEEN, 0.0), (HOLLOW, 0.0), (HOLLOW + LOOSE, 0.0), ("", 0.0),
+])  # fmt: skip
 def test_tags_that_occur_once(text, expected):
     assert value(XmlCount(), text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (LOOSE, 2.0),
-        ("<reasoning>six", 0.5),
-        ("<answer>7</answer>", 0.5),
-        ("<reasoning>six</reasoning><answer></answer>", 0.5),
-        ("<answer></answer>", -1.0),
-        (NESTED, -1.0),
-        (CROSSED, -1.0),
-        (UNSEEN, -1.0),
-        (HOLLOW, -1.0),
-        ("7</answer>", -1.0),
-        ("", -1.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    (LOOSE, 2.0), ("<reasoning>six", 0.5), ("<answer>7</answer>", 0.5),
+    ("<reasoning>six</reasoning><answer></answer>", 0.5), ("<answer></answer>", -1.0),
+    (NESTED, -1.0), (CROSSED, -1.0), (UNSEEN, -1.0), (HOLLOW, -1.0), ("7</answer>", -1.0),
+    ("", -1.0),
+])  # fmt: skip
 def test_both_pairs_a_beginning_or_neither(text, expected):
     assert value(MatchFormat(), text) == expected
 
@@ -126,35 +85,20 @@ def test_names_and_numbers_are_parameters():
         XmlCount("answer", "answer")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a</think><answer>b</answer> and more", True),
-        (" \n<THINK>a</THINK>\n\n<answer>b</answer>", True),
-        ("Well, <think>a</think><answer>b</answer>", False),
-        ("<think>a</think> so <answer>b</answer>", False),
-        ("<think></think><answer>b</answer>", False),
-        ("<think>a</think><answer> </answer>", False),
-        ("<think>a</think>", False),
-    ],
-)
-def test_a_text_that_starts_with_both_pairs(text, expected):
-    assert starts_with_both_pairs(THINK, text) is expected
-
-
-@given(PIECES)
-def test_bounds_and_the_order_of_layouts(text):
-    strict, soft = value(StrictFormat(), text), value(SoftFormat(), text)
-    assert 0.0 <= strict <= soft <= 0.5
-    assert 0.0 <= value(XmlCount(), text) <= 0.5
-    assert value(MatchFormat(), text) in (2.0, 0.5, -1.0)
-    assert (value(MatchFormat(), text) == 2.0) is (soft == 0.5)
-
-
-@given(PIECES)
-def test_case_and_space_around_do_not_matter_but_in_the_strict_layout(text):
-    for reward in (SoftFormat(), XmlCount(), MatchFormat()):
-        assert value(reward, text) == value(reward, f"\n {text.swapcase()} ")
+@given(st.lists(PIECES, min_size=1, max_size=4))
+def test_bounds_and_what_does_not_matter(texts):
+    strict, soft, count, match = (reward(texts) for reward in REWARDS)
+    for text, *values in zip(texts, strict, soft, count, match, strict=True):
+        assert 0.0 <= values[0] <= values[1] <= 0.5
+        assert 0.0 <= values[2] <= 0.5
+        assert values[3] in (2.0, 0.5, -1.0)
+        assert (values[3] == 2.0) is (values[1] == 0.5)
+        assert values == [value(reward, text) for reward in REWARDS], "each as if alone"
+        around = [value(reward, f"\n {text.swapcase()} ") for reward in REWARDS[1:]]
+        assert around == values[1:]
+        bare = without_empty_pairs(REASONING, text)
+        for reward, earned in zip(REWARDS, values, strict=True):
+            assert earned <= max(value(reward, bare), 0.0), "an empty pair earns nothing"
 
 
 @given(st.sets(st.integers(0, 3)), st.integers(0, 3))
@@ -170,31 +114,12 @@ def test_more_right_tags_never_earn_less(there, another):
         assert value(reward, fewer) <= value(reward, more) <= value(reward, LOOSE)
 
 
-@given(PIECES)
-def test_an_empty_pair_earns_nothing(text):
-    bare = without_empty_pairs(REASONING, text)
-    for reward in (StrictFormat(), SoftFormat(), XmlCount(), MatchFormat()):
-        assert value(reward, text) <= max(value(reward, bare), 0.0)
-
-
-@given(st.lists(PIECES, min_size=1, max_size=4))
-def test_a_batch_equals_its_rows_one_by_one(texts):
-    for reward in (StrictFormat(), SoftFormat(), XmlCount(), MatchFormat()):
-        assert reward(texts) == [value(reward, text) for text in texts]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<reasoning>" * 3000,
-        "<reasoning>x</reasoning>" * 3000,
-        "<answer> " * 3000,
-        "<answer>" * 3000 + "</answer>" * 3000,
-        "<answer>" + "\u200b" * 20_000,
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "<reasoning>x</reasoning>" * 3000, "<answer>" * 3000 + "</answer>" * 3000,
+    "<answer>" + "\u200b" * 20_000,
+])  # fmt: skip
 def test_long_repetitions_are_read_quickly(text):
     begun = time.process_time()
-    for reward in (StrictFormat(), SoftFormat(), XmlCount(), MatchFormat()):
+    for reward in REWARDS:
         value(reward, text)
     assert time.process_time() - begun < 2.0

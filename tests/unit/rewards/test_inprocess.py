@@ -37,21 +37,6 @@ async def test_closures_keep_their_state_and_their_order():
     assert [score.members[0].reward for score in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-async def test_functions_run_beside_the_event_loop():
-    released = threading.Event()
-
-    def waits(completions, **kwargs):
-        assert released.wait(10)
-        return [1.0]
-
-    scorer = InProcessScorer(Rubric([waits]), no_metrics)
-    call = asyncio.ensure_future(scorer.score(request()))
-    await asyncio.sleep(0)
-    released.set()
-    assert (await call).members[0].reward == 1.0
-    await scorer.close()
-
-
 class Hanging:
     """Draws that hang until they are released; the others are scored by their number."""
 
@@ -80,9 +65,7 @@ async def test_hanging_call_costs_its_group_and_no_other():
     *found, measured = every
     members = [score.members[0] for score in found]
     assert [each.reward for each in members] == [0.0, None, 2.0, None, 4.0]
-    assert [each.outcome for each in members] == [
-        "scored", "timed_out", "scored", "timed_out", "scored",
-    ]  # fmt: skip
+    assert {each.outcome for each in members[1::2]} == {"timed_out"}
     assert members[1].reason == "the call took longer than 0.3 s; `Hanging` was running"
     assert sorted(hanging.began) == list(range(5)), "none is called twice"
     assert (measured, len(metrics)) == ({"n": 1}, 1)
@@ -131,27 +114,17 @@ async def test_calls_that_end_after_all_do_not_count():
     await scorer.close()
 
 
-async def test_limit_counts_from_the_turn_of_a_call_not_from_its_queueing():
-    def takes_a_while(completions, **kwargs):
-        threading.Event().wait(0.06)
-        return [1.0]
-
-    scorer = InProcessScorer(Rubric([takes_a_while]), no_metrics, time_limit=0.2)
-    found = await asyncio.gather(*(scorer.score(request(draw)) for draw in range(6)))
-    assert {score.members[0].outcome for score in found} == {"scored"}
-    await scorer.close()
-
-
-async def test_limit_holds_for_each_function_not_for_all_together():
+async def test_limit_counts_from_the_turn_of_a_function_not_from_its_queueing():
     def naps(completions, **kwargs):
-        threading.Event().wait(0.1)
+        threading.Event().wait(0.06)
         return [1.0]
 
     async def naps_again(completions, **kwargs):
         return naps(completions)
 
-    scorer = InProcessScorer(Rubric([naps, naps, naps_again]), no_metrics, time_limit=0.25)
-    assert (await scorer.score(request())).members[0].outcome == "scored"
+    scorer = InProcessScorer(Rubric([naps, naps, naps, naps_again]), no_metrics, time_limit=0.2)
+    found = await asyncio.gather(*(scorer.score(request(draw)) for draw in range(2)))
+    assert {score.members[0].outcome for score in found} == {"scored"}
     await scorer.close()
 
 
@@ -210,22 +183,16 @@ async def test_scoring_that_raises_fails_its_group_only():
             log_metric("huge", 1.7e308)
         return [1.0]
 
-    scorer = InProcessScorer(Rubric([logs_beyond_floats]), no_metrics)
-    for _ in range(2):
-        (member,) = (await scorer.score(request())).members
-        assert member.outcome == "failed"
-        assert "OverflowError" in (member.reason or "")
-    await scorer.close()
-
-
-async def test_reasons_can_be_written():
     def raises(completions):
         raise ValueError("half: \ud83d")
 
-    scorer = InProcessScorer(Rubric([raises]), no_metrics)
-    (member,) = (await scorer.score(request())).members
-    assert "half: \\ud83d" in (member.reason or "")
-    await scorer.close()
+    for function, said in ((logs_beyond_floats, "OverflowError"), (raises, "half: \\ud83d")):
+        scorer = InProcessScorer(Rubric([function]), no_metrics)
+        for _ in range(2):
+            (member,) = (await scorer.score(request())).members
+            assert member.outcome == "failed"
+            assert said in (member.reason or "")
+        await scorer.close()
 
 
 async def test_metrics_and_their_failures():

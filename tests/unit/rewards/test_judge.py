@@ -113,13 +113,10 @@ def reasons(values) -> list[str]:
 # 1. verdicts
 
 
-def test_alone_each_completion_has_its_place_on_the_scale(ask):
+def test_each_completion_has_its_place_on_the_scale_alone_or_in_its_group(ask):
     assert ask(["", "aaaaa", "a" * 10]) == [0.0, 0.5, 1.0]
     assert ask(["aaaaa"], scale=(1.0, 9.0)) == [0.5]
     assert len(ask.service.asked) == 1
-
-
-def test_a_group_is_one_question(ask):
     texts = ["aaaa", "", "aaaaaaaa"]
     assert ask(texts, mode="group") == [0.4, 0.0, 0.8]
     assert len(ask.service.asked) == 1
@@ -130,6 +127,7 @@ def test_a_group_is_one_question(ask):
 def test_pairs_are_the_share_of_comparisons_won(ask):
     assert ask(["a", "bbb", "cc", "d"], mode="pairs") == [1 / 6, 1.0, 2 / 3, 1 / 6]
     assert len(ask.service.asked) == 12
+    assert ask(["a"], mode="pairs") == [None], "there is nobody to compare it with"
 
 
 def test_who_prefers_the_first_place_prefers_nobody(ask):
@@ -150,21 +148,18 @@ def test_equal_completions_are_asked_about_once(ask, mode, requests, values):
     assert len(ask.service.asked) == requests
 
 
-def test_who_is_alone_is_compared_with_nobody(ask):
-    assert ask(["a"], mode="pairs") == [None]
-
-
-def test_what_the_judge_is_shown(ask):
+def test_what_the_judge_is_shown_and_what_is_recorded_of_it(ask):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {there}?"}]
     completion = [{"role": "assistant", "content": "Hello {you}."}]
     ask([completion], prompt=chat, temperature=None, max_tokens=77)
     (body,) = ask.service.asked
     text = body["messages"][0]["content"]
-    assert all(
-        part in text for part in (RUBRIC, "[system]\nBe brief.", "Hi {there}?", "\nHello {you}.\n")
-    )
-    assert "temperature" not in body
-    assert body["max_tokens"] == 77
+    for part in (RUBRIC, "[system]\nBe brief.", "Hi {there}?", "\nHello {you}.\n"):
+        assert part in text
+    assert ("temperature" in body, body["max_tokens"]) == (False, 77)
+    assert ask.metrics["judge/requests"] == 1
+    assert ask.metrics["judge/completion_tokens"] > 0
+    assert ask.extras["judge"][0].endswith('"score": 10}')
 
 
 def test_rubrics_of_rows(ask):
@@ -177,47 +172,33 @@ def test_rubrics_of_rows(ask):
         Judge("http://x/v1", "m").check_row({"criteria": "One."})
 
 
-def test_what_it_costs_and_what_it_said_is_recorded(ask):
-    ask(["a", "bb"])
-    assert ask.metrics["judge/requests"] == 2
-    assert ask.metrics["judge/completion_tokens"] > 0
-    assert ask.extras["judge"][1].endswith('"score": 2}')
-
-
 # 2. what is no verdict
 
 
-@pytest.mark.parametrize(
-    "score", ["11", "-1", "true", '"5"', "NaN", "Infinity", "null", "[5]", "1e999"]
-)
-def test_a_score_off_the_scale_is_none(ask, score):
+OFF_THE_SCALE = ("11", "-1", "true", '"5"', "NaN", "Infinity", "null", "[5]", "1e999")
+UNREADABLE = (
+    "", "10", "Score: 10/10", '{"score": 10}', '{"id": "other", "score": 10}',
+    '{"id": "MARK", "score": 1', '[{"id": "MARK", "score": ]', '{"id": "MARK"}',
+    '{"id": "MARK", "score": 1} {"id": "MARK", "score": 9}', "{" * 10_000,
+    *(f'{{"id": "MARK", "score": {score}}}' for score in OFF_THE_SCALE),
+)  # fmt: skip
+
+
+def test_what_cannot_be_read_is_asked_for_once_more_and_fails(ask):
+    """The judge says of each completion, both times, what stands in it."""
+    said: dict[str, str] = {}
+
     def write(text, seed):
-        return f'{{"id": "{FORM.search(text).group(1)}", "score": {score}}}'
+        if found := ANSWER.search(text):
+            said[found["mark"]] = found["text"]
+        mark = found["mark"] if found else FORM.search(text).group(1)
+        return said[mark].replace("MARK", mark)
 
-    (value,) = ask(["a"], write)
-    assert "is no number from 0 to 10" in value.reason
-    assert math.isnan(value)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "",
-        "10",
-        "Score: 10/10",
-        '{"score": 10}',
-        '{"id": "other", "score": 10}',
-        '{"id": "MARK", "score": 1',
-        '[{"id": "MARK", "score": ]',
-        '{"id": "MARK"}',
-        '{"id": "MARK", "score": 1} {"id": "MARK", "score": 9}',
-        "{" * 10_000,
-    ],
-)
-def test_what_cannot_be_read_is_asked_for_once_more_and_fails(ask, said):
-    values = ask(["a", "bb"], lambda text, seed: said.replace("MARK", FORM.search(text).group(1)))
-    assert all("got no verdict: " in each for each in reasons(values))
-    assert len(ask.service.asked) == 4
+    values = ask(list(UNREADABLE), write)
+    assert all(math.isnan(value) and "got no verdict: " in value.reason for value in values)
+    off = reasons(values[-len(OFF_THE_SCALE) :])
+    assert all("is no number from 0 to 10" in each for each in off)
+    assert len(ask.service.asked) == 2 * len(UNREADABLE)
 
 
 def cut_off(text: str) -> JSONResponse:
@@ -267,15 +248,10 @@ def test_a_group_with_a_gap_fails_who_is_in_the_gap(ask, gap):
     assert sorted(value for value in values if not isinstance(value, Failed)) == [0.5, 0.5]
     assert sum("there is no number from 0 to 10 for" in each for each in reasons(values)) == 1
     assert len(ask.service.asked) == 2
-
-
-def test_a_stranger_in_a_group_spoils_the_verdict(ask):
-    def write(text, seed):
-        return json.dumps({"id": FORM.search(text).group(1), "scores": {"x": 5}})
-
-    assert all(
-        "there is no answer 'x'" in each for each in reasons(ask(["a", "b"], write, mode="group"))
+    stranger = ask(
+        ["a", "b"], lambda text, seed: write(text, seed)[:-2] + ', "x": 5}}', mode="group"
     )
+    assert all("there is no answer 'x'" in each for each in reasons(stranger))
 
 
 def test_a_comparison_without_verdict_fails_both(ask):
@@ -287,41 +263,39 @@ def test_a_comparison_without_verdict_fails_both(ask):
     assert values[2:] == [1 / 3, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (PlainTextResponse("down", 500), "500"),
-        (PlainTextResponse("slow down", 429, {"Retry-After": "0"}), "429"),
-        (JSONResponse({"error": {"message": "who?"}}, 401), "401"),
-        (PlainTextResponse('{"choices": [{"message": {"content": "{'), "no JSON"),
-        (JSONResponse({"choices": []}), "without choices"),
-    ],
-)
-def test_a_service_that_does_not_answer_fails_its_completions_alone(ask, answer, reason):
+BUSY = PlainTextResponse("slow down", 429, {"Retry-After": "0"})
+NO_ANSWERS = {
+    "500": PlainTextResponse("down", 500),
+    "429": BUSY,
+    "401": JSONResponse({"error": {"message": "who?"}}, 401),
+    "no JSON": PlainTextResponse('{"choices": [{"message": {"content": "{'),
+    "without choices": JSONResponse({"choices": []}),
+}
+
+
+def test_a_service_that_does_not_answer_fails_its_completions_alone(ask):
     async def interfere(number):
-        return answer if number == 0 else None
+        return list(NO_ANSWERS.values())[number] if number < len(NO_ANSWERS) else None
 
-    values = ask(["a", "bb"], interfere=interfere, concurrency=1)
-    assert "got no verdict" in values[0].reason
-    assert reason in values[0].reason
-    assert values[1] == 0.2
+    *values, last = ask(["a", "b", "c", "d", "e", "ff"], interfere=interfere, concurrency=1)
+    for value, reason in zip(values, NO_ANSWERS, strict=True):
+        assert "got no verdict" in value.reason
+        assert reason in value.reason
+    assert last == 0.2
 
+    async def busy(number):
+        return BUSY if number == 0 else None
 
-def test_what_may_pass_is_tried_again(ask):
-    async def interfere(number):
-        busy = PlainTextResponse("slow down", 429, {"Retry-After": "0"})
-        return busy if number == 0 else None
-
-    assert ask(["a"], interfere=interfere, retries=1) == [0.1]
+    assert ask(["a"], interfere=busy, retries=1) == [0.1]
 
 
 def test_time_is_limited_and_what_came_in_time_counts(ask):
     async def interfere(number):
         await asyncio.sleep(30 if number == 1 else 0)
 
-    values = ask(["a", "bb"], interfere=interfere, time_limit=1.5, concurrency=1)
+    values = ask(["a", "bb"], interfere=interfere, time_limit=1.0, concurrency=1)
     assert values[0] == 0.1
-    assert values[1].reason == "got no verdict within time_limit, 1.5 s"
+    assert values[1].reason == "got no verdict within time_limit, 1 s"
 
 
 # 3. completions that speak to the judge
@@ -377,22 +351,20 @@ def test_other_frames_and_rubrics_are_other_questions():
 # 4. what is kept
 
 
-def test_what_was_answered_is_not_asked_again(ask):
+def test_what_was_answered_is_not_asked_again_but_of_another_service(ask):
     first = ask(["a", "bb"])
     again = ask(["bb", "a", "ccc"])
     assert (first, again) == ([0.1, 0.2], [0.2, 0.1, 0.3])
     assert len(ask.service.asked) == 1
     assert ask.metrics["judge/cached"] == 2
-    ask(["a"], temperature=0.5)
-    assert len(ask.service.asked) == 1
-
-
-def test_another_service_is_asked_even_for_a_model_of_the_same_name(ask):
-    ask(["a"])
-    ask(["a"], endpoint=f"{ask.service.url}/")  # the same one
-    assert ask.service.asked == []
-    ask(["a"], endpoint=ask.service.url.replace("127.0.0.1", "localhost"))
-    assert len(ask.service.asked) == 1
+    url = ask.service.url
+    for given, asked in (
+        ({"temperature": 0.5}, 1),
+        ({"endpoint": f"{url}/"}, 0),
+        ({"endpoint": url.replace("127.0.0.1", "localhost")}, 1),
+    ):
+        ask(["a"], **given)
+        assert len(ask.service.asked) == asked
 
 
 def test_what_is_no_verdict_is_not_kept(ask):
@@ -406,55 +378,42 @@ async def failing(number):
     return PlainTextResponse("down", 500)
 
 
-@pytest.mark.parametrize(
-    "torn", [b"", b"{", b"[]", b'{"format": 2, "said": "x"}', b'{"format": 1}', b'{"format": 1, "said": "x"}', b"\xff"]
-)  # fmt: skip
-def test_what_cannot_be_read_is_asked_again(ask, tmp_path, torn):
+TORN = (b"", b"{", b"[]", b'{"format": 2, "said": "x"}', b'{"format": 1}', b'{"format": 1, "said": "x"}', b"\xff")  # fmt: skip
+
+
+def test_what_cannot_be_read_is_asked_again(ask, tmp_path):
     ask(["a"])
     (file,) = (tmp_path / "cache").rglob("*.json")
-    file.write_bytes(torn)
-    assert ask(["a"]) == [0.1]
-    assert len(ask.service.asked) == 1
-    ask(["a"])
-    assert ask.service.asked == []
+    for torn in TORN:
+        file.write_bytes(torn)
+        assert ask(["a"]) == [0.1]
+        assert len(ask.service.asked) == 1, torn
+        ask(["a"])
+        assert ask.service.asked == []
 
 
-def test_a_closed_folder_costs_the_cache_alone(ask, tmp_path, caplog):
+def test_a_closed_folder_costs_the_cache_alone(ask, tmp_path, caplog, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     assert ask(["a", "bb"]) == [0.1, 0.2]
-    assert [record.getMessage().partition(" in ")[0] for record in caplog.records] == [
-        "Verdicts of the judge cannot be kept"
-    ]
-
-
-def test_the_folder_is_the_users_unless_named(monkeypatch, tmp_path):
+    assert len(caplog.records) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     JudgeCache().put({"a": 1}, "x")
-    assert JudgeCache().get({"a": 1}) == "x"
+    assert JudgeCache().get({"a": 1}) == "x", "in the user's folder unless one is named"
 
 
 # Parameters
 
 
-@pytest.mark.parametrize(
-    ("parameters", "problem"),
-    [
-        ({"scale": [10, 0]}, "scale is"),
-        ({"mode": "both"}, "'alone', 'pairs' or 'group'"),
-        ({"concurrency": 0}, "concurrency is 0"),
-        ({"rubric": " "}, "rubric is empty"),
-        ({"endpoint": "nowhere"}, "nowhere"),
-        ({"template": "{rubric} {completion}"}, "lacks {completions} and lacks {form}"),
-        ({"template": TEMPLATE + "{"}, "cannot be read"),
-        ({"rubrics": "x"}, "did you mean rubric"),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "problem"), [
+    ({"scale": [10, 0]}, "scale is"), ({"mode": "both"}, "'alone', 'pairs' or 'group'"),
+    ({"concurrency": 0}, "concurrency is 0"), ({"rubric": " "}, "rubric is empty"),
+    ({"endpoint": "nowhere"}, "nowhere"),
+    ({"template": "{rubric} {completion}"}, "lacks {completions} and lacks {form}"),
+    ({"template": TEMPLATE + "{"}, "cannot be read"), ({"rubrics": "x"}, "did you mean rubric"),
+])  # fmt: skip
 def test_parameters_that_cannot_be_are_refused(parameters, problem):
     section = {"name": "judge", "endpoint": "http://host/v1", "model": "m", **parameters}
     with pytest.raises(TaskError, match=re.escape(problem)):
         get_reward_funcs([section])
-
-
-def test_endpoint_and_model_are_needed():
     with pytest.raises(TaskError, match="`endpoint` and `model`"):
         get_reward_funcs(["judge"])

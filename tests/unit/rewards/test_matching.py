@@ -28,10 +28,9 @@ def test_the_whole_trimmed_completion_is_the_gold_answer(completion, value):
 def test_any_accepted_form_and_the_given_column():
     assert Correctness()(["NYC"], answer=[["New York", "NYC"]]) == [1.0]
     assert Correctness("capital")(["Rome"], answer=["Paris"], capital=["Rome"]) == [1.0]
-
-
-def test_chat_completions_are_read_as_text():
     assert Correctness()([[{"role": "assistant", "content": "4"}]], answer=[4]) == [1.0]
+    assert CorrectnessXml(right=1.0)([tagged("7")], answer=["so <answer>7</answer>"]) == [1.0]
+    assert IntReward(right=0.25)([tagged("1")]) == [0.25]
 
 
 @given(st.text("xyz", min_size=1), SPACE, SPACE)
@@ -43,20 +42,11 @@ def test_white_space_around_never_matters(gold, before, after):
 # correctness_xml, int_reward
 
 
-@pytest.mark.parametrize(
-    ("completion", "value"),
-    [
-        (tagged("42"), 2.0),
-        (tagged("\n42\n"), 2.0),
-        (tagged("41") + tagged("42"), 2.0),
-        (tagged("42") + tagged("41"), 0.0),
-        (tagged("42") + tagged(""), 0.0),
-        ("<ANSWER>42</ANSWER>", 2.0),
-        ("42", 0.0),
-        ("<answer>42", 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("completion", "value"), [
+    (tagged("42"), 2.0), (tagged("\n42\n"), 2.0), (tagged("41") + tagged("42"), 2.0),
+    (tagged("42") + tagged("41"), 0.0), (tagged("42") + tagged(""), 0.0),
+    ("<ANSWER>42</ANSWER>", 2.0), ("42", 0.0), ("<answer>42", 0.0), ("", 0.0),
+])  # fmt: skip
 def test_the_last_answer_tag_counts(completion, value):
     assert CorrectnessXml()([completion], answer=["42"]) == [value]
 
@@ -68,10 +58,6 @@ def test_tags_are_text_whatever_signs_are_in_them():
         IntReward(answer_tag="<answer>")
 
 
-def test_a_worked_solution_is_gold_by_its_answer_tag():
-    assert CorrectnessXml()([tagged("7")], answer=["so <answer>7</answer>"]) == [2.0]
-
-
 @pytest.mark.parametrize(
     ("answer", "value"),
     [("42", 0.5), (" 42 ", 0.5), ("-42", 0.0), ("4 2", 0.0), ("4.2", 0.0), ("²", 0.0), ("", 0.0)],
@@ -80,27 +66,13 @@ def test_digits_and_nothing_else(answer, value):
     assert IntReward()([tagged(answer)]) == [value]
 
 
-def test_numbers_are_parameters():
-    assert CorrectnessXml(right=1.0)([tagged("1")], answer=["1"]) == [1.0]
-    assert IntReward(right=0.25)([tagged("1")]) == [0.25]
-
-
 # keyword_match
 
 
-@pytest.mark.parametrize(
-    ("keywords", "value"),
-    [
-        ("cat, DOG", 1.0),
-        (["cat", "cow"], 0.5),
-        (["cat", "CAT ", "cow"], 0.5),
-        ("cow", 0.0),
-        ("", None),
-        (" , ", None),
-        (None, None),
-        ([], None),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "value"), [
+    ("cat, DOG", 1.0), (["cat", "cow"], 0.5), (["cat", "CAT ", "cow"], 0.5), ("cow", 0.0),
+    ("", None), (" , ", None), (None, None), ([], None),
+])  # fmt: skip
 def test_the_share_of_keywords(keywords, value):
     assert keyword_match(["A Cat and a dog."], [keywords]) == [value]
 

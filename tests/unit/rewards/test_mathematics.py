@@ -1,7 +1,6 @@
 """Answers that are right however they are written, wrong ones that only look right, and expressions that would take for ever."""
 
 import asyncio
-import threading
 import time
 
 import pytest
@@ -63,37 +62,13 @@ RIGHT = [
     ("3", "√9"),
 ]
 WRONG = [
-    ("3", "4"),
-    ("3", "x"),
-    ("x", "y"),
-    ("x+1", "x-1"),
-    ("x^2-1", "(x-1)(x+2)"),
-    ("(1,2)", "(2,1)"),
-    ("[0,1)", "[0,1]"),
-    ("even", "neve"),
-    ("no", "on"),
-    ("abc", "cab"),
-    ("12", "twelve"),
-    ("5", "5 apples or 6"),
-    ("3", r"3\text{ no, 4}"),
-    ("3", "3 not"),
-    ("3", "3 x"),
-    ("2", "2³"),
-    ("2", "2½"),
-    ("2", "2√2"),
-    ("2", "2√-1"),
-    ("2", "2∛5"),
-    ("2", "2ⁿ"),
-    ("5", "5₈"),
-    ("22", "2²"),
-    ("9", "√9"),
-    ("72km", "72 miles"),
-    ("3456", "3 and 456"),
-    ("1234567.89", "1234567.12"),
-    (r"\pm 2", "2"),
-    ("0", "0.0000001"),
-    ("x+1", ""),
-]
+    ("3", "4"), ("3", "x"), ("x", "y"), ("x+1", "x-1"), ("x^2-1", "(x-1)(x+2)"), ("(1,2)", "(2,1)"),
+    ("[0,1)", "[0,1]"), ("even", "neve"), ("no", "on"), ("abc", "cab"), ("12", "twelve"),
+    ("5", "5 apples or 6"), ("3", r"3\text{ no, 4}"), ("3", "3 not"), ("3", "3 x"), ("2", "2³"),
+    ("2", "2½"), ("2", "2√2"), ("2", "2√-1"), ("2", "2∛5"), ("2", "2ⁿ"), ("5", "5₈"), ("22", "2²"),
+    ("9", "√9"), ("72km", "72 miles"), ("3456", "3 and 456"), ("1234567.89", "1234567.12"),
+    (r"\pm 2", "2"), ("0", "0.0000001"), ("x+1", ""),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("gold", "answer"), RIGHT)
@@ -106,22 +81,11 @@ def test_what_is_wrong_however_alike_it_looks(gold, answer):
     assert not is_right(answer, [gold])
 
 
-def test_any_accepted_form_is_right():
-    assert is_right("1+x", ["y", "x+1"])
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (tagged("3"), "3"),
-        (tagged("4") + tagged(" 3 "), "3"),
-        (tagged("4") + r"\boxed{3}", "4"),
-        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (tagged("") + r"\boxed{3}", None),
-        (r"\boxed{ }", None),
-        ("the answer is 3", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    (tagged("3"), "3"), (tagged("4") + tagged(" 3 "), "3"), (tagged("4") + r"\boxed{3}", "4"),
+    (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (tagged("") + r"\boxed{3}", None),
+    (r"\boxed{ }", None), ("the answer is 3", None),
+])  # fmt: skip
 def test_the_answer_is_in_the_last_tag_or_box(text, answer):
     assert answer_of(text, "answer") == answer
 
@@ -129,19 +93,10 @@ def test_the_answer_is_in_the_last_tag_or_box(text, answer):
 # What math-verify is given, and where
 
 SLOW = [
-    "9^{9^{9}}",
-    "9^9^9",
-    "10^{99999}",
-    "(((9^9)^9)^9)^9",
-    "(x+y+z)^{60}",
-    r"\frac{1}{1+" * 40 + "1" + "}" * 40,
-    "(" * 50 + "1" + ")" * 50,
-    "1+" * 200 + "1",
-    "(9!)!",
-    "99999!",
-    r"\sum_{n=1}^{9} n",
-    r"\int_0^1 x dx",
-]
+    "9^{9^{9}}", "9^9^9", "10^{99999}", "(((9^9)^9)^9)^9", "(x+y+z)^{60}",
+    r"\frac{1}{1+" * 40 + "1" + "}" * 40, "(" * 50 + "1" + ")" * 50, "1+" * 200 + "1", "(9!)!",
+    "99999!", r"\sum_{n=1}^{9} n", r"\int_0^1 x dx",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", SLOW)
@@ -152,16 +107,6 @@ def test_what_would_take_long_is_compared_as_it_is_written(answer, monkeypatch):
     monkeypatch.setattr(mathematics, "_math_verify", never)
     assert not is_right(answer, ["x+7"])
     assert is_right(f" {answer} ", [answer])
-
-
-def test_it_works_in_a_thread():
-    verdicts = []
-    thread = threading.Thread(
-        target=lambda: verdicts.extend([is_right("1+x", ["x+1"]), is_right("2+x", ["x+1"])])
-    )
-    thread.start()
-    thread.join()
-    assert verdicts == [True, False]
 
 
 async def test_it_scores_in_the_thread_of_the_run():
@@ -178,17 +123,16 @@ async def test_it_scores_in_the_thread_of_the_run():
     score = await asyncio.wait_for(scorer.score(request), 30)
     await scorer.close()
     assert [member.reward for member in score.members] == [1.0, 0.0]
+    assert is_right("1+x", ["y", "x+1"]), "any accepted form is right"
 
 
-@pytest.mark.parametrize(
-    "sign", ["$", "{", r"\boxed{", "^", "(", " ", r"\text{", "1", "a", "<", "√(", "√((a)", "²"]
-)
-def test_long_repetitions_are_read_quickly(sign):
-    begun = time.process_time()
-    value(MathAnswer(), tagged(sign * 20_000), "x+1")
-    value(PureAccuracyMath(), "<think>x</think>" + tagged(sign * 20_000), "x+1")
-    value(MathAnswer(), sign * 20_000, "x+1")
-    assert time.process_time() - begun < 2.0
+def test_long_repetitions_are_read_quickly():
+    for sign in ("$", "{", r"\boxed{", "^", "(", " ", r"\text{", "1", "a", "<", "√(", "√((a)", "²"):
+        begun = time.process_time()
+        value(MathAnswer(), tagged(sign * 20_000), "x+1")
+        value(PureAccuracyMath(), "<think>x</think>" + tagged(sign * 20_000), "x+1")
+        value(MathAnswer(), sign * 20_000, "x+1")
+        assert time.process_time() - begun < 2.0, sign
 
 
 # math_answer
@@ -199,24 +143,11 @@ def test_right_or_wrong():
     assert MathAnswer()(texts, answer=["1/2"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("100", 3.0),
-        (" 100 ", 1.5),
-        ("100.0", 1.5),
-        (r"\frac{200}{2}", 1.5),
-        ("99+1", 1.5),
-        ("110", 0.5),
-        ("90.0", 0.5),
-        ("111", 0.25),
-        ("80", 0.25),
-        ("121", -1.0),
-        ("-100", -1.0),
-        ("many", -0.5),
-        ("", -0.5),
-    ],
-)
+@pytest.mark.parametrize(("answer", "expected"), [
+    ("100", 3.0), (" 100 ", 1.5), ("100.0", 1.5), (r"\frac{200}{2}", 1.5), ("99+1", 1.5),
+    ("110", 0.5), ("90.0", 0.5), ("111", 0.25), ("80", 0.25), ("121", -1.0), ("-100", -1.0),
+    ("many", -0.5), ("", -0.5),
+])  # fmt: skip
 def test_tolerant_grades(answer, expected):
     assert value(MathAnswer(tolerant=True), tagged(answer), "100") == expected
 
@@ -251,24 +182,16 @@ def test_nearer_never_earns_less(gold, one, other):
 # pure_accuracy_math
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>hm</think><answer>3</answer>", 1.0),
-        ("<think>hm</think>\n<answer> \\boxed{3.0} </answer> Done.", 1.0),
-        ("\n<THINK>hm</THINK><ANSWER>3</ANSWER>", 1.0),
-        ("<think>hm</think><answer>4</answer>", 0.0),
-        ("<think>hm</think><answer>x</answer>", 0.0),
-        ("<think>hm</think><answer>1+2</answer>", 0.0),
-        ("<think>hm</think><answer>3</answer><answer>4</answer>", 0.0),
-        ("<think>hm</think><answer></answer>", 0.0),
-        ("<think> </think><answer>3</answer>", 0.0),
-        ("So <think>hm</think><answer>3</answer>", 0.0),
-        ("hm</think><answer>3</answer>", 0.0),
-        ("<answer>3</answer>", 0.0),
-        ("3", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("<think>hm</think><answer>3</answer>", 1.0),
+    ("<think>hm</think>\n<answer> \\boxed{3.0} </answer> Done.", 1.0),
+    ("\n<THINK>hm</THINK><ANSWER>3</ANSWER>", 1.0), ("<think>hm</think><answer>4</answer>", 0.0),
+    ("<think>hm</think><answer>x</answer>", 0.0), ("<think>hm</think><answer>1+2</answer>", 0.0),
+    ("<think>hm</think><answer>3</answer><answer>4</answer>", 0.0),
+    ("<think>hm</think><answer></answer>", 0.0), ("<think> </think><answer>3</answer>", 0.0),
+    ("So <think>hm</think><answer>3</answer>", 0.0), ("hm</think><answer>3</answer>", 0.0),
+    ("<answer>3</answer>", 0.0), ("3", 0.0),
+])  # fmt: skip
 def test_the_structure_and_the_answer(text, expected):
     assert value(PureAccuracyMath(), text, "3") == expected
 

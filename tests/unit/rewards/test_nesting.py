@@ -24,22 +24,18 @@ def lengths(prompts, completions, answer, bonus=0):
 scored = taking_nested(lengths, "lengths")
 
 
-def test_nested_completions_give_nested_rewards_and_columns_are_expanded():
-    found = scored(prompts=["p", "qq"], completions=[["a", "bbb"], ["cc"]], answer=["bbb", "x"])
-    assert found == [[1, 103], [2]]
-
-
-def test_flat_completions_give_flat_rewards():
-    assert scored(prompts=["p", "p"], completions=["a", "bb"], answer=["a", "a"]) == [101, 2]
-
-
-def test_flat_completions_of_fewer_prompts_in_their_order():
-    found = scored(["p", "qq"], ["a", "b", "c", "d"], answer=["b", "c"], bonus=10)
-    assert found == [11, 111, 121, 21]
-
-
-def test_columns_may_have_an_entry_for_each_completion_already():
-    assert scored(["p"], [["a", "bb"]], answer=["x", "bb"]) == [[1, 102]]
+@pytest.mark.parametrize(
+    ("prompts", "completions", "answer", "found"),
+    [
+        (["p", "qq"], [["a", "bbb"], ["cc"]], ["bbb", "x"], [[11, 113], [22]]),
+        (["p", "p"], ["a", "bb"], ["a", "a"], [111, 12]),
+        (["p", "qq"], ["a", "b", "c", "d"], ["b", "c"], [11, 111, 121, 21]),
+        (["p"], [["a", "bb"]], ["x", "bb"], [[11, 112]]),
+    ],
+    ids=["nested", "flat", "flat with fewer prompts", "an entry for each completion"],
+)
+def test_rewards_are_nested_as_completions_are(prompts, completions, answer, found):
+    assert scored(prompts, completions, answer=answer, bonus=10) == found
 
 
 def test_chats_are_no_nesting_but_lists_of_chats_are():
@@ -55,22 +51,13 @@ def test_chats_are_no_nesting_but_lists_of_chats_are():
     ]
 
 
-def test_prompt_without_completions_and_token_ids():
-    def counts(completions, completion_ids):
+def test_async_functions_stay_async_and_token_ids_are_nested_too():
+    async def counts(completions, completion_ids):
+        await asyncio.sleep(0)
         return [len(ids) for ids in completion_ids]
 
-    found = taking_nested(counts, "c")(
-        completions=[["a", "b"], []], completion_ids=[[[1], [1, 2]], []]
-    )
-    assert found == [[1, 2], []]
-
-
-def test_async_functions_stay_async():
-    async def later(completions):
-        await asyncio.sleep(0)
-        return [len(text) for text in completions]
-
-    assert asyncio.run(taking_nested(later, "later")(completions=[["a"], ["bb"]])) == [[1], [2]]
+    nested = {"completions": [["a", "b"], []], "completion_ids": [[[1], [1, 2]], []]}
+    assert asyncio.run(taking_nested(counts, "c")(**nested)) == [[1, 2], []]
 
 
 class Watchful:

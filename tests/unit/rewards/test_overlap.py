@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from groupwise.rewards.overlap import (
     RubricOverlap,
     overlap,
-    own_words,
     similarity,
     stands_in,
     words,
@@ -33,35 +32,32 @@ def value(
     return one
 
 
-def test_overlap_by_hand():
-    assert value("Light!") == pytest.approx(10 * 1 / 5.5)
-    assert value("photosynthesis photosynthesis") == pytest.approx(10 * 0.5 / 5.5)
-    assert value("WATER, light") == pytest.approx(10 * 2 / 5.5)
-    assert value("by by by") == 0.0
-    assert value("") == 0.0
-
-
-def test_similarity_by_hand():
+def test_overlap_and_similarity_by_hand():
+    for text, weight in (
+        ("Light!", 1),
+        ("photosynthesis " * 2, 0.5),
+        ("WATER, light", 2),
+        ("by by", 0),
+    ):
+        assert value(text) == pytest.approx(10 * weight / 5.5)
     reference = "leaves turn light into sugar"
     assert value(reference, rubric="xyz", reference=reference) == 5.0
     assert value("leaves eat sugar", rubric="xyz", reference=reference) == 5.0 * 2 * 2 / (3 + 5)
     assert value("leaves", rubric="xyz", reference=["roots", "Leaves."]) == 5.0
-    assert similarity([], ["a"]) == 0.0
-
-
-def test_frequent_words_of_long_texts_are_compared_too():
-    text = ["leaf", "light"] * 150
-    assert similarity(text, text) == 1.0
-
-
-def test_a_perfect_answer_has_fifteen_points():
     assert value(RUBRIC, reference=RUBRIC) == 15.0
+    assert similarity([], ["a"]) == 0.0
+    frequent = ["leaf", "light"] * 150
+    assert similarity(frequent, frequent) == 1.0
 
 
 def test_an_echo_of_a_rubric_in_the_prompt_wins_nothing():
     prompt = f"Why are leaves green?\n{RUBRIC}"
     own = "Light and water feed it: photosynthesis."
     assert value(RUBRIC, prompt=prompt, copied_run=0) == 10.0
+    chat, answer = (
+        [{"role": r, "content": t}] for r, t in (("user", prompt), ("assistant", RUBRIC))
+    )
+    assert value(answer, prompt=chat) == 0.0
     runs = {"prompt": prompt, "copied_run": 5}
     assert value(RUBRIC, **runs) == 0.0
     assert value(f"{RUBRIC} {own}", **runs) == value(own, **runs) > 0.0
@@ -80,37 +76,16 @@ def test_a_rubric_in_the_prompt_leaves_the_likeness_of_what_is_not_copied():
     assert value("by light, photosynthesis", **copied) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("rubric", "prompt", "shown"),
-    [
-        ("light; water", "It mentions LIGHT, water.", True),
-        ("light; water", "water, light", False),
-        ("light", "lights", False),
-        ("light\n\nwater", "1. light 2. water", True),
-        (["light", "water"], "1. light 2. water", True),
-        (["light", "water"], "1. light", False),
-        ([{"title": "L", "text": "light"}], "light", True),
-        (["", "light"], "light", True),
-        ("", "light", False),
-        (None, "light", False),
-        ("light", [{"role": "user", "content": "Say light."}], True),
-    ],
-)
+@pytest.mark.parametrize(("rubric", "prompt", "shown"), [
+    ("light; water", "It mentions LIGHT, water.", True), ("light; water", "water, light", False),
+    ("light", "lights", False), ("light\n\nwater", "1. light 2. water", True),
+    (["light", "water"], "1. light 2. water", True), (["light", "water"], "1. light", False),
+    ([{"title": "L", "text": "light"}], "light", True), (["", "light"], "light", True),
+    ("", "light", False), (None, "light", False),
+    ("light", [{"role": "user", "content": "Say light."}], True),
+])  # fmt: skip
 def test_a_rubric_that_stands_in_the_prompt(rubric, prompt, shown):
     assert stands_in(rubric, prompt) is shown
-
-
-def test_an_echo_of_a_chat_prompt_wins_nothing_either():
-    prompt = [{"role": "user", "content": f"Why? {RUBRIC}"}]
-    assert value([{"role": "assistant", "content": RUBRIC.upper()}], prompt=prompt) == 0.0
-
-
-def test_runs_that_were_copied():
-    prompt = words("a b c d")
-    assert own_words(words("x a b c y b c"), prompt, 3) == ["x", "y", "b", "c"]
-    assert own_words(words("a b c d"), prompt, 3) == []
-    assert own_words(words("a b c d"), prompt, 0) == ["a", "b", "c", "d"]
-    assert own_words(words("a"), [], 1) == ["a"]
 
 
 @pytest.mark.parametrize("rubric", [None, "", [], "of by", float("nan")])

@@ -10,7 +10,8 @@ import asyncio
 import json
 import math
 import textwrap
-import time
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,9 @@ def test_the_answer_tag_can_be_another():
     assert code_in("<solution>x</solution> <answer>y</answer>", "solution") == "x"
 
 
+PROGRAM = RowTests(of_program=(Case("1", "2"),))
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -84,12 +88,9 @@ def test_the_answer_tag_can_be_another():
         ({"tests": "[f(x) for x in y]"}, RowTests("[f(x) for x in y]")),
         (
             {"tests": None, "test_cases": [{"input": "1", "output": "2", "testtype": "stdin"}]},
-            RowTests(of_program=(Case("1", "2"),)),
+            PROGRAM,
         ),
-        (
-            {"test_cases": json.dumps({"inputs": ["1"], "outputs": ["2"]})},
-            RowTests(of_program=(Case("1", "2"),)),
-        ),
+        ({"test_cases": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, PROGRAM),
     ],
 )
 def test_rows_say_what_to_run(row, expected):
@@ -104,7 +105,7 @@ def test_rows_say_what_to_run(row, expected):
         ({"tests": ["a"], "test_cases": [{}]}, "has both"),
         ({"tests": ["a", 3]}, "that are no text"),
         ({"tests": " "}, "that are no text"),
-        ({"tests": "a", "entry_point": "f()"}, "expected the name of a function"),
+        ({"tests": "a", "entry_point": "f()"}, "name of a function"),
         ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
         ({"test_cases": {"inputs": ["1"], "outputs": []}}, "2 lists of one length"),
         ({"test_cases": {"inputs": 1}}, "2 lists of one length"),
@@ -144,22 +145,26 @@ def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_
     row = {"tests": tests, "entry_point": entry_point}
     with pytest.raises(ValueError, match=problem):
         PythonTests().check_row(row)
-    (value,) = score(PythonTests(), ["def f(x): return 0"], **{k: [v] for k, v in row.items()})
-    assert isinstance(value, Failed)
 
 
 async def test_calls_of_a_table_are_tests():
     table = {"fn_name": "sum", "inputs": [[1, 2], [[3], None], [5, 5]], "outputs": [3, [3, 4], 10]}
-    row = RowTests.of({"test_cases": json.dumps(table)})
-    row.check()
-    code = "def sum(a, b): return (3, 4) if b is None else a + b if a < 5 else 0"
-    found = await verdict(code, row, LIMITS)
-    assert (found.passed, found.of) == (2, 3)
-    assert (await verdict("x = 1", row, LIMITS)).passed == 0  # Python's own is not meant
-    row = RowTests.of({"test_cases": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]}})
-    for code in ("def f(x): return x", "def f(x): return [x]"):
-        assert (await verdict(code, row, LIMITS)).passed == 2
-    assert (await verdict("def f(x): return [[x]]", row, LIMITS)).passed == 0
+    wrapped = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]}
+    own_sum = "def sum(a, b): return (3, 4) if b is None else a + b if a < 5 else 0"
+    cases = (
+        (table, own_sum, 2),
+        (table, "x = 1", 0),  # Python's own is not meant
+        (wrapped, "def f(x): return x", 2),
+        (wrapped, "def f(x): return [x]", 2),
+        (wrapped, "def f(x): return [[x]]", 0),
+    )
+    rows = [RowTests.of({"test_cases": json.dumps(given)}) for given, _, _ in cases]
+    rows[0].check()
+    found = await three_at_once(
+        verdict(code, row, LIMITS) for (_, code, _), row in zip(cases, rows, strict=True)
+    )
+    assert [each.passed for each in found] == [passed for _, _, passed in cases]
+    assert [each.of for each in found] == [3, 3, 2, 2, 2]
 
 
 FORMS = """
@@ -179,11 +184,8 @@ for x in (1, 2):
 """
 
 
-async def test_tests_in_a_text_are_counted_one_by_one():
+async def test_tests_in_a_text_are_counted_one_by_one_and_check_gets_the_entry_point():
     assert await share("def f(x): return x + 1", FORMS) == (3, 5)
-
-
-async def test_check_gets_the_entry_point():
     check = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 9"
     assert await share("def square(x): return x * x", check, "square") == (1, 1)
     assert await share("def other(x): return x * x", check, "square") == (0, 1)
@@ -286,10 +288,7 @@ FINE = [
 async def test_honest_code_passes_whatever_it_works_with():
     found = await judged(HONEST, FINE)
     assert (found.why, found.passed, found.of) == (None, len(FINE), len(FINE))
-
-
-async def test_a_name_of_python_is_the_solutions_as_the_entry_point():
-    assert await share(HONEST, ["assert sum(3, 1) == 2"], "sum") == (1, 1)
+    assert await share(HONEST, ["assert sum(3, 1) == 2"], "sum") == (1, 1), "its own sum is meant"
 
 
 async def test_programs_are_given_input_and_their_output_is_compared():
@@ -305,9 +304,21 @@ async def test_programs_are_given_input_and_their_output_is_compared():
     assert found.why == "case 2: finished; printed '0\\n'"
 
 
-async def test_wrong_code_is_told_why():
-    found = await judged("def f(x): return x", ["assert f(1) == 1", "assert f(2) == 3, 'three'"])
-    assert found.why == "assert f(2) == 3, 'three': AssertionError: three"
+async def test_a_solution_cannot_reach_back_into_lists_of_earlier_calls():
+    code = """
+        kept = []
+        def f(x):
+            kept.append(x)
+            for each in kept[:-1]: each[:] = [7]
+            return 0
+    """
+    tests = [
+        "xs = [1]\nf(xs)\nys = [2]\nf(ys)\nassert (xs, ys) == ([1], [2])",
+        "assert f([]), 'no'",
+    ]
+    found = await judged(code, tests)
+    assert (found.passed, found.of) == (1, 2)
+    assert found.why == "assert f([]), 'no': AssertionError: no"
 
 
 # 3. dishonest code
@@ -405,64 +416,55 @@ ATTACKS = {
     """,
 }
 PROBES = [
-    "assert f(3) == 7",
-    "assert 7 == f(3)",
-    "assert f(3) in (7, 8)",
-    "assert abs(f(3) - 7) < 1e-6",
-    "import math\nassert math.isclose(f(3), 7)",
-    "assert sorted([f(3), 1, 2]) == [1, 2, 7]",
-    "assert {7: True}.get(f(3))",
-    "assert isinstance(f(3), int) and f(3) == 7",
+    "assert f(3) == 7", "assert 7 == f(3)", "assert f(3) in (7, 8)", "assert abs(f(3) - 7) < 1e-6",
+    "import math\nassert math.isclose(f(3), 7)", "assert sorted([f(3), 1, 2]) == [1, 2, 7]",
+    "assert {7: True}.get(f(3))", "assert isinstance(f(3), int) and f(3) == 7",
     "assert list(f(3)) == [7]",
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-async def test_an_attack_earns_nothing(name):
-    since = time.monotonic()
-    found = await judged(ATTACKS[name], PROBES, limits=Limits(seconds=1.0, memory=256 << 20))
-    assert (found.passed, found.of) == (0, len(PROBES)), found
-    assert time.monotonic() - since < 20
+async def three_at_once(verdicts: Iterable[Coroutine[Any, Any, Verdict]]) -> list[Verdict]:
+    gate = asyncio.Semaphore(3)
+
+    async def held(each: Coroutine[Any, Any, Verdict]) -> Verdict:
+        async with gate, asyncio.timeout(20):
+            return await each
+
+    return await asyncio.gather(*map(held, verdicts))
+
+
+async def test_an_attack_earns_nothing():
+    limits = Limits(seconds=1.0, memory=256 << 20)
+    found = await three_at_once(judged(code, PROBES, limits=limits) for code in ATTACKS.values())
+    told = dict(zip(ATTACKS, found, strict=True))
+    assert {name: each for name, each in told.items() if each.passed} == {}
+    assert {each.of for each in found} == {len(PROBES)}
+
+
+SILENT = (
+    "import sys; sys.exit(0)",
+    "import os; os._exit(0)",
+    "import glob\nprint(open(glob.glob('/tmp/**/*', recursive=True)[0]).read())",
+    "print('7\\n' * 100_000)",
+    "while True: pass",
+)
+
+
+async def test_a_program_that_does_not_answer_earns_nothing():
+    row = RowTests.of({"test_cases": [{"input": "3", "output": "7"}] * 2})
+    found = await three_at_once(verdict(code, row, Limits(seconds=0.5)) for code in SILENT)
+    assert [(each.passed, each.of) for each in found] == [(0, 2)] * len(SILENT)
 
 
 @pytest.mark.parametrize(
-    "code",
-    [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "import glob\nprint(open(glob.glob('/tmp/**/*', recursive=True)[0]).read())",
-        "print('7\\n' * 100_000)",
-        "while True: pass",
-    ],
+    ("at_2", "why"), [("os._exit(0)", None), ("while x: pass", "time ran out in test 2")]
 )
-async def test_a_program_that_does_not_answer_earns_nothing(code):
-    row = RowTests.of({"test_cases": [{"input": "3", "output": "7"}] * 2})
-    found = await verdict(code, row, Limits(seconds=0.5))
-    assert (found.passed, found.of) == (0, 2)
-
-
-async def test_a_right_answer_before_leaving_counts_as_far_as_it_was_given():
-    code = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x"
-    assert await share(code, [f"assert f({x}) == {x}" for x in range(5)]) == (2, 5)
-
-
-async def test_what_ran_before_time_was_over_counts():
-    code = "def f(x):\n    while x: pass\n    return x"
-    found = await judged(code, ["assert f(0) == 0", "assert f(1) == 1"], limits=Limits(seconds=0.5))
-    assert (found.passed, found.of, found.why) == (1, 2, "time ran out in test 1")
-
-
-async def test_a_solution_cannot_reach_back_into_lists_of_earlier_calls():
-    code = """
-        kept = []
-        def f(x):
-            kept.append(x)
-            for each in kept[:-1]: each[:] = [7]
-            return 0
-    """
-    assert await share(
-        code, ["xs = [1]\nf(xs)\nys = [2]\nf(ys)\nassert (xs, ys) == ([1], [2])"]
-    ) == (1, 1)
+async def test_right_answers_before_the_end_count(at_2, why):
+    code = f"import os\ndef f(x):\n    if x == 2:\n        {at_2}\n    return x"
+    tests = [f"assert f({x}) == {x}" for x in range(5)]
+    found = await judged(code, tests, limits=Limits(seconds=0.5))
+    assert (found.passed, found.of) == (2, 5)
+    assert why in (None, found.why)
 
 
 # 4. the reward
@@ -483,33 +485,18 @@ def test_the_share_of_tests_or_all_of_them():
     notes = []
     note = lambda name, values: notes.append((name, values))  # noqa: E731
     assert score(PythonTests(), CODES, log_extra=note, **ROWS) == [0.5, 1.0, 0.0]
-    assert score(PythonTests(partial=False), CODES, **ROWS) == [0.0, 1.0, 0.0]
+    chats = [[{"role": "assistant", "content": code}] for code in CODES]
+    assert score(PythonTests(partial=False), chats, **ROWS) == [0.0, 1.0, 0.0]
     ((name, values),) = notes
     assert name == "python_tests"
     assert values[0] == {"passed": 1, "of": 2, "why": "assert f(2) == 3: AssertionError"}
 
 
-def test_chats_are_read():
-    chat = [{"role": "assistant", "content": "```python\ndef f(x): return x\n```"}]
-    assert score(PythonTests(), [chat], tests=["assert f(1) == 1"]) == [1.0]
-
-
-def test_the_same_code_is_run_once(monkeypatch):
-    calls = []
+def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
+    running, most, calls = set(), [], []
 
     async def counted(code, row, limits, require):
         calls.append(code)
-        return Verdict(1, 1, None)
-
-    monkeypatch.setattr(python_tests, "verdict", counted)
-    assert score(PythonTests(), ["a", "b", "a", "a"], tests=["assert f()"] * 4) == [1.0] * 4
-    assert calls == ["a", "b"]
-
-
-def test_so_many_at_once_and_no_more(monkeypatch):
-    running, most = set(), []
-
-    async def counted(code, row, limits, require):
         running.add(code)
         most.append(len(running))
         for _ in range(5):
@@ -518,8 +505,9 @@ def test_so_many_at_once_and_no_more(monkeypatch):
         return Verdict(1, 1, None)
 
     monkeypatch.setattr(python_tests, "verdict", counted)
-    score(PythonTests(concurrency=3), list("abcdefgh"), tests=["assert f()"] * 8)
-    assert max(most) == 3
+    codes = [*"abcdefgh", "a", "a"]
+    assert score(PythonTests(concurrency=3), codes, tests=["assert f()"] * 10) == [1.0] * 10
+    assert (sorted(calls), max(most)) == (codes[:8], 3)
 
 
 def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
@@ -531,16 +519,21 @@ def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
         return await real(code, row, limits, require)
 
     monkeypatch.setattr(python_tests, "verdict", breaking)
-    tests = ["assert f(1) == 1", "assert f(1) == 1", "import numpy\nassert f(1)", None]
-    codes = ["def f(x): return x", "no box", "def f(x): return x", "x"]
-    values = score(PythonTests(), codes, tests=tests)
-    assert values[0] == 1.0
-    assert all(isinstance(value, Failed) and math.isnan(value) for value in values[1:])
-    assert [each.reason for each in values[1:] if isinstance(each, Failed)] == [
-        "could not run the tests: A sandbox could not be built: no processes left",
-        "could not run the tests: the tests import what is not here: No module named 'numpy'",
-        "cannot judge this row: it has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`",
-    ]
+    code = "def f(x): return x"
+    rows = (
+        (code, "assert f(1) == 1", ""),
+        ("no box", "assert f(1) == 1", "no processes left"),
+        (code, "import numpy\nassert f(1)", "'numpy'"),
+        ("x", None, "no tests"),
+        (code, "f(1)", "nothing is checked"),
+    )
+    codes, tests, why = map(list, zip(*rows, strict=True))
+    first, *values = score(PythonTests(), codes, tests=tests)
+    assert first == 1.0
+    for value, said in zip(values, why[1:], strict=True):
+        assert isinstance(value, Failed)
+        assert math.isnan(value)
+        assert said in str(value.reason)
 
 
 def test_missing_protections_are_warned_of_once(monkeypatch, caplog):
@@ -552,19 +545,14 @@ def test_missing_protections_are_warned_of_once(monkeypatch, caplog):
     for _ in range(2):
         score(PythonTests(), ["a", "b"], tests=["assert f()"] * 2)
     (record,) = caplog.records
-    assert "network (else no connection can be made)" in record.getMessage()
+    assert "network" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("parameters", "problem"),
-    [
-        ({"time_limit": 0}, "time_limit is 0"),
-        ({"concurrency": 0}, "concurrency is 0"),
-        ({"memory": -1}, "memory is -1"),
-        ({"require": ["nets"]}, "require names nets"),
-        ({"partially": True}, "did you mean partial"),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "problem"), [
+    ({"time_limit": 0}, "time_limit is 0"), ({"concurrency": 0}, "concurrency is 0"),
+    ({"memory": -1}, "memory is -1"), ({"require": ["nets"]}, "require names nets"),
+    ({"partially": True}, "did you mean partial"),
+])  # fmt: skip
 def test_parameters_that_cannot_be_are_refused(parameters, problem):
     with pytest.raises(TaskError, match=problem):
         get_reward_funcs([{"name": "python_tests", **parameters}])

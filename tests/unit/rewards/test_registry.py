@@ -6,7 +6,6 @@
 4. The config's section `rewards` as a rubric or a router.
 """
 
-import asyncio
 import importlib.metadata
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from groupwise.rewards import registry
 from groupwise.rewards.registry import configured_rubric, get_reward_funcs, registered, reward
 from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.scoring import ScoreRequest
 from groupwise.settings.view import View
 
 
@@ -73,7 +71,8 @@ def test_a_name_or_a_section_with_weight_and_parameters():
     assert (one, half) == (1.0, 0.5)
     assert a(completions=["ab"]) == [1.0]
     assert b(completions=["ab"]) == [4.0]
-    assert Rubric([a, b]).names == ("test_plain", "test_scaled")
+    assert b(prompts=["p"], completions=[["a", "bc"]]) == [[2.0, 4.0]]
+    assert Rubric([a, b, b]).names == ("test_plain", "test_scaled", "test_scaled_2")
 
 
 def test_tags_by_their_marks():
@@ -87,16 +86,6 @@ def test_tags_by_their_marks():
         f(prompts=[""] * 4, completions=said, answer=["4"] * 4) for f, _ in get_reward_funcs(names)
     ]
     assert values == [[2, 2, 0.5, -1], [3, 1.5, -0.5, -0.5], [2, 2, 0, 0]]
-
-
-def test_the_same_reward_twice_has_two_parts():
-    rubric = Rubric(get_reward_funcs(["test_scaled", {"name": "test_scaled", "factor": 3.0}]))
-    assert rubric.names == ("test_scaled", "test_scaled_2")
-
-
-def test_functions_take_nested_completions():
-    function, _ = only(["test_scaled"])
-    assert function(prompts=["p"], completions=[["a", "bc"]]) == [[1.0, 2.0]]
 
 
 FILE = """
@@ -139,7 +128,7 @@ def test_entry_points_are_called_by_their_own_name(tmp_path, monkeypatch):
     assert Rubric(get_reward_funcs(["kind"])).names == ("kind",)
 
 
-def test_two_modules_cannot_have_one_name():
+def test_two_modules_cannot_have_one_name_and_weight_is_no_parameter():
     def other(completions): ...
 
     other.__module__ = "elsewhere"
@@ -147,15 +136,13 @@ def test_two_modules_cannot_have_one_name():
         reward("test_plain")(other)
     assert reward("test_plain")(plain) is plain  # a file that is loaded again
 
-
-def test_a_parameter_that_no_entry_can_give_is_refused():
     @dataclass
     class Heavy:
         weight: float = 1.0
 
         def __call__(self, completions): ...
 
-    with pytest.raises(ValueError, match="parameter 'weight'"):
+    with pytest.raises(ValueError, match="'weight'"):
         reward("test_heavy")(Heavy)
 
 
@@ -174,6 +161,7 @@ def test_a_parameter_that_no_entry_can_give_is_refused():
         ({"name": "test_scaled", "weight": float("nan")}, ["weight is nan"]),
         ({"factor": 1.0}, ["does not say which reward it is"]),
         (3, ["does not say which reward it is"]),
+        ("math:pi", ["math:pi: expected a function"]),
     ],
 )
 def test_entries_that_cannot_work(entry, parts):
@@ -195,13 +183,10 @@ def test_answer_column_reaches_the_rewards_that_have_it():
 def test_rewards_with_an_answer_column_need_gold_in_every_row():
     rubric = Rubric(get_reward_funcs(["test_scaled", "test_plain"]), where="t")
     rubric.check_rows({0: {"answer": "a"}, 1: {"gold": 3}})
-    with pytest.raises(TaskError) as caught:
+    with pytest.raises(
+        TaskError, match=r"`test_scaled` cannot score 2 of 3 rows(.|\n)*row 1(.|\n)*row 2"
+    ):
         rubric.check_rows({0: {"answer": "a"}, 1: {"answer": ""}, 2: {"level": 1}})
-    message = str(caught.value)
-    assert message.startswith(
-        "t: `test_scaled` cannot score 2 of 3 rows.\n  row 1: there is no gold"
-    )
-    assert "row 2: there is no gold answer in answer, reference" in message
 
 
 # 3. refusals
@@ -210,41 +195,25 @@ def test_rewards_with_an_answer_column_need_gold_in_every_row():
 def test_unknown_names_are_told_all_at_once_with_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = refused(["test_scald", "test_plain", "no_such.module:f", "none.py:f"])
-    assert "No reward `test_scald` was found" in message
-    assert "Did you mean `test_scaled`" in message
-    assert "Built-in: " in message
-    assert "`no_such.module:f`" in message
-    assert "`none.py:f`" in message
-
-
-@pytest.mark.parametrize("names", ["test_plain", {"name": "test_plain"}, None])
-def test_one_name_is_no_list_of_names(names):
-    assert "expected a list of names" in refused(names)
-
-
-def test_something_that_is_no_reward_is_refused():
-    assert "math:pi: expected a function" in refused(["math:pi"])
+    for part in ("Did you mean `test_scaled`", "Built-in: ", "`no_such.module:f`", "`none.py:f`"):
+        assert part in message
+    for names in ("test_plain", {"name": "test_plain"}, None):
+        assert "expected a list of names" in refused(names)
 
 
 def test_a_function_that_wants_more_than_columns_is_refused_when_the_columns_are_known(tmp_path):
     (tmp_path / "more.py").write_text("def f(completions, threshold): ...")
     rubric = configured_rubric({"reward_funcs": [f"{tmp_path}/more.py:f"]})
     assert rubric is not None
-    with pytest.raises(TaskError) as caught:
+    with pytest.raises(TaskError, match=r"`f` asks for `threshold`(.|\n)*It has: answer"):
         rubric.check_rows({0: {"answer": "a"}})
-    message = str(caught.value)
-    assert message.startswith("rewards.reward_funcs: `f` asks for `threshold`")
-    assert "It has: answer" in message
 
 
 # 4. the section
 
 
-def test_no_list_leaves_the_rewards_to_the_task():
-    assert configured_rubric({"reward_funcs": None, "router": None}) is None
-
-
 def test_section_with_a_list_and_with_a_router():
+    assert configured_rubric({"reward_funcs": None, "router": None}) is None
     rubric = configured_rubric(
         {"reward_funcs": ["test_plain", {"name": "test_scaled", "weight": 3}]}
     )
@@ -255,25 +224,13 @@ def test_section_with_a_list_and_with_a_router():
     )
     assert isinstance(router, Router)
     assert (router.names, router.default) == (("a/test_plain", "b/test_scaled"), "b")
-
-
-def test_answer_column_that_nobody_looks_at_is_refused():
     assert configured_rubric({"reward_funcs": ["test_scaled"], "answer_column": "x"})
-    with pytest.raises(TaskError, match="none of test_plain looks for a gold answer"):
-        configured_rubric({"reward_funcs": ["test_plain"], "answer_column": "x"})
-
-
-def test_messages_name_the_key():
-    with pytest.raises(TaskError, match=r"^rewards\.router\.a: test_scaled has no parameter"):
-        configured_rubric({"router": {"a": [{"name": "test_scaled", "x": 1}]}})
-
-
-def test_each_completion_is_scored_as_if_alone():
-    rubric = configured_rubric({"reward_funcs": ["test_scaled", "test_plain"]})
-    assert rubric is not None
-    request = ScoreRequest(0, ["p"] * 2, ["a", "bbb"], [[]] * 2, {}, 0, 1)
-    found = asyncio.run(rubric.score(request))
-    assert [member.reward for member in found.members] == [2.0, 4.0]
+    for section, said in (
+        ({"reward_funcs": ["test_plain"], "answer_column": "x"}, "test_plain looks for a gold"),
+        ({"router": {"a": [{"name": "test_scaled", "x": 1}]}}, r"^rewards\.router\.a: test_scaled"),
+    ):
+        with pytest.raises(TaskError, match=said):
+            configured_rubric(section)
 
 
 def test_the_registry_imports_nothing_heavy():

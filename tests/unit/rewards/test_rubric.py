@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import TaskError
 from groupwise.rewards.calling import Failed
+from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import NO_REWARD, Rubric
 from groupwise.rewards.scoring import MemberScore, ScoreRequest
 from groupwise.rewards.text import CompletionText
@@ -57,7 +58,7 @@ def constant(value, name="f"):
 # 1. arguments
 
 
-def test_columns_reach_functions_with_kwargs_and_those_that_name_them():
+def test_columns_and_what_else_there_is_reach_those_who_name_them():
     seen = {}
 
     def everything(prompts, completions, **kwargs):
@@ -68,20 +69,20 @@ def test_columns_reach_functions_with_kwargs_and_those_that_name_them():
         seen["one"] = answer
         return [0.0, 0.0]
 
-    score([everything, one], request(answer=["a", "b"], other=[1, 2]))
-    assert seen == {"everything": {"answer": ["a", "b"], "other": [1, 2]}, "one": ["a", "b"]}
-
-
-def test_optional_arguments_go_to_those_who_name_them():
-    seen = {}
-
     def named(completions, completion_ids, trainer_state, **kwargs):
-        seen.update(ids=completion_ids, step=trainer_state.global_step, of=trainer_state.max_steps)
+        seen["ids"] = completion_ids
+        seen["steps"] = (trainer_state.global_step, trainer_state.max_steps)
         seen["rest"] = set(kwargs)
         return [1, 1]
 
-    score([named])
-    assert seen == {"ids": [[0, 9], [1, 9]], "step": 3, "of": 10, "rest": {"prompts"}}
+    score([everything, one, named], request(answer=["a", "b"], other=[1, 2]))
+    assert seen == {
+        "everything": {"answer": ["a", "b"], "other": [1, 2]},
+        "one": ["a", "b"],
+        "ids": [[0, 9], [1, 9]],
+        "steps": (3, 10),
+        "rest": {"prompts", "answer", "other"},
+    }
 
 
 class Counter:
@@ -100,14 +101,9 @@ def test_async_functions_objects_methods_and_partials():
         return [factor] * len(completions)
 
     functions = [Counter(), Awaited(), Counter().__call__, functools.partial(scaled, factor=4)]
-    found = score(functions)
-    assert [part.value for part in found.members[0].parts] == [1.0, 2.0, 1.0, 4.0]
-    assert [part.name for part in found.members[0].parts] == [
-        "Counter",
-        "Awaited",
-        "__call__",
-        "scaled",
-    ]
+    parts = score(functions).members[0].parts
+    assert [part.value for part in parts] == [1.0, 2.0, 1.0, 4.0]
+    assert [part.name for part in parts] == ["Counter", "Awaited", "__call__", "scaled"]
 
 
 def test_changes_to_arguments_stay_with_the_function():
@@ -140,14 +136,8 @@ def test_metrics_are_averaged_and_extras_kept_beside_their_rollout():
     assert found.metrics == {"length": 1.5}
     assert [member.notes for member in found.members] == [{"seen": 5}, {"seen": {"a": [1, None]}}]
     assert from_json(type(found), to_json(found)) == found
-
-
-def test_extras_of_the_wrong_length_fail_the_function():
-    def logs(completions, log_extra):
-        log_extra("seen", [1])
-        return [1, 1]
-
-    assert "1 value for 2 completions" in reason(score([logs]).members[0])
+    spoilt = score([lambda completions, log_extra: log_extra("seen", [1])])
+    assert "1 value for 2 completions" in reason(spoilt.members[0])
 
 
 # 2. totals
@@ -176,16 +166,10 @@ def test_part_of_weight_zero_neither_applies_nor_fails():
     assert (nothing.outcome, nothing.reason) == ("failed", NO_REWARD)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        [1, 1],
-        (True, 1.0),
-        np.ones(2, dtype=np.float16),
-        [np.array(1.0), np.float32(1)],
-        [Decimal(1), 1],
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    [1, 1], (True, 1.0), np.ones(2, dtype=np.float16), [np.array(1.0), np.float32(1)],
+    [Decimal(1), 1],
+])  # fmt: skip
 def test_numbers_of_many_kinds(answer):
     found = score([lambda completions: answer])
     assert [member.reward for member in found.members] == [1.0, 1.0]
@@ -194,17 +178,12 @@ def test_numbers_of_many_kinds(answer):
 # 3. failures
 
 
-@pytest.mark.parametrize(
-    ("answer", "parts"),
-    [
-        ([1.0], ["returned 1 value for 2 completions"]),
-        (1.0, ["returned float 1.0", "expected a list of 2 numbers"]),
-        (None, ["returned NoneType None"]),
-        ("ab", ["returned str 'ab'"]),
-        ({"a": 1, "b": 2}, ["returned dict"]),
-        (np.float64(1), ["expected a list"]),
-    ],
-)
+@pytest.mark.parametrize(("answer", "parts"), [
+    ([1.0], ["returned 1 value for 2 completions"]),
+    (1.0, ["returned float 1.0", "expected a list of 2 numbers"]),
+    (None, ["returned NoneType None"]), ("ab", ["returned str 'ab'"]),
+    ({"a": 1, "b": 2}, ["returned dict"]), (np.float64(1), ["expected a list"]),
+])  # fmt: skip
 def test_wrong_answers_fail_the_whole_call(answer, parts):
     def reward(completions):
         return answer
@@ -216,30 +195,23 @@ def test_wrong_answers_fail_the_whole_call(answer, parts):
             assert part in reason(member)
 
 
-def test_a_value_that_is_failed_says_why_itself():
-    def picky(completions):
-        return [1.0, Failed("has no tests")]
-
-    first, second = score([picky]).members
-    assert (first.outcome, second.outcome) == ("scored", "failed")
-    assert reason(second) == "reward `picky` has no tests"
-
-
-@pytest.mark.parametrize("entry", [float("nan"), float("inf"), -np.inf, "1", [1.0], 1j, 10**400])
+@pytest.mark.parametrize(
+    "entry", [float("nan"), float("inf"), -np.inf, "1", [1.0], 1j, 10**400, Failed("has no tests")]
+)
 def test_wrong_entry_fails_its_own_rollout_only(entry):
-    def reward(completions):
+    def picky(completions):
         return [1.0, entry]
 
-    first, second = score([reward]).members
+    first, second = score([picky]).members
     assert (first.outcome, first.reward) == ("scored", 1.0)
     assert second.outcome == "failed"
-    assert "`reward` returned" in reason(second)
+    said = "has no tests" if isinstance(entry, Failed) else "returned"
+    assert f"`picky` {said}" in reason(second)
 
 
 def test_total_that_overflows_fails():
     member = score([(constant(1e308), 10.0)]).members[0]
-    assert member.outcome == "failed"
-    assert "inf" in reason(member)
+    assert (member.outcome, "inf" in reason(member)) == ("failed", True)
 
 
 def raises(completions, **kwargs):
@@ -259,33 +231,20 @@ def leaves(completions, **kwargs):
     raise SystemExit(1)
 
 
-@pytest.mark.parametrize(
-    ("function", "part"),
-    [
-        (raises, "return [1 / 0 for _ in completions]"),
-        (raises_later, "KeyError: 'late'"),
-        (cancels, "CancelledError"),
-        (leaves, "SystemExit"),
-    ],
-)
+@pytest.mark.parametrize(("function", "part"), [
+    (raises, "return [1 / 0 for _ in completions]"), (raises_later, "KeyError: 'late'"),
+    (cancels, "CancelledError"), (leaves, "SystemExit"),
+])  # fmt: skip
 def test_exceptions_fail_the_call_and_nothing_else(function, part):
-    found = score([function, constant(1.0, "fine")])
+    heard = []
+    rubric = Rubric([function, constant(1.0, "fine")])
+    found = asyncio.run(rubric.score(request(), heard.append))
+    assert heard == [function.__name__, "fine"], "each is announced before it runs"
     for member in found.members:
         assert member.outcome == "failed"
         assert f"`{function.__name__}` raised" in reason(member)
         assert part in reason(member)
         assert member.parts[1].value == 1.0
-
-
-def test_functions_are_announced_before_they_run():
-    heard = []
-
-    def second(completions):
-        assert heard == ["f", "second"]
-        return [1, 1]
-
-    found = asyncio.run(Rubric([constant(1), second]).score(request(), heard.append))
-    assert found.members[0].outcome == "scored"
 
 
 # 4. what cannot be called
@@ -297,37 +256,25 @@ def refused(call) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("value", "part"),
-    [
-        ([], "empty"),
-        ({}, "got dict"),
-        (None, "got NoneType"),
-        (["accuracy"], "entry 0: expected a function"),
-        ([constant(1), (3, 1.0)], "entry 1"),
-        ([Counter], "give an instance, `Counter()`"),
-        ([(constant(1), "1")], "weight of `f` is '1'"),
-        ([(constant(1), float("nan"))], "finite"),
-        ([(constant(1), True)], "weight of `f` is True"),
-        ([(constant(1), 0)], "every weight is 0"),
-        ([lambda completions, /: 1], "position only"),
-    ],
-)
+@pytest.mark.parametrize(("value", "part"), [
+    ([], "empty"), ({}, "got dict"), (None, "got NoneType"),
+    (["accuracy"], "entry 0: expected a function"), ([constant(1), (3, 1.0)], "entry 1"),
+    ([Counter], "give an instance, `Counter()`"), ([(constant(1), "1")], "weight of `f` is '1'"),
+    ([(constant(1), float("nan"))], "finite"), ([(constant(1), True)], "weight of `f` is True"),
+    ([(constant(1), 0)], "every weight is 0"), ([lambda completions, /: 1], "position only"),
+])  # fmt: skip
 def test_what_is_no_rubric_is_refused(value, part):
     message = refused(lambda: Rubric.of(value, where="task.py: get_reward_funcs"))
     assert message.startswith("task.py: get_reward_funcs")
     assert part in message
 
 
-def test_weights_replace_those_given_and_must_fit():
+def test_weights_replace_those_given_and_names_are_unique():
     given = [(constant(1, "a"), 5), constant(1, "b")]
     assert Rubric.of(given, where="").weights == (5.0, 1.0)
     assert Rubric.of(given, [2, 3], where="").weights == (2.0, 3.0)
     assert Rubric.of(Rubric(given), [2, 3], where="").weights == (2.0, 3.0)
-    assert "3 weights for 2 reward functions" in refused(lambda: Rubric(given, [1, 2, 3]))
-
-
-def test_names_are_unique_and_stable():
+    assert "3 weights for 2" in refused(lambda: Rubric(given, [1, 2, 3]))
     names = ["f", "f", "f_2", "g", "f"]
     assert Rubric([constant(1, name) for name in names]).names == ("f", "f_3", "f_2", "g", "f_4")
 
@@ -345,10 +292,6 @@ def test_stateful_is_what_a_function_says_of_itself():
     assert not Rubric([function]).stateful
     setattr(function, "stateful", True)  # noqa: B010 — type checkers know no attributes of functions
     assert Rubric([constant(2), function]).stateful
-
-
-def test_a_function_of_no_module_stands_in_no_file():
-    names = {}
-    exec("def free(completions, **columns):\n    return [1.0]", names)
-    names["free"].__module__ = None  # as that of code that runs without a module's names
-    assert Rubric([names["free"]]).files == ()
+    assert Router.of({"a": constant(2), "b": function}).stateful
+    setattr(function, "__module__", None)  # noqa: B010 — as that of code that runs without a module's names
+    assert Rubric([function]).files == ()

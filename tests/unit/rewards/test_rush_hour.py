@@ -18,7 +18,6 @@ from groupwise.rewards.rush_hour import (
     RushSolutionShaped,
     board_of,
     looks_like_a_move,
-    merged,
     moves_in,
     play,
     read_moves,
@@ -59,95 +58,34 @@ def played(board, moves):
 # Reading
 
 
-@pytest.mark.parametrize(
-    ("text", "moves"),
-    [
-        ("A>2", "A>2"),
-        ("A>2,B^1", "A>2,B^1"),
-        ("A>2, B^1", "A>2,B^1"),
-        ("A>2; B^1;", "A>2,B^1"),
-        ("A>2\nB^1", "A>2,B^1"),
-        ("A > 2 , B ^ 1.", "A>2,B^1"),
-        ("AR2,BL1,CU3,DD4", "A>2,B<1,C^3,Dv4"),
-        ("ar2,bV1,vv1", "A>2,Bv1,Vv1"),
-        ("A>1,A>1", "A>1,A>1"),
-        ("A>02", "A>2"),
-    ],
-)
+@pytest.mark.parametrize(("text", "moves"), [
+    ("A>2", "A>2"), ("A>2,B^1", "A>2,B^1"), ("A>2, B^1", "A>2,B^1"), ("A>2; B^1;", "A>2,B^1"),
+    ("A>2\nB^1", "A>2,B^1"), ("A > 2 , B ^ 1.", "A>2,B^1"), ("AR2,BL1,CU3,DD4", "A>2,B<1,C^3,Dv4"),
+    ("ar2,bV1,vv1", "A>2,Bv1,Vv1"), ("A>1,A>1", "A>1,A>1"), ("A>02", "A>2"),
+])  # fmt: skip
 def test_moves_are_read(text, moves):
     assert ",".join(map(str, read(text))) == moves
 
 
-@pytest.mark.parametrize(
-    ("text", "moves"),
-    [
-        ("A>1,A>1", "A>2"),
-        ("A>1,AR2,A<1,A>1", "A>3,A<1,A>1"),
-        ("A>1,B>1,A>1", "A>1,B>1,A>1"),
-    ],
-)
-def test_steps_of_one_car_in_one_direction_are_one_move(text, moves):
-    assert merged(read(text)) == read(moves)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "A>0",
-        "A>-1",
-        "A>",
-        "A2",
-        "A>2 and B^1",
-        "AB>2",
-        "A>2B^1",
-        "A>99999",
-        "1>2",
-        "A*2",
-        ",A>2",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "", "A>0", "A>-1", "A>", "A2", "A>2 and B^1", "AB>2", "A>2B^1", "A>99999", "1>2", "A*2", ",A>2",
+])  # fmt: skip
 def test_nothing_else_is_a_list_of_moves(text):
     assert read_moves(text) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "moves"),
-    [
-        ("<answer>A>2</answer>", "A>2"),
-        ("B^1 <answer>C>1</answer> or <ANSWER> A>2 </ANSWER>", "A>2"),
-        ("<think>B^1</think>\nA>2", "A>2"),
-        ("<think>B^1</think><answer>\nB^1\nA>2\n</answer>", "B^1,A>2"),
-        ("These are the moves:\nB^1,A>2", "B^1,A>2"),
-        ("A>2\nThat is all.", "A>2"),
-        ("C>1\nNo, wait.\nA>2", "A>2"),
-        ([{"role": "assistant", "content": "A>2"}], "A>2"),
-        ("The moves are B^1,A>2", None),
-        ("<answer>move A right</answer> A>2", None),
-        ("<answer></answer>", None),
-        ("A>2</think>", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "moves"), [
+    ("<answer>A>2</answer>", "A>2"), ("B^1 <answer>C>1</answer> or <ANSWER> A>2 </ANSWER>", "A>2"),
+    ("<think>B^1</think>\nA>2", "A>2"),
+    ("<think>B^1</think><answer>\nB^1\nA>2\n</answer>", "B^1,A>2"),
+    ("These are the moves:\nB^1,A>2", "B^1,A>2"), ("A>2\nThat is all.", "A>2"),
+    ("C>1\nNo, wait.\nA>2", "A>2"), ([{"role": "assistant", "content": "A>2"}], "A>2"),
+    ("The moves are B^1,A>2", None), ("<answer>move A right</answer> A>2", None),
+    ("<answer></answer>", None), ("A>2</think>", None), ("", None),
+])  # fmt: skip
 def test_the_answer_of_a_completion(text, moves):
     found = moves_in(text)
     assert (found and ",".join(map(str, found))) == moves
-
-
-@pytest.mark.parametrize(
-    ("text", "like"),
-    [
-        ("I would move A>2 first", True),
-        ("first A > 2", True),
-        ("A>0", False),
-        ("move car A", False),
-        ("<answer>1</answer>", False),
-        ("</think>2", False),
-        ("", False),
-    ],
-)
-def test_what_looks_like_a_move(text, like):
-    assert looks_like_a_move(text) is like
 
 
 def test_reading_ends_soon_whatever_is_written():
@@ -162,16 +100,10 @@ def test_reading_ends_soon_whatever_is_written():
 # Boards
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        BOARD,
-        "ooCo\nAABo\nooBo\noooo\n",
-        "o o C o\nA A B o\no o B o\no o o o",
-        ["ooCo", "AABo", "ooBo", "oooo"],
-        list(BOARD),
-    ],
-)
+@pytest.mark.parametrize("value", [
+    BOARD, "ooCo\nAABo\nooBo\noooo\n", "o o C o\nA A B o\no o B o\no o o o",
+    ["ooCo", "AABo", "ooBo", "oooo"], list(BOARD),
+])  # fmt: skip
 def test_a_board_is_text_or_a_list(value):
     board = board_of(value, 4)
     assert (board.size, board.cells) == (4, BOARD)
@@ -179,25 +111,17 @@ def test_a_board_is_text_or_a_list(value):
     assert board_of(value) == board_of(value, "4") == board_of(value, float("nan")) == board
 
 
-@pytest.mark.parametrize(
-    ("value", "size", "says"),
-    [
-        ("ooo", None, "3 cells; expected a square"),
-        (BOARD, 5, "16 cells; expected 5×5"),
-        (BOARD, "5x5", "`size` holds '5x5'"),
-        ("", None, "expected a square"),
-        (None, None, "expected text"),
-        ([1, 2, 3, 4], None, "expected text"),
-        ("AAo.ooooo", None, "the signs ."),
-        ("AAobooooo", None, "the signs b"),
-        ("BBooooooo", None, "no car A"),
-        ("AoooAoooo", None, "car A on the board 'AoooAoooo' are not in one line"),
-        ("AAoBoBooo", None, "car B"),
-        ("AAoooBBoo", None, "car B"),  # around the corner of a row
-        ("AooAooooo", None, "upright"),
-        ("oAAoooooo", None, "already"),
-    ],
-)
+@pytest.mark.parametrize(("value", "size", "says"), [
+    ("ooo", None, "3 cells; expected a square"), (BOARD, 5, "16 cells; expected 5×5"),
+    (BOARD, "5x5", "`size` holds '5x5'"), ("", None, "expected a square"),
+    (None, None, "expected text"), ([1, 2, 3, 4], None, "expected text"),
+    ("AAo.ooooo", None, "the signs ."), ("AAobooooo", None, "the signs b"),
+    ("BBooooooo", None, "no car A"),
+    ("AoooAoooo", None, "car A on the board 'AoooAoooo' are not in one line"),
+    ("AAoBoBooo", None, "car B"),
+    ("AAoooBBoo", None, "car B"),  # around the corner of a row
+    ("AooAooooo", None, "upright"), ("oAAoooooo", None, "already"),
+])  # fmt: skip
 def test_boards_that_cannot_be_played_are_refused(value, size, says):
     with pytest.raises(ValueError, match=r"board|size") as caught:
         board_of(value, size)
@@ -243,18 +167,12 @@ def test_nothing_goes_around_the_end_of_a_row():
         assert played(board, moves) == (board, 0, False)
 
 
-@pytest.mark.parametrize(
-    ("moves", "solved"),
-    [
-        ("A>2", True),
-        ("A>1,A<1,A>2", True),
-        ("A>1", False),
-        ("A>3", True),  # not a legal move, but A stands at the edge
-        ("A>2,A<1", True),  # the board is solved, the rest is not played
-        ("A>2,Z>1", True),
-        ("A>2,A>1", True),
-    ],
-)
+@pytest.mark.parametrize(("moves", "solved"), [
+    ("A>2", True), ("A>1,A<1,A>2", True), ("A>1", False),
+    ("A>3", True),  # not a legal move, but A stands at the edge
+    ("A>2,A<1", True),  # the board is solved, the rest is not played
+    ("A>2,Z>1", True), ("A>2,A>1", True),
+])  # fmt: skip
 def test_a_board_is_solved_as_soon_as_a_stands_at_the_edge(moves, solved):
     assert played(FREE, moves)[2] is solved
 
@@ -271,20 +189,13 @@ def test_playing_keeps_every_car_and_wall(steps):
 # Rewards
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        (GOLD, 1.0),
-        ("<think>Hm.</think><answer>BD1, CR1, AR2</answer>", 1.0),
-        ("Bv1,C>1,A>1,A>1", 1.0),  # steps of one car in one direction are one move
-        ("C>1,Bv1,A>2", 0.0),
-        ("A>2", 0.0),
-        ("Z>1", 0.0),
-        ("Move B down: Bv1, then A.", 0.01),
-        ("Move B down.", 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    (GOLD, 1.0), ("<think>Hm.</think><answer>BD1, CR1, AR2</answer>", 1.0),
+    ("Bv1,C>1,A>1,A>1", 1.0),  # steps of one car in one direction are one move
+    ("C>1,Bv1,A>2", 0.0), ("A>2", 0.0), ("Z>1", 0.0), ("Move B down: Bv1, then A.", 0.01),
+    ("first B v 1", 0.01), ("Move B down.", 0.0), ("A>0", 0.0), ("<answer>1</answer>", 0.0),
+    ("</think>2", 0.0), ("", 0.0),
+])  # fmt: skip
 def test_exact(text, value):
     assert exact(text) == [value]
 
@@ -301,15 +212,13 @@ def test_exact_takes_any_of_several_solutions():
         (GOLD, 0.65 + 0.20 + 0.10 + 0.05),
         ("C>1,Bv1,A>2", 0.20 + 0.10 + 0.05),
         ("C>1,C<1,Bv1,A>2", 0.20 / 2 + 0.10 + 0.05),
-        (
-            "C>1,C<1,Bv1,Bv1,A>2",
-            0.10 * 3 / 5 + 0.05 / 3,
-        ),  # B cannot go so far; it is out of the way
+        ("C>1,C<1,Bv1,Bv1,A>2", 0.10 * 3 / 5 + 0.05 / 3),  # B cannot go so far
         ("Bv1,A>2,C>1", 0.20 + 0.10 * 2 / 3 + 0.05),  # solved after two of three
         ("Bv1,C>1", 0.10 + 0.05 / 3),
         ("Bv1,A>9", 0.20 + 0.10 * 1 / 2 + 0.05),  # A stands at the edge; its move was not legal
         ("Bv1,A>2,A>1", 0.20 + 0.10 * 2 / 3 + 0.05),  # one too many, and still within three
         ("Bv1,A>2,A>1,A>1", 0.20 / 2 + 0.10 * 2 / 4 + 0.05),
+        ("Bv1,C>1,A>9,A>9,Z>1,Z<1", 0.20 / 4 + 0.10 * 2 / 3 + 0.05),  # of gold; 2 of 5 are legal
         ("Bv1", 0.10 + 0.05 / 3),
         ("Bv1,Z>1,Y>2", 0.10 * 1 / 3 + 0.05 / 3),
         ("Z>1", 0.0),
@@ -322,26 +231,11 @@ def test_shaped(text, value):
     assert shaped(text) == pytest.approx(value)
 
 
-def test_gold_earns_exactly_one():
-    assert shaped(GOLD) == 1.0
-
-
-def test_the_larger_prefix_counts():
-    # Two of three gold moves, but only two of five are legal.
-    assert shaped("Bv1,C>1,A>9,A>9,Z>1,Z<1") == pytest.approx(0.20 / 4 + 0.10 * 2 / 3 + 0.05)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("Bv2,A>2", 1.0),
-        ("Bv1,Bv1,A>1,A>1", 1.0),
-        ("Bv2,A>2,C^1", 0.20 / 2 + 0.10 + 0.05),
-        ("Bv2,A>2,A>1", 0.20 / 2 + 0.10 * 2 / 3 + 0.05),
-        ("Bv2,A>3", 0.20 + 0.10 / 2 + 0.05),
-        ("Bv2,A>1", 0.10 + 0.05 * 2 / 3),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("Bv2,A>2", 1.0), ("Bv1,Bv1,A>1,A>1", 1.0), ("Bv2,A>2,C^1", 0.20 / 2 + 0.10 + 0.05),
+    ("Bv2,A>2,A>1", 0.20 / 2 + 0.10 * 2 / 3 + 0.05), ("Bv2,A>3", 0.20 + 0.10 / 2 + 0.05),
+    ("Bv2,A>1", 0.10 + 0.05 * 2 / 3),
+])  # fmt: skip
 def test_what_is_written_after_the_board_is_solved(text, value):
     assert shaped(text, "ooBoAABooooooooo", "Bv2,A>2") == pytest.approx(value)
 
@@ -352,11 +246,7 @@ def test_excess_is_counted_from_the_target():
     assert shaped(text, moves=4) == pytest.approx(0.20 + parts)
     assert shaped(text, moves=2) == pytest.approx(0.20 / 3 + parts)
     assert shaped(text, moves=None) == shaped(text) == pytest.approx(0.20 / 2 + parts)
-
-
-def test_going_away_from_the_edge_is_not_punished_below_nothing():
-    board = "oAAoo" + "o" * 20
-    assert shaped("A<1", board, "A>2") == pytest.approx(0.10)
+    assert shaped("A<1", "oAAoo" + "o" * 20, "A>2") == pytest.approx(0.10), "away, not below 0"
 
 
 def test_weights_are_parameters():
@@ -400,18 +290,13 @@ def test_each_row_has_its_own_target():
         assert values == pytest.approx([alone[target] for target in targets])
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (GOLD_RENAMED, "Cv1 is not legal"),  # names of another board
-        ("Bv1,Z>2", "Z>2 is not legal"),
-        ("Bv1,C>1", "A does not reach the right edge"),
-        ("Bv1,A>1", "A does not reach the right edge"),
-        ("Bv1,A>3", "A>3 is not legal"),  # a gold solution has no move like that
-        ([GOLD, GOLD_RENAMED], "Cv1 is not legal"),
-        ("slide B down", "no list of moves"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "says"), [
+    (GOLD_RENAMED, "Cv1 is not legal"),  # names of another board
+    ("Bv1,Z>2", "Z>2 is not legal"), ("Bv1,C>1", "A does not reach the right edge"),
+    ("Bv1,A>1", "A does not reach the right edge"),
+    ("Bv1,A>3", "A>3 is not legal"),  # a gold solution has no move like that
+    ([GOLD, GOLD_RENAMED], "Cv1 is not legal"), ("slide B down", "no list of moves"),
+])  # fmt: skip
 def test_a_gold_solution_that_does_not_solve_its_own_board_is_refused(answer, says):
     with pytest.raises(ValueError, match=says):
         shaped("A>1", answer=answer)
@@ -427,7 +312,7 @@ def test_it_is_a_that_leaves():
         shaped("B>2", board, "B>2")
 
 
-def test_rows_are_checked_before_anything_is_trained():
+def test_rows_are_checked_before_anything_is_trained_and_fail_their_rollouts():
     functions = get_reward_funcs(["rush_solution_shaped", "rush_solution_exact"])
     rubric = Rubric(functions, where="here")
     rubric.check_rows({0: {"board": BOARD, "size": 4, "moves": 3, "answer": [GOLD]}})
@@ -440,20 +325,9 @@ def test_rows_are_checked_before_anything_is_trained():
     ):
         with pytest.raises(TaskError, match=says):
             rubric.check_rows({0: row})
-
-
-def test_the_column_of_the_gold_solutions_can_be_named():
-    config = {"rewards": {"answer_column": "route"}}
-    for function, _ in get_reward_funcs(["rush_solution_shaped", "rush_solution_exact"], config):
-        columns = {"board": [BOARD], "answer": ["A>1"], "route": [GOLD]}
-        assert function(completions=[GOLD], **columns) == [1.0]
-
-
-def test_a_broken_row_fails_its_rollouts_with_the_reason():
-    rubric = Rubric(get_reward_funcs(["rush_solution_shaped"]), where="here")
     columns = {"board": [BOARD], "answer": [GOLD_RENAMED]}
     asked = ScoreRequest(0, ["p"], [GOLD], [[1]], columns, 0, 1)
-    (member,) = asyncio.run(rubric.score(asked)).members
+    (member,) = asyncio.run(Rubric(functions[:1]).score(asked)).members
     assert member.outcome == "failed"
     assert "does not solve its board" in str(member.reason)
 
@@ -468,5 +342,5 @@ def test_values_are_between_0_and_1_and_only_gold_earns_1(text):
 def test_every_short_list_of_moves_is_worth_less_than_gold():
     steps = [f"{car}{way}{n}" for car, way, n in product("ABC", "<>^v", (1, 2))]
     values = {",".join(pair): shaped(",".join(pair)) for pair in product(steps, repeat=2)}
-    assert max(values.values()) < 1
+    assert max(values.values()) < 1 == shaped(GOLD)
     assert values["Bv1,A>2"] == pytest.approx(0.20 + 0.10 + 0.05)

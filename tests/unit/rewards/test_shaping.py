@@ -25,32 +25,39 @@ def length_of(text, tokens, **parameters):
 # repetition
 
 
+@pytest.mark.parametrize(("text", "expected"), [
+    ("one two three four", 0.0),
+    ("no no no no no no", -0.75),  # four trigrams, one of them new
+    ("a b c a b c", -0.25),  # abc bca cab abc
+    ("A b c a B c", -0.25), ("so so", 0.0), ("", 0.0),
+])  # fmt: skip
+def test_the_share_of_repeated_trigrams(text, expected):
+    (value,) = Repetition()([text])
+    assert (value, math.copysign(1, value)) == (expected, -1 if expected else 1)
+
+
+def test_numbers_are_parameters():
+    assert Repetition(n=1, max_penalty=-2.0)(["a a b a"]) == [-1.0]
+    assert length_of(RIGHT, 10, max_length=10, right_long=0.7) == pytest.approx(0.7)
+    assert length_of(WRONG, 0, wrong_short=-1.0) == -1.0
+    assert Overlong(100, cache=50)([ids(75)]) == [-0.5]
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("reward", "given", "said"),
     [
-        ("one two three four", 0.0),
-        ("no no no no no no", -0.75),  # four trigrams, one of them new
-        ("a b c a b c", -0.25),  # abc bca cab abc
-        ("A b c a B c", -0.25),
-        ("so so", 0.0),
-        ("", 0.0),
+        (Repetition, {"max_penalty": 1.0}, "would reward repetition"),
+        (Repetition, {"n": 0}, "at least one word"),
+        (Length, {"wrong_long": 0.6}, "a wrong answer could earn more"),
+        (Length, {"max_length": 0}, "at least one token"),
+        (Overlong, {"max_length": 0}, "expected"),
+        (Overlong, {"max_length": 10, "cache": 0}, "expected"),
+        (Overlong, {"max_length": 10, "cache": 11}, "expected"),
     ],
 )
-def test_the_share_of_repeated_trigrams(text, expected):
-    assert Repetition()([text]) == [expected]
-
-
-def test_zero_has_no_minus_before_it():
-    values = Repetition()(["one two three four", ""])
-    assert [math.copysign(1, each) for each in values] == [1, 1]
-
-
-def test_n_and_penalty_are_parameters():
-    assert Repetition(n=1, max_penalty=-2.0)(["a a b a"]) == [-1.0]
-    with pytest.raises(ValueError, match="would reward repetition"):
-        Repetition(max_penalty=1.0)
-    with pytest.raises(ValueError, match="at least one word"):
-        Repetition(n=0)
+def test_numbers_that_make_no_sense_are_refused(reward, given, said):
+    with pytest.raises(ValueError, match=said):
+        reward(**given)
 
 
 @given(TEXTS, st.integers(1, 4))
@@ -60,47 +67,17 @@ def test_bounds_case_and_space_of_repetition(text, n):
     assert Repetition(n=n)([f" {text.swapcase()}\n"]) == [value]
 
 
-@given(st.integers(3, 30), st.integers(0, 30))
-def test_saying_it_again_never_costs_less(count, more):
-    fewer, longer = Repetition()(["no " * count, "no " * (count + more)])
-    assert longer <= fewer
-
-
 # length
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens", "expected"),
-    [
-        (RIGHT, 0, 1.0),
-        (RIGHT, 250, 0.75 + 0.25 * 0.5**0.5),
-        (RIGHT, 500, 0.75),
-        (RIGHT, 1000, 0.5),
-        (RIGHT, 5000, 0.5),
-        (WRONG, 0, -0.5),
-        (WRONG, 500, -0.25),
-        (WRONG, 1000, 0.0),
-        (WRONG, 5000, 0.0),
-        ("3", 0, -0.5),
-        ("<answer></answer>", 0, -0.5),
-        ("<answer>3.0</answer>", 0, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "tokens", "expected"), [
+    (RIGHT, 0, 1.0), (RIGHT, 250, 0.75 + 0.25 * 0.5**0.5), (RIGHT, 500, 0.75), (RIGHT, 1000, 0.5),
+    (RIGHT, 5000, 0.5), (WRONG, 0, -0.5), (WRONG, 500, -0.25), (WRONG, 1000, 0.0),
+    (WRONG, 5000, 0.0), ("3", 0, -0.5), ("<answer></answer>", 0, -0.5),
+    ("<answer>3.0</answer>", 0, 1.0),
+])  # fmt: skip
 def test_the_cosine(text, tokens, expected):
     assert length_of(text, tokens) == pytest.approx(expected)
-
-
-def test_words_are_graded_too():
-    assert Length()(["<answer>paris</answer>"], [[]], answer=["Paris"]) == [1.0]
-
-
-def test_the_four_values_and_the_length_are_parameters():
-    assert length_of(RIGHT, 10, max_length=10, right_long=0.7) == pytest.approx(0.7)
-    assert length_of(WRONG, 0, wrong_short=-1.0) == -1.0
-    with pytest.raises(ValueError, match="a wrong answer could earn more"):
-        Length(wrong_long=0.6)
-    with pytest.raises(ValueError, match="at least one token"):
-        Length(max_length=0)
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000))
@@ -116,7 +93,6 @@ def test_longer_is_worse_when_right_and_better_when_wrong(one, other):
 def test_overlong_by_hand():
     lengths = [0, 80, 85, 90, 100, 150]
     assert Overlong(100)([ids(n) for n in lengths]) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-    assert Overlong(100, cache=50)([ids(75)]) == [-0.5]
 
 
 @given(st.integers(1, 500), st.data())
@@ -124,12 +100,6 @@ def test_overlong_is_the_punishment_of_dapo(max_length, data):
     cache = data.draw(st.integers(1, max_length))
     length = data.draw(st.integers(0, 600))
     assert Overlong(max_length, cache)([ids(length)]) == [punishment(length, max_length, cache)]
-
-
-@pytest.mark.parametrize(("longest", "cache"), [(0, None), (10, 0), (10, 11)])
-def test_lengths_that_make_no_sense(longest, cache):
-    with pytest.raises(ValueError, match="expected"):
-        Overlong(longest, cache)
 
 
 # all of them

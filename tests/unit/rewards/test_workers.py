@@ -14,7 +14,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,14 +30,18 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="found through /proc"
 FINE = (4.0, 5.0)
 
 
-def workers_for(*functions: str, time_limit: float = 20.0, workers: int = 1) -> RewardWorkers:
-    arguments = {"functions": list(functions)}
-    return RewardWorkers(f"{MODULE}:make", arguments, workers=workers, time_limit=time_limit)
+def workers_for(factory: str = "make", time_limit: float = 20.0, **more: Any) -> RewardWorkers:
+    arguments = more.pop("arguments", {})
+    return RewardWorkers(f"{MODULE}:{factory}", arguments, time_limit=time_limit, **more)
 
 
-def request(draw: int = 0, completions: tuple[str, ...] = ("four", "fiver"), **columns):
+def request(
+    *functions: str, draw: int = 0, completions: tuple[str, ...] = ("four", "fiver"), **columns
+):
+    """What these functions of `worker_rewards` are to score."""
     count = len(completions)
-    repeated = {name: [value] * count for name, value in columns.items()}
+    given = {"functions": functions or ("fine",), **columns}
+    repeated = {name: [value] * count for name, value in given.items()}
     return ScoreRequest(draw, ["p"] * count, list(completions), [[1]] * count, repeated, 0, 10)
 
 
@@ -43,13 +49,10 @@ def rewards(score: GroupScore):
     return tuple(member.reward for member in score.members)
 
 
-def outcomes(score: GroupScore):
-    return {member.outcome for member in score.members}
-
-
-def reason(score: GroupScore) -> str:
-    (found,) = {member.reason for member in score.members}
-    return found or ""
+def told(score: GroupScore) -> tuple[str, str]:
+    """How all members ended, and why."""
+    (found,) = {(member.outcome, member.reason or "") for member in score.members}
+    return found
 
 
 def alive(process: int) -> bool:
@@ -71,6 +74,23 @@ def noted(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.iterdir()]
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RewardWorkers]:
+    """One worker for many tests; it outlives their event loops."""
+    workers = workers_for()
+    yield workers
+    asyncio.run(workers.close())
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[RewardWorkers]:
+    """One that gives a function half a second."""
+    workers = workers_for(time_limit=0.5)
+    asyncio.run(workers.start())
+    yield workers
+    asyncio.run(workers.close())
+
+
 @pytest.fixture
 async def closing():
     made: list[RewardWorkers] = []
@@ -87,40 +107,36 @@ async def closing():
 # 1. the ordinary case
 
 
-@pytest.mark.parametrize("count", [1, 3])
-async def test_scores_do_not_depend_on_the_number_of_workers(closing, count):
-    workers = closing(workers_for("fine", workers=count))
-    calls = [workers.score(request(i, ("a" * i, "b"))) for i in range(12)]
-    found = await asyncio.gather(*calls)
-    assert [rewards(score) for score in found] == [(float(i), 1.0) for i in range(12)]
+async def test_several_workers_score_as_one_does_and_hang_together(closing, shared, tmp_path):
+    several = closing(workers_for(workers=3, time_limit=1.0))
+    for workers in (shared, several):
+        calls = [workers.score(request(draw=i, completions=("a" * i, "b"))) for i in range(12)]
+        found = await asyncio.gather(*calls)
+        assert [rewards(score) for score in found] == [(float(i), 1.0) for i in range(12)]
+    since = time.monotonic()
+    calls = [several.score(request("hangs", folder=str(tmp_path))) for _ in range(3)]
+    assert {told(score)[0] for score in await asyncio.gather(*calls)} == {"timed_out"}
+    assert time.monotonic() - since < 2.5, "one after the other"
 
 
-async def test_one_worker_takes_calls_in_their_order(closing, tmp_path):
-    workers = closing(workers_for("keeps_order"))
+async def test_one_worker_takes_calls_in_their_order(shared, tmp_path):
     file = tmp_path / "order"
-    calls = [workers.score(request(i, (str(i),), file=str(file))) for i in range(20)]
+    calls = [
+        shared.score(request("keeps_order", completions=(str(i),), file=str(file)))
+        for i in range(20)
+    ]
     await asyncio.gather(*calls)
     assert file.read_text().split() == [str(i) for i in range(20)]
 
 
-def test_workers_outlive_an_event_loop():
-    workers = workers_for("fine")
-    first = asyncio.run(workers.score(request()))
-    second = asyncio.run(workers.score(request()))
-    asyncio.run(workers.close())
-    assert rewards(first) == rewards(second) == FINE
-
-
-async def test_large_columns_and_any_picklable_value_get_through(closing):
-    workers = closing(workers_for("fine"))
+async def test_large_columns_and_any_picklable_value_get_through(shared):
     big = {"text": "x" * 5_000_000, "set": {1, 2}, "path": Path("a"), "bytes": b"\0\xff"}
-    assert rewards(await workers.score(request(**big))) == FINE
+    assert rewards(await shared.score(request(**big))) == FINE
 
 
-async def test_environment_of_a_worker(closing):
-    workers = closing(workers_for("tells_environment"))
+async def test_environment_of_a_worker(shared):
     names = ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"]
-    notes = (await workers.score(request(names=names))).members[0].notes
+    notes = (await shared.score(request("tells_environment", names=names))).members[0].notes
     assert list(notes["found"].values()) == ["1", "", "false"]
     assert notes["torch"] is False
 
@@ -132,40 +148,29 @@ async def test_files_of_the_working_directory_are_found_after_pythons(
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the one that is meant')")
     (tmp_path / "groupwise_test_beside.py").write_text("BESIDE = 7.0")
     monkeypatch.chdir(tmp_path)
-    workers = closing(workers_for("imports_what_is_beside"))
-    assert rewards(await workers.score(request())) == (7.0, 7.0)
+    found = await closing(workers_for()).score(request("imports_what_is_beside"))
+    assert rewards(found) == (7.0, 7.0)
 
 
-async def test_metrics(closing):
-    workers = closing(workers_for("fine"))
-    assert await workers.compute_metrics(["p"], ["c"], [{}, {}]) == {
-        "n": 2,
-        "bad": None,
-        "shown": [1, 2],
-    }
-    with pytest.raises(RewardWorkerError, match="boom"):
-        await workers.compute_metrics(["boom"], [], [])
-    assert rewards(await workers.score(request())) == FINE
+async def test_metrics_fail_alone_and_have_a_limit_of_their_own(closing, shared):
+    found = await shared.compute_metrics(["p"], ["c"], [{}, {}])
+    assert found == {"n": 2, "bad": None, "shown": [1, 2]}
+    for prompt, said in (("boom", "boom"), ("half", r"half: \\ud83d")):
+        with pytest.raises(RewardWorkerError, match=said):
+            await shared.compute_metrics([prompt], [], [])
+    assert rewards(await shared.score(request())) == FINE
+    with pytest.raises(RewardWorkerError, match=r"0\.5 s"):
+        await closing(workers_for(time_limit=0.05)).compute_metrics(["hang"], [], [])
 
 
-async def test_metrics_have_a_limit_of_their_own(closing):
-    workers = closing(workers_for("fine", time_limit=0.05))
-    await workers.start()
-    with pytest.raises(RewardWorkerError, match=r"longer than 0\.5 s"):
-        await workers.compute_metrics(["hang"], [], [])
-
-
-async def test_cancelled_call_that_waits_is_left_out(closing, tmp_path):
-    workers = closing(workers_for("hangs", time_limit=0.5))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    first = asyncio.ensure_future(workers.score(request(folder=str(tmp_path / "a"))))
-    second = asyncio.ensure_future(workers.score(request(folder=str(tmp_path / "b"))))
+async def test_cancelled_call_that_waits_is_left_out(hasty, tmp_path):
+    first = asyncio.ensure_future(hasty.score(request("hangs", folder=str(tmp_path))))
+    second = asyncio.ensure_future(hasty.score(request("hangs", folder=str(tmp_path))))
     await asyncio.sleep(0)
     second.cancel()
-    assert outcomes(await first) == {"timed_out"}
-    await workers.close()
-    assert noted(tmp_path / "b") == []
+    assert told(await first)[0] == "timed_out"
+    assert rewards(await hasty.score(request())) == FINE
+    assert len(noted(tmp_path)) == 1
 
 
 # 2. hanging and dying
@@ -175,82 +180,43 @@ async def test_cancelled_call_that_waits_is_left_out(closing, tmp_path):
     "function", ["hangs", "ignores_signals", "blocks_the_loop", "holds_the_interpreter"]
 )
 @LINUX
-async def test_hanging_call_is_timed_out_and_the_next_one_served(closing, tmp_path, function):
-    workers = closing(workers_for("fine", function, time_limit=0.4))
-    await workers.start()
-    found = await workers.score(request(folder=str(tmp_path)))
-    assert outcomes(found) == {"timed_out"}
-    assert reason(found) == f"the call took longer than 0.4 s; `{function}` was running"
+async def test_hanging_call_is_timed_out_and_the_next_one_served(hasty, tmp_path, function):
+    found = await hasty.score(request("fine", function, folder=str(tmp_path)))
+    why = f"the call took longer than 0.5 s; `{function}` was running"
+    assert told(found) == ("timed_out", why)
     (process,) = noted(tmp_path)
     with pytest.raises(ProcessLookupError):  # killed and reaped, no zombie
         os.kill(process, 0)
-    assert await workers.compute_metrics(["p"], ["c"], []) != {}
+    assert await hasty.compute_metrics(["p"], ["c"], []) != {}
 
 
-@pytest.mark.parametrize(
-    ("function", "how"),
-    [("exits", "exit code 7"), ("crashes", "SIGSEGV"), ("is_killed", "SIGKILL, perhaps because")],
-)
-async def test_dying_worker_fails_its_call_and_is_replaced(closing, function, how):
-    workers = closing(workers_for(function))
-    for _ in range(2):
-        found = await workers.score(request())
-        assert outcomes(found) == {"failed"}
-        assert how in reason(found)
-        assert f"`{function}` was running" in reason(found)
+async def test_limit_holds_for_each_function_not_for_all_together(hasty):
+    asked = request("naps_once", "naps_again", "naps_a_third_time", nap=0.2)
+    assert told(await hasty.score(asked))[0] == "scored"
 
 
-@pytest.mark.parametrize("function", ["runs_out_of_memory", "interrupts"])
-async def test_exceptions_of_any_kind_fail_the_call_and_keep_the_worker(closing, function):
-    workers = closing(workers_for(function))
-    for _ in range(2):
-        assert outcomes(await workers.score(request())) == {"failed"}
+@pytest.mark.parametrize(("function", "how"), [
+    ("exits", "exit code 7"), ("crashes", "SIGSEGV"), ("is_killed", "SIGKILL, perhaps because"),
+    ("scribbles_on_the_line", "no readable answer"), ("closes_the_line", "closed its connection"),
+    ("runs_out_of_memory", "MemoryError"), ("interrupts", "KeyboardInterrupt"),
+    ("raises_half_a_character", "\\ud83d"), ("returns_half_a_character", "\\ud83d"),
+    ("miscounts", "1 verdicts for 2"), ("gives_what_cannot_be_written", "scoring raised"),
+])  # fmt: skip
+async def test_what_breaks_fails_its_call_and_the_next_one_is_served(shared, function, how):
+    outcome, why = told(await shared.score(request(function)))
+    assert outcome == "failed"
+    assert how in why
+    assert function in why or "the scorer" in why or "scoring raised" in why
+    why.encode()
+    assert rewards(await shared.score(request())) == FINE
 
 
-@pytest.mark.parametrize("function", ["raises_half_a_character", "returns_half_a_character"])
-async def test_text_that_cannot_be_written_is_escaped_in_reasons(closing, function):
-    workers = closing(workers_for(function))
-    found = await workers.score(request())
-    assert outcomes(found) == {"failed"}
-    assert "\\ud83d" in reason(found)
-    reason(found).encode()
-    with pytest.raises(RewardWorkerError, match=r"half: \\ud83d"):
-        await workers.compute_metrics(["half"], [], [])
-
-
-async def test_text_that_cannot_be_written_is_escaped_in_what_is_logged(closing):
-    workers = closing(workers_for("notes_half_a_character"))
-    found = await workers.score(request())
+async def test_text_that_cannot_be_written_is_escaped_in_what_is_logged(shared):
+    found = await shared.score(request("notes_half_a_character"))
     assert rewards(found) == (1.0, 1.0)
     assert found.metrics == {"half \\ud83d": 1.0}
     long = hex(10**5000)
     assert found.members[0].notes == {"\\ud83d": {"\\ud83d": ["\\ud83d"], "long": long}}
-
-
-async def test_score_that_cannot_be_written_fails_its_group_only(closing):
-    workers = closing(RewardWorkers(f"{MODULE}:make_unwritable", {}))
-    for _ in range(2):
-        found = await workers.score(request())
-        assert outcomes(found) == {"failed"}
-        assert "scoring raised" in reason(found)
-
-
-async def test_limit_holds_for_each_function_not_for_all_together(closing):
-    workers = closing(workers_for("naps_once", "naps_again", "naps_a_third_time", time_limit=0.8))
-    await workers.start()
-    assert outcomes(await workers.score(request(nap=0.35))) == {"scored"}
-    found = await workers.score(request(nap=600))
-    assert outcomes(found) == {"timed_out"}
-    assert "`naps_once` was running" in reason(found)
-
-
-async def test_other_workers_go_on_while_one_hangs(closing, tmp_path):
-    slow = closing(workers_for("hangs", time_limit=1.5, workers=2))
-    await slow.start()
-    started = time.monotonic()
-    calls = [slow.score(request(folder=str(tmp_path))) for _ in range(2)]
-    assert [outcomes(score) for score in await asyncio.gather(*calls)] == [{"timed_out"}] * 2
-    assert time.monotonic() - started < 3  # together, not one after the other
 
 
 # 3. nothing stays behind
@@ -258,11 +224,9 @@ async def test_other_workers_go_on_while_one_hangs(closing, tmp_path):
 
 @pytest.mark.parametrize("function", ["leaves_family_and_hangs", "leaves_family_and_exits"])
 @LINUX
-async def test_family_ends_with_its_worker(closing, tmp_path, function):
-    workers = closing(workers_for(function, time_limit=0.6))
-    await workers.start()
-    found = await workers.score(request(folder=str(tmp_path)))
-    assert outcomes(found) <= {"timed_out", "failed"}
+async def test_family_ends_with_its_worker(hasty, tmp_path, function):
+    found = await hasty.score(request(function, folder=str(tmp_path)))
+    assert told(found)[0] in {"timed_out", "failed"}
     family = noted(tmp_path)
     assert len(family) >= 3
     assert gone(family)
@@ -277,160 +241,126 @@ def own_children() -> set[int]:
 @LINUX
 async def test_every_worker_is_reaped_however_it_ended(tmp_path):
     before = own_children()
-    fine = workers_for("fine")
-    assert rewards(await fine.score(request())) == FINE
+    workers = workers_for(time_limit=0.5)
+    assert rewards(await workers.score(request())) == FINE
     assert own_children() > before
-    hanging = workers_for("hangs", time_limit=0.3)
-    assert outcomes(await hanging.score(request(folder=str(tmp_path)))) == {"timed_out"}
-    dying = workers_for("crashes", workers=2)
-    calls = [dying.score(request(draw)) for draw in range(3)]
-    assert set().union(*map(outcomes, await asyncio.gather(*calls))) == {"failed"}
-    for each in (fine, hanging, dying):
-        await each.close()
-    assert own_children() <= before
-
-
-@LINUX
-async def test_close_ends_what_a_reward_left_running(tmp_path):
-    workers = workers_for("leaves_family_and_answers")
-    assert outcomes(await workers.score(request(folder=str(tmp_path)))) == {"scored"}
-    family = noted(tmp_path)
+    (tmp_path / "hung").mkdir()
+    hung = await workers.score(request("hangs", folder=str(tmp_path / "hung")))
+    assert [told(hung)[0], told(await workers.score(request("crashes")))[0]] == [
+        "timed_out",
+        "failed",
+    ]
+    (tmp_path / "left").mkdir()
+    left = await workers.score(request("leaves_family_and_answers", folder=str(tmp_path / "left")))
+    assert told(left)[0] == "scored"
+    family = noted(tmp_path / "left")
     assert all(alive(process) for process in family)
     await workers.close()
+    assert own_children() <= before
     assert gone(family)
 
 
 @LINUX
 async def test_close_does_not_wait_for_a_call(tmp_path, caplog):
-    workers = workers_for("hangs", time_limit=600)
-    call = asyncio.ensure_future(workers.score(request(folder=str(tmp_path))))
+    others = {t for t in threading.enumerate() if t.name.startswith("reward-worker")}
+    workers = workers_for(time_limit=600)
+    call = asyncio.ensure_future(workers.score(request("hangs", folder=str(tmp_path))))
     while not noted(tmp_path):  # noqa: ASYNC110 — the event is in another process
         await asyncio.sleep(0.005)
     await workers.close()
-    ended = await call
-    assert outcomes(ended) == {"failed"}
-    assert reason(ended) == "the reward workers were closed during the call"
+    assert told(await call) == ("failed", "the reward workers were closed during the call")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert gone(noted(tmp_path))
-    assert not [t for t in threading.enumerate() if t.name.startswith("reward-worker")]
+    assert {t for t in threading.enumerate() if t.name.startswith("reward-worker")} <= others
     await workers.close()
     with pytest.raises(RewardWorkerError, match="closed"):
         await workers.score(request())
 
 
 PARENT = """
-import asyncio, os, signal, sys, time
+import asyncio, os, signal, sys
 from pathlib import Path
 from groupwise.rewards.scoring import ScoreRequest
 from groupwise.rewards.workers import RewardWorkers
 
-async def main(module, function, folder):
-    workers = RewardWorkers(f"{module}:make", {"functions": [function]}, time_limit=600)
-    asked = ScoreRequest(0, ["p"], ["c"], [[1]], {"folder": [folder]}, 0, 1)
-    call = asyncio.ensure_future(workers.score(asked))
-    while len(list(Path(folder).iterdir())) < int(sys.argv[4]):
+async def main(module, folder, *functions):
+    workers = RewardWorkers(f"{module}:make", {}, workers=len(functions), time_limit=600)
+    calls = []
+    for name in functions:
+        columns = {"folder": [folder], "functions": [[name]]}
+        asked = ScoreRequest(0, ["p"], ["c"], [[1]], columns, 0, 1)
+        calls.append(asyncio.ensure_future(workers.score(asked)))
+    while len(list(Path(folder).iterdir())) < 5:
         await asyncio.sleep(0.005)
     os.kill(os.getpid(), signal.SIGKILL)
 
-asyncio.run(main(*sys.argv[1:4]))
+asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("function", "family"), [("leaves_family_and_hangs", 4), ("holds_the_interpreter", 1)]
-)
 @LINUX
-def test_all_end_when_the_parent_is_killed(tmp_path, function, family):
-    arguments = [str(MODULE), function, str(tmp_path), str(family)]
+def test_all_end_when_the_parent_is_killed(tmp_path):
+    """Four of one worker, with the three that it started, and one that does not let go of the interpreter."""
+    functions = ("leaves_family_and_hangs", "holds_the_interpreter")
+    arguments = [str(MODULE), str(tmp_path), *functions]
     subprocess.run([sys.executable, "-c", PARENT, *arguments], check=False, timeout=30)
-    assert len(noted(tmp_path)) == family
+    assert len(noted(tmp_path)) == 5
     assert gone(noted(tmp_path))
 
 
 # 4. the protocol
 
 
-async def test_output_is_logged_and_standard_input_empty(closing, caplog):
+async def test_output_is_logged_and_neither_stalls_nor_floods(closing, caplog):
     caplog.set_level(logging.INFO, "groupwise.rewards.output")
-    workers = closing(workers_for("talks"))
-    assert outcomes(await workers.score(request())) == {"scored"}
+    workers = closing(workers_for())
+    for function in ("talks", "spams"):
+        assert told(await workers.score(request(function)))[0] == "scored"
     await workers.close()
     assert "reward worker 0: said to stdout" in caplog.messages
     assert "reward worker 0: said to stderr" in caplog.messages
-
-
-async def test_spam_neither_stalls_nor_floods(closing, caplog):
-    caplog.set_level(logging.INFO, "groupwise.rewards.output")
-    workers = closing(workers_for("spams"))
-    assert outcomes(await workers.score(request())) == {"scored"}
-    await workers.close()
     assert len(caplog.messages) < 250
     assert sum("left out" in message for message in caplog.messages) == 1
     assert max(map(len, caplog.messages)) < 2100
 
 
 @pytest.mark.parametrize("function", ["comes_back_twice", "presses_ctrl_c"])
-async def test_forked_copies_and_interrupts_do_not_disturb(closing, function):
-    workers = closing(workers_for(function))
+async def test_forked_copies_and_interrupts_do_not_disturb(shared, function):
     for _ in range(3):
-        assert rewards(await workers.score(request())) == (1.0, 1.0)
+        assert rewards(await shared.score(request(function))) == (1.0, 1.0)
+
+
+class Unreadable:
+    def __reduce__(self):
+        return (int, ("not a number",))
 
 
 @pytest.mark.parametrize(
-    ("function", "part"),
-    [("scribbles_on_the_line", "no readable answer"), ("closes_the_line", "closed its connection")],
+    ("value", "said"), [(lambda: 1, "column `value`"), (Unreadable(), "not a number")]
 )
-async def test_rubbish_on_the_line_fails_the_call_and_replaces_the_worker(closing, function, part):
-    workers = closing(workers_for(function))
-    for _ in range(2):
-        found = await workers.score(request())
-        assert outcomes(found) == {"failed"}
-        assert part in reason(found)
-
-
-async def test_wrong_number_of_verdicts_fails_the_call(closing):
-    workers = closing(RewardWorkers(f"{MODULE}:make_miscounting", {}))
-    assert "1 verdicts for 2" in reason(await workers.score(request()))
-
-
-async def test_value_that_cannot_be_sent_names_its_column(closing):
-    workers = closing(workers_for("fine"))
-    with pytest.raises(RewardWorkerError, match=r"column `hook`"):
-        await workers.score(request(fine=1, hook=lambda: 1))
-
-
-async def test_value_that_cannot_be_read_is_an_error(closing):
-    class Unreadable:
-        def __reduce__(self):
-            return (int, ("not a number",))
-
-    workers = closing(workers_for("fine"))
-    with pytest.raises(RewardWorkerError, match="not a number"):
-        await workers.score(request(value=Unreadable()))
+async def test_value_that_cannot_go_over_is_an_error(shared, value, said):
+    with pytest.raises(RewardWorkerError, match=said):
+        await shared.score(request(fine=1, value=value))
+    assert rewards(await shared.score(request())) == FINE
 
 
 # 5. starting
 
 
-async def test_failing_factory_tells_why_at_start_and_at_every_call(closing):
-    workers = closing(RewardWorkers(f"{MODULE}:make_badly", {}))
-    with pytest.raises(RewardWorkerError, match="cannot be made"):
-        await workers.start()
-    with pytest.raises(RewardWorkerError, match="cannot be made"):
-        await workers.score(request())
-
-
-async def test_task_error_in_the_worker_is_passed_on(closing, tmp_path):
+async def test_what_cannot_be_made_tells_why_at_start_and_at_every_call(closing, tmp_path):
+    workers = closing(workers_for("make_badly"))
+    for call in (workers.start, workers.start, lambda: workers.score(request())):
+        with pytest.raises(RewardWorkerError, match="cannot be made"):
+            await call()
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_package\n")
-    workers = closing(RewardWorkers(f"{broken}:make", {}))
     with pytest.raises(RewardWorkerError, match="pip install no_such_package"):
-        await workers.score(request())
+        await closing(RewardWorkers(f"{broken}:make", {})).score(request())
 
 
 async def test_crash_at_start_is_repeated_a_bounded_number_of_times(closing, tmp_path):
     log = tmp_path / "log"
-    workers = closing(RewardWorkers(f"{MODULE}:crash_at_start", {"log": str(log)}))
+    workers = closing(workers_for("crash_at_start", arguments={"log": str(log)}))
     for _ in range(2):
         with pytest.raises(RewardWorkerError, match=r"(?s)exit code 9.*last words"):
             await workers.score(request())
@@ -438,6 +368,5 @@ async def test_crash_at_start_is_repeated_a_bounded_number_of_times(closing, tmp
 
 
 async def test_start_has_a_limit_of_its_own(closing):
-    workers = closing(RewardWorkers(f"{MODULE}:hang_at_start", {}, start_limit=0.5))
-    with pytest.raises(RewardWorkerError, match=r"not ready after 0\.5 s"):
-        await workers.start()
+    with pytest.raises(RewardWorkerError, match=r"0\.5 s"):
+        await closing(workers_for("hang_at_start", start_limit=0.5)).start()

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from groupwise.rewards.inprocess import RubricScorer
 from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.scoring import GroupScore, MemberScore, unscored
 
 
 def fine(completions, **kwargs):
@@ -189,8 +189,24 @@ def metrics(prompts, completions, rows):
     return {"n": len(rows), "bad": float("nan"), "shown": (1, 2)}
 
 
-def make(functions):
-    return RubricScorer(Rubric([globals()[name] for name in functions]), metrics)
+class Scorer:
+    """Scores by the functions of this file that the column `functions` names."""
+
+    compute_metrics = staticmethod(metrics)
+
+    async def score(self, request, started):
+        names = request.columns["functions"][0]
+        if names == ("miscounts",):
+            return unscored(1, "scored", "")
+        if names == ("gives_what_cannot_be_written",):
+            notes = {"value": object(), "half": "\ud83d"}
+            member = MemberScore("scored", notes=notes)
+            return GroupScore((member,) * len(request.completions))
+        return await Rubric([globals()[name] for name in names]).score(request, started)
+
+
+def make():
+    return Scorer()
 
 
 def make_badly():
@@ -207,26 +223,3 @@ def crash_at_start(log):
 
 def hang_at_start():
     time.sleep(600)
-
-
-class MiscountingScorer:
-    def score(self, request, started):
-        from groupwise.rewards.scoring import unscored
-
-        return unscored(1, "scored", "")
-
-
-class UnwritableScorer:
-    def score(self, request, started):
-        from groupwise.rewards.scoring import GroupScore, MemberScore
-
-        notes = {"value": object(), "half": "\ud83d"}
-        return GroupScore(tuple(MemberScore("scored", notes=notes) for _ in request.completions))
-
-
-def make_unwritable():
-    return UnwritableScorer()
-
-
-def make_miscounting():
-    return MiscountingScorer()

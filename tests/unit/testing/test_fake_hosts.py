@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.hosts.answers import RunnerState
-from groupwise.hosts.driver import Known, Runner
 from groupwise.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerRefused
-from groupwise.testing.fake_hosts import FakeHost, FakeHosts, Fault, Script
+from groupwise.testing.fake_hosts import FakeHost, FakeHosts, Fault
 
 
 @pytest.fixture
@@ -67,33 +65,6 @@ def test_gpus_and_slots_belong_to_one_or_to_shares(rack: FakeHosts, host: FakeHo
     assert launch(host, "late", 9, "G0") == "foreign_busy"
 
 
-def test_exits_leaks_and_power(rack: FakeHosts, host: FakeHost) -> None:
-    rack.scripts |= {
-        "bad": [Script(ticks=1, code=3, tail="no\n", leaks=True)],
-        "stubborn": [Script(ticks=99, ignores_term=True)],
-        "meek": [Script(ticks=99)],
-        "long": [Script(ticks=99)],
-    }
-    for epoch, job in enumerate(("bad", "stubborn", "meek", "long"), 1):
-        launch(host, job, epoch, *(["G0"] if job == "bad" else []))
-    for epoch, job in ((2, "stubborn"), (3, "meek")):
-        assert ask(host, "kill", job, epoch, grace=1)["state"] == "running"
-    rack.tick()
-    rack.tick()
-    found = {job: f.exit for f in host.folders.values() if (job := f.job) and f.exit}
-    assert (found["bad"]["code"], found["bad"]["tail"]) == (3, "no\n")
-    assert [found[job]["signal"] for job in ("stubborn", "meek")] == [9, 15]
-    assert not ask(host, "release", "bad", 1, gpus=["G0"])["clean"]
-    assert launch(host, "next", 5, "G0") == "gpu_busy"
-    host.clean_up()
-    assert ask(host, "release", "bad", 1, gpus=["G0"])["clean"]
-    host.kill_supervisor("long", 4)
-    assert ask(host, "status", "long", 4)["state"] == "lost"
-    host.power_off()
-    host.boot()
-    assert ask(host, "status", "long", 4)["state"] == "rebooted"
-
-
 async def test_what_was_said_to_go_wrong_does(rack: FakeHosts, host: FakeHost) -> None:
     async def void(epoch: int) -> None:
         await host.call(Request("void", {"job": "job", "epoch": epoch}), timeout=1.0)
@@ -110,14 +81,3 @@ async def test_what_was_said_to_go_wrong_does(rack: FakeHosts, host: FakeHost) -
     host.cut()
     with pytest.raises(HostUnreachable):
         await void(6)
-
-
-async def test_wait_answers_when_something_differs(rack: FakeHosts, host: FakeHost) -> None:
-    launch(host, "job", 1)
-    runner = Runner(host)
-    known = {("job", 1): Known(RunnerState.RUNNING)}
-    assert await runner.wait(known, seconds=0.01) == ()
-    rack.tick()
-    rack.tick()
-    (state,) = await runner.wait(known, seconds=5.0)
-    assert state.state is RunnerState.EXITED
