@@ -1,49 +1,32 @@
 """Crossword clues: the set that comes along is sound, splits share neither answers nor clues, and rows that are no use are counted."""
 
-import asyncio
 import json
 from collections import Counter
+from functools import partial
 
 import pytest
-from pydantic import ValidationError
 
 from groupwise.errors import TaskError
 from groupwise.rewards.crossword import letters
-from groupwise.rewards.scoring import ScoreRequest
-from groupwise.settings.view import View
 from groupwise.tasks import crossword
 from groupwise.tasks.contract import check_reward_columns, load_task
-from groupwise.tasks.crossword import INCLUDED, TaskConfig
-
-
-def config(**task):
-    return View({"task": task})
+from groupwise.tasks.crossword import INCLUDED
+from tests import task_kit
+from tests.task_kit import config, earned, jsonl
 
 
 def splits(**task):
-    given = config(**task)
-    validation = crossword.get_sft_eval_dataset(given, None)
-    return crossword.get_rl_dataset(given), validation, crossword.get_eval_dataset(given)
+    return task_kit.splits(crossword, config(**task))
 
 
 def reward(text, row):
-    rubric = load_task("crossword").rubric(config(), None)
-    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-    chat = [{"role": "assistant", "content": text}]
-    asked = ScoreRequest(0, [row["prompt"]], [chat], [[1]], columns, 0, 1)
-    return asyncio.run(rubric.score(asked)).members[0].reward
+    return earned("crossword", text, {"prompt": [], **row})
 
 
 @pytest.fixture
 def source(tmp_path):
     """A function that writes rows into a file and gives its name."""
-
-    def write(rows):
-        path = tmp_path / "clues.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
-    return write
+    return partial(jsonl, tmp_path / "clues.jsonl")
 
 
 def many(count):
@@ -78,9 +61,8 @@ def test_no_answer_and_no_clue_is_in_two_splits(seed):
     kinds = splits(seed=seed)
     for key in ("answer", "clue"):
         seen = [{row[key] for row in rows} for rows in kinds]
-        assert not seen[0] & seen[1]
-        assert not seen[0] & seen[2]
-        assert not seen[1] & seen[2]
+        assert seen[0].isdisjoint(seen[1] | seen[2])
+        assert seen[1].isdisjoint(seen[2])
 
 
 def test_answers_that_differ_in_their_writing_only_stay_together(source):
@@ -177,12 +159,8 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(source):
     spec = source([*good, *bad])
     train = crossword.get_rl_dataset(config(source=spec, **TINY))
     task = load_task("crossword")
-    check_reward_columns(
-        task,
-        task.rubric(config(), None),
-        task.rl_examples(config(source=spec, **TINY)),
-        in_workers=False,
-    )
+    rows = task.rl_examples(config(source=spec, **TINY))
+    check_reward_columns(task, task.rubric(config(), None), rows, in_workers=False)
     assert train.account.left_out == {
         "the clue is empty or missing": 1,
         "the clue is empty": 1,
@@ -210,30 +188,12 @@ def test_metrics():
     found = crossword.compute_metrics(["p"] * 4, texts, [row] * 4, config(), None)
     assert found["correct"] == [True, False, False, False]
     assert found["metrics"] == {"accuracy": 0.25, "length_accuracy": 0.5, "answered": 0.75}
-    json.dumps(found)
 
 
 @pytest.mark.parametrize("text", ["CAT", "cat", "CAT 5", "CAT κ", "C-A-T!", "½ CAT", "CATS", ""])
 def test_the_accuracy_is_that_of_the_reward(text):
-    row = {"prompt": "p", "clue": "Pet", "answer": "CAT", "enumeration": "3"}
+    row = {"clue": "Pet", "answer": "CAT", "enumeration": "3"}
     said = f"<answer>{text}</answer>"
     found = crossword.compute_metrics(["p"], [said], [row], config(), None)
     assert found["metrics"]["accuracy"] == (reward(said, row) == 1.0)
     assert found["correct"] == [text in ("CAT", "cat", "C-A-T!")]
-
-
-# Config
-
-
-@pytest.mark.parametrize(
-    ("own", "part"),
-    [
-        ({"soruce": "x"}, "soruce"),
-        ({"eval_size": 0}, "greater than or equal to 1"),
-        ({"columns": {"clue": 1}}, "valid string"),
-    ],
-)
-def test_schema_refuses(own, part):
-    with pytest.raises(ValidationError) as caught:
-        TaskConfig.model_validate(own)
-    assert part in str(caught.value)

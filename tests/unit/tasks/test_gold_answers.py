@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 
 from groupwise import plugins
-from groupwise.rewards.scoring import ScoreRequest
-from groupwise.rewards.text import as_completion
 from groupwise.settings.view import View
 from groupwise.tasks.contract import load_task
-from groupwise.types import Example
+from tests.task_kit import earned
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -55,19 +52,11 @@ def _clean_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_user_folders", set())
 
 
-def earned(rubric: Any, example: Example, text: str) -> float:
-    columns = {name: [value] for name, value in example.columns.items()}
-    completions = [as_completion(example.prompt, text)]
-    asked = ScoreRequest(0, [example.prompt], completions, [[1]], columns, 0, 1)
-    (member,) = asyncio.run(rubric.score(asked)).members
-    return member.reward
-
-
 @pytest.mark.parametrize("name", GOLD)
 def test_gold_answers_earn_full_marks_and_wrong_ones_less(name: str) -> None:
     gold = GOLD[name]
     task, config = load_task(gold.task), View({"task": gold.config})
-    rubric = task.rubric(config, None)
     for example in task.eval_examples(config)[:40]:
-        assert earned(rubric, example, gold.right(example.columns)) == pytest.approx(gold.full)
-        assert earned(rubric, example, gold.wrong(example.columns)) < gold.full - 1e-6
+        row = {"prompt": example.prompt, **example.columns}
+        assert earned(task, gold.right(row), row, config) == pytest.approx(gold.full)
+        assert earned(task, gold.wrong(row), row, config) < gold.full - 1e-6

@@ -1,7 +1,5 @@
 """Mathematics: generated problems are right, worked out truly and in one split each; sources are read and divided likewise."""
 
-import asyncio
-import json
 import re
 from fractions import Fraction
 
@@ -9,32 +7,18 @@ import pytest
 from pydantic import ValidationError
 
 from groupwise.errors import TaskError
-from groupwise.rewards.scoring import ScoreRequest
-from groupwise.settings.view import View
 from groupwise.tasks import math
-from groupwise.tasks.contract import load_task
 from groupwise.tasks.math import TaskConfig, final_answer
-
-
-def config(**task):
-    return View({"task": task})
+from tests import task_kit
+from tests.task_kit import config, earned, jsonl
 
 
 def splits(**own):
-    given = config(**own)
-    return (
-        math.get_sft_dataset(given, None),
-        math.get_sft_eval_dataset(given, None),
-        math.get_eval_dataset(given),
-    )
+    return task_kit.splits(math, config(**own))
 
 
 def score(text, answer="42", **own):
-    rubric = load_task("math").rubric(config(**own), None)
-    asked = ScoreRequest(0, ["?"], [text], [[1]], {"answer": [answer]}, 0, 1)
-    (member,) = asyncio.run(rubric.score(asked)).members
-    assert member.outcome == "scored", member.reason
-    return member.reward
+    return earned("math", text, {"answer": answer}, config(**own))
 
 
 def question(row):
@@ -135,11 +119,6 @@ def test_no_problem_occurs_twice_not_even_the_other_way_round(own):
 # Sources
 
 
-def written(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def gsm8k(count, first=0):
     return [
         {
@@ -154,7 +133,7 @@ SMALL = {"eval_size": 3, "validation_size": 2}
 
 
 def test_a_set_like_gsm8k(tmp_path):
-    source = written(tmp_path / "sums.jsonl", gsm8k(20))
+    source = jsonl(tmp_path / "sums.jsonl", gsm8k(20))
     train, validation, test = splits(source=source, **SMALL)
     assert [len(rows) for rows in (train, validation, test)] == [15, 2, 3]
     assert len({question(row) for rows in (train, validation, test) for row in rows}) == 20
@@ -175,12 +154,12 @@ def test_sets_of_other_columns(tmp_path):
     """As MATH has them, and as the config maps them."""
     solution = r"We have $x = \frac{2}{4}$, so $x = \boxed{\frac{1}{2}}$."
     rows = [{"problem": f"Problem {n}", "solution": solution, "level": "Level 1"} for n in range(6)]
-    (row, *_), _, _ = splits(source=written(tmp_path / "m.jsonl", rows), **SMALL)
+    (row, *_), _, _ = splits(source=jsonl(tmp_path / "m.jsonl", rows), **SMALL)
     assert row["completion"] == answered(row["answer"], solution)
     assert (row["answer"], "level" in row) == (r"\frac{1}{2}", False)
     assert score(answered("0.5"), row["answer"]) == pytest.approx(1.1)
     rows = [{"ask": f"Q{n}", "result": n, "why": f"Because of {n}."} for n in range(6)]
-    source = written(tmp_path / "own.jsonl", rows)
+    source = jsonl(tmp_path / "own.jsonl", rows)
     columns = {"question": "ask", "answer": "result", "solution": "why"}
     (row, *_), _, _ = splits(source=source, columns=columns, **SMALL)
     assert row["completion"] == answered(row["answer"], f"Because of {row['answer']}.")
@@ -191,9 +170,9 @@ def test_sets_of_other_columns(tmp_path):
 def test_questions_of_the_test_are_not_trained(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
-    written(folder / "train.jsonl", [*gsm8k(20), *gsm8k(5)])
+    jsonl(folder / "train.jsonl", [*gsm8k(20), *gsm8k(5)])
     repeated = [{**row, "question": row["question"].replace(" ", "  ").upper()} for row in gsm8k(2)]
-    written(folder / "test.jsonl", [*repeated, *gsm8k(10, first=100)])
+    jsonl(folder / "test.jsonl", [*repeated, *gsm8k(10, first=100)])
     train, validation, test = splits(
         source=str(folder), eval_split="test", eval_size=5, validation_size=2
     )
@@ -216,7 +195,7 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path):
         {"question": "R"},
         gsm8k(1)[0],
     ]
-    source = written(tmp_path / "some.jsonl", [*gsm8k(6), *bad])
+    source = jsonl(tmp_path / "some.jsonl", [*gsm8k(6), *bad])
     rows = math.get_rl_dataset(config(source=source, **SMALL))
     assert len(rows) == 1
     left_out = {
@@ -227,8 +206,8 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path):
     }
     assert rows.account.left_out == left_out
     assert math.get_eval_dataset(config(source=source, **SMALL)).account.left_out == left_out
-    few = written(tmp_path / "few.jsonl", gsm8k(5))
-    none = written(tmp_path / "none.jsonl", bad[:3])
+    few = jsonl(tmp_path / "few.jsonl", gsm8k(5))
+    none = jsonl(tmp_path / "none.jsonl", bad[:3])
     for own, said in (
         ({"source": source, "strict_rows": True}, "some.jsonl, row 6: "),
         ({"source": none}, r"no usable row: 1 × .*`question`"),
@@ -283,19 +262,16 @@ def test_metrics():
         ["?"] * 3, texts, [{"answer": "42"}] * 3, config(strict=True), None
     )
     assert strict["metrics"] == pytest.approx({"accuracy": 1 / 3, "format_accuracy": 2 / 3})
-    json.dumps(found)
 
 
 @pytest.mark.parametrize(
     ("own", "part"),
     [
         ({"min_level": 4}, "min_level is greater"),
-        ({"max_level": 6}, "less than or equal to 5"),
         ({"columns": {"question": "ask"}}, "columns has no effect without source"),
         ({"eval_split": "test"}, "eval_split has no effect without source"),
         ({"source": "a.jsonl", "max_level": 5}, "max_level has no effect with source"),
         ({"source": "a.jsonl", "columns": {"query": "q"}}, "columns names query; .* question"),
-        ({"levels": 3}, "Extra inputs"),
     ],
 )
 def test_schema_refuses(own, part):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from statistics import fmean
@@ -13,35 +12,16 @@ import pytest
 from groupwise.checks.check_gold import echo
 from groupwise.errors import TaskError
 from groupwise.rewards.overlap import words
-from groupwise.rewards.scoring import ScoreRequest
-from groupwise.rewards.text import as_completion
-from groupwise.settings.view import View
 from groupwise.tasks import rubric_answers
-from groupwise.tasks.contract import load_task
 from groupwise.tasks.rubric_answers import CRITERION, rubric_text
 from groupwise.types import Example
+from tests.task_kit import config, earned, jsonl
 
 QUESTION = {"question": "Why?", "rubric": "because; reasons", "reference": "Because of reasons."}
 
 
-def config(**task: Any) -> View:
-    return View({"task": task})
-
-
-def rewards(row: dict[str, Any], texts: list[str]) -> list[float]:
-    rubric = load_task("rubric_answers").rubric(config(), None)
-    count = len(texts)
-    columns = {name: [value] * count for name, value in row.items() if name != "prompt"}
-    said = [as_completion(row["prompt"], text) for text in texts]
-    asked = ScoreRequest(0, [row["prompt"]] * count, said, [[1]] * count, columns, 0, 1)
-    found = [member.reward for member in asyncio.run(rubric.score(asked)).members]
-    return [reward for reward in found if reward is not None]
-
-
 def written(folder: Path, rows: list[dict[str, Any]]) -> str:
-    file = folder / "questions.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+    return jsonl(folder / "questions.jsonl", rows)
 
 
 def numbered(count: int, **columns: Any) -> list[dict[str, Any]]:
@@ -64,7 +44,7 @@ def test_prompt_has_the_question_and_not_the_rubric() -> None:
 
 
 def mean_share(rows: list[dict[str, Any]], text_of: Any) -> float:
-    return fmean(rewards(row, [text_of(row)])[0] for row in rows) / 15.0
+    return fmean(earned("rubric_answers", text_of(row), row) for row in rows) / 15.0
 
 
 def prompt_of(row: dict[str, Any]) -> str:

@@ -1,18 +1,14 @@
 """Generated boards: every solution is right, none is missing, no two splits share a layout, and prompts give nothing away."""
 
-import asyncio
-import json
-
 import pytest
 from pydantic import ValidationError
 
 from groupwise.errors import TaskError
 from groupwise.rewards.rush_hour import Move, board_of, play, read_moves
-from groupwise.rewards.scoring import ScoreRequest
 from groupwise.settings.view import View
 from groupwise.tasks import rush_hour
-from groupwise.tasks.contract import load_task
 from groupwise.tasks.rush_hour import Car, TaskConfig, solve
+from tests.task_kit import scored, splits
 
 SMALL = {"train_size": 30, "validation_size": 8, "eval_size": 8}
 KINDS = [
@@ -28,9 +24,7 @@ def config(**task):
 
 
 def rows_of(**task):
-    given = config(**task)
-    validation = rush_hour.get_sft_eval_dataset(given, None)
-    return rush_hour.get_rl_dataset(given), validation, rush_hour.get_eval_dataset(given)
+    return splits(rush_hour, config(**task))
 
 
 def read(text):
@@ -159,11 +153,7 @@ def test_the_prompt_shows_the_board_and_nothing_of_the_answer():
 
 
 def parts(text, row, **task):
-    rubric = load_task("rush_hour").rubric(config(**task), None)
-    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-    chat = [{"role": "assistant", "content": text}]
-    asked = ScoreRequest(0, [row["prompt"]], [chat], [[1]], columns, 0, 1)
-    member = asyncio.run(rubric.score(asked)).members[0]
+    member = scored("rush_hour", text, row, config(**task))
     return member.reward, {part.name: part.value for part in member.parts}
 
 
@@ -189,26 +179,7 @@ def test_metrics():
     found = rush_hour.compute_metrics(["p"] * 4, texts, [row] * 4, config(), None)
     assert found["correct"] == [True, False, False, False]
     assert found["metrics"] == {"solved": 0.5, "exact": 0.25, "readable": 0.75, "excess_moves": 1.0}
-    json.dumps(found)
     nothing = rush_hour.compute_metrics(["p"], ["no idea"], [row], config(), None)
     assert nothing["metrics"] == {"solved": 0.0, "exact": 0.0, "readable": 0.0}
-
-
-# Config
-
-
-@pytest.mark.parametrize(
-    ("own", "part"),
-    [
-        ({"sise": 5}, "sise"),
-        ({"size": 3}, "greater than or equal to 4"),
-        ({"size": 9}, "less than or equal to 8"),
-        ({"min_moves": 4, "max_moves": 3}, "min_moves is greater than max_moves"),
-        ({"reward": "dense"}, "shaped"),
-        ({"show_optimum": "yes"}, "boolean"),
-    ],
-)
-def test_schema_refuses(own, part):
-    with pytest.raises(ValidationError) as caught:
-        TaskConfig.model_validate(own)
-    assert part in str(caught.value)
+    with pytest.raises(ValidationError, match="min_moves is greater"):
+        TaskConfig(min_moves=4, max_moves=3)

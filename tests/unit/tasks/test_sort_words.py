@@ -1,33 +1,19 @@
 """The built-in task: its data are disjoint and reproducible, and its rewards cannot be won by anything but sorting."""
 
-import asyncio
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from groupwise.rewards.scoring import ScoreRequest
-from groupwise.settings.view import View
 from groupwise.tasks import sort_words
-from groupwise.tasks.contract import load_task
 from groupwise.tasks.sort_words import WORDS, TaskConfig
+from tests.task_kit import config, earned, scored, splits
 
 FULL = {"quickstart": 1.0, "classic": 12.11}
 
 
-def config(**task):
-    return View({"task": task})
-
-
 def total(text, words, preset) -> float:
-    rubric = load_task("sort_words").rubric(config(preset=preset), None)
-    columns = {"words": [words], "answer": [""]}
-    asked = ScoreRequest(0, ["p"], [text], [[1]], columns, 0, 1)
-    member = asyncio.run(rubric.score(asked)).members[0]
-    assert member.reward is not None
-    return member.reward
+    return earned("sort_words", text, {"words": words, "answer": ""}, config(preset=preset))
 
 
 def sets(rows):
@@ -38,9 +24,7 @@ def sets(rows):
     "own", [{}, {"words": 2}, {"min_words": 2, "max_words": 5}, {"preset": "classic", "seed": 5}]
 )
 def test_no_set_of_words_occurs_twice(own):
-    train = sort_words.get_rl_dataset(config(**own))
-    validation = sort_words.get_sft_eval_dataset(config(**own), None)
-    held_out = sort_words.get_eval_dataset(config(**own))
+    train, validation, held_out = splits(sort_words, config(**own))
     assert (len(train), len(validation), len(held_out)) == (2000, 128, 128)
     assert len(set(sets(train) + sets(validation) + sets(held_out))) == 2256
 
@@ -84,19 +68,12 @@ def test_repeating_a_word_earns_nothing(words, preset, data):
 
 
 def test_two_right_words_of_five_do_not_earn_the_full_ten():
-    words = ["zebra", "yellow", "apple", "banana", "cabin"]
-    text = "apple\nbanana"
-    rubric = load_task("sort_words").rubric(config(preset="classic"), None)
-    asked = ScoreRequest(0, ["p"], [text], [[1]], {"words": [words]}, 0, 1)
-    parts = {p.name: p.value for p in asyncio.run(rubric.score(asked)).members[0].parts}
-    assert parts == pytest.approx(
-        {
-            "contained_ignoring_case": 0.4,
-            "contained": 0.4,
-            "begins_line": 0.4,
-            "belongs": 1.0,
-            "ascending": 0.1,  # one pair of ten
-        }
+    row = {"words": ["zebra", "yellow", "apple", "banana", "cabin"]}
+    found = scored("sort_words", "apple\nbanana", row, config(preset="classic"))
+    names = ("contained_ignoring_case", "contained", "begins_line", "belongs", "ascending")
+    values = (0.4, 0.4, 0.4, 1.0, 0.1)  # one pair of ten
+    assert {part.name: part.value for part in found.parts} == pytest.approx(
+        dict(zip(names, values, strict=True))
     )
 
 
@@ -147,16 +124,12 @@ def test_metrics():
     assert found["metrics"] == pytest.approx(
         {"accuracy": 0.25, "permutation_accuracy": 0.5, "reward": expected}
     )
-    json.dumps(found)
 
 
 @pytest.mark.parametrize(
     ("own", "part"),
     [
         ({"word": 3}, "word"),
-        ({"words": 6}, "less than or equal to 5"),
-        ({"words": "3"}, "valid integer"),
-        ({"preset": "hard"}, "quickstart"),
         ({"min_words": 2}, "together"),
         ({"words": 4, "min_words": 2, "max_words": 3}, "not both"),
         ({"min_words": 4, "max_words": 3}, "greater"),

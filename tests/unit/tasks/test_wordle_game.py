@@ -1,16 +1,13 @@
 """Wordle as a game: what the environment says, what a transcript earns, and games that a solver won."""
 
-import asyncio
-import json
-
 import pytest
 
-from groupwise.rewards.scoring import ScoreRequest
 from groupwise.settings.view import View
 from groupwise.tasks import wordle_game
 from groupwise.tasks.contract import load_task
 from groupwise.tasks.wordle_game import Game, Played, played
 from groupwise.tasks.wordle_rules import words_of
+from tests.task_kit import scored, splits
 
 REAL = words_of(None, None).dictionary
 NAMES = ("won", "format", "dictionary", "repeated", "constraints", "all_satisfied")
@@ -30,12 +27,8 @@ def transcript(*turns):
     return [message for pair in said for message in pair]
 
 
-def score(completion, secret="label", given=None):
-    rubric = load_task("wordle_game").rubric(config() if given is None else given, None)
-    asked = ScoreRequest(0, ["?"], [completion], [[1]], {"secret": [secret]}, 0, 1)
-    (member,) = asyncio.run(rubric.score(asked)).members
-    assert member.outcome == "scored", member.reason
-    return member
+def score(completion, given=None):
+    return scored("wordle_game", completion, {"secret": "label"}, given)
 
 
 # The environment
@@ -141,28 +134,18 @@ def test_metrics_read_the_turns_of_whole_games():
         }
     )
     assert found["guesses"] == [["alley", "label"], [None, "abcde", *["alley"] * 4]]
-    json.dumps(found)
 
 
 # Rows
 
 
-@pytest.fixture(scope="module")
-def splits():
-    given = config()
-    return {
-        "train": wordle_game.get_sft_dataset(given, None),
-        "validation": wordle_game.get_sft_eval_dataset(given, None),
-        "test": wordle_game.get_eval_dataset(given),
-    }
-
-
-def test_the_teacher_wins_by_the_rules_with_words_of_its_split(splits):
-    secrets = [row["secret"] for rows in splits.values() for row in rows]
+def test_the_teacher_wins_by_the_rules_with_words_of_its_split():
+    train, validation, test = splits(wordle_game, config())
+    secrets = [row["secret"] for row in (*train, *validation, *test)]
     assert sorted(secrets) == sorted(words_of(None, None).secrets)
-    for name in ("train", "validation"):
-        pool = {row["secret"] for row in splits[name]}
-        for row in splits[name]:
+    for rows in (train, validation):
+        pool = {row["secret"] for row in rows}
+        for row in rows:
             completion = row["completion"]
             assert completion[-1]["role"] == "assistant"
             outcome = played(completion, row["secret"], REAL)
