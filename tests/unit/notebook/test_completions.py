@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.notebook import Session, TrainingConfig, completions, training
+from groupwise.notebook import completions
 from groupwise.notebook.completions import Completions
 from groupwise.notebook.record import completions_table
 
@@ -75,18 +75,3 @@ def test_they_come_at_the_first_step_at_the_last_and_now_and_then(
     steps: range, most: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert numbers(told(steps, most, monkeypatch)) == expected
-
-
-@pytest.mark.parametrize(("kernel", "expected"), [(None, [Completions]), (object(), [])])
-def test_a_kernel_has_its_page_instead(
-    kernel: object, expected: list[type], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[object] = []
-    monkeypatch.setattr(training, "kernel_display", lambda: kernel)
-    monkeypatch.setattr(training, "rewards_of", lambda *_: None)
-    monkeypatch.setattr(
-        training, "run_training", lambda *arguments, **_: given.extend(arguments[2])
-    )
-    config = TrainingConfig(dataset="arithmetic")
-    training.train_grpo(config, Session(config, [{"question": "a"}], [{"question": "b"}]))
-    assert [type(each) for each in given] == expected

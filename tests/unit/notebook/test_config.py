@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, SecretStr
 
 from groupwise.errors import ConfigError
-from groupwise.notebook import Rubric
-from groupwise.notebook.config import PRESETS, ColabTrainingConfig, TrainingConfig
+from groupwise.notebook.config import PRESETS, TrainingConfig
 from groupwise.notebook.core import core_config
 from groupwise.notebook.prompts import format_prompt
 from groupwise.rewards.tags import Tags
@@ -33,75 +32,36 @@ def made(**values: Any) -> TrainingConfig:
     return TrainingConfig(**values)
 
 
-def test_the_defaults_are_those_of_the_notebooks_that_it_replaces():
-    config = ColabTrainingConfig()
-    assert config.model_dump(include=set(_DEFAULTS)) == _DEFAULTS
-    assert config.max_steps == 450
-
-
-_DEFAULTS = {
-    "num_batches": 500,
-    "learning_rate": 3e-6,
-    "lora_rank": 64,
-    "lora_alpha": 64,
-    "dataset": None,
-    "use_openrubrics": True,
-    "openrubrics_max": 2000,
-    "save_to_drive": False,
-    "experiment_name": "gemma3_grpo_reasoning",
-    "checkpoint_dir": "checkpoints/gemma3_grpo_reasoning",
-    "num_generations": 2,
-    "num_iterations": 1,
-    "beta": 0.08,
-    "epsilon": 0.2,
-    "batch_size": 2,
-    "max_prompt_length": 256,
-    "total_generation_steps": 512,
-    "train_fraction": 0.9,
-    "reasoning_start": "<reasoning>",
-    "reasoning_end": "</reasoning>",
-    "solution_start": "<answer>",
-    "solution_end": "</answer>",
-    "backend": "auto",
-}
-
-
 class Mine(TrainingConfig):
     topic: str
     places: tuple[str, ...] = setting((), "Where it is.")
     words: list[str] = Field(default_factory=list, description="Of it.")
 
 
-def test_fields_are_shown_with_default_and_meaning():
-    shown = Mine.fields()
-    assert ["learning_rate", "3e-06"] in [[*row[:2]] for row in shown.rows]
-    assert ("seed", "42", TrainingConfig.model_fields["seed"].description) in shown.rows
-    own = [("topic", "", ""), ("places", "()", "Where it is."), ("words", "[]", "Of it.")]
-    assert list(shown.rows) == [*TrainingConfig.fields().rows, *own]
-    assert "topic" not in str(TrainingConfig.fields())
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"num_batchs": 3}, "num_batchs is not a key; did you mean num_batches?"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
+        ({"num_batchs": 3}, "num_batches?"),
+        ({"num_batchs": 3, "learning_rate": -1.0}, "learning_rate is -1.0"),
         ({"learning_rate": "3e-6"}, 'learning_rate is "3e-6"'),
         ({"num_batches": 1}, "num_batches 1 × train_fraction 0.9"),
+        *(
+            ({"num_batches": value}, "num_batches is ")
+            for value in (True, np.True_, 10.5, np.array([1, 2]))
+        ),
         ({"train_fraction": 1.0}, "train_fraction is 1.0"),
         ({"num_generations": 1}, "num_generations is 1"),
         ({"devices": "x"}, 'devices is "x"'),
         ({"devices": -1}, "devices is -1"),
-        ({"devices": [4, 1], "backend": "torch"}, "a mesh, which the backend torch does not have"),
+        ({"devices": [4, 1], "backend": "torch"}, "a mesh"),
         ({"backend": "jax"}, "one of auto, torch, tunix"),
         ({"report_to": ("wandbb",)}, "tensorboard, wandb"),
-        ({"report_to": ["wandbb"]}, "tensorboard, wandb"),
         ({"reasoning_start": ""}, "one of them is empty"),
         ({"solution_end": "<answer>"}, "cannot be told apart"),
         ({"lora_alpha": 1.5}, "lora_alpha is 1.5"),
-        ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs" cannot name a run'),
-        ({"overrides": {"training.weigt_decay": 1}}, "did you mean training.weight_decay"),
-        ({"overrides": {"run.dir": "x"}}, "run.dir is decided by the notebook's own fields"),
+        ({"checkpoint_dir": "my runs"}, 'checkpoint_dir: "my runs"'),
+        ({"overrides": {"training.weigt_decay": 1}}, "training.weight_decay"),
+        ({"overrides": {"run.dir": "x"}}, "run.dir"),
         ({"overrides": {3: 1}}, "overrides"),
         ({"overrides": {"training.seed": object()}}, "training.seed is of the type object"),
     ],
@@ -127,12 +87,6 @@ def test_an_experiment_is_named_as_one_folder_can_be():
         assert config == made(**beside)
 
 
-def test_all_that_is_wrong_is_told_at_once():
-    with pytest.raises(ConfigError) as refused:
-        made(num_batchs=3, beta=-1.0, dataset="")
-    assert len(str(refused.value).splitlines()) == 3
-
-
 def test_a_change_is_checked_and_a_refused_one_changes_nothing():
     config = TrainingConfig()
     config.num_generations = 8
@@ -150,6 +104,10 @@ def test_what_is_given_stays_where_others_are_computed():
     assert (given.checkpoint_dir, given.system_prompt) == ("there", "Answer.")
     computed = TrainingConfig(solution_start="[[", solution_end="]]")
     assert "[[ and ]]" in computed.system_prompt
+    assert (computed.tags, TrainingConfig().tags) == (
+        Tags("reasoning", ("[[", "]]")),
+        Tags("reasoning", "answer"),
+    )
     assert TrainingConfig(save_to_drive=True, experiment_name="e").checkpoint_dir == (
         "/content/drive/MyDrive/e"
     )
@@ -170,17 +128,6 @@ def test_a_prepared_config_cannot_be_changed_but_another_made_of_it():
     assert config.beta == 0.08
 
 
-def test_subclasses_have_fields_of_their_own():
-    class Mine(TrainingConfig):
-        topic: str = "rivers"
-
-    mine = Mine(topic="lakes", num_batches=9)
-    assert (mine.topic, mine.changed(topic="seas").topic, mine.max_steps) == ("lakes", "seas", 8)
-    assert Mine.preset("quick").topic == "rivers"
-    with pytest.raises(ConfigError, match="did you mean topic"):
-        Mine(**any_values(topik="x"))
-
-
 def test_presets_are_configs_and_can_be_changed():
     for name, values in PRESETS.items():
         config = TrainingConfig.preset(name, seed=7)
@@ -188,41 +135,33 @@ def test_presets_are_configs_and_can_be_changed():
         assert config.seed == 7
     with pytest.raises(ConfigError, match="quick, standard, production"):
         TrainingConfig.preset(cast("Any", "fast"))
-
-
-def test_values_without_names_are_told_and_not_shown():
-    config: Any = TrainingConfig
-    with pytest.raises(ConfigError, match="takes each value by its name") as caught:
-        config("hf_secret")
-    assert "TrainingConfig.preset('quick')" in str(caught.value)
-    assert "hf_secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match="Rubric takes each value by its name"):
-        cast("Any", Rubric)("steps")
+    mine = Mine.preset("quick", topic="lakes")
+    assert (mine.topic, mine.changed(topic="seas").topic) == ("lakes", "seas")
 
 
 SECRET = "hf_Zq81kLmN20pQ"
 
 
-def test_credentials_show_nowhere():
+def test_credentials_show_nowhere_not_even_in_an_error():
     names = ("hf_token", "wandb_api_key", "kaggle_key", "kaggle_username")
+    values = [{name: value} for name in names for value in (12345678, SECRET)]
+    for each in (*values, {"overrides": {"run.hub.token": SECRET}}):
+        with pytest.raises(ConfigError) as refused:
+            made(**each, beta=-1.0)
+        assert not any(each in str(refused.value) for each in ("12345678", SECRET))
+    with pytest.raises(ConfigError) as refused:
+        cast("Any", TrainingConfig)(SECRET)
+    assert SECRET not in str(refused.value)
     config = made(**dict.fromkeys(names, SECRET))
     dumped = (json.dumps(config.model_dump(mode="json")), config.model_dump_json())
     assert not any(SECRET in each for each in (repr(config), str(config), *dumped))
     assert cast("SecretStr", config.hf_token).get_secret_value() == SECRET
-    assert config.changed(seed=1).hf_token == config.hf_token
-    assert copy.deepcopy(config) == config
-
-
-def test_an_error_shows_no_credential():
-    for name in ("hf_token", "wandb_api_key", "kaggle_key", "kaggle_username"):
-        for value in (12345678, SECRET):
-            with pytest.raises(ConfigError) as refused:
-                made(**{name: value, "beta": -1.0})
-            assert str(value) not in str(refused.value)
-        config = made(**{name: SECRET})
-        with pytest.raises(ConfigError) as refused:
-            config.beta = -1.0
-        assert SECRET not in str(refused.value)
+    config.overrides["run.hub.token"] = SECRET
+    config.overrides["model"] = {"name": SECRET}
+    assert SECRET not in repr(config)
+    with pytest.raises(ConfigError) as refused:
+        config.beta = -1.0
+    assert SECRET not in str(refused.value)
 
 
 class Judge(BaseModel):
@@ -275,14 +214,6 @@ def test_credentials_among_the_fields_of_a_subclass_show_nowhere():
         assert line.startswith("WithKeys: ")
 
 
-def test_tags_by_name_or_by_their_marks():
-    assert TrainingConfig().tags == Tags("reasoning", "answer")
-    marked = TrainingConfig(
-        reasoning_start="(", reasoning_end=")", solution_start="<a>", solution_end="<b>"
-    )
-    assert marked.tags == Tags(("(", ")"), ("<a>", "<b>"))
-
-
 @settings(max_examples=40)
 @given(st.integers(1, 5000), st.sampled_from([0.1, 0.25, 0.5, 0.9, 0.95]))
 def test_steps_are_the_floor_of_the_product(batches, share):
@@ -297,14 +228,6 @@ def test_steps_are_the_floor_of_the_product(batches, share):
         assert TrainingConfig(num_batches=batches, train_fraction=share).max_steps == steps
 
 
-def test_lists_paths_and_numbers_of_numpy_are_taken():
-    assert made(report_to=["wandb"]).report_to == made(report_to="wandb").report_to == ("wandb",)
-    assert made(devices=[4, 1], backend="tunix").devices == (4, 1)
-    assert made(dataset=Path("rows.jsonl"), model=Path("folder")).dataset == "rows.jsonl"
-    core_of = made(overrides={"training.weight_decay": np.float32(0.5)})
-    assert core_config(core_of).config.training.weight_decay == 0.5
-
-
 class WithNumbers(TrainingConfig):
     pages: int | None = None
     ratio: int | float = 1
@@ -316,7 +239,7 @@ def test_numbers_are_taken_as_the_field_has_them():
         ("num_batches", np.int64(10), 10), ("num_batches", 10.0, 10), ("num_batches", np.float32(10), 10), ("lora_alpha", 32.0, 32),
         ("learning_rate", np.float32(0.5), 0.5), ("learning_rate", np.array(0.5), 0.5), ("learning_rate", torch.tensor(0.5), 0.5),
         ("beta", np.int64(1), 1.0), ("dataset_max", 9.0, 9), ("devices", np.int64(2), 2), ("use_openrubrics", np.False_, False),
-        ("pages", 3.0, 3), ("ratio", 2.0, 2.0), ("anything", 2.0, 2.0),
+        ("pages", 3.0, 3), ("ratio", 2.0, 2.0), ("anything", 2.0, 2.0), ("report_to", ["wandb"], ("wandb",)), ("dataset", Path("a"), "a"),
     ):  # fmt: skip
         config = WithNumbers(**any_values(**{name: value}))
         set_later = WithNumbers()
@@ -329,12 +252,6 @@ def test_numbers_are_taken_as_the_field_has_them():
         assert str(refused.value) == "WithNumbers: epsilon is -1.0; it must be a number (above 0)."
 
 
-def test_what_is_no_whole_number_is_refused_where_one_is_expected():
-    for value in (True, np.True_, 10.5, np.float32(10.5), np.array([1, 2])):
-        with pytest.raises(ConfigError, match=r"num_batches is .*; it must be a whole number"):
-            made(num_batches=value)
-
-
 def test_overrides_are_closed_with_the_rest():
     given_to_it: dict[str, Any] = {"training.weight_decay": 0.5}
     config = TrainingConfig(overrides=given_to_it)
@@ -342,7 +259,6 @@ def test_overrides_are_closed_with_the_rest():
     config.prepared()
     given_to_it["training.weight_decay"] = 7.0
     for change in (
-        lambda: config.overrides.update({"training.seed": 4}),
         lambda: config.overrides.pop("training.seed"),
         lambda: config.overrides.__setitem__("training.seed", 4),
     ):
@@ -359,20 +275,11 @@ def test_overrides_are_closed_with_the_rest():
         sent.overrides["training"]["seed"] = 4
     copy.copy(nested.overrides)["training"]["seed"] = 4
     assert nested.overrides == {"training": {"seed": 3}}
-    other = config.changed(overrides={**config.overrides, "training.weight_decay": 0.1})
+    other = config.changed(overrides={**config.overrides, "training.weight_decay": np.float32(0.5)})
     other.overrides["training.seed"] = 5
+    assert core_config(other).config.training.weight_decay == 0.5
     with pytest.raises(ConfigError, match="beta cannot be removed"):
         del config.beta
-
-
-def test_a_secret_among_the_overrides_shows_nowhere():
-    with pytest.raises(ConfigError) as told:
-        made(overrides={"run.hub.token": "hf_abcdef1234567"})
-    assert "hf_abcdef1234567" not in str(told.value)
-    config = TrainingConfig()
-    config.overrides["run.hub.token"] = "hf_abcdef1234567"
-    config.overrides["model"] = {"name": "hf_abcdef1234567"}
-    assert "hf_abcdef1234567" not in repr(config)
 
 
 def test_none_is_computed_and_an_empty_prompt_is_none_at_all():
@@ -384,11 +291,6 @@ def test_none_is_computed_and_an_empty_prompt_is_none_at_all():
     assert empty.system_prompt == ""
     assert format_prompt("Why?", empty) == "Why?"
     assert empty.changed(beta=0.0).system_prompt == ""
-
-
-def test_a_path_may_begin_at_home(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert TrainingConfig(checkpoint_dir="~/runs").checkpoint_dir == "/home/me/runs"
 
 
 def test_a_mask_is_no_credential():

@@ -12,7 +12,7 @@ import pytest
 from groupwise import notebook
 from groupwise.client.errors import ClientError
 from groupwise.errors import UsageError
-from groupwise.notebook import Connection, TrainingConfig, connect, connection
+from groupwise.notebook import Connection, connect, connection
 from groupwise.wire.keys import VARIABLE
 
 HERE = {"accelerator", "connect", "load_rubrics"}
@@ -133,13 +133,3 @@ def test_a_failed_connection_leaves_the_environment_as_it_was(
         connect("http://a", "wrong")
     assert os.environ.get(VARIABLE) == before
     assert "key-a" not in repr(connect("http://a", "key-a"))
-
-
-def test_what_is_no_url_or_session_is_told_at_once(asked: list[tuple[str, str | None]]) -> None:
-    for url in (None, 8000):
-        with pytest.raises(UsageError, match=f"url is {url}"):
-            connect(url)  # pyright: ignore[reportArgumentType]
-    assert asked == []
-    config = TrainingConfig(dataset="arithmetic")
-    with pytest.raises(UsageError, match="Expected a session second, got NoneType"):
-        connect("http://a").train_grpo(config, None)  # pyright: ignore[reportArgumentType]

@@ -37,29 +37,14 @@ def test_a_short_training_saves_more_often(batches, steps):
 
 
 def test_every_field_reaches_the_core():
-    assert flat(TrainingConfig()) == {
-        "steps": 450,
-        "prompts": 2,
-        "group": 2,
-        "passes": 1,
-        "rate": (3e-6, "cosine", 0.1),
-        "adamw": (0.9, 0.99, 0.1),
-        "clip": 0.1,
-        "algorithm": ("grpo", 0.08, 0.2),
-        "lora": (64, 64),
-        "lengths": (256, 512),
-        "saving": (100, 3),
-        "run": ("checkpoints", "gemma3_grpo_reasoning"),
-        "seed": 42,
-    }
     other = TrainingConfig(
         num_batches=10, batch_size=3, num_generations=4, num_iterations=2, learning_rate=1e-4, beta=0.0, epsilon=0.1, lora_rank=8,
         lora_alpha=16, max_prompt_length=99, total_generation_steps=77, experiment_name="mine", seed=5,
     )  # fmt: skip
-    found = flat(other)
-    assert (found["steps"], found["prompts"], found["group"], found["passes"]) == (9, 3, 4, 2)
-    assert (found["rate"][0], found["algorithm"][1:], found["lora"]) == (1e-4, (0.0, 0.1), (8, 16))
-    assert (found["lengths"], found["run"][1], found["seed"]) == ((99, 77), "mine", 5)
+    assert flat(other) == {
+        "steps": 9, "prompts": 3, "group": 4, "passes": 2, "rate": (1e-4, "cosine", 0.1), "adamw": (0.9, 0.99, 0.1), "clip": 0.1,
+        "algorithm": ("grpo", 0.0, 0.1), "lora": (8, 16), "lengths": (99, 77), "saving": (10, 3), "run": ("checkpoints", "mine"), "seed": 5,
+    }  # fmt: skip
 
 
 def test_overrides_take_any_key_dotted_or_nested_and_devices_are_processes():
@@ -68,14 +53,8 @@ def test_overrides_take_any_key_dotted_or_nested_and_devices_are_processes():
     assert (found.training.weight_decay, found.eval.max_prompts) == (0.0, 7)
     assert (found.algorithm.type, found.lora and found.lora.r) == ("dr_grpo", 3)
     assert found.run.processes == 2
-
-
-def test_an_override_that_cannot_be_is_told():
-    with pytest.raises(ConfigError, match=r"did you mean training\.weight_decay"):
-        core_config(TrainingConfig(overrides={"training.weight_dekay": 0.0}))
-    for key in ("run.dir", "run.name"):
-        with pytest.raises(ConfigError, match="Set checkpoint_dir instead"):
-            core_config(TrainingConfig(overrides={"run": {key.partition(".")[2]: "x"}}))
+    on_drive = TrainingConfig(save_to_drive=True, experiment_name="e")
+    assert str(run_folder(on_drive)) == "checkpoints/e", "its record is here"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +72,10 @@ def test_an_override_that_cannot_be_is_told():
         ({"data.system_prompt": "Be brief."}, "Set system_prompt"),
         ({"rewards.reward_funcs": ["match_format"]}, "reward_functions="),
         ({"rewards.answer_column": "gold"}, "reward_functions="),
-        (
-            {"rewards.router": {"sums": ["match_format"]}},
-            "overrides: rewards.router.sums cannot be",
-        ),
+        ({"rewards.router": {"sums": ["match_format"]}}, "rewards.router.sums"),
+        ({"training.weight_dekay": 0.0}, "training.weight_decay"),
+        ({"run": {"dir": "x"}}, "checkpoint_dir"),
+        ({"run": {"name": "x"}}, "checkpoint_dir"),
         ({"run.server": "http://gpu:8000"}, "connect(url)"),
         ({"rollout.type": "environment"}, "has none of"),
     ],
@@ -105,10 +84,3 @@ def test_an_override_without_effect_is_refused_with_what_to_use_instead(override
     with pytest.raises(ConfigError) as refused:
         TrainingConfig(overrides=overrides)
     assert instead in str(refused.value)
-
-
-def test_the_run_of_an_experiment_on_drive_is_recorded_here():
-    assert (
-        str(run_folder(TrainingConfig(save_to_drive=True, experiment_name="e"))) == "checkpoints/e"
-    )
-    assert str(run_folder(TrainingConfig(checkpoint_dir="some/where"))) == "some/where"

@@ -51,11 +51,6 @@ def kaggle(monkeypatch, held, *, works=True):
     monkeypatch.setitem(sys.modules, "kaggle_secrets", module)
 
 
-def test_without_any_source_nothing_is_found():
-    assert credentials.provide(TrainingConfig()) == {}
-    assert "HF_TOKEN" not in os.environ
-
-
 def test_each_comes_from_the_first_source_that_has_it(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "of the environment")
     monkeypatch.setenv("HF_TOKEN", "of the environment")
@@ -93,15 +88,6 @@ def test_what_an_earlier_config_put_there_is_told_as_that():
     os.environ["HF_TOKEN"] = "set by hand"
     assert credentials.provide(TrainingConfig()) == {"hf_token": "the environment"}
     assert os.environ["HF_TOKEN"] == "set by hand"
-
-
-def test_the_environment_as_it_was_comes_before_an_earlier_config(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "of the environment")
-    for token in ("one", "two"):
-        credentials.provide(TrainingConfig(hf_token=token))
-        assert os.environ["HF_TOKEN"] == token
-    assert credentials.provide(TrainingConfig()) == {"hf_token": "the environment"}
-    assert os.environ["HF_TOKEN"] == "of the environment"
 
 
 def test_colabs_secrets_are_told_as_that_again_and_after_they_are_gone(monkeypatch):

@@ -7,7 +7,6 @@ import math
 from typing import Any, cast
 
 import numpy as np
-import pandas
 import pytest
 
 from groupwise.errors import TaskError
@@ -15,7 +14,6 @@ from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import prepare_datasets, register_dataset
 from groupwise.notebook.grading import grades
-from groupwise.notebook.parts import with_prompts
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.rewards import create_reward_functions
 from groupwise.notebook.rows import kind_of
@@ -52,15 +50,13 @@ def test_parts_are_disjoint_shuffled_by_the_seed_and_of_the_asked_sizes():
     assert questions(one) != questions(other)
     assert questions(one) != sorted(questions(one))
     assert len(one) == 25
-
-
-def test_even_two_rows_have_both_parts():
-    register_dataset("two", lambda config: rows(2))
-    train, test = prepare_datasets(TrainingConfig(dataset="two"))
-    assert (len(train), len(test)) == (1, 1)
-    register_dataset("one", lambda config: rows(1))
-    with pytest.raises(TaskError, match="1 usable row; at least two are needed"):
-        prepare_datasets(TrainingConfig(dataset="one"))
+    assert [len(part) for part in prepare_datasets(numbers.changed(dataset_max=2))] == [1, 1]
+    found = [
+        {row["question"] for part in prepare_datasets(config) for row in part}
+        for config in (numbers.changed(dataset_max=20, seed=seed) for seed in (1, 1, 2))
+    ]
+    assert found[0] == found[1] != found[2], "a sample by the seed"
+    assert [len(each) for each in found] == [20] * 3
 
 
 def test_the_prompt_has_the_question_and_neither_answer_nor_rubric():
@@ -77,16 +73,6 @@ def test_the_prompt_has_the_question_and_neither_answer_nor_rubric():
     assert "cause" not in message["content"]
     assert "because" not in message["content"]
     assert "names the cause" in format_prompt("Why?", config, rubric="names the cause")
-
-
-def test_a_prompt_of_a_row_is_taken_as_it_is():
-    for prompt in ("Just say 1.", [{"role": "user", "content": "Just say 1."}]):
-        register_dataset(
-            "own", lambda config, own=prompt: [{**row, "prompt": own} for row in rows(4)]
-        )
-        train, test = prepare_datasets(TrainingConfig(dataset="own"))
-        assert [row["prompt"] for row in (*train, *test)] == [prompt] * 4
-        assert all(row["question"] not in str(row["prompt"]) for row in train)
 
 
 def test_unusable_rows_are_left_out_and_counted():
@@ -116,14 +102,6 @@ def test_cells_of_a_loader_that_hold_nothing():
             assert prompt == format_prompt(train[0]["question"], config)
 
 
-def test_rubrics_of_a_loader_need_a_reference():
-    given = [{"question": f"{n}?", "rubric": "r", "reference": "x" * (n % 2)} for n in range(8)]
-    register_dataset("bare", lambda config: given)
-    train, test = prepare_datasets(TrainingConfig(dataset="bare"))
-    assert len(train) + len(test) == 4
-    assert kind_of([*train, *test]) == "rubric"
-
-
 def test_a_loader_may_give_both_parts_and_what_they_share_is_tested():
     def load(config):
         return rows(6), [*rows(2), {"question": "What is 99?", "answer": "99"}]
@@ -133,18 +111,16 @@ def test_a_loader_may_give_both_parts_and_what_they_share_is_tested():
     assert sorted(questions(test)) == ["What is 0?", "What is 1?", "What is 99?"]
     assert sorted(questions(train)) == [f"What is {n}?" for n in range(2, 6)]
     assert train.account.left_out == {"the test part has the question": 2}
-
-
-def test_parts_of_a_loader_that_leave_nothing_are_told():
-    register_dataset("parts", lambda config: (rows(3), rows(4)))
-    with pytest.raises(TaskError, match="all questions of the train part stand in the test part"):
-        prepare_datasets(TrainingConfig(dataset="parts"))
-    register_dataset("parts", lambda config: (rows(3), []))
-    with pytest.raises(TaskError, match="The test part of the dataset 'parts' has no usable row"):
-        prepare_datasets(TrainingConfig(dataset="parts"))
     register_dataset("parts", lambda config: (rows(2), rows(1)))
     train, test = prepare_datasets(TrainingConfig(dataset="parts"))
     assert (questions(train), questions(test)) == (["What is 1?"], ["What is 0?"])
+    for given, said in (
+        ((rows(3), rows(4)), "stand in the test part"),
+        ((rows(3), []), "no usable row"),
+    ):
+        register_dataset("parts", lambda config, given=given: given)
+        with pytest.raises(TaskError, match=said):
+            prepare_datasets(TrainingConfig(dataset="parts"))
 
 
 def test_a_loader_is_given_the_config_and_columns_of_its_own_stay():
@@ -163,7 +139,8 @@ def test_a_loader_is_given_the_config_and_columns_of_its_own_stay():
 
 def test_what_a_loader_does_wrongly_is_told():
     wrong = (
-        (lambda config: {"question": "x"}, "gave dict. Expected a list of rows"),
+        (lambda config: {"question": "x"}, "gave dict"),
+        (lambda config: rows(1), "1 usable row"),
         (lambda config: 7, "gave int"),
         (lambda config: [], "has no usable row"),
         (lambda config: 1 / 0, "ZeroDivisionError"),
@@ -173,6 +150,11 @@ def test_what_a_loader_does_wrongly_is_told():
         with pytest.raises(TaskError, match=said) as refused:
             prepare_datasets(TrainingConfig(dataset="wrong"))
         assert "'wrong'" in str(refused.value)
+
+
+def test_answers_and_rubrics_are_not_mixed():
+    with pytest.raises(TaskError, match="2 have an answer and 1 a rubric"):
+        kind_of([*rows(2), {"question": "b", "rubric": "short", "reference": "r"}])
 
 
 def test_names_that_cannot_be_registered():
@@ -194,25 +176,6 @@ def test_no_dataset_and_an_unknown_one_list_those_there_are():
         prepare_datasets(TrainingConfig(dataset="capitols"))
 
 
-def test_files_of_answers_and_of_rubrics(tmp_path):
-    answers = write(
-        tmp_path / "answers.jsonl",
-        [{"problem": f"{n} + 1?", "solution": f"Add. #### {n + 1}"} for n in range(6)],
-    )
-    train, test = prepare_datasets(TrainingConfig(dataset=str(answers), dataset_max=4))
-    assert len(train) + len(test) == 4
-    assert {row["question"]: row["answer"] for row in (*train, *test)}["3 + 1?"] == "4"
-    rubrics = write(
-        tmp_path / "rubrics.jsonl",
-        [{"query": f"Why {n}?", "rubrics": ["a", "b"], "gold": "c"} for n in range(3)],
-    )
-    train, _ = prepare_datasets(TrainingConfig(dataset=str(rubrics)))
-    assert {key: train[0][key] for key in ("rubric", "reference")} == {
-        "rubric": "a\nb",
-        "reference": "c",
-    }
-
-
 def test_files_keep_their_other_columns(tmp_path):
     asked = [{"role": "user", "content": "Say it."}]
     given = [
@@ -222,6 +185,15 @@ def test_files_keep_their_other_columns(tmp_path):
     train, test = prepare_datasets(TrainingConfig(dataset=str(answers)))
     found = sorted((*train, *test), key=lambda row: row["level"])
     assert found[2] == {"question": "2 + 1?", "answer": "3", "level": 2, "prompt": asked}
+    solved = [{"problem": f"{n} + 1?", "solution": f"Add. #### {n + 1}"} for n in range(2)]
+    train, test = prepare_datasets(TrainingConfig(dataset=str(write(tmp_path / "a.jsonl", solved))))
+    assert {row["question"]: row["answer"] for row in (*train, *test)} == {
+        "0 + 1?": "1",
+        "1 + 1?": "2",
+    }
+    given = [{"QUERY": f"Why {n}?", "Rubrics": ["a", "b"], "gold": "c"} for n in range(3)]
+    train, _ = prepare_datasets(TrainingConfig(dataset=str(write(tmp_path / "r.jsonl", given))))
+    assert (train[0]["rubric"], train[0]["reference"]) == ("a\nb", "c")
     row = {"prompt": "Say.", "rubric": "brief", "answer": "d", "question_type": "y"}
     given = [{"question": f"Why {n}?", "response": "c", **row} for n in range(3)]
     rubrics = write(tmp_path / "rubrics.jsonl", given)
@@ -232,13 +204,6 @@ def test_files_keep_their_other_columns(tmp_path):
     overlap = create_reward_functions(config, train)[1]
     columns = {name: [value] for name, value in kept.items() if name != "prompt"}
     assert overlap(prompts=["Say."], completions=["c"], **columns) == [5.0]
-
-
-def test_a_prompt_alone_is_the_question_of_a_file(tmp_path):
-    file = write(tmp_path / "a.jsonl", [{"prompt": f"{n}?", "answer": n} for n in range(4)])
-    config = TrainingConfig(dataset=str(file))
-    row = prepare_datasets(config)[0][0]
-    assert row["prompt"][0]["content"] == format_prompt(row["question"], config)
 
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is 1? "}]
@@ -262,19 +227,6 @@ def test_a_chat_alone_is_the_prompt_and_what_the_user_says_last_the_question(tmp
         assert found == [{**row, "question": f"{n}?"} for n, row in enumerate(given)]
 
 
-def test_chats_of_several_turns_are_the_same_where_all_turns_are(tmp_path):
-    def row(first: str) -> str:
-        turns = [("user", first), ("assistant", "Yes."), ("user", "Why?")]
-        chat = [{"role": role, "content": text} for role, text in turns]
-        return json.dumps({"prompt": chat, "answer": "1"}) + "\n"
-
-    file = tmp_path / "rows.jsonl"
-    file.write_text(row("Is it 1?") + row("Is it 2?") + row("Is it 2?") + row("Is it 3?"))
-    parts = prepare_datasets(TrainingConfig(dataset=str(file)))
-    assert sorted(len(part) for part in parts) == [1, 2]
-    assert {row["question"] for part in parts for row in part} == {"Why?"}
-
-
 def test_chats_without_a_question_are_left_out(tmp_path):
     given = [{"prompt": each, "answer": 1} for each in (CHAT[:1], CHAT, [], [{"from": "human", "value": "x"}], "a?", "b?")]  # fmt: skip
     file = write(tmp_path / "a.jsonl", given)
@@ -285,23 +237,6 @@ def test_chats_without_a_question_are_left_out(tmp_path):
         "there is no question": 1,
         "a message has `from` and `value` (ShareGPT), not `role` and `content`": 1,
     }
-
-
-def test_columns_of_a_file_are_found_in_any_case(tmp_path):
-    given = [{"QUESTION": "?", "Question": f"{n}?", "Answer": n, "Level": n} for n in range(3)]
-    file = write(tmp_path / "a.jsonl", [{"Question": "3?", "Answer": 3, "Level": 3}, *given])
-    train, test = prepare_datasets(TrainingConfig(dataset=str(file)))
-    assert {row["question"]: (row["answer"], row["Level"]) for row in (*train, *test)} == {
-        f"{n}?": (str(n), n) for n in range(4)
-    }
-    rubrics = [{"Prompt": [*CHAT[:1], {"role": "user", "content": f"{n}?"}], "Rubric": "r", "Gold": "x"} for n in range(3)]  # fmt: skip
-    file = write(tmp_path / "b.jsonl", rubrics)
-    train, _ = prepare_datasets(TrainingConfig(dataset=str(file)))
-    assert set(train[0]) == {"prompt", "question", "rubric", "reference"}
-    named = [{"question": f"{n}?", "Question": "other", "answer": n} for n in range(3)]
-    file = write(tmp_path / "c.jsonl", named)
-    train, _ = prepare_datasets(TrainingConfig(dataset=str(file)))
-    assert train[0]["Question"] == "other"
 
 
 def test_an_answer_is_a_text_or_a_number_for_loaders_and_files(monkeypatch):
@@ -348,25 +283,13 @@ def test_a_question_with_another_answer_is_counted_by_itself(tmp_path):
         assert train.account.left_out == left_out
 
 
-def test_the_most_rows_are_a_sample_by_the_seed(tmp_path):
-    register_dataset("numbers", lambda config: rows(200))
-    for name in ("numbers", str(write(tmp_path / "a.jsonl", rows(200)))):
-        one, again, other = (
-            sorted(int(row["answer"]) for part in prepare_datasets(config) for row in part)
-            for config in (TrainingConfig(dataset=name, dataset_max=20, seed=n) for n in (1, 1, 2))
-        )
-        assert one == again != other
-        assert len(one) == 20
-        assert max(one) > 100
-
-
 def test_columns_of_a_file_that_cannot_be_told(tmp_path):
     file = tmp_path / "pairs.csv"
     file.write_text("prompt,completion\na,b\nc,d\n")
-    with pytest.raises(TaskError, match="no column for the answer: looked for answer, sol") as told:
+    with pytest.raises(
+        TaskError, match=r"no column for the answer.* prompt, completion.*register_"
+    ):
         prepare_datasets(TrainingConfig(dataset=str(file)))
-    assert "It has: prompt, completion. Rename its columns to question and" in str(told.value)
-    assert "register_dataset(name, loader)" in str(told.value)
     file.write_text("question,answer\na,\nc,\n")
     with pytest.raises(TaskError, match="2 × there is no answer") as told:
         prepare_datasets(TrainingConfig(dataset=str(file)))
@@ -387,6 +310,11 @@ def test_openrubrics_takes_the_better_response_as_reference(monkeypatch):
     assert references == {"Why?": "y", "How?": "x"}
     assert all(set(row) == {"prompt", "question", "rubric", "reference"} for row in train)
     assert train.account.left_out == {"the reference is missing": 1}
+    found = [{"question": f"{n}?", "answer": f"so\n#### {n}", "id": n} for n in range(3)]
+    asked = reading(monkeypatch, found)
+    train, _ = prepare_datasets(TrainingConfig(dataset="gsm8k", dataset_max=3))
+    assert asked == [("openai/gsm8k", "main", "train", 3, 42)]
+    assert all(set(row) == {"prompt", "question", "answer"} for row in train)
 
 
 def reading(monkeypatch, found):
@@ -399,36 +327,3 @@ def reading(monkeypatch, found):
 
     monkeypatch.setattr(datasets, "read_source", read)
     return asked
-
-
-def test_gsm8k_is_read_by_its_configuration(monkeypatch):
-    found = [{"question": f"{n}?", "answer": f"so\n#### {n}", "id": n} for n in range(3)]
-    asked = reading(monkeypatch, found)
-    train, test = prepare_datasets(TrainingConfig(dataset="gsm8k", dataset_max=3))
-    assert asked == [("openai/gsm8k", "main", "train", 3, 42)]
-    assert {row["answer"] for row in (*train, *test)} == {"0", "1", "2"}
-    assert all(set(row) == {"prompt", "question", "answer"} for row in train)
-
-
-def test_a_table_of_pandas_is_its_rows():
-    table = pandas.DataFrame([{"question": f"q{n}", "answer": str(n)} for n in range(4)])
-    register_dataset("table", lambda config: cast("Any", table))
-    train, test = prepare_datasets(TrainingConfig(dataset="table"))
-    assert len(train) + len(test) == 4
-
-
-def test_all_rows_decide_what_they_are_scored_by():
-    answer = {"question": "a", "answer": "3", "rubric": None, "reference": None}
-    rubric = {"question": "b", "answer": None, "rubric": "short", "reference": "r"}
-    assert kind_of([answer, answer]) == "numeric"
-    assert kind_of([rubric]) == "rubric"
-    with pytest.raises(TaskError, match="Of 2 rows 1 have an answer and 1 a rubric"):
-        kind_of([answer, rubric])
-    with pytest.raises(TaskError, match="There are no rows"):
-        kind_of([])
-
-
-def test_rows_that_ask_nothing_are_refused_with_their_columns():
-    config = TrainingConfig(dataset="arithmetic")
-    with pytest.raises(TaskError, match=r"neither a question nor a prompt, but problem, answer"):
-        with_prompts([{"problem": "1 + 1?", "answer": "2"}], config)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from groupwise.callbacks.base import RunEnd
-from groupwise.errors import UsageError
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.runs import checkpoints
@@ -34,11 +33,6 @@ def checkpoint(folder, step):
     return checkpoints.save(folder, step, fill)
 
 
-def test_nothing_happens_unless_it_is_asked_for(content):
-    assert drive.mount(TrainingConfig()) == []
-    assert drive.mirror(TrainingConfig()) is None
-
-
 def test_without_a_drive_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(drive, "DRIVE", tmp_path / "none")
     monkeypatch.setattr("groupwise.notebook.config.DRIVE", tmp_path / "none")
@@ -47,12 +41,9 @@ def test_without_a_drive_it_says_so(tmp_path, monkeypatch):
     assert name == "drive"
     assert "there is none here; checkpoints stay in checkpoints/e" in told
     assert drive.mirror(config) is None
-
-
-def test_a_folder_of_ones_own_is_mirrored_to_as_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(drive, "DRIVE", tmp_path / "none")
-    config = TrainingConfig(save_to_drive=True, checkpoint_dir=str(tmp_path / "synchronised"))
-    assert drive.mirror(config) == tmp_path / "synchronised"
+    assert (drive.mount(TrainingConfig()), drive.mirror(TrainingConfig())) == ([], None)
+    own = TrainingConfig(save_to_drive=True, checkpoint_dir=str(tmp_path / "synchronised"))
+    assert drive.mirror(own) == tmp_path / "synchronised"
 
 
 def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path, monkeypatch, caplog):
@@ -89,15 +80,3 @@ def test_a_torn_copy_is_passed_over_and_what_was_cut_off_is_removed(content, tmp
     (tmp_path / "e" / CHECKPOINTS / ".building-step-20-1-1").mkdir(parents=True)
     assert drive.bring_back(content / "e", tmp_path / "e") == ["e@10"]
     assert [each.name for each in (tmp_path / "e" / CHECKPOINTS).iterdir()] == ["step-10"]
-
-
-def test_a_refused_mount_says_what_to_do(tmp_path, monkeypatch):
-    def mount(place: str) -> None:
-        raise ValueError("mount failed")
-
-    monkeypatch.setattr(drive, "DRIVE", tmp_path / "none")
-    monkeypatch.setattr(drive.importlib, "import_module", lambda name: SimpleNamespace(mount=mount))
-    with pytest.raises(
-        UsageError, match=r"mount failed\. Allow it when Colab asks, or set save_to"
-    ):
-        drive.mount(TrainingConfig(save_to_drive=True))

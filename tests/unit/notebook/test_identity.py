@@ -10,7 +10,7 @@ import sys
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -38,89 +38,66 @@ def reward(completions, scale=2.0, **columns):
     seen.append(completions)
     return [helper(text) * scale for text in completions]
 """
-DATA = """
-import numpy as np
-WORDS = ["therefore", "so"]
-WEIGHTS = {"a": 1.0}
-PAIRS = (["x"], 2)
-TABLE = np.array([1.0, 2.0])
-def first(text): return 1.0
-RULES = [first]
 
-def made(words):
-    def inner(text): return sum(word in text for word in words)
-    return inner
 
-inside = made(["x"])
+def using(names: str, setup: str = "") -> str:
+    """A cell whose reward uses these names, after what sets them up."""
+    return f"{IMPORTS}{setup}\n\ndef reward(completions, **columns):\n    return [{names}]\n"
 
-class Scorer:
-    def __init__(self, terms):
-        self.terms, self.seen = terms, []
-    def score(self, text):
-        self.seen.append(text)
-        return sum(term in text for term in self.terms)
 
-SCORER = Scorer(["p"])
-
-def reward(completions, kept=[], **columns):
-    kept.append(1)
-    found = len(WORDS) + WEIGHTS["a"] + len(PAIRS) + TABLE[0]
-    return [found + RULES[0](text) + inside(text) + SCORER.score(text) for text in completions]
-"""
-IN_DEPTH = """
-import re
+IMPORTS = """
+import functools, math, re
+from collections import defaultdict, deque
 from decimal import Decimal
-from fractions import Fraction
-from types import MappingProxyType, SimpleNamespace
-CHECKS = [("digits", lambda text: 1.0)]
-TABLES = {"a": {"b": [len, lambda text: 2.0]}}
-PATTERNS = [re.compile("[a-z]")]
-LEAST, SHARE, RANGE = Decimal("1.5"), Fraction(1, 3), range(4)
-FROZEN, NAMES = MappingProxyType({"a": 5}), SimpleNamespace(weight=6)
-
-class Part:
-    def __init__(self, rules):
-        self.rules = rules
-
-PARTS = [Part([("x", lambda text: 7.0)])]
-
-class Counter:
-    def __init__(self, start):
-        self.start, self.calls = start, 0
-    def value(self):
-        self.calls += 1
-        self.start = self.start * 1
-        return self.start
-
-COUNTER = Counter(8)
-
-def reward(completions, **columns):
-    values = [rule(text) for _, rule in CHECKS for text in completions]
-    values += [TABLES["a"]["b"][1]("x"), len(PATTERNS), LEAST, SHARE, len(RANGE), FROZEN["a"], NAMES.weight, COUNTER.value()]
-    return values + [PARTS[0].rules[0][1]("x")]
-"""
-KINDS = """
-import math
-import re
 from enum import Enum
-from functools import cached_property
+from fractions import Fraction
 from html.parser import HTMLParser
 from operator import itemgetter
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, PrivateAttr
+"""
+NUMBER = """
+def number(text):
+    try:
+        value = float(text)
+        value = check(value)
+    except ValueError:
+        value = 0.0
+    return value
 
-def contains(words):
+def check(value): return value
+"""
+WORDS = """
+class Words:
+    def __init__(self, words, weight): self.words, self.weight = words, weight
+    def score(self, text): return self.weight * sum(word in text for word in self.words)
+
+class Other(Words):
+    def score(self, text): return 200.0
+
+class Sum:
+    def __init__(self, *parts): self.first, self.second, self.last = *parts, None
+    def __call__(self, text):
+        self.last = Words([text], 0.0)
+        return self.first.score(text) + self.second.score(text)
+
+total = Sum(Words(["so"], 1.0), Words(["thus"], 0.25))
+"""
+CLOSURES = """
+def has(words):
     def check(text): return any(word in text for word in words)
     return check
 
-good = contains(["yes"])
-bad = contains(["no"])
-find = re.compile("[0-9]").search
-price = {"a": 1.5}.get
-pick = itemgetter("a")
-root = math.sqrt
+good, bad = has(["yes"]), has(["no"])
 
+class Between:
+    def __init__(self, above, below): self.above, self.below = above.__call__, below.__call__
+
+between = Between(good, bad)
+"""
+LATE = """
 class Judge(BaseModel):
     words: tuple[str, ...] = ("so",)
     calls: int = 0
@@ -128,9 +105,42 @@ class Judge(BaseModel):
         self.calls += 1
         return len(text) + 10
 
+class Late:
+    model = None
+    @functools.cached_property
+    def words(self): return ["sixty"]
+    def __getitem__(self, name):
+        self.model = self.model or Judge()
+        return self.model.score(name) + len(self.words) + 70
+
+late = Late()
+"""
+COUNTER = """
+class Counter:
+    def __init__(self, start): self.start, self.calls = start, 0
+    def value(self):
+        self.calls += 1
+        self.start = self.start * 1
+        return self.start
+
+counter = Counter(8)
+"""
+DISPATCHED = """
+class Dispatched:
+    @functools.singledispatchmethod
+    def __call__(self, value): return 100.0
+    @__call__.register
+    def _(self, value: str): return 200.0
+
+dispatched = Dispatched()
+"""
+CLASSES = """
 class Pair(NamedTuple):
     least: int
     def value(self): return self.least + 20
+
+class Kept(NamedTuple):
+    words: list
 
 class Kind(Enum):
     ONE = "one"
@@ -142,151 +152,58 @@ class Table(dict):
 class Parser(HTMLParser):
     def handle_data(self, data): self.found = len(data) + 50
 
-class Late:
-    model = None
-    @cached_property
-    def words(self): return ["sixty"]
-    def __getitem__(self, name):
-        if self.model is None:
-            self.model = Judge()
-        return len(self.words) + 70
-
-judge, pair, table, parser, late = Judge(), Pair(1), Table(a=2), Parser(), Late()
-objects = np.array(["eighty", None], dtype=object)
-allowed = frozenset({frozenset({"ninety", "other"}), frozenset({"third"})})
-
-def reward(completions, **columns):
-    parser.feed(completions[0])
-    used = [judge.score("x"), pair.value(), Kind.ONE.value_of(), table.value(), late["a"], 1j * 1.0, objects[0], allowed]
-    return [good(text) - bad(text) + root(2) for text in completions] + used + [find("1"), price("a"), pick({"a": 1})]
+pair, table, parser, kept = Pair(1), Table(a=2), Parser(), Kept(["kept"])
 """
-OBJECTS = """
-import functools
-from collections import defaultdict, deque
-from typing import NamedTuple
-import numpy as np
-from pydantic import BaseModel, Field, PrivateAttr
-
-class Short:
-    def score(self, text): return 100.0
-
-class Long:
-    def score(self, text): return 200.0
-
-class Words:
-    def __init__(self, words, weight):
-        self.words, self.weight = words, weight
-    def score(self, text): return self.weight * sum(word in text for word in self.words)
-
-class Sum:
-    def __init__(self, *parts):
-        self.first, self.second, self.third, self.fourth = parts
-        self.last = None
-    def __call__(self, text):
-        self.last = Words([text], 0.0)
-        return self.first.score(text) + self.second.score(text) + self.third.score(text) + self.fourth.score(text)
-
-def has(words):
-    def check(text): return sum(word in text for word in words)
-    return check
-
-good = has(["yes"])
-bad = has(["no"])
-
-class Between:
-    def __init__(self, above, below):
-        self.above, self.below = above.__call__, below.__call__
-
-def one(text): return 1.0
-def two(text): return 2.0
-
-class Kept(NamedTuple):
-    words: list
-
-class Hidden(BaseModel):
+FIELDS = """
+class Hidden(BaseModel, extra="allow"):
     _words: list = PrivateAttr(default_factory=lambda: ["hidden"])
     listed: tuple = Field(default_factory=lambda: ("listed",))
 
-@functools.singledispatch
-def worth(value): return 300.0
-
-@worth.register
-def _(value: str): return 400.0
-
-class Guarded:
-    @property
-    def limit(self): return 500.0
-    @limit.setter
-    def limit(self, value): self.kept = value + 600.0
-
-@np.vectorize
-def each(value): return value + 700.0
-
+hidden = Hidden(limit=3)
+"""
+FUNCTIONS = """
+def one(text): return 1.0
+def two(text): return 2.0
 one.least = 800.0
-total = Sum(Short(), Words(["so"], 1.0), Words(["hence"], 0.5), Words(["thus"], 0.25))
-between = Between(good, bad)
 chosen = {"score": one}
-missing = defaultdict(lambda: 900.0)
-window = deque([1.0], maxlen=10)
-grades = {"great": 1.0, "good": 0.5}
-kept = Kept(["kept"])
-hidden = Hidden()
-upper = str.upper
-curve = {"of": np.tanh}
-
-def reward(completions, **columns):
-    used = [one, two, good, bad, between, chosen, missing, window, grades, kept, hidden, worth, Guarded(), each, upper, curve]
-    return [total(text) for text in completions]
 """
-MORE = """
-import functools
-from pydantic import BaseModel
-
-def number(text):
-    try:
-        value = float(text)
-        value = check(value)
-    except ValueError:
-        value = 0.0
-    return value
-
-def check(value): return value
-
-first, second = {"a": 1.0}, {"a": 2.0}
-stages = [first, second, first]
-
-class Loose(BaseModel, extra="allow"):
-    known: int = 1
-
-loose = Loose(limit=3)
-
-class Dispatched:
-    @functools.singledispatchmethod
-    def __call__(self, value): return 100.0
-    @__call__.register
-    def _(self, value: str): return 200.0
-
-dispatched = Dispatched()
-
-class Made:
-    def __new__(cls):
-        found = super().__new__(cls)
-        found.limit = 300.0
-        return found
-
-def outer():
-    class Inner:
-        class Innermost:
-            def score(self, text): return 400.0
-    return Inner.Innermost()
-
-inner = outer()
-part = functools.partial(pow, 500.0)
-
-def reward(completions, **columns):
-    used = [len(stages), loose.limit, Made().limit, part(2)]
-    return [number(text) + dispatched(text) + inner.score(text) for text in completions]
-"""
+EDITS = [
+    ('checks = [("digits", lambda text: 1.0)]', "checks", [("1.0", "1.5")]),
+    ('tables = {"a": {"b": [len, lambda text: 2.0]}}', "tables", [("2.0", "2.5")]),
+    ('patterns = [re.compile("[a-z]")]', "patterns", [("a-z", "0-9")]),
+    ('least, share, most = Decimal("1.5"), Fraction(1, 3), range(4)', "least, share, most",
+     [("1.5", "2.5"), ("1, 3", "2, 3"), ("range(4)", "range(5)")]),
+    ('frozen, names = MappingProxyType({"a": 5}), SimpleNamespace(weight=6)', "frozen, names", [("5", "6"), ("weight=6", "weight=7")]),
+    ("parts = [SimpleNamespace(rules=[('x', lambda text: 7.0)])]", "parts[0].rules", [("7.0", "7.5")]),
+    (COUNTER, "counter.value()", [("Counter(8)", "Counter(9)"), ("start * 1", "start * 2")]),
+    (CLOSURES, "good(completions[0]), bad, between",
+     [('["yes"]', '["yes", "ok"]'), ('["no"]', '["never"]'), ("(good, bad)\n", "(bad, good)\n")]),
+    ('find, price, pick = re.compile("[0-9]").search, {"a": 1.5}.get, itemgetter("b")', 'find("1"), price("a"), pick',
+     [("0-9", "a-z"), ("1.5", "2.5"), ('"b"', '"c"')]),
+    ("root, upper, curve = math.sqrt, str.upper, {'of': np.tanh}", "root, upper, curve",
+     [("sqrt", "exp"), ("upper, {", "lower, {"), ("np.tanh", "np.exp")]),
+    (LATE, 'late["a"], Judge().score("x")',
+     [("+ 10", "+ 11"), ('("so",)', '("hence",)'), ('["sixty"]', '["sixty", "more"]'), ("+ 70", "+ 71")]),
+    (CLASSES, 'pair.value(), Kind.ONE.value_of(), table.value(), parser.feed("x"), kept',
+     [("+ 20", "+ 21"), ("Pair(1)", "Pair(2)"), ("return 30", "return 31"), ("return 40", "return 41"), ("Table(a=2)", "Table(a=3)"),
+      ("+ 50", "+ 51"), ('["kept"]', '["kept", "more"]')]),
+    ('objects, factor = np.array(["eighty", None], dtype=object), 1j', "objects, factor", [("eighty", "eighty-one"), ("1j", "2j")]),
+    ('allowed = frozenset({frozenset({"ninety", "other"}), frozenset({"third"})})', "allowed", [("ninety", "ninety-one")]),
+    (WORDS, "total(completions[0])",
+     [('Sum(Words(["so"]', 'Sum(Other(["so"]'), ('["thus"], 0.25', '["thus"], 0.5'), ('["so"], 1.0', '["so"], 2.0')]),
+    (FUNCTIONS, "one, two, chosen", [('"score": one', '"score": two'), ("800.0", "801.0")]),
+    ("missing, window = defaultdict(lambda: 900.0), deque([1.0], maxlen=10)", "missing, window",
+     [("900.0", "901.0"), ("maxlen=10", "maxlen=20")]),
+    ('grades = {"great": 1.0, "good": 0.5}', "grades", [('"great": 1.0, "good": 0.5', '"good": 0.5, "great": 1.0')]),
+    (FIELDS, "hidden", [('["hidden"]', '["seen"]'), ('("listed",)', '("listed", "more")'), ("limit=3", "limit=4")]),
+    (DISPATCHED, 'dispatched("x")', [("100.0", "101.0"), ("200.0", "201.0")]),
+    ("@np.vectorize\ndef each(value): return value + 700.0", "each", [("700.0", "701.0")]),
+    (NUMBER, "number(completions[0])", [("        value = check(value)\n    except ValueError:\n        value = 0.0\n",
+     "    except ValueError:\n        value = 0.0\n    else:\n        value = check(value)\n")]),
+    ("first, second = {'a': 1.0}, {'a': 2.0}\nstages = [first, second, first]", "stages", [("second, first]", "second, second]")]),
+    ("part = functools.partial(pow, 500.0)", "part(2)", [("500.0", "501.0")]),
+]  # fmt: skip
+"""What a reward may use, how it does, and edits of each that make it another reward."""
 TWO_OF_ONE_NAME = """
 words = ["global"]
 
@@ -369,19 +286,6 @@ def made(text): return Note(text)
 def reward(completions, **columns):
     return [keep(made(text)) for text in completions]
 """
-COUNTING = """
-steps = 0
-
-def count():
-    global steps
-    steps += 1
-
-def reward(completions, **columns):
-    count()
-    return [float(steps > 0 and path is None) for text in completions]
-
-path = None
-"""
 NODES = """
 class Node: pass
 
@@ -394,14 +298,6 @@ node = nodes[0]
 def reward(completions, **columns):
     return [node for _ in completions]
 """
-RECURSIVE = """
-RULES = []
-def first(text): return len(RULES)
-RULES.append(first)
-
-def reward(completions, **columns):
-    return [first(text) for text in completions]
-"""
 
 
 def cell(source: str, **names: Any) -> dict[str, Any]:
@@ -409,11 +305,6 @@ def cell(source: str, **names: Any) -> dict[str, Any]:
     found = {"__name__": "__main__", **names}
     exec(source, found)
     return found
-
-
-def using(names: str, **given: Any) -> dict[str, Any]:
-    """After a cell whose reward uses these names."""
-    return cell(f"def reward(completions, **columns):\n    return [{names}]\n", **given)
 
 
 def rubric_of(names: dict[str, Any]) -> Any:
@@ -449,14 +340,9 @@ def note(rubric: Any, before: Any, folder: Path) -> set[str]:
         (BEGIN, "len(text) >", "len(text) >=", "helper"),
         (BEGIN, "scale=2.0", "scale=3.0", "scale"),
         (BEGIN, "* scale for", "+ scale for", ""),
-        (DATA, '"so"]', '"so", "hence"]', "WORDS"),
-        (DATA, '"a": 1.0', '"a": 2.0', "WEIGHTS"),
-        (DATA, '["x"], 2', '["y"], 2', "PAIRS"),
-        (DATA, "[1.0, 2.0]", "[1.0, 3.0]", "TABLE"),
-        (DATA, 'made(["x"])', 'made(["y"])', "inside.words"),
-        (DATA, 'Scorer(["p"])', 'Scorer(["q"])', "SCORER.terms"),
-        (DATA, "return 1.0", "return 2.0", "first"),
-        (DATA, "sum(term in text", "2 * sum(term in text", "Scorer.score"),
+        (using("good('x')", CLOSURES), '["yes"]', '["yes", "ok"]', "good.words"),
+        (using("counter.value()", COUNTER), "Counter(8)", "Counter(9)", "counter.start"),
+        (using("counter.value()", COUNTER), "start * 1", "start * 2", "Counter.value"),
     ],
 )
 def test_a_change_is_known_by_its_name(source: str, old: str, new: str, name: str) -> None:
@@ -467,33 +353,12 @@ def test_a_change_is_known_by_its_name(source: str, old: str, new: str, name: st
 @pytest.mark.parametrize(
     ("source", "edits"),
     [
-        (IN_DEPTH, [("text: 1.0", "text: 1.5"), ("text: 2.0", "text: 2.5"), ("[a-z]", "[0-9]"), ('"1.5"', '"2.5"'),
-                    ("Fraction(1, 3)", "Fraction(2, 3)"), ("range(4)", "range(5)"), ('"a": 5', '"a": 6'), ("weight=6", "weight=7"),
-                    ("text: 7.0", "text: 7.5"), ("self.rules = rules", "self.rules = rules[:1]"), ("Counter(8)", "Counter(9)")]),
-        (KINDS, [('["yes"]', '["yes", "ok"]'), ('["no"]', '["no", "never"]'), ('compile("[0-9]")', 'compile("[a-z]")'),
-                 ('"a": 1.5', '"a": 2.5'), ('itemgetter("a")', 'itemgetter("b")'), ("math.sqrt", "math.exp"),
-                 ("len(text) + 10", "len(text) + 11"), ('= ("so",)', '= ("hence",)'), ("self.least + 20", "self.least + 21"),
-                 ("Pair(1)", "Pair(2)"), ("return 30", "return 31"), ("return 40", "return 41"), ("Table(a=2)", "Table(a=3)"),
-                 ("len(data) + 50", "len(data) + 51"), ('["sixty"]', '["sixty", "more"]'), ("len(self.words) + 70", "len(self.words) + 71"),
-                 ('"eighty"', '"eighty-one"'), ('"ninety"', '"ninety-one"'), ("1j * 1.0", "2j * 1.0")]),
-        (OBJECTS, [("return 100.0", "return 101.0"), ("Sum(Short()", "Sum(Long()"), ('["thus"], 0.25', '["thus"], 0.5'),
-                   ('["hence"], 0.5', '["hence"], 1.0'), ("Between(good, bad)", "Between(bad, good)"), ('{"score": one}', '{"score": two}'),
-                   ("lambda: 900.0", "lambda: 901.0"), ("maxlen=10", "maxlen=20"),
-                   ('{"great": 1.0, "good": 0.5}', '{"good": 0.5, "great": 1.0}'), ('Kept(["kept"])', 'Kept(["kept", "more"])'),
-                   ('["hidden"]', '["seen"]'), ('("listed",)', '("listed", "more")'), ("return 300.0", "return 301.0"),
-                   ("return 400.0", "return 401.0"), ("value + 600.0", "value + 601.0"), ("value + 700.0", "value + 701.0"),
-                   ("one.least = 800.0", "one.least = 801.0"), ("str.upper", "str.lower"), ("np.tanh", "np.exp")]),
-        (MORE, [("        value = check(value)\n    except ValueError:\n        value = 0.0\n",
-                 "    except ValueError:\n        value = 0.0\n    else:\n        value = check(value)\n"),
-                ("[first, second, first]", "[first, second, second]"), ("limit=3", "limit=4"), ("return 100.0", "return 101.0"),
-                ("return 200.0", "return 201.0"), ("found.limit = 300.0", "found.limit = 301.0"), ("return 400.0", "return 401.0"),
-                ("500.0", "501.0")]),
+        *((using(use, setup), edits) for setup, use, edits in EDITS),
         (TWO_OF_ONE_NAME, [("global", "global or other"), ("closure", "closure or other")]),
         (STRANGE, [("value / 2", "value / 3"), ("range(2000)", "range(3)")]),
         (LOADED, [("return 1.0", "return 2.0")]),
     ],
-    ids=["in_depth", "kinds", "objects", "more", "two_of_one_name", "strange", "loaded"],
-)  # fmt: skip
+)
 def test_an_edit_makes_another_reward_and_no_edit_does_not(
     source: str, edits: list[tuple[str, str]]
 ) -> None:
@@ -508,10 +373,13 @@ def test_an_edit_makes_another_reward_and_no_edit_does_not(
     ("source", "names"),
     [
         (BEGIN, {"seen", "calls"}),
-        (IN_DEPTH, {"COUNTER.calls"}),
+        (using("counter.value()", COUNTER), {"counter.calls"}),
+        (
+            using("total(completions[0])", WORDS),
+            {"total.last", "total.last.words", "total.last.weight"},
+        ),
         (KEEPING, {"kept"}),
         (LOADED, {"state", "parts"}),
-        (COUNTING, {"steps"}),
     ],
 )
 def test_what_a_run_collects_is_known_by_its_name(source: str, names: set[str]) -> None:
@@ -519,11 +387,10 @@ def test_what_a_run_collects_is_known_by_its_name(source: str, names: set[str]) 
 
 
 def test_what_objects_hold_after_they_were_used_is_no_other_code() -> None:
-    found = changed(made(KINDS), made(KINDS, calls=1))
-    assert {"late.words", "late.model"} < found
+    source = using('late["a"]', LATE)
+    found = changed(made(source), made(source, calls=1))
+    assert {"late.words", "late.model"} <= found
     assert "" not in found
-    found = changed(made(OBJECTS), made(OBJECTS, calls=1))
-    assert {name.partition(".")[2].partition(".")[0] for name in found} == {"last"}
 
 
 def test_remarks_descriptions_and_names_of_other_cells_are_nothing() -> None:
@@ -542,14 +409,14 @@ def test_remarks_descriptions_and_names_of_other_cells_are_nothing() -> None:
 
 
 def test_what_rewards_collect_is_found_by_what_a_run_has_changed(tmp_path: Path) -> None:
-    names = cell(DATA)
+    names = cell(BEGIN)
     rubric = rubric_of(names)
     before = reward_facts(rubric)
     assert comparable(before, before, collected(tmp_path)) == (before, before)
     note(rubric, before, tmp_path)
     assert not (tmp_path / FILE).exists()
     names["reward"](["a text"])
-    known = {"kept of the reward reward", "SCORER.seen of the reward reward"}
+    known = {"seen of the reward reward", "calls of the reward reward"}
     assert note(rubric, before, tmp_path) == known
     after = reward_facts(rubric)
     assert set(differences(before, after)) == known
@@ -588,18 +455,12 @@ class Reward(Base):
         self.calls += 1
         return [self.bounded(helper(text) / self.limit) for text in completions]
 
-@dataclass
-class Kept:
-    limit: float = 4.0
-    def __call__(self, completions, answer, **columns):
-        return [FACTOR * self.limit for _ in answer]
-
 @scaled(3.0)
 def plain(completions, answer, **columns):
     return [float(len(each)) for each in answer]
 
 made = Reward()
-rewards = {"object": made, "method": made.__call__, "kept": Kept(), "plain": plain}
+rewards = {"object": made, "method": made.__call__, "plain": plain}
 """
 
 
@@ -609,7 +470,6 @@ rewards = {"object": made, "method": made.__call__, "kept": Kept(), "plain": pla
         ("object", {"calls"}, [("limit=400", "limit=800"), ("made = Reward()", "made = Reward(300)"), ("= limit, 0", "= limit + 1, 0"),
                                ('"[a-z]+"', '"[a-z0-9]+"'), ("max(value, 0)", "max(value, 1)"), ("findall(text))", "findall(text)) + 1")]),
         ("method", {"self.calls"}, [("limit=400", "limit=800"), ("max(value, 0)", "max(value, 1)")]),
-        ("kept", set(), [("limit: float = 4.0", "limit: float = 5.0"), ("FACTOR = 2.0", "FACTOR = 3.0"), ("FACTOR *", "FACTOR +")]),
         ("plain", set(), [("@scaled(3.0)", "@scaled(2.0)"), ("by * value", "by + value"), ("float(len(each))", "2.0 * len(each)"),
                           ("answer", "reference")]),
     ],
@@ -634,14 +494,12 @@ def test_objects_and_decorated_functions_are_known_by_all_of_their_code(
         ("import json\nimport of_user.words\n"
          "def reward(completions, **columns):\n    return [of_user.words.score(text) for text in map(json.dumps, completions)]",
          "of_user.words.score"),
-        ("from of_user.words import score\n"
-         "def reward(completions, **columns):\n    return [score(text) for text in completions]", "of_user.words.score"),
         ("def reward(completions, **columns):\n    from of_user.words import score\n    import json\n"
          "    return [score(json.dumps(text)) for text in completions]", None),
         ("def reward(completions, **columns):\n    from of_user import words\n    return [words.score(text) for text in completions]",
          "of_user.words.score"),
     ],
-    ids=["dotted", "name", "name_when_it_runs", "module_when_it_runs"],
+    ids=["dotted", "name_when_it_runs", "module_when_it_runs"],
 )  # fmt: skip
 def test_modules_of_the_users_count_and_installed_ones_do_not(
     source: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -675,7 +533,7 @@ def test_any_rows_have_a_fingerprint() -> None:
 def test_a_session_that_a_reward_mentions_is_nothing() -> None:
     config = TrainingConfig(dataset="arithmetic")
     session = Session(config, [{"question": "a"}], [{"question": "b"}])
-    rubric = rubric_of(using("len(session.config)", session=session))
+    rubric = rubric_of(cell(using("len(session.config)"), session=session))
     before = reward_facts(rubric)
     session.folder = Path("somewhere")
     assert reward_facts(rubric) == before
@@ -718,8 +576,9 @@ def test_objects_of_libraries_are_named_where_only_their_type_is_known() -> None
 
 
 def test_classes_of_python_itself_are_no_unseen_objects() -> None:
-    assert reward_facts(rubric_of(cell(KINDS)))[UNSEEN] == {}
-    assert reward_facts(rubric_of(cell(OBJECTS)))[UNSEEN] == {
+    unseen = [reward_facts(rubric_of(cell(using(use, setup))))[UNSEEN] for setup, use, _ in EDITS]
+    found = {name: kind for each in unseen for name, kind in each.items()}
+    assert found == {
         "each of the reward reward": "numpy.vectorize",
         "curve of the reward reward": "numpy.ufunc",
     }
@@ -738,23 +597,22 @@ def test_marks_of_a_library_on_functions_of_python_are_no_difference(
     assert look_at(names["reward"]) == before
 
 
+def fingerprints() -> str:
+    """Of all that is edited here, and of a row."""
+    found = [made(using(use, setup)) for setup, use, _ in EDITS]
+    return repr((found, digest([{"keywords": {"a", "b", "c", "d"}}])))
+
+
 def test_a_fingerprint_is_the_same_with_other_hashes() -> None:
-    code = (
-        "from tests.unit.notebook.test_identity import KINDS, IN_DEPTH, made;"
-        "from groupwise.notebook.fingerprint import digest;"
-        "print(made(KINDS), made(IN_DEPTH), digest([{'keywords': {'a', 'b', 'c', 'd'}}]))"
+    code = "from tests.unit.notebook.test_identity import fingerprints; print(fingerprints())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    begun = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    one, other = (each.communicate()[0] for each in begun)
-    assert one == other != ""
+    assert done.stdout.strip() == fingerprints()
 
 
 def test_a_wrapper_around_a_reward_of_the_config_counts() -> None:
@@ -772,19 +630,7 @@ def test_a_wrapper_around_a_reward_of_the_config_counts() -> None:
     assert look_at(given)[""] != wrapped("2.0")[""]
 
 
-def test_functions_and_objects_that_use_each_other_are_each_told_once() -> None:
-    tables = [f"table_{n}" for n in range(9)]
-    source = "\n".join(
-        f"def use_{n}(text):\n    return [{', '.join(tables)}]\n\ntable_{n} = {{'use': use_{n}}}\n"
-        for n in range(9)
-    )
-    source += (
-        "\ndef reward(completions, **columns):\n    return [use_0(each) for each in completions]\n"
-    )
-    found = made(source)
-    assert found == made(source)
-    assert {name for name in found if name.startswith("table")} == set(tables)
-    assert made(RECURSIVE) == made(RECURSIVE)
+def test_objects_that_use_each_other_are_each_told_once() -> None:
     known = made(NODES)
     assert 100 < len(known) < 5000
     assert made(NODES) == known
@@ -864,16 +710,6 @@ def test_a_class_whose_cell_was_run_again_is_no_other_class() -> None:
     assert look_at(names["reward"]) == before
     exec(source.replace("1.0", "2.0"), names)
     assert changed(before, look_at(names["reward"])) != set()
-
-
-def test_what_was_set_up_within_a_function_of_a_library_counts() -> None:
-    library = ModuleType("json")
-    exec(
-        "def capped(most):\n    def score(text):\n        return most\n    return score\n",
-        vars(library),
-    )
-    one, other = (look_at(using("score(text)", score=library.capped(n))["reward"]) for n in (1, 2))
-    assert changed(one, other) == {"score.most"}
 
 
 MODEL = """

@@ -48,7 +48,3 @@ def test_before_the_first_step_there_is_nothing(tmp_path: Path) -> None:
     assert run.table(step=0).rows == run.table().rows == []
     with pytest.raises(UsageError, match="step is 99, but no step is done yet"):
         run.table(step=99)
-
-
-def test_a_run_shows_itself_whatever_it_measured(tmp_path: Path) -> None:
-    assert "<img" in record(tmp_path, 1, loss=0.5)._repr_html_()

@@ -27,14 +27,6 @@ def test_numeric_data_have_layout_and_answer():
     assert values(answer, [*said, "<answer>3</answer>"], answer="2") == [3.0, -0.5, -0.5, -1.0]
 
 
-def test_marks_of_the_config_are_those_of_the_rewards():
-    marks: Any = {"reasoning_start": "(", "reasoning_end": ")", "solution_start": "[", "solution_end": "]"}  # fmt: skip
-    layout, answer = create_reward_functions(TrainingConfig(dataset="arithmetic", **marks))
-    said = ["(1 and 1) [2]", "<reasoning>1</reasoning><answer>2</answer>"]
-    assert values(layout, said) == [2.0, -1.0]
-    assert values(answer, said[:1], answer="2") == [3.0]
-
-
 def test_of_files_the_rows_decide(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(
@@ -136,22 +128,15 @@ def test_rewards_by_name_have_the_marks_of_the_config_and_get_texts():
     right, wrong = values(answer, marked, answer="2")
     assert right > wrong
     assert values(rubric, ["first", "x"]) == [1.0, 0.0]
-    assert [each.__qualname__ for each in create_reward_functions(config)] == [
-        "match_format",
-        "math_answer",
-    ]
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["matchformat"], "extra_reward_functions: No reward `matchformat` was found"),
-        (
-            [{"name": "length", "most": 3}],
-            "extra_reward_functions: length has no parameter `most`",
-        ),
-        ("length", r"extra_reward_functions is one reward; give a list, .*=\['length'\]"),
-        ([("length", 1.0, 2.0)], "give a function or a name, or a pair with its weight"),
+        (["matchformat"], "extra_reward_functions.*`matchformat`"),
+        ([{"name": "length", "most": 3}], "extra_reward_functions.*`most`"),
+        ("length", r"extra_reward_functions.*=\['length'\]"),
+        ([("length", 1.0, 2.0)], "a pair with its weight"),
     ],
 )
 def test_what_is_wrong_with_a_reward_is_told_by_where_it_was_given(given, told):

@@ -82,6 +82,11 @@ def test_what_cannot_be_asked_is_told(asked: list[Any]) -> None:
             prepared.sampler(prompts, **parameters)
     assert prepared.sampler([]) == []
     assert asked == []
+    numbers = {"total_generation_steps": np.int64(4), "temperature": np.float32(0.5), "seed": np.int32(7)}  # fmt: skip
+    prepared.sampler(["a"], **numbers)
+    [(_, _, params, seed)] = asked
+    assert (params.max_tokens, params.temperature, seed) == (4, 0.5, 7)
+    assert {type(params.max_tokens), type(seed)} == {int}
 
 
 def test_a_question_that_the_model_cannot_read_is_told(
@@ -97,14 +102,6 @@ def test_a_question_that_the_model_cannot_read_is_told(
     ):
         with pytest.raises(UsageError, match=said):
             prepared.sampler(prompts, total_generation_steps=steps)
-
-
-def test_numbers_of_numpy_are_numbers(asked: list[Any]) -> None:
-    numbers = {"total_generation_steps": np.int64(4), "temperature": np.float32(0.5), "seed": np.int32(7)}  # fmt: skip
-    prepared_session().sampler(["a"], **numbers)
-    [(_, _, params, seed)] = asked
-    assert (params.max_tokens, params.temperature, seed) == (4, 0.5, 7)
-    assert {type(params.max_tokens), type(seed)} == {int}
 
 
 def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
@@ -128,14 +125,6 @@ def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
     assert asked[0][1] is None
 
 
-def test_a_session_shows_itself_in_a_few_lines(asked: list[Any]) -> None:
-    prepared = prepare_session(TrainingConfig(model="tiny", dataset="arithmetic"))
-    assert len(repr(prepared)) < 3000
-    assert "1800 rows to train on" in prepared._repr_html_()
-    prepared.train_dataset = list(prepared.train_dataset)[:7]
-    assert "7 rows to train on" in prepared._repr_html_()
-
-
 def test_the_table_tells_what_the_core_will_do(asked: list[Any], tmp_path: Path) -> None:
     overrides = {"training.max_steps": 6, "lora.r": 2, "training.num_generations": 3, "training.prompts_per_step": 1}  # fmt: skip
     (tmp_path / "checkpoints" / "e").mkdir(parents=True)
@@ -146,6 +135,10 @@ def test_the_table_tells_what_the_core_will_do(asked: list[Any], tmp_path: Path)
     assert rows["adapter"].startswith("rank 2, ")
     assert rows["training"] == "6 steps of 1 prompts × 3 completions"
     assert rows["run"] == "checkpoints/e-2"
+    prepared = prepare_session(config)
+    assert len(repr(prepared)) < 3000
+    prepared.train_dataset = list(prepared.train_dataset)[:7]
+    assert "7 rows to train on" in prepared._repr_html_()
 
 
 def test_what_tunix_does_not_have_is_told_at_once() -> None:
