@@ -45,16 +45,9 @@ from groupwise.wire.training import GroupAnswer
 
 KEY = "gw-abc-0123456789secret"
 GROUP: dict[str, Any] = {
-    "group_id": "g-1",
-    "prompt": "p",
-    "completions": ["a", "b"],
-    "completion_tokens": [[1], [2, 3]],
-    "finish_reasons": ["stop", "length"],
-    "model_version": ["run", 0],
-    "fingerprint": "f",
-    "draw": 0,
-    "expires_at": 1.5,
-}
+    "group_id": "g-1", "prompt": "p", "completions": ["a", "b"], "completion_tokens": [[1], [2, 3]], "draw": 0,
+    "finish_reasons": ["stop", "length"], "model_version": ["run", 0], "fingerprint": "f", "expires_at": 1.5,
+}  # fmt: skip
 REWARDED = {"group_id": "g-1", "model_version": ["run", 0], "status": "accepted"}
 
 Reply = httpx2.Response | Exception
@@ -138,33 +131,26 @@ def lost() -> Exception:
     return httpx2.ReadError("the connection is gone")
 
 
-def test_patience_ends_with_what_the_server_said_last(ask: Ask) -> None:
+def test_patience_ends_and_a_server_that_does_not_answer_is_told_once_and_once_when_it_does(
+    ask: Ask, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask(Server(refusal("too_busy"), GROUP), "completions", "p")
+    assert not caplog.records
+    server = Server(lost(), lost(), refusal("shutting_down"), refusal("too_busy"), GROUP)
+    ask(server, "completions", "p")
+    first, then = [record.getMessage() for record in caplog.records]
+    assert ("http://server does not answer" in first, "100 seconds" in first) == (True, True)
+    assert then == "http://server answers again."
     server = Server(refusal("too_busy", retry_after=30))
     with pytest.raises(TooBusy) as caught:
         ask(server, "completions", "p")
     assert (caught.value.retry_after, caught.value.status) == (30, 429)
     assert sum(server.slept) <= 100 < sum(server.slept) + 34
-    gone = Server(lost())
     with pytest.raises(NoAnswer, match="http://server does not answer"):
-        ask(gone, "status")
+        ask(Server(lost()), "status")
 
 
-def test_a_server_that_does_not_answer_is_told_once_and_once_when_it_does(
-    ask: Ask, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = Server(lost(), lost(), refusal("shutting_down"), refusal("too_busy"), GROUP)
-    ask(server, "completions", "p")
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2, told
-    assert "http://server does not answer" in told[0]
-    assert "Trying again for up to 100 seconds" in told[0]
-    assert told[1] == "http://server answers again."
-    caplog.clear()
-    ask(Server(refusal("too_busy"), GROUP), "completions", "p")
-    assert not caplog.records
-
-
-def test_mistakes_are_told_before_anything_is_sent(ask: Ask) -> None:
+def test_mistakes_are_told_before_anything_is_sent_and_garbage_is_no_answer(ask: Ask) -> None:
     server = Server({})
     with pytest.raises(InvalidRequest) as caught:
         ask(server, "rewards", "g-1", [1, float("nan"), "x"])
@@ -174,6 +160,11 @@ def test_mistakes_are_told_before_anything_is_sent(ask: Ask) -> None:
     with pytest.raises(InvalidRequest, match="max_stepz"):
         ask(server, "start", max_stepz=3)
     assert server.requests == []
+    for status, text in ((200, "<html>"), (404, "nothing here")):
+        with pytest.raises(StrangeAnswer, match=text):
+            ask(Server(httpx2.Response(status, text=text)), "status")
+    server = Server(httpx2.Response(502, text="bad gateway"), {"phase": "idle", "of_later": 1})
+    assert ask(server, "status").phase == "idle"
 
 
 def event(number: int) -> bytes:
@@ -209,11 +200,26 @@ def test_events_go_on_where_they_were_cut_off_each_once(ask: Ask) -> None:
     assert asked == ["3", "4", "5"]
 
 
-def packed() -> bytes:
+def test_a_model_that_was_cut_off_comes_again_or_leaves_nothing(ask: Ask, tmp_path: Path) -> None:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as files:
         files.writestr("adapter/config.json", "{}" * 500)
-    return made.getvalue()
+    packed = made.getvalue()
+    whole, torn = (httpx2.Response(200, content=content) for content in (packed, packed[:-30]))
+    for unpack in (False, True):
+        to = tmp_path / f"new-{unpack}" / "model"
+        server = Server(httpx2.Response(200, stream=Cut(packed[:99])), torn, whole)
+        assert ask(server, "model", "run@3", to=to, unpack=unpack) == to
+        assert server.requests[0].url.params["version"] == "run@3"
+        assert list(to.parent.iterdir()) == [to]
+        assert (to / "adapter/config.json").exists() if unpack else zipfile.is_zipfile(to)
+    never = tmp_path / "never"
+    never.mkdir()
+    with pytest.raises(StrangeAnswer, match="did not arrive whole"):
+        ask(Server(httpx2.Response(200, content=b"x")), "model", to=never / "m.zip")
+    assert list(never.iterdir()) == []
+    with pytest.raises(FileExistsError):
+        ask(Server({}), "model", to=tmp_path, unpack=True)
 
 
 def test_the_key_never_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,14 +291,6 @@ def test_what_will_not_pass_is_raised_at_once(ask: Ask) -> None:
     assert (server.slept, len(server.requests)) == ([], 1)
 
 
-def test_garbage_is_no_answer_and_a_gateway_is_asked_again(ask: Ask) -> None:
-    for status, text in ((200, "<html>"), (404, "nothing here")):
-        with pytest.raises(StrangeAnswer, match=text):
-            ask(Server(httpx2.Response(status, text=text)), "status")
-    server = Server(httpx2.Response(502, text="bad gateway"), {"phase": "idle", "of_later": 1})
-    assert ask(server, "status").phase == "idle"
-
-
 def test_every_call_goes_where_it_belongs(ask: Ask) -> None:
     step = {"status": "trained", "step": 0, "group_ids": ["g-1"]}
     checkpoint = {"run_id": "r", "step": 1, "address": "a"}
@@ -313,21 +311,3 @@ def test_every_call_goes_where_it_belongs(ask: Ask) -> None:
         (request,) = server.requests
         assert f"{request.method} {request.url.path}" == where
         assert request.headers["Authorization"] == f"Bearer {KEY}"
-
-
-def test_a_model_that_was_cut_off_comes_again_or_leaves_nothing(ask: Ask, tmp_path: Path) -> None:
-    whole, torn = (httpx2.Response(200, content=content) for content in (packed(), packed()[:-30]))
-    for unpack in (False, True):
-        to = tmp_path / f"new-{unpack}" / "model"
-        server = Server(httpx2.Response(200, stream=Cut(packed()[:99])), torn, whole)
-        assert ask(server, "model", "run@3", to=to, unpack=unpack) == to
-        assert server.requests[0].url.params["version"] == "run@3"
-        assert list(to.parent.iterdir()) == [to]
-        assert (to / "adapter/config.json").exists() if unpack else zipfile.is_zipfile(to)
-    never = tmp_path / "never"
-    never.mkdir()
-    with pytest.raises(StrangeAnswer, match="did not arrive whole"):
-        ask(Server(httpx2.Response(200, content=b"x")), "model", to=never / "m.zip")
-    assert list(never.iterdir()) == []
-    with pytest.raises(FileExistsError):
-        ask(Server({}), "model", to=tmp_path, unpack=True)

@@ -20,24 +20,8 @@ from groupwise.wire.problems import Refusal
 EXAMPLES = [{"prompt": f"p{i}", "answer": i} for i in range(3)]
 
 
-class Stream(httpx2.AsyncByteStream):
-    def __init__(self, server: Server) -> None:
-        self.server = server
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        sent = 0
-        while True:
-            async with self.server.changed:
-                while len(self.server.events) <= sent:
-                    await self.server.changed.wait()
-            while sent < len(self.server.events):
-                data = json.dumps({"id": sent + 1, "at": 0, **self.server.events[sent]})
-                sent += 1
-                yield f"data: {data}\n\n".encode()
-
-
-class Server:
-    """Two groups make a step."""
+class Server(httpx2.AsyncByteStream):
+    """Two groups make a step; itself the stream of its events."""
 
     def __init__(self, *, max_steps: int = 100, steps: str = "auto") -> None:
         self.max_steps = max_steps
@@ -52,69 +36,63 @@ class Server:
         self.done = 0
         self.changed = asyncio.Condition()
 
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        sent = 0
+        while True:
+            async with self.changed:
+                while len(self.events) <= sent:
+                    await self.changed.wait()
+            while sent < len(self.events):
+                data = json.dumps({"id": sent + 1, "at": 0, **self.events[sent]})
+                sent += 1
+                yield f"data: {data}\n\n".encode()
+
     async def answer(self, request: httpx2.Request) -> httpx2.Response:
         body = json.loads(request.content or b"{}")
-        if request.url.path == "/events":
-            return httpx2.Response(200, stream=Stream(self))
-        if request.url.path == "/status":
-            return httpx2.Response(200, json=self.status())
-        if request.method == "DELETE":
-            self.given_up.append(request.url.path.rpartition("/")[2])
-            return httpx2.Response(200, json={"status": "given_up", "group_id": self.given_up[-1]})
-        if request.url.path == "/completions":
-            return self.completions(body)
-        return await self.take_rewards(body)
+        match request.method, request.url.path:
+            case _, "/events":
+                return httpx2.Response(200, stream=self)
+            case _, "/status":
+                found = self.status()
+            case "DELETE", path:
+                self.given_up.append(path.rpartition("/")[2])
+                found = {"status": "given_up", "group_id": self.given_up[-1]}
+            case _, "/completions":
+                found = self.completions(body["draw"], body["prompt"])
+            case _:
+                return await self.take_rewards(body["group_id"], body["rewards"])
+        return httpx2.Response(200, json=found)
 
     def status(self) -> dict[str, Any]:
-        return {
-            "phase": "running",
-            "run_id": "run",
-            "step": 0,
-            "max_steps": self.max_steps,
-            "groups_per_step": 2,
-            "training_settings": {"steps": self.mode},
-            "counters": {"stale": self.stale},
-            "last_event_id": 0,
-        }
+        known = {"phase": "running", "run_id": "run", "step": 0, "max_steps": self.max_steps}
+        settings = {"groups_per_step": 2, "training_settings": {"steps": self.mode}}
+        return {**known, **settings, "counters": {"stale": self.stale}, "last_event_id": 0}
 
-    def completions(self, body: dict[str, Any]) -> httpx2.Response:
-        draw = body["draw"]
+    def completions(self, draw: int, prompt: str) -> dict[str, Any]:
         self.draws.append(draw)
-        self.prompts[draw] = body["prompt"]
-        group = {
-            "group_id": f"g-{draw}",
-            "prompt": body["prompt"],
-            "completions": ["x", "yy"],
-            "completion_tokens": [[1], [2, 3]],
-            "finish_reasons": ["stop", "length"],
-            "model_version": ["run", self.done],
-            "fingerprint": "f",
-            "draw": draw,
-            "expires_at": 1.5,
-        }
-        return httpx2.Response(200, json=group)
+        self.prompts[draw] = prompt
+        drawn = {"completions": ["x", "yy"], "completion_tokens": [[1], [2, 3]]}
+        drawn |= {"prompt": prompt, "finish_reasons": ["stop", "length"], "draw": draw}
+        policy = {"model_version": ["run", self.done], "fingerprint": "f"}
+        return {"group_id": f"g-{draw}", "expires_at": 1.5, **drawn, **policy}
 
-    async def take_rewards(self, body: dict[str, Any]) -> httpx2.Response:
-        group_id = body["group_id"]
+    async def take_rewards(self, group_id: str, rewards: list[float | None]) -> httpx2.Response:
         if group_id in self.expire:
             self.expire.discard(group_id)
             refused = Refusal("lease_expired").problem()
             return httpx2.Response(410, content=refused.model_dump_json())
-        self.rewards[group_id] = body["rewards"]
+        self.rewards[group_id] = rewards
         async with self.changed:
             if (len(self.rewards) - self.stale) // 2 > self.done:
                 metrics = {"reward": float(self.done), "kl": None}
-                self.events.append(
-                    {"kind": "step", "run_id": "run", "step": self.done, "metrics": metrics}
-                )
+                step = {"kind": "step", "run_id": "run", "step": self.done, "metrics": metrics}
+                self.events.append(step)
                 self.done += 1
                 if self.done == self.max_steps:
                     self.events.append({"kind": "finished", "run_id": "run"})
                 self.changed.notify_all()
-        return httpx2.Response(
-            200,
-            json={"group_id": group_id, "model_version": ["run", 0], "status": "accepted"},
-        )
+        answer = {"group_id": group_id, "model_version": ["run", 0], "status": "accepted"}
+        return httpx2.Response(200, json=answer)
 
 
 def lengths(prompts: list[str], completions: list[str], answer: list[int]) -> list[float]:
@@ -159,12 +137,13 @@ async def test_cancelling_gives_up_what_is_under_way() -> None:
 
 
 async def test_what_cannot_work_is_said_first() -> None:
-    with pytest.raises(UsageError, match="steps: manual"):
-        await trained(Server(steps="manual"), steps=1)
-    with pytest.raises(TaskError, match="wrod"):
-        await trained(Server(), lambda wrod: [1.0], steps=1)
-    with pytest.raises(UsageError, match="steps is 0"):
-        await trained(Server(), steps=0)
+    for server, function, steps, error, said in (
+        (Server(steps="manual"), lengths, 1, UsageError, "steps: manual"),
+        (Server(), lambda wrod: [1.0], 1, TaskError, "wrod"),
+        (Server(), lengths, 0, UsageError, "steps is 0"),
+    ):
+        with pytest.raises(error, match=said):
+            await trained(server, function, steps=steps)
 
 
 async def test_it_ends_where_the_run_does_and_asks_again_for_what_expired() -> None:

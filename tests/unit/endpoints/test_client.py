@@ -99,48 +99,56 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_KEY", KEY)
 
 
-async def test_a_text_is_completed_and_models_are_listed() -> None:
-    service = Service({"choices": [{"text": " four", "finish_reason": "length"}]})
+async def test_chat_sends_what_is_given_and_reads_every_field() -> None:
+    service = Service(
+        completion("four", "5", reasoning_content="hm"),
+        {"choices": [{"text": " four", "finish_reason": "length"}]},
+        {"data": [{"id": "a"}, {"id": "b"}]},
+    )
+    given: dict[str, Any] = {"n": 2, "temperature": 0.5, "max_tokens": 9, "seed": 3, "stop": ["\n"]}
     async with client(service) as asking:
-        answer = await asking.complete("Two and two:")
-    assert service.asked == [{"model": "m", "prompt": "Two and two:"}]
-    assert (answer.texts, answer.finish_reasons, answer.model) == ((" four",), ("length",), "m")
-    assert answer.usage.prompt_tokens is None
-    async with client(Service({"data": [{"id": "a"}, {"id": "b"}]})) as asking:
+        answer = await asking.chat(ASKED, **given, extra={"min_p": 0.1})
+        text = await asking.complete("Two and two:")
         assert await asking.models() == ("a", "b")
+    assert service.asked[:2] == [
+        {"model": "m", "messages": ASKED, **given, "min_p": 0.1},
+        {"model": "m", "prompt": "Two and two:"},
+    ]
+    assert str(service.requests[0].url) == "http://host:1/v1/chat/completions"
+    assert service.requests[0].headers["Authorization"] == f"Bearer {KEY}"
+    assert (answer.texts, answer.finish_reasons) == (("four", "5"), ("stop", "stop"))
+    assert (answer.reasoning, answer.model) == (("hm", "hm"), "served")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 3)
+    assert (text.texts, text.finish_reasons, text.model) == ((" four",), ("length",), "m")
+    assert text.usage.prompt_tokens is None
 
 
-async def test_one_limit_pauses_all_callers() -> None:
-    clock, times = Clock(), list[float]()
+async def test_one_limit_pauses_all_callers_and_no_more_are_under_way_than_allowed() -> None:
+    clock, times, most = Clock(), list[float](), 0
+    under_way = 0
 
-    def timed(request: httpx2.Request) -> Reply:
-        times.append(clock.now)
-        limited = httpx2.Response(429, headers={"Retry-After": "30"})
-        return limited if len(times) == 1 else completion("x")
-
-    async with client(Service(timed), clock, concurrency=1) as asking:
-        await asyncio.gather(*(asking.chat(ASKED) for _ in range(5)))
-    assert times[0] == 100.0
-    assert min(times[1:]) >= 130.0
-    assert len(times) == 6
-
-
-async def test_no_more_are_under_way_than_allowed() -> None:
-    under_way, most = 0, 0
-
-    async def slow(request: httpx2.Request) -> httpx2.Response:
+    async def timed(request: httpx2.Request) -> httpx2.Response:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
+        times.append(clock.now)
+        first = len(times) == 1
         for _ in range(5):
             await asyncio.sleep(0)
         under_way -= 1
-        return httpx2.Response(200, json=completion("x"))
+        limited = httpx2.Response(429, headers={"Retry-After": "30"})
+        return limited if first else httpx2.Response(200, json=completion("x"))
 
-    transport = httpx2.MockTransport(slow)
-    async with Client(Endpoint("http://h", "m"), concurrency=3, transport=transport) as asking:
-        await asyncio.gather(*(asking.chat(ASKED) for _ in range(12)))
-    assert most == 3
+    transport, timing = httpx2.MockTransport(timed), clock.timing()
+    for at_once in (1, 3):
+        times, most = [], 0
+        asking = Client(
+            Endpoint("http://h", "m"), concurrency=at_once, timing=timing, transport=transport
+        )
+        async with asking:
+            await asyncio.gather(*(asking.chat(ASKED) for _ in range(12)))
+        assert (len(times), most) == (13, at_once)
+        assert min(times[at_once:]) >= times[0] + 30
 
 
 async def test_the_key_shows_nowhere(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,19 +171,6 @@ async def failed(service: Service, said: str, **given: Any) -> EndpointError:
     return caught.value
 
 
-async def test_chat_sends_what_is_given_and_reads_every_field() -> None:
-    service = Service(completion("four", "5", reasoning_content="hm"))
-    given: dict[str, Any] = {"n": 2, "temperature": 0.5, "max_tokens": 9, "seed": 3, "stop": ["\n"]}
-    async with client(service) as asking:
-        answer = await asking.chat(ASKED, **given, extra={"min_p": 0.1})
-    assert service.asked == [{"model": "m", "messages": ASKED, **given, "min_p": 0.1}]
-    assert str(service.requests[0].url) == "http://host:1/v1/chat/completions"
-    assert service.requests[0].headers["Authorization"] == f"Bearer {KEY}"
-    assert (answer.texts, answer.finish_reasons) == (("four", "5"), ("stop", "stop"))
-    assert (answer.reasoning, answer.model) == (("hm", "hm"), "served")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 3)
-
-
 @pytest.mark.parametrize(
     "failure", [408, 409, 425, 500, 502, 504, httpx2.ConnectError("no"), httpx2.ReadError("cut")]
 )
@@ -187,26 +182,26 @@ async def test_what_may_pass_is_asked_again(failure: Reply) -> None:
     assert len(service.asked) == 3
 
 
-async def test_what_will_not_pass_is_not_asked_again() -> None:
-    for status in (400, 401, 403, 404, 413, 422, 501):
-        error = {"error": {"message": "never", "code": None}}
-        service = Service(httpx2.Response(status, json=error))
-        assert (await failed(service, f"status {status}: never")).status == status
-        assert len(service.asked) == 1
-    later = httpx2.Response(429, headers={"Retry-After": "86400"}, text="tomorrow")
-    moved = httpx2.Response(301, headers={"Location": "https://host/v1/chat/completions"})
-    empty = {"error": {"message": "pay", "code": "insufficient_quota"}}
-    for reply, said in (
-        (later, r"tomorrow .* 86,400 s"),
-        (moved, r"moved to https://host/v1.*base URL"),
-        (httpx2.Response(429, json=empty), "pay"),
-    ):
-        service = Service(reply)
-        await failed(service, said)
-        assert len(service.asked) == 1
-    service = Service(httpx2.Response(503, text="full"))
-    await failed(service, r"status 503: full \(3 times\)", retries=2)
-    assert len(service.asked) == 3
+@pytest.mark.parametrize(
+    ("said", "replies"),
+    [
+        *(
+            (f"status {status}: never", [httpx2.Response(status, json={"error": {"message": "never", "code": None}})])
+            for status in (400, 401, 403, 404, 413, 422, 501)
+        ),
+        (r"tomorrow .* 86,400 s", [httpx2.Response(429, headers={"Retry-After": "86400"}, text="tomorrow")]),
+        (r"moved to https://host/v1.*base URL", [httpx2.Response(301, headers={"Location": "https://host/v1/chat/completions"})]),
+        ("pay", [httpx2.Response(429, json={"error": {"message": "pay", "code": "insufficient_quota"}})]),
+        (r"status 503: full \(3 times\)", [httpx2.Response(503, text="full")] * 3),
+        ("status 404: no such model",  # a gateway hands both on
+         [{"error": {"message": "slow down", "code": 429}}, {"error": {"message": "no such model", "code": 404}}]),
+    ],
+)  # fmt: skip
+async def test_what_will_not_pass_is_not_asked_again(said: str, replies: list[Reply]) -> None:
+    service = Service(*replies)
+    error = await failed(service, said, retries=2)
+    assert len(service.asked) == len(replies)
+    assert error.status is None or str(error.status) in said or "status" not in said
 
 
 async def test_an_attempt_has_its_time_and_without_a_key_none_is_sent(
@@ -295,13 +290,6 @@ async def test_what_is_no_answer_is_shown(body: bytes, said: str) -> None:
     error = await failed(service, said)
     assert str(error).startswith("POST http://host:1/v1/chat/completions: ")
     assert (error.status, len(service.asked)) == (None, 1)
-
-
-async def test_a_failure_that_a_gateway_hands_on_is_one() -> None:
-    limited: Reply = {"error": {"message": "slow down", "code": 429}}
-    service = Service(limited, {"error": {"message": "no such model", "code": 404}})
-    await failed(service, "status 404: no such model")
-    assert len(service.asked) == 2
 
 
 def test_urls_and_keys_are_checked_without_showing_what_is_secret(

@@ -111,12 +111,13 @@ async def test_over_a_bad_network_every_call_is_done_once(
     assert pair.network.lost > 20
 
 
-async def test_files_go_to_and_fro_whole(
+async def test_files_go_to_and_fro_whole_and_nowhere_else(
     pair_of: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PIECE", 1000)
     monkeypatch.setattr("groupwise.server.parts.files.PIECE", 1000)
     pair = await asyncio.to_thread(pair_of, share=0.2)
+    session = pair.session
     sent, got = tmp_path / "sent", tmp_path / "got"
     sent.mkdir()
     got.mkdir()
@@ -125,22 +126,16 @@ async def test_files_go_to_and_fro_whole(
         (sent / name).write_bytes(value)
     files = weight_files(sent)
     assert {path.name for path in model_files(sent)} == {*content, "run.db", "d.txt"}
-    await pair.session.awaited(pair.session.upload(files, "there"))
-    await pair.session.awaited(pair.session.download("there", got))
+    await session.awaited(session.upload(files, "there"))
+    await session.awaited(session.download("there", got))
     assert {path.name: path.read_bytes() for path in got.iterdir()} == content
-    await pair.session.awaited(pair.session.forget("there"))
+    await session.awaited(session.forget("there"))
     with pytest.raises(Refused, match="unknown_file"):
-        await pair.session.awaited(pair.session.download("there", got))
-
-
-async def test_a_server_cannot_write_elsewhere(
-    pair_of: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = await asyncio.to_thread(pair_of)
+        await session.awaited(session.download("there", got))
     told = FolderAnswer(files=[FileFacts(path="../../x", size=1)])
     monkeypatch.setattr(Files, "list", lambda *_: told)
     with pytest.raises(RunError, match="none of a folder"):
-        await pair.session.awaited(pair.session.download("there", tmp_path))
+        await session.awaited(session.download("there", tmp_path))
 
 
 async def test_what_is_cancelled_is_given_up_and_the_next_call_comes_after_it(
@@ -187,36 +182,21 @@ async def test_the_server_hears_of_a_loop_that_computes(pair_of: Callable[..., P
 
 
 def test_what_is_told_of_a_config() -> None:
-    config: dict[str, Any] = {
-        "model": {"name": "tiny"},
-        "lora": None,
-        "training": {"seed": 1},
-        "data": {"secret": 1},
-        "task": {"secret": 1},
-        "run": {"dir": "/", "threads": 2, "processes": None, "wandb_project": "secret"},
-    }
-    assert sections("supervised", config) == {
-        "model": {"name": "tiny"},
-        "lora": None,
-        "training": {"seed": 1},
-        "run": {"threads": 2, "processes": None},
-    }
+    told: dict[str, Any] = {"model": {"name": "tiny"}, "lora": None, "training": {"seed": 1}}
+    run = {"threads": 2, "processes": None}
+    private = {"data": {"secret": 1}, "task": {"secret": 1}}
+    config = {**told, **private, "run": {"dir": "/", "wandb_project": "secret", **run}}
+    assert sections("supervised", config) == {**told, "run": run}
 
 
 def test_the_owner_is_the_run_and_not_whoever_holds_it(tmp_path: Path) -> None:
-    def wanted(folder: Path, run: str, kind: Any = "training") -> Wanted:
-        config = {"run": {"dir": str(folder)}}
-        return Wanted(kind, config, run, tmp_path, None, "base")
+    def owner(folder: Path, run: str = "r", kind: Any = "training") -> str:
+        return owner_of(Wanted(kind, {"run": {"dir": str(folder)}}, run, tmp_path, None, "base"))
 
-    assert owner_of(wanted(tmp_path, "r")) == owner_of(wanted(tmp_path / "x" / "..", "r"))
-    others = {
-        owner_of(wanted(tmp_path, "r")),
-        owner_of(wanted(tmp_path, "s")),
-        owner_of(wanted(tmp_path / "x", "r")),
-        owner_of(wanted(tmp_path, "r", "serving")),
-        owner_of(wanted(tmp_path, "r", "serving")),
-    }
-    assert len(others) == 5
+    here = owner(tmp_path)
+    assert here == owner(tmp_path / "x" / "..")
+    serving = [owner(tmp_path, kind="serving") for _ in range(2)]
+    assert len({here, owner(tmp_path, "s"), owner(tmp_path / "x"), *serving}) == 5
 
 
 async def test_a_call_that_is_refused_holds_up_none_after_it(

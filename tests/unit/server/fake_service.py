@@ -120,19 +120,19 @@ class FakeService:
         self, request: CompletionsRequest, caller: Caller
     ) -> Sequence[GroupAnswer]:
         await self._called("completions", request)
+        drawn: Any = {"completions": ["a", "b"], "completion_tokens": [[1], [2]]}
+        policy: Any = {"model_version": (RUN, 0), "fingerprint": "f0", "expires_at": 600.0}
+        ends: Any = {"finish_reasons": ["stop", "length"]}
         groups = [
             GroupAnswer(
-                group_id=f"g-{len(self.calls)}-{place}",
+                group_id=f"g-{len(self.calls)}-{n}",
                 prompt=prompt,
-                completions=["a", "b"],
-                completion_tokens=[[1], [2]],
-                finish_reasons=["stop", "length"],
-                model_version=(RUN, 0),
-                fingerprint="f0",
-                draw=place,
-                expires_at=600.0,
+                draw=n,
+                **drawn,
+                **ends,
+                **policy,
             )
-            for place, prompt in enumerate(request.all_prompts)
+            for n, prompt in enumerate(request.all_prompts)
         ]
         self._keep(caller, completions_answer(request, groups))
         return groups

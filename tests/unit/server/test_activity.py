@@ -16,8 +16,10 @@ from tests.unit.server.serving import Served, served
 from tests.unit.server.verbs.test_mount import no_engine
 
 
-async def test_sessions_of_clients_that_train_by_verbs(tmp_path: Path) -> None:
+async def test_sessions_of_clients_that_train_by_verbs_and_a_loop_elsewhere(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
+        loop = LoopElsewhere(id="p", owner="run at laptop", silent_seconds=1.0, calls=2)
+        server.service.loop_elsewhere = lambda: loop
         verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
         await verbs.begin()
         opened = verbs.service.opened
@@ -27,44 +29,35 @@ async def test_sessions_of_clients_that_train_by_verbs(tmp_path: Path) -> None:
         assert (told.id, told.models[0].id, told.models[0].base) == (session, model.id, None)
         model.spec = ModelSpec(base="tiny", rank=8, seed=0)
         opened.know_sampler(f"{session}:sample:0", "tiny", None)
-        (told,) = (await server.service.activity()).sessions
+        activity = await server.service.activity()
+        (told,) = activity.sessions
         assert (told.models[0].base, told.models[0].rank, told.models[0].steps) == ("tiny", 8, 0)
         assert told.samplers == 1
         assert told.silent_seconds < 60 < told.let_go_seconds <= 600
+        assert activity.loop_elsewhere == loop
+        assert (await server.service.status()).loop_elsewhere == "run at laptop"
         await opened.finish(session)
         assert (await server.service.activity()).sessions == []
         await verbs.shut_down()
 
 
-async def test_a_loop_elsewhere(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        loop = LoopElsewhere(id="p", owner="run at laptop", silent_seconds=1.0, calls=2)
-        server.service.loop_elsewhere = lambda: loop
-        assert (await server.service.activity()).loop_elsewhere == loop
-        assert (await server.service.status()).loop_elsewhere == "run at laptop"
-
-
 async def test_clients_are_told_by_their_keys_with_what_went_wrong_last() -> None:
     ring, keys = keyring()
+    reader_key, trainer_key = ({"X-API-Key": keys[role]} for role in (Role.READ, Role.TRAIN))
     async with client_of(app_of(FakeService(), ring)) as client:
-        as_reader = {"X-API-Key": keys[Role.READ]}
-        await client.get("/checkpoints", headers={"X-API-Key": keys[Role.TRAIN]})
+        await client.get("/checkpoints", headers=trainer_key)
         for looks in ("/status", "/activity", "/metrics", "/healthz"):
-            looked = await client.get(looks, headers={"X-API-Key": keys[Role.TRAIN]})
-            assert looked.status_code == 200
-        assert (await client.post("/start", json={}, headers=as_reader)).status_code == 403
+            assert (await client.get(looks, headers=trainer_key)).status_code == 200
+        assert (await client.post("/start", json={}, headers=reader_key)).status_code == 403
         assert (await client.get("/status", headers={"X-API-Key": "gw-unknown"})).status_code == 401
-        answer = await client.get("/activity", headers=as_reader)
-        found = ActivityAnswer.model_validate_json(answer.content)
-        again = await client.get("/activity", headers=as_reader)
-    assert found.run_id == RUN
-    reader, trainer = found.clients  # the last first, and nobody who has no key
-    assert (reader.role, reader.requests, reader.refused) == ("read", 1, 1)
-    assert (reader.last_request, reader.last_problem) == ("POST /start", "forbidden")
-    assert (trainer.role, trainer.requests, trainer.refused) == ("train", 1, 0)
-    assert (trainer.last_request, trainer.last_problem) == ("GET /checkpoints", None)
-    known = ActivityAnswer.model_validate_json(again.content).clients
-    assert [each.requests for each in known] == [1, 1], "whoever only looks asks for nothing"
+        told = [(await client.get("/activity", headers=reader_key)).json() for _ in range(2)]
+    assert told[0]["run_id"] == RUN
+    names = ("role", "requests", "refused", "last_request", "last_problem")
+    for each in told:  # the last first, nobody who has no key; whoever only looks asks for nothing
+        assert [tuple(known[name] for name in names) for known in each["clients"]] == [
+            ("read", 1, 1, "POST /start", "forbidden"),
+            ("train", 1, 0, "GET /checkpoints", None),
+        ]
 
 
 async def seen(server: Served, what: Callable[[ActivityAnswer], object]) -> ActivityAnswer:
@@ -74,44 +67,37 @@ async def seen(server: Served, what: Callable[[ActivityAnswer], object]) -> Acti
     return found
 
 
-async def test_groups_are_told_with_their_leases_and_rewards_until_they_end(tmp_path: Path) -> None:
-    async with served(tmp_path, completions_wait=5.0) as server:
-        run = await server.start(staleness=1, lease_seconds=60.0)
+async def test_groups_requests_and_steps_are_told_until_they_end(tmp_path: Path) -> None:
+    async with served(tmp_path, completions_wait=20.0) as server:
+        run = await server.start(lease_seconds=60.0)
         first, second = await server.ask("abc"), await server.ask("x" * 400)
         found = await server.service.activity()
-        assert (found.run_id, found.capacity, found.sampling) == (run, 4, 0)
+        assert (found.run_id, found.capacity, found.sampling) == (run, 2, 0)
         assert [each.group_id for each in found.groups] == [first.group_id, second.group_id]
         told = {(each.state, each.key_id, each.members) for each in found.groups}
         assert told == {("open", "me", 4)}
         assert all(50 < (each.lease_seconds or 0) <= 60 for each in found.groups)
         assert [len(each.prompt) for each in found.groups] == [3, 300]
-        await server.reward(first, [1.0, None, 0.0, 0.5], include="hold")
-        groups = (await server.service.activity()).groups
-        (held,) = [each for each in groups if each.state == "held"]
-        assert (held.group_id, held.lease_seconds, held.mean_reward) == (first.group_id, None, 0.5)
-        await server.service.give_up(second.group_id)
-        await server.service.give_up(first.group_id)
-        assert (await server.service.activity()).groups == []
-
-
-async def test_who_waits_for_room_and_steps_that_are_planned_are_told(tmp_path: Path) -> None:
-    async with served(tmp_path, completions_wait=20.0) as server:
-        await server.start()
-        full = [await server.ask(), await server.ask()]
         waiting = asyncio.create_task(server.ask(draw=3))
         found = await seen(server, lambda activity: activity.waiting)
         (request,) = found.waiting
         assert (request.key_id, request.groups, request.draws) == ("me", 1, [3])
         assert 0 <= request.seconds < 20
         goes_on = server.engines[0].hold("step")
-        for each in full:
-            await server.reward(each)
+        await server.reward(first, [1.0, None, 0.0, 0.5])
+        await server.reward(second)
         found = await seen(server, lambda activity: activity.planned)
         (plan,) = found.planned
         assert (plan.step, plan.engines_lost) == (0, 0)
-        assert plan.group_ids == [each.group_id for each in full]
-        assert {each.state for each in found.groups} == {"planned"}
+        assert plan.group_ids == [first.group_id, second.group_id]
+        planned = {each.group_id: each for each in found.groups}
+        told = (planned[first.group_id].state, planned[first.group_id].mean_reward)
+        assert told == ("planned", 0.5)
         goes_on.set()
-        assert (await waiting).draw == 3
+        last = await waiting
+        await server.reward(last, include="hold")
+        (held,) = (await server.service.activity()).groups
+        assert (held.group_id, held.state, held.lease_seconds) == (last.group_id, "held", None)
+        await server.service.give_up(last.group_id)
         found = await server.service.activity()
-        assert (found.waiting, found.planned) == ([], [])
+        assert (found.groups, found.waiting, found.planned) == ([], [], [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 
 import pytest
 
@@ -65,13 +64,11 @@ async def test_as_many_groups_are_let_in_as_the_next_steps_take_in_the_order_of_
 
 async def test_manual_steps_bound_the_number_alone() -> None:
     room = admission(manual=True)
-    async with AsyncExitStack() as stack:
-        draws = await stack.enter_async_context(room.admitted([900, None, 3], PATIENT, "somebody"))
-        assert draws == (900, 901, 3)
-        waiting = Client(room, [None] * 3)
-        await settled()
-        assert waiting.draws is None
-        room.now(Traffic(steps_done=0, under_way=3))
+    first, waiting = Client(room, [900, None, 3]), Client(room, [None] * 3)
+    await settled()
+    assert (first.draws, waiting.draws) == ((900, 901, 3), None)
+    room.now(Traffic(steps_done=0, under_way=3))
+    await first.leave()
     await settled()
     assert waiting.draws is None
     room.now(Traffic(steps_done=0, under_way=2))

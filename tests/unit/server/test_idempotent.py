@@ -74,45 +74,35 @@ async def test_a_checkpoint_that_stood_before_the_server_ended_is_answered_by_th
         assert taken.json()["code"] == "checkpoint_exists"
 
 
-def a_step(group: str) -> tuple[str, dict[str, Any]]:
-    return "/step", {"group_ids": [group]}
-
-
-def some_rewards(group: str) -> tuple[str, dict[str, Any]]:
-    body = {"group_id": group, "rewards": [1.0, 0.0, 0.0, 0.0], "wait": True}
-    return "/rewards", body
-
-
-def rewards_of_several(group: str) -> tuple[str, dict[str, Any]]:
-    body = {"group_id": group, "rewards": [1.0, 0.0, 0.0, 0.0]}
-    return "/rewards", {"groups": [body], "wait": True}
-
-
-@pytest.mark.parametrize("ask", [a_step, some_rewards, rewards_of_several])
+@pytest.mark.parametrize("ask", ["a step", "rewards", "rewards of several"])
 async def test_whoever_asks_again_after_waiting_in_vain_waits_for_the_same_step(
-    ask: Any, tmp_path: Path
+    ask: str, tmp_path: Path
 ) -> None:
+    def whole(answer: httpx2.Response) -> dict[str, Any]:
+        """Of the one group."""
+        found = answer.json()
+        return found["groups"][0] if "groups" in found else found
+
     async with asking(tmp_path) as (server, client):
         await server.start(groups_per_step=1)
         held = server.engines[0].hold("step")
         group = await server.ask()
-        if ask is a_step:
+        rewards = {"group_id": group.group_id, "rewards": [1.0, 0.0, 0.0, 0.0]}
+        if ask == "a step":
             await server.reward(group, include="hold")
-        where, body = ask(group.group_id)
-        body |= {"timeout": 0.05}
-        in_vain = await client.post(where, json=body, headers=NAME)
+            body: dict[str, Any] = {"group_ids": [group.group_id]}
+        else:
+            body = {"wait": True, **(rewards if ask == "rewards" else {"groups": [rewards]})}
+        where = "/step" if ask == "a step" else "/rewards"
+
+        async def post() -> httpx2.Response:
+            return await client.post(where, json={**body, "timeout": 0.05}, headers=NAME)
+
+        in_vain = await post()
         assert (in_vain.status_code, whole(in_vain)["status"]) == (202, "accepted")
-        again = await client.post(where, json=body, headers=NAME)
-        assert again.content == in_vain.content
+        assert (await post()).content == in_vain.content
         held.set()
         await server.until(lambda seen: seen.step == 1)
-        done = await client.post(where, json=body, headers=NAME)
+        done = await post()
         assert (done.status_code, whole(done)["status"]) == (200, "trained")
-        assert whole(done)["step"] == 0
-        assert whole(done)["metrics"]
-
-
-def whole(answer: httpx2.Response) -> dict[str, Any]:
-    """Of the one group."""
-    body = answer.json()
-    return body["groups"][0] if "groups" in body else body
+        assert (whole(done)["step"], bool(whole(done)["metrics"])) == (0, True)

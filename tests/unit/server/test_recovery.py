@@ -108,20 +108,19 @@ async def test_the_engine_dies_at_every_point(
         assert steps == list(range(STEPS))  # each once, whatever was taken again
 
 
+class Healed(Served):
+    """Its third engine survives."""
+
+    async def _engine(self) -> FakeEngine:
+        if len(self.engines) == 2:
+            self._faults = ()
+        return await super()._engine()
+
+
 async def test_a_plan_that_ends_the_engine_twice_is_put_aside_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
-    poison = Fault("step", "die", "begun", step=1)
-    survived = tmp_path / "survived"
-
-    class Healed(Served):
-        async def _engine(self) -> FakeEngine:  # the third one survives
-            if len(self.engines) == 2:
-                self._faults = ()
-                survived.touch()
-            return await super()._engine()
-
-    server = Healed(tmp_path, [poison])
+    server = Healed(tmp_path, [Fault("step", "die", "begun", step=1)])
     await server.service.begin()
     try:
         await server.start()
@@ -130,7 +129,7 @@ async def test_a_plan_that_ends_the_engine_twice_is_put_aside_and_the_run_goes_o
         waiting = [asyncio.create_task(server.reward(each, wait=True)) for each in bad]
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [getattr(result, "code", None) for result in results] == ["group_quarantined"] * 2
-        assert survived.exists()
+        assert len(server.engines) == 3
         status = await server.until(lambda seen: seen.phase == "running")
         (aside,) = status.quarantined
         assert (aside.step, aside.group_ids) == (1, [each.group_id for each in bad])

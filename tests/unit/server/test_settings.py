@@ -35,22 +35,16 @@ def read(
 
 def test_later_places_go_before_earlier_ones(tmp_path: Path) -> None:
     file = "port: 1\nhost: localhost\nmodel_dir: file\nburst: 50\nmax_event_streams: 1\n"
-    environment = {
-        "GROUPWISE_SERVE_PORT": "2",
-        "GROUPWISE_SERVE_MODEL_DIR": "environment",
-        "GROUPWISE_SERVE_MAX_EVENT_STREAMS": "2",
-        "GROUPWISE_SERVE_ALLOWED_MODELS": "[org/model, /srv/m]",
-        "GROUPWISE_SERVE_REQUESTS_PER_SECOND": "2.5",
-        "GROUPWISE_SERVE_KEY_FILE": "null",
-        "GROUPWISE_OTHER": "is not ours",
-    }
+    given = {"PORT": "2", "MODEL_DIR": "environment", "MAX_EVENT_STREAMS": "2", "KEY_FILE": "null"}
+    given |= {"ALLOWED_MODELS": "[org/model, /srv/m]", "REQUESTS_PER_SECOND": "2.5"}
+    environment = {f"GROUPWISE_SERVE_{name}": value for name, value in given.items()}
+    environment["GROUPWISE_OTHER"] = "is not ours"
     options = {"model_dir": "option", "max_event_streams": 3}
     found = read(file, environment, options, ("max_event_streams=4",), tmp_path=tmp_path)
     assert (found.host, found.port) == ("localhost", 2)
     assert (found.model_dir, found.max_event_streams) == ("option", 4)
     assert found.allowed_models == ("org/model", "/srv/m")
     assert (found.requests_per_second, found.key_file) == (2.5, None)
-    assert found.shutdown_seconds == 30.0
 
 
 def test_what_cannot_be_is_told_all_at_once_each_with_its_place(tmp_path: Path) -> None:
