@@ -126,6 +126,7 @@ async def test_what_cannot_be_opened_leaves_nothing(host: Host):
     assert files(host.config["run"]["dir"]) == []
 
 
+@HERE
 async def test_a_group_follows_from_its_draw(host: Host):
     engine = await host.make()
     opened = await engine.open(host.order())
@@ -213,6 +214,7 @@ async def test_a_successor_begins_anew_before_the_first_checkpoint(host: Host, s
     await engine.close()
 
 
+@HERE
 async def test_a_successor_takes_later_steps_again(host: Host):
     engine = await host.make()
     first = await engine.open(host.order())
@@ -268,6 +270,7 @@ async def test_a_closed_run(host: Host, finished: bool):
         assert (await another.open(host.order())).run == "contract-2"
 
 
+@HERE
 async def test_a_new_run(host: Host):
     engine = await host.make()
     opened = await engine.open(host.order())

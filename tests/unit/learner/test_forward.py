@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 from groupwise.learner import forward
 from groupwise.learner.forward import (
     Wanted,
-    asked_of,
     choose_paths,
     packed_rows,
     packing_is_exact,
@@ -221,11 +220,3 @@ def test_tokens_that_the_mask_leaves_out_are_skipped_where_trained_ones_are_aske
                 )
                 assert not mine[place, :length][mask == 0].any()
                 assert not mine[place, length:].any()
-
-
-def test_only_tokens_that_are_asked_about_reach_the_head(make_rows):
-    rows = make_rows()
-    trained = sum(sum(row.mask) for row in rows)
-    device = torch.device("cpu")
-    assert len(asked_of(rows, Wanted(trained_only=True), device).targets.ids_N) == trained
-    assert len(asked_of(rows, Wanted(), device).targets.ids_N) > trained

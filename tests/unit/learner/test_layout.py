@@ -1,6 +1,6 @@
 """Cutting rows into micro-batches: nothing lost, nothing twice, within the budget."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.learner.layout import MicroBatch, PackedBatch, cut, microbatches, packed
@@ -17,6 +17,7 @@ ROWS = st.lists(st.builds(row, PROMPTS, st.integers(1, 40)), max_size=25)
 BUDGETS = st.integers(1, 200)
 
 
+@settings(max_examples=50)
 @given(ROWS, BUDGETS, st.booleans())
 def test_every_row_exactly_once_beside_others_of_its_prompt(rows, budget, shared):
     cut = microbatches(rows, budget, prompt_shared=shared)
@@ -27,6 +28,7 @@ def test_every_row_exactly_once_beside_others_of_its_prompt(rows, budget, shared
         assert {each.prompt_ids for each in batch.rows} == {batch.prompt_ids}
 
 
+@settings(max_examples=50)
 @given(ROWS, BUDGETS)
 def test_the_budget_is_kept_but_by_a_single_row(rows, budget):
     for batch in microbatches(rows, budget):
@@ -42,6 +44,7 @@ def length(each: Row) -> int:
     return len(each.prompt_ids) + len(each.completion_ids) - 1
 
 
+@settings(max_examples=50)
 @given(ROWS, BUDGETS)
 def test_packed_rows_stand_once_and_apart(rows, budget):
     packs = packed(rows, budget)
@@ -57,6 +60,7 @@ def test_packed_rows_stand_once_and_apart(rows, budget):
         assert all(any(sequence) for sequence in taken)
 
 
+@settings(max_examples=50)
 @given(ROWS, BUDGETS)
 def test_packs_keep_the_budget_but_for_a_single_long_row(rows, budget):
     for pack in packed(rows, budget):
@@ -66,6 +70,7 @@ def test_packs_keep_the_budget_but_for_a_single_long_row(rows, budget):
         assert pack.tokens <= budget or sequences == 1
 
 
+@settings(max_examples=50)
 @given(ROWS, BUDGETS, st.booleans(), st.booleans())
 def test_every_layout_has_every_row_once(rows, budget, packing, shared):
     batches = cut(rows, budget, packing=packing, prompt_shared=shared)

@@ -179,7 +179,10 @@ def begun(
     )
 
 
-@pytest.mark.parametrize(("script", "code", "why"), [(FAILS, 3, ""), (KILLED, 75, "signal 9")])
+@pytest.mark.parametrize(
+    ("script", "code", "why"),
+    [pytest.param(FAILS, 3, "", marks=pytest.mark.soak(suite="engine")), (KILLED, 75, "signal 9")],
+)
 def test_the_first_that_failed_gives_the_exit_code(script: str, code: int, why: str) -> None:
     """Also in an allocation of Slurm: what was told where it meets needs no srun."""
     process = begun(sys.executable, "-c", script, SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7")

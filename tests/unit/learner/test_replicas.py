@@ -106,12 +106,3 @@ def test_nobody_waits_for_one_that_is_gone(victim):
     works = [stays, stays]
     works[victim] = lambda: None
     assert forked(replicas, works) == [0, 0]
-
-
-def test_one_alone_has_what_it_brings():
-    replicas, own = Replicas(1, parameters()), parameters()
-    replicas.join(0)
-    own[1].grad = gradient(0, 0, 1)
-    replicas.sum_gradients(own)
-    assert own[0].grad is None
-    assert torch.equal(own[1].grad, gradient(0, 0, 1))

@@ -23,6 +23,7 @@ from groupwise.models.tiny import tiny_model
 from groupwise.models.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
+SOAK = pytest.mark.soak(suite="engine")
 KINDS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -41,7 +42,7 @@ def trained(dtype: torch.dtype, **settings: Any) -> TrainedAdapter:
     ("dtype", "rate", "tokens", "dropout"),
     [
         (torch.float32, 1e-6, 1 << 10, 0.0),
-        (torch.bfloat16, 1e-6, 1 << 15, 0.5),
+        pytest.param(torch.bfloat16, 1e-6, 1 << 15, 0.5, marks=SOAK),
         (torch.bfloat16, 1e-5, 1 << 13, 0.0),
         (torch.bfloat16, 1e-4, 1 << 13, 0.5),
     ],
@@ -91,7 +92,7 @@ def real() -> tuple[NativeModel, dict[str, torch.Tensor], dict[str, Factors]]:
     return native, inputs, adapted.low_rank("policy")
 
 
-@pytest.mark.soak(suite="engine")
+@SOAK
 @pytest.mark.parametrize(("rate", "scales"), [(1e-6, 8), (1e-5, 1), (1e-4, 1)])
 def test_real_layers_let_the_change_of_ten_updates_through(real: Any, rate: float, scales: int):
     """In the products of both engines.

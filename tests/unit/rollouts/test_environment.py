@@ -224,34 +224,6 @@ def chat_say(family: str, *texts: str) -> Any:
     return lambda seed, seen: texts[seen.count("er;")] + end
 
 
-@pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
-async def test_tokens_are_those_of_the_template_for_the_whole_conversation(family):
-    tokenizer = chat_tokenizer(family)
-    space = " " if family == "mistral" else ""  # with which an answer begins there
-    say = chat_say(family, f"{space}5", f"{space}9", f"{space}7")
-    sampler = ScriptedSampler(tokenizer, say)
-    rollout = one(await sampled(Guess, say, USER, tokenizer=tokenizer, sampler=sampler, secret=7))
-    assert rollout.messages == (
-        {"role": "assistant", "content": f"{space}5"},
-        {"role": "user", "content": "higher;"},
-        {"role": "assistant", "content": f"{space}9"},
-        {"role": "user", "content": "lower;"},
-        {"role": "assistant", "content": f"{space}7"},
-        {"role": "user", "content": "Right."},
-    )
-    whole: list[int] = []
-    for request, heard in zip(sampler.requests, (0, 2, 4), strict=True):
-        whole = tokenizer.apply_chat_template(
-            [*USER, *rollout.messages[:heard]],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-        )
-        assert list(request.prompt_ids) == whole
-    assert (*rollout.prompt_ids, *rollout.completion_ids)[: len(whole)] == tuple(whole)
-    assert row_of(rollout).mask.count(1) == 3 * (2 + len(space))  # a digit and the end of a turn
-
-
 async def test_template_that_forgets_reasoning_begins_a_new_row():
     tokenizer = chat_tokenizer("qwen3")
     thoughts = [f"<think>\n{'hm ' * n}\n</think>\n\n{n}" for n in (5, 9, 7)]
@@ -441,20 +413,6 @@ async def test_answers_of_a_wrong_kind_are_named(answer, said):
     assert rollout.outcome == "failed"
     assert said in reason_of(rollout)
     assert ("Odd.step, turn 2" in reason_of(rollout)) == (said != CHAT)
-
-
-async def test_one_members_failure_leaves_the_others_alone():
-    class Moody(AnyGuess):
-        def reset(self, secret, member):
-            super().reset(secret)
-            assert member != 1
-
-    group = await sampled(Moody, turns("5", "7"), members=3, secret=7)
-    assert [each.outcome for each in group.rollouts] == ["pending", "failed", "pending"]
-    assert group.rollouts[1].segments == ()
-    found = await scored(Answers(), group)
-    assert [each.outcome for each in found.rollouts] == ["scored", "failed", "scored"]
-    assert found.rollouts[1].reward is None
 
 
 async def test_environment_is_closed_however_its_rollout_ends():

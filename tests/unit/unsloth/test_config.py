@@ -42,7 +42,7 @@ def test_nor_can_this_of_sampling(word: str) -> None:
 @pytest.mark.parametrize("load", [load_config, load_sft_config])
 @pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
 def test_fewer_bits_are_for_this_backend(load: Any, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is true, which the backend transformers"):
+    with pytest.raises(ConfigError, match=f"{key} is true"):
         load({"model": {"name": "tiny", key: True}})
     assert load({"model": {"name": "tiny", "backend": "unsloth", key: True}}).config
 

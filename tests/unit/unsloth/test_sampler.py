@@ -6,9 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
 
-from groupwise.errors import NonFiniteError, RunError
 from groupwise.models.load import load_model
 from groupwise.models.tiny import tiny_tokenizer
 from groupwise.sampler.queued import DecodeLayout
@@ -59,29 +57,6 @@ async def test_prompts_and_completions_that_do_not_fit_together_are_drawn_apart(
     ]
     found = await all_of(sampler(), asked)
     assert [len(each.token_ids) for each in found] == [8, 47]
-
-
-async def test_what_cannot_be_computed_fails_those_who_wait_and_no_others() -> None:
-    chosen = sampler()
-    model: Any = chosen._weights.model
-    generate = model.generate
-
-    def broken(**_: Any) -> None:
-        raise ValueError("no kernel for this")
-
-    model.generate = broken
-    with pytest.raises(RunError, match="no kernel for this"):
-        await all_of(chosen, MIXED[:1])
-    model.generate = generate
-    assert len(await all_of(chosen, MIXED[:1])) == 3
-
-
-async def test_logits_that_are_no_numbers_are_told() -> None:
-    chosen = sampler()
-    with torch.no_grad():
-        chosen._weights.model.get_output_embeddings().weight.fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match="logits are not finite"):
-        await all_of(chosen, MIXED[:1])
 
 
 async def test_a_program_that_ends_does_not_wait_for_long_completions() -> None:

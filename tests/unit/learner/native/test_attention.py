@@ -122,23 +122,6 @@ def test_values_and_gradients(name, attention_of):
     torch.testing.assert_close(found, wanted_of(texts, *given))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_values_and_gradients_of_rounded_numbers(name, attention_of):
-    """Values are bfloat16, queries and keys float32 as after their rotation; so are the gradients."""
-    texts = LAYOUTS[name]
-    given = [x.bfloat16().double() for x in inputs(texts[-1].end)]
-    queries, keys, values, d_out = given
-    found = found_by(
-        attention_of(SHAPE, texts, torch.device("cpu")),
-        queries.float(),
-        keys.float(),
-        values.bfloat16(),
-        d_out,
-    )
-    for mine, wanted in zip(found, wanted_of(texts, *given), strict=True):
-        assert float((mine - wanted).abs().mean() / wanted.abs().mean()) < 0.01
-
-
 @pytest.mark.parametrize("size", [64, 128])
 def test_fused_kernels_find_what_the_sampler_does(size):
     """To the bit: both round queries first and divide afterwards, which matters where the root of the size is no power of two."""

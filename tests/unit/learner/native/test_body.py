@@ -41,6 +41,7 @@ def fresh_pages(learner: TorchLearner, step: int) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+@pytest.mark.soak(suite="engine")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator's settings are glibc's")
 def test_later_steps_touch_next_to_no_fresh_memory(tmp_path: Path):

@@ -81,16 +81,6 @@ def test_values_and_gradients(monkeypatch, model, entropy_gradient, withheld, ch
     torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_gradient_the_numbers_are_the_same(model):
-    native, wanted = NativeModel(model), asked(withheld=True)
-    found = token_numbers(native, residuals(), wanted)
-    with torch.no_grad():
-        again = token_numbers(native, residuals(), wanted)
-    assert torch.equal(again.logprobs_N, found.logprobs_N)
-    assert torch.equal(again.entropies_N, found.entropies_N)
-    assert again.right_N is None, "nobody asked"
-
-
 def test_a_token_that_is_all_but_impossible_has_a_finite_logprob(model):
     """Its probability is 0 in float32."""
     native, wanted = NativeModel(model), asked()
