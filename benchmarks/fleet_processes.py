@@ -152,7 +152,7 @@ def fleet(url: str | None, **settings: str) -> Iterator[Fleet]:
 def messages() -> Iterator[nats.Nats]:
     """A NATS server."""
     with tempfile.TemporaryDirectory() as folder:
-        made = nats.Nats(nats.needed(), Path(folder))
+        made = nats.Nats(Path(folder))
         made.start()
         try:
             yield made

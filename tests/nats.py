@@ -1,12 +1,10 @@
 """A real NATS server for tests: a child of this process, with a token and a port of its own, and ways to be cruel to it.
 
-`publish` speaks the protocol over a plain socket, as any other client would, and may send what no client of the library can. Where there is
-no nats-server the tests are skipped, with the reason; where `GROUPWISE_REAL_SERVERS=1` says that there must be one they fail.
+`publish` speaks the protocol over a plain socket, as any other client would, and may send what no client of the library can.
 """
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import socket
@@ -15,37 +13,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.ports import free_port
-from tests.postgres import ends_with_us
+from tests.programs import ends_with_us, needed
 
 TOKEN = "canary-of-nats-6e5b"
 SECONDS = 20.0
 """For a start, on a machine with other work."""
 
 
-def needed() -> str:
-    """The program, where a test cannot go on without: it is skipped, or fails where a real server was promised."""
-    found = shutil.which(
-        "nats-server", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/bin"
-    )
-    if found is not None:
-        return found
-    reason = "there is no nats-server: install it (Debian: apt install nats-server)"
-    if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 class Nats:
     """A server whose port stays the same over its deaths."""
 
-    def __init__(
-        self, program: str, folder: Path, *, token: str | None = TOKEN, more: str = ""
-    ) -> None:
+    def __init__(self, folder: Path, *, token: str | None = TOKEN, more: str = "") -> None:
         """`more`: of its configuration."""
-        self.program = program
+        self.program = needed("nats-server", install="nats-server")
         self.folder = folder
         self.token = token
         self.port = free_port()
@@ -183,7 +164,7 @@ def server(
     folder: Path, *, started: bool = True, token: str | None = TOKEN, more: str = ""
 ) -> Iterator[Nats]:
     """A server below `folder`; ended at the end. `more`: of its configuration."""
-    running = Nats(needed(), folder, token=token, more=more)
+    running = Nats(folder, token=token, more=more)
     try:
         if started:
             running.start()

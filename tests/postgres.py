@@ -2,8 +2,7 @@
 outlive the thread that started it, killed or not.
 
 One server serves all tests of a worker; `create database` takes 40 ms, a server a second. It flushes what it acknowledges, so that what
-it was told before `kill -9` must be there after `start`. Where there is no PostgreSQL the tests are skipped, with the reason; where
-`GROUPWISE_REAL_SERVERS=1` says that there must be one they fail.
+it was told before `kill -9` must be there after `start`.
 """
 
 import contextlib
@@ -19,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
-import pytest
 
 from tests.ports import free_port
+from tests.programs import ends_with_us, lacking
 
 PLACES = (
     *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True),
@@ -48,23 +47,6 @@ def programs() -> Path | None:
     found = shutil.which("initdb")
     places = (Path(found).resolve().parent, *PLACES) if found else PLACES
     return next((each for each in places if (each / "postgres").exists()), None)
-
-
-def ends_with_us() -> list[str]:
-    """Before a command: the kernel tells it to quit when the thread that began it ends, however that ends. Linux alone can."""
-    program = shutil.which("setpriv")
-    return [] if program is None else [program, "--pdeathsig", "QUIT", "--"]
-
-
-def needed() -> Path:
-    """The same, where a test cannot go on without: it is skipped, or fails where a real server was promised."""
-    place = programs()
-    if place is not None:
-        return place
-    reason = "there is no PostgreSQL: install postgresql (Debian: apt install postgresql)"
-    if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 class Postgres:
@@ -179,7 +161,7 @@ class Postgres:
 @contextlib.contextmanager
 def server() -> Iterator[Postgres]:
     """A started one; its folder is removed at the end."""
-    place = needed()
+    place = programs() or lacking("there is no PostgreSQL (Debian: apt install postgresql)")
     # Not below pytest's folder: that one is closed to the user `postgres`.
     root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
     folder = Path(tempfile.mkdtemp(prefix="groupwise-postgres-", dir=root))

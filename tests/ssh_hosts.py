@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ports import free_port
+from tests.programs import PLACES, ends_with_us, needed, root_needed
 
 if TYPE_CHECKING:
     from groupwise.hosts.ssh import Address
@@ -38,29 +39,9 @@ SECONDS = 20.0
 """For a start, on a machine with other work."""
 SUBNET = "10.77.0"
 FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
-PLACES = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/local/sbin"
 
 
-def needed(*programs: str) -> None:
-    """Skips the test where one is not there, or fails it where real servers were promised."""
-    absent = [each for each in programs if shutil.which(each, path=PLACES) is None]
-    if not absent:
-        return
-    reason = f"there is no {', '.join(absent)}: install openssh-server, iproute2, nftables (Debian names)"
-    if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name, path=PLACES)
-    assert found is not None
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# What both forms share
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- What both forms share ------------------------------------------------------------------------
 
 
 @dataclass
@@ -169,7 +150,7 @@ def fake_gpus(
 
 def _keygen(path: Path, kind: str = "ed25519") -> None:
     if not path.exists():
-        command = [_program("ssh-keygen"), "-q", "-t", kind, "-N", "", "-f", str(path)]
+        command = [needed("ssh-keygen"), "-q", "-t", kind, "-N", "", "-f", str(path)]
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
 
 
@@ -185,9 +166,7 @@ def _until_it_answers(address: str, port: int, alive: Any, log: Any) -> None:
         time.sleep(0.01)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# Plain ones, on loopback
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- Plain ones, on loopback ----------------------------------------------------------------------
 
 KEEPER = textwrap.dedent(
     """
@@ -286,10 +265,9 @@ class LoopbackHost(Host):
 def _sshd() -> list[str]:
     """Started by root it wants a folder in /run, which the machine that runs the tests need not have."""
     if os.geteuid() != 0 or Path("/run/sshd").is_dir():
-        return [_program("sshd")]
-    needed("unshare")
+        return [needed("sshd")]
     script = 'mount -t tmpfs -o mode=755 none /run && mkdir -m 755 /run/sshd && exec "$@"'
-    return [_program("unshare"), "--mount", "--", "/bin/sh", "-c", script, "sh", _program("sshd")]
+    return [needed("unshare"), "--mount", "--", "/bin/sh", "-c", script, "sh", needed("sshd")]
 
 
 @contextlib.contextmanager
@@ -321,26 +299,34 @@ def _loopback(folder: Path, number: int, key: Path, settings: str) -> LoopbackHo
         'cd "$HOME" && exec /bin/sh -c "$SSH_ORIGINAL_COMMAND"\n'
     )
     enter.chmod(0o755)
-    lines = f"""
+    _configure(
+        host,
+        settings,
+        f"AuthorizedKeysFile {host.home}/.ssh/authorized_keys",
+        "StrictModes no",
+        f"SetEnv HOME={host.home} PATH={place}/bin:/usr/local/bin:/usr/bin:/bin",
+        f"ForceCommand {enter}",
+    )
+    return host
+
+
+def _configure(host: Host, settings: str, *own: str) -> None:
+    """Its sshd."""
+    common = f"""
         Port {host.port}
-        ListenAddress {address}
-        HostKey {place}/hostkey
+        ListenAddress {host.address}
+        HostKey {host.folder}/hostkey
         PidFile none
         UsePAM no
-        StrictModes no
         PasswordAuthentication no
         KbdInteractiveAuthentication no
-        AuthorizedKeysFile {host.home}/.ssh/authorized_keys
         UseDNS no
         PrintMotd no
         PrintLastLog no
         MaxStartups 100:30:200
-        SetEnv HOME={host.home} PATH={place}/bin:/usr/local/bin:/usr/bin:/bin
-        ForceCommand {enter}
-        {settings}
     """
-    (place / "sshd_config").write_text(textwrap.dedent(lines))
-    return host
+    text = "\n".join([textwrap.dedent(common), *own, textwrap.dedent(settings)])
+    (host.folder / "sshd_config").write_text(text + "\n")
 
 
 def _user() -> str:
@@ -362,9 +348,7 @@ def _folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# Whole ones, in namespaces
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- Whole ones, in namespaces --------------------------------------------------------------------
 
 CLONE_NEWNET = 0x40000000
 SPACES = ("--net", "--pid", "--uts", "--mount", "--ipc")
@@ -392,8 +376,7 @@ def own_network() -> Iterator[None]:
     Servers that were started before cannot be reached from within, nor later those that were started within: enter first, stay long.
     """
     needed("ip", "unshare", "setpriv")
-    if os.geteuid() != 0:
-        pytest.skip("machines in namespaces need root")
+    root_needed()
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
@@ -413,7 +396,7 @@ def own_network() -> Iterator[None]:
 def _run(command: str) -> None:
     words = command.split()
     done = subprocess.run(
-        [_program(words[0]), *words[1:]],
+        [needed(words[0]), *words[1:]],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -437,8 +420,8 @@ class FullHost(Host):
             self._holder = subprocess.Popen(
                 # Dies with this process, and everything of the machine with it.
                 [
-                    *(_program("setpriv"), "--pdeathsig", "KILL"),
-                    *(_program("unshare"), *SPACES, "--fork", "--kill-child", "--"),
+                    *ends_with_us("KILL"),
+                    *(needed("unshare"), *SPACES, "--fork", "--kill-child", "--"),
                     *("/bin/bash", "-c", INIT, "init"),
                     *(str(self.folder), self.name, self.address),
                 ],
@@ -575,30 +558,17 @@ def _full(folder: Path, number: int, key: Path, settings: str) -> FullHost:
         f"gpu:*:{UID}:{UID}::/home/gpu:/bin/bash\n"
     )
     (place / "group").write_text(f"root:x:0:\nnogroup:x:65534:\ngpu:x:{UID}:\n")
-    lines = f"""
-        Port 22
-        ListenAddress {address}
-        HostKey {place}/hostkey
-        PidFile none
-        UsePAM no
-        PasswordAuthentication no
-        KbdInteractiveAuthentication no
-        AuthorizedKeysFile .ssh/authorized_keys
-        AllowUsers gpu
-        UseDNS no
-        PrintMotd no
-        PrintLastLog no
-        MaxStartups 100:30:200
-        SetEnv PATH={place}/bin:/usr/local/bin:/usr/bin:/bin
-        {settings}
-    """
-    (place / "sshd_config").write_text(textwrap.dedent(lines))
+    _configure(
+        host,
+        settings,
+        "AuthorizedKeysFile .ssh/authorized_keys",
+        "AllowUsers gpu",
+        f"SetEnv PATH={place}/bin:/usr/local/bin:/usr/bin:/bin",
+    )
     return host
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# Fixtures: a conftest imports those that its tests use
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- Fixtures: a conftest imports those that its tests use ----------------------------------------
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -624,7 +594,6 @@ def plain_machines() -> Iterator[list[LoopbackHost]]:
 @pytest.fixture(scope="module")
 def full_machines(network_of_the_fleet: None) -> Iterator[list[FullHost]]:
     """Two. Who cuts one off heals it, who takes its power starts it: the tests of a file share them."""
-    if os.geteuid() != 0:
-        pytest.skip("machines in namespaces need root")
+    root_needed()
     with full_hosts(2) as hosts:
         yield hosts

@@ -43,6 +43,7 @@ from groupwise.hosts.files import BlobStore
 from tests import nats, postgres, ssh_hosts
 from tests.nats import Nats
 from tests.postgres import Postgres
+from tests.programs import ends_with_us
 from tests.ssh_hosts import FullHost
 
 T = TypeVar("T")
@@ -71,13 +72,6 @@ SECONDS = 60.0
 """For a process to begin or to end, on a machine with other work."""
 
 
-def dies_with_us() -> list[str]:
-    """Before a command: the kernel ends it when this process ends."""
-    program = shutil.which("setpriv", path=ssh_hosts.PLACES)
-    assert program is not None
-    return [program, "--pdeathsig", "KILL", "--"]
-
-
 class Control:
     """One process of the control plane."""
 
@@ -97,7 +91,7 @@ class Control:
             output.write(f"{BEGINS}\n".encode())
             output.flush()
             self._process = subprocess.Popen(
-                [*dies_with_us(), sys.executable, *script, "fleet", self.role],
+                [*ends_with_us("KILL"), sys.executable, *script, "fleet", self.role],
                 env={**self.environment, **further},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -331,15 +325,9 @@ class RealFleet(Parts):
 
     def admit(self, session: Session, job: str, document: Mapping[str, Any]) -> None:
         """Within a transaction; the same once more is the same job."""
+        named = {"job_id": job, "idempotency_key": f"key-{job}"}
         wanted = from_document(document)
-        admission.submit(
-            session,
-            wanted,
-            actor=OPERATOR.name,
-            project="default",
-            job_id=job,
-            idempotency_key=f"key-{job}",
-        )
+        admission.submit(session, wanted, actor=OPERATOR.name, project="default", **named)
 
     def verb(self, name: str, job: str) -> None:
         """cancel, hold, release or retry; refusals come through."""
@@ -362,46 +350,24 @@ class RealFleet(Parts):
 
     def status(self, job: str) -> str:
         """Of a job."""
-        return str(self.look(lambda s: s.get_one(Job, job).status))
+        return str(self.job(job).status)
 
     def epochs(self, job: str) -> list[int]:
         """Of its attempts."""
-        query = select(Attempt.epoch).where(Attempt.job_id == job).order_by(Attempt.epoch)
-        return self.look(lambda s: list(s.scalars(query)))
+        return [each.epoch for each in self.attempts(job)]
 
     def unfinished(self) -> list[str]:
         """Whatever of jobs, attempts and reservations is still open, in words."""
-
-        def find(session: Session) -> list[str]:
-            jobs = session.execute(
-                select(Job.job_id, Job.status, Job.blocked_reasons)
-                .where(Job.status.not_in(FINAL))
-                .order_by(Job.job_id)
-            )
-            attempts = session.execute(
-                select(
-                    Attempt.job_id,
-                    Attempt.epoch,
-                    Attempt.state,
-                    Attempt.cleanup,
-                    Attempt.contact,
-                    Attempt.owner,
-                )
-                .where((Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN))
-                .order_by(Attempt.epoch)
-            )
-            held = session.scalar(
-                select(func.count())
-                .select_from(Reservation)
-                .where(Reservation.released_at.is_(None))
-            )
-            return [
-                *(f"{job} is {status} {reasons or ''}" for job, status, reasons in jobs),
-                *(" ".join(map(str, row)) for row in attempts),
-                *([f"{held} reservations"] if held else []),
-            ]
-
-        return self.look(find)
+        shown = "job_id epoch state cleanup contact owner".split()
+        open_attempts = (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
+        jobs = self.rows(select(Job).where(Job.status.not_in(FINAL)).order_by(Job.job_id))
+        attempts = self.rows(select(Attempt).where(open_attempts).order_by(Attempt.epoch))
+        held = self.rows(select(Reservation.epoch).where(Reservation.released_at.is_(None)))
+        return [
+            *(f"{job.job_id} is {job.status} {job.blocked_reasons or ''}" for job in jobs),
+            *(" ".join(str(getattr(each, name)) for name in shown) for each in attempts),
+            *(f"a reservation of {epoch}" for epoch in held),
+        ]
 
     def told(self, job: str | None = None) -> list[dict[str, Any]]:
         """What trainers wrote down, of one job or of all, in the order of time."""
@@ -437,8 +403,7 @@ class RealFleet(Parts):
 
     def over(self) -> set[str]:
         """Jobs that have ended."""
-        query = select(Job.job_id).where(Job.status.in_(FINAL))
-        return self.look(lambda s: set(s.scalars(query)))
+        return set(self.rows(select(Job.job_id).where(Job.status.in_(FINAL))))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -452,9 +417,7 @@ def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
     return {} if limit is None else {"time_limit": limit}
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# Processes, as they are seen from out here
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- Processes, as they are seen from out here ----------------------------------------------------
 
 
 def inner_pid(pid: int) -> int | None:
@@ -484,9 +447,7 @@ def state_and_parent(pid: int) -> tuple[str, int]:
     return "X", 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# All of it
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- All of it ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -495,7 +456,6 @@ def real_fleet(*, machines: int = 2, gpus: int = 2, **settings: str) -> Iterator
 
     `settings`: those of a fleet, as in the environment without their beginning.
     """
-    ssh_hosts.needed("setpriv")
     root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
     folder = Path(tempfile.mkdtemp(prefix="groupwise-chaos-", dir=root))
     folder.chmod(0o755)

@@ -59,22 +59,16 @@ def _by_member(told: list[Record]) -> dict[Who, list[Record]]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# How trainers ended
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- How trainers ended ---------------------------------------------------------------------------
 
 
 def _named_ends(records: list[Record], told: list[Record]) -> list[Record]:
     """Who had been asked to end did not end by itself."""
     asked = {_who(r) for r in told if r["what"] == "term"}
     return [
-        {**r, "why": "cancelled"} if r["what"] == "stop" and _who_or_none(r) in asked else r
+        {**r, "why": "cancelled"} if r["what"] == "stop" and "vm" in r and _who(r) in asked else r
         for r in records
     ]
-
-
-def _who_or_none(record: Record) -> Who | None:
-    return _who(record) if "vm" in record else None
 
 
 def _last_children(told: list[Record]) -> list[Record]:
@@ -127,9 +121,7 @@ def _left(fleet: RealFleet) -> list[Record]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# What the fleet says
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- What the fleet says --------------------------------------------------------------------------
 
 
 def _statuses(fleet: RealFleet) -> list[Record]:
@@ -207,13 +199,9 @@ def _refusals(fleet: RealFleet) -> list[Record]:
 
 def _reservations(fleet: RealFleet) -> list[Record]:
     at = max((r["at"] for r in fleet.records), default=0.0)
+    columns = (Reservation.epoch, Reservation.vm_id.label("vm"), Reservation.gpu_id.label("gpu"))
     query = (
-        select(
-            Attempt.job_id.label("job"),
-            Reservation.epoch,
-            Reservation.vm_id.label("vm"),
-            Reservation.gpu_id.label("gpu"),
-        )
+        select(Attempt.job_id.label("job"), *columns)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
         .where(Reservation.released_at.is_(None))
     )
@@ -221,9 +209,7 @@ def _reservations(fleet: RealFleet) -> list[Record]:
     return [{"at": at, "what": "reserved", **row} for row in held]
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------------
-# Logs and artefacts
-# ---------------------------------------------------------------------------------------------------------------------------------------
+# --- Logs and artefacts ---------------------------------------------------------------------------
 
 
 def _logs(fleet: RealFleet, told: list[Record], ends: list[Record]) -> list[Record]:

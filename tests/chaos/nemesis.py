@@ -16,7 +16,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -158,43 +158,32 @@ class Nemesis:
                 self._try_to_submit(job, document)
 
     def _plays(self) -> list[dict[str, Any]]:
-        chance = self.chance
-        failing = [
-            {**self._play(), "code": chance.choice([1, 137, 64, 3])}
-            for _ in range(chance.choice([0, 0, 1, 2]))
+        codes = [
+            self.chance.choice([1, 137, 64, 3]) for _ in range(self.chance.choice([0, 0, 1, 2]))
         ]
-        return [*failing, self._play()]
+        return [*({**self._play(), "code": code} for code in codes), self._play()]
 
     def _play(self) -> dict[str, Any]:
-        chance = self.chance
-        chunk = chance.choice([0, 80, 80, 5_000, 300_000])
+        choice = self.chance.choice
         return {
-            "steps": chance.choice([0, 1, 5, 20, 60]),
-            "pause": chance.choice([0.05, 0.1]),
-            "term": chance.choice(["exit", "exit", "graceful", "ignore"]),
-            "save": chance.choice([0, 0, 3]),
-            "child": chance.choice([None, None, None, None, "dies", "stays"]),
-            "log": chance.choice(["text", "binary"]),
-            "chunk": chunk,
+            "steps": choice([0, 1, 5, 20, 60]),
+            "pause": choice([0.05, 0.1]),
+            "term": choice(["exit", "exit", "graceful", "ignore"]),
+            "save": choice([0, 0, 3]),
+            "child": choice([None, None, None, None, "dies", "stays"]),
+            "log": choice(["text", "binary"]),
+            "chunk": choice([0, 80, 80, 5_000, 300_000]),
         }
 
     def _request(self) -> dict[str, Any]:
         chance = self.chance
-        resources = chance.choice(
-            [
-                *[{"gpus": 1}] * 3,
-                {"gpus": 2},
-                {"gpus": 1, "machines": 2},
-                {"gpus": 1, "share_mb": 30_000},
-            ]
-        )
+        further = [{"gpus": 2}, {"gpus": 1, "machines": 2}, {"gpus": 1, "share_mb": 30_000}]
+        resources = chance.choice([*[{"gpus": 1}] * 3, *further])
         limits: dict[str, Any] = {"grace_seconds": chance.choice([0.5, 1.0])}
         if chance.random() < 0.1:
             limits["time_seconds"] = 2.0
-        request: dict[str, Any] = {"resources": resources, "limits": limits}
-        if chance.random() < 0.1:
-            request["hold"] = True
-        return request
+        held = {"hold": True} if chance.random() < 0.1 else {}
+        return {"resources": resources, "limits": limits, **held}
 
     def _verb(self, job: str) -> None:
         name = self.chance.choice(["cancel", "cancel", "hold", "release", "retry", "again"])
@@ -219,33 +208,37 @@ class Nemesis:
     # blows
 
     def _blow(self) -> None:
-        blows = [
-            *[self._kill_control] * 3,
-            *[self._freeze_control] * 2,
-            self._kill_postgres,
-            self._kill_nats,
-            *[self._cut_off] * 2,
-            self._half_open,
-            self._reset,
-            *[self._power_loss] * 2,
-            self._lose,
-            *[self._kill_trainer] * 2,
-            self._kill_supervisor,
-            self._foreign_process,
-            *[self._strange_probe] * 2,
+        fleet = self.fleet
+        controls, hosts, trainers = fleet.controls.keys, fleet.hosts.keys, fleet.trainers
+        blows: list[tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = [
+            *[(self._kill_control, controls)] * 3,
+            *[(self._freeze_control, controls)] * 2,
+            (self._kill_postgres, lambda: ["postgres"]),
+            (self._kill_nats, lambda: ["nats"]),
+            *[(self._cut_off, hosts)] * 2,
+            (self._half_open, hosts),
+            (self._reset, hosts),
+            *[(self._power_loss, hosts)] * 2,
+            (self._lose, hosts),
+            *[(self._kill_trainer, trainers)] * 2,
+            (self._kill_supervisor, trainers),
+            (self._foreign_process, hosts),
+            *[(self._strange_probe, hosts)] * 2,
         ]
-        blow = self.chance.choice(blows)
-        if blow():
+        blow, among = self.chance.choice(blows)
+        whole = sorted(each for each in among() if each not in self._down)
+        if whole and blow(self.chance.choice(whole)) is not False:
             self.blows[blow.__name__.lstrip("_")] += 1
 
-    def _later(self, name: str, seconds: float, heal: Callable[[], None]) -> None:
+    def _later(self, name: str, least: float, most: float, heal: Callable[[], object]) -> None:
+        """Between so many seconds."""
         self._down.add(name)
 
         def up() -> None:
             heal()
             self._down.discard(name)
 
-        self._ends.append((time.monotonic() + seconds, up))
+        self._ends.append((time.monotonic() + self.chance.uniform(least, most), up))
 
     def _heal_what_is_due(self, now: float) -> None:
         due = [heal for at, heal in self._ends if at <= now]
@@ -253,60 +246,39 @@ class Nemesis:
         for heal in due:
             heal()
 
-    def _some(self, names: Any) -> str | None:
-        whole = [name for name in names if name not in self._down]
-        return self.chance.choice(whole) if whole else None
-
-    def _kill_control(self) -> bool:
-        name = self._some(self.fleet.controls)
-        if name is None:
-            return False
+    def _kill_control(self, name: str) -> None:
         control = self.fleet.controls[name]
         control.kill()
         self.fleet.record("control_killed", name=name)
-        self._later(name, self.chance.uniform(0, 2 * LEASE), control.start)
-        return True
+        self._later(name, 0, 2 * LEASE, control.start)
 
-    def _freeze_control(self) -> bool:
-        name = self._some(self.fleet.controls)
-        if name is None:
-            return False
+    def _freeze_control(self, name: str) -> None:
         control = self.fleet.controls[name]
         control.freeze()
         self.fleet.record("control_frozen", name=name)
-        self._later(name, self.chance.uniform(0.5, 2.5 * LEASE), control.thaw)
-        return True
+        self._later(name, 0.5, 2.5 * LEASE, control.thaw)
 
-    def _kill_postgres(self) -> bool:
-        if "postgres" in self._down:
-            return False
+    def _kill_postgres(self, _: str) -> None:
         self.fleet.postgres.kill()
         self.fleet.record("postgres_killed")
         time.sleep(self.chance.choice([0, 0.5, 2.0]))
         self.fleet.postgres.start()
-        return True
 
-    def _kill_nats(self) -> bool:
-        if "nats" in self._down:
-            return False
+    def _kill_nats(self, name: str) -> None:
         self.fleet.nats.kill()
         self.fleet.record("nats_killed")
-        self._later("nats", self.chance.uniform(0, 8), self.fleet.nats.start)
-        return True
+        self._later(name, 0, 8, self.fleet.nats.start)
 
-    def _cut_off(self) -> bool:
-        return self._network("partition", self.chance.choice([0.5, 3, 2 * LEASE]))
+    def _cut_off(self, name: str) -> None:
+        self._network(name, "partition", 2 * LEASE)
 
-    def _half_open(self) -> bool:
-        return self._network("half_open", self.chance.choice([0.5, 3, 2 * LEASE]))
+    def _half_open(self, name: str) -> None:
+        self._network(name, "half_open", 2 * LEASE)
 
-    def _reset(self) -> bool:
-        return self._network("reset", self.chance.choice([0.5, 3]))
+    def _reset(self, name: str) -> None:
+        self._network(name, "reset", 3)
 
-    def _network(self, how: str, seconds: float) -> bool:
-        name = self._some(self.fleet.hosts)
-        if name is None:
-            return False
+    def _network(self, name: str, how: str, longest: float) -> None:
         host = self.fleet.hosts[name]
         getattr(host, how)()
         self.fleet.record("network", vm=name, how=how)
@@ -315,26 +287,18 @@ class Nemesis:
             host.heal()
             self.fleet.record("network", vm=name, how="healed")
 
-        self._later(name, seconds, heal)
-        return True
+        self._later(name, 0.5, longest, heal)
 
-    def _power_loss(self) -> bool:
-        name = self._some(self.fleet.hosts)
-        if name is None:
-            return False
+    def _power_loss(self, name: str) -> None:
         self.fleet.power_off(name)
-        self._later(name, self.chance.uniform(0, 2 * LEASE), lambda: self._boot(name))
-        return True
+        self._later(name, 0, 2 * LEASE, lambda: self._boot(name))
 
     def _boot(self, name: str) -> None:
         self.fleet.hosts[name].start()
         self.fleet.record("boot", vm=name)
 
-    def _lose(self) -> bool:
+    def _lose(self, name: str) -> bool:
         """An operator gives a machine up that is only cut off, or has no power; it comes back all the same."""
-        name = self._some(self.fleet.hosts)
-        if name is None:
-            return False
         host = self.fleet.hosts[name]
         dead = self.chance.random() < 0.5
         if dead:
@@ -342,70 +306,56 @@ class Nemesis:
         else:
             host.partition()
             self.fleet.record("network", vm=name, how="partition")
-        heal = (lambda: self._boot(name)) if dead else host.heal
-        self._later(name, self.chance.uniform(2, 2.5 * LEASE), heal)
+        self._later(name, 2, 2.5 * LEASE, (lambda: self._boot(name)) if dead else host.heal)
         try:
             self.fleet.lose(name)
         except RunError:
             return False  # the database is away; whether it was heard does not matter, the record stands
         return True
 
-    def _kill_trainer(self) -> bool:
+    def _kill_trainer(self, pid: int) -> bool:
         """Unless it has just said that it stops: it is held still for a look at that."""
-        pid, record = self._some_trainer()
-        if pid is None:
+        facts = self._facts(pid)
+        if not facts:
             return False
         try:
             os.kill(pid, signal.SIGSTOP)
             while state_and_parent(pid)[0] not in "TX":
                 time.sleep(0.001)
-            name = f"{record['job']}.{record['epoch']}.{record['rank']}.jsonl"
+            name = "{job}.{epoch}.{rank}.jsonl".format(**facts)
             if b'"stop"' in (self.fleet.history / name).read_bytes():
                 os.kill(pid, signal.SIGCONT)
                 return False
-            facts = {k: record[k] for k in ("job", "epoch", "rank", "vm")}
             self.fleet.record("killed", **facts)
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return False
         return True
 
-    def _kill_supervisor(self) -> bool:
-        pid, record = self._some_trainer()
-        if pid is None:
+    def _kill_supervisor(self, pid: int) -> bool:
+        facts, parent = self._facts(pid), state_and_parent(pid)[1]
+        if not facts or "groupwise-super" not in _name_of(parent):
             return False
-        parent = state_and_parent(pid)[1]
-        if "groupwise-super" not in _name_of(parent):
-            return False
-        facts = {k: record[k] for k in ("job", "epoch", "rank", "vm")}
         self.fleet.record("supervisor_killed", **facts)
         os.kill(parent, signal.SIGKILL)
         return True
 
-    def _some_trainer(self) -> tuple[int | None, dict[str, Any]]:
-        alive = sorted(self.fleet.trainers().items())
-        return self.chance.choice(alive) if alive else (None, {})
+    def _facts(self, pid: int) -> dict[str, Any]:
+        """Of a trainer; none of one that has gone."""
+        record = self.fleet.trainers().get(pid, {})
+        return {k: record[k] for k in ("job", "epoch", "rank", "vm") if k in record}
 
-    def _foreign_process(self) -> bool:
-        name = self._some(self.fleet.hosts)
-        if name is None:
-            return False
-        host = self.fleet.hosts[name]
+    def _foreign_process(self, name: str) -> None:
         uuid = f"GPU-{name}-{self.chance.randrange(self.fleet.gpus)}"
-        host.gpus(self.fleet.gpus, apps=[{"uuid": uuid, "pid": 1, "used_mb": 900}])
-        self._later(name, self.chance.uniform(1, 6), lambda: self._sound(name))
-        return True
+        self._gpus(name, apps=[{"uuid": uuid, "pid": 1, "used_mb": 900}])
 
-    def _strange_probe(self) -> bool:
-        name = self._some(self.fleet.hosts)
-        if name is None:
-            return False
-        self.fleet.hosts[name].gpus(self.fleet.gpus, mode=self.chance.choice(MODES))
-        self._later(name, self.chance.uniform(1, 6), lambda: self._sound(name))
-        return True
+    def _strange_probe(self, name: str) -> None:
+        self._gpus(name, mode=self.chance.choice(MODES))
 
-    def _sound(self, name: str) -> None:
-        self.fleet.hosts[name].gpus(self.fleet.gpus)
+    def _gpus(self, name: str, **odd: Any) -> None:
+        host, count = self.fleet.hosts[name], self.fleet.gpus
+        host.gpus(count, **odd)
+        self._later(name, 1, 6, lambda: host.gpus(count))
 
     # rest
 
@@ -435,23 +385,17 @@ class Nemesis:
 
     def _repair(self) -> None:
         """What an operator does: let go what was held, look at machines and GPUs that the fleet would not use any more."""
-
-        def find(session: Any) -> tuple[list[str], list[str], list[tuple[str, str]]]:
-            held = session.scalars(select(Job.job_id).where(Job.status == "held")).all()
-            cordoned = session.scalars(select(VM.vm_id).where(VM.cordoned.is_not(None))).all()
-            broken = session.execute(
-                select(GPU.vm_id, GPU.uuid).where(GPU.quarantined.is_not(None))
-            ).all()
-            return list(held), list(cordoned), [(vm, gpu) for vm, gpu in broken]
-
-        held, cordoned, broken = self.fleet.look(find)
-        for job in held:
+        rows, run = self.fleet.rows, self.fleet.database.run
+        for job in rows(select(Job.job_id).where(Job.status == "held")):
             self.fleet.verb("release", job)
-        run = self.fleet.database.run
-        for vm in cordoned:
+        for vm in rows(select(VM.vm_id).where(VM.cordoned.is_not(None))):
             run(lambda s, vm=vm: machine_verbs.uncordon(s, OPERATOR, vm) and None)
-        for vm, gpu in broken:
-            run(lambda s, vm=vm, g=gpu: machine_verbs.clear_quarantine(s, OPERATOR, vm, g) and None)
+        for gpu in rows(select(GPU).where(GPU.quarantined.is_not(None))):
+            run(
+                lambda s, g=gpu: (
+                    machine_verbs.clear_quarantine(s, OPERATOR, g.vm_id, g.uuid) and None
+                )
+            )
 
 
 def _name_of(pid: int) -> str:

@@ -32,6 +32,7 @@ from groupwise.fleet.store.tables import VM, Attempt, Job
 from tests import fleet_api, nats
 from tests.chaos.fleet import Control, Parts
 from tests.postgres import Postgres
+from tests.programs import root_needed
 from tests.ssh_hosts import FullHost, full_hosts
 
 SECONDS = 300.0
@@ -199,6 +200,17 @@ def open_the_interpreter(host: FullHost) -> None:
         subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
 
 
+def stand_ins(folder: Path, program: str, *names: str) -> str:
+    """Commands of those names that are this program, beside a Python; whoever runs jobs with that has them on its path."""
+    python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(f"#!{python}\n{program}")
+        (folder / name).chmod(0o755)
+    (folder / "python3").symlink_to(python)
+    return str(folder / "python3")
+
+
 @contextlib.contextmanager
 def whole_fleet(
     server: Postgres,
@@ -212,6 +224,7 @@ def whole_fleet(
 
     `url`: what becomes of the database's. `settings`: further lines of the machines' sshd_config.
     """
+    root_needed()
     folder = Path(
         tempfile.mkdtemp(prefix="groupwise-whole-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
     )

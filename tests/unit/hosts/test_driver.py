@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import driver, runner
-from groupwise.hosts.driver import Launch, Resume, Runner, runner_text
+from groupwise.hosts.driver import Launch, Runner, runner_text
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.framing import BadAnswer
 from groupwise.hosts.port import Answer, Request, RunnerRefused
@@ -36,19 +36,16 @@ class Scripted:
 
 
 SMALL = {"a": b"one", "b": b"two", "c": b"", "d": b"three"}
+STATE = {"job": "j", "epoch": 3, "state": "running"}
 
 
 def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def state(**changes: Any) -> dict[str, Any]:
-    return {"job": "j", "epoch": 3, "state": "running", **changes}
-
-
 async def test_a_machine_without_the_runner_is_asked_again_with_it() -> None:
     def reply(request: Request) -> Answer:
-        return Answer(state() if "source" in request.body else {"need": "runner"})
+        return Answer(STATE if "source" in request.body else {"need": "runner"})
 
     host = Scripted(launch=reply)
     await Runner(host).launch(Launch("j", 3, JobSpec(("true",)), secrets={"TOKEN": "canary-51f0"}))
@@ -57,33 +54,8 @@ async def test_a_machine_without_the_runner_is_asked_again_with_it() -> None:
     assert second.body["source"] == runner_text().source
     assert first.secrets == second.secrets == {"TOKEN": "canary-51f0"}
     assert "canary-51f0" not in repr(host.asked)
-
-
-async def test_a_machine_that_wants_the_runner_for_ever_is_given_up() -> None:
     with pytest.raises(RunnerRefused, match="again and again"):
         await Runner(Scripted(void={"need": "runner"})).void("j", 3)
-
-
-async def test_a_launch_says_all_that_it_was_given() -> None:
-    host = Scripted(launch=state())
-    resume = Resume({"outputs/c/x": FileEntry("ab" * 32, 0o644, 3)}, 20, "outputs/c")
-    more = {"environment": {"ATTEMPT": "0"}, "deadman": 60.0, "share_mb": 1000}
-    spec = JobSpec(("python", "x.py"))
-    launch = Launch("j", 3, spec, rank=1, members=2, gpus=("GPU-1",), resume=resume, **more)  # pyright: ignore[reportArgumentType]
-    await Runner(host, python="/opt/env/bin/python").launch(launch)
-    body = host.asked[0].body
-    manifest = {"outputs/c/x": ["ab" * 32, 0o644, 3]}
-    expected = {
-        **more,
-        "rank": 1,
-        "members": 2,
-        "gpus": ["GPU-1"],
-        "resume": {"manifest": manifest, "step": 20, "path": "outputs/c"},
-        "python": "/opt/env/bin/python",
-    }
-    assert {name: body[name] for name in expected} == expected
-    assert body["spec"]["arguments"] == ["python", "x.py"]
-    assert "method" not in body
 
 
 def shelf(tmp_path: Path, *contents: bytes) -> tuple[BlobStore, Manifest]:
@@ -138,56 +110,33 @@ async def test_only_missing_blobs_travel_each_once_and_small_ones_together(tmp_p
     assert machine.verbs == ["missing", "put", "missing"]
 
 
-async def test_no_call_is_larger_than_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "BATCH", 10)
-    contents = [b"a" * 4, b"b" * 4, b"c" * 4, b"d" * 10, b"e" * 25]
-    store, manifest = shelf(tmp_path, *contents)
-    machine = Machine()
-    await Runner(machine).provide(store, manifest)
-    assert set(machine.blobs.values()) == set(contents)
-    assert max(len(request.payload) for request in machine.asked) == 10
-
-
-async def test_a_large_blob_that_was_cut_off_goes_on_with_the_parts_that_are_missing(
+async def test_a_large_blob_travels_in_batches_and_goes_on_with_the_parts_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "BATCH", 10)
     data = bytes(range(95))
-    store, manifest = shelf(tmp_path, data)
+    store, manifest = shelf(tmp_path, data, b"a" * 4, b"b" * 4, b"c" * 4, b"d" * 10)
     machine = Machine()
     for part in (data[0:10], data[30:40], data[90:95]):
-        machine.keep(hashlib.sha256(part).hexdigest(), part)
+        machine.keep(sha(part), part)
     await Runner(machine).provide(store, manifest)
-    assert sum(len(request.payload) for request in machine.asked) == 95 - 25
-    assert machine.blobs == {manifest["f0"].sha256: data}
+    sizes = [len(request.payload) for request in machine.asked]
+    assert (sum(sizes), max(sizes)) == (95 - 25 + 22, 10)
+    assert set(machine.blobs) == {entry.sha256 for entry in manifest.values()}
 
 
 async def test_a_runner_may_take_as_long_as_it_says_that_it_goes_on() -> None:
     """For verbs with which it does say so, and for no other."""
-    host = Scripted(
-        manifest={}, gather={"whole": []}, forget={}, sweep={}, status=state(), release={"clean": True}
-    )  # fmt: skip
+    told = {"gather": {"whole": []}, "status": STATE, "release": {"clean": True}}
+    host = Scripted(manifest={}, forget={}, sweep={}, **told)
     asked = Runner(host)
     for call in (asked.manifest, asked.forget, asked.status, asked.release):
         await call("j", 3)
     await asked.gather("j", 3, {})
     await asked.sweep()
-    told = {(request.verb, request.longest) for request in host.asked}
-    assert told == {(v, driver.LONGEST if v in runner.LONG else None) for v in host.replies}
+    given = {(request.verb, request.longest) for request in host.asked}
+    assert given == {(v, driver.LONGEST if v in runner.LONG else None) for v in host.replies}
     assert 10 * runner.SIGN_EVERY < driver.SLOW < driver.LONGEST
-
-
-async def test_more_than_was_asked_for_is_no_answer() -> None:
-    too_much = b"x" * 11
-    runner = Runner(
-        Scripted(log=lambda _: Answer({"size": 100}, too_much), read=lambda _: Answer({}, too_much))
-    )
-    with pytest.raises(BadAnswer):
-        await runner.log("j", 3, 0, limit=10)
-    with pytest.raises(BadAnswer):
-        await runner.read("j", 3, "x", limit=10)
 
 
 @pytest.mark.parametrize(
@@ -202,20 +151,17 @@ async def test_more_than_was_asked_for_is_no_answer() -> None:
         (None, b""),
     ],
 )
-async def test_what_does_not_agree_with_what_it_names_is_no_answer(
+async def test_what_does_not_agree_with_what_was_asked_for_is_no_answer(
     whole: Any, payload: bytes
 ) -> None:
     files = {name: FileEntry(sha(data), 0o644, len(data)) for name, data in SMALL.items()}
-    host = Scripted(gather=lambda _: Answer({"whole": whole}, payload))
+    more = Answer({"size": 100}, b"x" * 11)
+    host = Scripted(
+        gather=lambda _: Answer({"whole": whole}, payload), log=lambda _: more, read=lambda _: more
+    )
     with pytest.raises(BadAnswer):
         await Runner(host).gather("j", 3, files)
-
-
-async def test_a_runner_of_another_age_is_refused_when_it_says_hello() -> None:
-    hello = {"python": "3", "hostname": "h", "boot_id": "b", "home": "/", "root": "/r"}
-    assert (await Runner(Scripted(hello={**hello, "protocols": [1, 7]})).hello()).protocols == (
-        1,
-        7,
-    )
-    with pytest.raises(RunnerRefused, match="speaks protocol 7"):
-        await Runner(Scripted(hello={**hello, "protocols": [7]})).hello()
+    with pytest.raises(BadAnswer):
+        await Runner(host).log("j", 3, 0, limit=10)
+    with pytest.raises(BadAnswer):
+        await Runner(host).read("j", 3, "x", limit=10)

@@ -43,6 +43,13 @@ class RaysHead(Head):
     def changed(self) -> list[tuple[str, str]]:
         return [(method, path) for method, path, _ in self.told if method != "GET"]
 
+    def posted(self) -> Any:
+        """What was submitted."""
+        [body] = [
+            body for method, path, body in self.told if (method, path) == ("POST", "/api/jobs/")
+        ]
+        return body
+
     def ran(self, arguments: list[str]) -> dict[str, Any]:
         assert arguments[:4] == ["python3", "-I", "-S", "-c"]
         if self.dead is not None:
@@ -75,7 +82,7 @@ def job(status: str, message: str = "", **more: Any) -> dict[str, Any]:
 async def test_submitted_under_its_name_with_what_was_asked_and_time_to_save() -> None:
     head = RaysHead()
     found = await head().launch(LAUNCH)
-    [(_, _, body)] = [each for each in head.told if each[0] == "POST"]
+    body = head.posted()
     assert body["submission_id"] == NAME
     assert (body["entrypoint_num_cpus"], body["entrypoint_num_gpus"]) == (1, 2)
     assert body["entrypoint"] == (
@@ -89,27 +96,21 @@ async def test_submitted_under_its_name_with_what_was_asked_and_time_to_save() -
     await head().launch(LAUNCH)
     assert head.changed() == [], "what Ray has is not submitted again"
     head = RaysHead()
-    await head().launch(Launch("j", 1, JobSpec(("true",)), engine=Engine(WORD, ("{}",))))
-    [(_, _, body)] = [each for each in head.told if each[0] == "POST"]
-    assert body["entrypoint"].startswith("CUDA_VISIBLE_DEVICES= exec sh "), "it asks for no GPU"
+    await head().launch(replace(LAUNCH, engine=Engine(WORD, ("{}",))))
+    assert head.posted()["entrypoint"].startswith("CUDA_VISIBLE_DEVICES= exec sh "), "no GPU"
 
 
 async def test_for_several_nodes_it_asks_what_has_them_at_once() -> None:
     asked = json.dumps({"gang": {"nodes": 2, "bundle": {"CPU": 1, "GPU": 2}}})
     head = RaysHead(engine_options=[asked])
     found = await head().launch(replace(LAUNCH, engine=Engine(WORD, (asked,))))
-    [(_, _, body)] = [each for each in head.told if each[0] == "POST"]
+    body = head.posted()
     assert [word for word in body if word.startswith("entrypoint_")] == []
     shell, _, log = body["entrypoint"].partition(" >>")
-    begins, python, dash, text, words = shlex.split(shell)
-    assert (begins, python, dash) == ("exec", "python3", "-c")
-    assert text == inspect.getsource(ray_gang)
+    *begins, text, words = shlex.split(shell)
+    assert (begins, text) == (["exec", "python3", "-c"], inspect.getsource(ray_gang))
     folder = "/srv/it's/j.1"
-    assert json.loads(words) == {
-        "folder": folder,
-        "nodes": 2,
-        "bundle": {"CPU": 1, "GPU": 2},
-    }
+    assert json.loads(words) == {"folder": folder, "nodes": 2, "bundle": {"CPU": 1, "GPU": 2}}
     assert shlex.split(log) == [f"{folder}/engine.log", "2>&1"]
     assert "it wants 1 CPU, 2 GPU on each of 2 nodes at once; free: 1 of 4" in found.engine_says
 
@@ -122,41 +123,37 @@ async def test_somebody_else_has_submitted_it_at_the_same_time(status: int) -> N
     assert head.voided is None
 
 
-async def test_what_ray_would_not_have_leaves_nothing() -> None:
+async def test_what_ray_would_not_have_leaves_nothing_and_no_answer_may_have_been_one() -> None:
     head = RaysHead()
     head.answers["POST"] = (400, "Traceback:\n  …\nTypeError: entrypoint_num_cpus must be a number")
-    with pytest.raises(RunnerRefused, match="would not have it: TypeError") as refusal:
+    with pytest.raises(RunnerRefused, match="TypeError") as refusal:
         await head().launch(LAUNCH)
-    assert refusal.value.code == "engine"
-    assert head.voided is not None
-    assert head.forgotten
-
-
-async def test_no_answer_may_have_been_one() -> None:
+    assert (refusal.value.code, head.voided is None, head.forgotten) == ("engine", False, True)
     head = RaysHead()
     head.answers["POST"] = (500, "No available agent to submit job, please try again later.")
     with pytest.raises(HostUnreachable, match="please try again later"):
         await head().launch(LAUNCH)
-    assert head.voided is None
-    assert not head.forgotten
+    assert (head.voided, head.forgotten) == (None, False)
 
 
 async def test_a_head_that_is_away_or_says_something_else_is_no_end() -> None:
     head = RaysHead()
     head.dead = "[Errno 111] Connection refused"
-    with pytest.raises(HostUnreachable, match=r"http.*refused"):
-        await head().launch(LAUNCH)
-    with pytest.raises(HostUnreachable, match=r"http.*refused"):
-        await head().status("j", 1)
+    for ask in (head().launch(LAUNCH), head().status("j", 1)):
+        with pytest.raises(HostUnreachable, match=r"http.*refused"):
+            await ask
     head.dead = None
-    for answer in ((404, "<html>Not Found</html>"), (500, "down"), (200, "[]")):
+    for answer in ((404, "<html>Not Found</html>"), (500, "down"), (200, "[]"), (401, "no")):
         head.answers["GET"] = answer
-        with pytest.raises(HostUnreachable):
+        told = r"RAY_AUTH_TOKEN.*auth_token" if answer[0] == 401 else "."
+        with pytest.raises(HostUnreachable, match=told):
             await head().status("j", 1)
-    head.answers["GET"] = (401, "Unauthorized")
-    with pytest.raises(HostUnreachable, match=r"RAY_AUTH_TOKEN.*auth_token"):
-        await head().status("j", 1)
     assert (head.voided, head.changed()) == (None, [])
+    head.answers["GET"] = (200, '{"ray_version": "2.60.0"}')
+    assert await head().free() == "1 of 4 CPU, 1.5 of 2 GPU"
+    head.answers["GET"] = (200, "<html>another service</html>")
+    with pytest.raises(HostUnreachable):
+        await head().free()
 
 
 @pytest.mark.parametrize(
@@ -181,49 +178,43 @@ async def test_ended_before_it_began_it_never_does(found: dict[str, Any], words:
     assert "it never began" in head.voided
 
 
-async def test_forgotten_by_a_new_head_it_is_submitted_again_as_it_was() -> None:
-    head = RaysHead()
+GIVEN_UP = job("FAILED", "…", error_type="JOB_SUPERVISOR_ACTOR_START_TIMEOUT")
+"""After a quarter of an hour."""
+
+
+@pytest.mark.parametrize("jobs", [(), (GIVEN_UP,)], ids=["a new head", "given up"])
+async def test_what_ray_forgot_or_gave_up_is_submitted_again_as_it_was(
+    jobs: tuple[dict[str, Any], ...],
+) -> None:
+    head = RaysHead(*[dict(each) for each in jobs])
     found = await head().status("j", 1)
     assert (found.state, found.engine_says) == (RunnerState.QUEUED, "it is on its way to Ray")
-    [(method, path, body)] = [each for each in head.told if each[0] != "GET"]
-    assert (method, path, body["submission_id"]) == ("POST", "/api/jobs/", NAME)
-    assert body["entrypoint_num_gpus"] == 2
-
-
-async def test_given_up_after_a_quarter_of_an_hour_it_is_submitted_again() -> None:
-    head = RaysHead(job("FAILED", "…", error_type="JOB_SUPERVISOR_ACTOR_START_TIMEOUT"))
-    assert (await head().status("j", 1)).state is RunnerState.QUEUED
-    assert head.changed() == [("DELETE", f"/api/jobs/{NAME}"), ("POST", "/api/jobs/")]
+    deleted = [("DELETE", f"/api/jobs/{NAME}")] * len(jobs)
+    assert head.changed() == [*deleted, ("POST", "/api/jobs/")]
+    body = head.told[-1][2] if head.told[-1][0] == "POST" else head.posted()
+    assert (body["submission_id"], body["entrypoint_num_gpus"]) == (NAME, 2)
+    head = RaysHead(*[dict(each) for each in jobs])
+    found = await tended(head).status("j", 1)
+    assert (found.state, found.engine_has) == (RunnerState.QUEUED, False), "who tends it does that"
+    assert ("POST", "/api/jobs/") not in head.changed()
+    found = await tended(head).launch(TENDED)
+    assert (found.state, found.engine_has) == (RunnerState.QUEUED, True)
+    assert head.changed()[-1] == ("POST", "/api/jobs/")
 
 
 @pytest.mark.parametrize(
-    ("jobs", "beat_age", "truth"),
-    [
-        ([job("RUNNING")], 9999.0, RunnerState.RUNNING),
-        ([job("FAILED")], LIVING_BEAT / 2, RunnerState.RUNNING),  # it goes on without its head
-        ([], LIVING_BEAT / 2, RunnerState.RUNNING),
-        ([job("FAILED")], LIVING_BEAT + 1, None),
-        ([], LIVING_BEAT + 1, None),
-    ],
+    ("status", "truth"), [("RUNNING", RunnerState.RUNNING), ("FAILED", RunnerState.LOST)]
 )
-@pytest.mark.parametrize("seen", ["lost", "rebooted"])
-async def test_what_seems_lost_is_only_where_both_are_silent(
-    seen: str, jobs: list[dict[str, Any]], beat_age: float, truth: RunnerState | None
+async def test_what_seems_lost_is_only_where_ray_has_it_no_more(
+    status: str, truth: RunnerState
 ) -> None:
-    head = RaysHead(*[dict(each) for each in jobs], state=seen, pid=3, beat_age=beat_age)
-    assert (await head().status("j", 1)).state is (truth or RunnerState(seen))
+    """What else of it there is to say `test_slurm.py` says of every engine."""
+    head = RaysHead(job(status), state="lost", pid=3, beat_age=LIVING_BEAT + 1)
+    assert (await head().status("j", 1)).state is truth
     assert head.changed() == []
-
-
-async def test_lost_on_this_machine_it_is_whatever_ray_says() -> None:
-    head = RaysHead(job("RUNNING"), state="lost", same_boot=True, pid=3, beat_age=1.0)
-    assert (await head().status("j", 1)).state is RunnerState.LOST
-
-
-async def test_voided_ray_is_told_that_it_need_not_begin_it() -> None:
     head = RaysHead(job("PENDING"))
     assert (await head().void("j", 1)).state is RunnerState.VOIDED
-    assert head.changed() == [("POST", f"/api/jobs/{NAME}/stop")]
+    assert head.changed() == [("POST", f"/api/jobs/{NAME}/stop")], "Ray need not begin it"
 
 
 @pytest.mark.parametrize(
@@ -253,37 +244,10 @@ def tended(head: RaysHead) -> TendedRay:
 TENDED = replace(LAUNCH, engine=Engine("ray", (ASKED,)))
 
 
-async def test_tended_what_ray_forgot_or_gave_up_is_left_to_who_tends_it() -> None:
-    for jobs in ((), (job("FAILED", "…", error_type="JOB_SUPERVISOR_ACTOR_START_TIMEOUT"),)):
-        head = RaysHead(*jobs)
-        found = await tended(head).status("j", 1)
-        assert (found.state, found.engine_has) == (RunnerState.QUEUED, False)
-        assert found.engine_says == "it is on its way to Ray"
-        assert ("POST", "/api/jobs/") not in head.changed()
-        found = await tended(head).launch(TENDED)
-        assert (found.state, found.engine_has) == (RunnerState.QUEUED, True)
-        assert head.changed()[-1] == ("POST", "/api/jobs/")
-
-
-async def test_tended_it_waits_while_its_head_is_away_and_has_not_ended() -> None:
+async def test_tended_it_waits_while_its_head_is_away() -> None:
     head = RaysHead()
     head.dead = "Connection refused"
     for found in (await tended(head).launch(TENDED), await tended(head).status("j", 1)):
         assert (found.state, found.engine_has) == (RunnerState.QUEUED, None)
         assert "Ray does not answer there at http://another:8265" in found.engine_says
-    head.state.update(state="lost", pid=3, beat_age=9999.0)
-    assert (await tended(head).status("j", 1)).state is RunnerState.RUNNING
-    head.dead = None
-    ended = await tended(head).status("j", 1)
-    assert ended.state is RunnerState.LOST
-    assert "knows nothing of it any more" in ended.engine_says
     assert head.voided is None
-
-
-async def test_what_is_free_in_words() -> None:
-    head = RaysHead()
-    head.answers["GET"] = (200, '{"ray_version": "2.60.0"}')
-    assert await head().free() == "1 of 4 CPU, 1.5 of 2 GPU"
-    head.answers["GET"] = (200, "<html>another service</html>")
-    with pytest.raises(HostUnreachable):
-        await head().free()

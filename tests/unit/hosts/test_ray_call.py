@@ -98,18 +98,10 @@ def test_the_token_is_read_where_ray_reads_it(server: Server, tmp_path: Path, wh
 
 def test_it_goes_nowhere_else_with_the_token(server: Server, tmp_path: Path) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
-    done = asks(
-        server.address,
-        tmp_path,
-        ("GET", "/moved", None),
-        RAY_AUTH_TOKEN="of-here",
-        http_proxy=dead,
-    )
+    given = {"RAY_AUTH_TOKEN": "of-here", "http_proxy": dead}
+    done = asks(server.address, tmp_path, ("GET", "/moved", None), **given)
     assert json.loads(done.stdout) == [[302, "told\n"]]
     assert len(server.seen) == 1
-
-
-def test_no_answer_has_a_code_and_a_reason_of_its_own(tmp_path: Path) -> None:
-    done = asks(f"http://127.0.0.1:{free_port()}", tmp_path, ("GET", "/a", None))
+    done = asks(dead, tmp_path, ("GET", "/a", None))
     assert (done.returncode, done.stdout) == (ray_call.NO_ANSWER, "")
     assert "refused" in done.stderr

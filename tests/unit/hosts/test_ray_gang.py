@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import pytest
 
 from groupwise.hosts import ray_gang
 from groupwise.hosts.ray_gang import Gang, Machine, below
+from tests.runner_machine import alive, until
 
-SOON = 20.0
 LIVES = "while true; do sleep 0.05; done"
 ENDS = "until [ -e {0}/evict ]; do sleep 0.05; done; cat {0}/evict; exit 9"
 """What leads, until it is told to end, as a runner looks for it."""
@@ -30,15 +29,12 @@ class ActorUnavailableError(RayError):
     """Likewise."""
 
 
-class Exceptions:
-    RayError = RayError
-    ActorUnavailableError = ActorUnavailableError
-
-
 class FakeRay:
     """Answers are there as soon as they are asked for."""
 
-    exceptions = Exceptions
+    class exceptions:
+        RayError = RayError
+        ActorUnavailableError = ActorUnavailableError
 
     def get(self, answer: Callable[[], Any]) -> Any:
         return answer()
@@ -198,7 +194,7 @@ def test_what_ray_wants_ended_is_told_the_first_one(gang: Gangs) -> None:
     gang.stops = Stops()
     told = "trap 'exit 8' TERM"  # its runner is to tell it, alone
     assert gang.run(f"{told}\necho >{ready}\n{ENDS.format(gang.folder)}") == 9
-    assert (gang.folder / "engine.log").read_text() == "25"
+    assert engine_said(gang) == "25"
 
 
 def test_what_does_not_end_is_killed(gang: Gangs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,26 +213,7 @@ def test_what_it_has_begun_hears_of_its_end(tmp_path: Path) -> None:
     begins = f"{text}\nMachine().lead({str(tmp_path)!r}, {{}})\nsignal.pause()"
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", begins]) as process:
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        [pid] = map(int, (tmp_path / "pid").read_text().split())
+        pid = int((tmp_path / "pid").read_text())
         assert pid in below(process.pid)
         process.kill()
-    until(lambda: not Path(f"/proc/{pid}").exists() or is_dead(pid))
-
-
-def is_dead(pid: int) -> bool:
-    return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-
-
-def test_without_ray_it_says_where_that_is_wanted() -> None:
-    text = Path(ray_gang.__file__).read_text()
-    words = [sys.executable, "-I", "-S", "-c", text, "{}"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == ray_gang.NO_RAY
-    assert "has no Ray" in done.stderr
-
-
-def until(holds: Callable[[], Any]) -> None:
-    late = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < late
-        time.sleep(0.02)
+    until(lambda: not alive(pid))

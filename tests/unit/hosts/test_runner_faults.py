@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,16 +63,29 @@ while True:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Machine]:
-    with machine(tmp_path) as made:
-        yield made
+def cgroups() -> None:
+    if "cgroup" not in runner.methods():
+        pytest.skip("control groups of version 2 cannot be made here")
 
 
 @pytest.fixture(params=["cgroup", "session"])
 def method(request: pytest.FixtureRequest) -> str:
-    if request.param == "cgroup" and "cgroup" not in runner.methods():
-        pytest.skip("control groups of version 2 cannot be made here")
+    if request.param == "cgroup":
+        request.getfixturevalue("cgroups")
     return request.param
+
+
+def killed(here: Machine, epoch: int = 1) -> None:
+    here.ask("kill", job="job", epoch=epoch, grace=0.1)
+
+
+def released(here: Machine) -> dict[str, Any]:
+    return here.ask("release", job="job", epoch=1, gpus=[])
+
+
+def contact(here: Machine) -> float:
+    """When the control plane was heard of last."""
+    return float((here.folder() / "contact").read_text())
 
 
 def daemon(here: Machine, name: str = "daemon", prefix: str = "") -> str:
@@ -98,39 +110,30 @@ def test_a_killed_supervisor_leaves_no_end_and_what_it_left_is_counted_and_kille
     assert (told["state"], told["exit"], told["pid"]) == ("lost", None, begun["pid"])
     assert here.sh("true")["state"] == "lost"
     assert here.ask("void", job="job", epoch=1)["state"] == "lost"
-    released = here.ask("release", job="job", epoch=1, gpus=[])
-    assert not released["clean"]
-    assert [h["pid"] for h in released["holders"]] == [pid]
+    found = released(here)
+    assert (found["clean"], [h["pid"] for h in found["holders"]]) == (False, [pid])
     assert here.ask("kill", job="job", epoch=1, grace=5)["survivors"] == 0
     assert not alive(pid)
-    assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+    assert released(here)["clean"]
     state = {**here.state(), "boot_id": "another"}
     (here.folder() / "state.json").write_text(json.dumps(state))
     told = here.status()
     assert (told["state"], told["same_boot"], told["heartbeat_age"]) == ("rebooted", False, None)
 
 
-def test_a_survivor_without_our_environment_is_found_by_its_control_group(here: Machine) -> None:
-    if "cgroup" not in runner.methods():
-        pytest.skip("control groups of version 2 cannot be made here")
-    here.sh(f"{daemon(here, prefix='env -i')}; {FOR_EVER}")
+@pytest.mark.parametrize("shown_by", ["its control group", "what it inherited"])
+def test_a_survivor_without_our_environment_is_found(
+    here: Machine, request: pytest.FixtureRequest, shown_by: str
+) -> None:
+    if shown_by == "its control group":
+        request.getfixturevalue("cgroups")
+        here.sh(f"{daemon(here, prefix='env -i')}; {FOR_EVER}")
+    else:
+        here.sh(f"env -i sh -c 'echo $$ > daemon; {FOR_EVER}' & {FOR_EVER}", method="session")
     pid = int(here.written("daemon"))
     here.kill_supervisor()
-    released = here.ask("release", job="job", epoch=1, gpus=[])
-    assert {(h["what"], h["pid"]) for h in released["holders"] if h["pid"] == pid} == {
-        ("cgroup", pid)
-    }
-    here.ask("kill", job="job", epoch=1, grace=5)
-    assert not alive(pid)
-
-
-def test_a_survivor_that_overwrote_its_environment_is_found_by_what_it_inherited(
-    here: Machine,
-) -> None:
-    here.sh(f"env -i sh -c 'echo $$ > child; {FOR_EVER}' & {FOR_EVER}", method="session")
-    pid = int(here.written("child"))
-    here.kill_supervisor()
-    assert pid in [h["pid"] for h in here.ask("release", job="job", epoch=1, gpus=[])["holders"]]
+    found = {h["what"] for h in released(here)["holders"] if h["pid"] == pid}
+    assert found == {"cgroup"} if shown_by == "its control group" else found
     here.ask("kill", job="job", epoch=1, grace=5)
     assert not alive(pid)
 
@@ -152,65 +155,39 @@ def test_a_survivor_that_only_a_lock_shows_is_counted(here: Machine, share_mb: i
     until(lambda: here.status()["survivors"] == 0, "its end")
 
 
-def test_how_a_command_ended_survives_a_supervisor_that_is_killed_while_it_clears_up(
-    here: Machine,
-) -> None:
-    here.sh(
-        f"{daemon(here)}; until [ -e daemon ]; do sleep 0.02; done; exit 5",
-        limits={"grace_seconds": 60},
-    )
-    pid = int(here.written("daemon"))
-    until((here.folder() / "outcome.json").exists, "the outcome")
-    assert here.status()["state"] == "running"
-    here.kill_supervisor()
-    told = here.status()
-    assert (told["state"], told["exit"]["code"]) == ("exited", 5)
-    assert not here.ask("release", job="job", epoch=1, gpus=[])["clean"]
-    here.ask("kill", job="job", epoch=1, grace=5)
-    assert not alive(pid)
-    assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
-
-
 # --- a launch that dies -------------------------------------------------------------------------
 
 
-def unbegun(here: Machine, epoch: int = 1) -> None:
-    """As a launch leaves it that was killed between its claim and its supervisor."""
+def claimed(here: Machine, epoch: int = 1) -> int:
+    """As by a launch that has come no further; what it holds meanwhile."""
     attempt = runner.Attempt(runner.Root(str(here.root)), "job", epoch)
     lock = runner.claim(attempt, {"phase": "claimed"})
     assert lock is not None
+    return lock
+
+
+def test_what_is_being_claimed_is_left_alone_and_what_never_began_is_taken_over(
+    here: Machine,
+) -> None:
+    lock = claimed(here)
+    assert here.status()["state"] == "claimed"
+    assert here.ask("void", job="job", epoch=1)["state"] == "claimed"
+    assert here.sh("true")["state"] == "claimed"
     os.close(lock)
-
-
-def test_what_never_began_is_taken_over(here: Machine) -> None:
-    unbegun(here)
     told = here.status()
     assert (told["state"], told["pid"]) == ("lost", None)
     here.sh("exit 4")
     assert here.comes_to("exited")["exit"]["code"] == 4
-    unbegun(here, epoch=2)
+    os.close(claimed(here, epoch=2))
     assert here.ask("void", job="job", epoch=2)["state"] == "voided"
     assert here.sh("true", epoch=2)["state"] == "voided"
 
 
-def test_what_is_being_claimed_is_left_alone(here: Machine) -> None:
-    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
-    lock = runner.claim(attempt, {"phase": "claimed"})
-    assert lock is not None
-    try:
-        assert here.status()["state"] == "claimed"
-        assert here.ask("void", job="job", epoch=1)["state"] == "claimed"
-        assert here.sh("true")["state"] == "claimed"
-    finally:
-        os.close(lock)
-
-
 def test_a_claim_never_takes_the_place_of_another(here: Machine) -> None:
     """Whoever comes to it, and by whatever mistake: the folder that stands there stays."""
-    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
-    runner.claim(attempt, {"phase": "voided"})
+    here.ask("void", job="job", epoch=1)
     with pytest.raises(OSError, match="not empty"):
-        runner.claim(attempt, {"phase": "claimed"})
+        claimed(here)
     assert here.status()["state"] == "voided"
     assert [p.name for p in (here.root / "attempts").iterdir()] == ["job.1"]
 
@@ -233,32 +210,6 @@ def test_a_command_waits_for_the_word_of_its_supervisor(
     finally:
         os.close(go_on)
     assert (began, ended) == ([True] * begins, [127])
-
-
-SOMETIMES = pytest.mark.soak(suite="fleet")
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        0.0,
-        0.01,
-        0.02,
-        0.04,
-        *(pytest.param(n / 1000, marks=SOMETIMES) for n in (5, 15, 25, 30, 60)),
-    ],
-)
-def test_a_launch_may_be_killed_at_any_moment(here: Machine, after: float) -> None:
-    """Whatever state that leaves, asking again runs the command exactly once, or says that it ran."""
-    order = here.order("sh", "-c", "echo started >> ../starts; exit 3")
-    begun = here.begin(request(here.body("launch", **order)))
-    time.sleep(after)  # which moment that is does not matter
-    begun.kill()
-    with begun:
-        begun.wait()
-    here.ask("launch", **order)
-    assert here.comes_to("exited")["exit"]["code"] == 3
-    assert (here.folder() / "starts").read_text() == "started\n"
 
 
 def test_of_many_launches_and_voids_exactly_one_decides(here: Machine) -> None:
@@ -306,25 +257,18 @@ def test_cancel_kills_what_does_not_listen_and_an_impatient_second_one_counts(
     here.written("pid")
     here.ask("kill", job="job", epoch=1, grace=600)
     assert here.status()["state"] == "running"
-    here.ask("kill", job="job", epoch=1, grace=0.1)
+    killed(here)
     record = here.comes_to("exited")["exit"]
     found = (record["code"], record["signal"], record["reason"])
     assert found == (None, signal.SIGKILL, "cancelled")
 
 
-def test_cancel_reaches_a_command_that_was_stopped(here: Machine) -> None:
-    begun = here.sh("kill -STOP $$")
-    stat = Path(f"/proc/{begun['pid']}/stat")
-    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-    here.ask("kill", job="job", epoch=1, grace=60)
-    assert here.comes_to("exited")["exit"]["signal"] == signal.SIGTERM
-
-
-def test_the_grace_is_everybody_s(here: Machine) -> None:
+def test_cancel_reaches_what_was_stopped_and_the_grace_is_everybody_s(here: Machine) -> None:
     """The shell dies of TERM at once; what it started is still writing its last checkpoint."""
     saving = "trap 'sleep 0.3; echo saved > saved; exit 0' TERM; echo > ready; while :; do sleep 0.02; done"
-    here.sh(f'sh -c "{saving}" & {FOR_EVER}')
-    here.written("ready")
+    begun = here.sh(f'sh -c "{saving}" & until [ -e ready ]; do sleep 0.02; done; kill -STOP $$')
+    stat = Path(f"/proc/{begun['pid']}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     here.ask("kill", job="job", epoch=1, grace=60)
     assert here.comes_to("exited")["exit"]["signal"] == signal.SIGTERM
     assert (here.work() / "saved").read_text() == "saved\n"
@@ -339,14 +283,13 @@ def test_nothing_outlives_an_end(here: Machine, method: str, prefix: str, how: s
     here.sh(f"{words}; {until_there}; {ends}", method=method, limits=limits)
     pid = int(here.written("daemon"))
     if how == "is cancelled":
-        here.ask("kill", job="job", epoch=1, grace=0.1)
+        killed(here)
     record = here.comes_to("exited")["exit"]
-    assert not alive(pid)
-    assert record["message"] == ""
+    assert (alive(pid), record["message"]) == (False, "")
     if how == "ends":
         assert (record["code"], record["reason"]) == (6, "exited")
-    released = here.ask("release", job="job", epoch=1, gpus=[])
-    assert (released["clean"], released["holders"]) == (True, [])
+    found = released(here)
+    assert (found["clean"], found["holders"]) == (True, [])
 
 
 HOPPER = """
@@ -361,16 +304,15 @@ while time.monotonic() < end:
 """Never long enough the same process to be found and signalled."""
 
 
+@pytest.mark.usefixtures("cgroups")
 def test_what_changes_its_pid_all_the_time_is_caught_by_its_control_group(here: Machine) -> None:
-    if "cgroup" not in runner.methods():
-        pytest.skip("control groups of version 2 cannot be made here")
     script = here.home / "hopper.py"
     script.write_text(HOPPER)
     here.sh(f"{sys.executable} -IS {script} & {FOR_EVER}")
     here.written("hops")
-    here.ask("kill", job="job", epoch=1, grace=0)
+    killed(here)
     assert here.comes_to("exited")["exit"]["message"] == ""
-    assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+    assert released(here)["clean"]
 
 
 def test_what_is_not_ours_is_not_touched(here: Machine) -> None:
@@ -384,9 +326,9 @@ def test_what_is_not_ours_is_not_touched(here: Machine) -> None:
     strangers = [subprocess.Popen(["sleep", "60"], env=environment) for environment in others]
     try:
         here.sh(FOR_EVER)
-        here.ask("kill", job="job", epoch=1, grace=0)
+        killed(here)
         here.comes_to("exited")
-        assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+        assert released(here)["clean"]
         assert [p.poll() for p in strangers] == [None] * len(strangers)
     finally:
         for stranger in strangers:
@@ -404,11 +346,10 @@ def test_what_runs_is_killed_by_its_mark_where_its_folder_was_removed(
     assert here.status()["state"] == "absent"
     if voided:
         assert here.ask("void", job="job", epoch=1)["state"] == "voided"
-        found = here.ask("release", job="job", epoch=1, gpus=[])
-        assert pid in [holder["pid"] for holder in found["holders"]]
-    here.ask("kill", job="job", epoch=1, grace=0)
+        assert pid in [holder["pid"] for holder in released(here)["holders"]]
+    killed(here)
     assert not alive(pid)
-    assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+    assert released(here)["clean"]
     until(lambda: not alive(supervisor), "the end of who has nowhere to write")
 
 
@@ -462,28 +403,20 @@ def test_send_compares_before_it_signals(monkeypatch: pytest.MonkeyPatch, with_p
 
 def test_the_deadman_counts_from_the_last_contact(here: Machine) -> None:
     here.sh(FOR_EVER, deadman=3600)
-    contact = here.folder() / "contact"
-    first = float(contact.read_text())
+    first = contact(here)
     here.ask("touch", attempts=["job.1"])
-    second = float(contact.read_text())
+    second = contact(here)
     assert second > first
-    here.ask(
-        "touch", attempts={"job.1": first}
-    )  # an answer that never arrived: nothing was heard since
-    assert float(contact.read_text()) == second
+    here.ask("touch", attempts={"job.1": first})  # an answer that never arrived
     here.status()
-    assert float(contact.read_text()) == second
+    assert contact(here) == second
     here.ask("wait", known={"job.1": {"clock": second + 0.001}}, timeout=0)
-    assert float(contact.read_text()) == round(second + 0.001, 3)
+    assert contact(here) == round(second + 0.001, 3)
     here.ask("touch", attempts={"job.1": 1e11})  # beyond now is now
-    assert float(contact.read_text()) <= runner.boot_clock()
+    assert contact(here) <= runner.boot_clock()
     assert here.ask("touch", attempts=["none.1"])["touched"] == []
-
-
-def test_the_deadman_ends_its_job(here: Machine) -> None:
-    here.sh(FOR_EVER, deadman=0.3, limits={"grace_seconds": 0.1})
-    record = here.comes_to("exited")["exit"]
-    assert record["reason"] == "deadman"
+    here.sh(FOR_EVER, epoch=2, deadman=0.3, limits={"grace_seconds": 0.1})
+    assert here.comes_to("exited", epoch=2)["exit"]["reason"] == "deadman"
 
 
 @pytest.mark.parametrize("how", ["its files took longer", "it was long on its way"])
@@ -500,42 +433,28 @@ def test_a_command_whose_deadman_has_passed_never_begins(here: Machine, how: str
 
 def test_nor_does_one_that_is_repeated_keep_it_alive(here: Machine) -> None:
     clock = here.status()["clock"]
-    here.sh(FOR_EVER, deadman=3600, clock=clock - 10)
-    contact = here.folder() / "contact"
-    assert float(contact.read_text()) == round(clock - 10, 3)
-    here.sh(FOR_EVER, deadman=3600, clock=clock - 20)
-    assert float(contact.read_text()) == round(clock - 10, 3)
-    here.sh(FOR_EVER, deadman=3600, clock=clock)
-    assert float(contact.read_text()) == round(clock, 3)
+    for told, counts in ((clock - 10, clock - 10), (clock - 20, clock - 10), (clock, clock)):
+        here.sh(FOR_EVER, deadman=3600, clock=told)
+        assert contact(here) == round(counts, 3)
     here.sh(FOR_EVER, deadman=3600, clock=clock + 1e9)  # of before it booted
-    assert float(contact.read_text()) <= runner.boot_clock()
+    assert contact(here) <= runner.boot_clock()
 
 
 def test_a_machine_that_slept_through_its_deadman_kills_at_once(here: Machine) -> None:
-    here.sh(f"trap '' TERM; echo > ready; {FOR_EVER}", deadman=3600, limits={"grace_seconds": 600})
-    here.written("ready")
+    """What it heard before is in its memory; a supervisor that was asleep itself has heard nothing else."""
+    limits = {"grace_seconds": 600}
+    here.sh(FOR_EVER, deadman=3600, limits=limits)
     runner.set_cell(str(here.folder() / "contact"), f"{runner.boot_clock() - 7200:.3f}")
-    supervisor = here.state()["supervisor"]
-    assert alive(supervisor)
-    # What it heard before is in its memory; a supervisor that was asleep itself has heard nothing else.
-    record = runner.Supervisor.reason(slept(here))
+    body = here.body("launch", **here.order("true", deadman=3600, limits=limits))
+    slept = runner.Supervisor(runner.Order(runner.Root(str(here.root)), body), "", [0], 0, 0)
+    slept.last_contact = -math.inf  # the machine may have booted a minute ago
+    record = slept.reason()
     assert record is not None
-    assert record.reason == "deadman"
-    assert record.kill_at < time.monotonic()
+    assert (record.reason, record.kill_at < time.monotonic()) == ("deadman", True)
 
 
-def slept(here: Machine) -> runner.Supervisor:
-    """One like that of the attempt, which knows only what the folder says."""
-    body = here.body("launch", **here.order("true", deadman=3600, limits={"grace_seconds": 600}))
-    order = runner.Order(runner.Root(str(here.root)), body)
-    made = runner.Supervisor(order, "", [0], 0, 0)
-    made.last_contact = -math.inf  # the machine may have booted a minute ago
-    return made
-
-
+@pytest.mark.usefixtures("cgroups")
 def test_a_service_manager_is_asked_for_a_scope(here: Machine) -> None:
-    if "cgroup" not in runner.methods():
-        pytest.skip("control groups of version 2 cannot be made here")
     tool = here.home / "busctl"
     v2 = runner.own_groups()["v2"]
     told = here.home / "told"
@@ -566,8 +485,7 @@ open(os.path.join(folder, "cgroup.procs"), "w").write(pid)
     scope, own, inner = json.loads(said.stdout)
     try:
         assert scope == f"{v2}/{unit}.scope"
-        assert own == f"{scope}/supervisor"
-        assert inner == f"{scope}/inner"
+        assert (own, inner) == (f"{scope}/supervisor", f"{scope}/inner")
         words = told.read_text().splitlines()
         assert words[:3] == ["call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"]
         assert words[-9:-5] == ["2", "PIDs", "au", "1"]
@@ -587,15 +505,14 @@ def test_memory_beyond_the_limit_is_told(here: Machine) -> None:
     assert here.comes_to("exited", epoch=2)["exit"]["oom_kill"] == 0
 
 
+@pytest.mark.usefixtures("cgroups")
 def test_a_control_group_of_a_supervisor_that_died_early_is_swept(here: Machine) -> None:
-    if "cgroup" not in runner.methods():
-        pytest.skip("control groups of version 2 cannot be made here")
     root = runner.Root(str(here.root))
     ours = runner.make_group(runner.unit_of(runner.Attempt(root, "job", 1)))
     other = runner.make_group(runner.unit_of(runner.Attempt(runner.Root("/other"), "job", 1)))
     try:
         here.ask("sweep", keep=[])
-        assert [os.path.isdir(f) for f in ours.folders()] == [False] * len(ours.folders())
+        assert not any(os.path.isdir(folder) for folder in ours.folders())
         assert all(os.path.isdir(folder) for folder in other.folders())
     finally:
         other.remove()
@@ -610,14 +527,6 @@ def small(tmp_path: Path) -> Iterator[Machine]:
         yield made
 
 
-def test_a_full_disk_claims_nothing(small: Machine) -> None:
-    fill(small.home)
-    for verb, fields in (("launch", small.order("true")), ("void", {"job": "job", "epoch": 1})):
-        with pytest.raises(Refused, match="disk_full"):
-            small.ask(verb, **fields)
-        assert small.status()["state"] == "absent"
-
-
 def test_what_failed_to_begin_can_be_given_up_and_what_is_old_can_go_from_a_full_disk(
     small: Machine,
 ) -> None:
@@ -626,6 +535,7 @@ def test_what_failed_to_begin_can_be_given_up_and_what_is_old_can_go_from_a_full
     fill(small.home)
     with pytest.raises(Refused, match="disk_full"):
         small.launch("true", job="other")
+    assert small.status(job="other")["state"] == "absent"
     assert small.ask("void", job="other", epoch=1)["state"] == "voided"
     with pytest.raises(Refused, match="disk_full"):  # it does not use up what was set aside
         small.launch("true", job="third")
@@ -644,11 +554,9 @@ def test_the_exit_record_has_room_on_a_full_disk(small: Machine) -> None:
     (small.work() / "go.new").touch()
     fill(small.home)
     (small.work() / "go.new").rename(small.work() / "go")
-    told = small.comes_to("exited")
-    assert told["exit"]["code"] == 9
-    assert told["exit"]["tail"] == (
-        "last words\n\n[its log could not be written: No space left on device]\n"
-    )
+    told = small.comes_to("exited")["exit"]
+    unwritten = "[its log could not be written: No space left on device]\n"
+    assert (told["code"], told["tail"]) == (9, f"last words\n\n{unwritten}")
     assert {a["job"]: a["exit"] for a in small.ask("observe")["attempts"]}["job"]["code"] == 9
     small.ask("kill", job="cancelled", epoch=1, grace=0)
     assert small.comes_to("exited", job="cancelled")["exit"]["reason"] == "cancelled"
@@ -699,12 +607,8 @@ def test_a_log_that_cannot_be_written_is_given_up_after_a_while(
 def test_files_that_do_not_fit_refuse_the_launch(small: Machine) -> None:
     blob = os.urandom(900_000)
     (sha,) = small.put(blob)
-    order = small.order(
-        "true", spec_files={"a": [sha, 0o644, len(blob)], "b": [sha, 0o644, len(blob)]}
-    )
-    small.ask("launch", **order)
-    told = small.comes_to("refused")
-    assert told["refused"]["code"] == "disk_full"
+    small.launch("true", spec_files={name: [sha, 0o644, len(blob)] for name in "ab"})
+    assert small.comes_to("refused")["refused"]["code"] == "disk_full"
     assert not small.work().exists()
 
 
@@ -731,9 +635,9 @@ def test_no_write_may_be_torn(here: Machine, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_exit_record_waits_for_room(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the reserve holds the worst one: with a log of control characters, each of which is six in JSON."""
+    lock = claimed(here)
     attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
-    lock = runner.claim(attempt, {"phase": "claimed"})
-    assert lock is not None
     (here.folder() / "reserve").unlink()
 
     def full(path: str, document: dict[str, Any]) -> None:
@@ -744,12 +648,7 @@ def test_an_exit_record_waits_for_room(here: Machine, monkeypatch: pytest.Monkey
         assert not runner.save_exit(attempt, {"code": 0})
     assert runner.save_exit(attempt, {"code": 0})
     os.close(lock)
-
-
-def test_the_reserve_holds_the_worst_record(here: Machine) -> None:
-    """A log of control characters, each of which is six in JSON."""
-    script = textwrap.dedent("head -c 5000 /dev/zero; exit 1")
-    here.sh(script)
-    record = here.comes_to("exited")["exit"]
+    here.sh("head -c 5000 /dev/zero; exit 1", epoch=2)
+    record = here.comes_to("exited", epoch=2)["exit"]
     assert len(record["tail"]) == runner.TAIL
     assert len(runner.as_bytes(record)) + 10_000 < runner.RESERVE

@@ -52,25 +52,12 @@ def mark(here: Machine, job: str = "job") -> str:
 
 def test_a_machine_in_good_health(here: Machine) -> None:
     seen = here.ask("observe")
-    assert seen["probe"] == {
-        "status": "ok",
-        "apps": "ok",
-        "lines_not_read": [],
-        "exit": 0,
-        "said": "",
-    }
-    assert seen["gpus"][1] == {
-        "index": 1,
-        "uuid": B,
-        "model": "NVIDIA H100 80GB HBM3",
-        "memory_mb": 81559,
-        "memory_used_mb": 812,
-        "utilisation": 97,
-        "temperature": 71,
-        "mig": False,
-        "mig_devices": [],
-        "problems": [],
-    }
+    fine = {"status": "ok", "apps": "ok", "lines_not_read": [], "exit": 0, "said": ""}
+    assert seen["probe"] == fine
+    busy = {"memory_used_mb": 812, "utilisation": 97, "temperature": 71}
+    plain = {"mig": False, "mig_devices": [], "problems": []}
+    card = {"index": 1, "uuid": B, "model": "NVIDIA H100 80GB HBM3", "memory_mb": 81559}
+    assert seen["gpus"][1] == card | busy | plain
 
 
 BAD_HEALTH: dict[str, tuple[str, list[str], int]] = {
@@ -117,22 +104,12 @@ def test_a_tool_that_hangs(here: Machine) -> None:
     assert time.monotonic() - begun < 10
     assert (seen["probe"]["status"], seen["gpus"]) == ("hung", [])
     marked = here.environment["FAKE_NVIDIA_SMI_STATE"].encode()
-    until(lambda: not [p for p in pids() if marked in environ(p)], "the end of the hung tool")
-
-
-def pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def environ(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
-
-
-def test_hung_tools_do_not_pile_up(here: Machine) -> None:
-    """As if each earlier one sat in the kernel and could not be killed: it has its lock open."""
+    until(
+        lambda: not any(marked in environ(p) for p in os.listdir("/proc")),
+        "the end of the hung tool",
+    )
+    show(here)
+    # As if each earlier one sat in the kernel and could not be killed: it has its lock open.
     root = runner.Root(str(here.root))
     held = [runner.take_lock(root.lock(f"probe-{n}.lock")) for n in range(runner.PROBES)]
     seen = here.ask("observe", probe_timeout=0.1)
@@ -144,17 +121,22 @@ def test_hung_tools_do_not_pile_up(here: Machine) -> None:
     assert here.ask("observe")["probe"]["status"] == "ok"
 
 
+def environ(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
 def test_another_program_to_ask(here: Machine, tmp_path: Path) -> None:
-    other = tmp_path / "a tool; touch x"
+    other, broken = tmp_path / "a tool; touch x", tmp_path / "broken"
     other.write_text('#!/bin/sh\nshift\nexec nvidia-smi "$@"\n')
-    other.chmod(0o755)
-    assert len(here.ask("observe", probe=[str(other), "first"])["gpus"]) == 2
-    assert here.ask("observe", probe=["no-such-tool"])["probe"]["status"] == "absent"
-    assert here.ask("observe", probe=["/"])["probe"]["status"] == "absent"
-    broken = tmp_path / "broken"
     broken.write_bytes(b"\0no program")
-    broken.chmod(0o755)
-    assert here.ask("observe", probe=[str(broken)])["probe"]["status"] == "failed"
+    for program in (other, broken):
+        program.chmod(0o755)
+    assert len(here.ask("observe", probe=[str(other), "first"])["gpus"]) == 2
+    for word, status in (("no-such-tool", "absent"), ("/", "absent"), (str(broken), "failed")):
+        assert here.ask("observe", probe=[word])["probe"]["status"] == status
 
 
 def test_who_computes_cannot_be_told(here: Machine) -> None:
@@ -182,25 +164,10 @@ def test_mig_is_understood(here: Machine) -> None:
     assert here.comes_to("exited", epoch=2)["exit"]["tail"] == f"{NEW_MIG}\n"
 
 
-GOLDEN = {
-    "[N/A]": None,
-    "N/A": None,
-    "[Not Supported]": None,
-    "[Unknown Error]": None,
-    "[Insufficient Permissions]": None,
-    "[GPU is lost]": None,
-    "ERR!": None,
-    "": None,
-    "-1": None,
-    "1e3": None,
-    "12 34": None,
-    "99999999999999": None,
-    "0": 0,
-    " 81559 ": 81559,
-    "81559 MiB": 81559,
-    "97 %": 97,
-    "412.50": 412,
-}
+NOTHING = "[N/A]|N/A|[Not Supported]|[Unknown Error]|[Insufficient Permissions]|[GPU is lost]|ERR!||-1|1e3|12 34|99999999999999"
+GOLDEN = dict.fromkeys(NOTHING.split("|")) | {
+    "0": 0, " 81559 ": 81559, "81559 MiB": 81559, "97 %": 97, "412.50": 412
+}  # fmt: skip
 
 
 def test_cells() -> None:
@@ -255,20 +222,16 @@ def test_indices_are_those_of_the_launch(here: Machine) -> None:
 
 
 def test_a_gpu_is_one_attempt_s(here: Machine) -> None:
-    here.sh(FOR_EVER, gpus=[A, B])
-    told = here.sh("true", job="other", gpus=[B])
+    here.sh(FOR_EVER, gpus=[B])
+    told = here.sh("true", job="other", gpus=[A, B])
     assert (told["refused"]["code"], told["refused"]["holder"]) == ("gpu_busy", "job.1")
+    third = here.sh(FOR_EVER, job="third", gpus=[A])
+    assert third["state"] == "running", "none is kept if one cannot be had"
     here.ask("kill", job="job", epoch=1, grace=0)
     here.comes_to("exited")
-    until(lambda: here.ask("release", job="job", epoch=1, gpus=[A, B], idle_memory_mb=900)["clean"])
+    until(lambda: here.ask("release", job="job", epoch=1, gpus=[B], idle_memory_mb=900)["clean"])
     here.sh("true", job="other", epoch=2, gpus=[B])
     assert here.comes_to("exited", job="other", epoch=2)["exit"]["code"] == 0
-
-
-def test_none_is_kept_if_one_cannot_be_had(here: Machine) -> None:
-    here.sh(FOR_EVER, gpus=[B])
-    assert here.sh("true", job="other", gpus=[A, B])["state"] == "refused"
-    assert here.sh(FOR_EVER, job="third", gpus=[A])["state"] == "running"
 
 
 def test_a_gpu_that_is_not_well_is_not_used(here: Machine) -> None:
@@ -291,9 +254,10 @@ def test_a_foreign_process_keeps_us_off(here: Machine) -> None:
 
 
 def test_shares_fit_beside_each_other(here: Machine) -> None:
-    show(here, "normal", {"uuid": A, "memory_mb": 1000})
+    card = {"uuid": A, "memory_mb": 1000}
+    show(here, "normal", card)
     here.sh(FOR_EVER, job="one", gpus=[A], share_mb=600)
-    show(here, "normal", {"uuid": A, "memory_mb": 1000}, marker_apps={A: mark(here, "one")})
+    show(here, "normal", card, marker_apps={A: mark(here, "one")})
     here.sh(FOR_EVER, job="two", gpus=[A], share_mb=400)
     assert here.status("two")["state"] == "running"
     told = here.sh("true", job="three", gpus=[A], share_mb=1)["refused"]
@@ -303,9 +267,16 @@ def test_shares_fit_beside_each_other(here: Machine) -> None:
     assert here.sh("true", job="whole", gpus=[A])["refused"]["code"] == "gpu_busy"
     here.ask("kill", job="one", epoch=1, grace=0)
     here.comes_to("exited", "one")
-    show(here, "normal", {"uuid": A, "memory_mb": 1000})
+    show(here, "normal", card)
     until(lambda: here.ask("release", job="one", epoch=1, gpus=[A], share_mb=600)["clean"])
     assert here.sh(FOR_EVER, job="four", gpus=[A], share_mb=600)["state"] == "running"
+    here.sh(FOR_EVER, job="slotted", slot=0)
+    told = here.sh("true", job="whole", epoch=2, slot=0)["refused"]
+    assert (told["code"], told["holder"]) == ("gpu_busy", "slotted.1"), "so is a slot"
+    assert here.sh(FOR_EVER, job="beside", slot=1)["state"] == "running"
+    seen = {each["job"]: each for each in here.ask("observe")["attempts"]}
+    found = (seen["slotted"]["slot"], seen["slotted"]["gpus"], seen["beside"]["slot"])
+    assert found == (0, [], 1)
 
 
 def test_a_process_that_has_just_ended_is_no_stranger(here: Machine) -> None:
@@ -322,15 +293,6 @@ def test_a_process_that_has_just_ended_is_no_stranger(here: Machine) -> None:
     assert here.sh("true", gpus=[B])["refused"] is None
 
 
-def test_a_slot_is_one_attempt_s(here: Machine) -> None:
-    here.sh(FOR_EVER, slot=0)
-    told = here.sh("true", job="other", slot=0)["refused"]
-    assert (told["code"], told["holder"]) == ("gpu_busy", "job.1")
-    assert here.sh(FOR_EVER, job="third", slot=1)["state"] == "running"
-    seen = {each["job"]: each for each in here.ask("observe")["attempts"]}
-    assert (seen["job"]["slot"], seen["job"]["gpus"], seen["third"]["slot"]) == (0, [], 1)
-
-
 # --- taking back --------------------------------------------------------------------------------
 
 
@@ -341,10 +303,15 @@ def holders(here: Machine, **fields: Any) -> list[str]:
     return sorted({h["what"] for h in released["holders"]})
 
 
-def test_a_running_attempt_holds_its_gpu(here: Machine) -> None:
+def test_a_running_attempt_holds_its_gpu_until_it_is_another_s(here: Machine) -> None:
     here.sh(FOR_EVER, gpus=[A])
     assert "lock" in holders(here)
     assert {"process", "cgroup"} & set(holders(here))
+    here.ask("kill", job="job", epoch=1, grace=0)
+    here.comes_to("exited")
+    until(lambda: not holders(here))
+    here.sh(FOR_EVER, job="other", gpus=[A])
+    assert "lock" not in holders(here)
 
 
 def test_a_leak_keeps_the_gpu(here: Machine) -> None:
@@ -381,11 +348,3 @@ def test_memory_has_to_be_seen_idle(here: Machine) -> None:
     for mode, gpu, expected in seen:
         here.with_gpus(gpu, mode=mode)
         assert holders(here, probe_timeout=0.5 if mode == "hang" else 20.0) == expected, mode
-
-
-def test_a_gpu_that_is_another_s_by_now_is_not_held_against_us(here: Machine) -> None:
-    here.sh("true", gpus=[A])
-    here.comes_to("exited")
-    until(lambda: not holders(here))
-    here.sh(FOR_EVER, job="other", gpus=[A])
-    assert "lock" not in holders(here)

@@ -2,10 +2,6 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +9,9 @@ import pytest
 
 from groupwise.hosts import seal as module
 from groupwise.hosts.seal import seal
-from tests.runner_machine import EVERY_PYTHON, Machine, machine
+from tests.runner_machine import Machine
 
 FILE = Path(module.__file__)
-
-
-@pytest.fixture(params=EVERY_PYTHON)
-def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
-    with machine(tmp_path, request.param) as made:
-        yield made
 
 
 def checkpoint(folder: Path) -> Path:
@@ -52,26 +42,18 @@ def test_what_a_job_has_sealed_is_complete_and_what_it_has_not_is_none(either: M
     ]
 
 
-def test_every_file_is_named_with_size_and_hash(tmp_path: Path) -> None:
+def test_every_file_is_named_and_one_that_is_written_over_is_sealed_anew(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint-4")
     assert seal(folder, 4) == folder / "manifest.json"
     said = json.loads((folder / "manifest.json").read_text())
+    digest = hashlib.sha256(b"weights" * 1000).hexdigest()
     assert said["step"] == 4
-    assert said["files"]["global_step4/shard.pt"] == {
-        "size": 7000,
-        "sha256": hashlib.sha256(b"weights" * 1000).hexdigest(),
-    }
-    assert set(said["files"]) == {"latest", "global_step4/shard.pt"}
-
-
-def test_one_that_is_written_over_is_sealed_anew(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "last")
-    seal(folder, 4)
-    (folder / "latest").write_text("global_step8")
-    seal(str(folder), 8)
+    assert said["files"]["global_step4/shard.pt"] == {"size": 7000, "sha256": digest}
+    (folder / "latest").write_text("global_step10")
+    seal(str(folder), 10)
     said = json.loads((folder / "manifest.json").read_text())
-    assert (said["step"], said["files"]["latest"]["size"]) == (8, 12)
-    assert "manifest.json" not in said["files"]
+    assert (said["step"], said["files"]["latest"]["size"]) == (10, 13)
+    assert set(said["files"]) == {"latest", "global_step4/shard.pt"}
 
 
 def test_what_could_not_travel_is_named(tmp_path: Path) -> None:
@@ -82,19 +64,3 @@ def test_what_could_not_travel_is_named(tmp_path: Path) -> None:
     assert not (folder / "manifest.json").exists()
     with pytest.raises(ValueError, match="holds no file"):
         seal(tmp_path / "nothing", 4)
-
-
-def test_as_a_command(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint-4")
-
-    def typed(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "groupwise.hosts.seal", *words]
-        here = {**os.environ, "PYTHONPATH": str(FILE.parents[2])}
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=here)
-
-    assert typed(str(folder), "4").returncode == 0
-    assert json.loads((folder / "manifest.json").read_text())["step"] == 4
-    assert "usage:" in typed(str(folder)).stderr
-    wrong = typed(str(tmp_path / "nothing"), "4")
-    assert wrong.returncode == 1
-    assert wrong.stderr.startswith("seal: ")

@@ -26,10 +26,6 @@ RIGHT = JobSpec(
 )
 
 
-def test_what_is_right_has_no_problems() -> None:
-    assert problems(RIGHT) == []
-
-
 RESERVED = [
     "PATH", "HOME", "SHELL", "BASH_ENV", "PYTHONPATH", "PYTHONSTARTUP", "PERL5OPT", "NODE_OPTIONS",
     "LD_PRELOAD", "LD_LIBRARY_PATH", "DYLD_INSERT_LIBRARIES", "BASH_FUNC_ls%%", "GIT_SSH_COMMAND",
@@ -50,29 +46,27 @@ def test_variables_that_are_not_for_jobs_to_set(name: str) -> None:
     assert name in plain
 
 
-@pytest.mark.parametrize("name", ["", "1ST", "A B", "A=B", "A\0", "Ä", "a-b", "A" * 129])
-def test_names_of_no_variable(name: str) -> None:
-    (problem,) = problems(JobSpec(("true",), environment={name: "x"}))
-    assert "is no name of an environment variable" in problem
-
-
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a\0b"])
-@pytest.mark.parametrize("where", ["files", "artefacts", "checkpoints"])
-def test_paths_that_leave_the_folder(where: str, path: str) -> None:
-    given = {path: ["0" * 64, 0o644, 3]} if where == "files" else [path]
-    (problem,) = problems(from_json(as_json(JobSpec(("true",))) | {where: given}))
-    assert "relative to the working folder" in problem
+def test_paths_that_leave_the_folder(path: str) -> None:
+    for where in ("files", "artefacts", "checkpoints"):
+        given = {path: ["0" * 64, 0o644, 3]} if where == "files" else [path]
+        (problem,) = problems(from_json(as_json(JobSpec(("true",))) | {where: given}))
+        assert "relative to the working folder" in problem
 
 
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
+        *[
+            (JobSpec(("true",), environment={name: "x"}), "is no name")
+            for name in ("", "1ST", "A B", "A=B", "A\0", "Ä", "a-b", "A" * 129)
+        ],
         (JobSpec(()), "no command"),
         (JobSpec(("",)), "no command"),
-        (JobSpec(("echo", "a\0b")), "argument 1 has a NUL"),
+        (JobSpec(("echo", "a\0b")), "argument 1"),
         (JobSpec(("echo",) * (MOST_ARGUMENTS + 1)), "at most"),
-        (JobSpec(("echo", "x" * (LONGEST_ARGUMENT + 1))), "put it into a file"),
-        (JobSpec(("true",), environment={"A": "a\0b"}), "NUL character in its value"),
+        (JobSpec(("echo", "x" * (LONGEST_ARGUMENT + 1))), "a file"),
+        (JobSpec(("true",), environment={"A": "a\0b"}), "NUL"),
         (JobSpec(("true",), environment={"A": "1"}, secrets=("A",)), "one of the two"),
     ],
 )
@@ -81,9 +75,9 @@ def test_what_no_machine_could_run(spec: JobSpec, word: str) -> None:
     assert word in problem
 
 
-def test_json_and_back_and_one_hash_for_the_same() -> None:
+def test_what_is_right_has_no_problems_and_the_same_hash_once_it_was_json() -> None:
+    assert problems(RIGHT) == []
     again = from_json(json.loads(json.dumps(as_json(RIGHT))))
-    assert again == RIGHT
-    assert spec_hash(again) == spec_hash(RIGHT)
+    assert (again, spec_hash(again)) == (RIGHT, spec_hash(RIGHT))
     other = from_json(as_json(RIGHT) | {"arguments": ["python"]})
     assert spec_hash(other) != spec_hash(RIGHT)
