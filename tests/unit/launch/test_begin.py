@@ -52,15 +52,14 @@ def test_the_command_gets_its_words_and_the_environment_first_on_path(work: Path
     assert (done.returncode, done.stdout) == (0, b"made\n"), done.stderr
     words, environment = json.loads((work / "told").read_text())
     assert words == odd
-    assert environment["PATH"].split(os.pathsep)[0] == str(work / "env/bin")
-    assert environment["VIRTUAL_ENV"] == str(work / "env")
-    assert environment["OWN"] == "kept"
-
-
-def test_the_folder_of_environments_is_in_the_home_there(work: Path) -> None:
-    begun(work, "tell")
+    path = environment["PATH"].split(os.pathsep)[0]
+    own = (environment["VIRTUAL_ENV"], environment["OWN"])
+    assert (path, *own) == (str(work / "env/bin"), str(work / "env"), "kept")
     result = json.loads((work / ".groupwise/result.json").read_text())
     assert result["folder"] == "/home/of/somebody/environments"
+    done = begun(work, "not-there", "x")
+    assert done.returncode == begin.NOT_FOUND
+    assert b"not-there: No such file or directory" in done.stderr
 
 
 def test_without_an_environment_the_command_does_not_run(work: Path) -> None:
@@ -68,12 +67,6 @@ def test_without_an_environment_the_command_does_not_run(work: Path) -> None:
     done = begun(work, "tell")
     assert (done.returncode, done.stdout) == (begin.UNAVAILABLE, b"no room\n")
     assert not (work / "told").exists()
-
-
-def test_an_unknown_command_is_told_as_shells_do(work: Path) -> None:
-    done = begun(work, "not-there", "x")
-    assert done.returncode == begin.NOT_FOUND
-    assert b"not-there: No such file or directory" in done.stderr
 
 
 def test_python_3_8_can_read_it() -> None:

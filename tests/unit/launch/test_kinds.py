@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -52,21 +54,22 @@ def told(kind: TrainingKind, **columns: Any) -> str:
     return str(caught.value)
 
 
-def given_to_train(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Flags, tuple[str, ...]]:
+Given = Callable[[JobSpec], tuple[Flags, tuple[str, ...]]]
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Given:
     """What the command makes of its words."""
     calls: list[Any] = []
-
-    class Result:
-        summary: ClassVar[dict[str, Any]] = {}
-        exit_code = 0
-
-    def train(flags: Flags, overrides: tuple[str, ...], **_: Any) -> Result:
-        calls.append((flags, overrides))
-        return Result()
-
+    result = SimpleNamespace(summary={}, exit_code=0)
+    train = lambda flags, overrides, **_: calls.append((flags, overrides)) or result  # noqa: E731
     monkeypatch.setattr(train_grpo, "train_grpo", train)
-    assert command.main(spec.arguments[1:]) == 0
-    return calls[0]
+
+    def of(spec: JobSpec) -> tuple[Flags, tuple[str, ...]]:
+        assert command.main(spec.arguments[1:]) == 0
+        return calls[-1]
+
+    return of
 
 
 # GRPO
@@ -78,7 +81,7 @@ def test_the_tiny_job_is_the_command_that_it_says() -> None:
     assert (spec.artefacts, spec.checkpoints) == (("outputs",), ("outputs",))
 
 
-def test_whatever_a_row_holds_arrives_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_row_holds_arrives_exactly(given: Given) -> None:
     odd = row(
         model=ODD,
         dataset="/" + ODD,
@@ -90,7 +93,7 @@ def test_whatever_a_row_holds_arrives_exactly(monkeypatch: pytest.MonkeyPatch) -
     )
     spec = GRPO.expand(odd)
     assert problems(spec) == []
-    flags, overrides = given_to_train(spec, monkeypatch)
+    flags, overrides = given(spec)
     assert (flags.model, flags.dataset, flags.max_steps) == (ODD, "/" + ODD, 3)
     assert flags.reward_function == ("-a.py:f", "--model=evil:f", "m:g")
     assert (flags.preprocessing_pipeline, flags.use_unsloth) == ("--use_unsloth", False)
@@ -124,9 +127,9 @@ def test_unsloth_is_asked_for_by_a_column(kind: TrainingKind, use_unsloth: bool)
     assert len(asked) == use_unsloth
 
 
-def test_lengths_have_no_column_and_are_hyperparams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_have_no_column_and_are_hyperparams(given: Given) -> None:
     lengths = {"max_prompt_length": 9, "sampler": {"max_completion_length": 8}}
-    flags, overrides = given_to_train(GRPO.expand(row(hyperparams=lengths)), monkeypatch)
+    flags, overrides = given(GRPO.expand(row(hyperparams=lengths)))
     assert (flags.max_prompt_length, flags.max_completion_length, overrides) == (9, 8, ())
 
 
@@ -140,11 +143,7 @@ def test_lengths_have_no_column_and_are_hyperparams(monkeypatch: pytest.MonkeyPa
         ({"dataset": "sums.jsonl", "output_dir": "/x"}, ["neither an absolute path", "'/x'"]),
         (
             {"reward_function": "nosuch, corectness,correctness,antigravity"},
-            [
-                "no reward `nosuch`",
-                "no reward `corectness`. Did you mean `correctness`",
-                "gravity`",
-            ],
+            ["`nosuch`", "`corectness`. Did you mean `correctness`", "gravity`"],
         ),
         ({"reward_function": "rewards.py"}, ["reward_function: There is no", "file.py:function"]),
         ({"reward_function": "a\x1b\nb" * 9}, [r"There is no reward 'a\x1b\nba"]),
@@ -173,30 +172,25 @@ def test_all_that_is_wrong_is_told(columns: dict[str, Any], texts: list[str]) ->
 
 
 def test_a_dataset_is_on_the_machine_in_the_hub_or_sent_along() -> None:
-    for given, word in (
-        ("/data/x.jsonl", "--dataset=/data/x.jsonl"),
-        ("openai/gsm8k", "--dataset=openai/gsm8k"),
-        ("file:data/x.jsonl", "--dataset=./data/x.jsonl"),
-    ):
-        assert word in GRPO.expand(row(dataset=given)).arguments
+    for dataset in ("/data/x.jsonl", "openai/gsm8k", "file:data/x.jsonl"):
+        word = f"--dataset={dataset.replace('file:', './')}"
+        assert word in GRPO.expand(row(dataset=dataset)).arguments
 
 
-def test_a_reward_by_its_name_is_known_where_the_job_is_submitted() -> None:
-    assert "no reward `nosuch`" in told(EVAL, reward_function="nosuch")
-    for kind, given in itertools.product((GRPO, EVAL), ("math_answer", "my/own.py:f", "mine:f")):
-        assert kind.expand(row(reward_function=given)).arguments
-
-
-def test_a_reward_that_an_installed_package_announces_is_known_by_name(
+def test_a_reward_by_its_name_is_known_where_the_job_is_submitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also one that an installed package announces."""
+    assert "no reward `nosuch`" in told(EVAL, reward_function="nosuch")
     points = [metadata.EntryPoint("theirs", "nowhere:f", registry.ENTRY_POINTS)]
     monkeypatch.setattr(
         metadata, "entry_points", lambda group: points * (group == registry.ENTRY_POINTS)
     )
     registry._announced.cache_clear()
     try:
-        assert GRPO.expand(row(reward_function="theirs")).arguments
+        names = ("math_answer", "my/own.py:f", "mine:f", "theirs")
+        for kind, reward in itertools.product((GRPO, EVAL), names):
+            assert kind.expand(row(reward_function=reward)).arguments
     finally:
         registry._announced.cache_clear()
 
@@ -223,37 +217,33 @@ def test_eval_is_a_command_whose_keys_are_valid() -> None:
     assert 'data.dataset_test_split="test"' in of_hub.arguments
 
 
+OF_KIND = {GRPO: {}, SFT: {"reward_function": None}, EVAL: {}}
+"""Columns that are right for each."""
+
+
 def test_columns_without_effect_are_refused() -> None:
     assert "reward_function has no effect on SFT" in told(SFT)
     assert "num_generations is 8, which has no effect on SFT" in told(SFT, num_generations=8)
     assert "max_steps is 3, which has no effect on EVAL" in told(EVAL, max_steps=3)
-    twice = told(SFT, reward_function=None, hyperparams={"training.learning_rate": 1})
-    assert "training.learning_rate is the column learning_rate" in twice
-    assert "num_train_epochs" in told(
-        SFT, reward_function=None, hyperparams={"training.num_train_epochs": 1}
-    )
+    for key in ("learning_rate", "num_train_epochs"):
+        given = {"reward_function": None, "hyperparams": {f"training.{key}": 1}}
+        assert key in told(SFT, **given)
 
 
-def kind_and_row(name: str) -> tuple[TrainingKind, dict[str, Any]]:
-    """A kind, and columns that are right for it."""
-    kinds = {"GRPO": GRPO, "SFT": SFT, "EVAL": EVAL}
-    return kinds[name], {"reward_function": None} if name == "SFT" else {}
-
-
-@pytest.mark.parametrize("kind", ["GRPO", "SFT", "EVAL"])
-def test_machines_and_gpus_that_would_stand_idle_are_refused(kind: str) -> None:
-    made, columns = kind_and_row(kind)
+@pytest.mark.parametrize("kind", OF_KIND)
+def test_machines_and_gpus_that_would_stand_idle_are_refused(kind: TrainingKind) -> None:
+    columns = OF_KIND[kind]
 
     def said(**resources: Any) -> str:
-        return told(made, **columns, request={"resources": resources})
+        return told(kind, **columns, request={"resources": resources})
 
-    assert f"resources.machines is 2, but {kind}" in said(machines=2, gpus=0)
+    assert "resources.machines is 2, but " in said(machines=2, gpus=0)
     assert "-- torchrun" in said(machines=2)
-    assert f"8 GPUs are asked for, but {kind} computes on one" in said(gpus=8)
+    assert "8 GPUs are asked for, but " in said(gpus=8)
     assert "2 GPUs are asked for" in said(vm="a", named=[0, 1])
     assert len(said(gpus=2, machines=2).splitlines()) == 2
     for will_do in ({}, {"gpus": 0}, {"gpus": 1}, {"vm": "a", "named": [1]}, {"share_mb": 8000}):
-        assert made.expand(row(**columns, request={"resources": will_do})).arguments
+        assert kind.expand(row(**columns, request={"resources": will_do})).arguments
 
 
 def test_what_may_compute_beside_a_training_may_have_further_gpus() -> None:
@@ -273,35 +263,24 @@ def test_what_may_compute_beside_a_training_may_have_further_gpus() -> None:
 
 def test_smaller_computes_less_at_once_and_learns_from_the_same_batch() -> None:
     given = row()
-    before = load_config(
-        train_grpo.config_of(Flags(model="m", dataset="d", reward_function=("r",)))
-    )
     less = GRPO.smaller(given)
     assert less is not None
-    assert {k: v for k, v in less.items() if k != "hyperparams"} == {
-        k: v for k, v in given.items() if k != "hyperparams"
-    }
-    assert given["hyperparams"] == {}, "the row stays as it is"
+    assert {**less, "hyperparams": {}} == given, "the row stays as it is"
     words = [word for word in GRPO.expand(less).arguments if not word.startswith("--")][1:]
-    after = load_config({"model": {"name": "m"}}, words).config
+    before, after = (load_config({"model": {"name": "m"}}, each).config for each in ((), words))
     assert after.training.max_tokens_per_microbatch == 2048
-    assert (
-        after.training.prompts_per_step
-        == load_config({"model": {"name": "m"}}).config.training.prompts_per_step
-    )
-    free = {"warn", "free"}
+    assert after.training.prompts_per_step == before.training.prompts_per_step
     for key in (MICROBATCH, SLOTS, "training.gradient_checkpointing"):
         section, name = key.split(".")
-        field = type(getattr(before.config, section)).model_fields[name]
-        assert field.json_schema_extra["on_resume"] in free, "a resume has to take it"  # type: ignore[index,call-overload]
+        extra: Any = type(getattr(before, section)).model_fields[name].json_schema_extra
+        assert extra["on_resume"] in {"warn", "free"}, "a resume has to take it"
 
 
 @pytest.mark.parametrize("kind", [GRPO, SFT, EVAL])
 def test_smaller_comes_to_an_end(kind: TrainingKind) -> None:
-    small: Any = row()
-    steps = 0
+    small, steps = row(), 0
     while (less := kind.smaller(small)) is not None:
-        small, steps = less, steps + 1
+        small, steps = {**less}, steps + 1
         assert steps < 20
     assert steps >= 1
 

@@ -20,17 +20,9 @@ ODD = (
     *("{a: b}", "[x]", "- x", "&a", "!b", "\x85\u2028\x7f", "$", "$$", "a$"),
 )
 ASKED = Asked("sums", ("groupwise", "rl", *ODD), "registry.example/me/groupwise:1@sha256:ab", 1.5)
-WHOLE = replace(
-    ASKED,
-    nodes=4,
-    gpus=8,
-    namespace="research",
-    pvc="runs",
-    secret="sums-env",
-    variables=("TOKEN", "OTHER"),
-    cpus="8",
-    memory="64Gi",
-)
+SECRET: dict[str, Any] = {"secret": "sums-env", "variables": ("TOKEN", "OTHER")}
+ROOM: dict[str, Any] = {"gpus": 8, "cpus": "8", "memory": "64Gi", "pvc": "runs"}
+WHOLE = replace(ASKED, nodes=4, namespace="research", **SECRET, **ROOM)
 
 
 def expanded(word: str, variables: dict[str, str]) -> str:
@@ -61,11 +53,10 @@ def test_kubernetes_schema_has_nothing_against_it() -> None:
 
 def test_a_job_is_tried_once_and_ended_in_time() -> None:
     [job] = manifests(ASKED)
-    spec = job["spec"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (0, "Failed")
     assert spec["activeDeadlineSeconds"] == 5400
-    assert spec["template"]["spec"]["restartPolicy"] == "Never"
-    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 90
+    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 90)
     assert container(job)["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
 
 
@@ -79,35 +70,23 @@ def test_arguments_arrive_exactly_whoever_reads_the_yaml(asked: Asked) -> None:
     assert tuple(words[-len(asked.command) :]) == asked.command
 
 
-def test_nodes_meet_at_the_first_of_them() -> None:
+def test_nodes_meet_at_the_first_of_them_secrets_are_named_and_results_have_a_claim() -> None:
     service, job = manifests(WHOLE)
     pod = job["spec"]["template"]["spec"]
     assert (job["spec"]["completionMode"], job["spec"]["completions"]) == ("Indexed", 4)
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "sums"}
+    there = ("clusterIP", "publishNotReadyAddresses", "selector")
+    named = {"batch.kubernetes.io/job-name": "sums"}
+    assert [service["spec"][each] for each in there] == ["None", True, named]
     assert pod["subdomain"] == service["metadata"]["name"]
-    words = [expanded(each, {RANK: "3"}) for each in command(WHOLE)]
-    assert words[:7] == [
-        "torchrun",
-        "--nnodes=4",
-        "--nproc-per-node=8",
-        "--node-rank=3",
-        "--master-addr=sums-0.sums",
-        f"--master-port={service['spec']['ports'][0]['port']}",
-        "--no-python",
-    ]
-
-
-def test_secrets_are_named_and_results_have_a_claim() -> None:
-    job = manifests(WHOLE)[-1]
+    port = service["spec"]["ports"][0]["port"]
+    assert " ".join(expanded(each, {RANK: "3"}) for each in command(WHOLE)).startswith(
+        "torchrun --nnodes=4 --nproc-per-node=8 --node-rank=3 "
+        f"--master-addr=sums-0.sums --master-port={port} --no-python "
+    )
     names = {each["name"]: each["valueFrom"] for each in container(job)["env"]}
     assert names["TOKEN"] == {"secretKeyRef": {"name": "sums-env", "key": "TOKEN"}}
     assert {"name": "results", "mountPath": "/workspace/runs"} in container(job)["volumeMounts"]
-    claims = [
-        each.get("persistentVolumeClaim") for each in job["spec"]["template"]["spec"]["volumes"]
-    ]
-    assert {"claimName": "runs"} in claims
+    assert {"claimName": "runs"} in [each.get("persistentVolumeClaim") for each in pod["volumes"]]
 
 
 @pytest.mark.parametrize(

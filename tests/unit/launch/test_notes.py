@@ -65,16 +65,8 @@ def test_a_note_may_say_later_where_the_results_are() -> None:
     assert notes.every() == [], "it is not known from here"
     notes.write(note)
     notes.note_fetched(note, Path("/there"))
+    notes.note_fetched(replace(note, place=Place(LOCAL)), Path("/elsewhere"))
     assert notes.find("a") == replace(note, fetched=Path("/there"))
-    other = replace(note, place=Place(LOCAL))
-    notes.note_fetched(other, Path("/elsewhere"))
-    assert notes.find("a").fetched == Path("/there")
-
-
-def test_an_unknown_name_is_told_with_those_that_there_are() -> None:
-    notes.write(Note("one", AFAR, Path("/p")))
-    with pytest.raises(UsageError, match=r"there are: one\. .*--at ssh:USER@HOST"):
-        notes.find("other")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"place": {"kind": "moon", "detail": {}}}'])
@@ -82,7 +74,7 @@ def test_what_cannot_be_read_is_passed_over(state: Path, text: str) -> None:
     notes.write(Note("one", AFAR, Path("/p")))
     (state / "broken.json").write_text(text)
     assert [each.name for each in notes.every()] == ["one"]
-    with pytest.raises(UsageError, match="no job of this name"):
+    with pytest.raises(UsageError, match=r"there are: one\. .*--at ssh:USER@HOST"):
         notes.find("broken")
 
 

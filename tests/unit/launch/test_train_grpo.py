@@ -6,7 +6,8 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -36,14 +37,11 @@ ODD = Flags(
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the command was understood to be given."""
     calls: list[tuple[Any, ...]] = []
+    result = SimpleNamespace(summary={}, exit_code=0)
 
-    class Result:
-        summary: ClassVar[dict[str, Any]] = {}
-        exit_code = 0
-
-    def train(flags: Flags, overrides: tuple[str, ...], **how: Any) -> Result:
+    def train(flags: Flags, overrides: tuple[str, ...], **how: Any) -> Any:
         calls.append((flags, overrides, how))
-        return Result()
+        return result
 
     monkeypatch.setattr(train_grpo, "train_grpo", train)
     monkeypatch.delenv("RESUME_FROM", raising=False)
@@ -64,21 +62,18 @@ def test_a_command_line_means_what_it_was_made_of(
 
 def test_the_defaults_are_those_that_are_published(taken: list[tuple[Any, ...]]) -> None:
     assert command.main(["--model=m", "--dataset=d", "--reward_function=r"]) == 0
-    expected = Flags(
-        model="m",
-        dataset="d",
-        reward_function=("r",),
-        preprocessing_pipeline="generic",
-        max_steps=500,
-        learning_rate=5e-6,
-        batch_size=1,
-        num_generations=4,
-        max_prompt_length=256,
-        max_completion_length=128,
-        output_dir="outputs",
-        use_unsloth=False,
-    )
-    assert taken[0][0] == expected
+    published = {
+        "preprocessing_pipeline": "generic",
+        "max_steps": 500,
+        "learning_rate": 5e-6,
+        "batch_size": 1,
+        "num_generations": 4,
+        "output_dir": "outputs",
+        "use_unsloth": False,
+        "max_prompt_length": 256,
+        "max_completion_length": 128,
+    }
+    assert taken[0][0] == Flags(model="m", dataset="d", reward_function=("r",), **published)
 
 
 def test_every_flag_is_a_key_of_the_config_and_has_its_name() -> None:
@@ -120,8 +115,8 @@ def test_the_checkpoint_of_the_environment_counts(
 ) -> None:
     monkeypatch.setenv("RESUME_FROM", "/job/outputs/grpo/checkpoints/step-4")
     assert command.main([*arguments_of(FLAGS)[1:], "--resume"]) == 0
-    assert taken[0][2]["resume_from"] == "/job/outputs/grpo/checkpoints/step-4"
-    assert taken[0][2]["resume"] is False
+    how = taken[0][2]
+    assert (how["resume_from"], how["resume"]) == ("/job/outputs/grpo/checkpoints/step-4", False)
     assert "as RESUME_FROM says" in capsys.readouterr().err
 
 

@@ -1,6 +1,5 @@
 """Watching a job whose place stands in: each byte of the log once, results when there are new ones, patience with a place that is away."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -106,59 +105,59 @@ async def test_each_byte_of_the_log_is_written_once(
     assert max(map(len, said)) == 3
 
 
-async def test_results_come_with_each_new_checkpoint_and_at_the_end(watch: Watch) -> None:
-    steps = [running(), running(5), running(5, 1), running(9, 1), running(9, 3)]
-    place = Place([*steps, Status(Phase.ENDED, 9, 3, ending=ENDED)], b"123456789")
-    await ends(watch, place)
-    assert place.fetched == [Phase.RUNNING, Phase.RUNNING, Phase.ENDED]
-
-
-async def test_as_many_checkpoints_as_before_may_be_others(watch: Watch) -> None:
-    def at(step: int) -> Status:
-        return Status(Phase.RUNNING, 0, 2, step)
-
-    place = Place([at(4), at(4), at(6), at(8), Status(Phase.ENDED, 0, 2, 8, ENDED)])
-    await ends(watch, place)
-    assert len(place.fetched) == 4
-
-
-async def test_a_place_that_is_away_is_asked_again_and_told_of_once(
-    watch: Watch, said: list[Any], slept: list[float]
+@pytest.mark.parametrize(
+    ("steps", "fetched"),
+    [
+        ([(0, 0, 0), (5, 0, 0), (5, 1, 0), (9, 1, 0), (9, 3, 0)], 3),
+        ([(0, 2, 4), (0, 2, 4), (0, 2, 6), (0, 2, 8)], 4),
+    ],
+    ids=["more checkpoints", "as many as before may be others"],
+)
+async def test_results_come_with_each_new_checkpoint_and_at_the_end(
+    watch: Watch, steps: list[tuple[int, int, int]], fetched: int
 ) -> None:
-    place = Place([Status(Phase.ENDED, 2, ending=ENDED)], b"ok", away=3)
+    *_, last = steps
+    place = Place([*(Status(Phase.RUNNING, *each) for each in steps)], b"123456789")
+    place.statuses.append(Status(Phase.ENDED, *last, ENDED))
     await ends(watch, place)
-    assert said == ["it is away. Asking again.", "it answers again", b"ok"]
-    assert slept == [watching.AGAIN_SECONDS] * 3
+    assert place.fetched == [*[Phase.RUNNING] * (fetched - 1), Phase.ENDED]
 
 
-async def test_who_else_fetches_there_is_waited_for(
-    watch: Watch, said: list[Any], slept: list[float]
+class Held(Place):
+    """Somebody else fetches there, twice."""
+
+    held = 2
+
+    async def fetch(self, handle: Handle, folder: Path) -> Fetched:
+        self.held -= 1
+        if self.held >= 0:
+            raise Busy("it is away.")
+        return await super().fetch(handle, folder)
+
+
+@pytest.mark.parametrize(("kind", "away", "asked"), [(Place, 3, 3), (Held, 0, 2)])
+async def test_who_is_away_or_busy_is_asked_again_and_told_of_once(
+    watch: Watch, said: list[Any], slept: list[float], kind: type[Place], away: int, asked: int
 ) -> None:
-    class Held(Place):
-        held = 2
-
-        async def fetch(self, handle: Handle, folder: Path) -> Fetched:
-            self.held -= 1
-            if self.held >= 0:
-                raise Busy("another process is fetching.")
-            return await super().fetch(handle, folder)
-
-    place = Held([Status(Phase.ENDED, ending=ENDED)])
+    place = kind([Status(Phase.ENDED, 2, ending=ENDED)], b"ok", away=away)
     await ends(watch, place)
-    assert said == ["another process is fetching. Asking again.", "it answers again"]
-    assert (len(place.fetched), len(slept)) == (1, 2)
+    assert [each for each in said if each != b"ok"] == [
+        "it is away. Asking again.",
+        "it answers again",
+    ]
+    assert b"ok" in said
+    assert (slept, len(place.fetched)) == ([watching.AGAIN_SECONDS] * asked, 1)
 
 
-async def test_patience_has_an_end(watch: Watch, slept: list[float]) -> None:
-    with pytest.raises(Unreachable):
-        await ends(watch, Place([running()], away=10**6))
-    assert sum(slept) == watching.PATIENCE_SECONDS
-
-
-async def test_a_refusal_is_not_asked_again(watch: Watch, slept: list[float]) -> None:
+async def test_patience_has_an_end_and_a_refusal_is_not_asked_again(
+    watch: Watch, slept: list[float]
+) -> None:
     with pytest.raises(CloudError, match="never"):
         await ends(watch, Place([running()], refuses=CloudError("never")))
     assert slept == []
+    with pytest.raises(Unreachable):
+        await ends(watch, Place([running()], away=10**6))
+    assert sum(slept) == watching.PATIENCE_SECONDS
 
 
 async def test_who_was_interrupted_goes_on_where_it_was(watch: Watch, said: list[Any]) -> None:
@@ -166,9 +165,8 @@ async def test_who_was_interrupted_goes_on_where_it_was(watch: Watch, said: list
         async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
             raise KeyboardInterrupt
 
-    written: Callable[[], bytes] = lambda: b"".join(said)  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
         await ends(watch, Interrupts([running(5)], b"12345"))
-    assert written() == b"12345"
+    assert b"".join(said) == b"12345"
     await ends(watch, Place([Status(Phase.ENDED, 7, ending=ENDED)], b"1234567"))
-    assert written() == b"1234567"
+    assert b"".join(said) == b"1234567"
