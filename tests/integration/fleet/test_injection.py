@@ -8,14 +8,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import itertools
 import json
 import os
-import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,8 +21,6 @@ from urllib.parse import quote
 import httpx2
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from sqlalchemy import select
 
 from groupwise.cli.main import main
@@ -33,11 +28,8 @@ from groupwise.errors import UsageError
 from groupwise.fleet.client import FleetClient
 from groupwise.fleet.files.artefacts import artefact_folder
 from groupwise.fleet.store.tables import VM, Job
-from groupwise.hosts.driver import Launch, Runner
-from groupwise.hosts.spec import JobSpec
-from groupwise.hosts.ssh import SshHost
 from groupwise.wire.problems import Refusal
-from tests.integration.fleet.whole_fleet import WholeFleet, whole_fleet
+from tests.integration.fleet.whole_fleet import WholeFleet, stand_ins, whole_fleet
 from tests.postgres import Postgres
 
 pytestmark = pytest.mark.timeout(600)
@@ -104,18 +96,10 @@ NUL = "a\0b"
 
 @pytest.fixture(scope="module")
 def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet]:
-    if os.geteuid() != 0:
-        pytest.skip("machines in namespaces need root")
     slow = {"GROUPWISE_FLEET_POLL_SECONDS": "10"}  # for two hundred rows of one machine
     with whole_fleet(postgres, machines=1, environment=slow) as made:
-        binaries = made.shared / "bin"
-        binaries.mkdir()
-        python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
-        for program in ("groupwise", "groupwise-train-grpo"):
-            (binaries / program).write_text(f"#!{python}\n{DUMP}")
-            (binaries / program).chmod(0o755)
-        (binaries / "python3").symlink_to(python)
-        made.add_machines(cpu_slots=8, python=str(binaries / "python3"))
+        python = stand_ins(made.shared / "bin", DUMP, "groupwise", "groupwise-train-grpo")
+        made.add_machines(cpu_slots=8, python=python)
         made.start("up")
         made.until_polled()
         yield made
@@ -146,24 +130,19 @@ def client(fleet: WholeFleet) -> Iterator[FleetClient]:
         yield made
 
 
-def seen(fleet: WholeFleet, job_id: str) -> dict[str, Any]:
-    """What its process was given."""
+def seen(fleet: WholeFleet, job_id: str) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """What its process was given: arguments, variables, and hashes of files by their path."""
     fleet.ended(job_id)
     [attempt] = fleet.attempts(job_id)
     folder = artefact_folder(fleet.place.artefacts, job_id, attempt.epoch)
-    return json.loads((folder / "outputs/seen.json").read_text())
+    found = json.loads((folder / "outputs/seen.json").read_text())
+    variables = {told(name): told(value) for name, value in found["environment"].items()}
+    files = {told(path): digest for path, digest in found["files"].items()}
+    return [told(word) for word in found["argv"]], variables, files
 
 
-def words(found: dict[str, Any]) -> list[str]:
-    return [os.fsdecode(bytes.fromhex(word)) for word in found["argv"]]
-
-
-def variables(found: dict[str, Any]) -> dict[str, str]:
-    decoded = (
-        (bytes.fromhex(name).decode(), bytes.fromhex(value).decode())
-        for name, value in found["environment"].items()
-    )
-    return dict(decoded)
+def told(word: str) -> str:
+    return os.fsdecode(bytes.fromhex(word))
 
 
 # --- what arrives ---------------------------------------------------------------------------------
@@ -173,9 +152,8 @@ def test_arguments_variables_and_files_arrive_as_they_are(
     fleet: WholeFleet, client: FleetClient, canary: Path, tmp_path: Path
 ) -> None:
     texts = nasty(canary)
-    dump = tmp_path / "dump.py"
-    dump.write_text(DUMP)
-    files: dict[str, Path] = {"dump.py": dump}
+    (tmp_path / "dump.py").write_text(DUMP)
+    files = {"dump.py": tmp_path / "dump.py"}
     for number, (name, text) in enumerate(texts.items()):
         content = tmp_path / f"file-{number}"
         content.write_bytes(text.encode() + b"\0\xff")
@@ -192,22 +170,17 @@ def test_arguments_variables_and_files_arrive_as_they_are(
         },
         files=files,
     )
-    found = seen(fleet, job["job_id"])
-    assert words(found) == list(texts.values())
-    there = variables(found)
-    assert [there[f"V{n}"] for n in range(len(texts))] == list(texts.values())
+    words, there, found = seen(fleet, job["job_id"])
+    assert words == list(texts.values())
+    assert [there[f"V{n}"] for n in range(len(texts))] == words
     others = {name for name in there if not name.startswith(("V", "GROUPWISE_", "CUDA_"))}
     assert others <= set(
         "HOME USER LOGNAME LANG PATH PWD LC_CTYPE PYTHONUNBUFFERED ATTEMPT PREVIOUS_FAILURE".split()
     )
-    wanted = {
-        os.fsencode(path).hex(): hashlib.sha256(place.read_bytes()).hexdigest()
-        for path, place in files.items()
-    }
-    assert found["files"] == wanted
+    hashes = {path: hashlib.sha256(place.read_bytes()) for path, place in files.items()}
+    assert found == {path: digest.hexdigest() for path, digest in hashes.items()}
     shown = client.show(job["job_id"])
-    assert shown["arguments"][2:] == list(texts.values())
-    assert shown["name"] == texts["escapes"]
+    assert (shown["arguments"][2:], shown["name"]) == (words, texts["escapes"])
 
 
 def test_by_the_command_line_as_well(fleet: WholeFleet, canary: Path, tmp_path: Path) -> None:
@@ -215,51 +188,16 @@ def test_by_the_command_line_as_well(fleet: WholeFleet, canary: Path, tmp_path: 
     (tmp_path / "dump.py").write_text(DUMP)
     odd = tmp_path / "it's; $(touch x) \n \x1b[31m"
     odd.write_text("content")
-    variables_given = [
-        word for n, text in enumerate(texts.values()) for word in ("--env", f"V{n}={text}")
-    ]
     job_id = fleet.submit(
         *("--file", str(tmp_path / "dump.py"), "--file", str(odd)),
-        *variables_given,
+        *(word for n, text in enumerate(texts.values()) for word in ("--env", f"V{n}={text}")),
         *("--name", texts["newline"], "--label", f"l={texts['escapes']}"),
         *("--artefact", "outputs", "--artefact", texts["semicolon"].replace("/", "_")),
         *("--", "python3", "dump.py", *texts.values()),
     )
-    found = seen(fleet, job_id)
-    assert words(found) == list(texts.values())
-    there = variables(found)
-    assert [there[f"V{n}"] for n in range(len(texts))] == list(texts.values())
-    assert os.fsencode(odd.name).hex() in found["files"]
-
-
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    arguments=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
-)
-def test_any_list_of_strings_arrives(fleet: WholeFleet, arguments: list[str]) -> None:
-    number = next(numbers)
-    program = "import os, sys; os.write(1, b'\\0'.join(os.fsencode(word) for word in sys.argv[1:]))"
-
-    async def once() -> bytes:
-        host = SshHost(fleet.hosts["h1"].login)
-        runner = Runner(host, root="any-list")
-        try:
-            spec = JobSpec(("python3", "-c", program, *arguments))
-            await runner.launch(Launch("any-list", number, spec, slot=0))
-            state = await runner.status("any-list", number)
-            while state.exit is None:
-                await asyncio.sleep(0.02)
-                state = await runner.status("any-list", number)
-            assert state.exit.code == 0
-            return (await runner.log("any-list", number, 0)).data
-        finally:
-            await host.close()
-
-    said = asyncio.run(once())
-    assert said == b"\0".join(word.encode() for word in arguments)
-
-
-numbers = itertools.count(1)
+    words, there, files = seen(fleet, job_id)
+    assert words == list(texts.values()) == [there[f"V{n}"] for n in range(len(texts))]
+    assert odd.name in files
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -326,14 +264,14 @@ def part(every: int, columns: Iterable[C], texts: Iterable[T]) -> list[tuple[C, 
 def test_every_field_of_a_job_over_http(fleet: WholeFleet, canary: Path, every: int) -> None:
     texts = nasty(canary) | {"NUL": NUL}
     accepted: dict[str, dict[str, Any]] = {}
+    held = {"arguments": ["true"], "hold": True}
     with fleet.api() as address, httpx2.Client(base_url=address, timeout=60) as http:
         for (field, body), text in part(every, PLACES.items(), texts.values()):
-            asked = {"arguments": ["true"], "hold": True} | body(text)
+            asked = held | body(text)
             answer = http.post("/jobs", json=asked)
             if check_answer(answer, field, text):
                 accepted[answer.json()["job_id"]] = asked
         for text in [each for each in texts.values() if len(each) < 10_000][::every]:
-            held = {"arguments": ["true"], "hold": True}
             check_answer(http.post("/jobs", json=held, params={"project": text}), "project", text)
             for query in ("name", "kind", "vm", "project", "older_than"):
                 assert http.get("/jobs", params={query: text}).status_code in (200, 404, 422), query
@@ -347,10 +285,9 @@ def test_every_field_of_a_job_over_http(fleet: WholeFleet, canary: Path, every: 
     for job_id, asked in accepted.items():
         job = kept[job_id]
         assert job.status == "held", (asked, job.failure_reason)
-        assert job.spec is not None
-        assert job.spec["arguments"] == asked["arguments"]
-        assert job.request.get("environment", {}) == asked.get("environment", {})
-        assert job.request.get("labels", {}) == asked.get("labels", {})
+        assert (job.spec or {})["arguments"] == asked["arguments"]
+        for field in ("environment", "labels"):
+            assert job.request.get(field, {}) == asked.get(field, {})
 
 
 RUN = ("newline", "option")
@@ -385,12 +322,10 @@ def test_every_column_of_a_kind(fleet: WholeFleet, canary: Path, kind: str, ever
             check_answer(http.post("/jobs", json=asked), "hyperparams", name)
     assert run
     for job_id, column, text in run:
-        found = words(seen(fleet, job_id))
-        spec = fleet.job(job_id).spec
-        assert spec is not None
-        assert found == spec["arguments"][1:]
+        words, _, _ = seen(fleet, job_id)
+        assert words == (fleet.job(job_id).spec or {})["arguments"][1:]
         if kind == "GRPO" and column != "reward_function":
-            assert f"--{column}={text}" in found
+            assert f"--{column}={text}" in words
 
 
 def plainly(key: str) -> dict[str, Any]:
@@ -407,52 +342,46 @@ COLUMNS = (
 )
 
 
+def insert(fleet: WholeFleet, table: str, row: dict[str, Any]) -> None:
+    """As somebody writes it by hand."""
+    names, marks = ", ".join(f'"{name}"' for name in row), ", ".join(["%s"] * len(row))
+    fleet.sql(
+        f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING", *row.values()
+    )
+
+
+def until_admitted(fleet: WholeFleet) -> None:
+    """Admission has said what it thinks of every row."""
+    waiting = select(Job.job_id).where(Job.status == "held", Job.admitted_at.is_(None))
+    fleet.until(lambda: not fleet.rows(waiting), "admission of all rows")
+
+
 @EVERY
 def test_every_column_of_a_row(fleet: WholeFleet, canary: Path, every: int) -> None:
     """Written by hand: nothing refuses it but admission, which says why."""
-    number = 0
     given: dict[str, tuple[str, str]] = {}
-    for column, text in part(every, COLUMNS, nasty(canary).values()):
-        number += 1
+    request = [("request", text) for text in nasty(canary).values()]
+    for number, (column, text) in enumerate(
+        [*part(every, COLUMNS, nasty(canary).values()), *request]
+    ):
         row = {"job_id": f"{every}-row-{number}", **GRPO, "status": "held", "project": "rows"}
-        row[column] = text
-        names, marks = ", ".join(row), ", ".join(["%s"] * len(row))
-        fleet.sql(f"INSERT INTO jobs ({names}) VALUES ({marks})", *row.values())
+        asked = json.dumps({"labels": {text: text}, "environment": {"A": text}})
+        row[column] = asked if column == "request" else text
+        insert(fleet, "jobs", row)
         given[str(row["job_id"])] = column, text
-    for name, text in nasty(canary).items():
-        number += 1
-        document = json.dumps({"labels": {text: text}, "environment": {"A": text}})
-        fleet.sql(
-            "INSERT INTO jobs (job_id, status, model, dataset, reward_function, request)"
-            " VALUES (%s, 'held', 'tiny', '/d', 'correctness', %s)",
-            f"{every}-row-{number}",
-            document,
-        )
-        given[f"{every}-row-{number}"] = "request", name
-    waiting = select(Job.job_id).where(Job.status == "held", Job.admitted_at.is_(None))
-    fleet.until(lambda: not fleet.rows(waiting), "admission of all rows")
+    until_admitted(fleet)
     jobs = {job.job_id: job for job in fleet.rows(select(Job).where(Job.job_id.in_(given)))}
     assert set(jobs) == set(given)
     for job_id, (column, text) in given.items():
         job = jobs[job_id]
         if job.status == "failed":
             assert column in str(job.failure_reason), (column, text[:80], job.failure_reason)
-            continue
-        assert job.status == "held"
-        if column != "request":
+        elif column != "request":
             assert getattr(job, column) == text
     assert {job.status for job in jobs.values()} == {"held", "failed"}
 
 
 MACHINE_COLUMNS = ("ip_address", "user", "ssh_key_path", "workdir", "python", "host_key")
-
-
-def test_no_machine_has_such_a_name(fleet: WholeFleet, canary: Path) -> None:
-    """Commands, addresses and lines of advice hold it: whoever writes the row hears what it may be."""
-    statement = "INSERT INTO vms (vm_id, ip_address) VALUES (%s, '127.0.0.1')"
-    for text in nasty(canary).values():
-        with pytest.raises(psycopg.errors.CheckViolation, match="vm_id of a machine"):
-            fleet.sql(statement, text)
 
 
 def odd_machines(base: dict[str, Any], canary: Path) -> Iterator[dict[str, Any]]:
@@ -466,73 +395,54 @@ def odd_machines(base: dict[str, Any], canary: Path) -> Iterator[dict[str, Any]]
         yield base | {"jump": json.dumps(jump)}
     for jump in ({"port": "x"}, {"port": [5]}, {"host": ["a"]}):
         yield base | {"jump": json.dumps(jump)}
-    yield base | {"port": 0}
-    yield base | {"port": 2**31 - 1}
+    for port in (0, 2**31 - 1):
+        yield base | {"port": port}
 
 
 @EVERY
 def test_every_column_of_a_machine(fleet: WholeFleet, canary: Path, every: int) -> None:
     """By rows: a machine that is not reached says why; one that is runs jobs, under whatever name its folder has."""
+    for text in nasty(canary).values():  # commands, addresses and lines of advice hold its name
+        with pytest.raises(psycopg.errors.CheckViolation, match="vm_id of a machine"):
+            insert(fleet, "vms", {"vm_id": text, "ip_address": "127.0.0.1"})
     base = fleet.hosts["h1"].vm_row() | {"python": "python3"}
-    rows: dict[str, dict[str, Any]] = {}
+    rows: list[str] = []
     for number, row in [*enumerate(odd_machines(base, canary))][::every]:
-        whole = row | {"vm_id": f"odd-{every}-{number}"}
-        rows[whole["vm_id"]] = whole
-        names, marks = ", ".join(f'"{n}"' for n in whole), ", ".join(["%s"] * len(whole))
-        fleet.sql(f"INSERT INTO vms ({names}) VALUES ({marks})", *whole.values())
+        rows.append(f"odd-{every}-{number}")
+        insert(fleet, "vms", row | {"vm_id": rows[-1]})
     silent = select(VM.vm_id).where(
         VM.vm_id.in_(rows), VM.contact != "ok", VM.problem.is_(None), VM.misses < 3
     )
     fleet.until(lambda: not fleet.rows(silent), "a look at all machines")
-    vms = {vm.vm_id: vm for vm in fleet.rows(select(VM).where(VM.vm_id.in_(rows)))}
-    assert [name for name, vm in vms.items() if vm.contact != "ok" and not vm.problem] == []
-    odd_folders = [
-        name
-        for name, vm in vms.items()
-        if vm.contact == "ok" and vm.workdir != "groupwise-fleet" and not vm.degraded
-    ]
+    vms = fleet.rows(select(VM).where(VM.vm_id.in_(rows)))
+    assert [vm.vm_id for vm in vms if vm.contact != "ok" and not vm.problem] == []
+    fine = [vm for vm in vms if vm.contact == "ok" and not vm.degraded]
+    odd_folders = [vm.vm_id for vm in fine if vm.workdir != "groupwise-fleet"]
     assert odd_folders
-    run_on(fleet, odd_folders)
-    fleet.sql("UPDATE vms SET active = false WHERE vm_id <> 'h1'")
-
-
-def run_on(fleet: WholeFleet, machines: list[str]) -> None:
-    """Each of them runs a job of its own."""
     with fleet.api() as address, FleetClient(address) as client:
+        request = {"arguments": ["python3", "-c", "print('it ran')"], "retry": {"charged": 0}}
         jobs = [
-            client.submit(
-                {
-                    "arguments": ["python3", "-c", "print('it ran')"],
-                    "resources": {"gpus": 0, "vm": name},
-                    "retry": {"charged": 0},
-                }
-            )["job_id"]
-            for name in machines
+            client.submit(request | {"resources": {"gpus": 0, "vm": name}})["job_id"]
+            for name in odd_folders
         ]
-    for job_id in jobs:
-        fleet.ended(job_id)
-        assert fleet.job(job_id).assigned_vm in machines
+    for job_id, name in zip(jobs, odd_folders, strict=True):
+        assert fleet.ended(job_id).assigned_vm == name
+    fleet.sql("UPDATE vms SET active = false WHERE vm_id <> 'h1'")
 
 
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def shown(fleet: WholeFleet, capfdbinary: pytest.CaptureFixture[bytes], *asked: str) -> bytes:
-    """What a command prints, on either stream."""
+def shown(fleet: WholeFleet, capfdbinary: pytest.CaptureFixture[bytes], *asked: str) -> str:
+    """What a command prints, on either stream: nothing that a terminal obeys, or that reorders a line."""
     capfdbinary.readouterr()
-    main(["fleet", *asked, "--fleet", str(fleet.folder)])
-    said = capfdbinary.readouterr()
-    return said.out + said.err
-
-
-def raw(said: bytes) -> set[str]:
-    """Characters that a terminal obeys, or that reorder a line."""
-    text = said.decode("utf-8")
-    return {
-        each
-        for each in text
-        if each != "\n" and not each.isprintable() and each not in "\u200c\u200d"
-    }
+    code = main(["fleet", *asked])
+    out, err = capfdbinary.readouterr()
+    said = (out + err).decode()
+    odd = {c for c in said if c != "\n" and not c.isprintable() and c not in "\u200c\u200d"}
+    assert (odd, "Traceback" in said) == (set(), False), (asked, said)
+    assert code in (0, 2), (asked, code, said)
+    return said
 
 
 def test_no_command_prints_a_control_character(
@@ -544,11 +454,8 @@ def test_no_command_prints_a_control_character(
 ) -> None:
     for name, value in fleet.environment.items():
         monkeypatch.setenv(name, value)
-    text = "".join(
-        value
-        for name, value in nasty(canary).items()
-        if name in ("escapes", "other controls", "bidi", "newline")
-    )
+    texts = nasty(canary)
+    text = "".join(texts[name] for name in ("escapes", "other controls", "bidi", "newline"))
     failing = client.submit(
         {
             "arguments": ["python3", "-c", "import sys; sys.exit(sys.argv[1])", text],
@@ -558,44 +465,23 @@ def test_no_command_prints_a_control_character(
         }
     )["job_id"]
     fleet.ended(failing, status="failed")
-    fleet.sql(
-        'INSERT INTO vms (vm_id, ip_address, "user", workdir, python, problem, cordoned, labels)'
-        " VALUES ('painted', %s, %s, %s, %s, %s, %s, %s)",
-        *[text] * 6,
-        json.dumps({text: text}),
-    )
-    fleet.sql(
-        "INSERT INTO jobs (job_id, model, dataset, reward_function, job_type) VALUES ('painted', %s, %s, %s, %s)",
-        *[text] * 4,
-    )
+    columns = ("ip_address", "user", "workdir", "python", "problem", "cordoned")
+    labels = json.dumps({text: text})
+    insert(fleet, "vms", {"vm_id": "painted", **dict.fromkeys(columns, text), "labels": labels})
+    columns = ("model", "dataset", "reward_function", "job_type")
+    insert(fleet, "jobs", {"job_id": "painted", **dict.fromkeys(columns, text)})
     fleet.until(lambda: fleet.job("painted").status == "failed", "the end of a row")
+    plain = "jobs|jobs --json|show JOB|show JOB --json|show painted|vm list|vm show painted|status|project list|key list"
+    given = "show TEXT|vm show TEXT|cancel TEXT|jobs --status TEXT|submit --kind TEXT --model TEXT"
+    submitted = "--env --label --after --file --time-limit --webhook".split()
     for asked in (
-        ("jobs",),
-        ("jobs", "--json"),
-        ("show", failing),
-        ("show", failing, "--json"),
-        ("show", "painted"),
-        ("vm", "list"),
-        ("vm", "show", "painted"),
-        ("status",),
-        ("project", "list"),
-        ("key", "list"),
-        ("show", text),
-        ("vm", "show", text),
-        ("cancel", text),
-        ("jobs", "--status", text),
-        ("submit", "--kind", text, "--model", text),
-        ("submit", "--env", text, "--", "true"),
-        ("submit", "--label", text, "--", "true"),
-        ("submit", "--after", text, "--", "true"),
-        ("submit", "--project", text, "--dry-run", "--", text),
-        ("submit", "--file", text, "--", "true"),
-        ("submit", "--time-limit", text, "--", "true"),
-        ("submit", "--secret", f"A=env:{text}", "--", "true"),
-        ("submit", "--webhook", text, "--", "true"),
+        *(line.split() for line in f"{plain}|{given}".split("|")),
+        *(["submit", option, "TEXT", "--", "true"] for option in submitted),
+        ["submit", "--project", "TEXT", "--dry-run", "--", "TEXT"],
+        ["submit", "--secret", f"A=env:{text}", "--", "true"],
     ):
-        said = shown(fleet, capfdbinary, *asked)
-        assert raw(said) == set(), (asked, said)
+        meant = {"JOB": failing, "TEXT": text}
+        shown(fleet, capfdbinary, *(meant.get(word, word) for word in asked))
     fleet.sql("UPDATE vms SET active = false WHERE vm_id = 'painted'")
 
 
@@ -604,107 +490,75 @@ LEADING_ELSEWHERE = ("../outside", "../../outside", "a/../../../outside", "..", 
 VICTIMS = ("outside.log", "outside/0.log", "outside/0.json", "outside/0/file", "outside/current")
 
 
-def rows_with_odd_ids(fleet: WholeFleet, canary: Path) -> list[str]:
-    """Written by hand, once admission has said what it thinks of them."""
-    ids = [*nasty(canary).values(), *LEADING_ELSEWHERE]
-    for job_id in ids:
-        fleet.sql(
-            "INSERT INTO jobs (job_id, status, model, dataset, reward_function)"
-            " VALUES (%s, 'held', 'tiny', '/d', 'correctness') ON CONFLICT DO NOTHING",
-            job_id,
-        )
-    waiting = select(Job.job_id).where(Job.status == "held", Job.admitted_at.is_(None))
-    fleet.until(lambda: not fleet.rows(waiting), "admission of all rows")
-    return ids
-
-
 def outside(places: list[Path]) -> dict[Path, bytes | None]:
     """What stands beside the folders of logs and artefacts, and of the fleet, and where a command is called: names, and victims whole."""
     names = [path for place in places for path in place.iterdir()]
     files = [path for each in names if each.name == "outside" for path in each.rglob("*")]
-    found = [*names, *files]
     return {
         path: path.read_bytes() if path.is_file() and "outside" in str(path) else None
-        for path in found
+        for path in [*names, *files]
     }
 
 
 @pytest.fixture
-def places(fleet: WholeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Those, with a file wherever an odd id would lead."""
+def odd_ids(
+    fleet: WholeFleet, canary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
+    """Of rows that were written by hand, once admission has said what it thinks of them. Each may be asked for, and goes at last; wherever
+    one would lead as a path stands a file that stays as it is."""
     here = tmp_path / "deep" / "here"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
     for name, value in fleet.environment.items():
         monkeypatch.setenv(name, value)
-    found = [fleet.folder, fleet.folder.parent, here.parent]
-    for victim in (place / name for place in found for name in VICTIMS):
+    places = [fleet.folder, fleet.folder.parent, here.parent]
+    for victim in (place / name for place in places for name in VICTIMS):
         victim.parent.mkdir(parents=True, exist_ok=True)
         victim.write_text("a victim")
-    return [*found, here]
-
-
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.soak(suite="fleet"))])
-def test_commands_about_rows_with_odd_ids(
-    fleet: WholeFleet,
-    canary: Path,
-    places: list[Path],
-    capfdbinary: pytest.CaptureFixture[bytes],
-    every: int,
-) -> None:
-    """Whatever is asked of them is answered in words, and no file appears or goes elsewhere than in folders of the fleet's own. So many of
-    the commands that each id and each verb has its turn."""
-    ids = rows_with_odd_ids(fleet, canary)
+    places.append(here)
+    ids = [*nasty(canary).values(), *LEADING_ELSEWHERE]
+    for job_id in dict.fromkeys(ids):
+        insert(fleet, "jobs", {"job_id": job_id, "status": "held", **GRPO})
+    until_admitted(fleet)
     before = outside(places)
-    verbs = (
-        *(("show",), ("show", "--json"), ("logs",), ("logs", "--tail", "3", "--epoch", "0")),
-        *(("fetch",), ("fetch", "--checkpoints"), ("fetch", "--epoch", "0", "--force")),
-        *(("hold",), ("release",), ("cancel", "--reason", "odd"), ("retry",), ("jobs", "--name")),
-    )
-    asked = itertools.islice(itertools.product(ids, verbs), 0, None, every)
-    for job_id, (verb, *options) in asked:
-        capfdbinary.readouterr()
-        words = [f"--name={job_id}"] if verb == "jobs" else [*options, "--", job_id]
-        code = main(["fleet", verb, *words])
-        said = capfdbinary.readouterr()
-        told = said.out + said.err
-        assert told, (verb, options, job_id[:80])
-        assert code in (0, 2), (verb, options, job_id[:80], code, told)
-        assert b"Traceback" not in told, (verb, job_id[:80], told)
-        assert raw(told) == set(), (verb, job_id[:80], told)
+    yield ids
     assert outside(places) == before
-    fleet.until(lambda: not fleet.rows(odd_and_unadmitted(ids)), "admission once more")
+    over = ("failed", "cancelled")
+    begun_anew = select(Job.job_id).where(Job.job_id.in_(ids), Job.status.not_in(over))
+    fleet.until(lambda: not fleet.rows(begun_anew), "admission once more")
     assert main(["fleet", "prune", "--older-than", "0s"]) == 0
     assert fleet.rows(select(Job.job_id).where(Job.job_id.in_(ids))) == []
     assert outside(places) == before
 
 
-@EVERY
-def test_routes_about_rows_with_odd_ids(
-    fleet: WholeFleet, canary: Path, places: list[Path], every: int
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.soak(suite="fleet"))])
+def test_commands_about_rows_with_odd_ids(
+    fleet: WholeFleet, odd_ids: list[str], capfdbinary: pytest.CaptureFixture[bytes], every: int
 ) -> None:
-    ids = rows_with_odd_ids(fleet, canary)
-    before = outside(places)
+    """Whatever is asked of them is answered in words, and no file appears or goes elsewhere than in folders of the fleet's own. So many of
+    the commands that each id and each verb has its turn."""
+    verbs = (
+        *(("show",), ("show", "--json"), ("logs",), ("logs", "--tail", "3", "--epoch", "0")),
+        *(("fetch",), ("fetch", "--checkpoints"), ("fetch", "--epoch", "0", "--force")),
+        *(("hold",), ("release",), ("cancel", "--reason", "odd"), ("retry",), ("jobs", "--name")),
+    )
+    asked = itertools.islice(itertools.product(odd_ids, verbs), 0, None, every)
+    for job_id, (verb, *options) in asked:
+        words = [f"--name={job_id}"] if verb == "jobs" else [*options, "--", job_id]
+        assert shown(fleet, capfdbinary, verb, *words), (verb, options, job_id[:80])
+
+
+@EVERY
+def test_routes_about_rows_with_odd_ids(fleet: WholeFleet, odd_ids: list[str], every: int) -> None:
     gets = ("", "/progress", "/log?tail=3", "/log?epoch=0", "/artefacts", "/artefacts?epoch=0")
     gets += ("/artefacts/file?epoch=0", "/checkpoints", f"/checkpoints/{'0' * 64}")
     with fleet.api() as address, httpx2.Client(base_url=address, timeout=60) as http:
-        names = [quote(job_id, safe="") for job_id in ids]
+        names = [quote(job_id, safe="") for job_id in odd_ids]
         short = [name for name in names if len(name) < 10_000]  # no address is as long
         for name, path in part(every, short, gets):
             check_words(http.get(f"/jobs/{name}{path}"))
         for name, verb in itertools.product(short, ("hold", "release", "cancel", "retry")):
             check_words(http.post(f"/jobs/{name}/{verb}"))
-        assert outside(places) == before
-        fleet.until(lambda: not fleet.rows(odd_and_unadmitted(ids)), "admission once more")
-        answer = http.post("/jobs/prune", json={"older_than": 0.0})
-        assert answer.status_code == 200
-    assert fleet.rows(select(Job.job_id).where(Job.job_id.in_(ids))) == []
-    assert outside(places) == before
-
-
-def odd_and_unadmitted(ids: list[str]) -> Any:
-    """That somebody began anew, and that will be refused anew."""
-    return select(Job.job_id).where(Job.job_id.in_(ids), Job.status.not_in(("failed", "cancelled")))
 
 
 def check_words(answer: httpx2.Response) -> None:
