@@ -1,4 +1,4 @@
-"""A small hub on loopback, for tests of whoever uploads there: real HTTP, as much of it as huggingface_hub's uploads ask for.
+"""A small hub on loopback, for tests of whoever uploads models or datasets there: real HTTP, as much as huggingface_hub's uploads ask for.
 
     with serve_hub(Hub()) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)      # before huggingface_hub is imported, so mostly in another process
@@ -74,14 +74,14 @@ class Hub:
             ("GET", "/api/whoami-v2", self._whoami),
             ("POST", "/api/repos/create", self._create),
             ("POST", "/api/validate-yaml", self._validate),
-            ("GET", f"/api/models/{repo}/auth-check/write", self._auth_check),
-            ("POST", f"/api/models/{repo}/branch/{{revision:path}}", self._branch),
-            ("GET", f"/api/models/{repo}/commits/{{revision:path}}", self._commits),
-            ("GET", f"/api/models/{repo}/tree/{{revision:path}}", self._tree),
-            ("GET", f"/api/models/{repo}/revision/{{revision:path}}", self._info),
-            ("GET", f"/api/models/{repo}", self._info),
-            ("POST", f"/api/models/{repo}/preupload/{{revision:path}}", self._preupload),
-            ("POST", f"/api/models/{repo}/commit/{{revision:path}}", self._commit),
+            ("GET", f"/api/{{kind}}/{repo}/auth-check/write", self._auth_check),
+            ("POST", f"/api/{{kind}}/{repo}/branch/{{revision:path}}", self._branch),
+            ("GET", f"/api/{{kind}}/{repo}/commits/{{revision:path}}", self._commits),
+            ("GET", f"/api/{{kind}}/{repo}/tree/{{revision:path}}", self._tree),
+            ("GET", f"/api/{{kind}}/{repo}/revision/{{revision:path}}", self._info),
+            ("GET", f"/api/{{kind}}/{repo}", self._info),
+            ("POST", f"/api/{{kind}}/{repo}/preupload/{{revision:path}}", self._preupload),
+            ("POST", f"/api/{{kind}}/{repo}/commit/{{revision:path}}", self._commit),
             ("POST", "/{owner}/{name}/info/lfs/objects/batch", self._batch),
             ("PUT", "/large/{oid}", self._put),
             ("GET", f"/{repo}/resolve/{{revision}}/{{path:path}}", self._resolve),
@@ -131,7 +131,8 @@ class Hub:
         repo_id = f"{asked.get('organization') or self._user}/{asked['name']}"
         if self._refused(repo_id) or self._role == "read":
             return _error(403, "Forbidden", "You may not create it.")
-        url = {"url": f"{self.url}/{repo_id}"}
+        kind = "datasets/" if asked.get("type") == "dataset" else ""
+        url = {"url": f"{self.url}/{kind}{repo_id}"}
         if repo_id in self.repositories:
             return JSONResponse(url, 409)
         self.add(repo_id, private=asked.get("visibility") == "private")
@@ -232,7 +233,8 @@ class Hub:
             else:
                 del files[value["path"]]
         commit = self._add_commit(repository, revision, files, lines[0]["value"]["summary"])
-        url = f"{self.url}/{self._id(request)}/commit/{commit}"
+        kind = "datasets/" if request.path_params["kind"] == "datasets" else ""
+        url = f"{self.url}/{kind}{self._id(request)}/commit/{commit}"
         return JSONResponse({"commitUrl": url, "commitOid": commit, "success": True})
 
     async def _resolve(self, request: Request) -> Response:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
 import random
@@ -23,10 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 import groupwise
 from groupwise.cli.main import main
@@ -39,9 +35,9 @@ from groupwise.errors import (
 )
 from groupwise.generation.journal import Answers
 from groupwise.runs.lock import RunLock
-from tests.fake_hub import use_hub
+from tests.fake_hub import Hub, serve_hub, use_hub
 from tests.integration.running import begun_in_child
-from tests.serving import Service, Writer, listening, scripted, serve, tiny
+from tests.serving import Service, Writer, scripted, serve, tiny
 
 ROWS = 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -343,61 +339,9 @@ def test_nothing_is_asked_where_something_cannot_work(
 # The hub
 
 
-class Hub:
-    """As much of the hub as one upload needs."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, Any] = {}
-        self.files: dict[str, bytes] = {}
-        self.url = ""
-        self.commits = 0
-        self.public = False
-
-    def app(self) -> Starlette:
-        dataset = "/api/datasets/me/made"
-        return Starlette(
-            routes=[
-                Route("/api/repos/create", self._create, methods=["POST"]),
-                Route(dataset, self._info),
-                Route("/api/validate-yaml", self._validate, methods=["POST"]),
-                Route(f"{dataset}/preupload/main", self._preupload, methods=["POST"]),
-                Route(f"{dataset}/commit/main", self._commit, methods=["POST"]),
-            ]
-        )
-
-    async def _create(self, request: Request) -> Response:
-        self.made = await request.json()
-        return JSONResponse({"url": f"{request.base_url}datasets/me/made"})
-
-    async def _info(self, request: Request) -> Response:
-        return JSONResponse({"id": "me/made", "private": not self.public})
-
-    async def _validate(self, request: Request) -> Response:
-        return JSONResponse({"errors": [], "warnings": []})
-
-    async def _preupload(self, request: Request) -> Response:
-        files = (await request.json())["files"]
-        regular = [
-            {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
-        ]
-        return JSONResponse({"files": regular})
-
-    async def _commit(self, request: Request) -> Response:
-        self.commits += 1
-        for line in (await request.body()).splitlines():
-            entry = json.loads(line)
-            if entry["key"] == "file":
-                value = entry["value"]
-                self.files[value["path"]] = base64.b64decode(value["content"])
-        oid = "0" * 40
-        url = f"{request.base_url}datasets/me/made/commit/{oid}"
-        return JSONResponse({"commitUrl": url, "commitOid": oid, "success": True})
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Generator[Hub]:
-    made: Any = Hub()
-    with listening(made.app()) as made.url:
+    with serve_hub(Hub()) as made:
         use_hub(monkeypatch, made)
         yield made
 
@@ -405,20 +349,21 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Generator[Hub]:
 def test_what_is_private_never_goes_where_everybody_reads(
     echo: Service, data: Path, tmp_path: Path, hub: Hub
 ) -> None:
-    hub.public = True
+    public = hub.add("me/made", private=False)
     with pytest.raises(UsageError, match=r"me/made(.|\n)*--public"):
         generate(echo, data, tmp_path / "out", model="tiny", hub="me/made")
-    assert (echo.asked, hub.commits) == ([], 0)
+    assert (echo.asked, public.files()) == ([], {})
 
 
 def test_finished_files_go_to_the_hub(
-    echo: Service, data: Path, tmp_path: Path, hub: Any, capsys: pytest.CaptureFixture[str]
+    echo: Service, data: Path, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     words = [*words_of(echo, data, out), "--hf-output-dataset", "me/made", "--private"]
     assert main(words) == 0
     there = json.loads(capsys.readouterr().out)["hub"]
     assert there.startswith(f"{hub.url}/datasets/me/made/commit/")
-    assert (hub.made["type"], hub.made["visibility"], hub.commits) == ("dataset", "private", 1)
-    assert set(hub.files) == {"README.md", "train.jsonl", "generations.jsonl"}
-    assert hub.files["train.jsonl"] == (out / "train.jsonl").read_bytes()
+    made = hub.repositories["me/made"]
+    assert (made.private, len(made.branches["main"])) == (True, 2)
+    assert set(made.files()) == {"README.md", "train.jsonl", "generations.jsonl"}
+    assert made.files()["train.jsonl"] == (out / "train.jsonl").read_bytes()
