@@ -229,39 +229,31 @@ def test_a_failing_run_is_told_of(tmp_path):
 # --- what they ask for
 
 
-def test_save_and_evaluate_are_done_after_the_step(tmp_path):
-    given = settings(tmp_path, named("Asking", save=1, evaluate=4), "History")
-    given["run"]["save_total_limit"] = None
-    groupwise.rl(given, TOY)
-    saved = sorted(path.name for path in (tmp_path / "toy" / "checkpoints").iterdir())
-    assert saved == ["step-1", "step-2", "step-4", "step-5"]
-    told = history(tmp_path)
-    evaluated = [line.split()[1] for line in told if line.startswith("evaluated")]
-    assert evaluated == ["before", "step-3", "step-4", "after"]
-    assert told.index("saved step-1") < told.index("begin 1")
-
-
 @pytest.mark.parametrize(
     "point",
-    [
-        pytest.param(None, marks=pytest.mark.soak(suite="kills")),
-        "folder:step-3:after",
-    ],
+    [pytest.param(None, marks=pytest.mark.soak(suite="kills")), "folder:step-3:after"],
 )
-def test_a_stopped_run_is_finished_and_says_why(tmp_path, point):
-    """Also where it died between the checkpoint and its end."""
-    asking = named("Asking", stop=3, save=3)
+def test_save_evaluate_and_stop_are_done_after_the_step(tmp_path, point):
+    """Also where it died between its last checkpoint and its end."""
+    given = settings(tmp_path, named("Asking", save=1, evaluate=2, stop=3), "History")
+    given["run"]["save_total_limit"] = None
     if point is None:
-        result = groupwise.rl(settings(tmp_path, asking), TOY)
+        result = groupwise.rl(given, TOY)
     else:
-        assert crash_at(point, settings(tmp_path, asking)) == 17
-        result = groupwise.rl(settings(tmp_path, asking), TOY, resume=True)
-    assert (result.exit_code, result.summary["state"]) == (0, "finished")
-    assert result.summary["steps"] == 3
-    assert result.summary["stopped"] == {"by": "Asking", "reason": "enough"}
-    assert checkpoints.newest(tmp_path / "toy" / "checkpoints").step == 3
-    assert (tmp_path / "toy" / "final" / "adapter_model.safetensors").is_file()
+        assert crash_at(point, given) == 17
+        result = groupwise.rl(given, TOY, resume=True)
+    summary = result.summary
+    assert (result.exit_code, summary["state"], summary["steps"]) == (0, "finished", 3)
+    assert summary["stopped"] == {"by": "Asking", "reason": "enough"}
     assert result.after is not None
+    folder = tmp_path / "toy"
+    saved = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert saved == ["step-1", "step-2", "step-3"]
+    told = history(tmp_path)
+    evaluated = [line.split()[1] for line in told if line.startswith("evaluated")]
+    assert (evaluated[:2], evaluated[-1]) == (["before", "step-2"], "after")
+    assert told.index("saved step-1") < told.index("begin 1")
+    assert (folder / "final" / "adapter_model.safetensors").is_file()
 
 
 def test_what_an_early_stop_has_just_evaluated_is_not_answered_again(tmp_path, monkeypatch):

@@ -1,8 +1,4 @@
-"""What a resume meets that was changed since: how far a stream is read, what is asked of held-out prompts.
-
-1. a longer run on a stream goes on with the examples that it began with, in the same order;
-2. evaluations that ask something else say so, are made anew, and are no mark for what watches them.
-"""
+"""A resume meets a stream of examples: a longer run goes on with those that it began with, in the same order."""
 
 from __future__ import annotations
 
@@ -18,15 +14,12 @@ import groupwise
 from groupwise.errors import ResumeMismatchError
 from groupwise.runs.store import Store
 from tests.integration import toy_task
-from tests.integration.running import TOY, config
+from tests.integration.running import config
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-# 1
 
 
 class Stream:
@@ -75,39 +68,3 @@ def test_a_stream_of_other_examples_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Stream, "letter", "b")
     with pytest.raises(ResumeMismatchError, match="the training data, as token ids"):
         groupwise.rl(steps(settings, 4), Stream, resume_from="toy@3")
-
-
-# 2
-
-
-def watched(runs: Path, number: int, **evaluation: Any) -> dict[str, Any]:
-    settings = config(runs, lr_scheduler_type="constant", max_steps=number)
-    settings["eval"] = {
-        "eval_steps": 1,
-        "max_prompts": 3,
-        "before_and_after": False,
-        **evaluation,
-    }
-    settings["callbacks"] = [{"name": "early_stop", "patience": 2, "min_delta": 2.0}]
-    settings["run"] |= {"save_steps": 1, "save_total_limit": None}
-    return settings
-
-
-def evaluations(folder: Path) -> dict[int, Any]:
-    with Store.open(folder / "run.db", readonly=True) as store:
-        return {each.step: each for each in store.evaluations()}
-
-
-def test_evaluations_that_ask_something_else_begin_anew(tmp_path, capsys):
-    """No reward is 2 above another one, so early_stop ends a run after its third evaluation of one kind."""
-    folder = groupwise.rl(watched(tmp_path, 3), TOY).folder
-    before = evaluations(folder)
-    assert before[1].asked == before[2].asked != ""
-    result = groupwise.rl(watched(tmp_path, 4, max_prompts=5), TOY, resume_from="toy@2")
-    said = capsys.readouterr().err
-    assert said.count("the best one is looked for anew") == 1
-    after = evaluations(folder)
-    assert after[1] == before[1]
-    assert after[2].asked == after[3].asked != before[2].asked
-    assert [len(after[step].rows) for step in (1, 2, 3)] == [3, 5, 5]
-    assert result.summary["steps"] == 4, "two evaluations so far"

@@ -10,7 +10,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from tests.integration.running import (
 )
 from tests.integration.test_ranks import SFT, below, killed_after_a_checkpoint, metrics, supervised
 from tests.ports import free_port
-from tests.unit.ranks.toys import all_gone, is_gone
+from tests.unit.ranks.toys import all_gone
 
 pytestmark = [
     pytest.mark.slow,
@@ -286,28 +285,6 @@ def test_other_trainings_have_learners_too(tmp_path, kind):
             groupwise.rl({**scaled(runs, learners), "lora": None}, TOY)
             folders.append(runs / "toy")
     assert_close(*folders, file=WEIGHTS if kind == "sft" else ALL_WEIGHTS)
-
-
-@SOAK
-@pytest.mark.timeout(0)
-def test_ranks_killed_at_any_time(undisturbed, tmp_path):
-    seed = int(os.environ.get("SEED", str(random.SystemRandom().randrange(10**6))))
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    for number in range(int(os.environ.get("KILLS", "20"))):
-        runs = tmp_path / str(number)
-        main = begun_in_child(lambda runs=runs: groupwise.rl(scaled(runs), TOY))
-        end, processes = time.monotonic() + chance.uniform(0.3, 3.0), []
-        while time.monotonic() < end and not is_gone(main):
-            processes = below(main) or processes
-            time.sleep(0.01)
-        for victim in chance.sample(processes, min(1, len(processes))):
-            if not is_gone(victim):
-                os.kill(victim, signal.SIGKILL)
-        os.waitpid(main, 0)
-        assert all_gone(processes)
-        go_on(scaled(runs))
-        assert what_must_be_equal(runs / "toy") == what_must_be_equal(undisturbed), number
 
 
 assert STEPS == 5, "the resumes stop after steps 2 and 4"

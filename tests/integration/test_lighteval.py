@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from groupwise.evaluation.suites import SuitesAsked, evaluate_suites
 from groupwise.suites.lighteval import PROGRAM, PROGRAM_VARIABLE
-from tests.serving import Service, listening, scripted, serve, tiny
+from tests.serving import Service, listening, scripted, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = f"{sys.executable} {ROOT / 'tests/fake_lighteval.py'}"
@@ -181,25 +181,3 @@ def test_the_one_that_stands_in_leaves_the_same(hub: None, monkeypatch: pytest.M
     task = "aime24|0"
     assert theirs["config_tasks"][task]["version"] == ours["config_tasks"][task]["version"]
     assert set(ours) <= set(theirs)
-
-
-@pytest.mark.soak(suite="training")
-@real
-@pytest.mark.timeout(3600)
-def test_the_sampler_answers_and_refused_questions_fail_the_suite(hub: None) -> None:
-    async def refuse(number: int) -> Response | None:
-        return JSONResponse({"error": {"message": "no"}}, 400)
-
-    with serve(Service(tiny())) as service:
-        wanted = SuitesAsked(
-            ("math_500",),
-            endpoint=service.url,
-            endpoint_model="tiny",
-            max_new_tokens=8,
-            temperature=1.0,
-        )
-        found = evaluate_suites(wanted)
-        assert found.summary["metrics"] == {"math_500/pass@1": 0.0}
-        service.interfere = refuse
-        found = evaluate_suites(wanted)
-    assert "4 of 4 questions got no answer" in found.failed["math_500"]

@@ -43,24 +43,24 @@ def bytes_held() -> int:
 
 
 def also(holds: Callable[..., None], **given: Any) -> Any:
-    """As a soak test."""
+    """As a soak test: what is asked of the sampler, its own tests ask with the same recordings."""
     return pytest.param(holds, given, marks=SOAK)
 
 
 @pytest.mark.parametrize(
     ("holds", "given"),
     [
-        (on_device.greedy_tokens_are_those_of_transformers, {"name": "llama", "adapter": True}),
+        also(on_device.greedy_tokens_are_those_of_transformers, name="llama", adapter=True),
         also(on_device.greedy_tokens_are_those_of_transformers, name="qwen3", adapter=False),
-        (on_device.logits_are_near_those_of_transformers, {"name": "llama-128", "dtype": HALF}),
+        also(on_device.logits_are_near_those_of_transformers, name="llama-128", dtype=HALF),
         also(on_device.logits_are_near_those_of_transformers, name="qwen2", dtype=WHOLE),
-        (on_device.recordings_change_no_bit, {"name": "qwen3", "dtype": HALF}),
+        also(on_device.recordings_change_no_bit, name="qwen3", dtype=HALF),
         also(on_device.recordings_change_no_bit, name="qwen3", dtype=WHOLE),
         (  # within one number of keys, which is what holds on a processor
             on_device.a_row_does_not_depend_on_the_others,
             {"name": "llama", "dtype": HALF, "longest": KEYS - 60},
         ),
-        (on_device.sampling_again_gives_the_same, {"name": "qwen3", "dtype": HALF}),
+        also(on_device.sampling_again_gives_the_same, name="qwen3", dtype=HALF),
         (on_device.what_is_drawn_does_not_depend_on_the_device, {}),
         (on_device.memory_does_not_grow, {"adapter": True}),
         (on_device.memory_does_not_grow, {"adapter": False}),

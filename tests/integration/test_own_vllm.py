@@ -17,7 +17,7 @@ import groupwise
 from groupwise.callbacks.base import Callback
 from groupwise.errors import UsageError
 from groupwise.sampler.vllm.own import gpus_beside
-from tests.integration.running import STEPS, TOY, begun_in_child, config
+from tests.integration.running import TOY, begun_in_child, config
 from tests.unit.ranks.toys import all_gone
 from tests.vllm_server import VllmServer
 
@@ -39,7 +39,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def settings(folder: Path, python: Path) -> dict[str, Any]:
-    found = config(folder / "runs")
+    found = {**config(folder / "runs", max_steps=3), "eval": {"before_and_after": False}}
     found["model"]["dtype"] = "float32"
     found["sampler"] = {
         "engine": "vllm", "vllm_python": str(python), "max_completion_length": 6
@@ -68,7 +68,7 @@ def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
     given = settings(tmp_path, python)
     given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(given, TOY)
-    assert (result.summary["state"], result.summary["steps"]) == ("finished", STEPS)
+    assert (result.summary["state"], result.summary["steps"]) == ("finished", 3)
     servers = told(tmp_path)
     assert len(servers) == 2
     assert len({each["port"] for each in servers}) == 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 import groupwise
-from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.errors import RunNotFoundError
 from groupwise.evaluation import policies
 from groupwise.evaluation.policies import find_policy
 from tests.integration.running import TOY, config
@@ -44,19 +43,6 @@ def test_a_hub_id_comes_last(runs, monkeypatch):
         find_policy("no-slash", runs)
     with pytest.raises(RunNotFoundError):
         find_policy("./no/folder", runs)
-
-
-def test_results_stand_in_the_run_and_are_never_overwritten(runs):
-    first = groupwise.evaluate(config(runs), TOY, policy="toy")
-    again = groupwise.evaluate(config(runs), TOY, policy="toy")
-    assert first.path.name == "toy_task-toy@5.json"
-    assert again.path.name == "toy_task-toy@5-2.json"
-    assert first.path.parent.samefile(runs / "toy" / "results")
-    content = json.loads(first.path.read_text())
-    assert len(content["rows"]) == 3
-    assert content["rows"] == json.loads(again.path.read_text())["rows"], "greedy repeats itself"
-    with pytest.raises(UsageError, match="never overwritten"):
-        groupwise.evaluate(config(runs), TOY, policy="toy", output=first.path)
 
 
 def test_the_adapter_is_really_used(runs, tmp_path):

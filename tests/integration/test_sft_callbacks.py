@@ -15,6 +15,7 @@ from groupwise.runs import durable
 from groupwise.runs.store import Store
 from tests.integration.running import crash_at, what_must_be_equal
 from tests.integration.test_sft import STEPS, TASK, config
+from tests.integration.toy_callbacks import HISTORY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -26,7 +27,9 @@ def settings(runs: Path, *callbacks: Any) -> dict[str, Any]:
 
 
 def told(folder: Path) -> list[str]:
-    return json.loads((folder / "lessons.json").read_text())
+    """Each event in two words."""
+    events = json.loads((folder / HISTORY).read_text())
+    return [" ".join(event.split()[:2]) for event in events]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def observed(tmp_path_factory):
     points: list[str] = []
     durable.on_write = points.append
     try:
-        groupwise.sft(settings(runs, f"{FILE}:Lessons", "loss_logging"), TASK)
+        groupwise.sft(settings(runs, f"{FILE}:History", "loss_logging"), TASK)
     finally:
         durable.on_write = lambda name: None
     return runs / "sft", points
@@ -60,7 +63,7 @@ def test_every_event_comes_in_its_order_and_an_observed_run_is_the_same_run(obse
 def test_state_and_table_go_on_over_a_crash(observed, tmp_path):
     whole, points = observed
     steps = [at for at, point in enumerate(points) if point == "commit:step:after"]
-    made = settings(tmp_path, f"{FILE}:Lessons", "loss_logging")
+    made = settings(tmp_path, f"{FILE}:History", "loss_logging")
     assert crash_at(steps[3], lambda: groupwise.sft(made, TASK)) == 17
     assert groupwise.sft(made, TASK, resume=True).exit_code == 0
     assert [event for event in told(tmp_path / "sft") if not event.startswith("saved")] == [

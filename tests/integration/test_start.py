@@ -173,16 +173,21 @@ def test_resume_refuses_another_config_another_task_and_other_data(half, tmp_pat
 
 
 def test_resume_takes_free_keys_and_warns_of_another_layout(half, caplog):
+    """And results that are measured otherwise are not compared."""
     settings = config(half)
     settings["sampler"]["slots"] = 16
     settings["run"]["save_total_limit"] = None
+    settings["eval"]["max_completion_length"] = 3
     plan = groupwise.rl(settings, TOY, resume=True, dry_run=True).summary["plan"]
     (change,) = [each for each in plan["warnings"] if "sampler.slots was 8, is 16" in each]
-    assert groupwise.rl(settings, TOY, resume=True).exit_code == 0
+    result = groupwise.rl(settings, TOY, resume=True)
     assert [each.getMessage() for each in caplog.records].count(change) == 1
     assert read_config(half / "toy")["run"]["save_total_limit"] is None
     with Store.open(half / "toy" / "run.db", readonly=True) as store:
         assert "run.save_total_limit" in list(store.resumes()[0].changes)
+    assert (result.exit_code, "held_out" in result.summary) == (0, False)
+    assert (result.before, result.after is None) == (None, False)
+    assert "no comparison" in (result.folder / "log.txt").read_text()
 
 
 def test_an_unfinished_run_is_not_overwritten_nor_a_live_one_disturbed(half):
@@ -192,15 +197,6 @@ def test_an_unfinished_run_is_not_overwritten_nor_a_live_one_disturbed(half):
         for resume in (True, False):
             with pytest.raises(RunInUseError):
                 groupwise.rl(config(half), TOY, resume=resume)
-
-
-def test_results_measured_otherwise_are_not_compared(half):
-    settings = config(half)
-    settings["eval"]["max_completion_length"] = 3
-    result = groupwise.rl(settings, TOY, resume=True)
-    assert "held_out" not in result.summary
-    assert (result.before, result.after is None) == (None, False)
-    assert "no comparison" in (result.folder / "log.txt").read_text()
 
 
 def test_a_damaged_checkpoint_is_skipped_and_named(half, finished):
@@ -298,21 +294,23 @@ def test_warnings_of_a_plan_are_told_once_by_the_run(tmp_path, monkeypatch, capl
     assert [told.count(each) for each in warnings] == [1, 1]
 
 
-@pytest.mark.parametrize(("cache", "called"), [(7, "share"), (None, "overlong")])
-def test_what_an_algorithm_cannot_go_with_is_refused_before_the_start(tmp_path, cache, called):
-    task = toy_with(tmp_path, ("share", called))
+@pytest.mark.parametrize(
+    ("cache", "change", "told"),
+    [
+        (7, (), "soft_punish_cache is 7"),
+        (None, ("share", "overlong"), "'overlong'"),
+        (0, ("def get_eval_dataset", "def not_a_hook"), r"eval\.eval_steps"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_the_start(tmp_path, cache, change, told):
+    task = toy_with(tmp_path, *([change] if change else []))
     settings = config(tmp_path / "runs")
     settings["algorithm"] = {"type": "dapo", "soft_punish_cache": cache}
-    with pytest.raises(UsageError, match="soft_punish_cache is 7" if cache else "'overlong'"):
+    with pytest.raises(UsageError, match=told):
         groupwise.rl(settings, task, dry_run=True)
     settings["algorithm"]["soft_punish_cache"] = 0
+    settings["eval"] = {}
     groupwise.rl(settings, task, dry_run=True)
-
-
-def test_evaluation_steps_need_something_to_evaluate(tmp_path):
-    task = toy_with(tmp_path, ("def get_eval_dataset", "def not_a_hook"))
-    with pytest.raises(UsageError, match=r"eval\.eval_steps"):
-        groupwise.rl(config(tmp_path), task)
 
 
 # What is told while it runs

@@ -21,7 +21,7 @@ import groupwise
 from benchmarks.learning import step_values
 from groupwise.cli.main import main
 from tests import unsloth
-from tests.integration.running import STEPS, TOY, config, what_must_be_equal
+from tests.integration.running import TOY, config, what_must_be_equal
 
 SFT = str(Path(__file__).with_name("sft_task.py"))
 WORDS = ("model.name=tiny", "model.backend=unsloth", "run.threads=1", "model.dtype=float32")
@@ -80,7 +80,7 @@ def test_where_it_is_missing_the_install_command_is_told(
 
 
 def unsloths(runs: Path, backend: str = "unsloth", **training: Any) -> dict[str, Any]:
-    settings = config(runs, **training)
+    settings = config(runs, **{"max_steps": 3, **training})
     settings["model"] |= {"backend": backend, "dtype": "float32"}
     settings["run"] |= {"processes": 1}
     settings["training"]["lr_scheduler_type"] = "constant"
@@ -97,7 +97,7 @@ def test_it_learns_what_transformers_learns_and_a_resumed_run_is_the_undisturbed
     }
     for metric in ("reward", "loss", "grad_norm", "completions/mean_length"):
         found, wanted = (step_values(folders[name], metric) for name in folders)
-        assert len(found) == STEPS
+        assert len(found) == 3
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6), metric
     groupwise.rl(unsloths(tmp_path / "parts", max_steps=2), TOY)
     resumed = groupwise.rl(unsloths(tmp_path / "parts"), TOY, resume_from="toy@2").folder

@@ -11,7 +11,7 @@ import pytest
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.errors import ResumeMismatchError, TaskError
+from groupwise.errors import TaskError
 from groupwise.runs.store import Store
 
 REWARD_FILE = """
@@ -102,17 +102,6 @@ def test_one_run_trains_on_three_tasks_and_records_each_part_by_task() -> None:
     assert {"sorting/accuracy", "total_samples"} <= set(result.before.metrics)
     again = groupwise.evaluate(three_tasks(), policy="toy@4", overrides=["rewards.in_process=true"])
     assert again.rewards == result.after.rewards
-
-
-def test_resume_goes_on_and_refuses_other_data() -> None:
-    given = config(dataset_name="one.jsonl")
-    given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"], "in_process": True}
-    groupwise.rl(given, overrides=["training.max_steps=2"])
-    rows("one.jsonl", ["one", "two", "three", "changed"])
-    with pytest.raises(ResumeMismatchError, match="data"):
-        groupwise.rl(given, resume_from="toy@2")
-    rows("one.jsonl", ["one", "two", "three", "four"])
-    assert groupwise.rl(given, resume_from="toy@2").summary["steps"] == 4
 
 
 def test_resume_says_that_the_code_of_rewards_or_of_a_mixed_task_was_changed(

@@ -23,10 +23,10 @@ class History(Callback):
         self.told.append(f"groups {[group.draw for group in groups]}")
 
     async def on_step_end(self, run, metrics):
-        self.told.append(f"end {run.step} {metrics['reward']!r}")
+        self.told.append(f"end {run.step} {metrics.get('reward')!r}")
 
     def on_evaluate(self, run, evaluation):
-        self.told.append(f"evaluated {evaluation.name} {evaluation.metrics['reward']!r}")
+        self.told.append(f"evaluated {evaluation.name} {evaluation.metrics.get('reward')!r}")
 
     def on_save(self, run, checkpoint):
         assert (checkpoint / "manifest.json").is_file()
@@ -92,31 +92,3 @@ class Failing(Callback):
     def on_step_end(self, run, metrics):
         if self.at in (None, run.step):
             raise RuntimeError(f"no luck after {run.step}")
-
-
-class Lessons(Callback):
-    """Remembers what it was told of a supervised run, over resumes, and leaves it in the run's folder."""
-
-    def __init__(self):
-        self.told = []
-
-    def on_step_begin(self, run):
-        self.told.append(f"begin {run.step}")
-
-    def on_step_end(self, run, metrics):
-        self.told.append(f"end {run.step}")
-
-    def on_evaluate(self, run, evaluation):
-        self.told.append(f"evaluated {evaluation.name}")
-
-    def on_save(self, run, checkpoint):
-        self.told.append(f"saved {checkpoint.name}")
-
-    def on_run_end(self, run, end):
-        (run.folder / "lessons.json").write_text(json.dumps(self.told))
-
-    def state(self):
-        return {"told": self.told}
-
-    def load_state(self, state):
-        self.told = state["told"]

@@ -72,6 +72,7 @@ def test_the_queue_of_the_claims_is_a_mixed_one() -> None:
     assert len({row["project"] for row in rows}) == 10
 
 
+@pytest.mark.soak(suite="fleet")
 async def test_a_small_burst_is_worked_off(tmp_path: Path) -> None:
     found = await fleet_dispatch.measure(f"sqlite:///{tmp_path}/fleet.db", 2, tmp_path)
     assert found.jobs == 2

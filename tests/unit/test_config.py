@@ -1,8 +1,6 @@
 """The config of a run: its keys, what it refuses, and what a resume and a task see of it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -288,15 +286,3 @@ def test_the_view_shows_everything_and_cannot_be_written() -> None:
     assert seen == resolved(config)
     with pytest.raises(AttributeError, match="can only be read"):
         seen.task.words = 4
-
-
-# --- weight
-
-
-def test_validating_a_config_imports_no_torch() -> None:
-    code = (
-        "import sys; from groupwise.config import load_config; load_config({'model': {'name': 'x'}});"
-        "print([m for m in ('torch', 'transformers', 'peft', 'datasets', 'numpy') if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"

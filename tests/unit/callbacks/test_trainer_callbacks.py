@@ -16,44 +16,26 @@ TrainerCallback: Any = Base  # people's overrides are freer than its annotations
 
 
 class Recording(TrainerCallback):
-    """Notes each event with the steps done; `wishes` are set on `control` at an event."""
+    """Notes what each event gives; `wishes` are set on `control` at an event."""
 
     def __init__(self, **wishes: str) -> None:
-        self.events: list[Any] = []
         self.wishes = wishes
         self.given: dict[str, Any] = {}
 
-    def _note(self, event: str, args: Any, state: Any, control: Any, given: dict[str, Any]) -> Any:
-        self.events.append((event, state.global_step))
+
+def noting(event: str) -> Any:
+    def note(self: Any, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        given.get("logs", {}).pop("loss", None)
         self.given[event] = (args, state, given)
         if event in self.wishes:
             setattr(control, self.wishes[event], True)
-        return control
+        return None if event == "on_step_end" else control  # returning it is optional
 
-    def on_init_end(self, args, state, control, **kwargs):
-        return self._note("on_init_end", args, state, control, kwargs)
+    return note
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        return self._note("on_train_begin", args, state, control, kwargs)
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        return self._note("on_step_begin", args, state, control, kwargs)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._note("on_step_end", args, state, control, kwargs)  # returning control is optional
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logs.pop("loss", None)
-        return self._note("on_log", args, state, control, {**kwargs, "logs": logs})
-
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
-        return self._note("on_evaluate", args, state, control, {**kwargs, "metrics": metrics})
-
-    def on_save(self, args, state, control, **kwargs):
-        return self._note("on_save", args, state, control, kwargs)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        return self._note("on_train_end", args, state, control, kwargs)
+for event in ("init_end", "train_begin", "step_begin", "step_end", "log", "evaluate", "save"):
+    setattr(Recording, f"on_{event}", noting(f"on_{event}"))
 
 
 class Told:

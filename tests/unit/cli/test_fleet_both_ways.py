@@ -335,15 +335,3 @@ def test_what_works_on_the_fleet_itself_says_where_to_type_it(ways: BothWays) ->
         code, _, err = ways.afar(words)
         assert code == 2
         assert "on the machine where the fleet runs" in " ".join(err.split())
-
-
-def test_a_machine_is_not_looked_at_from_afar(ways: BothWays) -> None:
-    where = ("--host", "h", "--user", "u")
-    for words, told in (
-        (where, "say --key too"),
-        (("--from-ssh-config", "x"), "names keys of this machine"),
-        ((*where, "--key", "k", "--yes"), "where the fleet runs"),
-        ((*where, "--key", "k", "--prepare"), "vm prepare far` there"),
-    ):
-        code, _, err = ways.afar("vm", "add", "far", *words)
-        assert (code, told in err) == (2, True), err

@@ -27,24 +27,6 @@ ODD = [
 ]
 
 
-def test_what_a_machine_is_known_by_is_set(seen: Command) -> None:
-    code, out, err = seen(
-        "vm", "set", "vm-1", "--label", "disk=fast", "--probe", "sudo -n nvidia-smi", "--json"
-    )
-    assert code == 0, err
-    found = json.loads(out)
-    assert (found["labels"], found["probe"]) == ({"disk": "fast"}, ["sudo", "-n", "nvidia-smi"])
-    code, _, err = seen("vm", "set", "vm-1", "--deadman", "10min", "--idle-memory-mb", "40")
-    assert code == 0
-    assert err.endswith(
-        "CPU slots 1 without GPUs, labels disk=fast, deadman 600 s, probe sudo -n nvidia-smi\n"
-    )
-    found = json.loads(
-        seen("vm", "set", "vm-1", "--unlabel", "disk", "--deadman", "off", "--json")[1]
-    )
-    assert (found["labels"], found["deadman"], found["idle_memory_mb"]) == ({}, None, 40)
-
-
 def test_a_machine_is_kept_for_projects_and_open_again(seen: Command) -> None:
     code, _, err = seen("vm", "set", "vm-1", "--project", "b", "--project", "a")
     assert (code, err.endswith("CPU slots 1 without GPUs, jobs of a, b\n")) == (0, True)
