@@ -17,18 +17,20 @@ def cost(*machines: Machine, now: float) -> Cost:
     return found
 
 
-def test_all_machines_are_counted_each_to_its_end() -> None:
+def test_all_machines_are_counted_each_to_its_end_and_what_has_no_price_is_told() -> None:
     gone = machine("i-1", "terminated", 2 * HOUR, since="0", price="1.5")
     lives = machine("i-2", "running", since=f"{4 * HOUR}", price="2")
-    found = cost(gone, lives, now=5 * HOUR)
+    unknown = machine("i-3", "running", since="0")
+    found = cost(gone, lives, unknown, now=5 * HOUR)
     assert found.dollars == 1.5 * 2 + 2 * 1
     assert "i-1 2.00 h at $1.50, i-2 1.00 h at $2.00" in found.counts
+    assert "i-3 has no known price and is not counted" in found.counts
+    assert cost_of(stays_of([unknown], HOUR)) is None
 
 
 def test_one_whose_end_nobody_tells_is_counted_to_its_deadline_at_most() -> None:
     gone = machine("i-1", "terminated", since="0", price="1", deadline=f"{3 * HOUR}")
-    assert cost(gone, now=2 * HOUR).dollars == 2
-    assert cost(gone, now=9 * HOUR).dollars == 3
+    assert [cost(gone, now=hours * HOUR).dollars for hours in (2, 9)] == [2, 3]
 
 
 def test_an_end_that_was_found_once_stays_and_a_living_one_grows() -> None:
@@ -43,19 +45,10 @@ def test_an_end_that_was_found_once_stays_and_a_living_one_grows() -> None:
 
 def test_one_that_was_forgotten_unseen_may_have_been_there_to_its_deadline() -> None:
     """As where the laptop was shut as soon as it began."""
-    seen = stays_of(
-        [machine("i-1", "running", since="0", price="1", deadline=f"{24 * HOUR}")], HOUR
-    )
+    lives = machine("i-1", "running", since="0", price="1", deadline=f"{24 * HOUR}")
+    seen = stays_of([lives], HOUR)
     assert with_forgotten(seen, {"i-1"}, 3 * HOUR)["i-1"].hours == 1
     assert with_forgotten(seen, (), 3 * HOUR)["i-1"].hours == 3
     assert with_forgotten(seen, (), 48 * HOUR)["i-1"].hours == 24
     ended = stays_of([machine("i-1", "terminated", HOUR, since="0", price="1")], 2 * HOUR)
     assert with_forgotten(ended, (), 48 * HOUR)["i-1"].hours == 1
-
-
-def test_what_has_no_price_is_told_and_nothing_is_made_up() -> None:
-    unknown = machine("i-1", "running", since="0")
-    assert cost_of(stays_of([unknown], HOUR)) is None
-    found = cost(unknown, machine("i-2", "running", since="0", price="1"), now=HOUR)
-    assert found.dollars == 1
-    assert "i-1 has no known price and is not counted" in found.counts

@@ -15,23 +15,27 @@ HOURS = 3600.0
 
 def ran(script: str, tmp_path: Path, *, broken: str = "") -> list[str]:
     """The script, on a machine whose files are in a folder and whose programs say what they were told; `broken` fails."""
-    programs, root = tmp_path / "bin", tmp_path / "root"
-    programs.mkdir(exist_ok=True)
-    said = tmp_path / "said"
-    said.write_text("")
+    programs, root, said = (tmp_path / each for each in ("bin", "root", "said"))
+    for folder in (programs, root / "etc/ssh", root / "dev"):
+        folder.mkdir(parents=True, exist_ok=True)
     for name in ("shutdown", "python3", "apt-get", "setsid", "ssh-keygen", "chmod"):
         fails = "exit 1" if name == broken else ""
         real = '/bin/chmod "$@"' if name == "chmod" else ""
         (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {said}\n{fails}\n{real}\n')
         (programs / name).chmod(0o755)
-    (root / "etc/ssh").mkdir(parents=True, exist_ok=True)
     (root / "etc/ssh/ssh_host_ed25519_key.pub").write_text(f"{KEY} root@machine\n")
-    (root / "dev").mkdir(exist_ok=True)
-    here = script.replace("/var/lib", f"{root}/var/lib").replace("/etc/ssh", f"{root}/etc/ssh")
-    here = here.replace("/dev/console", f"{root}/dev/console")
-    (tmp_path / "script").write_text(here)
-    path = f"{programs}:{os.environ['PATH']}"
-    subprocess.run(["sh", str(tmp_path / "script")], env={"PATH": path}, check=False)
+    for place in ("/var/lib", "/etc/ssh", "/dev/console"):
+        script = script.replace(place, f"{root}{place}")
+    (tmp_path / "script").write_text(script)
+    return called(tmp_path, Path("sh"), str(tmp_path / "script"))
+
+
+def called(tmp_path: Path, program: Path, *words: str) -> list[str]:
+    """A program of that machine; what it has the others do."""
+    said = tmp_path / "said"
+    said.write_text("")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    subprocess.run([program, *words], env={"PATH": path}, check=False)
     return said.read_text().splitlines()
 
 
@@ -71,15 +75,6 @@ def started_again(tmp_path: Path) -> list[str]:
     return called(tmp_path, again)
 
 
-def called(tmp_path: Path, program: Path, *words: str) -> list[str]:
-    """A program of that machine, as it was written there; what it has the others do."""
-    said = tmp_path / "said"
-    said.write_text("")
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    subprocess.run([program, *words], env={"PATH": path}, check=False)
-    return said.read_text().splitlines()
-
-
 def test_its_end_may_be_moved_and_stays_so_at_later_starts(tmp_path: Path) -> None:
     ran(script(hours=1.0), tmp_path)
     arm = tmp_path / f"root{ARM}"
@@ -105,6 +100,7 @@ def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> N
     written = (tmp_path / "root/var/lib/groupwise/spot_notice.py").read_text()
     compile(written, "spot_notice.py", "exec")
     assert "instance-action" in written
+    assert len(script(spot=True).encode()) < MOST_USER_DATA
 
 
 def _until_said(path: Path, words: str) -> None:
@@ -113,10 +109,6 @@ def _until_said(path: Path, words: str) -> None:
     while words not in path.read_text():
         assert time.monotonic() < deadline, path.read_text()
         time.sleep(0.01)
-
-
-def test_it_is_short_enough_for_ec2() -> None:
-    assert len(script(spot=True).encode()) < MOST_USER_DATA
 
 
 def test_a_key_that_is_not_whole_yet_is_none() -> None:

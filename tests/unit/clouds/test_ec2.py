@@ -85,15 +85,14 @@ def test_one_that_is_gone_or_not_there_yet_is_told_from_one_that_is_ended() -> N
 
 
 def test_the_spot_price_is_the_highest_of_the_zones() -> None:
-    history = {"SpotPriceHistory": [{"SpotPrice": "0.4"}, {"SpotPrice": "0.55"}]}
-    assert aws(history)[0].price("g5.xlarge", spot=True) == 0.55
-    assert aws({"SpotPriceHistory": []})[0].price("g5.xlarge", spot=True) is None
+    for prices, expected in (("0.4", "0.55"), 0.55), ((), None):
+        history = {"SpotPriceHistory": [{"SpotPrice": each} for each in prices]}
+        assert aws(history)[0].price("g5.xlarge", spot=True) == expected
 
 
 def test_a_group_lets_in_whom_its_rules_name() -> None:
     group = Group("sg-1", ((20, 25), (8000, 8000)))
-    assert group.lets_in(22)
-    assert not group.lets_in(26)
+    assert (group.lets_in(22), group.lets_in(26)) == (True, False)
     anything = {"IpProtocol": "-1", "IpRanges": [{"CidrIp": "10.0.0.0/8"}]}
     nobody = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": []}
     for rule, lets in ((anything, True), (nobody, False)):
