@@ -236,7 +236,7 @@ def test_pictures_are_told_by_their_pixels(monkeypatch):
         pytest.param(MagicMock(spec=dict), "objects of unittest.mock.MagicMock", id="a mock dict"),
         pytest.param(MagicMock(spec=str), "objects of unittest.mock.MagicMock", id="a mock str"),
         (nested(200), "something nested more than 100 levels deep"),
-        (ring(30), "builtins.list with parts that refer to each other in more than 10000 ways"),
+        (ring(8), "builtins.list with parts that refer to each other in more than 10000 ways"),
         (threading.Lock(), "objects of _thread.lock"),
         (Bare, "test_content.Bare"),
         (fingerprint, "groupwise.data.examples.fingerprint"),

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.data.mixture import Part, in_turn, joined, mixed, split
@@ -69,6 +69,7 @@ PARTS = st.lists(
 ).map(lambda sizes: [part("abcd"[n], count, w) for n, (count, w) in enumerate(sizes)])
 
 
+@settings(max_examples=50)
 @given(PARTS, st.integers(0, 5))
 def test_every_epoch_has_the_shares_and_all_of_them_all_rows(parts: list[Part], seed: int) -> None:
     parts = [one for one in parts if round(one.weight * len(one.rows)) >= 1]

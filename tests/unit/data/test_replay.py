@@ -8,7 +8,7 @@ from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.data.order import Stream
@@ -37,6 +37,7 @@ def filled(*means: float, **options: Any) -> ReplayBuffer:
 # --- statistics ----------------------------------------------------------------------------------
 
 
+@settings(max_examples=40)
 @given(rewards)
 def test_count_mean_and_variance_are_those_of_all_rewards(values):
     buffer = ReplayBuffer()

@@ -43,6 +43,11 @@ class Course:
         self.draw += used
         return choices
 
+    def run(self, steps: int) -> Course:
+        for step in range(steps):
+            self.step(step)
+        return self
+
     def group(self, draw: int, choice: Choice) -> Group:
         rewards = self.reward(choice)
         values = rewards if isinstance(rewards, list) else [rewards] * 2
@@ -137,9 +142,7 @@ def solved_if_even(choice: Choice) -> list[float]:
 
 
 def test_what_was_solved_enters_with_the_mean_of_its_group():
-    course = Course(selection(replay={"warmup_entries": 100}), solved_if_even)
-    for step in range(5):
-        course.step(step)
+    course = Course(selection(replay={"warmup_entries": 100}), solved_if_even).run(5)
     entries = kept(course).entries
     assert sorted(entry.payload[1] for entry in entries) == [0, 2, 4, 6, 8]
     assert {entry.mean for entry in entries} == {0.5}
@@ -160,9 +163,7 @@ def test_what_was_solved_fills_half_of_a_step_at_most():
 
 @pytest.mark.parametrize(("share", "most"), [(0.25, 1), (0.9, 3), (1.0, 4), (0.2, 0)])
 def test_another_share(share, most):
-    course = Course(selection(replay={**REPLAY, "max_share": share}), lambda choice: 1.0)
-    for step in range(3):
-        course.step(step)
+    course = Course(selection(replay={**REPLAY, "max_share": share}), lambda choice: 1.0).run(3)
     assert origins(course.step(3))["replay"] == most
 
 
@@ -191,8 +192,7 @@ def test_fresh_failures_of_a_prompt_that_is_kept_are_debited_too():
     course = Course(
         selection(replay={"warmup_entries": 100, "mode": "completions"}), lambda c: next(answers)
     )
-    for step in range(5):
-        course.step(step)
+    course.run(5)
     assert {(e.count, e.mean) for e in kept(course).entries} == {(2, 0.5)}
     assert {entry.payload[2] for entry in kept(course).entries} == set(range(10))
 
@@ -233,9 +233,7 @@ def only_some_teach(choice: Choice) -> list[float]:
 
 
 def test_what_is_hopeless_is_drawn_no_more():
-    course = Course(selection(curriculum={"revisit": 0.0}), only_some_teach)
-    for step in range(3):
-        course.step(step)
+    course = Course(selection(curriculum={"revisit": 0.0}), only_some_teach).run(3)
     assert {i for step in range(3, 8) for i in indexes(course.step(step))} == {0, 1, 2, 3, 4}
     nothing = Course(selection(curriculum={"revisit": 0.0}), lambda choice: 0.0)
     assert [len(nothing.step(step)) for step in range(5)] == [4] * 5, "where nothing teaches"
@@ -268,9 +266,7 @@ def test_completions_that_are_trained_again_say_nothing_new():
 
 
 def test_what_is_hopeless_is_looked_at_now_and_then_and_counted():
-    course = Course(selection(curriculum={"revisit": 0.2}), only_some_teach)
-    for step in range(3):
-        course.step(step)
+    course = Course(selection(curriculum={"revisit": 0.2}), only_some_teach).run(3)
     found = Counter(i >= 5 for step in range(3, 203) for i in indexes(course.step(step)))
     assert found[True] / found[False] == pytest.approx(0.2, abs=0.06)
     passed = course.chosen.metrics([], 203)["curriculum/passed_over"]

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.data.gauge import MANY, Gauge
@@ -184,56 +184,37 @@ FORM: Parts = {"form": (0, 1.0), "accuracy": (0, 1.0)}
 WATCHED: Parts = {"form": (0, 1.0), "accuracy": (0, 0.0)}
 ALONE: Parts = {"accuracy": (0, 1.0)}
 Values = tuple[tuple[float, ...], ...]
+PLAIN: Values = ((0.0, 0.5), (0.2, 0.5))
+FORMED: Values = ((0.0, 0.5), (1.0, 0.5))
+WRONG: Values = ((0.5, 0.0), (0.5, 0.2))
+RIGHT: Values = ((0.2, 0.0), (0.2, 2.2))
+VARIED: Values = ((0.0, -1.0), (2.0, -1.0), (0.0, 1.0), (2.0, 1.0))
+COURSES: dict[str, tuple[Parts, Values, Values, list[str]]] = {
+    "style rises by 1, facts lose less than half": (STYLE, PLAIN, ((0.0, 0.3), (2.2, 0.3)), []),
+    "facts lose more than half": (STYLE, PLAIN, ((0.0, 0.2), (2.2, 0.2)), ["dominance"]),
+    "facts vary as much as style does": (STYLE, PLAIN * 2, VARIED, []),
+    "accuracy decides alone, as is wanted": (FORM, WRONG, RIGHT, []),
+    "the reward rises while accuracy falls": (FORM, PLAIN, ((1.0, 0.4), (0.2, 0.4)), ["accuracy"]),
+    "as at the start": (FORM, PLAIN, PLAIN, []),
+    "the form differs less within groups": (FORM, FORMED, ((0.5, 0.5), (1.0, 0.5)), []),
+    "everybody has the form alone": (FORM, FORMED, ((0.9, 0.5), (1.0, 0.5)), ["accuracy"]),
+    "accuracy rises meanwhile": (FORM, FORMED, ((0.9, 0.6), (1.0, 0.6)), []),
+    "accuracy is only watched": (WATCHED, PLAIN, ((1.0, 0.4), (0.2, 0.4)), ["accuracy"]),
+    "accuracy is the whole reward": (ALONE, ((0.0,), (0.4,)), ((1.0,), (1.0,)), []),
+}
 
 
-@pytest.mark.parametrize(
-    ("parts", "start", "after", "config", "said"),
-    [
-        (STYLE, ((0.0, 0.5), (0.2, 0.5)), ((0.0, 0.3), (2.2, 0.3)), {}, []),
-        (STYLE, ((0.0, 0.5), (0.2, 0.5)), ((0.0, 0.2), (2.2, 0.2)), {}, ["dominance"]),
-        (
-            STYLE,
-            ((0.0, 0.5), (0.2, 0.5), (0.0, 0.5), (0.2, 0.5)),
-            ((0.0, -1.0), (2.0, -1.0), (0.0, 1.0), (2.0, 1.0)),
-            {},
-            [],
-        ),
-        (FORM, ((0.5, 0.0), (0.5, 0.2)), ((0.2, 0.0), (0.2, 2.2)), {}, []),
-        (
-            FORM,
-            ((0.5, 0.0), (0.5, 0.2)),
-            ((0.2, 0.0), (0.2, 2.2)),
-            {"accuracy_part": "form"},
-            ["dominance", "accuracy"],
-        ),
-        (FORM, ((0.0, 0.5), (0.2, 0.5)), ((1.0, 0.4), (0.2, 0.4)), {}, ["accuracy"]),
-        (FORM, ((0.0, 0.5), (0.2, 0.5)), ((0.0, 0.5), (0.2, 0.5)), {}, []),
-        (FORM, ((0.0, 0.5), (1.0, 0.5)), ((0.5, 0.5), (1.0, 0.5)), {}, []),
-        (FORM, ((0.0, 0.5), (1.0, 0.5)), ((0.9, 0.5), (1.0, 0.5)), {}, ["accuracy"]),
-        (FORM, ((0.0, 0.5), (1.0, 0.5)), ((0.9, 0.6), (1.0, 0.6)), {}, []),
-        (WATCHED, ((0.0, 0.5), (0.2, 0.5)), ((1.0, 0.4), (0.2, 0.4)), {}, ["accuracy"]),
-        (ALONE, ((0.0,), (0.4,)), ((1.0,), (1.0,)), {}, []),
-    ],
-    ids=[
-        "style rises by 1, facts lose less than half",
-        "facts lose more than half",
-        "facts vary as much as style does",
-        "accuracy decides alone, as is wanted",
-        "form is said to be accuracy",
-        "the reward rises while accuracy falls",
-        "as at the start",
-        "the form differs less within groups",
-        "everybody has the form, and accuracy is where it was",
-        "accuracy rises meanwhile",
-        "accuracy is only watched",
-        "accuracy is the whole reward",
-    ],
-)
-def test_parts_that_gain_at_the_cost_of_others(
-    parts: Parts, start: Values, after: Values, config: dict[str, Any], said: list[str]
-):
-    course = [earned(*start, weights=parts)] * START + [earned(*after, weights=parts)]
-    assert told(watch(**config), course) == [f"{name} begins @ 4" for name in said]
+@pytest.mark.parametrize("name", COURSES)
+def test_parts_that_gain_at_the_cost_of_others(name: str):
+    parts, before, after, said = COURSES[name]
+    course = [earned(*before, weights=parts)] * START + [earned(*after, weights=parts)]
+    assert told(watch(), course) == [f"{each} begins @ 4" for each in said]
+
+
+def test_which_part_is_accuracy_can_be_said():
+    course = [earned(*WRONG, weights=FORM)] * START + [earned(*RIGHT, weights=FORM)]
+    said = told(watch(accuracy_part="form"), course)
+    assert said == ["dominance begins @ 4", "accuracy begins @ 4"]
 
 
 def test_dominance_ends_when_the_part_has_fallen():
@@ -402,6 +383,7 @@ GROUPS = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(GROUPS, max_size=3), max_size=6), st.floats())
 def test_it_bears_whatever_groups_hold(course, entropy):
     signals = watch(start_steps=2, memory=0.5)

@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,47 +48,24 @@ def by_length(text: str, seed: int = 0) -> str:
     return json.dumps({"id": mark, "scores": lengths})
 
 
-class Judging:
-    """The service of all tests here; `write` says what its judge answers to the last message."""
+class Ask:
+    """Judges completions by a service whose judge answers to the last message what `write` says."""
 
     def __init__(self) -> None:
         self.write = by_length
-        self.service = Service(scripted(self._written))
-
-    def _written(self, text: str, seed: int) -> str:
-        return self.write(text, seed)
-
-
-@pytest.fixture(scope="module")
-def judging():
-    made = Judging()
-    with serve(made.service):
-        yield made
-
-
-class Ask:
-    """Judges completions by what `write` answers."""
-
-    def __init__(self, judging: Judging, cache: Path) -> None:
-        self.service = judging.service
+        self.service = Service(scripted(lambda text, seed: self.write(text, seed)))  # noqa: PLW0108 — it changes
         """Its `asked` is what the last call asked."""
         self.metrics: dict[str, float] = {}
         self.extras: dict[str, Any] = {}
-        self._judging = judging
-        self._cache = cache
+        self.cache = ""
 
     def __call__(
-        self,
-        completions,
-        write=by_length,
-        interfere=None,
-        prompt: Any = "Say something.",
-        **parameters,
+        self, completions, write=by_length, interfere=None, prompt: Any = "Say so.", **given
     ) -> list[Any]:
-        self._judging.write, self.service.interfere = write, interfere
+        self.write, self.service.interfere = write, interfere
         self.service.asked.clear()
-        columns = parameters.pop("columns", {})
-        given = {"rubric": RUBRIC, "cache": str(self._cache), "retries": 0, **parameters}
+        columns = given.pop("columns", {})
+        given = {"rubric": RUBRIC, "cache": self.cache, "retries": 0, **given}
         judge = Judge(given.pop("endpoint", self.service.url), "tiny", **given)
         scored = judge(
             prompts=[prompt] * len(completions),
@@ -101,9 +77,17 @@ class Ask:
         return asyncio.run(scored)
 
 
+@pytest.fixture(scope="module")
+def asking():
+    made = Ask()
+    with serve(made.service):
+        yield made
+
+
 @pytest.fixture
-def ask(tmp_path, judging):
-    return Ask(judging, tmp_path / "cache")
+def ask(tmp_path, asking):
+    asking.cache = str(tmp_path / "cache")
+    return asking
 
 
 def reasons(values) -> list[str]:

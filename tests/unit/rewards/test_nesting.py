@@ -4,7 +4,7 @@ import asyncio
 import inspect
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.rewards.calling import name_of
@@ -88,6 +88,7 @@ def test_half_nested_completions_are_refused():
         scored(prompts=["p", "q"], completions=[["a"], "b"], answer=["a", "b"])
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.text("ab", max_size=3), min_size=1), min_size=1))
 def test_nested_is_flat(completions):
     prompts = [f"p{number}" * number for number in range(len(completions))]

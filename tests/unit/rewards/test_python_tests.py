@@ -133,11 +133,7 @@ def test_rows_that_say_nothing_are_refused(row, problem):
     ("tests", "entry_point", "problem"),
     [
         (["f(1) == 2"], None, "no assert before"),
-        (["print(f(1) == 2)"], None, "nothing is checked"),
-        (["pass", "x = 1"], None, "nothing is checked"),
         ("f(1)", None, "nothing is checked"),
-        (["assert f(2) == 3", "f(1) == 2"], None, "no assert before `f\\(1\\) == 2`"),
-        (["assert f(1)=="], None, "the tests are no Python"),
         ("def check(candidate): assert candidate(1)", None, "no entry_point"),
     ],
 )

@@ -9,7 +9,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.errors import TaskError
@@ -181,6 +181,7 @@ LABELS = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(LABELS, st.randoms(use_true_random=False))
 def test_a_batch_is_its_rows_one_by_one_in_any_order(drawn, order):
     rows = [{"task": label, "answer": "ab"} for label, _ in drawn]

@@ -76,10 +76,6 @@ def naps_once(completions, nap, **kwargs):
     return [1.0] * len(completions)
 
 
-def naps_again(completions, nap, **kwargs):
-    return naps_once(completions, nap)
-
-
 async def naps_a_third_time(completions, nap, **kwargs):
     return naps_once(completions, nap)
 
