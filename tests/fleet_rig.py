@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,10 +106,6 @@ class Rig:
         self.passed = 0.0
         """Seconds that have passed for dispatchers beside those of the real clock."""
         self.silence_noticed = False
-        self.doubted: list[str] = []
-        """Machines of whose kept connections somebody said that they may be dead."""
-        self.kept: set[str] = set()
-        """Machines to which connections were to be kept, when that was said last."""
         self._told: dict[str, tuple[str, int]] = {}
         database.run(lambda s: _add_machines(s, vms))
 
@@ -145,8 +141,6 @@ class Rig:
             checkpoints=self.fetched,
             collector=self.fetched,
             store=self.store,
-            doubt=self.doubted.append,
-            keep_only=self._keep_only,
         )
         return GlobalJobDispatcher(
             parts,
@@ -162,9 +156,6 @@ class Rig:
 
     def host(self, machine: Machine) -> Host:
         return self.rack[machine.vm_id]
-
-    async def _keep_only(self, vm_ids: Collection[str]) -> None:
-        self.kept = set(vm_ids)
 
     def expire_leases(self) -> None:
         """Half a minute passes in which nobody renews."""

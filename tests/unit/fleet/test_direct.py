@@ -1,7 +1,6 @@
 """A fleet that is reached directly has the methods of the client, with the same names of arguments, and gives the same documents."""
 
 import inspect
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,9 @@ import pytest
 
 from groupwise.fleet.client import FleetClient
 from groupwise.fleet.direct import DirectFleet
-from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.patience import Patience
 from groupwise.fleet.store.database import CommitUnknown, Database
 from groupwise.fleet.verbs.actor import Actor
-from groupwise.wire.fleet import LogPart
 from tests.fleet_api import place_in
 
 OF_THE_DATABASE = {"read", "change", "ring"}
@@ -58,14 +55,3 @@ def test_a_submission_that_got_no_answer_is_sent_again_under_its_name(
     assert [each["job_id"] for each in fleet.jobs()] == [job]
     assert len(told) == 2
     assert fleet.submit(COMMAND)["job_id"] != job
-
-
-def test_more_of_a_log_is_waited_for(fleet: DirectFleet) -> None:
-    job = fleet.submit(COMMAND)["job_id"]
-    path = make(fleet.place.logs, job, 4)
-    later = threading.Timer(0.1, lambda: append(path, 0, b"at last\n"))
-    later.start()
-    assert fleet.log(job, wait=30) == LogPart(b"at last\n", 4, 8, False)
-    later.join()
-    fleet.cancel(job)
-    assert fleet.log(job, epoch=4, offset=8, wait=30) == LogPart(b"", 4, 8, True)

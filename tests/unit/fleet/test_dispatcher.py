@@ -110,7 +110,7 @@ async def test_jobs_run_to_their_ends(rig: Rig) -> None:
     ends = {job: rig.job(job) for job in ("good", "bad", "wrong")}
     found = {job: (end.exit_code, end.retry_count) for job, end in ends.items()}
     assert found == {"good": (0, 0), "bad": (3, 2), "wrong": (2, 0)}
-    reasons = ends["bad"].failure_reason, ends["wrong"].failure_reason
+    reasons = str(ends["bad"].failure_reason), str(ends["wrong"].failure_reason)
     assert reasons[0].startswith("crashed: exit code 3: KeyError: 'x'")
     assert reasons[1].startswith("user_error: exit code 2: train: error: there is no --lr")
     assert rig.fetched.logs["bad", epoch_of(rig, "bad")] == b"Traceback\nKeyError: 'x'\n"
@@ -154,6 +154,17 @@ async def test_a_part_that_crashes_stops_nothing_else(
 
 
 # launches that go wrong
+
+
+@pytest.mark.parametrize("fault", [Fault.REQUEST_LOST, Fault.ANSWER_LOST, Fault.UNREACHABLE])
+async def test_a_call_that_fails_is_a_call_that_is_repeated(rig: Rig, fault: Fault) -> None:
+    for host in rig.rack:
+        for verb in ("status", "launch", "wait", "log", "manifest", "release"):
+            host.fail(verb, fault, times=2)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await over(rig, "job")
+    assert len(rig.attempts("job")) == 1
 
 
 async def test_after_a_restore_numbers_that_machines_have_seen_are_passed_over(rig: Rig) -> None:
@@ -622,9 +633,6 @@ async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(
 
 class DatabaseIsAway(Exception):
     pass
-
-
-# machines that begin anew
 
 
 # a row that leads elsewhere

@@ -165,9 +165,6 @@ def test_a_process_that_was_killed_worries_nobody_where_another_plays_its_role(
     assert "it hangs" in found["dispatcher"][1].meaning
 
 
-# --- keys -----------------------------------------------------------------------------------------
-
-
 # --- NATS -----------------------------------------------------------------------------------------
 
 

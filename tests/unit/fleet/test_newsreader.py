@@ -1,4 +1,4 @@
-"""What `fleet up` says is news and nothing else: neither a deaf reader nor a database that is away ends the fleet."""
+"""What `fleet up` says is news and nothing else: a deaf reader does not end the fleet."""
 
 from pathlib import Path
 

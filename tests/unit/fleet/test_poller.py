@@ -251,6 +251,26 @@ async def test_a_row_that_nobody_can_use_does_not_end_the_looks(
         await until(lambda: fleet.contact("a") == "ok")
 
 
+async def test_a_database_that_is_away_is_waited_for(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    fleet.add("a")
+    away = True
+    real = fleet.database.read_in_thread
+
+    async def read(fn: Any) -> Any:
+        if away:
+            raise pollers.RunError("the database is away")
+        return await real(fn)
+
+    monkeypatch.setattr(fleet.database, "read_in_thread", read)
+    async with fleet.polled():
+        await until(lambda: "the database is away" in caplog.text)
+        away = False
+        await until(lambda: fleet.contact("a") == "ok")
+    assert caplog.text.count("the database is away") == 1
+
+
 async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,4 +1,4 @@
-"""The connections that the roles of a process keep, where this machine keeps everything once the fleet's folder was moved, and the end."""
+"""Where this machine keeps everything once the fleet's folder was moved, and the end."""
 
 import errno
 import os

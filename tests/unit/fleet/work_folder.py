@@ -24,7 +24,6 @@ class WorkFolder:
         self.log = b""
         self.files: dict[str, bytes] = {}
         self.refused: list[list[str]] = []
-        self.refused_more: dict[str, int] = {}
         self.checkpoints: list[dict[str, Any]] = []
         self.asked: list[Request] = []
         self.cut_after: int | None = None
@@ -66,8 +65,7 @@ class WorkFolder:
         if body["what"] == "checkpoints":
             return Answer({"files": {}, "refused": [], "checkpoints": self.checkpoints})
         files = {path: entry(data) for path, data in self.files.items()}
-        more = {"refused_more": self.refused_more} if self.refused_more else {}
-        return Answer({"files": files, "refused": self.refused, "checkpoints": [], **more})
+        return Answer({"files": files, "refused": self.refused, "checkpoints": []})
 
     def _read(self, body: Any) -> Answer:
         if body["path"] not in self.files:

@@ -1,4 +1,4 @@
-"""The gateway: every effect is seen on both sides, and the dead do nothing."""
+"""The gateway: the dead do nothing."""
 
 import pytest
 

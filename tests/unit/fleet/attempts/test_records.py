@@ -413,9 +413,6 @@ def refuse_once(rig: Rig, why: str) -> Sequence[str] | int | None:
     return [gpu.uuid for gpu in seat.gpus] or seat.slot
 
 
-# silence
-
-
 # what machines have that nobody drives
 
 

@@ -48,15 +48,6 @@ async def test_another_process_rings(folder: Path):
     assert sockets(folder) == []
 
 
-async def test_all_who_listen_hear_it_and_only_they_have_a_socket(folder: Path):
-    one, other, ringer = await listening(folder), await listening(folder), LocalDoorbell(folder)
-    assert len(sockets(folder)) == 2
-    ringer.ring(["a"])
-    assert [await one.wait(60), await other.wait(60)] == [{"a"}, {"a"}]
-    for doorbell in (one, other, ringer):
-        await doorbell.close()
-
-
 def dead(folder: Path, name: str) -> None:
     """A socket whose process is gone, or on another machine."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:

@@ -68,6 +68,16 @@ def test_as_many_are_woken_as_there_is_room_for_and_the_best_ranked(database: Da
     assert claimed_ids(database) == ["w0"]
 
 
+def test_a_release_that_does_not_fit_wakes_nobody(database: Database) -> None:
+    full_fleet(database, waiting=0)
+    submit(database, "big", gpus=2)
+    submit(database, "other", gpus=1, gpu_model="H100")
+    assert claimed_ids(database) == []
+    assert finish(database, "r0") == 0
+    assert finish(database, "r1") == 1
+    assert waiting(database) == ["other"]
+
+
 def test_a_machine_that_comes_back_and_a_quota_that_is_raised(database: Database) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "one", project="p", gpus=1)

@@ -452,14 +452,3 @@ def test_gpus_that_an_engine_gives_count_for_a_quota(database: Database) -> None
     database.run(lambda s: s.execute(update(Reservation).values(released_at=1.0)))
     database.run(lambda s: waking.wake(s, actor="test"))
     assert claimed_ids(database) == ["c"]
-
-
-def test_a_row_that_cannot_be_read_takes_no_job_and_hides_no_other(database: Database) -> None:
-    add_machine(database, "odd", engine={"name": "slum", "slots": "many"})
-    submit(database, "one", gpus=0)
-    assert claimed_ids(database) == []
-    (why,) = [w for w in job_of(database, "one").blocked_reasons or () if w.startswith("odd")]
-    assert "its engine: slots" in why
-    add_machine(database, "own")
-    database.run(lambda s: waking.wake(s, actor="test"))
-    assert claimed_ids(database) == ["one"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.fleet.queue.elastic import elastic_of
@@ -261,6 +261,7 @@ def withheld(draw: st.DrawFn) -> Held:
     return Held(dict.fromkeys(gpus, "other"), dict.fromkeys(slots, "other"))
 
 
+@settings(max_examples=60)
 @given(fleets(), needs(), withheld(), st.randoms())
 def test_a_place_is_found_whenever_there_is_one(
     fleet: list[Machine], asked: Resources, held: Held, chance: random.Random
@@ -291,6 +292,7 @@ def _mixed(items: Iterable[Any], chance: Any) -> Any:
     return tuple(mixed)
 
 
+@settings(max_examples=60)
 @given(fleets(), st.lists(needs(), max_size=12))
 def test_nothing_is_given_twice(fleet: list[Machine], jobs: list[Resources]) -> None:
     machines = {machine.vm_id: machine for machine in fleet}
@@ -343,6 +345,7 @@ def test_kept_is_where_least_is_missing() -> None:
     assert set(withhold(Resources(gpus=1), fleet, job_id="one").gpus) == {11}
 
 
+@settings(max_examples=60)
 @given(st.data())
 def test_a_gang_is_served_however_many_small_jobs_come(data: st.DataObject) -> None:
     """Small jobs take whatever they may the moment it is free; one of those that run ends at a time, whichever it is."""

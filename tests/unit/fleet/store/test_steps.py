@@ -1,4 +1,4 @@
-"""Writes in steps: in the order that the database demands, and many of them side by side."""
+"""Writes in steps: each step of all comes before the next of any."""
 
 from sqlalchemy.orm import Session
 
