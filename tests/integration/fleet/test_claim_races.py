@@ -100,7 +100,7 @@ def ended(database: Database) -> int:
 def connections_of_dead(database: Database, alive: int) -> bool:
     """Whether the server still runs a transaction of a client that is gone; each dispatcher has one connection, and so has this process."""
     query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
-    return (database.read(lambda s: s.execute(query).scalar_one()) or 0) > alive + 1
+    return database.read(lambda s: s.execute(query).scalar_one()) > alive + 1
 
 
 def wait_for(condition: Callable[[], bool], otherwise: str) -> None:
@@ -114,39 +114,33 @@ def check_history(database: Database) -> None:
     """From the rows alone: who held what, from when until when."""
     held = database.run(lambda s: s.scalars(select(Reservation)).all())
     assert all(r.released_at is not None for r in held)
+
+    def hold_at(at: Reservation, *, beside: Reservation) -> bool:
+        return at.reserved_at <= beside.reserved_at < (at.released_at or 0)
+
     for one, other in itertools.combinations(held, 2):
-        if one.epoch == other.epoch or not overlap(one, other):
+        together = hold_at(one, beside=other) or hold_at(other, beside=one)
+        if one.epoch == other.epoch or not together:
             continue
-        if one.gpu_id is not None and one.gpu_id == other.gpu_id:
-            assert one.share_mb is not None
-            assert other.share_mb is not None
-        assert one.gpu_id is not None or (one.vm_id, one.slot) != (other.vm_id, other.slot)
-    for gpu_id in {r.gpu_id for r in held if r.share_mb}:
-        shares = [r for r in held if r.gpu_id == gpu_id and r.share_mb]
-        for each in shares:
-            together = sum(
-                o.share_mb or 0
-                for o in shares
-                if o.reserved_at <= each.reserved_at < (o.released_at or 0)
-            )
-            assert together <= 80_000
-    attempts = database.run(lambda s: s.scalars(select(Attempt)).all())
-    for _, of_job in itertools.groupby(
-        sorted(attempts, key=lambda a: (a.job_id, a.epoch)), lambda a: a.job_id
-    ):
+        if one.gpu_id is None:
+            assert (one.vm_id, one.slot) != (other.vm_id, other.slot)
+        elif one.gpu_id == other.gpu_id:
+            assert one.share_mb
+            assert other.share_mb
+    shares = [r for r in held if r.share_mb]
+    for each in shares:
+        beside = [o for o in shares if o.gpu_id == each.gpu_id and hold_at(o, beside=each)]
+        assert sum(o.share_mb or 0 for o in beside) <= 80_000
+    query = select(Attempt).order_by(Attempt.job_id, Attempt.epoch)
+    attempts = database.run(lambda s: s.scalars(query).all())
+    for _, of_job in itertools.groupby(attempts, lambda a: a.job_id):
         in_order = list(of_job)
         assert {a.number for a in in_order} == {0}, "one that never ran is not counted"
-        assert [a.outcome for a in in_order[:-1]] == ["void"] * (len(in_order) - 1)
-        assert in_order[-1].outcome == "succeeded"
+        outcomes = [a.outcome for a in in_order]
+        assert outcomes == [*["void"] * (len(in_order) - 1), "succeeded"]
         for before, after in itertools.pairwise(in_order):
             assert before.ended_at is not None
             assert before.ended_at <= after.created_at
-
-
-def overlap(one: Reservation, other: Reservation) -> bool:
-    assert one.released_at is not None
-    assert other.released_at is not None
-    return one.reserved_at < other.released_at and other.reserved_at < one.released_at
 
 
 # --- 2. marking and waking ------------------------------------------------------------------------
@@ -259,50 +253,40 @@ def test_a_gpu_that_somebody_took_between_plan_and_booking(
     database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_machine(database, "vm-1", 1)
-    submit(database, "one", gpus=1)
-    submit(database, "two", gpus=1)
+    for name in ("one", "two"):
+        submit(database, name, gpus=1)
     with a_claim_that_stops(second, stops_in(monkeypatch, claim, "_book")) as slow:
         assert claimed_ids(database, limit=1) == ["two"]  # `one` is locked by the other
     assert slow == []
     assert statuses(database) == {"one": "queued", "two": "running"}
 
 
-def test_a_quota_holds_for_claims_at_once(
-    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shared", ["a quota", "the memory of a machine"])
+def test_claims_at_once_see_each_other(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch, shared: str
 ) -> None:
-    add_machine(database, "vm-1", 1)
-    add_machine(database, "vm-2", 1)
-    database.run(lambda s: s.add(Project(name="p", max_gpus=1)))
-    submit(database, "one", project="p", gpus=1, vm="vm-1")
-    submit(database, "two", project="p", gpus=1, vm="vm-2")
-    taken = two_claims_at_once(database, second, monkeypatch)
-    assert [each.job_id for each in taken] == ["one"]
-    assert "uses 1 of its 1 GPUs" in (job_of(database, "two").blocked_reasons or [""])[0]
-
-
-def two_claims_at_once(
-    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
-) -> list[Any]:
-    """What both take; the first is stopped when it has booked, until the second has done the same or waits for a row."""
+    """What is promised of a quota, or of a machine's memory, stands in no row of its own that could be refused twice. The first claim is
+    stopped when it has booked, until the second has done the same or waits for a row."""
+    if shared == "a quota":
+        database.run(lambda s: s.add(Project(name="p", max_gpus=1)))
+        for vm, name in (("vm-1", "one"), ("vm-2", "two")):
+            add_machine(database, vm, 1)
+            submit(database, name, project="p", gpus=1, vm=vm)
+    else:
+        add_machine(database, "vm-1", 2, facts={"ram_mb": 1000})
+        for gpu, name in enumerate(("one", "two")):
+            submit(database, name, named=[gpu], vm="vm-1", ram_mb=600)
     step = stops_in(monkeypatch, claim, "_book", after=True)
-    other: list[Any] = []
+    taken: list[Any] = []
     with a_claim_that_stops(second, step) as first:
         step.reached.clear()
-        waiting = in_background(lambda: other.extend(claim_some(database, limit=1)))
+        waiting = in_background(lambda: taken.extend(claim_some(database, limit=1)))
         wait_for(lambda: step.reached.is_set() or waits(second, "transactionid"), "no claim")
     waiting.join(SECONDS)
-    return first + other
-
-
-def test_claims_of_one_machine_see_each_other(
-    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is promised of a machine's memory stands in no row of its own that could be refused twice."""
-    add_machine(database, "vm-1", 2, facts={"ram_mb": 1000})
-    submit(database, "one", named=[0], vm="vm-1", ram_mb=600)
-    submit(database, "two", named=[1], vm="vm-1", ram_mb=600)
-    taken = two_claims_at_once(database, second, monkeypatch)
-    assert [each.job_id for each in taken] == ["one"]
+    assert [each.job_id for each in first + taken] == ["one"]
+    if shared == "a quota":
+        reasons = job_of(database, "two").blocked_reasons or [""]
+        assert "uses 1 of its 1 GPUs" in reasons[0]
 
 
 def test_dispatchers_do_not_wait_for_each_others_jobs(database: Database, second: Database) -> None:
@@ -336,8 +320,7 @@ def test_one_key_at_once_is_one_job(database: Database, second: Database) -> Non
     threads = [in_background(lambda d=d: submit_here(d)) for d in (database, second)]
     for thread in threads:
         thread.join(SECONDS)
-    assert len(ids) == 2
-    assert len(set(ids)) == 1
+    assert (len(ids), len(set(ids))) == (2, 1)
     submitted = select(func.count()).select_from(Event).where(Event.kind == "job.submitted")
     assert database.run(lambda s: s.scalar(submitted)) == 1
 
@@ -355,42 +338,32 @@ def test_many_thousand_at_once(database: Database, second: Database, many: int) 
         "INSERT INTO jobs (job_id, job_type, request) "
         f"SELECT 'j' || lpad(n::text, 5, '0'), 'COMMAND', '{request}'::jsonb FROM generate_series(1, {many}) AS n",
     )
-    admitted = [in_background(lambda d=d: admit_all(d)) for d in (database, second)]
-    for thread in admitted:
-        thread.join(SECONDS)
+    begun: list[str] = []
+
+    def admit_all(here: Database) -> None:
+        while here.run(lambda s: admission.admit_new(s, 500)):
+            pass
+
+    def claim_all(here: Database) -> None:
+        queued = select(func.count()).select_from(Job).where(Job.status == "queued")
+        while here.run(lambda s: s.scalar(queued)):
+            begun.extend(claimed_ids(here, limit=32))
+
+    for work in (admit_all, claim_all):
+        for thread in [in_background(lambda d=d, w=work: w(d)) for d in (database, second)]:
+            thread.join(SECONDS)
     unadmitted = select(func.count()).select_from(Job).where(Job.admitted_at.is_(None))
     assert database.run(lambda s: s.scalar(unadmitted)) == 0
-    claimed: list[list[str]] = [[], []]
-    claiming = [
-        in_background(lambda d=d, mine=mine: claim_all(d, mine))
-        for d, mine in zip((database, second), claimed, strict=True)
-    ]
-    for thread in claiming:
-        thread.join(SECONDS)
-    begun = claimed[0] + claimed[1]
     assert len(begun) == len(set(begun)) == 80
-    counts = database.run(
-        lambda s: dict(s.execute(select(Job.status, func.count()).group_by(Job.status)).all())
-    )
-    assert counts == {"running": 80, "pending": many - 80}
+    counts = select(Job.status, func.count()).group_by(Job.status)
+    counted = database.run(lambda s: dict(s.execute(counts).all()))
+    assert counted == {"running": 80, "pending": many - 80}
     for job_id in begun[:3]:
         database.run(lambda s, job_id=job_id: end(s, job_id))
     best = select(Job.job_id).where(Job.status == "pending").order_by(Job.rank, Job.job_id).limit(3)
     next_ones = database.run(lambda s: list(s.scalars(best)))
     assert database.run(waking.wake) == 3
     assert claimed_ids(database) == next_ones
-
-
-def admit_all(database: Database) -> None:
-    while database.run(lambda s: admission.admit_new(s, 500)):
-        pass
-
-
-def claim_all(database: Database, mine: list[str]) -> None:
-    """Until nothing is queued any more."""
-    queued = select(func.count()).select_from(Job).where(Job.status == "queued")
-    while database.run(lambda s: s.scalar(queued)):
-        mine += claimed_ids(database, limit=32)
 
 
 @pytest.mark.parametrize("patient", [False, True])
@@ -407,18 +380,25 @@ def test_who_books_on_one_quota_waits_for_no_other(
         execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700")
     submit(database, "large", project="b", gpus=2)
     submit(database, "small", project="a", gpus=1)
+    with somebody_has(second, lambda s: capacity.lock_quotas(s, {"a"})):
+        assert claimed_ids(database, limit=1) == []
+    assert claimed_ids(database, limit=1) == ["small"]
+
+
+@contextmanager
+def somebody_has(database: Database, locks: Callable[[Session], object]) -> Iterator[None]:
+    """Meanwhile another transaction holds what it locks."""
     held, go_on = threading.Event(), threading.Event()
 
-    def somebody(session: Session) -> None:
-        capacity.lock_quotas(session, {"a"})
+    def keeps(session: Session) -> None:
+        locks(session)
         held.set()
         assert go_on.wait(SECONDS)
 
-    booking = in_background(lambda: second.run(somebody))
-    assert held.wait(SECONDS)
+    keeper = in_background(lambda: database.run(keeps))
     try:
-        assert claimed_ids(database, limit=1) == []
+        assert held.wait(SECONDS)
+        yield
     finally:
         go_on.set()
-        booking.join(SECONDS)
-    assert claimed_ids(database, limit=1) == ["small"]
+        keeper.join(SECONDS)

@@ -64,30 +64,22 @@ class Late:
         self.end()
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("savepoint", [False, True])
-def test_who_commits_late_is_not_skipped(database: Database, savepoint: bool) -> None:
-    first = database.run(happens())
+def test_who_commits_late_is_not_skipped(database: Database, savepoint: bool, first: bool) -> None:
+    """And what was undone holds nobody up."""
+    before = [] if first else [database.run(happens())]
     with Late(database, savepoint) as late:
         early = database.run(happens())
         assert early > late.event_id
-        assert read(database) == [first]
+        assert read(database) == before
         late.end()
-        assert read(database) == [first, late.event_id, early]
-
-
-def test_what_was_undone_holds_nobody_up(database: Database) -> None:
-    with Late(database) as late:
-        early = database.run(happens())
-        assert read(database) == []
-        late.end(undo=True)
-        assert read(database) == [early]
-
-
-def test_the_very_first_may_be_late(database: Database) -> None:
-    with Late(database) as late:
-        assert read(database) == []
-        late.end()
-        assert read(database) == [late.event_id]
+        assert read(database) == [*before, late.event_id, early]
+    with Late(database) as other:
+        last = database.run(happens())
+        assert last not in read(database)
+        other.end(undo=True)
+        assert read(database) == [*before, late.event_id, early, last]
 
 
 def test_strangers_hold_nobody_up(database: Database, postgres: Postgres) -> None:

@@ -531,12 +531,12 @@ def odd_ids(
     assert outside(places) == before
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.soak(suite="fleet"))])
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.soak(suite="fleet"))])
 def test_commands_about_rows_with_odd_ids(
     fleet: WholeFleet, odd_ids: list[str], capfdbinary: pytest.CaptureFixture[bytes], every: int
 ) -> None:
     """Whatever is asked of them is answered in words, and no file appears or goes elsewhere than in folders of the fleet's own. So many of
-    the commands that each id and each verb has its turn."""
+    the commands that each verb has its turn."""
     verbs = (
         *(("show",), ("show", "--json"), ("logs",), ("logs", "--tail", "3", "--epoch", "0")),
         *(("fetch",), ("fetch", "--checkpoints"), ("fetch", "--epoch", "0", "--force")),

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.hosts.failures import FailureClass
 from groupwise.wire.problems import Refusal
+from tests.integration.fleet.test_claim_races import somebody_has
 from tests.unit.fleet.machines.test_observation import gpu, running, seen
 from tests.unit.fleet.small_fleet import add_machine, claim_some, statuses, submit
 
@@ -84,26 +85,36 @@ def take(session: Session) -> list[str]:
     return [each.job_id for each in found.made]
 
 
-def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(
-    database: Database, threads: ThreadPoolExecutor
-) -> None:
+@pytest.fixture
+def job(database: Database) -> None:
+    """One that waits, beside a machine for it."""
     add_machine(database, "gpu-1", gpus=1)
     submit(database, "job", gpus=1)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("verb", [machines.remove, machines.lost])
+def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(
+    database: Database, threads: ThreadPoolExecutor, verb: Callable[..., Any]
+) -> None:
+    """And who says that it is lost is told of the attempt."""
     one, other = one_after_the_other(
-        database, threads, take, lambda session: machines.remove(session, ADA, "gpu-1")
+        database, threads, take, lambda session: verb(session, ADA, "gpu-1")
     )
     assert one.result(SECONDS) == ["job"]
-    with pytest.raises(Refusal, match="still used by job"):
+    if verb is machines.lost:
+        assert [each["job_id"] for each in other.result(SECONDS)["attempts"]] == ["job"]
+        return
+    with pytest.raises(Refusal, match="job"):
         other.result(SECONDS)
     assert database.read(lambda s: s.get_one(VM, "gpu-1").active)
 
 
+@pytest.mark.usefixtures("job")
 @pytest.mark.parametrize("verb", [machines.remove, machines.drain, machines.lost])
 def test_nothing_is_placed_on_a_machine_that_was_just_taken_away(
     database: Database, threads: ThreadPoolExecutor, verb: Callable[..., Any]
 ) -> None:
-    add_machine(database, "gpu-1", gpus=1)
-    submit(database, "job", gpus=1)
     one, other = one_after_the_other(
         database, threads, lambda session: verb(session, ADA, "gpu-1") and None, take
     )
@@ -111,18 +122,6 @@ def test_nothing_is_placed_on_a_machine_that_was_just_taken_away(
     assert other.result(SECONDS) == []
     claim_some(database)
     assert statuses(database) == {"job": "pending"}
-
-
-def test_lost_names_the_attempt_that_was_just_made(
-    database: Database, threads: ThreadPoolExecutor
-) -> None:
-    add_machine(database, "gpu-1", gpus=1)
-    submit(database, "job", gpus=1)
-    one, other = one_after_the_other(
-        database, threads, take, lambda session: machines.lost(session, ADA, "gpu-1")
-    )
-    one.result(SECONDS)
-    assert [each["job_id"] for each in other.result(SECONDS)["attempts"]] == ["job"]
 
 
 def test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_out(
@@ -155,12 +154,11 @@ def test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_o
     assert times == {"claim": 1, "look": 1}
 
 
+@pytest.mark.usefixtures("job")
 def test_a_look_waits_for_no_job_whose_stray_has_ended(
     database: Database, threads: ThreadPoolExecutor
 ) -> None:
     """Its machine is locked already, and whoever has the job may wait for that."""
-    add_machine(database, "gpu-1", gpus=1)
-    submit(database, "job", gpus=1)
     asked_at = database.run(seconds)
     shown = gpu(0, "GPU-gpu-1-0")
     there = seen(shown, attempts=[running("job", 99)])
@@ -209,24 +207,9 @@ def test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_orde
     assert times == {"look": 1, "end": 1}
 
 
-@contextmanager
-def somebody_keeps(database: Database, rows: Select[Any]) -> Iterator[None]:
+def somebody_keeps(database: Database, rows: Select[Any]) -> AbstractContextManager[None]:
     """Meanwhile another transaction has these rows locked."""
-    held, go_on = threading.Event(), threading.Event()
-
-    def keeps(session: Session) -> None:
-        session.execute(rows.with_for_update())
-        held.set()
-        assert go_on.wait(SECONDS)
-
-    with ThreadPoolExecutor(1) as more:
-        keeper = more.submit(database.run, keeps)
-        try:
-            assert held.wait(SECONDS)
-            yield
-        finally:
-            go_on.set()
-        keeper.result(SECONDS)
+    return somebody_has(database, lambda session: session.execute(rows.with_for_update()))
 
 
 def comes_to_wait(database: Database, how_many: int) -> None:
