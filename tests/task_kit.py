@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,8 @@ from groupwise.rewards.scoring import MemberScore, ScoreRequest
 from groupwise.rewards.text import as_completion
 from groupwise.settings.view import View
 from groupwise.tasks.contract import Task, load_task
+
+_builtin = cache(load_task)
 
 
 def config(**task: Any) -> View:
@@ -38,7 +41,7 @@ def scored(
     task: str | Task, said: Any, row: Mapping[str, Any], given: View | None = None, tokens: int = 1
 ) -> MemberScore:
     """What the rewards say of one answer to a row's prompt; none of them fails."""
-    found = load_task(task) if isinstance(task, str) else task
+    found = _builtin(task) if isinstance(task, str) else task
     prompt = row.get("prompt", "?")
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
     completion = as_completion(prompt, said) if isinstance(said, str) else said

@@ -15,26 +15,11 @@ import pytest
 from groupwise.display.progress import Progress
 
 METRICS = {
-    "reward": 0.5,
-    "reward_std": 0.2,
-    "rewards/format/mean": 0.8,
-    "rewards/[/bold]\x1b[31m/mean": 0.25,
-    "frac_reward_zero_std": 0.125,
-    "kl": 0.0012,
-    "entropy": 1.234,
-    "completions/mean_length": 34.1,
-    "completions/clipped_ratio": 0.03,
-    "grad_norm": 0.221,
-    "learning_rate": 1e-5,
-    "loss": -0.0031,
-    "sampling/logprob_gap": 3.2e-7,
-    "rollouts/scored": 61.0,
-    "rollouts/failed": 2.0,
-    "rollouts/timed_out": 1.0,
-    "perf/sampling_tokens_per_second": 412.3,
-    "perf/learning_tokens_per_second": 1830.0,
-    "time/step": 6.0,
-}
+    "reward": 0.5, "reward_std": 0.2, "rewards/format/mean": 0.8, "rewards/[/bold]\x1b[31m/mean": 0.25, "frac_reward_zero_std": 0.125,
+    "kl": 0.0012, "entropy": 1.234, "completions/mean_length": 34.1, "completions/clipped_ratio": 0.03, "grad_norm": 0.221,
+    "learning_rate": 1e-5, "loss": -0.0031, "sampling/logprob_gap": 3.2e-7, "rollouts/scored": 61.0, "rollouts/failed": 2.0,
+    "rollouts/timed_out": 1.0, "perf/sampling_tokens_per_second": 412.3, "perf/learning_tokens_per_second": 1830.0, "time/step": 6.0,
+}  # fmt: skip
 
 
 class Clock:
@@ -104,21 +89,12 @@ def in_terminal(tmp_path: Path, end: str = "", columns: int = 100, **environment
     """What a child process writes to a terminal of its own."""
     (tmp_path / "tests_metrics.py").write_text(f"METRICS = {METRICS!r}")
     leader, follower = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(RUN).format(end=end)],
-        stdin=follower,
-        stdout=follower,
-        stderr=follower,
-        env={
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-            "PYTHONIOENCODING": "utf-8",
-            "TERM": "xterm-256color",
-            "COLUMNS": str(columns),
-            "LINES": "40",
-            **environment,
-        },
-    )
+    own = {
+        "PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PYTHONIOENCODING": "utf-8",
+        "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "40", **environment,
+    }  # fmt: skip
+    command = [sys.executable, "-c", textwrap.dedent(RUN).format(end=end)]
+    child = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=own)
     os.close(follower)
     written = b""
     with contextlib.suppress(OSError):  # the end of a terminal is an error on Linux

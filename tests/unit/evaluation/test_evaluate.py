@@ -3,32 +3,23 @@
 import json
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from groupwise import build
 from groupwise.errors import (
     RewardWorkerError,
-    RunNotFoundError,
-    UsageError,
 )
 from groupwise.evaluation.before_after import compared
 from groupwise.evaluation.evaluate import (
     EvalResult,
     HeldOut,
     answer_held_out,
-    evaluate_each,
 )
-from groupwise.evaluation.results import read_result
 from groupwise.rewards.inprocess import InProcessScorer
 from groupwise.rewards.scoring import GroupScore, MemberScore
 from groupwise.rollouts.prompts import PromptSet
 from groupwise.rollouts.single import Single
-from groupwise.runs import checkpoints
-from groupwise.runs.folder import RunFolder
-from groupwise.runs.records import StepRecord
 from groupwise.settings.view import View
 from groupwise.tasks.contract import load_task
 from groupwise.testing.fakes import END_ID, FakeSampler, FakeTokenizer
@@ -197,84 +188,3 @@ async def test_where_the_tasks_own_metrics_fail_all_else_stands():
     assert result.details == {}
     with pytest.raises(RewardWorkerError, match="raised ValueError"):
         await answers(asked(), scorer=UnmeasuredScorer())
-
-
-# The command, with a fake sampler
-
-
-class Task:
-    """Answered by whatever samples."""
-
-    def get_eval_dataset(self, config):
-        return [{"prompt": f"ask {letter}", "answer": letter} for letter in "abc"]
-
-    def get_reward_funcs(self, config, tokenizer):
-        return [lambda completions, **_: [float(len(text)) for text in completions]]
-
-    def compute_metrics(self, prompts, completions, dataset_rows, config, tokenizer):
-        return {"accuracy": 0.5}
-
-
-@pytest.fixture
-def served(monkeypatch):
-    """The weights that were asked for; nothing is loaded."""
-    weights = []
-
-    async def serve(config, layout, path):
-        weights.append(path)
-        return build.ServingParts(FakeSampler(), (END_ID,))
-
-    monkeypatch.setattr(build, "start_serving", serve)
-    return weights
-
-
-def config(runs: Path, **more):
-    return {
-        "model": {"name": "tiny"},
-        "sampler": {"max_completion_length": 8},
-        "rewards": {"in_process": True},
-        "eval": {"temperature": 1.0},
-        "run": {"dir": str(runs), "threads": 1},
-        **more,
-    }
-
-
-def _weights(folder: Path) -> None:
-    (folder / "w").write_text("good")
-
-
-def a_run(runs: Path, name: str = "sort", steps=(2, 4), final: bool = False) -> Path:
-    with RunFolder.create(runs, name, {}, {"kind": "rl"}) as folder:
-        for step in range(max(steps, default=0)):
-            record = StepRecord(step, step, step + 1, "f", (), 0.1, 0.0)
-            folder.store.commit_step(record, [], {})
-        for step in steps:
-            checkpoints.save(folder.checkpoints, step, _weights, {})
-        if final:
-            folder.write_final(lambda into: into.joinpath("adapter_config.json").touch())
-            folder.finish("finished")
-        return folder.path
-
-
-@pytest.fixture
-def runs(tmp_path):
-    return tmp_path / "runs"
-
-
-def test_several_policies_are_found_before_the_first_is_loaded(served, runs):
-    a_run(runs)
-    with pytest.raises(RunNotFoundError):
-        evaluate_each(config(runs), Task(), ["base", "sort@3"])
-    assert served == []
-    found = evaluate_each(config(runs), Task(), ["base", "sort@2"])
-    assert [result.policy for result in found] == ["base", "sort@2"]
-    assert found[0].path
-    stored = read_result(found[0].path)
-    assert (stored["format"], stored["kind"], stored["policy"]) == (1, "evaluation", "base")
-    assert stored["fingerprint"] == FakeSampler().fingerprint()
-    assert [len(stored["rows"]), stored["prompts"], stored["samples"]] == [3, 3, 3]
-    with pytest.raises(UsageError, match="--output names one file, but 2 policies"):
-        evaluate_each(config(runs), Task(), ["base", "sort"], output=runs / "x.json")
-
-
-# Which policy

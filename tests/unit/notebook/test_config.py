@@ -6,14 +6,14 @@ import copy
 import json
 import pickle
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import Field, SecretStr
 
 from groupwise.errors import ConfigError
 from groupwise.notebook.config import PRESETS, TrainingConfig
@@ -164,54 +164,36 @@ def test_credentials_show_nowhere_not_even_in_an_error():
     assert SECRET not in str(refused.value)
 
 
-class Judge(BaseModel):
-    api_key: str = ""
-
-
 class WithKeys(TrainingConfig):
     openai_api_key: str = ""
     use_api_key: bool = True
     judge_url: str = ""
     services: dict[str, Any] = setting({}, "With their keys.")
     listed: list[Any] = setting([], "Likewise.")
-    judge: Judge = Judge()
-    kind: Literal["a", "b"] = "a"
 
 
 PLAIN = "plain-XYZ987"
 KEYS = any_values(
-    openai_api_key=PLAIN,
-    judge_url=f"https://me:{PLAIN}@host/v1",
-    services={"one": {"api_key": PLAIN, "pages": 3}},
-    listed=[{"password": PLAIN}, SECRET],
-    judge=Judge(api_key=PLAIN),
-    reasoning_start=SECRET,
-)
+    openai_api_key=PLAIN, judge_url=f"https://me:{PLAIN}@host/v1", services={"one": {"api_key": PLAIN, "pages": 3}},
+    listed=[{"password": PLAIN}, SECRET], reasoning_start=SECRET,
+)  # fmt: skip
 
 
 def test_credentials_among_the_fields_of_a_subclass_show_nowhere():
     config = WithKeys(**KEYS)
-    for shown in (repr(config), str(config)):
-        assert PLAIN not in shown
-        assert SECRET not in shown
+    assert not any(each in repr(config) + str(config) for each in (PLAIN, SECRET))
     assert "services={'one': {'api_key': '…', 'pages': 3}}" in repr(config)
     assert "use_api_key=True" in repr(config)
-    assert "openai_api_key=''" in repr(WithKeys())
     assert config.openai_api_key == PLAIN
     for wrong in (
         {"beta": -1.0},
         {"reasoning_end": SECRET},
-        {"kind": SECRET},
         {"listed": {"a": SECRET}},
         {"openai_api_key": [PLAIN]},
-        {"use_api_key": PLAIN},
     ):
         with pytest.raises(ConfigError) as refused:
             WithKeys(**{**KEYS, **any_values(**wrong)})
-        assert PLAIN not in str(refused.value)
-        assert SECRET not in str(refused.value)
-        [line] = str(refused.value).splitlines()
-        assert line.startswith("WithKeys: ")
+        assert not any(each in str(refused.value) for each in (PLAIN, SECRET))
 
 
 @settings(max_examples=40)

@@ -116,7 +116,7 @@ def test_a_session_that_it_did_not_prepare_is_refused(
     remote = connect("http://a", "key-a")
     connect("http://b", "key-b")
     where = server or "this machine"
-    with pytest.raises(UsageError, match=rf"on {where}, not on http://a.*remote\.prepare_session"):
+    with pytest.raises(UsageError, match=f"on {where}, not on http://a"):
         getattr(remote, name)(None, SimpleNamespace(server=server))
     assert not calls
     assert os.environ[VARIABLE] == "key-b"

@@ -42,12 +42,7 @@ WARM = {"eval.temperature": 0.3, "eval.samples_per_prompt": 2}
         ({"eval": {"temperature": 0.3}}, {"samples_per_prompt": 4}, (4, 0.3)),
     ],
 )
-def test_overrides_win(
-    asked: list[EvalConfig],
-    overrides: dict[str, Any],
-    given: dict[str, Any],
-    expected: tuple[int, float],
-) -> None:
+def test_overrides_win(asked: list[EvalConfig], overrides: Any, given: Any, expected: Any) -> None:
     config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8, overrides=overrides)
     evaluate(config, prepare_session(config), **given)
     [found] = asked

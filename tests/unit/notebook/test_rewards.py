@@ -62,25 +62,14 @@ def test_functions_of_a_notebook_are_given_texts():
         seen.update(prompts=prompts, completions=completions, answer=answer, columns=columns)
         return [1.0]
 
-    rewards = rewards_of(
-        TrainingConfig(dataset="arithmetic"), NUMERIC, reward_functions=[(mine, 2.0)]
-    )
+    config = TrainingConfig(dataset="arithmetic")
+    rewards = rewards_of(config, NUMERIC, reward_functions=[(mine, 2.0)])
     assert (rewards.names, rewards.weights) == (("mine", "accuracy"), (2.0, 0.0))
-    chat = [{"role": "user", "content": "1 + 1?"}]
-    rewards.functions[0](
-        prompts=[chat],
-        completions=[[{"role": "assistant", "content": "2"}]],
-        answer=["2"],
-        hint=["h"],
-    )
-    assert seen == {
-        "prompts": ["1 + 1?"],
-        "completions": ["2"],
-        "answer": ["2"],
-        "columns": {"hint": ["h"]},
-    }
-    rewards.functions[0](prompts=["1 + 1?"], completions=["2"], answer=["2"])
-    assert seen["completions"] == ["2"]
+    chat, said = [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "2"}]
+    for prompt, completion in ((chat, said), ("?", "2")):
+        rewards.functions[0](prompts=[prompt], completions=[completion], answer=["2"], hint=["h"])
+        told = (seen["prompts"], seen["completions"], seen["answer"], seen["columns"])
+        assert told == (["?"], ["2"], ["2"], {"hint": ["h"]})
 
 
 def test_what_is_no_list_of_rewards_is_told():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import CheckpointError, ResumeMismatchError
+from groupwise.errors import ResumeMismatchError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import MANIFEST
 
@@ -120,17 +120,6 @@ def test_dying_while_pruning_leaves_whole_ones(tmp_path: Path, moment: str, die_
     die_at(f"remove:step-10:{moment}", lambda: checkpoints.prune(tmp_path, keep=2))
     assert steps(tmp_path) == ([10, 20, 30] if moment == "before" else [20, 30])
     assert checkpoints.complete(tmp_path).skipped == ()
-
-
-def test_a_failing_writer_leaves_nothing(tmp_path: Path) -> None:
-    def full(folder: Path) -> None:
-        fill(folder)
-        raise OSError(28, "No space left on device")
-
-    checkpoints.save(tmp_path, 10, fill)
-    with pytest.raises(CheckpointError, match=r"step-20.*No space left.*--resume"):
-        checkpoints.save(tmp_path, 20, full)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
 
 
 def test_prune_keeps_the_last_and_the_protected(tmp_path: Path) -> None:

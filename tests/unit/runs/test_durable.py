@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,35 @@ def die_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
             raise Died
 
     monkeypatch.setattr(durable, "on_write", die)
+
+
+@dataclass
+class Flushed:
+    """The paths that were flushed, as they were called then, and those before something was shown."""
+
+    paths: list[Path] = field(default_factory=list[Path])
+    before: list[Path] = field(default_factory=list[Path])
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> Flushed:
+    seen = Flushed()
+    real: Callable[[Path], None] = durable._flush  # pyright: ignore[reportPrivateUsage]
+
+    def note(path: Path) -> None:
+        seen.paths.append(path)
+        real(path)
+
+    def note_file(path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+        seen.paths.append(path)
+
+    def shown(name: str) -> None:
+        seen.before.extend(seen.paths if name.endswith("before") else ())
+
+    for name, value in (("_flush", note), ("_write_flushed", note_file), ("on_write", shown)):
+        monkeypatch.setattr(durable, name, value)
+    return seen
 
 
 def names(folder: Path) -> list[str]:
@@ -72,18 +102,10 @@ class TestFiles:
         assert str(tmp_path / "a.bin") in str(caught.value)
         assert names(tmp_path) == []
 
-    def test_are_flushed_before_they_are_shown(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: list[Path]
-    ) -> None:
-        before: list[Path] = []
-        monkeypatch.setattr(
-            durable,
-            "on_write",
-            lambda name: before.extend(flushed) if name.endswith("before") else None,
-        )
+    def test_are_flushed_before_they_are_shown(self, tmp_path: Path, flushed: Flushed) -> None:
         durable.write_file(tmp_path / "a.bin", b"x")
-        assert before == [durable.building_path(tmp_path / "a.bin")]
-        assert flushed[-1] == tmp_path
+        assert flushed.before == [durable.building_path(tmp_path / "a.bin")]
+        assert flushed.paths[-1] == tmp_path
 
 
 class TestEnds:
@@ -116,19 +138,11 @@ class TestFolders:
         (building / "inner" / "b").write_text("b")
         return building
 
-    def test_appear_whole_and_flushed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: list[Path]
-    ) -> None:
+    def test_appear_whole_and_flushed(self, tmp_path: Path, flushed: Flushed) -> None:
         building = self.build(tmp_path)
-        before: list[Path] = []
-        monkeypatch.setattr(
-            durable,
-            "on_write",
-            lambda name: before.extend(flushed) if name.endswith("before") else None,
-        )
         durable.publish_folder(building, tmp_path / "done")
         everything = {building, building / "a", building / "inner", building / "inner" / "b"}
-        assert set(before) == everything
+        assert set(flushed.before) == everything
         assert (tmp_path / "done" / "inner" / "b").read_text() == "b"
         assert names(tmp_path) == ["done"]
 
@@ -201,22 +215,3 @@ def test_sweep_takes_only_what_is_under_construction(tmp_path: Path) -> None:
     (tmp_path / ".hidden").touch()
     assert len(durable.sweep(tmp_path)) == 3
     assert names(tmp_path) == [".hidden", "step-2"]
-
-
-@pytest.fixture
-def flushed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The paths that were flushed, as they were called then."""
-    seen: list[Path] = []
-    real: Callable[[Path], None] = durable._flush  # pyright: ignore[reportPrivateUsage]
-
-    def note(path: Path) -> None:
-        seen.append(path)
-        real(path)
-
-    def note_file(path: Path, data: bytes) -> None:
-        path.write_bytes(data)
-        seen.append(path)
-
-    monkeypatch.setattr(durable, "_flush", note)
-    monkeypatch.setattr(durable, "_write_flushed", note_file)
-    return seen

@@ -144,11 +144,8 @@ class TestList:
         assert (math.name, math.steps, math.reward_first) == ("math", 0, None)
 
     def test_bears_broken_folders(self, runs: Path) -> None:
-        for name, record in (
-            ("empty", None),
-            ("torn", b"not a database at all" * 100),
-            ("blank", b""),
-        ):
+        torn = b"not a database at all" * 100
+        for name, record in (("empty", None), ("torn", torn), ("blank", b"")):
             (runs / name).mkdir()
             if record is not None:
                 (runs / name / "run.db").write_bytes(record)

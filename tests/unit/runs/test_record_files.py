@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -12,12 +11,10 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from groupwise.errors import UsageError
 from groupwise.runs import durable, record_files
 from groupwise.runs.record_files import (
     KINDS,
     RecordFormat,
-    check_can_write,
     steps_of,
     write_record,
 )
@@ -141,10 +138,3 @@ def test_one_step_or_evaluation_is_read_at_a_time(store, tmp_path, monkeypatch):
     assert asked == [0]
     assert len(list(read)) == 2
     assert asked == [0, 1, 2]
-
-
-def test_parquet_needs_its_package(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_can_write("jsonl")
-    with pytest.raises(UsageError, match=r"pip install 'groupwise\[train\]'"):
-        check_can_write("parquet")

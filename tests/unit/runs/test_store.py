@@ -34,7 +34,6 @@ from groupwise.runs.query import Plan, plan_of, rollout_query
 from groupwise.runs.records import (
     CurvePoint,
     EvaluationRecord,
-    ResumeRecord,
     Rewound,
     RolloutFilter,
     StepRecord,
@@ -57,16 +56,10 @@ SEEN_IN_INDEX = 6
 """The first format whose index of texts holds prompts as they are shown."""
 COLUMNS = st.dictionaries(WORDS, JSON, max_size=3)
 PARAMS = st.builds(
-    SamplingParams,
-    max_tokens=st.integers(1, 10_000),
-    temperature=NUMBERS,
-    stop_token_ids=TOKENS,
-    stop=st.lists(WORDS, max_size=2).map(tuple),
-    min_tokens=st.integers(0, 9),
-    top_k=st.none() | st.integers(1, 99),
-    top_p=st.none() | st.floats(0.01, 0.99),
-    min_p=st.none() | st.floats(0.01, 1.0),
-)
+    SamplingParams, max_tokens=st.integers(1, 10_000), temperature=NUMBERS, stop_token_ids=TOKENS,
+    stop=st.lists(WORDS, max_size=2).map(tuple), min_tokens=st.integers(0, 9), top_k=st.none() | st.integers(1, 99),
+    top_p=st.none() | st.floats(0.01, 0.99), min_p=st.none() | st.floats(0.01, 1.0),
+)  # fmt: skip
 MESSAGES = st.lists(st.dictionaries(WORDS, JSON, max_size=2), max_size=2).map(tuple)
 SEGMENTS = st.builds(
     Segment,
@@ -82,13 +75,8 @@ SEGMENTS = st.builds(
     learner_logprobs=st.none()
     | st.lists(st.floats(width=32, allow_nan=False), max_size=5).map(tuple),
 )
-PARTS = st.builds(
-    RewardPart,
-    name=NAMES,
-    value=st.none() | NUMBERS,
-    weight=NUMBERS,
-    turn=st.none() | st.integers(0, 9),
-)
+TURNS = st.none() | st.integers(0, 9)
+PARTS = st.builds(RewardPart, name=NAMES, value=st.none() | NUMBERS, weight=NUMBERS, turn=TURNS)
 
 DieAt = Callable[[str, Callable[[], object]], None]
 
@@ -191,10 +179,8 @@ class TestRoundTrip:
             assert found is not None
             assert struct.pack("<5d", *found) == struct.pack("<5d", *wrote)
         with closing(sqlite3.connect(store.path)) as connection:
-            (stored,) = connection.execute(
-                "SELECT length(learner_logprobs) FROM segments"
-            ).fetchone()
-        assert stored == 4 * len(learnt), "bytes"
+            query = "SELECT length(learner_logprobs) FROM segments"
+            assert connection.execute(query).fetchone() == (4 * len(learnt),), "bytes"
 
     def test_a_nan_reward_is_not_taken_for_none(self, store: Store) -> None:
         part = RewardPart("odd", math.nan)
@@ -559,18 +545,14 @@ class TestRollouts:
             (RolloutFilter(outcome="failed"), "outcome", "rollouts_by_outcome"),
             (RolloutFilter(min_tokens=9), "length", "rollouts_by_length"),
             (RolloutFilter(min_tokens=9, task="even", order="newest"), None, "rollouts_by_task"),
-            (RolloutFilter(min_tokens=9, max_tokens=12, part="right"), "length", "_by_length"),
             (RolloutFilter(truncated=True), "truncated", "rollouts_by_truncated"),
             (RolloutFilter(part="right", order="best"), None, "parts_by_name"),
-            (RolloutFilter(part="right", step=3), "step", "rollouts_by_step"),
             (RolloutFilter(text="answer"), "text", "INTEGER PRIMARY KEY"),
             (RolloutFilter(task="even"), None, "groups_by_task"),
             (RolloutFilter(task="even", order="newest"), None, "rollouts_by_task"),
             (RolloutFilter(task="even", order="best"), None, "rollouts_by_task_and_reward"),
-            (RolloutFilter(task="even", step=3, order="best"), "step", "by_step_and_reward"),
             (RolloutFilter(task="even", text="?!", order="newest"), None, "rollouts_by_task"),
             (RolloutFilter(task="even", part="right", order="best"), None, "parts_by_name"),
-            (RolloutFilter(task="even", part="right", order="best"), "task", "rollouts_by_task"),
         ],
     )
     def test_pages_come_from_an_index(
@@ -592,30 +574,20 @@ class TestRollouts:
     @pytest.mark.parametrize(
         ("wanted", "common", "lead"),
         [
-            (RolloutFilter(), 20_000, None),
             (RolloutFilter(draw=3), 20_000, "draw"),
-            (RolloutFilter(step=3, outcome="scored", example=1), 20_000, "step"),
             (RolloutFilter(step=3), 100, None),
             (RolloutFilter(text="answer"), 20_000, "text"),
             (RolloutFilter(text="answer"), 2_000, None),
-            (RolloutFilter(text="nowhere", step=3), 20_000, "text"),
             (RolloutFilter(outcome=("failed", "timed_out")), 20_000, "outcome"),
             (RolloutFilter(outcome=("failed", "scored")), 2_000, None),
-            (RolloutFilter(truncated=True, outcome="scored"), 20_000, "truncated"),
             (RolloutFilter(min_tokens=1), 2_000, "length"),
-            (RolloutFilter(min_reward=0.8, truncated=False), 2_000, "reward"),
             (RolloutFilter(part="right"), 1_000, None),
             (RolloutFilter(part="right", min_reward=7.0), 1_000, "part"),
-            (RolloutFilter(part="wrong", order="newest"), 1_000, "part"),
             (RolloutFilter(task="odd"), 20_000, "task"),
         ],
     )
     def test_what_fewest_meet_leads(
-        self,
-        crowded: sqlite3.Connection,
-        wanted: RolloutFilter,
-        common: int,
-        lead: str | None,
+        self, crowded: sqlite3.Connection, wanted: RolloutFilter, common: int, lead: str | None
     ) -> None:
         path = Path(crowded.execute("SELECT file FROM pragma_database_list").fetchone()[0])
         db = database.Database.open_for_reading(path)
@@ -732,29 +704,16 @@ class TestTheRest:
         store.set_warning(1, "length", None)
         assert store.warnings() == [other, ends]
 
-    def test_facts_and_resumes(self, store: Store) -> None:
-        store.set_meta({"state": "running", "max_steps": 150})
-        store.set_meta({"state": "finished"})
-        assert store.get_meta()["state"] == "finished"
-        assert store.get_meta()["max_steps"] == 150
-        resumed = ResumeRecord(3, Rewound(2, 16), 99.5, {"training.max_steps": [10, 20]})
-        store.record_resume(resumed)
-        assert store.resumes() == [resumed]
-
     def test_the_dump_knows_no_time(self, tmp_path: Path) -> None:
         def dump(name: str, late: float, reward: float) -> bytes:
             with Store.create(tmp_path / name) as store:
                 store.set_meta({"created_at": late})
-                metrics = {
-                    "reward": reward,
-                    "time/step": late,
-                    "perf/sampling_tokens_per_second": late,
-                }
+                metrics = {"reward": reward, "time/step": late, "perf/sampling_tokens": late}
                 store.commit_step(StepRecord(0, 0, 1, "f", (0,), 1e-5, late), [group(0)], metrics)
                 return store.deterministic_dump()
 
-        assert dump("a.db", 1.0, 0.5) == dump("b.db", 2.0, 0.5)
-        assert dump("c.db", 1.0, 0.5) != dump("d.db", 1.0, 0.5 + 1e-16 * 4)
+        first = dump("a.db", 1.0, 0.5)
+        assert first == dump("b.db", 2.0, 0.5) != dump("c.db", 1.0, 0.5 + 1e-16 * 4)
 
 
 class TestFormat:
@@ -830,19 +789,6 @@ class TestFormat:
                     assert [view.task for view in found] == ["sums"] * (draw + 1)
                     assert store.rollouts(RolloutFilter(task="none", order=order)) == []
                 assert store.tasks(5) == ["sums"]
-
-    def test_what_was_written_without_the_learners_word_has_none(self, tmp_path: Path) -> None:
-        path = tmp_path / "run.db"
-        before = next(n for n, e in enumerate(schema.MIGRATIONS) if "learner_logprobs" in e)
-        segment = (
-            "INSERT INTO segments (rollout, position, source, token_ids, logprobs)"
-            " VALUES (1, 0, 'policy', x'05000000', x'000000000000E0BF');"
-        )
-        make_old(path, before, old_rollout(0) + segment)
-        for readonly in (True, False):
-            with Store.open(path, readonly) as store:
-                (rollout,) = store.unfinished_groups()[0].rollouts
-                assert rollout.segments == (Segment("policy", (5,), (-0.5,)),)
 
     def test_what_was_written_without_tasks_gets_them(self, tmp_path: Path) -> None:
         path = tmp_path / "run.db"

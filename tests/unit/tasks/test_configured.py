@@ -24,6 +24,7 @@ NAMED = {"dataset_name": "sums.jsonl", "prompt_column": "question", "answer_colu
 REWARDS = {"reward_funcs": ["rewards.py:right"]}
 SORTING = {"task": "sort_words", "config": {"words": 2, "train_size": 8, "eval_size": 4}}
 COLUMNS = {"prompt": "question", "answer": "solution"}
+SUMS_SET = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
 
 REWARD_FILE = """
 def right(completions, answer, **columns):
@@ -136,8 +137,8 @@ def test_what_is_left_out_is_told_by_reason() -> None:
 
 
 def test_whole_tasks_stand_beside_sources() -> None:
-    source = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS, "weight": 0.5}
-    task, config = configured(mixed(source, {**SORTING, "weight": 2.0}), rewards=REWARDS)
+    entries = {**SUMS_SET, "weight": 0.5}, {**SORTING, "weight": 2.0}
+    task, config = configured(mixed(*entries), rewards=REWARDS)
     examples = task.rl_examples(config)
     assert Counter(e.columns["task"] for e in examples) == {"sums": 20, "sort_words": 8}
     shares = {share.name: share for share in task.shares["get_rl_dataset"]}
@@ -154,8 +155,7 @@ def test_whole_tasks_stand_beside_sources() -> None:
 
 
 def test_held_out_rows_come_in_turn() -> None:
-    source = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
-    task, config = configured(mixed(source, SORTING, test_split_size=0.5), rewards=REWARDS)
+    task, config = configured(mixed(SUMS_SET, SORTING, test_split_size=0.5), rewards=REWARDS)
     labels = [example.columns["task"] for example in task.eval_examples(config)]
     assert labels[:8] == ["sums", "sort_words"] * 4
     assert Counter(labels) == {"sums": 10, "sort_words": 4}
@@ -183,9 +183,8 @@ def test_a_router_may_replace_the_rewards_of_a_task() -> None:
 
 
 def test_weights_and_default_of_the_config_beside_tasks() -> None:
-    source = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
     rewards = {**REWARDS, "reward_weights": [3.0], "default_task": "sort_words"}
-    given = {"model": {"name": "tiny"}, "data": mixed(source, SORTING), "rewards": rewards}
+    given = {"model": {"name": "tiny"}, "data": mixed(SUMS_SET, SORTING), "rewards": rewards}
     config = load_config(given).config
     rubric = task_parts.task_rubric(config, find_task(None, view(config)), None)
     assert isinstance(rubric, Router)
@@ -309,9 +308,9 @@ def test_columns_and_files_that_are_not_there_are_told(data: dict[str, Any], sai
 
 
 def test_unknown_label_is_an_error_that_names_those_there_are() -> None:
-    source = {"source": "sums.jsonl", "label": "smus", "columns": COLUMNS}
     router = {"sums": ["rewards.py:right"]}
-    task, config = configured(mixed(source, SORTING), rewards={"router": router})
+    data = mixed({**SUMS_SET, "label": "smus"}, SORTING)
+    task, config = configured(data, rewards={"router": router})
     rubric = task.rubric(config, None)
     examples = task.rl_examples(config)
     with pytest.raises(TaskError, match=r"no rewards for the label `smus`\. Did you mean sums"):
@@ -351,10 +350,9 @@ def test_each_source_is_scored_by_the_rewards_of_its_label() -> None:
     Path("sums.jsonl").write_text('{"question": "1+?"}\n{"question": "1+1?", "solution": "2"}\n')
     Path("free.jsonl").write_text('{"question": "say a"}\n')
     columns = {"prompt": "question"}
-    sums = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
     free = {"source": "free.jsonl", "label": "free", "columns": columns}
     router = {"sums": ["correctness"], "free": ["rewards.py:right"]}
-    data = mixed(sums, free, SORTING, mixture_columns="all")
+    data = mixed(SUMS_SET, free, SORTING, mixture_columns="all")
     task, config = configured(data, rewards={"router": router})
     examples = task.rl_examples(config)
     assert Counter(e.columns["task"] for e in examples) == {"sums": 1, "free": 1, "sort_words": 8}

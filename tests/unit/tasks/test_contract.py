@@ -2,8 +2,6 @@
 
 import sys
 import types
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -269,36 +267,3 @@ def test_column_that_no_worker_can_get_is_found_at_once(task_of):
     message = refused(lambda: check_reward_columns(task, rubric, examples, in_workers=True))
     assert "column `check`" in message
     assert "rewards.in_process" in message
-
-
-# the published examples
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("0[12]_*/task*.py")), ids=lambda f: f.stem)
-async def test_examples_fit_the_contract(file: Path):
-    from groupwise.rewards.scoring import ScoreRequest
-    from groupwise.rewards.text import as_completion
-
-    task, config = load_task(file), View({"task": {}})
-    require(task, "rl")
-    examples, rubric = task.rl_examples(config), task.rubric(config, None)
-    check_reward_columns(task, rubric, examples)
-    prompt = examples[0].prompt
-    texts = ["It is wet.", "THE 12"]
-    columns: dict[str, list[Any]] = {k: [v, v] for k, v in examples[0].columns.items()}
-    answers = [as_completion(prompt, text) for text in texts]
-    asked = ScoreRequest(0, [prompt] * 2, answers, [[1]] * 2, columns, 0, 1)
-    score = await rubric.score(asked)
-    assert {member.outcome for member in score.members} == {"scored"}
-
-
-async def test_first_example_rewards_its_own_answers_and_holds_rows_out():
-    task, config = load_task(EXAMPLES / "01_first_task" / "task.py"), View({"task": {}})
-    require(task, "eval")
-    train, held_out = task.rl_examples(config), task.eval_examples(config)
-    assert not {str(e.prompt) for e in train} & {str(e.prompt) for e in held_out}
-    gold = [e.columns["answer"] for e in held_out]
-    found = task.compute_metrics([], gold, [e.columns for e in held_out], config, None)
-    assert found["metrics"] == {"accuracy": 1.0}

@@ -6,9 +6,9 @@ import pytest
 
 from groupwise.errors import TaskError
 from groupwise.tasks.contract import load_task, require
-from groupwise.tasks.environment import Step, as_parts
+from groupwise.tasks.environment import Step
 from groupwise.tasks.tools import Tools
-from groupwise.types import Example, RewardPart
+from groupwise.types import Example
 
 ROWS = [Example(0, "p", {"secret": 1, "level": 2}), Example(1, "p", {"secret": 3})]
 
@@ -123,9 +123,3 @@ def test_environment_stands_in_for_reward_functions():
     hooks = {"get_environment": lambda self: Game, "get_rl_dataset": lambda self, config: []}
     with pytest.raises(TaskError, match=r"get_environment\(config\)"):
         require(load_task(type("Plays", (), hooks)()), "rl")
-
-
-def test_rewards_are_parts_by_name():
-    assert as_parts(1, 2) == (RewardPart("environment", 1.0, 1.0, 2),)
-    assert as_parts({"won": True, "none": None}, None, 0.0) == (RewardPart("won", 1.0, 0.0),)
-    assert as_parts(None, 1) == ()

@@ -25,7 +25,6 @@ from groupwise.tasks.reasoning_gym_problems import (
     dataset_of,
     entry_as_text,
     entry_of_text,
-    shares,
 )
 
 SOME = {
@@ -126,14 +125,6 @@ def test_the_answers_that_vote_are_those_that_the_grader_gets(some: list[dict[st
 
 def _coloured(row: dict[str, Any]) -> list[Any]:
     return list(entry_of_text(row["entry"])["metadata"]["possible_answer"])
-
-
-@pytest.mark.parametrize(
-    ("weights", "total", "counts"),
-    [([1.0], 5, [5]), ([1, 1, 1], 8, [3, 3, 2]), ([2, 1], 4, [3, 1]), ([9, 1], 4, [4, 0])],
-)
-def test_shares(weights: list[float], total: int, counts: list[int]) -> None:
-    assert shares(weights, total) == counts
 
 
 def test_splits_share_no_question_where_there_are_few() -> None:

@@ -29,12 +29,6 @@ def test_no_set_of_words_occurs_twice(own):
     assert len(set(sets(train) + sets(validation) + sets(held_out))) == 2256
 
 
-def test_numbers_of_words_follow_the_config():
-    rows = sort_words.get_rl_dataset(config(min_words=2, max_words=5))
-    assert {len(row["words"]) for row in rows} == {2, 3, 4, 5}
-    assert {len(row["words"]) for row in sort_words.get_rl_dataset(config(words=4))} == {4}
-
-
 def test_no_word_is_part_of_another():
     assert len(set(WORDS)) == len(WORDS) > 100
     assert all(word.isascii() and word.islower() and word.isalpha() for word in WORDS)

@@ -79,21 +79,6 @@ def test_schema_is_made_of_signature_and_docstring():
     }
 
 
-def test_schema_is_the_one_that_transformers_makes():
-    from transformers.utils import get_json_schema
-
-    def weather(city: str, days: int = 3):
-        """
-        Tell the weather.
-
-        Args:
-            city: Where.
-            days: How many days.
-        """
-
-    assert schema_of(weather) == get_json_schema(weather)
-
-
 def test_what_is_no_tool_is_refused():
     def silent(a: int): ...
 

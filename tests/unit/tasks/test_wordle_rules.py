@@ -48,26 +48,6 @@ def test_letters_are_marked_as_often_as_both_words_have_them(guess, secret):
     assert [m == "G" for m in marks] == [g == s for g, s in zip(guess, secret, strict=True)]
 
 
-def test_the_least_is_the_most_that_one_turn_showed():
-    guesses = ["elder", "geese"]
-    marks = ["GXXYY", "XGYXG"]
-    assert marks == [marks_of(guess, "eerie") for guess in guesses]
-    known = Knowledge.of(guesses, marks)
-    assert dict(known.fixed) == {0: "e", 1: "e", 4: "e"}
-    assert known.banned == {(1, "l"), (2, "d"), (3, "e"), (4, "r"), (0, "g"), (2, "e"), (3, "s")}
-    assert dict(known.least) == {"e": 3, "l": 0, "d": 0, "r": 1, "g": 0, "s": 0}
-    assert dict(known.most) == {"l": 0, "d": 0, "g": 0, "s": 0}
-    assert known.allows("eerie")
-
-
-def test_a_grey_letter_that_is_marked_as_well_occurs_so_often_and_no_more():
-    known = Knowledge.of(["aaabb"], ["GYXXX"])
-    assert (known.least["a"], known.most["a"]) == (2, 2)
-    assert known.allows("accca")
-    assert not known.allows("accaa")  # its places are free, but it is one a too many
-    assert not known.allows("acccc")
-
-
 @given(words, words, words)
 def test_a_turn_allows_the_words_that_would_have_marked_it_so(guess, secret, word):
     marks = marks_of(guess, secret)

@@ -7,13 +7,6 @@ from groupwise.wire.problems import KINDS, FieldError, Problem, Refusal, field_e
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_what_may_pass_is_what_the_client_may_send_again() -> None:
-    assert {code for code, kind in KINDS.items() if kind.retry} == {
-        *("in_progress", "too_busy", "rate_limited", "engine_recovering"),
-        *("disk_full", "shutting_down", "timed_out", "database_away", "file_busy"),
-    }
-
-
 def test_a_refusal_becomes_problem_json_and_comes_back() -> None:
     refusal = Refusal("too_busy", "9 groups wait", retry_after=1.2)
     problem = refusal.problem("/completions")
