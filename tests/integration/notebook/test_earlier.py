@@ -25,7 +25,6 @@ from groupwise.notebook import (
     quick_test,
     train_grpo,
 )
-from groupwise.notebook.collected import collected
 from groupwise.notebook.training import Stopped
 from groupwise.runs import checkpoints
 
@@ -173,31 +172,6 @@ def test_other_rewards_and_other_rows_begin_beside(cut, capsys):
     assert names == ["digits", "digits-2", "digits-3"]
 
 
-def test_what_a_reward_reads_is_compared_and_what_it_collects_is_not(machine, capsys):
-    """In the same kernel the list that it collects in is longer when the training goes on."""
-    machine("one")
-    config = config_of()
-    counts, seen, digits = ["0123456789"], list[str](), Digits(3)
-
-    def reward(completions, trainer_state, **columns):
-        seen.extend(completions)
-        digits(completions, trainer_state)
-        return [sum(text.count(each) for each in counts[0]) / 8 for text in completions]
-
-    with pytest.raises(Stopped):
-        train(config, reward)
-    kept = {"seen of the reward reward", "digits.interrupt of the reward reward"}
-    assert collected(Path("checkpoints/digits")) == kept
-    capsys.readouterr()
-    assert train(config, reward).checkpoint_dir == "checkpoints/digits"
-    assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
-    counts[0] = "02468"
-    digits.interrupt = 1
-    with pytest.raises(Stopped):
-        train(config, reward)
-    assert Path("checkpoints/digits-2").is_dir()
-
-
 def test_what_an_interruption_leaves_can_be_exported_and_asked(machine, capsys):
     machine("one")
     config = config_of()
@@ -274,12 +248,18 @@ def test_a_training_that_fails_is_the_sessions_run(finished, capsys):
     assert session.policy == "digits-2@2"
 
 
-def test_a_run_without_a_checkpoint_is_said_to_begin_again(cut, capsys):
-    shutil.rmtree(cut / "checkpoints" / "digits" / "checkpoints")
+def test_a_record_is_mended_and_what_is_gone_is_begun_again(cut, capsys):
+    """A run that lost its checkpoints begins again; a finished one without its weights is trained anew."""
+    (cut / "checkpoints" / "digits" / "run.db").write_bytes(b"torn")
+    assert train(config_of()).checkpoint_dir == "checkpoints/digits"
+    assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
+    for name in ("final", "checkpoints"):  # to free the disk
+        shutil.rmtree(cut / "checkpoints" / "digits" / name)
+    cut_off(config_of(), 1)
+    assert "digits was finished, but its weights are gone" in capsys.readouterr().out
+    shutil.rmtree(cut / "checkpoints" / "digits-2" / "checkpoints")
     prepare_session(config_of())
-    assert (
-        "cut off after 3 of 6 steps; train_grpo goes on from its start" in capsys.readouterr().out
-    )
+    assert "train_grpo goes on from its start" in capsys.readouterr().out
 
 
 def test_a_name_that_is_on_drive_is_not_taken_again(finished, machine, capsys):
@@ -295,12 +275,6 @@ def test_a_name_that_is_on_drive_is_not_taken_again(finished, machine, capsys):
     capsys.readouterr()
     prepare_session(config)
     assert "digits-2@6 came from there" in capsys.readouterr().out
-
-
-def test_a_damaged_record_is_mended_and_the_run_goes_on(cut, capsys):
-    (cut / "checkpoints" / "digits" / "run.db").write_bytes(b"torn")
-    assert train(config_of()).checkpoint_dir == "checkpoints/digits"
-    assert "checkpoints/digits was cut off: it goes on" in capsys.readouterr().out
 
 
 def test_a_model_with_other_weights_begins_beside(machine, capsys):
@@ -324,11 +298,3 @@ def test_a_model_with_other_weights_begins_beside(machine, capsys):
     said = capsys.readouterr().out
     assert "checkpoints/digits-2 was cut off, but differs in the weights of the model" in said
     assert session.folder == Path("checkpoints/digits-3")
-
-
-def test_a_finished_run_without_its_weights_is_trained_anew(finished, capsys):
-    for name in ("final", "checkpoints"):  # to free the disk
-        shutil.rmtree(finished / "checkpoints" / "digits" / name)
-    cut_off(config_of(), 1)
-    assert "digits was finished, but its weights are gone" in capsys.readouterr().out
-    assert Path("checkpoints/digits-2").is_dir()

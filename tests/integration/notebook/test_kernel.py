@@ -47,17 +47,19 @@ def test_each_cell_has_its_own_output_and_the_training_is_one_that_is_redrawn(
 
 def test_an_interrupted_training_goes_on_in_the_same_kernel(kernel: Kernel, tmp_path: Path) -> None:
     """Jupyter interrupts the whole process group, the two processes that sample and learn among it."""
-    begin = (BEGIN + WAITING).replace('"run.processes": 1', '"run.processes": 2')
-    kernel.run(begin)
     for folder in ("whole", "cut"):
         (tmp_path / folder).mkdir()
     kernel.run("import os\nos.chdir('whole')")
-    kernel.run(SESSION)
-    kernel.run(TRAIN_WAITING)
+    for source in (
+        BEGIN + WAITING,
+        SESSION,
+        TRAIN_WAITING,
+    ):  # in one process: what comes out is the same
+        kernel.run(source)
     cut = tmp_path / "cut"
     (cut / "wait").touch()
     kernel.run("os.chdir('../cut')")
-    kernel.run(begin)
+    kernel.run((BEGIN + WAITING).replace('"run.processes": 1', '"run.processes": 2'))
     kernel.run(SESSION)
     cell = in_its_fourth_step(kernel, cut, 60)
     kernel.interrupt()
@@ -68,40 +70,6 @@ def test_an_interrupted_training_goes_on_in_the_same_kernel(kernel: Kernel, tmp_
     assert "it goes on" in text(kernel.run(TRAIN_WAITING))
     final = Path("checkpoints/digits/final/adapter_model.safetensors")
     assert (tmp_path / "whole" / final).read_bytes() == (cut / final).read_bytes()
-
-
-MODULE = """
-from groupwise.notebook import TrainingConfig
-
-class Mine(TrainingConfig):
-    topic: str = "{topic}"
-
-def load(config):
-    return [{{"question": f"{topic} {{n}}?", "answer": "1"}} for n in range(4)]
-
-def reward(completions, **columns):
-    return [{value} for _ in completions]
-"""
-LOOK = """
-config = mine.Mine(
-    model="tiny", dataset="mine", num_batches=2, total_generation_steps=4, lora_rank=2, lora_alpha=2,
-    experiment_name=mine.Mine().topic, overrides={"run.processes": 1},
-)
-session = prepare_session(config)
-state = train_grpo(config, session, reward_functions=[mine.reward])
-print(session.train_dataset[0]["question"][:6], session.run.metrics("reward")["reward"][0][1])
-"""
-
-
-def test_an_edited_module_acts_at_the_next_call(kernel: Kernel, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(MODULE.format(topic="rivers", value=1.0))
-    kernel.run("%load_ext autoreload\n%autoreload 2\nfrom groupwise.notebook import *\nimport mine")
-    kernel.run('register_dataset("mine", mine.load)')
-    assert "rivers 1.0" in text(kernel.run(LOOK))
-    file.write_text(MODULE.format(topic="oceans", value=0.25))
-    assert "oceans 0.25" in text(kernel.run(LOOK))
-    kernel.run("%autoreload 0")
 
 
 SECRET = "hf_Zq81kLmN20pQrT"

@@ -69,12 +69,11 @@ def test_they_are_thin_and_have_no_output(file: Path) -> None:
     assert code[0].source.count("%pip install -q ") == code[0].source.count("%pip") == 2
 
 
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 @pytest.mark.parametrize(
     ("at", "checkout"), [("notebooks", ".."), (".", "."), ("..", "./groupwise")]
 )
 def test_the_first_cell_installs_the_checkout_wherever_the_notebook_runs(
-    file: Path, at: str, checkout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: str, checkout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "groupwise"
     (root / "notebooks").mkdir(parents=True)
@@ -84,7 +83,10 @@ def test_the_first_cell_installs_the_checkout_wherever_the_notebook_runs(
     shell: Any = InteractiveShell()
     asked: list[str] = []
     shell.register_magic_function(asked.append, magic_name="pip")
-    first = next(cell.source for cell in read(file).cells if cell.cell_type == "code")
+    [first] = {
+        next(cell.source for cell in read(file).cells if cell.cell_type == "code")
+        for file in NOTEBOOKS
+    }
     shell.run_cell(first).raise_error()
     wanted, model = (shlex.split(each, comments=True)[2:] for each in asked)
     assert wanted == [f"{checkout}[train,notebook]"]
@@ -110,7 +112,6 @@ def test_they_run_from_start_to_end(file: Path, kernel: Kernel, tmp_path: Path) 
 
 @pytest.mark.soak(suite="notebook")
 @pytest.mark.timeout(3600)
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
 def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:
     told = said(executed(ROOT / "notebooks/quickstart.ipynb", tmp_path))
     found = {
@@ -122,38 +123,3 @@ def test_soak_notebooks_the_quickstart_learns(tmp_path: Path) -> None:
     for name in ("reward", "accuracy"):
         before, after = found[name]
         assert after > before + 0.2, found
-    exported = max(tmp_path.glob("checkpoints/quickstart/checkpoints/step-*/hf_lora"))
-    untrained, trained = by_transformers(None), by_transformers(exported)
-    assert trained > untrained + 0.2, (untrained, trained)
-
-
-def by_transformers(adapter: Path | None) -> float:
-    """Share of held-out questions that transformers and peft alone answer rightly, always taking the likeliest token."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from groupwise.models.bundled import fetch_model
-    from groupwise.notebook import TrainingConfig, prepare_datasets
-
-    config = TrainingConfig(dataset="arithmetic", system_prompt="Answer with a short equation.")
-    rows = list(prepare_datasets(config)[1])[:32]
-    folder = fetch_model("smollm2-135m-instruct")
-    tokenizer = AutoTokenizer.from_pretrained(adapter or folder, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter)
-    given = tokenizer.apply_chat_template(
-        [row["prompt"] for row in rows],
-        add_generation_prompt=True,
-        padding=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    made = model.generate(**given, max_new_tokens=20, do_sample=False)
-    texts = tokenizer.batch_decode(made[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = [
-        re.findall(r"-?\d+", text)[-1:] == [str(row["answer"])]
-        for text, row in zip(texts, rows, strict=True)
-    ]
-    return sum(right) / len(right)

@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -215,38 +215,20 @@ def test_a_reward_that_hangs_costs_its_group_and_not_the_run(here):
     released.set()
 
 
-def test_a_session_of_another_config_is_refused(here):
-    session = prepare_session(config_of())
+def test_what_is_of_another_config_is_refused(here):
     with pytest.raises(UsageError, match="num_batches, learning_rate differ"):
-        train_grpo(config_of(num_batches=9, learning_rate=0.1), session)
-
-
-def test_there_is_nothing_to_export_before_a_checkpoint(here):
+        train_grpo(config_of(num_batches=9, learning_rate=0.1), prepare_session(config_of()))
     folder = here / "checkpoints" / "digits"
     folder.mkdir(parents=True)
-    state = TrainerState(None, folder, str(folder))  # pyright: ignore[reportArgumentType]
+    state: Any = TrainerState(None, folder, str(folder))  # pyright: ignore[reportArgumentType]
     with pytest.raises(RunNotFoundError, match="nothing to export"):
         export_checkpoint(config_of(), state)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"lora_rank": 8, "seed": 7}, "another config: lora_rank, seed differ"),
-        ({"experiment_name": "letters", "save_to_drive": True}, "save_to_drive, experiment_name"),
-    ],
-)
-def test_a_state_of_another_config_is_not_exported(here, changes, said):
-    folder = here / "checkpoints" / "digits"
-    state = TrainerState(None, folder, str(folder), config=config_of())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UsageError, match=said):
-        export_checkpoint(config_of(**changes), state)
-
-
-def test_a_state_that_knows_no_config_is_told_by_its_folder(here):
-    state = TrainerState(None, here, "checkpoints/letters-2")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UsageError, match="of checkpoints/letters-2, but runs of this config are"):
-        export_checkpoint(config_of(), state)
+    known = replace(state, config=config_of())
+    with pytest.raises(UsageError, match="save_to_drive, experiment_name"):
+        export_checkpoint(config_of(experiment_name="letters", save_to_drive=True), known)
+    other = replace(state, checkpoint_dir="checkpoints/letters-2")
+    with pytest.raises(UsageError, match="of checkpoints/letters-2"):
+        export_checkpoint(config_of(), other)
 
 
 CELLS = """

@@ -17,9 +17,8 @@ from groupwise.notebook.space import Between
 from groupwise.notebook.training import Stopped
 from groupwise.notebook.trials import search
 from groupwise.runs.folder import read_config
-from groupwise.settings.schema import setting
 
-SPACE = {
+SPACE: dict[str, Any] = {
     "learning_rate": Between(1e-4, 0.1, log=True),
     "num_generations": [2, 4],
     "training.weight_decay": [0.0],
@@ -33,6 +32,9 @@ def between(low: Any, high: Any) -> Between:
 
 def digits(completions, **columns):
     return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
+
+
+PLAINLY: dict[str, Any] = {"reward_functions": [digits], "prune": False}
 
 
 @pytest.fixture
@@ -105,18 +107,13 @@ def test_a_search_that_was_cut_off_goes_on_in_the_middle_of_a_trial(config, tmp_
     with pytest.raises(Stopped):
         search(longer, SPACE, trials=2, reward_functions=[cut_off], prune=False)
     found = search(longer, SPACE, trials=2, reward_functions=[cut_off], prune=False)
-    whole = search(
-        longer.changed(checkpoint_dir=str(tmp_path / "other" / "digits")),
-        SPACE,
-        trials=2,
-        reward_functions=[cut_off],
-        prune=False,
-    )
-    values = [
+    apart = longer.changed(checkpoint_dir=str(tmp_path / "other" / "digits"))
+    whole = search(apart, SPACE, trials=2, reward_functions=[cut_off], prune=False)
+    one, other = (
         [(trial.params, trial.value) for trial in each.study.trials] for each in (found, whole)
-    ]
-    assert values[0] == values[1]
-    assert len(values[0]) == 2
+    )
+    assert one == other
+    assert len(one) == 2
 
 
 def test_a_trial_whose_run_was_over_is_not_trained_again(config, monkeypatch):
@@ -126,10 +123,10 @@ def test_a_trial_whose_run_was_over_is_not_trained_again(config, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("optuna.study.Study.tell", crash)
         with pytest.raises(KeyboardInterrupt):
-            search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
+            search(config, SPACE, trials=1, **PLAINLY)
     with monkeypatch.context() as patch:
         patch.setattr("groupwise.notebook.training.rl", crash)
-        found = search(config, SPACE, trials=1, reward_functions=[digits], prune=False)
+        found = search(config, SPACE, trials=1, **PLAINLY)
     assert found.best_value == found.study.trials[0].value
 
 
@@ -151,15 +148,13 @@ def test_what_rewards_collect_is_no_other_question_and_what_they_read_is(config)
 
 def test_a_trial_that_fails_is_told_and_the_next_one_begins(config):
     def fails(completions, **columns):
-        raise ValueError("no")
+        raise ValueError("no, says https://me:plain@host/v1")
 
     longer = config.changed(num_batches=5)
     found = search(longer, SPACE, trials=2, reward_functions=[fails], prune=False)
     assert [trial.state.name for trial in found.study.trials] == ["FAIL", "FAIL"]
-    assert [row[-1] for row in found.table().rows] == [
-        f"failed: {trial.user_attrs['reason'].splitlines()[0]}" for trial in found.study.trials
-    ]
     assert "failed: No rollout could be scored in 3 steps" in str(found)
+    assert "me:plain" not in str([trial.user_attrs for trial in found.study.trials])
     with pytest.raises(UsageError, match="No trial has ended well"):
         _ = found.best
 
@@ -183,26 +178,10 @@ def trainings(folder):
     return sorted(each.name for each in folder.iterdir() if each.is_dir())
 
 
-def test_a_trial_that_was_cut_off_while_its_failure_was_told_shows_what_it_came_to_later(
-    config, monkeypatch
-):
-    def cut_off(study, trial, *_, **__):
-        trial.set_user_attr("reason", "no memory")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("groupwise.notebook.trials._tried", cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            search(config, SMALL, trials=1)
-    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
-    found = search(config, SMALL, trials=1)
-    assert "no memory" not in str(found)
-
-
 def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_end(
     config, tmp_path, capsys
 ):
-    found = search(config, SMALL, trials=30, reward_functions=[digits], prune=False)
+    found = search(config, SMALL, trials=30, **PLAINLY)
     trials = found.study.trials
     tried = [trial.params["num_generations"] for trial in trials]
     assert {*tried} == {2, 4}
@@ -213,37 +192,8 @@ def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_en
     became = {row[0]: row[-1] for row in found.table().rows}
     assert (became["0"], became["1"]) == ("", "as trial 0")
     assert f"the search is over after {len(tried)} of 30 trials" in capsys.readouterr().out
-    again = search(config, SMALL, trials=30, reward_functions=[digits], prune=False)
+    again = search(config, SMALL, trials=30, **PLAINLY)
     assert len(again.study.trials) == len(tried)
-
-
-def test_a_repeated_trial_that_was_cut_off_before_it_was_told_is_not_trained(
-    config, tmp_path, monkeypatch
-):
-    from optuna.trial import Trial
-
-    def crash(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trial, "set_user_attr", crash)
-        with pytest.raises(KeyboardInterrupt):
-            search(config, SMALL, trials=2, reward_functions=[digits], prune=False)
-    found = search(config, SMALL, trials=2, reward_functions=[digits], prune=False)
-    assert found.study.trials[0].value == found.study.trials[1].value
-    assert trainings(tmp_path / "checkpoints" / "digits-search") == ["trial-0"]
-
-
-def test_a_repeated_trial_that_ended_early_did_so_too(config, tmp_path, monkeypatch):
-    def stopped(trial):
-        return trial.number == 0
-
-    monkeypatch.setattr("optuna.trial.Trial.should_prune", stopped)
-    found = search(config, SMALL, trials=2, reward_functions=[digits])
-    states = [(trial.state.name, trial.value) for trial in found.study.trials]
-    assert states[0] == states[1] == ("PRUNED", states[0][1])
-    assert states[0][1] is not None
-    assert [row[-1] for row in found.table().rows] == ["ended early", "ended early, as trial 0"]
 
 
 def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_path):
@@ -305,20 +255,9 @@ def told_a_number(study, trial, *_, **__):
     study.tell(trial, 1.0)
 
 
-def test_a_journal_of_another_kind_of_numbers_is_refused(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
-    space = {"beta": Between(0, 1)}
-    with monkeypatch.context() as patch:
-        patch.setattr("groupwise.notebook.space._is_whole", lambda *_: True)
-        search(config, space, trials=1)
-    with pytest.raises(ConfigError, match="another space: beta"):
-        search(config, space, trials=2)
-
-
 class WithKeys(TrainingConfig):
     openai_api_key: str | None = None
     judge_url: str = ""
-    services: dict[str, Any] = setting({}, "With their keys.")
 
 
 PLAIN = "plain-XYZ987"
@@ -327,43 +266,25 @@ PLAIN = "plain-XYZ987"
 def test_no_credential_stands_in_the_journal(config, tmp_path, monkeypatch):
     monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
     given = {name: getattr(config, name) for name in config.model_fields_set}
-    kept = WithKeys(
-        **given,
-        openai_api_key=PLAIN,
-        judge_url=f"https://me:{PLAIN}@h/",
-        services={"api_key": PLAIN},
-    )
+    kept = WithKeys(**given, openai_api_key=PLAIN, judge_url=f"https://me:{PLAIN}@h/")
     search(kept, SMALL, trials=1)
-    files = [each for each in (tmp_path / "checkpoints").rglob("*") if each.is_file()]
-    assert [each.name for each in files] == ["trials.jsonl"]
-    assert PLAIN not in files[0].read_text()
+    [file] = [each for each in (tmp_path / "checkpoints").rglob("*") if each.is_file()]
+    assert (file.name, PLAIN in file.read_text()) == ("trials.jsonl", False)
     search(kept.changed(openai_api_key=None), SMALL, trials=2)
-    with pytest.raises(ConfigError, match="openai_api_key is nothing that a search can vary"):
-        search(kept, {"openai_api_key": [PLAIN]}, trials=1)
-    with pytest.raises(ConfigError, match="judge_url holds what looks like a credential"):
-        search(kept, {"judge_url": ["", f"https://me:{PLAIN}@h/"]}, trials=1)
-
-
-def test_no_credential_stands_in_the_reason_of_a_failure(config, monkeypatch, caplog):
-    def fails(*_, **__):
-        raise UsageError("The judge refused:\nhttps://me:plain@host/v1\nGive another key.")
-
-    monkeypatch.setattr("groupwise.notebook.trials._tried", fails)
-    [trial] = search(config, SMALL, trials=1).study.trials
-    assert trial.user_attrs["reason"] == "The judge refused:\n…\nGive another key."
-    assert "me:plain" not in caplog.text
+    for space in ({"openai_api_key": [PLAIN]}, {"judge_url": ["", f"https://me:{PLAIN}@h/"]}):
+        with pytest.raises(ConfigError, match=next(iter(space))):
+            search(kept, space, trials=1)
 
 
 def test_what_cannot_be_measured_is_refused_before_any_training(config, tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="reward, accuracy, within_10_percent, format_rate"):
+    with pytest.raises(UsageError, match="within_10_percent"):
         search(config, SPACE, trials=1, metric="acuracy")
     blind = config.changed(overrides={**config.overrides, "eval.before_and_after": False})
     with pytest.raises(UsageError, match="test part is not evaluated"):
         search(blind, SPACE, trials=1)
     rows = tmp_path / "towns.jsonl"
-    rows.write_text(
-        "".join(f'{{"question": "q{n}?", "answer": "Town{n % 3}"}}\n' for n in range(9))
-    )
+    lines = [f'{{"question": "q{n}?", "answer": "Town{n % 3}"}}\n' for n in range(9)]
+    rows.write_text("".join(lines))
     with pytest.raises(UsageError, match="'within_10_percent'"):
         search(config.changed(dataset=str(rows)), SPACE, trials=1, metric="within_10_percent")
     found = importlib.util.find_spec
@@ -373,19 +294,6 @@ def test_what_cannot_be_measured_is_refused_before_any_training(config, tmp_path
     with pytest.raises(UsageError, match="pip install optuna"):
         search(config, SPACE, trials=1)
     assert not list((tmp_path / "checkpoints").rglob("run.db"))
-
-
-def test_values_that_do_not_go_together_are_a_failed_trial(config, capsys):
-    space = {"num_batches": [2, 6], "train_fraction": [0.2, 0.5]}
-    base = config.changed(num_batches=6, train_fraction=0.5)
-    found = search(base, space, trials=20, reward_functions=[digits], prune=False)
-    steps = [
-        (trial.state.name, trial.params["num_batches"] * trial.params["train_fraction"])
-        for trial in found.study.trials
-    ]
-    assert {count for state, count in steps if state == "FAIL"} == {0.4}
-    assert {count for state, count in steps if state == "COMPLETE"} == {1.0, 6 * 0.2, 3.0}
-    assert f"after {len(steps)} of 20 trials; those that failed" in capsys.readouterr().out
 
 
 def test_what_was_tried_goes_with_drive_to_another_machine(config, tmp_path, monkeypatch):
