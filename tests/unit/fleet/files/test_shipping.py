@@ -184,20 +184,6 @@ class Posted:
         return [line["line"] for line in self.lines if line["job_id"] == job]
 
 
-async def test_what_is_too_large_for_an_address_comes_in_smaller_posts(
-    database: Database, logs: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    large, small = Log(database, logs, "large", 1), Log(database, logs, "small", 2)
-    large.write(b"".join(b"%d %s\n" % (number, b"x" * 900) for number in range(2000)))
-    small.write(b"one\n")
-    posted = Posted(lambda content: 413 if len(content) > 100_000 else None)
-    await Shipper(database, logs, posted.sink()).round()
-    assert [int(line.split()[0]) for line in posted.said("large")] == [*range(2000)]
-    assert posted.said("small") == ["one"]
-    assert sum(map(len, posted.posts)) < 2 * 2_200_000, "it is learnt how much it takes"
-    assert caplog.records == []
-
-
 @pytest.mark.parametrize("status", [403, 413])
 async def test_a_line_that_is_refused_alone_is_left_out_and_its_place_says_so(
     database: Database, logs: Path, caplog: pytest.LogCaptureFixture, status: int

@@ -87,12 +87,3 @@ def test_what_cannot_work_is_refused(asked: dict[str, Any], why: str) -> None:
         plan_of(Asked(**asked))
     assert why in str(refused.value)
     assert "hush" not in str(refused.value)
-
-
-def test_wheels_that_cannot_be_meant(tmp_path: Path) -> None:
-    one, two = wheel(tmp_path), wheel(tmp_path, "own-2.0-py3-none-any.whl")
-    with pytest.raises(UsageError, match="are both own"):
-        plan_of(Asked(wheels=[one, two]))
-    ours = wheel(tmp_path, "groupwise-1-py3-none-any.whl")
-    with pytest.raises(UsageError, match="packed from this installation"):
-        plan_of(Asked(wheels=[ours]))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from groupwise.fleet.machines import prepare as preparing
-from groupwise.fleet.machines.prepare import PrepareError
 from groupwise.hosts.port import Answer, Host, HostUnreachable, Request
 from tests.unit.fleet.machines.prepared_place import Place
 
@@ -78,20 +77,6 @@ async def test_a_lost_connection_is_made_again(
     assert (await place.prepare(host=way)).made
     assert sum("the connection is lost" in line for line in place.told) >= 1
     assert sum("4/4" in line for line in place.told) == 1  # no line is told twice
-
-
-async def test_who_stays_silent_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "AGAIN", 0.0)
-    monkeypatch.setattr(preparing, "PATIENCE", 0.0)
-
-    class Silent(Cut):
-        async def call(self, request: Request, *, timeout: float) -> Answer:
-            if request.verb in {"log", "wait"}:
-                raise HostUnreachable("cut")
-            return await super().call(request, timeout=timeout)
-
-    with pytest.raises(PrepareError, match=r"vm-1 cannot be asked: cut.*doctor --vm vm-1"):
-        await place.prepare(host=Silent(place.host))
 
 
 async def test_what_was_made_long_ago_is_looked_at_before_it_is_taken_in(

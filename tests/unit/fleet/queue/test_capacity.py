@@ -96,19 +96,6 @@ def test_a_machine_that_comes_back_and_a_quota_that_is_raised(database: Database
     assert claimed_ids(database) == ["one"]
 
 
-def test_a_quota_that_frees_room_on_another_machine(database: Database) -> None:
-    """The GPU that comes free is not one that the waiting job could use; the quota is what it waited for."""
-    add_machine(database, "a", 1)
-    add_machine(database, "b", 1)
-    execute(database, "UPDATE gpus SET model = 'H100' WHERE vm_id = 'b'")
-    submit(database, "one", project="p", gpus=1, gpu_model="A100")
-    execute(database, "UPDATE projects SET max_gpus = 1")
-    submit(database, "two", project="p", gpus=1, gpu_model="H100")
-    assert claimed_ids(database) == ["one"]
-    assert finish(database, "one") == 1
-    assert claimed_ids(database) == ["two"]
-
-
 def test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent(
     database: Database,
 ) -> None:

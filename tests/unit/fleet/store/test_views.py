@@ -69,13 +69,3 @@ def test_reservations_count_until_they_are_released(database: Database, gpus: li
     ]
     execute(database, "UPDATE reservations SET released_at = 2")
     assert counts(database) == (3, 3)
-
-
-@pytest.mark.parametrize("change", ["observed = 'foreign_busy'", "quarantined = 'fell off'"])
-def test_observations_only_subtract(database: Database, gpus: list[int], change: str) -> None:
-    execute(database, f"UPDATE gpus SET {change} WHERE gpu_id = :g", g=gpus[1])
-    assert counts(database) == (3, 2)
-    epoch = attempt(database, job(database, "j"))
-    execute(database, RESERVE, **reservation(epoch, gpus[0]))
-    execute(database, "UPDATE gpus SET observed = 'ok', memory_used_mb = 0")
-    assert counts(database)[1] < 3
