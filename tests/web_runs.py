@@ -35,42 +35,26 @@ def task_of(draw: int) -> str:
 def groups_of(step: int, write: Write, groups: int, members: int, examples: int = 7) -> list[Group]:
     """Of one step, by a seed of its own."""
     dice = random.Random(step)
-    return [
-        Group(
-            draw := step * groups + number,
-            Example(
-                draw % examples,
-                f"question {draw % examples}",
-                {"answer": str(draw), "task": task_of(draw)},
-            ),
-            tuple(_rollout(draw, member, step, write, dice) for member in range(members)),
-        )
-        for number in range(groups)
-    ]
+    made: list[Group] = []
+    for draw in range(step * groups, (step + 1) * groups):
+        columns = {"answer": str(draw), "task": task_of(draw)}
+        example = Example(draw % examples, f"question {draw % examples}", columns)
+        rollouts = (_rollout(draw, member, step, write, dice) for member in range(members))
+        made.append(Group(draw, example, tuple(rollouts)))
+    return made
 
 
 def _rollout(draw: int, member: int, step: int, write: Write, dice: random.Random) -> Rollout:
     text = write(step, member)
     ids = tuple(ord(each) % 90 + 5 for each in text[:12])
-    segment = Segment(
-        "policy",
-        ids,
-        tuple(-dice.random() * 4 for _ in ids),
-        step,
-        f"weights-{step}",
-        SamplingParams(16),
-        member,
-        "length" if member == 1 else "stop",
-    )
-    known = {"draw": draw, "member": member, "attempt": 0, "prompt_ids": (1, 2)}
+    drawn = tuple(-dice.random() * 4 for _ in ids)
+    ends = "length" if member == 1 else "stop"
+    policy: Any = (step, f"weights-{step}", SamplingParams(16), member, ends)
+    segment = Segment("policy", ids, drawn, *policy)
+    known: Any = {"draw": draw, "member": member, "attempt": 0, "prompt_ids": (1, 2)}
     if member == 3:
-        return Rollout(
-            **known,
-            segments=(segment,),
-            completion=text,
-            outcome="failed",
-            reason=f"grader: {text[:40]}",
-        )
+        failed: Any = {"outcome": "failed", "reason": f"grader: {text[:40]}"}
+        return Rollout(**known, segments=(segment,), completion=text, **failed)
     reward = round(dice.random(), 3)
     return Rollout(
         **known,
@@ -129,49 +113,26 @@ def add_step(
     made = groups_of(step, write, groups, members, examples)
     scored = [r.reward for g in made for r in g.rollouts if r.reward is not None]
     metrics = {
-        "reward": sum(scored) / len(scored),
-        "reward_std": 0.2,
-        "rewards/correct/mean": 0.5,
-        "rewards/correct/std": 0.1,
-        "frac_reward_zero_std": 0.9,
-        "entropy": 2.0,
-        "completions/mean_length": 12.0,
-        "completions/clipped_ratio": 0.25,
-        "rollouts/scored": float(len(scored)),
-        "rollouts/failed": float(groups),
-        "rollouts/timed_out": 0.0,
-        "time/sampling": 1.0,
-        "time/learning": 2.0,
-        "time/step": 3.0,
-        "own/number": float(step),
-    }
-    warnings = (
-        [WarningRecord(step + 1, "length", "begins", "longer than before")] if step == 1 else []
-    )
-    record = StepRecord(
-        step, step, step + 1, f"w{step}", tuple(g.draw for g in made), 0.01, 1.7e9 + step
-    )
-    store.commit_step(record, made, metrics, warnings)
+        "reward": sum(scored) / len(scored), "reward_std": 0.2, "rewards/correct/mean": 0.5, "rewards/correct/std": 0.1,
+        "frac_reward_zero_std": 0.9, "entropy": 2.0, "completions/mean_length": 12.0, "completions/clipped_ratio": 0.25,
+        "rollouts/scored": float(len(scored)), "rollouts/failed": float(groups), "rollouts/timed_out": 0.0,
+        "time/sampling": 1.0, "time/learning": 2.0, "time/step": 3.0, "own/number": float(step),
+    }  # fmt: skip
+    warning = WarningRecord(step + 1, "length", "begins", "longer than before")
+    draws = tuple(each.draw for each in made)
+    record = StepRecord(step, step, step + 1, f"w{step}", draws, 0.01, 1.7e9 + step)
+    store.commit_step(record, made, metrics, [warning] if step == 1 else [])
 
 
 def evaluation_of(run: str, step: int, share: float) -> EvaluationRecord:
     """Of ten prompts, of which this share was solved after so many steps."""
     rows = [
         {
-            "example": n,
-            "sample": 0,
-            "prompt": f"question {n}",
-            "completion": f"answer {n} after {step}",
-            "outcome": "scored",
-            "reward": float(n < share * 10),
-            "parts": {"correct": float(n < share * 10)},
-            "tokens": 5,
-            "truncated": False,
-            "key": f"k{n}",
-            "answer": None,
-            "success": n < share * 10,
+            "example": n, "sample": 0, "prompt": f"question {n}", "completion": f"answer {n} after {step}", "outcome": "scored",
+            "reward": float(n < share * 10), "parts": {"correct": float(n < share * 10)}, "tokens": 5, "truncated": False,
+            "key": f"k{n}", "answer": None, "success": n < share * 10,
         }
         for n in range(10)
-    ]
+    ]  # fmt: skip
     metrics = {"reward": share, "pass@1": share, "pass@4": min(1.0, share + 0.2)}
     return EvaluationRecord(step, "held-out", f"{run}@{step}", metrics, rows, "asked")

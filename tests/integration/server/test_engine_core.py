@@ -140,11 +140,20 @@ async def test_what_cannot_be_asked_has_a_code_and_a_field(tmp_path: Path) -> No
     await engine.close()
 
 
-async def test_what_cannot_go_together_has_a_code_of_its_own(tmp_path: Path) -> None:
-    settings = {**config(tmp_path, "served"), "lora": None}
-    order = OpenRun(settings, LONGEST_PROMPT)
+async def test_what_cannot_be_opened_has_a_code_of_its_own_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     engine = EngineCore()
-    await engine.open(order)
+    for changes, said in (
+        ({"algorithm": {"type": "dapo"}}, "only the client can"),
+        ({"training": {"prompts_per_step": 0}}, "prompts_per_step"),
+        ({"model": {"name": "no-such-model"}}, "no-such-model"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            await engine.open(OpenRun({**config(tmp_path, "served"), **changes}, LONGEST_PROMPT))
+    assert not (tmp_path / "served").exists()
+    settings = {**config(tmp_path, "served"), "lora": None}
+    await engine.open(OpenRun(settings, LONGEST_PROMPT))
     with pytest.raises(UsageError, match="all weights") as alone:
         await engine.models.open(OpenModels("tiny", str(tmp_path / "models"), 2, 64))
     assert alone.value.code == "full_fine_tuning"
@@ -156,23 +165,6 @@ async def test_what_cannot_go_together_has_a_code_of_its_own(tmp_path: Path) -> 
     assert differs.value.code == "resume_mismatch"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"algorithm": {"type": "dapo"}}, "only the client can"),
-        ({"training": {"prompts_per_step": 0}}, "prompts_per_step"),
-        ({"model": {"name": "no-such-model"}}, "no-such-model"),
-    ],
-)
-async def test_a_config_that_cannot_be_leaves_nothing(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    engine = EngineCore()
-    with pytest.raises(UsageError, match=said):
-        await engine.open(OpenRun({**config(tmp_path, "served"), **changes}, LONGEST_PROMPT))
-    assert not (tmp_path / "served").exists()
-
-
 async def test_a_group_is_sampled_by_one_policy(in_process: Path, tmp_path: Path) -> None:
     """New weights wait for completions that are under way, and those that come meanwhile for the weights."""
     settings = config(tmp_path, "served")
@@ -180,13 +172,12 @@ async def test_a_group_is_sampled_by_one_policy(in_process: Path, tmp_path: Path
     engine = EngineCore()
     await engine.open(OpenRun(settings, LONGEST_PROMPT))
     with Store.open(in_process / "run.db", readonly=True) as store:
-        plan = [
-            scored_group(
-                (await engine.sample(SampleOrder(group.draw, group.example.prompt))).group,
-                [rollout.reward for rollout in group.rollouts],
-            )
-            for group in store.groups(0)
-        ]
+        groups = store.groups(0)
+    drawn = [await engine.sample(SampleOrder(each.draw, each.example.prompt)) for each in groups]
+    plan = [
+        scored_group(one.group, [rollout.reward for rollout in group.rollouts])
+        for one, group in zip(drawn, groups, strict=True)
+    ]
     step = asyncio.create_task(engine.step(Plan(0, tuple(plan))))
     asked: list[asyncio.Task[Any]] = []
     while not step.done():
@@ -195,7 +186,6 @@ async def test_a_group_is_sampled_by_one_policy(in_process: Path, tmp_path: Path
     await step
     for sampled in await asyncio.gather(*asked):
         segments = [r.segments[0] for r in sampled.group.rollouts]
-        assert {(s.policy_version, s.fingerprint) for s in segments} == {
-            (sampled.version, sampled.fingerprint)
-        }
+        told = {(s.policy_version, s.fingerprint) for s in segments}
+        assert told == {(sampled.version, sampled.fingerprint)}
     await engine.close()

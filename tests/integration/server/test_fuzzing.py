@@ -137,25 +137,19 @@ RESULT = TypeAdapter[Any](answers.Result)
 SOME = {"model_id": "", "seq_id": 0}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
 GOOD: Mapping[str, Mapping[str, Any]] = {
-    "POST /api/v1/session_heartbeat": {"session_id": ""},
-    "POST /api/v1/get_info": {"model_id": ""},
-    "POST /api/v1/optim_step": {**SOME, "adam_params": {}},
-    "POST /api/v1/save_weights": {**SOME, "path": "one", "overwrite": True},
-    "POST /api/v1/load_weights": {**SOME, "path": "tinker://m/weights/one", "optimizer": True},
-    "POST /api/v1/save_weights_for_sampler": {**SOME, "sampling_session_seq_id": 0},
-    "POST /api/v1/create_sampling_session": {
-        "session_id": "",
-        "sampling_session_seq_id": 1,
-        "base_model": "tiny",
-    },
-    "POST /api/v1/asample": {
-        "sampling_session_id": "",
-        "seq_id": 0,
-        "prompt": PROMPT,
-        "sampling_params": {"max_tokens": 3},
-    },
-    "POST /api/v1/retrieve_future": {"request_id": ""},
-}
+    f"POST /api/v1/{path}": body
+    for path, body in {
+        "session_heartbeat": {"session_id": ""},
+        "get_info": {"model_id": ""},
+        "optim_step": {**SOME, "adam_params": {}},
+        "save_weights": {**SOME, "path": "one", "overwrite": True},
+        "load_weights": {**SOME, "path": "tinker://m/weights/one", "optimizer": True},
+        "save_weights_for_sampler": {**SOME, "sampling_session_seq_id": 0},
+        "create_sampling_session": {"session_id": "", "sampling_session_seq_id": 1, "base_model": "tiny"},
+        "asample": {"sampling_session_id": "", "seq_id": 0, "prompt": PROMPT, "sampling_params": {"max_tokens": 3}},
+        "retrieve_future": {"request_id": ""},
+    }.items()
+}  # fmt: skip
 """Bodies that come far; ids and numbers are filled in."""
 
 

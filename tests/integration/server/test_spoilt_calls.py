@@ -23,86 +23,39 @@ CONFIG = {
     "algorithm": {"beta": 0.1},
 }
 ROW = {
-    "prompt_ids": [5, 6],
-    "completion_ids": [7, 8],
-    "mask": [1, 1],
-    "sampling_logprobs": [-1.0, -2.0],
-    "advantage": 1.0,
-    "scale": 1.0,
-    "temperature": 1.0,
-    "reference_logprobs": [-1.0, -2.0],
-    "proximal_logprobs": None,
-    "rollout": [0, 0],
-    "others": {"tokens": 1},
-    "withheld": [{"start": 0, "end": 1, "token_ids": [3]}],
-    "credits": None,
-}
+    "prompt_ids": [5, 6], "completion_ids": [7, 8], "mask": [1, 1], "sampling_logprobs": [-1.0, -2.0], "advantage": 1.0,
+    "scale": 1.0, "temperature": 1.0, "reference_logprobs": [-1.0, -2.0], "proximal_logprobs": None, "rollout": [0, 0],
+    "others": {"tokens": 1}, "withheld": [{"start": 0, "end": 1, "token_ids": [3]}], "credits": None,
+}  # fmt: skip
 PARAMS = {
-    "max_tokens": 4,
-    "temperature": 1.0,
-    "stop_token_ids": [0],
-    "stop": ["x"],
-    "min_tokens": 0,
-    "top_k": None,
-    "top_p": None,
+    "max_tokens": 4, "temperature": 1.0, "stop_token_ids": [0], "stop": ["x"], "min_tokens": 0, "top_k": None, "top_p": None,
     "min_p": None,
-}
-GENERATE = {
-    "verb": "generate",
-    "request": {"draw": 1, "prompt_ids": [5, 6], "seeds": [1, 2], "params": PARAMS},
-}
-LOSS = {"name": "dr_grpo", "knobs": {}}
-LEARN = {"verb": "forward_backward", "rows": [ROW], "loss": LOSS, "denominators": {"policy": 2.0}}
-CALLS: dict[str, dict[str, Any]] = {
-    "generate": GENERATE,
-    "forward_backward": LEARN,
-    "logprobs": {"verb": "logprobs", "rows": [ROW], "role": "policy"},
-    "predictions": {"verb": "predictions", "rows": [ROW]},
-    "update": {
-        "verb": "update",
-        "params": {
-            "learning_rate": 0.0,
-            "max_grad_norm": 1.0,
-            "weight_decay": 0.0,
-            "beta1": 0.9,
-            "beta2": 0.9,
-            "eps": 1e-8,
-        },
+}  # fmt: skip
+REQUEST = {"draw": 1, "prompt_ids": [5, 6], "seeds": [1, 2], "params": PARAMS}
+ADAM = {"learning_rate": 0.0, "max_grad_norm": 1.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8}  # fmt: skip
+GIVEN: dict[str, dict[str, Any]] = {
+    "generate": {"request": REQUEST},
+    "forward_backward": {
+        "rows": [ROW],
+        "loss": {"name": "dr_grpo", "knobs": {}},
+        "denominators": {"policy": 2.0},
     },
-    "publish": {"verb": "publish", "version": 3},
-    "save_state": {"verb": "save_state", "folder": "state"},
-    "load_state": {"verb": "load_state", "folder": "state"},
-    "open": {"verb": "open", "kind": "serving", "config": CONFIG, "run": "r", "longest_prompt": 8},
+    "logprobs": {"rows": [ROW], "role": "policy"},
+    "predictions": {"rows": [ROW]},
+    "update": {"params": ADAM},
+    "publish": {"version": 3},
+    "save_state": {"folder": "state"},
+    "load_state": {"folder": "state"},
+    "open": {"kind": "serving", "config": CONFIG, "run": "r", "longest_prompt": 8},
     "load": {  # last, as it changes what is sampled
-        "verb": "load",
-        "policy": {
-            "run": "r",
-            "version": 0,
-            "fingerprint": "f",
-            "kind": "adapter",
-            "path": "state",
-        },
+        "policy": {"run": "r", "version": 0, "fingerprint": "f", "kind": "adapter", "path": "state"}
     },
 }
+CALLS = {verb: {"verb": verb, **given} for verb, given in GIVEN.items()}
+GENERATE, LEARN = CALLS["generate"], CALLS["forward_backward"]
 WRONG = (
-    None,
-    True,
-    -1,
-    0,
-    0.5,
-    2**70,
-    1e300,
-    "NaN",
-    "",
-    "x",
-    "../..",
-    [],
-    [[]],
-    [-1],
-    [10**9],
-    {},
-    {"a": 1},
-)
+    None, True, -1, 0, 0.5, 2**70, 1e300, "NaN", "", "x", "../..", [], [[]], [-1], [10**9], {}, {"a": 1},
+)  # fmt: skip
 
 
 def spoilt(value: Any) -> Iterator[Any]:

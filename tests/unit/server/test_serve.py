@@ -22,6 +22,7 @@ from groupwise.errors import ConfigError, UsageError
 from groupwise.runs.lock import RunLock
 from groupwise.server.serve import read_start, serve
 from groupwise.server.settings import ServerConfig
+from tests.unit.server.run_server import main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -138,11 +139,12 @@ def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
         process.said("ending; a second signal ends at once")
 
 
-def test_a_run_that_cannot_be_begun_ends_the_server(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_begun_ends_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "settings.yaml").write_text("run_name: bad\n")
-    with server(tmp_path / "out", str(tmp_path / "settings.yaml")) as process:
-        process.said("--start-with was refused: for a reason")
-        assert process.popen.wait(30) == 2
+    assert main(str(tmp_path / "out"), str(tmp_path / "settings.yaml")) == 2
+    assert "--start-with was refused: for a reason" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")

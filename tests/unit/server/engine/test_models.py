@@ -1,10 +1,4 @@
-"""Models over a base, in the engine.
-
-1. What is sampled is what was saved, however its model trains on; the base is as it was.
-2. More sets of weights than samplers are served one after another.
-3. A model is made again from a state that was kept; what was saved is found by another engine.
-4. What cannot be is refused before anything is done.
-"""
+"""Models over a base, in the engine: what is sampled is what was saved, and a model is made again from a state that was kept."""
 
 from __future__ import annotations
 
@@ -19,6 +13,7 @@ import pytest
 from groupwise.errors import UsageError
 from groupwise.server.engine import models as engine_models
 from groupwise.server.engine.models import EngineModels
+from groupwise.server.engine.parts import EngineParts
 from groupwise.server.engine.port import OpenModels
 from groupwise.server.verbs.port import ModelSpec, Stored, VerbSample, VerbSampled
 from groupwise.types import LossSpec, OptimiserParams, Row, SamplingParams
@@ -79,9 +74,7 @@ async def test_a_forward_pass_tells_every_token_and_the_same_sums(models: Engine
     assert with_gradient.sums == pytest.approx(without.sums)
     taught = [value for each in without.logprobs for value in each[1:]]
     assert without.sums["loss/policy"] == pytest.approx(-sum(taught))
-    norm = (await models.optim_step(MODEL, STEP)).grad_norm
-    await models.forward_backward(MODEL, ROWS, LOSS)
-    assert norm > 0
+    assert (await models.optim_step(MODEL, STEP)).grad_norm > 0
 
 
 async def test_what_is_sampled_is_what_was_saved(models: EngineModels) -> None:
@@ -125,9 +118,8 @@ async def test_a_sample_that_is_cancelled_frees_its_sampler(
     await asyncio.sleep(0.01)
     under_way.cancel()
     await asyncio.gather(under_way, return_exceptions=True)
-    assert (
-        len((await models.sample(Stored(MODEL, "sampler_weights", "one"), ASKED)).completions) == 2
-    )
+    found = await models.sample(Stored(MODEL, "sampler_weights", "one"), ASKED)
+    assert len(found.completions) == 2
 
 
 async def test_a_model_is_made_again(models: EngineModels, tmp_path: Path) -> None:
@@ -181,3 +173,11 @@ async def test_what_cannot_be(models: EngineModels, tmp_path: Path) -> None:
     await models.drop("other")
     await refused("no model 'other'", models.forward("other", ROWS, LOSS))
     assert len((await models.sample(head, ASKED)).completions) == 2
+
+
+async def test_an_engine_asks_no_other_server_for_a_client() -> None:
+    sampler = {"engine": "vllm", "url": "http://169.254.169.254"}
+    config = {"model": {"name": "tiny"}, "sampler": sampler}
+    async with AsyncExitStack() as scope:
+        with pytest.raises(UsageError, match="a training server samples itself"):
+            await EngineParts(scope).plan("training", config, 20)

@@ -2,12 +2,9 @@
 
 1. Calls are answered in any order, each by its own answer or error; what cannot cross the socket fails its call alone.
 2. A call that changes nothing ends when nobody waits for it, and at its deadline; the engine is well afterwards.
-3. What the engine logs is logged here; what it prints is logged, and its last lines are told when it ends.
-4. An event loop that is silent, a call that outlasts its deadline while the loop turns, and a start that takes too long are ended.
-5. Whatever ends the engine fails every call with `EngineLost` and the reason, once nothing of it is left, its descendants included.
-6. So does the end of this process. Ctrl-C and SIGTERM are for this process alone.
-7. Nothing is left after `close`, which may be repeated: no process, no descriptor, no thread.
-8. The process of a fake imports no torch.
+3. Whatever ends the engine fails every call with `EngineLost` and the reason, once nothing of it is left, its descendants included.
+4. So does the end of this process. Ctrl-C and SIGTERM are for this process alone.
+5. Nothing is left after `close`, which may be repeated: no process, no descriptor, no thread.
 """
 
 import asyncio
@@ -48,53 +45,58 @@ async def until(condition):
         await asyncio.sleep(0.005)
 
 
-async def threads_are(count):
-    async def so_many():
-        return threading.active_count() <= count
-
-    await until(so_many)
-
-
 async def lost(call) -> str:
     with pytest.raises(EngineLost) as raised:
         await call
     return str(raised.value)
 
 
-async def test_each_call_fails_alone_and_in_its_own_words(caplog):
-    async with served() as engine:
-        waiting = asyncio.create_task(engine.call("wait"))
-        for error in (NonFiniteError("too fast"), ConfigError("a key"), EngineLost("gone")):
-            with pytest.raises(type(error)) as raised:
-                await engine.call("fail", error)
-            assert str(raised.value) == str(error)
-        with pytest.raises(RunError, match=r"in divide\n.*1 / by\n.*ZeroDivisionError"):
-            await engine.call("divide", 0)
-        with pytest.raises(RunError, match="no memory left"):
-            await engine.call("fail", MemoryError())
-        with pytest.raises((AttributeError, TypeError), match="pickle"):
-            await engine.call("echo", lambda: 0)
-        with pytest.raises(RunError, match="pickle"):
-            await engine.call("unsendable")
-        with pytest.raises(RunError, match=r"error that cannot be read here(.|\n)*No module named"):
-            await engine.call("fail_here")
-        with pytest.raises(RunError, match="no_such_verb"):
-            await engine.call("no_such_verb")
-        await engine.call("let_go")
-        await waiting
-        assert engine.reason is None
-    bugs = [each.getMessage() for each in caplog.records if "Traceback" in each.getMessage()]
+async def test_each_call_has_its_own_answer_or_error_and_what_it_says_is_logged(caplog, capfd):
+    with caplog.at_level(logging.INFO, "groupwise"):
+        async with served(environment={"TOY_WORD": "hello"}) as engine:
+            waiting = asyncio.create_task(engine.call("wait"))
+            assert await engine.call("echo", {"a": (1, None)}) == {"a": (1, None)}
+            many = await asyncio.gather(*(engine.call("echo", each) for each in range(50)))
+            assert many == [*range(50)]
+            large = os.urandom(20 << 20)
+            assert await engine.call("echo", large) == large
+            for name, value in (("TOY_WORD", "hello"), ("PATH", os.environ["PATH"])):
+                assert await engine.call("environment", name) == value
+            heavy = {"torch", "transformers", "peft", "fastapi", "groupwise.config"}
+            assert not heavy & {*await engine.call("modules")}
+            await engine.call("say", "hello")
+            await engine.call("show", "printed")
+            for error in (NonFiniteError("too fast"), ConfigError("a key"), EngineLost("gone")):
+                with pytest.raises(type(error), match=str(error)):
+                    await engine.call("fail", error)
+            for verb, given, kind, said in (
+                ("divide", [0], RunError, r"in divide\n.*1 / by\n.*ZeroDivisionError"),
+                ("fail", [MemoryError()], RunError, "no memory left"),
+                ("echo", [lambda: 0], (AttributeError, TypeError), "pickle"),
+                ("unsendable", [], RunError, "pickle"),
+                ("fail_here", [], RunError, r"cannot be read here(.|\n)*No module named"),
+                ("no_such_verb", [], RunError, "no_such_verb"),
+            ):
+                with pytest.raises(kind, match=said):
+                    await engine.call(verb, *given)
+            assert not waiting.done()
+            await engine.call("let_go")
+            assert await waiting is None
+            assert engine.reason is None
+    told = [(each.levelname, each.getMessage()) for each in caplog.records]
+    expected = {("WARNING", "made"), ("INFO", "said hello"), ("INFO", "engine: printed")}
+    assert expected <= {*told}
+    bugs = [said for _, said in told if "Traceback" in said]
     assert any("`divide` failed in the engine" in each for each in bugs)
     assert not any("a key" in each for each in bugs), "what is raised on purpose is no bug"
+    assert capfd.readouterr() == ("", "")
 
 
-async def test_a_call_that_nobody_waits_for_is_given_up():
-    async with served() as engine:
+async def test_calls_that_nobody_waits_for_end_and_so_do_those_at_their_deadline():
+    async with served(silence_limit=1.0) as engine:
         waiting = [asyncio.create_task(engine.call("sample")) for _ in range(3)]
         kept = asyncio.create_task(engine.call("wait"))
-        await asyncio.sleep(
-            0
-        )  # they are sent before what follows, and so begun before it is answered
+        await asyncio.sleep(0)  # sent before what follows, and so begun before it is answered
         await engine.call("echo", 0)
         for task in (*waiting[:2], kept):
             task.cancel()
@@ -105,8 +107,20 @@ async def test_a_call_that_nobody_waits_for_is_given_up():
 
         await until(given_up)
         assert not waiting[2].done()
-        waiting[2].cancel()
         await engine.call("let_go")
+        first, seen = engine.beat, []
+
+        async def often():  # a loop that turns is not silent
+            seen.append(engine.beat)  # so that no number of an object is used twice
+            return len({*map(id, seen)}) > 6
+
+        await until(often)
+        assert (engine.beat.busy, engine.beat.progress > first.progress) == (1, True)
+        waiting[2].cancel()
+    async with served(limits={"sample": 0.05}) as engine:
+        with pytest.raises(CallTimedOutError):
+            await engine.call("sample")
+        assert await engine.call("times_given_up") == 1
 
 
 async def test_a_call_that_is_given_up_before_it_began_is_over_as_well():
@@ -141,21 +155,27 @@ async def test_a_call_that_outlasts_its_deadline_costs_the_engine(verb):
         assert (await engine.ended()).startswith(why)
 
 
-async def test_a_silent_loop_is_ended_with_its_last_words():
+async def test_a_silent_loop_is_ended_with_its_last_words_and_holds_nobody_up():
     async with served(silence_limit=1.0) as engine:
         await engine.call("show", "something odd")
         children = await engine.call("start_children")
         waiting = [asyncio.create_task(engine.call("sample")) for _ in range(2)]
-        why = await lost(engine.call("block"))
-        assert "nothing was heard of its event loop for 1 s, with 1 × block, 2 × sample" in why
+        blocked = asyncio.create_task(engine.call("block"))
+        await asyncio.sleep(0)
+        large = asyncio.create_task(engine.call("echo", bytes(8 << 20)))
+        for _ in range(3):
+            await asyncio.sleep(0)  # the loop turns
+        why = await lost(blocked)
+        assert "nothing was heard of its event loop for 1 s, with 1 × block, 1 × echo" in why
         assert "something odd" in why
-        for task in waiting:
+        for task in (*waiting, large):
             assert await lost(task) == why
         assert all_gone(children)
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
 async def test_nothing_is_left_after_close(how):
+    why = "The engine was closed."
     engine = await EngineProcess.start(
         FACTORY, environment={"TOY_CLOSE": how}, limits={"close": 0.1}
     )
@@ -167,43 +187,13 @@ async def test_nothing_is_left_after_close(how):
     await asyncio.sleep(0)
     given_up.cancel()
     await asyncio.gather(engine.close(), engine.close())
-    assert engine.reason == "The engine was closed.", (
-        "it is gone when `close` returns, not some time later"
-    )
+    assert engine.reason == why, "it is gone when `close` returns, not some time later"
     assert all_gone([engine.process, *children])
-    assert await lost(waiting) == "The engine was closed."
-    assert await lost(engine.call("echo", 0)) == "The engine was closed."
+    assert [await lost(each) for each in (waiting, engine.call("echo", 0))] == [why] * 2
     await engine.close()
-    assert await engine.ended() == "The engine was closed."
+    assert await engine.ended() == why
     assert not losing.done(), "it was asked to"
     losing.cancel()
-
-
-async def test_an_engine_that_does_not_read_holds_nobody_up():
-    async with served(silence_limit=1.0) as engine:
-        blocked = asyncio.create_task(engine.call("block"))
-        os.kill(engine.process, signal.SIGSTOP)
-        large = asyncio.create_task(engine.call("echo", bytes(8 << 20)))
-        for _ in range(3):
-            await asyncio.sleep(0)  # the loop turns
-        for task in (blocked, large):
-            assert "nothing was heard" in await lost(task)
-
-
-async def test_no_descriptor_is_left():
-    def descriptors():
-        return sorted(
-            name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
-        )
-
-    before, threads = descriptors(), threading.active_count()
-    for _ in range(2):
-        async with served() as engine:
-            await engine.call("echo", 1)
-        with pytest.raises(ConfigError):
-            await EngineProcess.start(FACTORY, environment={"TOY_FAILS": "odd"})
-    assert descriptors() == before
-    await threads_are(threads)
 
 
 PARENT = f"""
@@ -249,52 +239,13 @@ def test_the_end_of_the_socket_is_the_end_of_the_engine():
         assert process.wait(20) == -signal.SIGKILL
 
 
-async def test_calls_are_answered_in_any_order_and_what_it_says_is_logged(caplog, capfd):
-    with caplog.at_level(logging.INFO, "groupwise"):
-        async with served(environment={"TOY_WORD": "hello"}) as engine:
-            waiting = asyncio.create_task(engine.call("wait"))
-            assert await engine.call("echo", {"a": (1, None)}) == {"a": (1, None)}
-            assert not waiting.done()
-            await engine.call("let_go")
-            assert await waiting is None
-            many = await asyncio.gather(*(engine.call("echo", each) for each in range(50)))
-            assert many == [*range(50)]
-            large = os.urandom(20 << 20)
-            assert await engine.call("echo", large) == large
-            assert await engine.call("environment", "TOY_WORD") == "hello"
-            assert await engine.call("environment", "PATH") == os.environ["PATH"]
-            heavy = {"torch", "transformers", "peft", "fastapi", "groupwise.config"}
-            assert not heavy & {*await engine.call("modules")}
-            await engine.call("say", "hello")
-            await engine.call("show", "printed")
-    told = [(each.levelname, each.getMessage()) for each in caplog.records]
-    expected = {("WARNING", "made"), ("INFO", "said hello"), ("INFO", "engine: printed")}
-    assert expected <= {*told}
-    assert capfd.readouterr() == ("", "")
+def descriptors():
+    names = os.listdir("/proc/self/fd")
+    return sorted(name for name in names if os.path.exists(f"/proc/self/fd/{name}"))
 
 
-async def test_a_call_that_changes_nothing_ends_at_its_deadline_and_a_loop_that_turns_is_not_silent():
-    async with served(limits={"sample": 0.05}, silence_limit=0.5) as engine:
-        first = engine.beat
-        with pytest.raises(CallTimedOutError):
-            await engine.call("sample")
-        assert await engine.call("times_given_up") == 1
-        waiting = asyncio.create_task(engine.call("wait"))
-        kept = []  # so that no number of an object is used twice
-
-        async def often():
-            kept.append(engine.beat)
-            return len({*map(id, kept)}) > 6
-
-        await until(often)
-        assert engine.beat.busy == 1
-        assert engine.beat.progress > first.progress
-        await engine.call("let_go")
-        await waiting
-
-
-async def test_a_start_that_fails_takes_too_long_or_is_given_up(monkeypatch):
-    before = threading.active_count()
+async def test_a_start_that_fails_takes_too_long_or_is_given_up_leaves_nothing(monkeypatch):
+    before = threading.active_count(), descriptors()
     hangs = {"TOY_HANGS": "1"}
     with pytest.raises(EngineLost, match=r"it was not ready after 0\.5 s"):
         await EngineProcess.start(FACTORY, environment=hangs, start_limit=0.5)
@@ -307,13 +258,20 @@ async def test_a_start_that_fails_takes_too_long_or_is_given_up(monkeypatch):
         await EngineProcess.start(FACTORY, environment={"TOY_FAILS": "a key is odd"})
     with pytest.raises(Exception, match="no_such_module"):
         await EngineProcess.start("no_such_module:make")
-    await threads_are(before)
+    async with served() as engine:
+        await engine.call("echo", 1)
+
+    async def nothing_is_left():
+        return threading.active_count() <= before[0] and descriptors() == before[1]
+
+    await until(nothing_is_left)
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(EngineLost, match="No such file"):
         await EngineProcess.start(FACTORY)
 
 
-async def test_a_killed_engine_fails_every_call():
+@pytest.mark.parametrize("how", ["killed", "crashes"])
+async def test_an_engine_that_ends_fails_every_call_with_the_reason(how):
     async with served() as engine:
         for number in (signal.SIGINT, signal.SIGTERM):  # those of the terminal are not for it
             os.kill(engine.process, number)
@@ -323,22 +281,19 @@ async def test_a_killed_engine_fails_every_call():
         watching = [asyncio.create_task(engine.ended()) for _ in range(2)]
         watching.pop().cancel()
         near, *children = await engine.call("start_children")
-        os.kill(near, signal.SIGTERM)
-        assert all_gone([near]), "what it starts heeds them"
-        os.kill(engine.process, signal.SIGKILL)
+        if how == "killed":
+            os.kill(near, signal.SIGTERM)
+            assert all_gone([near]), "what it starts heeds them"
+            os.kill(engine.process, signal.SIGKILL)
+            said = "ended: SIGKILL"
+        else:
+            children += [near, await engine.call("hold_the_socket")]
+            said = "ended: exit code 4."
+            assert "the disk is on fire" in await lost(engine.call("die", 4, "the disk is on fire"))
         for task in waiting:
-            assert "ended: SIGKILL" in await lost(task)
+            assert said in await lost(task)
             assert all_gone(children), "before anybody hears of it"
         assert await watching[0] == engine.reason == str(await engine.lost())
         assert await lost(engine.call("echo", 0)) == engine.reason
         await engine.close()
-        assert "SIGKILL" in str(engine.reason)
-
-
-async def test_a_crash_is_told_with_its_last_words_also_where_a_child_holds_the_socket():
-    async with served() as engine:
-        child = await engine.call("hold_the_socket")
-        why = await lost(engine.call("die", 4, "the disk is on fire"))
-        assert why.startswith("The engine ended: exit code 4.")
-        assert "the disk is on fire" in why
-        assert all_gone([child])
+        assert said in str(engine.reason)

@@ -29,8 +29,8 @@ async def counts(served: Open) -> dict[str, int]:
     return {state: number for state, number in found.items() if number}
 
 
-async def test_several_completions_are_a_group(tmp_path) -> None:
-    async with asking(tmp_path) as (served, client):
+async def test_several_completions_are_a_group_also_streamed(tmp_path) -> None:
+    async with asking(tmp_path, settings={"groups_per_step": 4}) as (served, client):
         for count, (path, body) in enumerate(PATHS.items(), 1):
             answer = await client.ok(path, {**body, "n": 3, "store": True})
             group = answer["group_id"]
@@ -44,10 +44,6 @@ async def test_several_completions_are_a_group(tmp_path) -> None:
                 assert (posted["group_id"], posted["status"]) == (group, "accepted")
                 assert (await client.reward(group, 1, 0, None)) == posted
         assert await counts(served) == {"rewarded": 1, "open": 1}
-
-
-async def test_a_stream_is_kept_before_it_ends(tmp_path) -> None:
-    async with asking(tmp_path, pace=0.01) as (served, client):
         pieces = await client.streamed("/v1/chat/completions", {**CHAT, "n": 2, "store": True})
         group = pieces[-1]["group_id"]
         assert {piece["id"] for piece in pieces} == {f"chatcmpl-{group}"}
@@ -72,12 +68,13 @@ async def test_what_cannot_be_kept_has_no_end(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("how", ["body", "headers", "unnamed"])
 async def test_calls_share_a_group(tmp_path, how) -> None:
-    size = {"metadata": {"group": "a", "size": "3"}} if how == "body" else {}
-    body = KEPT if how == "unnamed" else {**TEXT, "store": how == "body", **size}
-    headers = {}
-    if how == "headers":
-        named = {"X-Groupwise-Group": "a", "X-Groupwise-Size": "3"}
-        headers = {"X-Groupwise-Store": "true", **named}
+    body, headers = {**KEPT}, {}
+    if how == "body":
+        body["metadata"] = {"group": "a", "size": "3"}
+    elif how == "headers":
+        body["store"] = False
+        named = {"Store": "true", "Group": "a", "Size": "3"}
+        headers = {f"X-Groupwise-{name}": value for name, value in named.items()}
     async with asking(tmp_path) as (served, client):
         members = 4 if how == "unnamed" else 3  # as many as the run's groups have
         answers = [
@@ -86,7 +83,6 @@ async def test_calls_share_a_group(tmp_path, how) -> None:
         (group,) = {each["group_id"] for each in answers}
         assert [each["id"] for each in answers] == [f"cmpl-{group}-{n}" for n in range(members)]
         kept = await record(served, group)
-        assert len(kept.rollouts) == members
         assert [each.completion for each in kept.rollouts] == [shown(each)[0] for each in answers]
         assert len({each.segments[0].seed for each in kept.rollouts}) == members
         for place, each in enumerate(answers[:-1]):
@@ -97,8 +93,6 @@ async def test_calls_share_a_group(tmp_path, how) -> None:
         assert await counts(served) == {"rewarded": 1}
         following = await client.ok("/v1/completions", body, headers=headers)
         assert following["group_id"] != group
-        status = await served.service.status()
-        assert status.completion_requests_served == members + 1
 
 
 async def test_a_group_that_the_policy_has_left_behind_is_not_gone_on_with(tmp_path) -> None:
@@ -139,7 +133,6 @@ async def test_a_first_call_that_goes_away_leaves_the_turn_to_the_next(tmp_path)
         await asyncio.gather(first, return_exceptions=True)
         gate.set()
         assert (await second)["id"].endswith("-0")
-        assert served.openai._turns == {}  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_what_differs_cannot_share(tmp_path) -> None:
@@ -179,17 +172,6 @@ async def test_what_cannot_be_kept_is_refused_by_its_field(tmp_path) -> None:
         headers = {"X-Groupwise-Group": "a"}
         await client.refused(400, "/v1/completions", TEXT, headers=headers)
         assert served.engine.calls["sample"] == 0
-
-
-async def test_room_is_waited_for(tmp_path) -> None:
-    async with asking(tmp_path) as (_, client):
-        for _ in range(2):
-            await client.text(store=True, n=2)
-        answer = await client.http.post("/v1/completions", json={**KEPT, "n": 2})
-        assert answer.status_code == 429
-        assert answer.json()["error"]["code"] == "too_busy"
-        assert (answer.headers["x-should-retry"], answer.headers["retry-after"]) == ("true", "2")
-        await client.text()  # nothing is kept of it
 
 
 async def test_rewards_of_members_survive_the_server(tmp_path) -> None:

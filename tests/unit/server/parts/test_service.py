@@ -1,10 +1,7 @@
-"""What parts keep, whatever their client and the network do:
+"""What parts keep, whatever their client and the network do.
 
-1. A call is done once, however often it comes; its answer stays until it was told.
-2. Calls of the learner are done in their order, whatever arrives first and whatever is given up.
-3. Who falls silent, and whose engine ends, is told so; the next loop has an engine of its own.
-4. The same owner takes over at once; another one is refused, and so is everybody while a run or models have the machine.
-5. The engine hears only what it needs of a config, with models that clients may have loaded.
+A call is done once and in its order, however often and late it comes; who falls silent, and whose engine ends, is told so; the next loop
+has an engine of its own, which hears only what it needs of a config.
 """
 
 from __future__ import annotations
@@ -35,20 +32,10 @@ GENERATE = {
     "verb": "generate",
     "request": {"draw": 0, "prompt_ids": [1], "seeds": [7, 8], "params": {"max_tokens": 2}},
 }
-ROW: dict[str, Any] = {
-    "prompt_ids": [1],
-    "completion_ids": [2],
-    "mask": [1],
-    "sampling_logprobs": [-0.5],
-    "advantage": "NaN",
-    "scale": 1.0,
-}
-LEARN = {
-    "verb": "forward_backward",
-    "rows": [ROW],
-    "loss": {"name": "dr_grpo"},
-    "denominators": {"policy": 1.0},
-}
+ROW: dict[str, Any] = {"prompt_ids": [1], "completion_ids": [2], "mask": [1], "advantage": "NaN"}
+ROW |= {"sampling_logprobs": [-0.5], "scale": 1.0}
+LOSS = {"loss": {"name": "dr_grpo"}, "denominators": {"policy": 1.0}}
+LEARN = {"verb": "forward_backward", "rows": [ROW], **LOSS}
 
 
 class Asking:
@@ -83,8 +70,7 @@ class Asking:
 class Clock:
     """Stands still unless it is moved."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -148,6 +134,20 @@ async def test_what_is_given_up_holds_nobody_up(tmp_path: Path) -> None:
         assert not drawing.is_set()
 
 
+async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        held = ask.parts.held["forward_backward"]
+        await ask.call(1, LEARN, after=0, wait=0.0)
+        await until(lambda: ask.parts.begun)
+        await ask.give_up(2)
+        await ask.call(3, DISCARD, after=2, wait=0.0)
+        assert (await ask.answer(3, wait=0.05)).status_code == 202
+        assert ask.parts.begun == ["forward_backward"]
+        held.set()
+        assert (await ask.answer(3)).status_code == 200
+        assert ask.parts.done == ["forward_backward", "discard"]
+
+
 # 3. and 4.
 
 
@@ -205,20 +205,22 @@ async def test_a_run_and_models_keep_parts_away_and_parts_a_run(tmp_path: Path) 
 
 
 async def test_planning_begins_an_engine_that_is_opened_next(tmp_path: Path) -> None:
-    clock = Clock()
-    async with asking(tmp_path, opened=False, clock=clock) as ask:
-        plan = {"kind": "training", "config": {"model": {"name": "tiny"}}, "longest_prompt": 5}
-        found = await ask.http.post("/parts/plan", json=plan)
-        assert found.json() == {"layout": LAYOUT}
-        await ask.http.post("/parts/plan", json=plan)
+    async with asking(tmp_path, opened=False) as ask:
+
+        async def plan() -> httpx2.Response:
+            plan = {"kind": "training", "config": {"model": {"name": "tiny"}}, "longest_prompt": 5}
+            return await ask.http.post("/parts/plan", json=plan)
+
+        assert (await plan()).json() == {"layout": LAYOUT}
+        await plan()
         await ask.open()
         assert len(ask.server.engines) == 1
         await ask.call(1, OPEN)
-        await ask.http.post("/parts/plan", json=plan)
+        await plan()
         assert [len(each.core.parts.planned) for each in ask.server.engines] == [2, 1]
         assert ask.server.engines[1].closed, "that of the parts is not disturbed"
         await ask.http.delete(f"/parts/{ID}")
-        await ask.http.post("/parts/plan", json=plan)
+        await plan()
         assert len(ask.server.engines) == 3, "one that had a model in it is not used again"
         ask.server.engines[2].lost = "killed"
         await ask.open(OTHER)
@@ -230,63 +232,30 @@ async def test_planning_begins_an_engine_that_is_opened_next(tmp_path: Path) -> 
 
 async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
-    config = {
-        "model": {
-            "name": "mine",
-            "adapter": "/etc",
-            "chat_template": "/etc/passwd",
-            "dtype": "float32",
-        },
-        "lora": {"r": 2},
-        "data": {"dataset_name": "/etc/passwd"},
-        "task": {"secret": 1},
-        "run": {"dir": "/", "server": "http://elsewhere", "processes": 2, "threads": 2},
-    }
-    async with asking(tmp_path) as ask:
-        await ask.call(1, {**OPEN, "config": config})
-        (order,) = ask.parts.orders
-        mine = str((tmp_path / "models" / "mine").resolve())
-        assert json.loads(json.dumps(order.config)) == {
-            "model": {
-                "name": mine,
-                "adapter": None,
-                "adapter_revision": None,
-                "chat_template": None,
-                "dtype": "float32",
-            },
-            "lora": {"r": 2},
-            "run": {"processes": 2, "threads": 2},
-        }
-        assert order.folder == str(tmp_path / "parts" / ID)
-
-
-async def test_what_was_sent_is_used_and_nothing_else(tmp_path: Path) -> None:
+    kept = {"lora": {"r": 2}, "run": {"processes": 2, "threads": 2}}
+    model = {"name": "mine", "adapter": "/etc", "chat_template": "/etc/passwd", "dtype": "float32"}
+    private = {"data": {"dataset_name": "/etc/passwd"}, "task": {"secret": 1}}
+    elsewhere = {"dir": "/", "server": "http://elsewhere", **kept["run"]}
     async with asking(tmp_path) as ask:
         missing = await ask.call(1, {**OPEN, "adapter": "sent"})
         assert (missing.status_code, code(missing)) == (404, "unknown_file")
+        config = {**private, "model": model, "lora": kept["lora"], "run": elsewhere}
+        await ask.call(2, {**OPEN, "config": config})
+        (order,) = ask.parts.orders
+        mine = str((tmp_path / "models" / "mine").resolve())
+        gone = dict.fromkeys(("adapter", "adapter_revision", "chat_template"))
+        told = {"model": {"name": mine, "dtype": "float32", **gone}, **kept}
+        assert json.loads(json.dumps(order.config)) == told
+        assert order.folder == str(tmp_path / "parts" / ID)
         await ask.http.put(f"/parts/{ID}/files/sent/adapter_config.json", content=b"{}")
-        await ask.call(2, {**OPEN, "adapter": "sent", "model": "sent"})
+        await ask.call(3, {**OPEN, "adapter": "sent", "model": "sent"})
         place = str(tmp_path / "parts" / ID / "sent")
-        model = ask.parts.orders[0].config["model"]
-        assert (model["adapter"], model["name"]) == (place, place)
-        escape = await ask.call(3, {**OPEN, "weights": "../../models"})
+        sent = ask.parts.orders[1].config["model"]
+        assert (sent["adapter"], sent["name"]) == (place, place)
+        escape = await ask.call(4, {**OPEN, "weights": "../../models"})
         assert (escape.status_code, code(escape)) == (422, "invalid_request")
         policy = {"run": "r", "version": 0, "fingerprint": "f", "kind": "adapter", "path": "/etc"}
-        assert code(await ask.call(4, {"verb": "load", "policy": policy})) == "invalid_request"
-
-
-async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path: Path) -> None:
-    async with asking(tmp_path) as ask:
-        held = ask.parts.held["forward_backward"]
-        await ask.call(1, LEARN, after=0, wait=0.0)
-        await until(lambda: ask.parts.begun)
-        assert (await ask.give_up(2)).json()["state"] == "given_up"
-        await ask.call(3, DISCARD, after=2, wait=0.0)
-        assert (await ask.answer(3, wait=0.05)).status_code == 202
-        assert ask.parts.begun == ["forward_backward"]
-        held.set()
-        assert (await ask.answer(3)).status_code == 200
-        assert ask.parts.done == ["forward_backward", "discard"]
+        assert code(await ask.call(5, {"verb": "load", "policy": policy})) == "invalid_request"
 
 
 async def test_so_much_and_no_more(tmp_path: Path) -> None:
@@ -390,17 +359,17 @@ async def test_an_engine_that_cannot_be_begun_is_told_and_tried_again(tmp_path: 
 
 
 async def test_models_that_may_not_be_loaded(tmp_path: Path) -> None:
-    wrong: list[dict[str, Any]] = [
-        {"name": "/etc"},
-        {"name": "../models"},
-        {"name": "tiny", "trust_remote_code": True},
-    ]
     async with asking(tmp_path) as ask:
-        for number, model in enumerate(wrong, 1):
-            said = "would run code" if len(model) > 1 else "may not be loaded"
+        for number, (said, model) in enumerate(
+            (
+                ("may not be loaded", {"name": "/etc"}),
+                ("may not be loaded", {"name": "../models"}),
+                ("would run code", {"name": "tiny", "trust_remote_code": True}),
+            ),
+            1,
+        ):
             found = await ask.call(number, {**OPEN, "config": {"model": model}})
-            assert said in found.text
             plan = {"kind": "training", "config": {"model": model}}
-            assert said in (await ask.http.post("/parts/plan", json=plan)).text
-        assert not ask.parts.orders
-        assert not ask.parts.planned
+            planned = await ask.http.post("/parts/plan", json=plan)
+            assert (said in found.text, said in planned.text) == (True, True)
+        assert (ask.parts.orders, ask.parts.planned) == ([], [])

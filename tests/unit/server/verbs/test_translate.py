@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,26 +50,27 @@ def _row(**changes: Any) -> Row:
     return Row(**{**fields, **changes})
 
 
-def test_cross_entropy() -> None:
-    request = _request(forward_only=True)
-    _add(request, [5, 6, 7], [6, 7, 8], weights=[0.0, 0.5, -2.0])
+LOSSES = [
+    ("cross_entropy", "log_probability", {"weights": [0.0, 0.5, -2.0]}),
+    *(
+        (loss, surrogate, {"logprobs": [0.0, -0.5, -1.0], "advantages": [0.0, 0.5, -2.0]})
+        for loss, surrogate in (
+            ("importance_sampling", "ratio"),
+            ("ppo", "clipped_ratio"),
+            ("cispo", "clipped_weight"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "surrogate", "floats"), LOSSES)
+def test_losses(loss: str, surrogate: str, floats: dict[str, list[float]]) -> None:
+    request = _request(loss, forward_only=True)
+    _add(request, [5, 6, 7], [6, 7, 8], **floats)
     asked = translate.forward_of(translate.parsed(request.SerializeToString()))
-    assert asked == translate.Forward(
-        "m", 3, (_row(),), LossSpec("given", {"surrogate": "log_probability"}), True
-    )
-    from_spec(asked.loss)
-
-
-POLICY_LOSSES = {"importance_sampling": "ratio", "ppo": "clipped_ratio", "cispo": "clipped_weight"}
-
-
-@pytest.mark.parametrize(("loss", "surrogate"), POLICY_LOSSES.items())
-def test_policy_losses(loss: str, surrogate: str) -> None:
-    request = _request(loss)
-    _add(request, [5, 6, 7], [6, 7, 8], logprobs=[0.0, -0.5, -1.0], advantages=[0.0, 0.5, -2.0])
-    asked = translate.forward_of(request)
-    assert asked.rows == (_row(sampling_logprobs=(0.0, -0.5, -1.0)),)
-    assert asked.loss == LossSpec("given", {"surrogate": surrogate})
+    row = _row(sampling_logprobs=tuple(floats.get("logprobs", (0.0, 0.0, 0.0))))
+    spec = LossSpec("given", {"surrogate": surrogate})
+    assert asked == translate.Forward("m", 3, (row,), spec, True)
     from_spec(asked.loss)
 
 
@@ -189,11 +188,3 @@ def test_samples(last: int | None, expected: list[float | None]) -> None:
     assert struct.unpack("<2f", message.sequences[0].logprobs) == (-1.0, -2.0)
     prompt = struct.unpack("<3f", message.prompt_logprobs)
     assert [None if math.isnan(value) else value for value in prompt] == expected
-
-
-def test_the_package_itself_is_not_imported() -> None:
-    code = (
-        "import sys; from groupwise.server.verbs.messages import messages; messages(); "
-        "sys.exit('tinker' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
