@@ -27,7 +27,7 @@ REGION = "us-east-1"
 ACCOUNT = "123456789012"
 KEY_NAME, GROUP_NAME = "mine", "lets-in"
 PRICE = 1.212
-QUICK = Patience(look=0.01, ready=20.0, other=5.0)
+QUICK = Patience(look=0.01, ready=60.0, other=20.0)
 
 
 @functools.cache
@@ -129,14 +129,8 @@ class Cloud:
         self, kept: Path, patience: Patience = QUICK, ec2: Any = None, **access: Any
     ) -> AwsBackend:
         """A new way to it, as from the machine that keeps its records there."""
-        return AwsBackend(
-            "aws",
-            ec2 or asked(),
-            self.access(**access),
-            Kept(kept),
-            owner="me@here",
-            patience=patience,
-        )
+        told = (ec2 or asked(), self.access(**access), Kept(kept))
+        return AwsBackend("aws", *told, owner="me@here", patience=patience)
 
 
 def user_data_of(machine: Any) -> str:
@@ -229,27 +223,19 @@ def _furnish(found: Cloud) -> None:
     network = client.describe_vpcs()["Vpcs"][0]["VpcId"]
     made = client.create_security_group(GroupName=GROUP_NAME, Description="-", VpcId=network)
     found.group = made["GroupId"]
-    rule = {
-        "IpProtocol": "tcp",
-        "FromPort": found.host.port,
-        "ToPort": found.host.port,
-        "IpRanges": [{"CidrIp": "192.0.2.0/24"}],
-    }
+    ports = {"FromPort": found.host.port, "ToPort": found.host.port}
+    rule = {"IpProtocol": "tcp", **ports, "IpRanges": [{"CidrIp": "192.0.2.0/24"}]}
     client.authorize_security_group_ingress(GroupId=found.group, IpPermissions=[rule])
     image = next(iter(found.ec2.amis))
     kept = ssm_backends[ACCOUNT][REGION]
-    parameter = Parameter(
-        account_id=ACCOUNT,
-        name=IMAGE_PARAMETER,
-        value=image,
-        parameter_type="String",
-        description="",
-        allowed_pattern=None,
-        keyid=None,
-        last_modified_date=0,
-        version=1,
-        data_type="text",
-    )
+    nothing = {"description": "", "allowed_pattern": None, "keyid": None, "last_modified_date": 0}
+    kind: dict[str, Any] = {
+        "parameter_type": "String",
+        "data_type": "text",
+        "version": 1,
+        **nothing,
+    }
+    parameter = Parameter(account_id=ACCOUNT, name=IMAGE_PARAMETER, value=image, **kind)
     parameters: Any = kept._parameters
     parameters[IMAGE_PARAMETER].append(parameter)
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from io import BytesIO, TextIOWrapper
@@ -70,9 +70,18 @@ class Person:
 
     def sees(self, text: str) -> None:
         """Waits until that stands in the terminal."""
+        self._waits(lambda: text in self.said())
+
+    def finds(self, path: str) -> None:
+        """Waits until it is there, below the home."""
+        self._waits((self.home / path).exists)
+
+    def _waits(self, holds: Callable[[], bool]) -> None:
+        """For as long as the terminal is open."""
         deadline = time.monotonic() + PATIENCE
-        while text not in self.said():
-            assert time.monotonic() < deadline, self.said()
+        while not holds():
+            goes_on = self.begun[-1].poll() is None and time.monotonic() < deadline
+            assert goes_on or holds(), self.said()
             time.sleep(0.02)
 
     def said(self) -> str:

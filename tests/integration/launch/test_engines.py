@@ -4,10 +4,10 @@ somebody, are unkind."""
 import asyncio
 import json
 import shlex
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -17,43 +17,38 @@ from groupwise.hosts import ray as ray_host
 from groupwise.hosts import slurm as slurm_host
 from groupwise.hosts.driver import Engine, Launch, Runner
 from groupwise.hosts.failures import FailureClass
-from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import OutcomeUnknown
 from groupwise.hosts.spec import JobSpec, Limits
-from tests import ray, slurm
+from tests import places, ray, slurm
 from tests.integration.launch.person import Person
 from tests.integration.launch.stopping import ctrl_c_ends_it
-from tests.places import Place, ending, said, until
+from tests.places import SAVES, Place, laptop, name
+
+__all__ = ["laptop", "name"]
 
 pytestmark = pytest.mark.launch
+Laptop: TypeAlias = places.Laptop[Backend]
 LONG = pytest.mark.soak(suite="launch")
 LATER = "--begin=now+1hour"
 SLOWLY = 4.0
 """Seconds in which a job saves; by itself Ray kills after 3."""
 RUNS = "print('it ran')"
-SAVES = """\
-import hashlib, json, os, pathlib, signal, sys, time
-def save():
-    folder = pathlib.Path("outputs/checkpoints/step-1")
-    folder.mkdir(parents=True)
-    (folder / "w").write_bytes(b"one")
-    entry = {"size": 3, "sha256": hashlib.sha256(b"one").hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"step": 1, "files": {"w": entry}}))
-if "RESUME_FROM" in os.environ:
-    print(pathlib.Path(os.environ["RESUME_FROM"], "w").read_text())
+GOES_ON = f"""{SAVES}
+if begun:
+    print(begun)
     sys.exit(0)
-slowly = float(sys.argv[1])
+slowly, told = float(sys.argv[1]), []
 if slowly < 0:
-    save()
-told = []
+    save(1, b"one")
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 print("on", flush=True)
 while not told:
     time.sleep(.05)
 time.sleep(slowly)
 print(len(told))
-save()
+save(1, b"one")
 """
+"""Saves when it is told to end, in so many seconds; or at once, if that is less than none."""
 SHOWS = """\
 import json, os, sys
 os.makedirs("outputs")
@@ -61,6 +56,7 @@ names = ("SLURM_JOB_PARTITION", "SLURM_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES", "
 told = {name: os.environ.get(name) for name in names}
 with open("outputs/told.json", "w") as file:
     json.dump({"words": sys.argv[1:], **told}, file)
+print("it ran")
 """
 
 
@@ -136,49 +132,41 @@ only_ray = pytest.mark.parametrize("engine", [of_ray], ids=["ray"], indirect=Tru
 def clerk(engine: OfOne, person: Person, monkeypatch: pytest.MonkeyPatch) -> Person:
     """A person at its head, whose questions to it come sooner."""
     monkeypatch.setattr(engines, "LOOK_SECONDS", 1.0)
-    for name, value in engine.variables.items():
-        monkeypatch.setenv(name, value)
+    for variable, value in engine.variables.items():
+        monkeypatch.setenv(variable, value)
     (person.project / "job.py").write_text(RUNS)
     return person
 
 
 @pytest.fixture
-async def backend(engine: OfOne, tmp_path: Path) -> AsyncIterator[Backend]:
-    reached = engine.place(str(tmp_path)).reach()
-    yield reached
-    await reached.close()
+def place(engine: OfOne, tmp_path: Path) -> Place:
+    return engine.place(str(tmp_path))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> BlobStore:
-    return BlobStore(tmp_path / "blobs")
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    return request.node.originalname.removeprefix("test_")[:60].replace("_", "-")
-
-
-def order(
-    name: str, script: str, *options: str, gpus: int = 0, slowly: float = 0, **asks: Any
+def asked(
+    laptop: Laptop, script: str, *options: str, gpus: int = 0, more: str = "", **asks: Any
 ) -> Order:
-    spec = JobSpec(
-        ("python3", "-c", script, str(slowly)),
-        artefacts=("outputs",),
-        checkpoints=("outputs",),
+    """`more`: of the name."""
+    return laptop.order(
+        script,
+        f"{asks.pop('slowly', 0)}",
+        name=laptop.name + more,
+        gpus=gpus,
+        asks={**asks, **({"options": [*options]} if options else {})},
         limits=Limits(time_seconds=600, grace_seconds=20),
     )
-    return Order(name, spec, gpus, asks={**asks, **({"options": [*options]} if options else {})})
 
 
 # --- typed -----------------------------------------------------------------------------------------
 
 
-def test_a_script_runs_on_a_node_and_comes_back(clerk: Person, engine: OfOne) -> None:
+def test_a_script_runs_on_a_node_and_is_found_from_another_machine_by_engine_and_folder(
+    clerk: Person, engine: OfOne
+) -> None:
     (clerk.project / "job.py").write_text(SHOWS)
-    words = ("two words", "--gpus", "-x", "it's")
+    shared, words = clerk.home / "shared", ("two words", "--gpus", "-x", "it's")
     more = ("--partition", "gpu") if engine.name == "slurm" else ("--resource", "apart=1")
-    asks = ("--gpus", "2", "--cpus", "2", "--memory", "100M", *more)
+    asks = ("--gpus", "2", "--cpus", "2", "--memory", "100M", "--shared", str(shared), *more)
     clerk.types(engine.name, "--name", "shows", *asks, "--script", "job.py", *words)
     told = json.loads((clerk.project / "launches/shows/outputs/told.json").read_text())
     head = ray.shared() if engine.name == "ray" else None
@@ -194,6 +182,9 @@ def test_a_script_runs_on_a_node_and_comes_back(clerk: Person, engine: OfOne) ->
     if head:
         assert head.node in job["driver_agent_http_address"]
         assert clerk.holding(head.token) == []
+    clerk.state = "another"
+    assert "it ran" in clerk.types("logs", "-f", "shows", "--at", engine.at.format(shared)).out
+    assert (shared / "groupwise-launch").is_dir()
 
 
 @only_slurm
@@ -259,47 +250,34 @@ def test_what_waits_says_what_for_and_is_stopped(clerk: Person, engine: OfOne) -
         assert numbers("later", "pending,running") == []
 
 
-def test_found_from_another_machine_by_engine_and_folder(clerk: Person, engine: OfOne) -> None:
-    shared = clerk.home / "shared"
-    where = ("--shared", str(shared))
-    clerk.types(engine.name, "--name", "there", "--detach", *where, "--script", "job.py")
-    clerk.state = "another"
-    typed = clerk.types("logs", "-f", "there", "--at", engine.at.format(shared))
-    assert "it ran" in typed.out
-    assert (shared / "groupwise-launch").is_dir()
-
-
 # --- unkind ----------------------------------------------------------------------------------------
 
 
 async def test_cut_off_before_it_was_submitted_it_is_submitted_once(
-    backend: Backend,
-    store: BlobStore,
-    name: str,
-    engine: OfOne,
-    monkeypatch: pytest.MonkeyPatch,
+    laptop: Laptop, engine: OfOne, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray gets it from whoever looks, Slurm from whoever asks for it again."""
 
     async def is_cut_off(*_: object) -> None:
         raise asyncio.CancelledError
 
+    order = asked(laptop, RUNS)
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "_submit", is_cut_off)
         with pytest.raises(asyncio.CancelledError):
-            await backend.submit(order(name, RUNS), store)
-    assert engine.jobs(name) == []
-    handle = await backend.find(name)
+            await laptop.submit(order)
+    assert engine.jobs(laptop.name) == []
+    handle = await laptop.backend.find(laptop.name)
     assert handle is not None
     if engine.name == "slurm":
-        status = await backend.status(handle)
+        status = await laptop.backend.status(handle)
         assert (status.phase, status.waits_for) == (Phase.WAITING, "it is on its way to Slurm")
-        assert engine.jobs(name) == []
-        assert await backend.submit(order(name, RUNS), store) == handle
-    assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
-    assert await backend.submit(order(name, RUNS), store) == handle
-    assert len(engine.jobs(name)) == 1
-    assert await said(backend, handle) == "it ran\n"
+        assert engine.jobs(laptop.name) == []
+        assert await laptop.submit(order) == handle
+    assert await laptop.outcome(handle) is Outcome.SUCCEEDED
+    assert await laptop.submit(order) == handle
+    assert len(engine.jobs(laptop.name)) == 1
+    assert await laptop.said(handle) == "it ran\n"
 
 
 @pytest.mark.parametrize(
@@ -312,51 +290,52 @@ async def test_cut_off_before_it_was_submitted_it_is_submitted_once(
     indirect=["engine"],
 )
 async def test_ended_by_its_engine_it_saves_and_goes_on_from_there(
-    backend: Backend, store: BlobStore, name: str, engine: OfOne, how: str
+    laptop: Laptop, engine: OfOne, how: str
 ) -> None:
     asks: dict[str, Any] = {"partition": "gpu"} if engine.name == "slurm" else {"slowly": SLOWLY}
     alone = ("--nodelist=n1", "--exclusive") if engine.name == "slurm" else ()
-    handle = await backend.submit(order(name, SAVES, *alone, **asks), store)
-    await until(backend, handle, lambda status: status.log_size)
+    handle = await laptop.submit(asked(laptop, GOES_ON, *alone, **asks))
+    await laptop.running(handle)
     if how == "preempted":
-        other = order(f"{name}-by", RUNS, *alone, partition="urgent")
-        urgent = await backend.submit(other, store)
-        assert (await ending(backend, urgent)).outcome is Outcome.SUCCEEDED
+        urgent = asked(laptop, RUNS, *alone, more="-by", partition="urgent")
+        assert await laptop.outcome(await laptop.submit(urgent)) is Outcome.SUCCEEDED
     elif engine.name == "slurm":
-        slurm.shared().run("scancel", *numbers(name, "running"))
+        slurm.shared().run("scancel", *numbers(laptop.name, "running"))
     else:
-        ray.shared().stop(name)
-    status = await until(backend, handle, lambda status: status.ending)
+        ray.shared().stop(laptop.name)
+    status = await laptop.until(handle, lambda status: status.ending)
     assert status.ending is not None
     assert (status.ending.failure, status.step) == (FailureClass.PREEMPTION, 1)
-    assert await said(backend, handle) == "on\n1\n"
-    again = await backend.resume(name, {}, store)
-    assert (await ending(backend, again)).outcome is Outcome.SUCCEEDED
-    assert await said(backend, again) == "one\n"
+    assert await laptop.said(handle) == "on\n1\n"
+    again = await laptop.resume()
+    assert await laptop.outcome(again) is Outcome.SUCCEEDED
+    assert await laptop.said(again) == "one\n"
 
 
 @LONG
 async def test_without_its_head_a_job_goes_on_and_nothing_is_placed_twice(
-    backend: Backend, store: BlobStore, name: str, engine: OfOne, tmp_path: Path
+    laptop: Laptop, engine: OfOne
 ) -> None:
-    go, of_ray = tmp_path / "go", engine.name == "ray"
-    handle = await backend.submit(order(name, waits_for(go)), store)
-    waits = order(f"{name}-later", RUNS, resources={"new": 1})
-    later = await backend.submit(waits if of_ray else order(f"{name}-later", RUNS, LATER), store)
-    await until(backend, handle, lambda status: status.log_size)
+    go, of_ray = laptop.folder / "go", engine.name == "ray"
+    handle = await laptop.submit(asked(laptop, waits_for(go)))
+    waits: dict[str, Any] = {"resources": {"new": 1}} if of_ray else {}
+    options = () if of_ray else (LATER,)
+    later = await laptop.submit(asked(laptop, RUNS, *options, more="-later", **waits))
+    await laptop.running(handle)
     if of_ray:
         ray.shared().kill("gcs_server", "dashboard/dashboard.py", "ray-dashboard-")
     else:
-        slurm.shared().until_saved(f"{name}-later.1")
+        slurm.shared().until_saved(f"{laptop.name}-later.1")
         slurm.shared().kill("controller")
+    new = asked(laptop, RUNS, more="-new")
     try:
-        assert (await backend.status(handle)).phase is Phase.RUNNING
+        assert (await laptop.backend.status(handle)).phase is Phase.RUNNING
         with pytest.raises(Unreachable, match="does not answer"):
-            await backend.status(later)
+            await laptop.backend.status(later)
         with pytest.raises(Unreachable, match="does not answer"):
-            await backend.submit(order(f"{name}-new", RUNS), store)
+            await laptop.submit(new)
         go.touch()
-        assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
+        assert await laptop.outcome(handle) is Outcome.SUCCEEDED
     finally:
         if of_ray:
             ray.shared().end()
@@ -366,126 +345,103 @@ async def test_without_its_head_a_job_goes_on_and_nothing_is_placed_twice(
             slurm.shared().start("controller")
             slurm.shared().until_ready()
     if of_ray:
-        assert (await ending(backend, later)).outcome is Outcome.SUCCEEDED
-        assert await said(backend, later) == "it ran\n"
+        assert await laptop.outcome(later) is Outcome.SUCCEEDED
+        assert await laptop.said(later) == "it ran\n"
     else:
-        assert (await backend.status(later)).phase is Phase.WAITING
-        await backend.cancel(later, 1.0)
-    new = await backend.submit(order(f"{name}-new", RUNS), store)
-    assert (await ending(backend, new)).outcome is Outcome.SUCCEEDED
-    assert len(engine.jobs(f"{name}-new")) == 1
+        assert (await laptop.backend.status(later)).phase is Phase.WAITING
+        await laptop.backend.cancel(later, 1.0)
+    assert await laptop.outcome(await laptop.submit(new)) is Outcome.SUCCEEDED
+    assert len(engine.jobs(f"{laptop.name}-new")) == 1
 
 
 # --- Slurm -----------------------------------------------------------------------------------------
 
 
 @only_slurm
-async def test_cancelled_by_hand_in_the_queue_it_ends_and_can_be_resumed(
-    backend: Backend, store: BlobStore, name: str
-) -> None:
-    handle = await backend.submit(order(name, RUNS, LATER), store)
-    slurm.shared().run("scancel", *numbers(name))
-    end = await ending(backend, handle)
+async def test_refused_or_cancelled_in_the_queue_its_name_is_free(laptop: Laptop) -> None:
+    with pytest.raises(CloudError, match="would not have it"):
+        await laptop.submit(asked(laptop, "print()", gpus=3))
+    assert await laptop.backend.find(laptop.name) is None
+    handle = await laptop.submit(asked(laptop, RUNS, LATER))
+    slurm.shared().run("scancel", *numbers(laptop.name, "pending"))
+    end = await laptop.ending(handle)
     assert (end.outcome, end.failure) == (Outcome.REFUSED, FailureClass.LAUNCH_FAILURE)
     assert "cancelled" in end.reason
-    again = await backend.resume(name, {}, store)
+    again = await laptop.resume()
     assert again.attempt == handle.attempt + 1
-    await backend.cancel(again, 1.0)
-    assert (await ending(backend, again)).outcome is Outcome.CANCELLED
-    assert numbers(name, "pending,running") == []
+    await laptop.backend.cancel(again, 1.0)
+    assert await laptop.outcome(again) is Outcome.CANCELLED
+    assert numbers(laptop.name, "pending,running") == []
 
 
 @only_slurm
-async def test_of_two_roots_each_has_its_job_of_the_name(
-    backend: Backend, store: BlobStore, name: str, engine: OfOne, tmp_path: Path
-) -> None:
-    (tmp_path / "b").mkdir()
-    other = engine.place(str(tmp_path / "b")).reach()
-    first = await backend.submit(order(name, "print('a')"), store)
-    second = await other.submit(order(name, "print('b')"), store)
-    for each, handle in ((backend, first), (other, second)):
-        assert (await ending(each, handle)).outcome is Outcome.SUCCEEDED
-    assert [await said(backend, first), await said(other, second)] == ["a\n", "b\n"]
-    assert len(numbers(name)) == 2
-    await other.close()
-
-
-@only_slurm
-async def test_what_slurm_would_not_have_leaves_its_name_free(
-    backend: Backend, store: BlobStore, name: str
-) -> None:
-    with pytest.raises(CloudError, match="would not have it"):
-        await backend.submit(order(name, "print()", gpus=3), store)
-    assert await backend.find(name) is None
-    handle = await backend.submit(order(name, RUNS, gpus=1), store)
-    assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
+async def test_of_two_roots_each_has_its_job_of_the_name(laptop: Laptop, engine: OfOne) -> None:
+    """And of another engine's launch nothing is said."""
+    (laptop.folder / "b").mkdir()
+    other = Laptop(engine.place(str(laptop.folder / "b")).reach(), laptop.folder, laptop.name)
+    for each, word in ((laptop, "a"), (other, "b")):
+        handle = await each.submit(asked(each, f"print({word!r})"))
+        assert await each.outcome(handle) is Outcome.SUCCEEDED
+        assert await each.said(handle) == f"{word}\n"
+    assert len(numbers(laptop.name)) == 2
+    runner: Any = other.backend._slurm  # type: ignore[attr-defined]
+    plain = Runner(runner.host, root=runner.root)
+    await plain.launch(Launch("another", 1, JobSpec(("true",)), engine=Engine("another")))
+    assert (await runner.status("another", 1)).engine_says == ""
+    await plain.void("another", 1)
+    await other.backend.close()
 
 
 @LONG
 @only_slurm
-async def test_a_node_that_slurm_gives_up_keeps_its_job(
-    backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
-    go, cluster = tmp_path / "go", slurm.shared()
-    handle = await backend.submit(order(name, waits_for(go), "--nodelist=n2"), store)
-    await until(backend, handle, lambda status: status.log_size)
+async def test_a_node_that_slurm_gives_up_keeps_its_job(laptop: Laptop) -> None:
+    go, cluster = laptop.folder / "go", slurm.shared()
+    handle = await laptop.submit(asked(laptop, waits_for(go), "--nodelist=n2"))
+    await laptop.running(handle)
     cluster.kill("n2")
     try:
         cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
-        assert numbers(name, "node_fail") or not numbers(name, "running")
-        assert (await backend.status(handle)).phase is Phase.RUNNING
+        assert numbers(laptop.name, "node_fail") or not numbers(laptop.name, "running")
+        assert (await laptop.backend.status(handle)).phase is Phase.RUNNING
         go.touch()
-        assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
+        assert await laptop.outcome(handle) is Outcome.SUCCEEDED
     finally:
         cluster.start("n2")  # and it is back as soon as it has told so (ReturnToService=2)
         cluster.until_ready()
-
-
-@only_slurm
-async def test_a_launch_of_another_engine_is_left_alone(backend: Backend, name: str) -> None:
-    runner: Any = backend._slurm  # type: ignore[attr-defined]
-    plain = Runner(runner.host, root=runner.root)
-    await plain.launch(Launch(name, 1, JobSpec(("true",)), engine=Engine("another")))
-    assert (await runner.status(name, 1)).engine_says == ""
-    await plain.void(name, 1)
 
 
 # --- Ray -------------------------------------------------------------------------------------------
 
 
 @only_ray
-async def test_each_gets_gpus_of_its_own_and_what_asks_for_none_gets_none(
-    backend: Backend, store: BlobStore, name: str, tmp_path: Path
-) -> None:
-    go, there = tmp_path / "go", {"apart": 0.5}
+async def test_each_gets_gpus_of_its_own_and_what_asks_for_none_gets_none(laptop: Laptop) -> None:
+    go = laptop.folder / "go"
 
     async def placed(word: str, gpus: int) -> Any:
-        asked = order(f"{name}-{word}", waits_for(go), gpus=gpus, resources=there)
-        return await backend.submit(asked, store)
+        there = {"apart": 0.5}
+        return await laptop.submit(
+            asked(laptop, waits_for(go), gpus=gpus, more=f"-{word}", resources=there)
+        )
 
     handles = [await placed("a", 1), await placed("b", 1), await placed("c", 0)]
     for each in handles:
-        await until(backend, each, lambda status: status.log_size)
+        await laptop.running(each)
     waiting = await placed("d", 1)
-    assert (await backend.status(waiting)).phase is Phase.WAITING
-    seen = [(await said(backend, each)).strip() for each in handles]
-    assert sorted(seen) == ["0", "1", "none"]
-    assert seen[2] == "none"
+    assert (await laptop.backend.status(waiting)).phase is Phase.WAITING
+    *seen, none = [(await laptop.said(each)).strip() for each in handles]
+    assert (sorted(seen), none) == (["0", "1"], "none")
     go.touch()
     for each in (*handles, waiting):
-        assert (await ending(backend, each)).outcome is Outcome.SUCCEEDED
-    assert (await said(backend, waiting)).strip() in ("0", "1")
+        assert await laptop.outcome(each) is Outcome.SUCCEEDED
+    assert (await laptop.said(waiting)).strip() in ("0", "1")
 
 
 @LONG
 @only_ray
 async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
-    backend: Backend,
-    store: BlobStore,
-    name: str,
-    engine: OfOne,
-    monkeypatch: pytest.MonkeyPatch,
+    laptop: Laptop, engine: OfOne, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what Ray cannot begin is told with its words."""
     real, lost = ray_host.RayRunner._submit, iter([True])
 
     async def answers_late(*asked: Any) -> None:
@@ -493,53 +449,46 @@ async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
         if next(lost, False):
             raise OutcomeUnknown("no answer in time")
 
-    monkeypatch.setattr(ray_host.RayRunner, "_submit", answers_late)
-    handle = await backend.submit(order(name, RUNS), store)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_host.RayRunner, "_submit", answers_late)
+        handle = await laptop.submit(asked(laptop, RUNS))
     assert next(lost, None) is None
-    assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
-    assert len(engine.jobs(name)) == 1
-    assert await said(backend, handle) == "it ran\n"
-
-
-@LONG
-@only_ray
-async def test_what_ray_cannot_begin_is_told_with_its_words(backend: Backend, name: str) -> None:
-    runner: Any = backend._ray  # type: ignore[attr-defined]
+    assert await laptop.outcome(handle) is Outcome.SUCCEEDED
+    assert len(engine.jobs(laptop.name)) == 1
+    assert await laptop.said(handle) == "it ran\n"
+    runner: Any = laptop.backend._ray  # type: ignore[attr-defined]
     wrong = Engine(await runner.word(), ('{"entrypoint_num_cpus": -1}',))
-    await runner.launch(Launch(name, 1, JobSpec(("true",)), engine=wrong))
-    state = await runner.status(name, 1)
+    await runner.launch(Launch("wrong", 1, JobSpec(("true",)), engine=wrong))
+    state = await runner.status("wrong", 1)
     assert "num_cpus cannot be negative" in state.refused.message
     assert "Traceback" not in state.refused.message
 
 
 @LONG
 @only_ray
-async def test_with_its_node_it_is_lost_and_goes_on_from_its_checkpoint(
-    backend: Backend, store: BlobStore, name: str
-) -> None:
-    asked = order(name, SAVES, slowly=-1.0, resources={"apart": 1})
-    handle = await backend.submit(asked, store)
-    await until(backend, handle, lambda status: status.log_size and status.step)
+async def test_with_its_node_it_is_lost_and_goes_on_from_its_checkpoint(laptop: Laptop) -> None:
+    handle = await laptop.submit(asked(laptop, GOES_ON, slowly=-1.0, resources={"apart": 1}))
+    await laptop.until(handle, lambda status: status.log_size and status.step)
     await asyncio.to_thread(ray.shared().kill_node)
-    assert (await ending(backend, handle)).outcome is Outcome.LOST
+    assert await laptop.outcome(handle) is Outcome.LOST
     ray.shared().start_node()
-    again = await backend.resume(name, {}, store)
-    assert (await ending(backend, again)).outcome is Outcome.SUCCEEDED
-    assert await said(backend, again) == "one\n"
+    again = await laptop.resume()
+    assert await laptop.outcome(again) is Outcome.SUCCEEDED
+    assert await laptop.said(again) == "one\n"
 
 
 @LONG
-async def test_what_ray_gives_up_it_gets_again(store: BlobStore, name: str, tmp_path: Path) -> None:
+async def test_what_ray_gives_up_it_gets_again(name: str, tmp_path: Path) -> None:
     with ray.cluster(start_timeout=3) as impatient:
         place = Place("ray", str(tmp_path), ray=(impatient.address, impatient.token))
-        backend = place.reach()
-        handle = await backend.submit(order(name, RUNS, resources={"apart": 1}), store)
+        laptop = Laptop(place.reach(), tmp_path, name)
+        handle = await laptop.submit(asked(laptop, RUNS, resources={"apart": 1}))
         await asyncio.to_thread(
             impatient.until, lambda: [job["status"] for job in impatient.jobs(name)] == ["FAILED"]
         )
-        status = await backend.status(handle)
+        status = await laptop.backend.status(handle)
         assert (status.phase, status.waits_for) == (Phase.WAITING, "it is on its way to Ray")
         impatient.start_node()
-        assert (await ending(backend, handle)).outcome is Outcome.SUCCEEDED
-        assert await said(backend, handle) == "it ran\n"
-        await backend.close()
+        assert await laptop.outcome(handle) is Outcome.SUCCEEDED
+        assert await laptop.said(handle) == "it ran\n"
+        await laptop.backend.close()

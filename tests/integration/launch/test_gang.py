@@ -7,7 +7,6 @@
 5. Stopped, it saves on the first machine, and nothing is left on any.
 """
 
-import asyncio
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,20 @@ from safetensors.numpy import load_file
 
 from groupwise.clouds.gang import GangBackend
 from groupwise.clouds.machine import ROOT, MachineBackend
-from groupwise.clouds.port import CloudError, NameTaken, Order, Outcome, Unreachable
+from groupwise.clouds.port import CloudError, Handle, NameTaken, Order, Outcome, Unreachable
 from groupwise.errors import UsageError
 from groupwise.hosts.driver import Runner
-from groupwise.hosts.files import BlobStore
 from groupwise.hosts.meeting import KEY, port_of
-from groupwise.hosts.spec import JobSpec, Limits
+from groupwise.hosts.spec import Limits
 from groupwise.hosts.ssh import Address, SshHost
 from tests import ray, slurm
 from tests.integration.launch.person import Person
 from tests.integration.launch.test_local import TRAINS, pids_of
 from tests.integration.running import what_must_be_equal
-from tests.places import ending
+from tests.places import WAITS, Laptop, ending, name, order
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
+
+__all__ = ["name"]
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
 ONE = (*TRAINS[:-1], "model.dtype=float32", "run.threads=1")
@@ -48,6 +49,8 @@ TELLS = """\
 import json, os, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 told = {name: os.environ[name] for name in names}
+key = os.environ.get("GROUPWISE_KEY_FILE")
+told["key"] = key and open(key).read()
 os.makedirs("outputs", exist_ok=True)
 with open(f"outputs/{told['RANK']}.json", "w") as file:
     json.dump({**told, "words": sys.argv[1:], "ray": os.environ.get("RAY_ADDRESS")}, file)
@@ -85,8 +88,8 @@ def adapter(folder: Path) -> dict[str, list[float]]:
 def assert_close(one: Path, other: Path) -> None:
     first, second = adapter(one), adapter(other)
     assert first.keys() == second.keys()
-    for name, values in first.items():
-        assert second[name] == pytest.approx(values, rel=1e-3, abs=1e-4), name
+    for weight, values in first.items():
+        assert second[weight] == pytest.approx(values, rel=1e-3, abs=1e-4), weight
 
 
 def trained(person: Person, name: str) -> Path:
@@ -100,13 +103,14 @@ def trained(person: Person, name: str) -> Path:
 def test_killed_on_the_second_machine_they_go_on_to_the_same_bits(
     person: Person, way: list[str], trains: tuple[str, ...]
 ) -> None:
-    """With samplers of its own the training is also that of one process."""
-    steps = "training.max_steps=6"
+    """Those of two learners on one machine; with samplers of its own the training is also that of one process."""
+    steps = "training.max_steps=4"
     words = ("ssh", *way, "--nodes", "2", "--no-preflight", "--name")
-    person.types(*words, "whole", "--", *trains, steps)
+    on_one = ("local", "--detach", "--no-preflight", "--name")
+    person.types(*(words if trains == BOTH else on_one), "whole", "--", *trains, steps)
     with person.held_at(3):
         begun = person.begins(*words, "killed", "--", *trains, steps)
-        person.sees("step 2/6")
+        person.sees("step 2/4")
         os.kill(process_of(rank=1), signal.SIGKILL)
     assert begun.wait(240) == 75
     found = person.result("killed")
@@ -114,9 +118,10 @@ def test_killed_on_the_second_machine_they_go_on_to_the_same_bits(
     assert "Learner 2 of 2" in person.said()
     person.types("resume", "killed", "--env-file", "near.env")
     assert person.result("killed")["attempt"] == 2
+    assert (person.project / "launches/killed/nodes/1.log").is_file()
+    person.types("logs", "-f", "whole")
     whole, killed = (trained(person, name) for name in ("whole", "killed"))
     assert what_must_be_equal(whole) == what_must_be_equal(killed)
-    assert (person.project / "launches/whole/nodes/1.log").is_file()
     if trains == BOTH:
         person.types("local", "--name", "alone", "--no-preflight", "--", *ONE, steps)
         assert_close(trained(person, "alone"), whole)
@@ -151,25 +156,22 @@ def test_a_script_is_told_which_process_it_is_and_words_arrive_as_they_are(
     (person.project / "job.py").write_text(TELLS)
     odd = ["--flag", "", "a b", "it's", "$(touch x)", "two\nlines", "--", "-v", "--processes"]
     words = ("ssh", *way, "--nproc-per-node", "2", "--name", "odd", "--script", "job.py", *odd)
-    typed = person.types(*words)
-    assert "process 0" in typed.out
-    folders = [host.home / ROOT / "attempts/odd.1" / "work/outputs" for host in hosts]
+    assert "process 0" in person.types(*words).out
+    folders = [host.home / ROOT / "attempts/odd.1/work" for host in hosts]
     told = [
-        json.loads((folder / f"{2 * node + local}.json").read_text())
+        json.loads((folder / f"outputs/{2 * node + local}.json").read_text())
         for node, folder in enumerate(folders)
         for local in range(2)
     ]
-    assert [(each["RANK"], each["LOCAL_RANK"]) for each in told] == [
-        ("0", "0"),
-        ("1", "1"),
-        ("2", "0"),
-        ("3", "1"),
-    ]
-    assert all(each["words"] == odd for each in told)
-    assert {each["WORLD_SIZE"] for each in told} == {"4"}
+    ranks = [(each["RANK"], each["LOCAL_RANK"]) for each in told]
+    assert ranks == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    assert all((each["words"], each["WORLD_SIZE"]) == (odd, "4") for each in told)
+    [key] = {each["key"] for each in told}
+    assert len(key) == 64
+    assert {stat.S_IMODE((folder / KEY).stat().st_mode) for folder in folders} == {0o600}
     assert "process 3" in (person.project / "launches/odd/nodes/1.log").read_text()
     person.types("remove", "odd")
-    assert not any(folder.parent.parent.exists() for folder in folders)
+    assert not any(folder.parent.exists() for folder in folders)
 
 
 def test_what_does_not_go_together_is_said_before_anything_is_sent(
@@ -184,9 +186,8 @@ def test_what_does_not_go_together_is_said_before_anything_is_sent(
     ):
         typed = person.types("ssh", *way, *words, code=2)
         assert why in typed.err, typed.err
-    one = way[2:]
-    typed = person.types("ssh", *one, "--nproc-per-node", "2", "--script", "job.py", code=2)
-    assert "is for several machines" in typed.err
+    one = ("ssh", *way[2:], "--nproc-per-node", "2", "--script", "job.py")
+    assert "is for several machines" in person.types(*one, code=2).err
 
 
 # --- the backend -----------------------------------------------------------------------------------
@@ -198,217 +199,177 @@ def gang(hosts: list[LoopbackHost], meets_at: str = "127.0.0.1") -> GangBackend:
     return GangBackend("ssh", machines, meets_at)
 
 
+def on_two(name: str, script: str, *words: str, **fields: Any) -> Order:
+    limits = Limits(time_seconds=600, grace_seconds=5)
+    return order(name, script, *words, nodes=2, limits=limits, **fields)
+
+
 @pytest.fixture
-async def people(hosts: list[LoopbackHost]) -> AsyncIterator[list[GangBackend]]:
+async def people(
+    hosts: list[LoopbackHost], name: str, tmp_path: Path
+) -> AsyncIterator[list[Laptop[GangBackend]]]:
     """Each with a way of their own to the two machines."""
-    found = [gang(hosts) for _ in range(3)]
+    found = [Laptop(gang(hosts), tmp_path, name, on_two) for _ in range(2)]
     yield found
     for each in found:
-        await each.close()
+        await each.backend.close()
 
 
 @pytest.fixture
-def backend(people: list[GangBackend]) -> GangBackend:
+def one(people: list[Laptop[GangBackend]]) -> Laptop[GangBackend]:
     return people[0]
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> BlobStore:
-    return BlobStore(tmp_path / "blobs")
+async def away(*_: object) -> None:
+    raise Unreachable("machine 1 cannot be reached")
 
 
-def order(name: str, script: str, meets_at: str | None = None) -> Order:
-    limits = Limits(time_seconds=600, grace_seconds=5)
-    spec = JobSpec(("python3", "-c", script), limits=limits)
-    return Order(name, spec, nodes=2, meets_at=meets_at)
-
-
-MARKS = (
-    "import os; key = open(os.environ['GROUPWISE_KEY_FILE']).read(); "
-    "open(os.path.expanduser('~/{}'), 'a').write(os.environ['NODE_RANK'] + ' ' + key)"
-)
-"""Which machine it is, and the secret that all have."""
-
-
-async def test_submitted_by_several_at_once_each_machine_runs_it_once(
-    people: list[GangBackend], store: BlobStore, hosts: list[LoopbackHost]
-) -> None:
-    asked = order("once", MARKS.format("once"))
-    handles = await asyncio.gather(*(each.submit(asked, store) for each in people))
-    assert len({each.attempt for each in handles}) == 1
-    await ending(people[0], handles[0])
-    folders = [host.home / ROOT / "attempts/once.1/work" for host in hosts]
-    assert {stat.S_IMODE((folder / KEY).stat().st_mode) for folder in folders} == {0o600}
-    await people[0].cleanup(handles[0])
-    marks = [(host.home / "once").read_text().split() for host in hosts]
-    assert [rank for rank, _ in marks] == ["0", "1"]
-    assert len(marks[0][1]) == 64
-    assert marks[0][1] == marks[1][1]
+async def assert_lives(one: Laptop[GangBackend], handle: Handle) -> None:
+    """On both machines; it is ended then."""
+    for each in (one.backend, one.backend._others[0]):
+        assert (await each.status(handle)).ending is None
+    await one.backend.cancel(handle, 0.1)
 
 
 async def test_who_asks_late_ends_nothing_of_what_another_has_begun(
-    people: list[GangBackend], store: BlobStore
+    people: list[Laptop[GangBackend]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was placed, or gone on with, between this one's question and its deed."""
-    waits = "import os, time; os.environ['ATTEMPT'] == '1' and exit(3); time.sleep(1000)"
-    asked = order("late", waits)
-    await ending(people[0], await people[0].submit(asked, store))
-    second = await people[0].resume("late", {}, store)
-    attempts = people[1]._attempts
+    one, other = people
+    waits = f"import os; os.environ['ATTEMPT'] == '1' and exit(3)\n{WAITS}"
+    await one.ending(await one.submit(waits))
+    second = await one.resume()
+    attempts, early = other.backend._attempts, [True]
 
     async def before(name: str | None = None) -> list[Any]:
-        people[1]._attempts = attempts  # pyright: ignore[reportAttributeAccessIssue]
-        return [each for each in await attempts(name) if each.epoch == 1]
+        first = early.pop() if early else False
+        return [each for each in await attempts(name) if not first or each.epoch == 1]
 
-    people[1]._attempts = before  # pyright: ignore[reportAttributeAccessIssue]
-    assert await people[1].resume("late", {}, store) == second
-    for each in (people[0], people[0]._others[0]):
-        assert (await each.status(second)).ending is None
-    await people[0].cancel(second, 0.1)
+    monkeypatch.setattr(other.backend, "_attempts", before)
+    assert await other.resume() == second
+    await assert_lives(one, second)
 
 
 async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
-    people: list[GangBackend], store: BlobStore, hosts: list[LoopbackHost]
+    people: list[Laptop[GangBackend]], hosts: list[LoopbackHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds all that there are: asked for again, or by another laptop, it is found, and not taken for what is in its own way."""
+    one, other = people
     for host in hosts:
         host.gpus(1)
-    limits = Limits(time_seconds=600, grace_seconds=5)
-    waits = JobSpec(("python3", "-c", "import time; time.sleep(1000)"), limits=limits)
-    asked = Order("holds-all", waits, 1, nodes=2)
-    first = await people[0].submit(asked, store)
-    assert await people[1].submit(asked, store) == first
-    assert await people[1]._begin(asked, store, first.attempt, 1) == first
-
-    async def away(*_: object) -> None:
-        raise Unreachable("machine 1 cannot be reached")
-
-    people[1]._others[0].join = away  # pyright: ignore[reportAttributeAccessIssue]
+    asked = one.order(WAITS, gpus=1)
+    first = await one.submit(asked)
+    assert await other.submit(asked) == first
+    assert await other.backend._begin(asked, other.store, first.attempt, 1) == first
+    monkeypatch.setattr(other.backend._others[0], "join", away)
     with pytest.raises(Unreachable):
-        await people[1].submit(asked, store)
-    for each in (people[0], people[0]._others[0]):
-        assert (await each.status(first)).ending is None, "somebody else has begun it"
-    await people[0].cancel(first, 0.1)
+        await other.submit(asked)
+    await assert_lives(one, first)
     for host in hosts:
         host.gpus(0)
 
 
-async def test_a_name_that_a_machine_has_seen_more_of_is_begun_beyond_that(
-    backend: GangBackend, store: BlobStore
+async def test_what_others_have_on_a_machine_under_the_same_name_goes_on(
+    one: Laptop[GangBackend],
 ) -> None:
-    alone = MachineBackend("ssh", backend._others[0]._runner, "machine 1")
-    fails = JobSpec(("python3", "-c", "raise SystemExit(3)"))
-    handle = await alone.submit(Order("seen", fails), store)
-    for _ in range(2):
-        await ending(alone, handle)
-        handle = await alone.resume("seen", {}, store)
+    """And once it is removed, this one is begun beyond all that the machine has seen."""
+    alone = MachineBackend("ssh", one.backend._others[0]._runner, "machine 1")
+    handle = await alone.submit(order(one.name, WAITS), one.store)
+    with pytest.raises(NameTaken, match=f"machine 1 has another job called {one.name}"):
+        await one.submit("print()")
+    assert (await alone.status(handle)).ending is None
+    assert await one.backend.find(one.name) is None
+    await alone.cancel(handle, 0.1)
+    await ending(alone, handle)
+    handle = await alone.resume(one.name, {}, one.store)
+    await alone.cancel(handle, 0.1)
     await ending(alone, handle)
     await alone.cleanup(handle)
-    begun = await backend.submit(order("seen", "print('on')"), store)
-    assert begun.attempt == 4
-    assert (await ending(backend, begun)).outcome is Outcome.SUCCEEDED
+    begun = await one.submit("print('on')")
+    assert begun.attempt == 3
+    assert await one.outcome(begun) is Outcome.SUCCEEDED
 
 
-async def test_all_machines_begin_or_none(backend: GangBackend, store: BlobStore) -> None:
+class CutOffError(BaseException):
+    pass
+
+
+async def test_all_machines_begin_or_none(
+    one: Laptop[GangBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who was cut off between the first machine and the second left half of it, which the next one completes."""
-    other = backend._others[0]
-    join = other.join
+    [other] = one.backend._others
 
-    async def away(*_: object) -> None:
+    async def will_not(*_: object) -> None:
         raise CloudError("machine 1 will not")
-
-    other.join = away  # pyright: ignore[reportAttributeAccessIssue]
-    waits = "import time; print('on', flush=True); time.sleep(1000)"
-    with pytest.raises(CloudError, match="machine 1 will not"):
-        await backend.submit(order("none", waits), store)
-    handle = await backend.find("none")
-    assert handle is not None
-    assert (await ending(backend, handle)).outcome is Outcome.CANCELLED
-    other.join = join
-    second = await backend.resume("none", {}, store)
-    assert (await other.status(second)).ending is None
-    await backend.cancel(second, 0.1)
-    await ending(backend, second)
-
-    class CutOffError(BaseException):
-        pass
 
     async def cut_off(*_: object) -> None:
         raise CutOffError
 
-    other.join = cut_off  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(CutOffError):
-        await backend.submit(order("half", waits), store)
-    assert await other.find("half") is None
-    other.join = join
-    handle = await backend.submit(order("half", waits), store)
+    with monkeypatch.context() as patched:
+        patched.setattr(other, "join", will_not)
+        with pytest.raises(CloudError, match="machine 1 will not"):
+            await one.submit(WAITS)
+    handle = await one.backend.find(one.name)
+    assert handle is not None
+    assert await one.outcome(handle) is Outcome.CANCELLED
+    second = await one.resume()
+    await assert_lives(one, second)
+    await one.ending(second)
+    half = f"{one.name}-half"
+    with monkeypatch.context() as patched:
+        patched.setattr(other, "join", cut_off)
+        with pytest.raises(CutOffError):
+            await one.submit(WAITS, name=half)
+    assert await other.find(half) is None
+    handle = await one.submit(WAITS, name=half)
     assert handle.attempt == 1
-    assert (await other.find("half")) is not None
-    await backend.cancel(handle, 0.1)
-    for each in (backend, other):
+    await assert_lives(one, handle)
+    for each in (one.backend, other):
         assert (await ending(each, handle)).outcome is Outcome.CANCELLED
 
 
 async def test_from_another_machine_it_goes_on_as_it_was_begun(
-    store: BlobStore, hosts: list[LoopbackHost], tmp_path: Path
+    one: Laptop[GangBackend], hosts: list[LoopbackHost]
 ) -> None:
     """It meets where it did, and its machines keep their order."""
     fails = (
         "import os, sys; print(os.environ['MASTER_ADDR']); sys.exit(os.environ['ATTEMPT'] == '1')"
     )
-    laptop, other = gang(hosts), gang(hosts, meets_at="192.0.2.1")
-    first = await laptop.submit(order("meets", fails, meets_at="10.0.0.1"), store)
-    await ending(laptop, first)
-    results = tmp_path / "results"
-    await laptop.fetch(first, results)
-    assert (results / "nodes/1.log").read_bytes() == b"10.0.0.1\n"
-    swapped, alone = gang(hosts[::-1]), MachineBackend("ssh", laptop._runner, "machine 0")
+    first = await one.submit(fails, meets_at="10.0.0.1")
+    await one.ending(first)
+    log, aside = (one.folder / "results" / each / "nodes/1.log" for each in ("", "earlier/changed"))
+    await one.fetched(first)
+    assert log.read_bytes() == b"10.0.0.1\n"
+    swapped, alone = gang(hosts[::-1]), MachineBackend("ssh", one.backend._runner, "machine 0")
     for wrong, why in ((swapped, "but number 2 of its machines"), (alone, "on 2 machines at once")):
         with pytest.raises(UsageError, match=why):
-            await wrong.resume("meets", {}, store)
-    second = await other.resume("meets", {}, store)
-    assert (await ending(other, second)).outcome is Outcome.SUCCEEDED
-    for each in (other, other._others[0]):
+            await wrong.resume(one.name, {}, one.store)
+    other = replace(one, backend=gang(hosts, meets_at="192.0.2.1"))
+    second = await other.resume()
+    assert await other.outcome(second) is Outcome.SUCCEEDED
+    for each in (other.backend, other.backend._others[0]):
         assert (await each.log(second, 0, 100)).data == b"10.0.0.1\n"
-    (results / "nodes/1.log").write_bytes(b"changed here")
-    for attempt in (2, 2):
-        await other.fetch(second, results)
-        assert (results / "nodes/1.log").read_bytes() == b"10.0.0.1\n", attempt
-    assert (results / "earlier/changed/nodes/1.log").read_bytes() == b"changed here"
-    for each in (laptop, other, swapped):
+    log.write_bytes(b"changed here")
+    for _ in range(2):
+        await other.fetched(second)
+        assert log.read_bytes() == b"10.0.0.1\n"
+    assert aside.read_bytes() == b"changed here"
+    for each in (other.backend, swapped):
         await each.close()
 
 
-async def test_what_others_have_on_a_machine_under_the_same_name_goes_on(
-    backend: GangBackend, store: BlobStore
-) -> None:
-    other = backend._others[0]
-    theirs = JobSpec(("python3", "-c", "import time; print('on', flush=True); time.sleep(1000)"))
-    handle = await MachineBackend.submit(other, Order("theirs", theirs), store)
-    with pytest.raises(NameTaken, match="machine 1 has another job called theirs"):
-        await backend.submit(order("theirs", "print()"), store)
-    assert (await other.status(handle)).ending is None
-    assert await backend.find("theirs") is None
-    await other.cancel(handle, 0.1)
-
-
 async def test_a_machine_that_is_away_keeps_nobody_from_the_results(
-    backend: GangBackend, store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Laptop[GangBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handle = await backend.submit(
-        order("away", "import os; os.mkdir('outputs'); open('outputs/x', 'w')"), store
-    )
-    await ending(backend, handle)
-
-    async def away(*_: object) -> None:
-        raise Unreachable("machine 1 cannot be reached")
-
-    monkeypatch.setattr(backend._others[0], "log", away)
-    fetched = await backend.fetch(handle, tmp_path / "results")
+    handle = await one.submit("import os; os.mkdir('outputs'); open('outputs/x', 'w')")
+    await one.ending(handle)
+    for verb in ("log", "cancel"):
+        monkeypatch.setattr(one.backend._others[0], verb, away)
+    fetched = await one.backend.fetch(handle, one.folder / "results")
     assert fetched.files == ("outputs/x",)
     assert fetched.left_out == {"nodes/1.log": "machine 1 cannot be reached"}
-    monkeypatch.setattr(backend._others[0], "cancel", away)
-    await backend.cancel(handle, 0.1)
+    await one.backend.cancel(handle, 0.1)
 
 
 def test_attempts_meet_at_ports_of_their_own() -> None:
@@ -463,25 +424,16 @@ def test_all_is_on_all_nodes_and_each_is_told_which_process_it_is(
 
 
 @LONG
-def test_two_nodes_train_as_one_process_does(person: Person, engine: str) -> None:
-    steps = "training.max_steps=3"
-    person.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
-    person.types(*on_both(engine, "both"), "--", *BOTH, steps)
-    assert person.result("both")["state"] == "succeeded"
-    person.types("logs", "-f", "alone")
-    assert_close(trained(person, "alone"), trained(person, "both"))
-
-
-@LONG
-@pytest.mark.parametrize("engine", ["ray"], indirect=True)
-def test_killed_and_resumed_there_it_is_the_undisturbed_training_to_the_bit(
+def test_two_nodes_train_as_one_process_does_also_where_one_was_killed(
     person: Person, engine: str
 ) -> None:
-    steps = "training.max_steps=20"
+    """What was killed goes on to the bits of the undisturbed training."""
+    steps = "training.max_steps=6"
+    person.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
     person.types(*on_both(engine, "calm"), "--", *BOTH, steps)
     with person.held_at(5):
         begun = person.begins(*on_both(engine, "shaken"), "--", *BOTH, steps)
-        person.sees("step  4/20")
+        person.sees("step 4/6")
         os.kill(process_of(1, "shaken"), signal.SIGKILL)
     assert begun.wait(240) == 75
     assert "Learner 2 of 2" in person.said()
@@ -489,6 +441,8 @@ def test_killed_and_resumed_there_it_is_the_undisturbed_training_to_the_bit(
     assert person.result("shaken")["attempt"] == 2
     calm, shaken = (trained(person, name) for name in ("calm", "shaken"))
     assert what_must_be_equal(calm) == what_must_be_equal(shaken)
+    person.types("logs", "-f", "alone")
+    assert_close(trained(person, "alone"), calm)
 
 
 @LONG
