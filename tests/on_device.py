@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 import groupwise
-from groupwise.algorithms.registry import make
 from groupwise.learner.native.body import residual_stream
+from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.learner.native.layout import Texts, cut
 from groupwise.learner.slopes import trained_slopes
 from groupwise.learner.torch_learner import TorchLearner
@@ -27,7 +28,7 @@ from groupwise.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.models.files import write_tensors
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, fingerprint, new_lora_config
-from groupwise.models.native.weights import native_model
+from groupwise.models.native.weights import Shape, native_model
 from groupwise.models.tiny import tiny_tokenizer
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.runs.store import Store
@@ -39,13 +40,24 @@ from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import Completion, GroupRequest, Policy, Row, SamplingParams
 from tests.integration import running
+from tests.unit.learner.native import test_attention
+from tests.unit.learner.native.test_engine import EVERYTHING, TOTALS, rows_of
 from tests.unit.models.native.families import adapted, family, own_logits, randomised, text
 
 BUNDLED = ModelConfig(name="smollm2-135m-instruct")
-LOSS = make("grpo", {"beta": 0.2, "entropy_coef": 0.1}).loss_spec()
-TOTALS = {"policy": 40.0, "kl": 30.0, "entropy": 20.0}
 LAYOUT = DecodeLayout(slots=16, key_length=640)
-MakeRecord = Callable[[], Record]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it must hold."""
+
+    device: torch.device
+    make_record: Callable[[], Record]
+    folder: Path
+    """An empty one."""
+    held: Callable[[], int]
+    """Tells the bytes of all tensors there."""
 
 
 def served(name: str, device: torch.device, dtype: torch.dtype, *, adapter: bool) -> ServedWeights:
@@ -58,16 +70,16 @@ def served(name: str, device: torch.device, dtype: torch.dtype, *, adapter: bool
     return weights
 
 
-def engine_of(weights: ServedWeights, make_record: MakeRecord, slots: int = 16) -> GraphEngine:
+def engine_of(weights: ServedWeights, make_record: Callable[[], Record]) -> GraphEngine:
     model = weights.native()
     assert model is not None
-    return GraphEngine(model, weights, slots, LAYOUT.key_length, make_record())
+    return GraphEngine(model, weights, LAYOUT.slots, LAYOUT.key_length, make_record())
 
 
-def sampler_of(weights: ServedWeights, make_record: MakeRecord, tokenizer: Any) -> TorchSampler:
-    sampler = TorchSampler(weights, tokenizer, LAYOUT)
+def sampler_of(place: Place, weights: ServedWeights, tokenizer: Any = None) -> TorchSampler:
+    sampler = TorchSampler(weights, tokenizer or tiny_tokenizer(), LAYOUT)
     if not isinstance(sampler._engine, GraphEngine):  # on a processor
-        sampler._engine = engine_of(weights, make_record)
+        sampler._engine = engine_of(weights, place.make_record)
     return sampler
 
 
@@ -81,16 +93,14 @@ def generated(sampler: TorchSampler, asked: Sequence[GroupRequest]) -> list[Comp
 # The sampler
 
 
-def greedy_tokens_are_those_of_transformers(
-    device: torch.device, make_record: MakeRecord, name: str, *, adapter: bool
-) -> None:
+def greedy_tokens_are_those_of_transformers(place: Place, name: str, *, adapter: bool) -> None:
     """In float32, token by token, with log-probabilities that differ by rounding."""
-    weights = served(name, device, torch.float32, adapter=adapter)
+    weights = served(name, place.device, torch.float32, adapter=adapter)
     asked = [
         GroupRequest(n, tuple(text(length).tolist()), (1, 2), SamplingParams(40, temperature=0.0))
         for n, length in enumerate((1, 2, 17, 65, 230, 300))
     ]
-    ours = generated(sampler_of(weights, make_record, tiny_tokenizer()), asked)
+    ours = generated(sampler_of(place, weights), asked)
     theirs = generated(TorchSampler(weights, tiny_tokenizer(), LAYOUT, native=False), asked)
     assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
     for mine, wanted in zip(ours, theirs, strict=True):
@@ -98,17 +108,15 @@ def greedy_tokens_are_those_of_transformers(
 
 
 @torch.inference_mode()
-def logits_are_near_those_of_transformers(
-    device: torch.device, make_record: MakeRecord, name: str, dtype: torch.dtype
-) -> None:
+def logits_are_near_those_of_transformers(place: Place, name: str, dtype: torch.dtype) -> None:
     """Given the same tokens, beyond the first step of keys."""
-    weights = served(name, device, dtype, adapter=True)
-    engine = engine_of(weights, make_record)
+    weights = served(name, place.device, dtype, adapter=True)
+    engine = engine_of(weights, place.make_record)
     ids, tokens = text(230).tolist(), text(40).tolist()
     engine.begin(engine.prefill(ids))
     found = torch.stack([engine.decode([token])[0].clone() for token in tokens]).float()
     with weights.acting():
-        wanted = own_logits(weights.model, torch.tensor([*ids, *tokens], device=device))
+        wanted = own_logits(weights.model, torch.tensor([*ids, *tokens], device=place.device))
     wanted = wanted[len(ids) :].log_softmax(-1)
     differences = found.log_softmax(-1) - wanted
     close = 1e-4 if dtype == torch.float32 else 0.05
@@ -132,12 +140,10 @@ def decoded(engine: GraphEngine, seed: int = 0, steps: int = 60) -> list[tuple[i
     return found
 
 
-def recordings_change_no_bit(
-    device: torch.device, make_record: MakeRecord, name: str, dtype: torch.dtype
-) -> None:
+def recordings_change_no_bit(place: Place, name: str, dtype: torch.dtype) -> None:
     """Of any token, whatever comes and goes, and after a new adapter."""
-    weights = served(name, device, dtype, adapter=True)
-    recorded = engine_of(weights, make_record)
+    weights = served(name, place.device, dtype, adapter=True)
+    recorded = engine_of(weights, place.make_record)
     plain = engine_of(weights, lambda: lambda compute: compute)
     for seed in (7, 8):
         ours, theirs = decoded(recorded), decoded(plain)
@@ -152,19 +158,14 @@ def recordings_change_no_bit(
 
 @torch.inference_mode()
 def a_row_does_not_depend_on_the_others(
-    device: torch.device,
-    make_record: MakeRecord,
-    name: str,
-    dtype: torch.dtype,
-    *,
-    longest: int,
+    place: Place, name: str, dtype: torch.dtype, *, longest: int
 ) -> None:
     """To the bit: alone, and beside rows that come and go, one of which has `longest` tokens."""
-    weights = served(name, device, dtype, adapter=False)
+    weights = served(name, place.device, dtype, adapter=False)
     ids, tokens = text(20).tolist(), text(30).tolist()
 
     def histories(mates: Sequence[int]) -> Tensor:
-        engine = engine_of(weights, make_record)
+        engine = engine_of(weights, place.make_record)
         others = [engine.prefill(text(length).tolist()) for length in mates]
         for prompt in others:
             engine.begin(prompt)
@@ -183,44 +184,48 @@ def a_row_does_not_depend_on_the_others(
     assert torch.equal(histories((longest, 9, 9, 5)), alone)
 
 
-def sampling_again_gives_the_same(
-    device: torch.device, make_record: MakeRecord, name: str, dtype: torch.dtype
-) -> None:
+def sampling_again_gives_the_same(place: Place, name: str, dtype: torch.dtype) -> None:
     """Tokens and log-probabilities, to the bit: by the same sampler and by another, whatever it sampled before."""
-    weights = served(name, device, dtype, adapter=True)
+    weights = served(name, place.device, dtype, adapter=True)
     asked = [
         GroupRequest(n, tuple(text(length).tolist()), (1, 2, 3), SamplingParams(40))
         for n, length in enumerate((1, 17, 100, KEYS - 20))
     ]
-    first, second = (sampler_of(weights, make_record, tiny_tokenizer()) for _ in range(2))
+    first, second = (sampler_of(place, weights) for _ in range(2))
     wanted = generated(first, asked)
     assert generated(first, asked) == wanted
     generated(second, asked[::-1][:2])
     assert generated(second, asked) == wanted
 
 
-def what_is_drawn_does_not_depend_on_the_device(device: torch.device) -> None:
+def what_is_drawn_does_not_depend_on_the_device(place: Place) -> None:
     """The same tokens of the same logits, at any temperature."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(32, 49152, generator=generator) * 4
     temperatures = torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(8)
     uniforms = torch.rand(32, generator=generator, dtype=torch.float64)
     given = logits, temperatures, uniforms
-    tokens, logprobs = draw_tokens(*(each.to(device) for each in given))
+    tokens, logprobs = draw_tokens(*(each.to(place.device) for each in given))
     wanted, wanted_logprobs = draw_tokens(*given)
     assert tokens.tolist() == wanted.tolist()
     torch.testing.assert_close(logprobs.cpu(), wanted_logprobs, rtol=1e-5, atol=1e-5)
 
 
-def published(weights: ServedWeights, folder: Path, version: int) -> Policy:
-    """Other numbers for these weights, as a learner gives them out."""
-    generator = torch.Generator().manual_seed(version)
-    tensors = {
-        name: (value.detach().cpu() + 0.01 * torch.randn(value.shape, generator=generator)).to(
+def changed(weights: ServedWeights, seed: int, size: float = 0.1) -> dict[str, Tensor]:
+    """Other numbers for these weights, on a processor."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (value.detach().cpu() + size * torch.randn(value.shape, generator=generator)).to(
             value.dtype
         )
         for name, value in weights.tensors().items()
     }
+
+
+def published(
+    weights: ServedWeights, tensors: dict[str, Tensor], folder: Path, version: int
+) -> Policy:
+    """A policy of these tensors, as a learner gives it out."""
     is_adapter = isinstance(weights, ServedAdapter)
     place = folder / str(version)
     place.mkdir()
@@ -230,50 +235,22 @@ def published(weights: ServedWeights, folder: Path, version: int) -> Policy:
     return Policy("r", version, fingerprint(tensors), kind, str(place))
 
 
-def memory_does_not_grow(
-    device: torch.device,
-    make_record: MakeRecord,
-    folder: Path,
-    held: Callable[[], int],
-    *,
-    adapter: bool,
-) -> None:
-    """However often weights are refreshed; `held` tells the bytes of all tensors."""
-    weights = served("llama", device, torch.float32, adapter=adapter)
-    sampler = sampler_of(weights, make_record, tiny_tokenizer())
+def memory_does_not_grow(place: Place, *, adapter: bool) -> None:
+    """However often weights are refreshed."""
+    weights = served("llama", place.device, torch.float32, adapter=adapter)
+    sampler = sampler_of(place, weights)
     asked = [GroupRequest(0, tuple(text(230).tolist()), (1, 2, 3), SamplingParams(40))]
     seen: list[int] = []
     for version in range(1, 8):
-        asyncio.run(sampler.load(published(weights, folder, version)))
+        asyncio.run(
+            sampler.load(published(weights, changed(weights, version, 0.01), place.folder, version))
+        )
         generated(sampler, asked)
-        seen.append(held())
+        seen.append(place.held())
     assert 0 < max(seen[2:]) <= seen[1], seen
 
 
 # The learner
-
-
-def rows_of() -> list[Row]:
-    """Groups of several sizes with completions of many lengths."""
-    chance = random.Random(0)
-    rows: list[Row] = []
-    for number, size in enumerate((1, 4, 3)):
-        prompt = tuple(chance.randrange(3, 90) for _ in range(3 + 20 * number))
-        for _ in range(size):
-            length = chance.choice((1, 2, 5, 9, 30))
-            rows.append(
-                Row(
-                    prompt_ids=prompt,
-                    completion_ids=tuple(chance.randrange(3, 90) for _ in range(length)),
-                    mask=(1,) * length,
-                    sampling_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length)),
-                    advantage=chance.uniform(-1, 1),
-                    scale=1 / length,
-                    temperature=chance.choice((0.7, 1.0)),
-                    reference_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length)),
-                )
-            )
-    return rows
 
 
 def gradients(
@@ -286,7 +263,7 @@ def gradients(
     learner = TorchLearner(
         weights, run="r", publish_folder=folder, max_tokens_per_microbatch=200, seed=0
     )
-    asyncio.run(learner.forward_backward(rows_of(), LOSS, TOTALS))
+    asyncio.run(learner.forward_backward(rows_of(), EVERYTHING, TOTALS))
     return {
         key: value.grad.cpu()
         for key, value in weights.parameters().items()
@@ -294,9 +271,10 @@ def gradients(
     }
 
 
-def gradients_are_those_of_a_processor(device: torch.device, folder: Path, name: str) -> None:
+def gradients_are_those_of_a_processor(place: Place, name: str) -> None:
     """In float32, of every factor."""
-    found, wanted = (gradients(name, each, folder) for each in (device, torch.device("cpu")))
+    places = place.device, torch.device("cpu")
+    found, wanted = (gradients(name, each, place.folder) for each in places)
     assert found.keys() == wanted.keys()
     assert len(wanted) > 10
     for key, expected in wanted.items():
@@ -306,12 +284,16 @@ def gradients_are_those_of_a_processor(device: torch.device, folder: Path, name:
 
 
 def attention_is_that_of_a_processor(
-    attention_of: Any, plain: Any, shape: Any, texts: list[Texts], device: torch.device, dtype: Any
+    place: Place, name: str, size: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
-    """Values and gradients against `plain`, on the processor in float32."""
+    """Values and gradients of fused kernels against plain attention on the processor in float32."""
+    texts: list[Texts] = test_attention.LAYOUTS[name]
+    shape = Shape(
+        hidden=24, heads=4, kv_heads=kv_heads, head_size=size, vocabulary=10, epsilon=1e-5
+    )
     tokens = texts[-1].end
     generator = torch.Generator().manual_seed(0)
-    heads, size = shape.heads, shape.head_size
+    heads = shape.heads
 
     def drawn(*sizes: int) -> Tensor:
         return torch.randn(tokens, *sizes, generator=generator).to(dtype).float()
@@ -319,15 +301,15 @@ def attention_is_that_of_a_processor(
     given = drawn(heads, size), drawn(shape.kv_heads, size), drawn(shape.kv_heads, size)
     d_out = drawn(heads * size)
     leaves = [each.clone().requires_grad_() for each in given]
-    wanted = plain(texts, *leaves)
+    wanted = test_attention.plain(texts, *leaves)
     wanted_gradient = torch.cat(torch.autograd.grad(wanted, leaves, d_out), dim=1)
     wanted = wanted.detach()
 
-    queries, keys, values = (each.to(device) for each in given)
-    values, d_out = values.to(dtype), d_out.to(device, dtype)
+    queries, keys, values = (each.to(place.device) for each in given)
+    values, d_out = values.to(dtype), d_out.to(place.device, dtype)
     found = torch.full_like(d_out, torch.nan)
     gradient = queries.new_full((tokens, heads + 2 * shape.kv_heads, size), torch.nan)
-    sets = attention_of(shape, texts, device)
+    sets = fused_attention(shape, texts, place.device)
     scale = sets[0].query_scale
     for each in sets:
         each.forward(queries * scale, keys, values, found)
@@ -344,18 +326,14 @@ def attention_is_that_of_a_processor(
 
 
 def gaps(
-    trained: TrainedAdapter,
-    make_record: MakeRecord,
-    folder: Path,
-    tokenizer: Any,
-    asked: Sequence[GroupRequest],
+    place: Place, trained: TrainedAdapter, tokenizer: Any, asked: Sequence[GroupRequest]
 ) -> Tensor:
     """Of every sampled token, the sampler's log-probability minus the learner's."""
     weights = ServedAdapter(trained.adapted)
     learner = TorchLearner(
-        trained, run="r", publish_folder=folder, max_tokens_per_microbatch=2000, seed=0
+        trained, run="r", publish_folder=place.folder, max_tokens_per_microbatch=2000, seed=0
     )
-    sampler = sampler_of(weights, make_record, tokenizer)
+    sampler = sampler_of(place, weights, tokenizer)
     asyncio.run(sampler.load(asyncio.run(learner.publish(1))))
     groups = [generated(sampler, [each]) for each in asked]
     rows = [
@@ -369,22 +347,19 @@ def gaps(
 
 
 def sampler_and_learner_agree_on_a_small_model(
-    device: torch.device,
-    make_record: MakeRecord,
-    folder: Path,
-    name: str,
-    dtype: torch.dtype,
-    most: float,
+    place: Place, name: str, dtype: torch.dtype, most: float
 ) -> None:
     """The mean gap of log-probabilities is at most so much; with heads of any size, and as many of keys as of queries or fewer."""
-    adapter = AdaptedModel(family(name, dtype=dtype).to(device), new_lora_config(LoraConfig(r=4)))
+    adapter = AdaptedModel(
+        family(name, dtype=dtype).to(place.device), new_lora_config(LoraConfig(r=4))
+    )
     trained = TrainedAdapter(adapter, seed=1)
     randomised(adapter, trained.name)
     asked = [
         GroupRequest(n, tuple(text(length).tolist()), (1, 2, 3, 4), SamplingParams(40))
         for n, length in enumerate((3, 17, 70))
     ]
-    found = gaps(trained, make_record, folder, tiny_tokenizer(), asked)
+    found = gaps(place, trained, tiny_tokenizer(), asked)
     assert len(found) == 480
     assert float(found.abs().mean()) < most
 
@@ -397,17 +372,10 @@ def bundled(device: torch.device, dtype: Dtype) -> TrainedAdapter:
 
 
 def sampler_and_learner_agree(
-    device: torch.device,
-    make_record: MakeRecord,
-    folder: Path,
-    dtype: Dtype,
-    most: float,
-    *,
-    members: int = 8,
-    tokens: int = 24,
+    place: Place, dtype: Dtype, most: float, *, members: int = 8, tokens: int = 24
 ) -> None:
     """The mean gap of log-probabilities of sampled tokens is at most so much, and on neither side, with an adapter that changes a lot."""
-    trained = bundled(device, dtype)
+    trained = bundled(place.device, dtype)
     randomised(trained.adapted, trained.name, size=0.02)
     tokenizer = load_tokenizer(BUNDLED)
     prompts = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
@@ -417,39 +385,39 @@ def sampler_and_learner_agree(
         )
         for n, prompt in enumerate(prompts)
     ]
-    found = gaps(trained, make_record, folder, tokenizer, asked)
+    found = gaps(place, trained, tokenizer, asked)
     assert len(found) > members * tokens
     assert float(found.abs().mean()) < most
     assert abs(float(found.mean())) < most / 4
 
 
-def small_steps_act_in_full(device: torch.device, rate: float, within: float = 0.05) -> None:
+def small_steps_act_in_full(place: Place, rate: float, within: float = 0.05) -> None:
     """The slope of the realised on the exact change of every kind of layer, in bfloat16.
 
     Its noise falls with the number of tokens: of the keys, whose outputs are large, it is up to 30 % at 1e-6 with 1,024 of them, and
     each kind of processor draws another.
     """
-    weights = bundled(device, "bfloat16")
+    weights = bundled(place.device, "bfloat16")
     assert native_model(weights.model) is not None
     for slope in trained_slopes(weights, rate):
         assert abs(slope.value - 1) < within, slope
 
 
 def a_short_run_goes_through(
-    device: torch.device, folder: Path, *, lora: dict[str, Any] | None, enforce_eager: bool
+    place: Place, *, lora: dict[str, Any] | None, enforce_eager: bool
 ) -> None:
     """From beginning to end, with evaluations and checkpoints, on this device."""
-    settings = {**running.config(folder), "lora": lora}
+    settings = {**running.config(place.folder), "lora": lora}
     settings["sampler"] = {**settings["sampler"], "enforce_eager": enforce_eager}
     assert groupwise.rl(settings, running.TOY).exit_code == 0
-    with Store.open(folder / "toy" / "run.db", readonly=True) as store:
-        assert store.get_meta()["layout"]["device"] == device.type
-    assert [*(folder / "toy" / "final").glob("*.safetensors")]
+    with Store.open(place.folder / "toy" / "run.db", readonly=True) as store:
+        assert store.get_meta()["layout"]["device"] == place.device.type
+    assert [*(place.folder / "toy" / "final").glob("*.safetensors")]
 
 
-def nothing_is_left_of_a_gradient(device: torch.device, held: Callable[[], int]) -> None:
-    """Memory after a forward and backward pass by hand is what it was; `held` tells the bytes of all tensors."""
-    adapter = AdaptedModel(family("qwen3").to(device), new_lora_config(LoraConfig(r=4)))
+def nothing_is_left_of_a_gradient(place: Place) -> None:
+    """Memory after a forward and backward pass by hand is what it was."""
+    adapter = AdaptedModel(family("qwen3").to(place.device), new_lora_config(LoraConfig(r=4)))
     weights = TrainedAdapter(adapter, seed=1)
     model = weights.native()
     assert model is not None
@@ -459,5 +427,5 @@ def nothing_is_left_of_a_gradient(device: torch.device, held: Callable[[], int])
             stream = residual_stream(model, batch, weights.factors("policy"), recompute=False)
             stream.sum().backward()
             del stream
-        seen.append(held())
+        seen.append(place.held())
     assert 0 < max(seen[2:]) <= seen[1], seen

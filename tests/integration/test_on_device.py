@@ -63,7 +63,7 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
         also(on_device.sampling_again_gives_the_same, name="qwen3", dtype=HALF),
         (on_device.what_is_drawn_does_not_depend_on_the_device, {}),
         (on_device.memory_does_not_grow, {"adapter": True}),
-        (on_device.memory_does_not_grow, {"adapter": False}),
+        also(on_device.memory_does_not_grow, adapter=False),
         (on_device.gradients_are_those_of_a_processor, {"name": "llama-biases"}),
         (on_device.nothing_is_left_of_a_gradient, {}),
         *(

@@ -73,7 +73,7 @@ def alone(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=SOAK), 1])
 def test_the_run_of_one_process_to_the_bit(alone, tmp_path, monkeypatch, lag):
     """Where nothing is sampled there are no keys and values, where nothing is learnt no optimiser."""
     found, made = {}, build._of_halves
@@ -211,7 +211,7 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
     monkeypatch.setattr(Samplers, "_ask", ask)
     monkeypatch.setattr(TorchSampler, "_decode_one_token", hanging)
     settings = apart(tmp_path)
-    settings["scale"]["patience"] = 3.0
+    settings["scale"]["patience"] = 2.0
     assert groupwise.rl(settings, TOY).exit_code == 0
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
     log = (tmp_path / "toy/log.txt").read_text()
