@@ -7,15 +7,12 @@ from functools import partial
 
 from groupwise.server.serve import build_service, serve
 from groupwise.server.settings import read_settings
+from groupwise.web.server.mounted import in_front
 
 FACTORY = "groupwise.testing.fake_engine:make"
 
 if __name__ == "__main__":
     options = {"output_dir": sys.argv[1], "port": int(sys.argv[2])}
-    sys.exit(
-        serve(
-            read_settings(None, {}, options, sys.argv[3:]),
-            None,
-            build=partial(build_service, factory=FACTORY),
-        )
-    )
+    settings = read_settings(None, {}, options, sys.argv[3:])
+    build = partial(build_service, factory=FACTORY)
+    sys.exit(serve(settings, None, build=build, in_front=in_front(settings, None)))

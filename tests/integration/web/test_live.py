@@ -16,7 +16,6 @@ import pytest
 from playwright.sync_api import Route, expect
 
 from groupwise.fleet.direct import DirectFleet
-from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from tests.integration.web.visiting import (
     SOON,
@@ -31,9 +30,6 @@ from tests.web_runs import evaluation_of, write_run
 
 pytestmark = needs_chromium
 Visit = Callable[..., Visitor]
-
-
-# --- 1: whether it is up to date -------------------------------------------------------------------
 
 
 def test_a_page_without_an_answer_or_a_stream_says_so_until_there_is_one(
@@ -55,14 +51,12 @@ def test_a_page_without_an_answer_or_a_stream_says_so_until_there_is_one(
         page.route("**/live?run=live", refuse)
         visitor.goes("/runs/live")
         expect(page.locator("#live")).to_have_text("not live")
-        expect(page.locator("#away")).to_be_empty()
         is_live(page)
         assert asked == 3
         moved = tmp_path / "away"
         path.rename(moved)
         line = page.get_by_text(re.compile(r"No answer since \d\d:\d\d: there is no run"))
         expect(line).to_be_visible(timeout=SOON)
-        expect(page.locator("#live.on")).to_have_count(0)
         expect(page.locator("#live")).to_have_text("not live")
         expect(page.locator(".progress")).to_contain_text("1 of 50 steps")
         take_steps(moved, 1)
@@ -72,52 +66,37 @@ def test_a_page_without_an_answer_or_a_stream_says_so_until_there_is_one(
         expect(page.locator("#live.on")).to_be_visible(timeout=2 * SOON)
 
 
-# --- 2: all of it ----------------------------------------------------------------------------------
-
-
 def test_pages_follow_a_run_through_its_states(visit: Visit, tmp_path: Path) -> None:
-    path = write_run(tmp_path / "live", 1, state="running", facts={"max_steps": 50})
-    lock = RunLock.acquire(path)
-    try:
-        with shown(tmp_path) as address:
-            first = visit(address).page
-            pages = [first, *(first.context.new_page() for _ in range(2))]
-            run, rollouts, evaluations = pages
-            for page, end in zip(pages, ("", "/rollouts", "/evaluations"), strict=True):
-                page.goto(f"{address}/runs/live{end}")
-                expect(page.locator(".title .state")).to_have_text("running")
-                is_live(page)
-            expect(run.locator(".progress")).to_contain_text("1 of 50 steps")
-            expect(rollouts.locator(".rollout")).to_have_count(8)
-            expect(rollouts.get_by_role("link", name="after →")).to_have_count(0)
-            take_steps(path, 1, 2, 3)
-            expect(run.locator(".progress")).to_contain_text("4 of 50 steps", timeout=SOON)
-            expect(rollouts.get_by_role("link", name="after →")).to_be_visible(timeout=SOON)
-            expect(rollouts.locator(".rollout")).to_have_count(30)
-            rows = evaluations.locator("#evaluations tbody tr")
-            lines = evaluations.locator(".u-legend .u-series:not(.edge)")
-            expect(rows).to_have_count(2)
-            expect(lines).to_have_count(3)
-            with Store.open(path / "run.db") as store:
-                store.add_evaluation(evaluation_of("live", 3, 0.7))
-            expect(rows).to_have_count(3, timeout=SOON)
-            expect(lines).to_have_count(4, timeout=SOON)
-            expect(rows.last.locator("input").last).to_be_checked()
-            rows.nth(1).locator("input").last.check()
-            with Store.open(path / "run.db") as store:
-                store.add_evaluation(evaluation_of("live", 4, 0.8))
-                store.set_meta({"state": "finished"})
-            expect(rows).to_have_count(4, timeout=SOON)
-            expect(rows.nth(1).locator("input").last).to_be_checked()
-            for page in pages:
-                expect(page.locator(".title .state")).to_have_text("finished", timeout=SOON)
-            with Store.open(path / "run.db") as store:
-                store.set_meta({"state": "running"})
-            lock.release()
-            run.goto(f"{address}/runs/live")
-            expect(run.locator(".title .state")).to_have_text("crashed")
-    finally:
-        lock.release()
+    with going_on(tmp_path) as path, shown(tmp_path) as address:
+        first = visit(address).page
+        pages = [first, *(first.context.new_page() for _ in range(2))]
+        run, rollouts, evaluations = pages
+        for page, end in zip(pages, ("", "/rollouts", "/evaluations"), strict=True):
+            page.goto(f"{address}/runs/live{end}")
+            expect(page.locator(".title .state")).to_have_text("running")
+            is_live(page)
+        expect(run.locator(".progress")).to_contain_text("1 of 50 steps")
+        expect(rollouts.locator(".rollout")).to_have_count(8)
+        take_steps(path, 1, 2, 3)
+        expect(run.locator(".progress")).to_contain_text("4 of 50 steps", timeout=SOON)
+        expect(rollouts.get_by_role("link", name="after →")).to_be_visible(timeout=SOON)
+        expect(rollouts.locator(".rollout")).to_have_count(30)
+        rows = evaluations.locator("#evaluations tbody tr")
+        lines = evaluations.locator(".u-legend .u-series:not(.edge)")
+        expect(lines).to_have_count(3)
+        with Store.open(path / "run.db") as store:
+            store.add_evaluation(evaluation_of("live", 3, 0.7))
+        expect(rows).to_have_count(3, timeout=SOON)
+        expect(lines).to_have_count(4, timeout=SOON)
+        expect(rows.last.locator("input").last).to_be_checked()
+        rows.nth(1).locator("input").last.check()
+        with Store.open(path / "run.db") as store:
+            store.add_evaluation(evaluation_of("live", 4, 0.8))
+            store.set_meta({"state": "finished"})
+        expect(rows).to_have_count(4, timeout=SOON)
+        expect(rows.nth(1).locator("input").last).to_be_checked()
+        for page in pages:
+            expect(page.locator(".title .state")).to_have_text("finished", timeout=SOON)
 
 
 def test_a_list_without_runs_gets_the_first_one(visit: Visit, tmp_path: Path) -> None:
@@ -135,28 +114,24 @@ def test_a_list_without_runs_gets_the_first_one(visit: Visit, tmp_path: Path) ->
         expect(page.get_by_label("Compare second")).not_to_be_checked()
 
 
-# --- 3: whoever reads ------------------------------------------------------------------------------
-
-
 def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -> None:
     with going_on(tmp_path, 3) as path, shown(path.parent) as address:
-        visitor = visit(address)
-        page = visitor.page
-        visitor.goes("/runs/live/rollouts")
+        page = visit(address).goes("/runs/live/rollouts")
         is_live(page)
         take_steps(path, 3)
         expect(page.locator(".rollout header a").first).to_have_text("#7.3", timeout=SOON)
-        third = page.locator(".rollout").nth(6)
-        third.scroll_into_view_if_needed()
-        page.evaluate("scrollTo(0, document.querySelectorAll('.rollout')[5].offsetTop)")
+        before = page.evaluate(
+            """() => {
+                const there = document.querySelectorAll(".rollout");
+                scrollTo(0, there[5].offsetTop);
+                return there[6].getBoundingClientRect().top;
+            }"""
+        )
+        for step, new in ((4, 8), (5, 16)):
+            take_steps(path, step)
+            more = page.get_by_role("button", name=f"{new} new rollouts")
+            expect(more).to_be_visible(timeout=SOON)
         top = "element => element.getBoundingClientRect().top"
-        before = third.evaluate(top)
-        take_steps(path, 4)
-        more = page.get_by_role("button", name="8 new rollouts")
-        expect(more).to_be_visible(timeout=SOON)
-        take_steps(path, 5)
-        more = page.get_by_role("button", name="16 new rollouts")
-        expect(more).to_be_visible(timeout=SOON)
         assert page.locator(".rollout").nth(6).evaluate(top) == pytest.approx(before, abs=2)
         more.click()
         expect(page.locator(".rollout header a").first).to_have_text("#11.3")
@@ -164,15 +139,16 @@ def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -
         expect(page.locator(".news")).to_have_count(0)
 
 
+MARK = "element => { getSelection().selectAllChildren(element); return String(getSelection()); }"
+"""In one go: between two a live page may draw anew what is to be marked."""
+
+
 def test_marked_text_and_opened_texts_stay(visit: Visit, tmp_path: Path) -> None:
     with going_on(tmp_path, 2) as path, shown(path.parent) as address:
         visitor = visit(address)
-        page = visitor.page
-        visitor.goes("/runs/live/rollouts")
+        page = visitor.goes("/runs/live/rollouts")
         is_live(page)
-        text = page.locator(".rollout .text.clamp").first
-        text.evaluate("element => getSelection().selectAllChildren(element)")
-        marked = page.evaluate("String(getSelection())")
+        marked = page.locator(".rollout .text.clamp").first.evaluate(MARK)
         take_steps(path, 2)
         expect(page.get_by_role("button", name="8 new rollouts")).to_be_visible(timeout=SOON)
         assert page.evaluate("String(getSelection())") == marked != ""
@@ -183,7 +159,7 @@ def test_marked_text_and_opened_texts_stay(visit: Visit, tmp_path: Path) -> None
         take_steps(path, 3)
         expect(log).to_contain_text("line 899", timeout=SOON)
         log.evaluate("element => { element.scrollTop = 120; element.mine = true; }")
-        page.locator("#about").evaluate("element => getSelection().selectAllChildren(element)")
+        page.locator("#about").evaluate(MARK)
         (path / "log.txt").write_text("".join(f"line {number}\n" for number in range(950)))
         take_steps(path, 4)
         expect(page.locator(".progress")).to_contain_text("5 of 50", timeout=SOON)
@@ -199,28 +175,27 @@ def test_marked_text_and_opened_texts_stay(visit: Visit, tmp_path: Path) -> None
 def test_a_page_of_the_fleet_goes_on_around_what_has_the_focus(
     visit: Visit, direct: DirectFleet, tmp_path: Path
 ) -> None:
+    def elsewhere(work: Callable[[str], object]) -> None:
+        """In this thread the browser's driver has its loop."""
+        doing = threading.Thread(target=work, args=["waiting-1"])
+        doing.start()
+        doing.join()
+
     with shown(tmp_path / "runs", fleet=direct) as address:
         visitor = visit(address)
-        page = visitor.page
-        visitor.goes("/fleet")
+        page = visitor.goes("/fleet")
         is_live(page)
-        row = page.get_by_role("row", name="waiting-1")
-        page.get_by_role("region", name="Jobs").focus()
-        held = threading.Thread(target=direct.hold, args=["waiting-1"])
-        held.start()  # in this thread the browser's driver has its loop
-        held.join()
-        expect(row.locator(".state")).to_have_text("held", timeout=SOON)
-        expect(page.get_by_role("region", name="Jobs")).to_be_focused()
-        page.get_by_role("link", name="waiting-1").focus()
-        released = threading.Thread(target=direct.release, args=["waiting-1"])
-        released.start()
-        released.join()
-        expect(row.locator(".state")).to_have_text("queued", timeout=SOON)
-        expect(page.get_by_role("link", name="waiting-1")).to_be_focused()
+        state = page.get_by_role("row", name="waiting-1").locator(".state")
+        for focused, work, word in (
+            (page.get_by_role("region", name="Jobs"), direct.hold, "held"),
+            (page.get_by_role("link", name="waiting-1"), direct.release, "queued"),
+        ):
+            focused.focus()
+            elsewhere(work)
+            expect(state).to_have_text(word, timeout=SOON)
+            expect(focused).to_be_focused()
         visitor.goes("/fleet/jobs/waiting-1")
         is_live(page)
-        page.locator("#facts dl").evaluate("each => getSelection().selectAllChildren(each)")
-        held = threading.Thread(target=direct.hold, args=["waiting-1"])
-        held.start()
-        held.join()
+        page.locator("#facts dl").evaluate(MARK)
+        elsewhere(direct.hold)
         expect(page.locator(".title .state")).to_have_text("held", timeout=SOON)

@@ -1,15 +1,7 @@
 """Plots in a real Chromium: most of them drawn by the functions of plots.js in one page, some in the pages of a dashboard.
 
-1. A legend says what each line is, not what is drawn: in a stack its own part, beside others of the same step.
-2. What stands out is shown, in a spread and among many runs too, and a chosen range is asked for in finer columns.
-3. What is new comes into the plot that is there: its range, its hidden lines and the cursor stay.
-4. Lines can be told apart, read without seeing them, and hidden by keyboard.
-5. Nothing moves under whoever points at a plot; while nobody does, its legend says the last values.
-6. An axis has room for its labels, digits that tell them apart, and begins at 0 for what is always the same.
-7. Smoothing and a logarithmic axis are chosen once, for all plots of all pages, and stay while a run goes on and a range is looked at.
-8. Over time each step stands where it was done, also those of several runs, of a range, and of a clock that was set back.
-9. What is drawn is what is chosen, whatever answers come when, and in a browser that keeps nothing.
-10. What held-out prompts say over the training is a curve, too.
+What stands out is shown, what is new comes into the plot that is there, nothing moves under whoever points at a plot, and what is chosen
+holds for all pages, whatever answers come when.
 """
 
 from __future__ import annotations
@@ -91,23 +83,16 @@ async function look(begin, end) {
   await settled();
 }
 const { fillText, clearRect } = CanvasRenderingContext2D.prototype;
-const { arc } = Path2D.prototype;
-window.circles = 0;
 CanvasRenderingContext2D.prototype.clearRect = function (...where) {
   this.canvas.said = [];
-  window.circles = 0;
   return clearRect.apply(this, where);
 };
 CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
   if (this.textAlign === "right") this.canvas.said.push([text, x - this.measureText(text).width]);
   return fillText.call(this, text, x, y);
 };
-Path2D.prototype.arc = function (...where) {
-  window.circles += 1;
-  return arc.apply(this, where);
-};
 """
-"""What tests ask of the page; of a picture it keeps what is written beside the y axis, from above, and how many circles there are."""
+"""What tests ask of the page; of a picture it keeps what is written beside the y axis, from above."""
 
 
 def add_metrics(
@@ -238,9 +223,6 @@ def plots(bench: Plots) -> Plots:
     return bench
 
 
-# --- functions -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
@@ -261,25 +243,25 @@ def plots(bench: Plots) -> Plots:
     ],
 )  # fmt: skip
 def test_functions_of_plots(plots: Plots, call: str, expected: list[Any]) -> None:
-    found = plots.does(call)
-    flat = [each if isinstance(each, list) else [each] for each in found]
-    wanted = [each if isinstance(each, list) else [each] for each in expected]
-    for one, other in zip(flat, wanted, strict=True):
-        assert one == (other if isinstance(other[0], str) else pytest.approx(other)), found
+    def flat(found: list[Any]) -> list[Any]:
+        return [one for each in found for one in (each if isinstance(each, list) else [each])]
+
+    found, wanted = flat(plots.does(call)), flat(expected)
+    assert found == (wanted if isinstance(wanted[0], str) else pytest.approx(wanted))
 
 
-# --- 1: what a legend says -------------------------------------------------------------------------
-
-
-def test_a_part_of_a_stack_says_its_own_value(plots: Plots) -> None:
-    plots.run(
-        "parts",
-        [
-            {"rollouts/failed": 2.0, "rollouts/timed_out": 0.0, "time/sampling": 10.0 + step}
-            | ({"time/publishing": 100.0 + step} if step > 1 else {})
-            for step in range(4)
-        ],
-    )
+def test_a_part_of_a_stack_says_its_own_value_and_a_spread_is_of_its_own_step(plots: Plots) -> None:
+    steps = [
+        {
+            "rollouts/failed": 2.0,
+            "rollouts/timed_out": 0.0,
+            "time/sampling": 10.0 + n,
+            "reward": 1.0,
+        }
+        | ({"time/publishing": 100.0 + n, "reward_std": n / 10} if n > 1 else {})
+        for n in range(4)
+    ]
+    plots.run("parts", steps)
     plots.draw("Rollouts without a score", "parts")
     assert plots.one(1.0) == {"step": "3", "failed": "2", "timed out": "0"}
     tops = plots.does(
@@ -292,19 +274,15 @@ def test_a_part_of_a_stack_says_its_own_value(plots: Plots) -> None:
         {"step": "3", "sampling": "13", "publishing": "103"},
         {"step": "0", "sampling": "10", "publishing": "–"},
     ]
-
-
-def test_a_spread_belongs_to_its_own_step(plots: Plots) -> None:
-    spread = [{"reward": 1.0} | ({"reward_std": n / 10} if n > 1 else {}) for n in range(4)]
-    plots.run("spread", spread)
-    plots.draw("Reward", "spread")
+    plots.draw("Reward", "parts")
     assert plots.at(1.0, 0.0) == [
         {"step": "3", "reward": "1", "+ spread": "1.3", "− spread": "0.7"},
         {"step": "0", "reward": "1", "+ spread": "–", "− spread": "–"},
     ]
-
-
-# --- 2: what stands out ----------------------------------------------------------------------------
+    steps = [{"rollouts/failed": 100.0 * (n == 350), "rollouts/timed_out": 0.0} for n in range(700)]
+    plots.run("peak", steps)
+    plots.draw("Rollouts without a score", "peak")
+    assert "100" in {each["highest of all"] for each in plots.everywhere()}, "not averaged away"
 
 
 def test_what_stands_out_of_a_spread_is_shown_and_looked_at_closely(plots: Plots) -> None:
@@ -313,13 +291,11 @@ def test_what_stands_out_of_a_spread_is_shown_and_looked_at_closely(plots: Plots
     plots.run("long", steps)
     plots.draw("Reward", "long")
     highest = next(each for each in plots.everywhere() if each["highest"] == "9")
-    assert highest["lowest"] == "0.5"
-    assert float(highest["reward"]) < 4
+    assert (highest["lowest"], float(highest["reward"]) < 4) == ("0.5", True)
     assert not any("from=" in url for url in plots.does("asked"))
-    [(_, begin, end)] = plots.look(0.4, 0.6)
-    assert (80 <= begin < 90, 120 <= end < 130) == (True, True)
-    [(_, begin, end)] = plots.look(0.3, 0.5)
-    assert (90 <= begin < 100, 100 <= end < 110) == (True, True)
+    for share, (begins, ends) in ((0.4, (80, 120)), (0.3, (90, 100))):
+        [(_, begin, end)] = plots.look(share, share + 0.2)
+        assert (begins <= begin < begins + 10, ends <= end < ends + 10) == (True, True)
     assert "9" in {each["reward"] for each in plots.everywhere()}, "the very step"
     plots.figure.locator(".u-over").dblclick()
     plots.does("settled()")
@@ -334,28 +310,19 @@ def test_many_runs_show_what_stands_out_and_can_be_told_apart(
         plots.run(name, [{"reward": float(step == 70)} for step in range(140)])
     plots.draw("reward", *names)
     plots.one(70 / 138)  # the column of 70 and 71
-    legend = plots.figure.locator(".u-legend .u-series")
-    expect(legend.locator("visible=true").locator("th")).to_have_count(13)
     edges = plots.figure.locator(".u-series.edge-of-many td").all_text_contents()
     assert (len(edges), set(edges)) == (24, {"0", "1"})
     borders = plots.figure.locator(".u-series:not(.edge-of-many)").evaluate_all(
         "rows => rows.slice(1).map(row => getComputedStyle(row.querySelector('.u-marker')).border)"
     )
     assert len(set(borders)) == 12
-    visitor = visit(plots.page.url.removesuffix("/bench"))
-    page = visitor.goes("/compare?" + "&".join(f"run={name}" for name in names))
+    page = visit(plots.page.url.removesuffix("/bench")).goes(
+        "/compare?" + "&".join(f"run={name}" for name in names)
+    )
     swatches = page.locator("#runs .swatch line").evaluate_all(
         "lines => lines.map(getComputedStyle).map(each => each.stroke + each.strokeDasharray)"
     )
     assert len(set(swatches)) == 12
-    box = chart(page, "reward").locator(".u-legend").bounding_box()
-    table = page.locator("#runs").bounding_box()
-    assert box is not None
-    assert table is not None
-    assert box["y"] + box["height"] <= table["y"], "the legend has room"
-
-
-# --- 3: what is new --------------------------------------------------------------------------------
 
 
 def test_range_cursor_and_hidden_lines_stay_while_a_run_goes_on(plots: Plots) -> None:
@@ -372,22 +339,8 @@ def test_range_cursor_and_hidden_lines_stay_while_a_run_goes_on(plots: Plots) ->
     assert "longest: first 0, last 100" in plots.words()
     assert plots.does("[spoken(state.made), state.made.mine]") == [before, True], "the same plot"
     expect(plots.figure.locator(".u-series.u-off")).to_have_count(1)
-    assert plots.one(1.0)["step"] in ("29", "30"), "as near as a pixel is"
     plots.figure.locator(".u-over").dblclick()
     assert plots.one(1.0)["longest"] == "100"
-
-
-def test_a_value_alone_is_a_circle_until_there_are_more(plots: Plots) -> None:
-    path = plots.run("begins", [{"reward": 0.5}])
-    plots.draw("Reward", "begins")
-    assert plots.does("circles") > 0
-    add_metrics(path, [{"reward": 0.75}, {"reward": 0.25}])
-    plots.again()
-    assert plots.does("circles") == 0
-    assert plots.one(None)["step"] == "2"
-
-
-# --- 4: without a mouse, without eyes --------------------------------------------------------------
 
 
 def test_a_plot_is_told_and_its_lines_are_hidden_by_keyboard(plots: Plots) -> None:
@@ -410,9 +363,6 @@ def test_pass_at_k_has_its_interval_beside_it(plots: Plots) -> None:
         {"k": "1", "several": "0.5", "95 % from": "0.4", "95 % to": "0.6"},
         {"k": "4", "several": "0.8", "95 % from": "0.7", "95 % to": "0.9"},
     ]
-
-
-# --- 5: what stays where it is ---------------------------------------------------------------------
 
 
 def test_a_card_is_as_high_with_the_cursor_as_without(plots: Plots) -> None:
@@ -445,24 +395,18 @@ def test_at_rest_a_legend_says_the_last_values(plots: Plots) -> None:
     assert plots.one(None) == {"step": "last", "rests": "2", "short": "0.5"}
 
 
-# --- 6: axes ---------------------------------------------------------------------------------------
-
-
 def test_an_axis_has_room_digits_and_zero(plots: Plots) -> None:
-    steps = [
-        {
-            "learning_rate": 3e-4 - n * 1e-6,
-            "own/tiny": 8e-6 + n * 1e-8,
-            "own/large": 2e6 + n * 1e5,
-            "own/deep": -12345.678 - n * 1e-3,
-            "sampling/ratio_mean": 1 + n * 1e-5,
-            "frac_reward_zero_std": 0.0,
-            "completions/clipped_ratio": 0.25,
-            "own/below": -3.0,
-        }
-        for n in range(20)
-    ]
-    plots.run("axes", steps)
+    shapes: dict[str, Callable[[int], float]] = {
+        "learning_rate": lambda n: 3e-4 - n * 1e-6,
+        "own/tiny": lambda n: 8e-6 + n * 1e-8,
+        "own/large": lambda n: 2e6 + n * 1e5,
+        "own/deep": lambda n: -12345.678 - n * 1e-3,
+        "sampling/ratio_mean": lambda n: 1 + n * 1e-5,
+        "frac_reward_zero_std": lambda n: 0.0,
+        "completions/clipped_ratio": lambda n: 0.25,
+        "own/below": lambda n: -3.0,
+    }
+    plots.run("axes", [{name: of(n) for name, of in shapes.items()} for n in range(20)])
 
     def drawn(title: str) -> list[str]:
         plots.draw(title, "axes")
@@ -478,11 +422,7 @@ def test_an_axis_has_room_digits_and_zero(plots: Plots) -> None:
         for name in ("Groups without signal", "Truncated", "own/below")
     )
     assert (zero[0], zero[-1], share[0], below[-1]) == (0, 1, 0, 0)
-    assert share[-1] >= 0.2
-    assert below[0] <= -2
-
-
-# --- 7: smoothing and a logarithmic axis -----------------------------------------------------------
+    assert (share[-1] >= 0.2, below[0] <= -2) == (True, True)
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
@@ -571,9 +511,6 @@ def test_a_logarithmic_axis_leaves_out_what_is_not_above_zero(plots: Plots) -> N
     assert min(map(float, plots.beside_axis())) < 0, "nothing is above 0"
 
 
-# --- 8: over time ----------------------------------------------------------------------------------
-
-
 def test_over_time_steps_stand_where_they_were_done(plots: Plots) -> None:
     hours = (2.5, 5, 0.1, 7.5)
     rewards = [{"reward": n / 10, "time/sampling": 1.0, "time/scoring": 2.0} for n in range(5)]
@@ -606,23 +543,7 @@ def test_over_time_steps_stand_where_they_were_done(plots: Plots) -> None:
 
 
 def test_a_range_of_time_is_looked_at_closely(plots: Plots) -> None:
-    steps = [{"reward": 9.0 if step == 100 else 0.5} for step in range(210)]
-    plots.run("hours", steps, lambda step: BEGAN + 72 * step)  # 4.2 hours
-    plots.draw("Reward", "hours", over="time")
-    assert plots.label() == "hours"
-    [(_, begin, end)] = plots.look(0.45, 0.5)
-    assert (92 <= begin <= 95, 104 <= end <= 107) == (True, True)
-    told = plots.everywhere(101)
-    assert "9" in {each["reward"] for each in told}, "the very step"
-    places = [float(each["hours"].split()[0]) for each in told]
-    assert {each["hours"].split("step ")[1] for each in told} >= {"100)"}
-    assert (min(places), max(places)) == pytest.approx((1.88, 2.09), abs=0.03)
-    plots.again(over="steps")
-    assert float(plots.one(1.0)["step"]) > 200, "all of it: a range is one of its axis"
-
-
-def test_each_run_is_looked_at_closely_where_its_own_steps_are(plots: Plots) -> None:
-    """A peak stands in the last column before the edge of the range."""
+    """Each run where its own steps are; a peak stands in the last column before the edge of the range."""
     for name, every in (("quickly", 10.0), ("slowly", 100.0), ("briefly", 5.0)):
         steps = [
             {"reward": 9.0 if n == 287 else 0.5} for n in range(40 if name == "briefly" else 360)
@@ -635,24 +556,12 @@ def test_each_run_is_looked_at_closely_where_its_own_steps_are(plots: Plots) -> 
     assert (272 < begin < 288, 322 < end < 330) == (True, True), near
     assert near["quickly"][0] > 352, "it has ended before: its last column"
     assert near["briefly"][0] >= 38
-    assert "9" in {each["slowly"] for each in plots.everywhere()}
-
-
-def test_a_range_of_time_stays_when_the_unit_changes(plots: Plots) -> None:
-    def done(step: int) -> float:
-        return BEGAN + 900.0 * step
-
-    path = plots.run("units", [{"reward": float(n)} for n in range(8)], done)
-    plots.draw("Reward", "units", over="time")
-    plots.look(2 / 7 - 0.01, 5 / 7 + 0.01)
-    assert plots.one(0.0)["minutes"].startswith("30")
-    add_metrics(path, [{"reward": 8.0}], done)
-    plots.again()
-    assert plots.one(0.0) == {"hours": "0.5 (step 2)", "reward": "2"}
-    assert plots.one(1.0)["hours"].startswith("1.25")
-
-
-# --- 10: held-out prompts, and other steps than all -------------------------------------------------
+    told = plots.everywhere()
+    assert "9" in {each["slowly"] for each in told}, "the very step"
+    places = [float(each["hours"].split()[0]) for each in told]
+    assert (min(places), max(places)) == pytest.approx((8.0, 9.0), abs=0.1)
+    plots.again(over="steps")
+    assert float(plots.one(1.0)["step"]) > 340, "all of it: a range is one of its axis"
 
 
 def test_held_out_prompts_have_a_curve_at_their_own_steps(plots: Plots) -> None:
@@ -680,17 +589,6 @@ def test_held_out_prompts_have_a_curve_at_their_own_steps(plots: Plots) -> None:
     assert told == ["0 (step 0)", "16.67 (step 100)", "45.5 (step 201)"]
 
 
-def test_long_runs_of_different_lengths_are_read_at_every_step(plots: Plots) -> None:
-    for name, steps in (("longer", 210), ("shorter", 150)):
-        plots.run(name, [{"reward": 0.5}] * steps)
-    plots.draw("reward", "longer", "shorter")
-    told = plots.at(*(share / 100 for share in range(2, 70)))
-    assert {(each["longer"], each["shorter"]) for each in told} == {("0.5", "0.5")}
-
-
-# --- what is no number, and what stands out of a stack --------------------------------------------
-
-
 def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(plots: Plots) -> None:
     values = [1.0] * 300
     values[100:140] = [math.nan] * 40
@@ -702,19 +600,6 @@ def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(plots: 
     assert "highest 7" in plots.words()
     gap, there = plots.at(0.4, 0.6)
     assert (gap["gradient norm"], there["gradient norm"]) == ("–", "1")
-
-
-def test_a_peak_of_a_stack_is_not_averaged_away(plots: Plots) -> None:
-    steps = [
-        {"rollouts/failed": 100.0 if step == 350 else 0.0, "rollouts/timed_out": 0.0}
-        for step in range(700)
-    ]
-    plots.run("peak", steps)
-    plots.draw("Rollouts without a score", "peak")
-    assert "100" in {each["highest of all"] for each in plots.everywhere()}
-
-
-# --- 7 and 9: what is chosen, in the pages themselves ----------------------------------------------
 
 
 def chart(page: Page, title: str) -> Locator:
@@ -739,12 +624,12 @@ def point(plot: Locator, share: float) -> None:
 
 
 def legend_at(plot: Locator, share: float) -> dict[str, str]:
+    """Read at once, as it is pointed at."""
     point(plot, share)
-    rows = plot.locator(".u-legend .u-series").all()
-    return {
-        (row.locator("th").text_content() or ""): row.locator("td").text_content() or ""
-        for row in rows
-    }
+    return plot.evaluate(
+        """figure => Object.fromEntries([...figure.querySelectorAll(".u-legend .u-series")].map(
+            row => ["th", "td"].map(cell => row.querySelector(cell).textContent)))"""
+    )
 
 
 def over(page: Page, what: str) -> None:
@@ -783,16 +668,6 @@ def test_choices_and_a_range_by_mouse_stay_while_a_run_goes_on_and_on_the_next_p
         expect(page.get_by_role("checkbox", name="Logarithmic axis")).to_be_checked()
         expect(slider).to_have_value("0.99")
         expect(chart(page, "reward").locator(".edge-of-many").first).to_be_attached()
-
-
-def test_without_scripts_or_plots_nothing_is_there_to_choose(
-    visit: Callable[..., Visitor], site: str, tmp_path: Path
-) -> None:
-    page = visit(site, java_script_enabled=False).goes("/runs/first")
-    expect(page.locator(".looks")).to_be_hidden()
-    write_run(tmp_path / "none", 0)
-    with shown(tmp_path) as address:
-        expect(visit(address).goes("/runs/none").locator(".looks")).to_be_hidden()
 
 
 def test_what_is_drawn_is_what_is_chosen_whatever_comes_when(
