@@ -17,7 +17,8 @@ import httpx2
 import pytest
 
 from groupwise.errors import RunError
-from groupwise.server.parts.calls import MOST_BODIES, MOST_CALLS, TOLD_KEPT
+from groupwise.server.parts import calls
+from groupwise.server.parts.calls import MOST_BODIES, TOLD_KEPT
 from groupwise.wire.parts import CallRequest
 from groupwise.wire.problems import Refusal
 from tests.fake_parts import LAYOUT, SUMS, FakeCore, FakeParts
@@ -258,7 +259,8 @@ async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> Non
         assert code(await ask.call(5, {"verb": "load", "policy": policy})) == "invalid_request"
 
 
-async def test_so_much_and_no_more(tmp_path: Path) -> None:
+async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST_CALLS", 64)
     async with asking(tmp_path / "impatient", longest_wait=0.01) as ask:
         found = (await ask.call(9, DISCARD, after=8)).json()
         assert found["state"] == "failed", "it waits for the one before it only so long"
@@ -274,9 +276,9 @@ async def test_so_much_and_no_more(tmp_path: Path) -> None:
     async with asking(tmp_path / "other") as ask:
         _ = ask.parts.held["discard"]
         request = CallRequest.model_validate({"do": DISCARD})
-        for number in range(1, MOST_CALLS + 1):
+        for number in range(1, 65):
             await ask.server.service.call(ID, number, request, b"", 0.0)
-        refused = await ask.call(MOST_CALLS + 1, DISCARD, wait=0.0)
+        refused = await ask.call(65, DISCARD, wait=0.0)
         assert (refused.status_code, code(refused)) == (429, "too_busy")
 
 
