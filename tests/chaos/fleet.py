@@ -325,9 +325,10 @@ class RealFleet(Parts):
 
     def admit(self, session: Session, job: str, document: Mapping[str, Any]) -> None:
         """Within a transaction; the same once more is the same job."""
-        named = {"job_id": job, "idempotency_key": f"key-{job}"}
-        wanted = from_document(document)
-        admission.submit(session, wanted, actor=OPERATOR.name, project="default", **named)
+        wanted, who, key = from_document(document), OPERATOR.name, f"key-{job}"
+        admission.submit(
+            session, wanted, actor=who, project="default", job_id=job, idempotency_key=key
+        )
 
     def verb(self, name: str, job: str) -> None:
         """cancel, hold, release or retry; refusals come through."""

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.effects import Death, Side
 from groupwise.fleet.store.database import connect
-from groupwise.fleet.store.tables import Checkpoint
+from groupwise.fleet.store.tables import Base, Checkpoint
 from groupwise.fleet.verbs import jobs
 from groupwise.testing.fake_hosts import Fault, Script
 from tests.fleet_databases import copied
@@ -40,6 +43,8 @@ VARYING = frozenset(
 )
 """How often a machine is asked and the queue is looked at depends on how tasks interleave; after the last one nobody may be left to die."""
 LONG = Script(ticks=10**6)
+LONGEST_PAUSE = 700.0
+"""Seconds before a job is tried again."""
 
 
 # --- scenarios: one machine -----------------------------------------------------------------------
@@ -190,6 +195,20 @@ async def test_a_dispatcher_may_die_beside_every_effect(
     assert [effect for effect in missed if effect[0] not in VARYING] == []
 
 
+@pytest.mark.parametrize("days", [2, -2])
+async def test_clocks_of_the_control_plane_decide_nothing(
+    days: int, migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far one is off: no other time than that of the database is written into it."""
+    true = time.time
+    began = true() - 60.0
+    monkeypatch.setattr(time, "time", lambda: true() + days * 86_400)
+    with closing(Stage(migrated_file, tmp_path)) as stage:
+        for scenario in (plain, fails_first, gang):
+            await stage.play(scenario, Counting())
+            assert stage.other_times(began, true() + LONGEST_PAUSE) == []
+
+
 class Counting:
     """A hook that counts effects, and dies at one of them."""
 
@@ -238,6 +257,18 @@ class Stage:
             await _play(rig, scenario, hook)
         finally:
             shutil.rmtree(self._folder / "blobs", ignore_errors=True)
+
+    def other_times(self, first: float, last: float) -> list[str]:
+        """Whatever in the database is a moment, and not between these."""
+
+        def look(session: Session) -> Iterator[str]:
+            for table in Base.metadata.sorted_tables:
+                for row in session.execute(select(table)).mappings():
+                    for name, value in row.items():
+                        if isinstance(value, float) and value > 1e9 and not first <= value <= last:
+                            yield f"{table.name}.{name} is {value - first:.0f} s off"
+
+        return self._database.read(lambda s: list(look(s)))
 
     def close(self) -> None:
         """No more plays."""

@@ -12,8 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
-import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import psycopg
 import pytest
 
 from groupwise.fleet.files.artefacts import artefact_folder
-from tests.integration.fleet.test_up import fleet_in
 from tests.integration.fleet.whole_fleet import WholeFleet, hearing, whole_fleet
 from tests.postgres import Postgres
 
@@ -49,8 +47,6 @@ SECRETS = {"TOKEN": "env:HF_TOKEN"}
 
 @pytest.fixture(scope="module")
 def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet]:
-    if os.geteuid() != 0:
-        pytest.skip("machines in namespaces need root")
     own = {"HF_TOKEN": OF_A_VARIABLE, "OWN_TOKEN": OF_ANOTHER}
     with whole_fleet(postgres, machines=1, url=with_password, environment=own) as made:
         keep(made.folder / "secrets" / "token", OF_A_FILE)
@@ -99,11 +95,10 @@ def tables(url: str) -> Iterator[tuple[str, bytes]]:
 
 def files(*folders: Path) -> Iterator[tuple[str, bytes]]:
     """With their names."""
-    for folder in folders:
-        for path in folder.rglob("*"):
-            with contextlib.suppress(OSError):
-                if path.is_file() and not path.is_symlink():
-                    yield str(path), str(path).encode() + path.read_bytes()
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            if path.is_file() and not path.is_symlink():
+                yield str(path), str(path).encode() + path.read_bytes()
 
 
 def processes() -> Iterator[tuple[int, bytes, bytes]]:
@@ -111,14 +106,11 @@ def processes() -> Iterator[tuple[int, bytes, bytes]]:
     for each in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if each.name.isdigit():
-                yield (
-                    int(each.name),
-                    (each / "cmdline").read_bytes(),
-                    (each / "environ").read_bytes(),
-                )
+                arguments, environment = (each / "cmdline", each / "environ")
+                yield int(each.name), arguments.read_bytes(), environment.read_bytes()
 
 
-def found_in(places: Iterator[tuple[str, bytes]], *canaries: str) -> list[str]:
+def found_in(places: Iterable[tuple[str, bytes]], *canaries: str) -> list[str]:
     return [
         f"{canary} in {name}"
         for name, content in places
@@ -127,34 +119,30 @@ def found_in(places: Iterator[tuple[str, bytes]], *canaries: str) -> list[str]:
     ]
 
 
-def own_file(fleet: WholeFleet) -> set[str]:
-    """Where the operator keeps them."""
-    return {str(fleet.folder / "secrets" / "token"), str(fleet.folder / "private" / "token")}
-
-
 ALL = (OF_A_VARIABLE, OF_A_FILE, OF_THE_DATABASE, OF_ANOTHER)
 
 
 def expect_written_nowhere(fleet: WholeFleet, *canaries: str) -> None:
+    """But where the operator keeps them."""
+    own = {str(fleet.folder / name / "token") for name in ("secrets", "private")}
     assert found_in(tables(fleet.url), *canaries) == []
     folders = [fleet.folder.parent, *(host.folder for host in fleet.hosts.values()), fleet.shared]
-    there = (each for each in files(*folders) if each[0] not in own_file(fleet))
-    assert found_in(there, *canaries) == []
+    assert found_in((each for each in files(*folders) if each[0] not in own), *canaries) == []
 
 
 def expect_known_to_nobody_else(fleet: WholeFleet, jobs: list[str]) -> None:
     """Of all processes while the jobs run. The control plane's environment is where the operator put one of them."""
     control = {c._process.pid for c in fleet.controls.values() if c._process is not None}
     inside = set(fleet.hosts["h1"].processes())
-    markers = {f"GROUPWISE_ATTEMPT={job_id}.".encode() for job_id in jobs}
+    markers = [f"GROUPWISE_ATTEMPT={job_id}.".encode() for job_id in jobs]
     having: list[int] = []
     for pid, arguments, environment in processes():
         if pid == os.getpid():
             continue
-        assert found_in(iter([(f"arguments of {pid}", arguments)]), *ALL) == [], arguments
+        assert found_in([(f"arguments of {pid}", arguments)], *ALL) == [], arguments
         if pid in control:
             assert OF_A_FILE.encode() not in environment
-        elif pid in inside and found_in(iter([(str(pid), environment)]), *ALL):
+        elif pid in inside and found_in([(str(pid), environment)], *ALL):
             assert any(marker in environment for marker in markers), arguments
             assert arguments.startswith(b"python3\0-c\0import hashlib"), arguments
             having.append(pid)
@@ -175,9 +163,9 @@ def said(fleet: WholeFleet) -> Iterator[list[tuple[str, bytes]]]:
 class Noted:
     """A client of the API that keeps every answer, headers and all."""
 
-    def __init__(self, address: str, key: str) -> None:
+    def __init__(self, fleet: WholeFleet, address: str, role: str) -> None:
         self.address = address
-        self.key = key
+        self.key = fleet.cli("key", "new", role).stdout.strip()
         self.answers: list[tuple[str, bytes]] = []
 
     def ask(self, method: str, path: str, **more: Any) -> httpx2.Response:
@@ -189,28 +177,27 @@ class Noted:
         self.answers.append((f"{method} {path}", headers + answer.content))
         return answer
 
+    def submit(self, asked: dict[str, Any]) -> str:
+        return self.ask("POST", "/jobs", json=asked).json()["job_id"]
+
 
 def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[str, bytes]]) -> None:
-    keys = {role: fleet.cli("key", "new", role).stdout.strip() for role in ("read", "act", "admin")}
     gate = fleet.shared / "gate"
     with fleet.api() as address:
-        noted = Noted(address, keys["admin"])
-        jobs = [
-            Noted(address, keys["act"])
-            .ask("POST", "/jobs", json=requested(fleet, gate, code))
-            .json()["job_id"]
-            for code in (0, 3)
-        ]
+        noted, acting = (Noted(fleet, address, role) for role in ("admin", "act"))
+        jobs = [acting.submit(requested(fleet, gate, code)) for code in (0, 3)]
         for job_id in jobs:
-            fleet.until(
-                lambda j=job_id: (fleet.place.logs / f"{j}.log").exists(), f"the log of {job_id}"
-            )
+            log = fleet.place.logs / f"{job_id}.log"
+            fleet.until(log.exists, f"the log of {job_id}")
         expect_known_to_nobody_else(fleet, jobs)
         gate.touch()
         fleet.ended(jobs[0])
         fleet.ended(jobs[1], status="failed")
         fleet.until_idle()
-        check_values(fleet, jobs[0])
+        [attempt] = fleet.attempts(jobs[0])
+        folder = artefact_folder(fleet.place.artefacts, jobs[0], attempt.epoch) / "outputs"
+        for name, value in (("TOKEN", OF_A_VARIABLE), ("FROM_FILE", OF_A_FILE)):
+            assert (folder / name).read_text() == hashlib.sha256(value.encode()).hexdigest()
         for job_id in jobs:
             for path in ("", "/log", "/artefacts"):
                 noted.ask("GET", f"/jobs/{job_id}{path}")
@@ -219,111 +206,77 @@ def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[st
         for path in "jobs vms vms/h1 events status projects keys metrics openapi.json".split():
             noted.ask("GET", f"/{path}")
         noted.ask("POST", "/jobs", json=requested(fleet, gate, 0, secrets={"TOKEN": OF_A_VARIABLE}))
+    commands = "jobs --json|show {0}|show {1} --json|logs {1}|key list|status --json|doctor"
     printed = [
-        fleet.cli(*words, code=None)
-        for words in (
-            ("jobs", "--json"),
-            ("show", jobs[0]),
-            ("show", jobs[1], "--json"),
-            ("logs", jobs[1]),
-            ("key", "list"),
-            ("status", "--json"),
-            ("doctor",),
-            ("submit", "--secret", f"TOKEN={OF_A_VARIABLE}", "--", "true"),
-        )
+        fleet.cli(*words.format(*jobs).split(), code=None)
+        for words in f"{commands}|submit --secret TOKEN={OF_A_VARIABLE} -- true".split("|")
     ]
-    fleet.until(
-        lambda: {subject for subject, _ in said} >= {"jobs.completed", "jobs.errored"},
-        "the messages",
-    )
+    shown = [(str(each.args), (each.stdout + each.stderr).encode()) for each in printed]
+    ends = {"jobs.completed", "jobs.errored"}
+    fleet.until(lambda: {subject for subject, _ in said} >= ends, "the messages")
     for places in (noted.answers, said, tables(fleet.url), files(fleet.folder)):
-        assert found_in(iter(places), jobs[0]) != []  # whoever looks there finds what is there
-    everything = (*ALL, *keys.values(), *(key.rpartition("_")[2] for key in keys.values()))
-    assert found_in(iter(noted.answers), *everything) == []
-    assert found_in(iter(said), *everything) == []
-    assert (
-        found_in(((str(p.args), (p.stdout + p.stderr).encode()) for p in printed), *everything)
-        == []
-    )
+        assert found_in(places, jobs[0]) != []  # whoever looks there finds what is there
+    keys = (noted.key, acting.key)
+    everything = (*ALL, *keys, *(key.rpartition("_")[2] for key in keys))
+    for places in (noted.answers, said, shown):
+        assert found_in(places, *everything) == []
     expect_written_nowhere(fleet, *everything)
 
 
-def check_values(fleet: WholeFleet, job_id: str) -> None:
-    """The command had the right ones."""
-    [attempt] = fleet.attempts(job_id)
-    folder = artefact_folder(fleet.place.artefacts, job_id, attempt.epoch) / "outputs"
-    for name, value in (("TOKEN", OF_A_VARIABLE), ("FROM_FILE", OF_A_FILE)):
-        assert (folder / name).read_text() == hashlib.sha256(value.encode()).hexdigest()
-
-
 def test_what_nobody_allowed_is_not_to_be_had(fleet: WholeFleet) -> None:
-    key = fleet.cli("key", "new", "act").stdout.strip()
     place = fleet.folder
     (place / "secrets" / "elsewhere").symlink_to("../private/token")
     references = [
         "env:OWN_TOKEN",
-        "env:GROUPWISE_FLEET_DATABASE",
-        "env:NATS_TOKEN",
         f"file:{place}/private/token",
         f"file:{place}/secrets/../private/token",
         "file:/proc/self/environ",
         f"file:{place}/secrets/./token",
+        "env:GROUPWISE_FLEET_DATABASE",
+        "env:NATS_TOKEN",
     ]
     with fleet.api() as address:
-        noted = Noted(address, key)
-        for reference in references:
-            answer = noted.ask(
-                "POST", "/jobs", json={"arguments": ["true"], "secrets": {"STOLEN": reference}}
-            )
+        noted = Noted(fleet, address, "act")
+        for number, reference in enumerate(references):
+            asked = {"arguments": ["true"], "secrets": {"STOLEN": reference}}
+            answer = noted.ask("POST", "/jobs", json=asked)
+            row = f"stolen-{number}"
+            statement = "INSERT INTO jobs (job_id, job_type, request) VALUES (%s, 'COMMAND', %s)"
+            fleet.sql(statement, row, json.dumps(asked))
+            reason = str(fleet.ended(row, status="failed").failure_reason)
+            told = [answer.text, reason]
+            if number < 2:
+                words = ("submit", "--secret", f"STOLEN={reference}", "--", "true")
+                told.append(fleet.cli(*words, code=2).stderr)
+                assert OF_ANOTHER not in told[-1]
             assert answer.status_code == 422, answer.text
-            assert "STOLEN" in answer.text
-            assert "allowed_secrets" in answer.text
+            assert all("STOLEN" in each and "allowed_secrets" in each for each in told), told
         linked = {"STOLEN": f"file:{place}/secrets/elsewhere"}
-        job_id = noted.ask("POST", "/jobs", json={"arguments": ["true"], "secrets": linked}).json()[
-            "job_id"
-        ]
+        job_id = noted.submit({"arguments": ["true"], "secrets": linked})
         assert "leads out of the folder" in str(fleet.ended(job_id, status="failed").failure_reason)
         noted.ask("GET", f"/jobs/{job_id}")
-    for number, reference in enumerate(references):
-        by_row(fleet, f"stolen-{number}", {"STOLEN": reference})
-        reason = str(fleet.ended(f"stolen-{number}", status="failed").failure_reason)
-        assert "secret STOLEN" in reason
-        assert "allowed_secrets" in reason
-        if number > 1:
-            continue
-        done = fleet.cli("submit", "--secret", f"STOLEN={reference}", "--", "true", code=2)
-        assert "allowed_secrets" in done.stderr
-        assert OF_ANOTHER not in done.stdout + done.stderr
-    assert found_in(iter(noted.answers), *ALL) == []
+        check_changed_rows(fleet, noted)
+    assert found_in(noted.answers, *ALL) == []
     expect_written_nowhere(fleet, *ALL)
 
 
-def by_row(fleet: WholeFleet, job_id: str, secrets: Mapping[str, str]) -> None:
-    request = json.dumps({"arguments": ["true"], "secrets": secrets})
-    fleet.sql(
-        "INSERT INTO jobs (job_id, job_type, request) VALUES (%s, 'COMMAND', %s)", job_id, request
-    )
-
-
-def test_a_row_that_is_changed_after_its_admission_gets_no_more(fleet: WholeFleet) -> None:
-    """Whoever may write rows may write them at any time, and whoever owns the database may take its triggers away, too."""
-    key = fleet.cli("key", "new", "act").stdout.strip()
+def check_changed_rows(fleet: WholeFleet, noted: Noted) -> None:
+    """Whoever may write rows may write them at any time, and whoever owns the database may take its triggers away, too: a row that is
+    changed after its admission gets no more."""
     changed = json.dumps({"arguments": ["true"], "secrets": {"TOKEN": "env:OWN_TOKEN"}})
-    with fleet.api() as address:
-        noted = Noted(address, key)
-        asked = {"arguments": ["true"], "secrets": SECRETS, "hold": True}
-        one, other = (noted.ask("POST", "/jobs", json=asked).json()["job_id"] for _ in "ab")
-        for job_id in (one, other):
-            with pytest.raises(psycopg.errors.CheckViolation):
-                fleet.sql("UPDATE jobs SET request = %s WHERE job_id = %s", changed, job_id)
-        fleet.sql("ALTER TABLE jobs DISABLE TRIGGER fleet_job_request")
-        fleet.sql("UPDATE jobs SET request = %s WHERE job_id = %s", changed, other)
-        fleet.sql("ALTER TABLE jobs ENABLE TRIGGER fleet_job_request")
-        for job_id in (one, other):
-            noted.ask("POST", f"/jobs/{job_id}/release")
+    change = "UPDATE jobs SET request = %s WHERE job_id = %s"
+    asked = {"arguments": ["true"], "secrets": SECRETS, "hold": True}
+    one, other = (noted.submit(asked) for _ in "ab")
+    for job_id in (one, other):
+        with pytest.raises(psycopg.errors.CheckViolation):
+            fleet.sql(change, changed, job_id)
+    fleet.sql("ALTER TABLE jobs DISABLE TRIGGER fleet_job_request")
+    fleet.sql(change, changed, other)
+    fleet.sql("ALTER TABLE jobs ENABLE TRIGGER fleet_job_request")
+    for job_id in (one, other):
+        noted.ask("POST", f"/jobs/{job_id}/release")
     fleet.ended(one)
     assert "allowed_secrets" in str(fleet.ended(other, status="failed").failure_reason)
-    expect_written_nowhere(fleet, *ALL)
 
 
 def test_the_password_is_in_no_complaint(fleet: WholeFleet, postgres: Postgres) -> None:
@@ -339,32 +292,3 @@ def test_the_password_is_in_no_complaint(fleet: WholeFleet, postgres: Postgres) 
     finally:
         postgres.start()
     assert found_in(files(fleet.folder.parent), OF_THE_DATABASE) == []
-
-
-def test_an_embedded_fleet_writes_none_down(tmp_path: Path) -> None:
-    """The bytes of SQLite's files, with what it keeps beside them; the machine is this one."""
-    folder = tmp_path / "fleet"
-    token, gate = folder / "secrets" / "token", tmp_path / "gate"
-    token.parent.mkdir(parents=True)
-    keep(token, OF_A_FILE)
-    gate.touch()
-
-    def there() -> dict[str, bytes]:
-        return {name: content for name, content in files(tmp_path) if name != str(token)}
-
-    with fleet_in(folder) as fleet:
-        fleet.environment |= {"HOME": str(tmp_path), "HF_TOKEN": OF_A_VARIABLE}
-        fleet.up()
-        done = fleet.call(
-            *("submit", "--wait", "--retries", "0", "--gpus", "0"),
-            *("--secret", "TOKEN=env:HF_TOKEN", "--secret", f"FROM_FILE=file:{token}"),
-            *("--", "python3", "-c", PROGRAM, str(gate), "4"),
-        )
-        assert done.returncode == 4, done.stderr
-        said = {"said": (done.stdout + done.stderr).encode(), **there()}
-        assert {Path(name).suffix for name in said} >= {".db", ".log"}
-        assert found_in(iter(said.items()), OF_A_VARIABLE, OF_A_FILE) == []
-        assert fleet.end() == 0
-    with contextlib.closing(sqlite3.connect(folder / "fleet.db")) as database:
-        database.execute("VACUUM")
-    assert found_in(iter(there().items()), OF_A_VARIABLE, OF_A_FILE) == []

@@ -440,17 +440,26 @@ def test_nor_does_one_that_is_repeated_keep_it_alive(here: Machine) -> None:
     assert contact(here) <= runner.boot_clock()
 
 
-def test_a_machine_that_slept_through_its_deadman_kills_at_once(here: Machine) -> None:
-    """What it heard before is in its memory; a supervisor that was asleep itself has heard nothing else."""
+def test_a_machine_that_slept_through_its_deadman_kills_at_once(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its clock says. What it heard before is in its memory; a supervisor that was asleep itself has heard nothing else."""
     limits = {"grace_seconds": 600}
     here.sh(FOR_EVER, deadman=3600, limits=limits)
-    runner.set_cell(str(here.folder() / "contact"), f"{runner.boot_clock() - 7200:.3f}")
     body = here.body("launch", **here.order("true", deadman=3600, limits=limits))
     slept = runner.Supervisor(runner.Order(runner.Root(str(here.root)), body), "", [0], 0, 0)
-    slept.last_contact = -math.inf  # the machine may have booted a minute ago
-    record = slept.reason()
-    assert record is not None
-    assert (record.reason, record.kill_at < time.monotonic()) == ("deadman", True)
+    true = time.time
+    for hours in (0, -2):
+        heard = runner.boot_clock() + hours * 3600
+        runner.set_cell(str(here.folder() / "contact"), f"{heard:.3f}")
+        slept.last_contact = -math.inf  # the machine may have booted a minute ago
+        for days in (0, 2, -2):
+            monkeypatch.setattr(time, "time", lambda d=days: true() + d * 86_400)
+            record = slept.reason()
+            late = record is not None and record.kill_at < time.monotonic()
+            assert (record and record.reason, late) == (
+                ("deadman", True) if hours else (None, False)
+            )
 
 
 @pytest.mark.usefixtures("cgroups")
