@@ -178,17 +178,18 @@ def test_tables_may_replace_rows_too(asked: list[Any], table: Any) -> None:
 
 
 def test_cells_of_a_table_are_those_of_python_and_no_rows_are_refused(asked: list[Any]) -> None:
-    prepared = prepared_session()
+    prepared: Any = prepared_session()
     chat = [{"role": "user", "content": "Why?"}]
     table = {"question": ["a", "b"], "answer": [1.5, 2], "prompt": [np.array(chat), None]}
     prepared.test_dataset = pandas.DataFrame({**table, "rubric": [float("nan"), pandas.NA]})
-    before = first, second = prepared.test_dataset
+    before = prepared.test_dataset
+    first, second = before
     assert first == {"question": "a", "answer": 1.5, "prompt": chat, "rubric": None}
     assert "b" in second["prompt"][0]["content"]
     for given, said in (([], "no rows"), (iter(()), "no rows"), (5, "int")):
         with pytest.raises(UsageError, match=f"test_dataset was given {said}"):
-            prepared.test_dataset = given
-    assert list(prepared.test_dataset) == list(before)
+            setattr(prepared, "test_dataset", given)  # noqa: B010
+        assert prepared.test_dataset is before
 
 
 def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
