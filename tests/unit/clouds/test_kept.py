@@ -32,27 +32,19 @@ def test_the_newest_whole_checkpoint_is_begun_with(tmp_path: Path, store: BlobSt
     checkpoint(results, "runs/a/checkpoints/step-9", 9, "nine")
     torn = checkpoint(results, "runs/a/checkpoints/step-12", 12, "twelve")
     (torn / "w").write_text("twel")
-    lacking = checkpoint(results, "runs/a/checkpoints/step-11", 11, "eleven")
-    (lacking / "w").unlink()
+    (checkpoint(results, "runs/a/checkpoints/step-11", 11, "eleven") / "w").unlink()
     checkpoint(results, "earlier/attempt-1/runs/a/checkpoints/step-40", 40, "of before")
-    (results / "manifest.json").write_text("{}")
-    (results / "outputs").mkdir()
-    (results / "outputs/manifest.json").write_text("no JSON")
+    (tmp_path / "secret").write_text("s")
+    elsewhere = {"step": 30, "files": {"../../secret": {"size": 1, "sha256": "0" * 64}}}
+    lists = {"": "{}", "outputs": "no JSON", "bad": json.dumps(elsewhere)}
+    for name, text in lists.items():
+        (results / name).mkdir(exist_ok=True)
+        (results / name / "manifest.json").write_text(text)
     found = newest_checkpoint(results, store)
     assert found is not None
     assert (found.step, found.path) == (9, "runs/a/checkpoints/step-9")
     assert set(found.manifest) == {f"{found.path}/w", f"{found.path}/manifest.json"}
     assert store.read(found.manifest[f"{found.path}/w"].sha256) == b"nine"
-
-
-def test_a_list_that_names_files_elsewhere_is_none(tmp_path: Path, store: BlobStore) -> None:
-    results = tmp_path / "results"
-    (tmp_path / "secret").write_text("s")
-    bad = results / "outputs"
-    bad.mkdir(parents=True)
-    listed = {"step": 3, "files": {"../../secret": {"size": 1, "sha256": "0" * 64}}}
-    (bad / "manifest.json").write_text(json.dumps(listed))
-    assert newest_checkpoint(results, store) is None
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path, store: BlobStore) -> None:
@@ -71,11 +63,9 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path, store: BlobStore)
     assert (record.attempt, record.results) == (2, str(tmp_path / "results"))
     assert record.endings == {2: ending}
     assert Order.from_document(record.order or {}).document() == order.document()
-    assert not [
-        each
-        for each in kept.folder.rglob("*")
-        if each.is_file() and b"canary-8" in each.read_bytes()
-    ]
+    written = [each.read_bytes() for each in kept.folder.rglob("*") if each.is_file()]
+    assert written
+    assert not any(b"canary-8" in each for each in written)
     empty = BlobStore(tmp_path / "empty")
     kept.give_files(order, empty)
     assert empty.read(files["in"].sha256) == b"in"

@@ -47,29 +47,27 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Pip:
     return made
 
 
-@pytest.mark.parametrize(("machine", "kind"), [("tpu", "tpu"), ("gpu", "cuda"), ("cpu", "cpu")])
 def test_without_one_it_is_said_how_to_make_it(
-    machine: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "of_this_machine", lambda: machine)
-    with pytest.raises(UsageError, match=f"groupwise fetch-tunix --accelerator {kind}") as error:
-        python()
-    assert str(home()) in str(error.value)
-
-
-def test_one_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine, kind in (("tpu", "tpu"), ("gpu", "cuda"), ("cpu", "cpu")):
+        monkeypatch.setattr(environment, "of_this_machine", lambda machine=machine: machine)
+        told = rf"groupwise fetch-tunix --accelerator {kind}"
+        with pytest.raises(UsageError, match=told) as error:
+            python()
+        assert str(home()) in str(error.value)
     monkeypatch.setenv(VARIABLE, sys.executable)
     assert python() == Path(sys.executable)
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "none"))
-    with pytest.raises(UsageError, match="no such file"):
-        python()
     (tmp_path / "text").write_text("")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "text"))
-    with pytest.raises(UsageError, match="no program"):
-        python()
+    for name, told in (("none", "no such file"), ("text", "no program")):
+        monkeypatch.setenv(VARIABLE, str(tmp_path / name))
+        with pytest.raises(UsageError, match=told):
+            python()
 
 
-def test_it_is_made_with_what_the_device_needs(pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_made_once_with_what_the_device_needs_and_anew_for_another_version(
+    pip: Pip, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/another")
     made = install("tpu", say=False)
     assert made == python()
@@ -77,22 +75,16 @@ def test_it_is_made_with_what_the_device_needs(pip: Pip, monkeypatch: pytest.Mon
     assert pip.words[-1][-1] == "jax[tpu]"
     assert str(made) in pip.words[-1]
     count = len(pip.words)
-    assert install("tpu", say=False) == made
-    assert len(pip.words) == count, "it is made once"
+    assert (install("tpu", say=False), len(pip.words)) == (made, count)
     assert all("PYTHONPATH" not in each for each in pip.environments)
 
-
-def test_one_of_another_version_is_made_anew_for_the_same_devices(pip: Pip) -> None:
-    before = install("tpu", say=False)
     told = json.loads((home() / MADE).read_bytes())
     (home() / MADE).write_text(json.dumps({**told, "requirements": "before"}))
     with pytest.raises(UsageError, match=r"another version.*fetch-tunix --accelerator tpu"):
         python()
-    assert install(say=False) == python() != before
+    assert install(say=False) == python() != made
     assert pip.words[-1][-1] == "jax[tpu]"
-    assert sorted(each.name for each in home().iterdir()) == sorted(
-        [LOCK, MADE, python().parent.parent.name]
-    )
+    assert {each.name for each in home().iterdir()} == {LOCK, MADE, python().parent.parent.name}
 
 
 def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
@@ -110,15 +102,12 @@ def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
         install("tpu", say=False)
     assert python() == before
     assert before.is_file()
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"requirements": '])
-def test_what_cannot_be_read_counts_as_none(content: str, pip: Pip) -> None:
-    install("cpu", say=False)
-    (home() / MADE).write_text(content)
-    with pytest.raises(UsageError, match="there is none"):
-        python()
-    assert install("cpu", say=False) == python()
+    pip.code = 0
+    for content in ("", "[]", '{"requirements": '):
+        (home() / MADE).write_text(content)
+        with pytest.raises(UsageError, match="there is none"):
+            python()
+        assert install("cpu", say=False) == python()
 
 
 def test_two_make_it_one_after_the_other(pip: Pip, caplog: pytest.LogCaptureFixture) -> None:
@@ -175,24 +164,22 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     return make
 
 
-@pytest.mark.parametrize(("machine", "word"), [("tpu", "TPU"), ("gpu", "GPU")])
 def test_a_cpu_beside_something_faster_is_warned_of(
-    machine: str,
-    word: str,
     answering: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def warned(platform: str) -> bool:
+    def warned(platform: str, word: str = "") -> bool:
         caplog.clear()
         answering(platform)
         assert environment.look().platform == platform
-        return f"has a {word}, but JAX sees its CPU alone" in caplog.text
+        return f"{word}, but JAX sees its CPU alone" in caplog.text
 
     assert not warned("cpu")
-    monkeypatch.setattr(environment, "of_this_machine", lambda: machine)
-    assert not warned(machine)
-    assert warned("cpu")
+    for machine in ("tpu", "gpu"):
+        monkeypatch.setattr(environment, "of_this_machine", lambda machine=machine: machine)
+        assert not warned(machine)
+        assert warned("cpu", f"has a {machine.upper()}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert not warned("cpu")
 

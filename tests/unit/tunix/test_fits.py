@@ -27,14 +27,6 @@ def text_of(family: str, **other: Any) -> dict[str, Any]:
     return {**described_text(ModelConfig(name=str(model_of(family)))), **other}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_fits(family: str) -> None:
-    text = text_of(family)
-    fits.check_description(text)
-    fits.check_mesh(text, (2, 2))
-    fits.check_files(model_of(family), text)
-
-
 def layers_of(family: str, *parts: str) -> list[str]:
     inside = "model.language_model" if family == "gemma3-pictures" else "model"
     return [f"{inside}.layers.{number}.{part}" for number in range(2) for part in parts]
@@ -44,18 +36,21 @@ KEYS, VALUES = "self_attn.k_proj", "self_attn.v_proj"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_that_are_one_weight_are_adapted_together(family: str) -> None:
+def test_what_transformers_writes_fits_and_layers_that_are_one_weight_are_adapted_together(
+    family: str,
+) -> None:
     text = text_of(family)
+    fits.check_description(text)
+    fits.check_mesh(text, (2, 2))
+    fits.check_files(model_of(family), text)
     every = ["self_attn.q_proj", KEYS, VALUES, "self_attn.o_proj", "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"]  # fmt: skip
-    fits.check_layers(text, layers_of(family, *every))
-    fits.check_layers(text, layers_of(family, "mlp.up_proj"))
     fused = {"gemma3-all-heads": [every[0], KEYS, VALUES]}.get(family, [KEYS, VALUES])
-    fits.check_layers(text, layers_of(family, *fused))
+    for together in (every, ["mlp.up_proj"], fused):
+        fits.check_layers(text, layers_of(family, *together))
     if family.startswith("gemma3"):
-        with pytest.raises(ModelError, match="take all or none"):
-            fits.check_layers(text, layers_of(family, KEYS))
-        with pytest.raises(ModelError, match="take all or none"):
-            fits.check_layers(text, layers_of(family, *fused)[:-1])
+        for apart in (layers_of(family, KEYS), layers_of(family, *fused)[:-1]):
+            with pytest.raises(ModelError, match="take all or none"):
+                fits.check_layers(text, apart)
     else:
         fits.check_layers(text, layers_of(family, KEYS))
     with pytest.raises(ModelError, match="lm_head, which the backend tunix does not adapt"):
@@ -91,22 +86,15 @@ def test_what_tunix_does_not_compute_is_refused(
     assert "Leave model.backend out" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "mesh", "told"),
-    [
-        ("llama", (1, 4), r"tp of 4 .* num_key_value_heads is 2\."),
-        ("gemma3", (3, 1), r"fsdp of 3 .* hidden_size is 32\."),
-    ],
-)
-def test_devices_divide_the_model(family: str, mesh: tuple[int, int], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        fits.check_mesh(text_of(family), mesh)
-    one_head = text_of(family, num_key_value_heads=1)  # which Tunix keeps whole for Gemma alone
-    if family == "gemma3":
-        fits.check_mesh(one_head, (1, 2))
-    else:
-        with pytest.raises(UsageError, match="num_key_value_heads is 1"):
-            fits.check_mesh(one_head, (1, 2))
+def test_devices_divide_the_model() -> None:
+    for family, mesh, other, told in (
+        ("llama", (1, 4), {}, r"tp of 4 .* num_key_value_heads is 2\."),
+        ("gemma3", (3, 1), {}, r"fsdp of 3 .* hidden_size is 32\."),
+        ("llama", (1, 2), {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            fits.check_mesh(text_of(family, **other), mesh)
+    fits.check_mesh(text_of("gemma3", num_key_value_heads=1), (1, 2))  # it keeps that head whole
 
 
 def changed_copy(family: str, folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
@@ -133,6 +121,7 @@ def in_halves(tensors: Tensors, norms: torch.dtype) -> Tensors:
         ("gemma3", lambda all_: {**all_, NORM: all_[NORM].to(torch.int32)}, "in the format I32"),
         ("llama", lambda all_: {**all_, f"{UP[:-6]}bias": all_[NORM].clone()}, "has no place for: model.layers.1.mlp.up_proj.bias"),
         ("qwen3", lambda all_: {**all_, HEAD: all_[EMBEDDING] + 1}, "lm_head.weight that is not its embedding"),
+        ("gemma3-pictures", lambda all_: {**all_, "vision_tower.embeddings.position_ids": torch.arange(4)}, r"several formats \(I64 first"),
         ("gemma3-pictures", lambda all_: {f"language_model.{NORM}": all_[f"language_model.{NORM}"]}, "weights are missing"),
     ],
 )  # fmt: skip
@@ -147,35 +136,26 @@ def test_files_that_would_be_misread_are_refused(
 def test_what_transformers_passes_over_may_stand_in_files(tmp_path: Path) -> None:
     """The embedding once more as the head, and frequencies of positions."""
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    fits.check_files(
-        changed_copy("qwen3", tmp_path / "old", lambda all_: {**all_, HEAD: all_[EMBEDDING].clone(), **old}),
-        text_of("qwen3"),
-    )  # fmt: skip
-
-
-def test_numbers_of_pictures_that_come_first_in_another_format_are_refused(tmp_path: Path) -> None:
-    """Tunix would read the text in theirs, too."""
-    places = {"vision_tower.embeddings.position_ids": torch.arange(4)}
-    folder = changed_copy("gemma3-pictures", tmp_path / "eyes", lambda all_: {**all_, **places})
-    with pytest.raises(ModelError, match=r"several formats \(I64 first"):
-        fits.check_files(folder, text_of("gemma3-pictures"))
+    change = lambda all_: {**all_, HEAD: all_[EMBEDDING].clone(), **old}  # noqa: E731
+    fits.check_files(changed_copy("qwen3", tmp_path, change), text_of("qwen3"))
 
 
 def test_other_files(tmp_path: Path) -> None:
-    folder = changed_copy("llama", tmp_path, dict)
-    shutil.copy(folder / fits.MODEL, folder / "consolidated.safetensors")
-    with pytest.raises(ModelError, match=r"consolidated.safetensors .* Move that file away"):
-        fits.check_files(folder, text_of("llama"))
-    (folder / "consolidated.safetensors").unlink()
-    (folder / fits.MODEL).write_bytes((folder / fits.MODEL).read_bytes()[:-8])
-    with pytest.raises(ModelError, match="shorter than its header says"):
-        fits.check_files(folder, text_of("llama"))
-    (folder / fits.MODEL).write_bytes(b"<html>")
-    with pytest.raises(ModelError, match="is no safetensors file"):
-        fits.check_files(folder, text_of("llama"))
-    (folder / fits.MODEL).unlink()
-    with pytest.raises(ModelError, match="Tunix reads no other files"):
-        fits.check_files(folder, text_of("llama"))
+    folder, text = changed_copy("llama", tmp_path, dict), text_of("llama")
+    model, other = folder / fits.MODEL, folder / "consolidated.safetensors"
+
+    def refused(told: str) -> None:
+        with pytest.raises(ModelError, match=told):
+            fits.check_files(folder, text)
+
+    shutil.copy(model, other)
+    refused(r"consolidated.safetensors .* Move that file away")
+    other.unlink()
+    model.write_bytes(model.read_bytes()[:-8])
+    refused("shorter than its header says")
+    model.write_bytes(b"<html>")
+    refused("is no safetensors file")
+    model.unlink()
+    refused("Tunix reads no other files")
     (folder / fits.INDEX).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
-    with pytest.raises(ModelError, match=r"names gone\.safetensors"):
-        fits.check_files(folder, text_of("llama"))
+    refused(r"names gone\.safetensors")
