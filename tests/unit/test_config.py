@@ -32,34 +32,6 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-FREE = words("""
-sampler.url sampler.served_model sampler.adapter_folder sampler.adapter_folder_there sampler.logprob_tolerance
-sampler.concurrency sampler.timeout sampler.patience sampler.api_key_env
-sampler.vllm_python sampler.gpu_memory_utilization sampler.tensor_parallel_size sampler.max_model_len
-algorithm.preset algorithm.adaptive_kl
-data.dataset_test_split
-training.max_steps training.num_train_epochs training.max_non_finite_steps rewards.time_limit rewards.start_limit rewards.workers
-rewards.max_unscored_steps rollout.max_seconds rollout.time_limit rollout.start_limit rollout.workers
-eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
-eval.top_k eval.top_p eval.min_p
-eval.pass_at_k eval.success_threshold eval.success_part
-eval.max_completion_length callbacks run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens
-signals signals.start_steps signals.memory signals.noise signals.length_growth signals.length_correlation
-signals.truncation_rise signals.repetition_rise signals.diversity_fall signals.same_answers_rise signals.dominance
-signals.accuracy_part signals.held_out_metric
-run.profile
-run.server
-run.report_to run.wandb_project run.wandb_entity run.wandb_group run.trackio_project run.mlflow_experiment run.num_completions_to_print
-run.log_unique_prompts run.license run.hub.repo_id run.hub.revision run.hub.private run.hub.overwrite scale.patience
-""")
-
-LAYOUT = words("""
-sampler.slots sampler.enforce_eager training.max_tokens_per_microbatch
-training.packing training.gradient_checkpointing rewards.in_process rollout.in_process
-run.threads run.processes model.mesh scale.learners scale.samplers scale.strategy
-""")
-
-
 def load(text: str, folder: Path, *words: str) -> LoadedConfig:
     path = folder / "c.yaml"
     path.write_text(f"model: {{name: tiny}}\n{text}")
@@ -78,12 +50,6 @@ def refusal(text: str, folder: Path, *words: str) -> str:
 def test_every_key_says_what_it_is() -> None:
     silent = [leaf.path for leaf in leaves(RunConfig) if not leaf.key.description]
     assert silent == []
-
-
-def test_what_a_resume_may_change() -> None:
-    classes = {".".join(leaf.path): leaf.on_resume for leaf in leaves(RunConfig)}
-    assert sorted(key for key, kind in classes.items() if kind == "free") == sorted(FREE)
-    assert sorted(key for key, kind in classes.items() if kind == "warn") == sorted(LAYOUT)
 
 
 def test_the_page_of_the_documentation_is_up_to_date() -> None:

@@ -11,10 +11,6 @@ from groupwise.errors import TaskError
 from groupwise.rewards.router import Router
 from groupwise.rewards.scoring import ScoreRequest
 from groupwise.rewards.workers import RewardWorkers
-from groupwise.rollouts.environment import EnvironmentRollouts
-from groupwise.rollouts.hosts import LocalHost, WorkerHost
-from groupwise.rollouts.single import Single
-from groupwise.rollouts.two_stage import TwoStage
 from groupwise.tasks.contract import Task, check_reward_columns, load_task
 from groupwise.types import Example, RewardPart
 from tests.scripted import ScriptedSampler, ask_for
@@ -163,18 +159,6 @@ def get_environment(config):
 
 def rollouts_of(**rollout: object) -> RunConfig:
     return load_config({"model": {"name": "tiny"}, "rollout": rollout}).config
-
-
-def test_each_type_of_rollout_is_built(tmp_path):
-    plain = task_of(tmp_path, METRICS_ONLY)
-    assert type(task_parts.build_rollouts(rollouts_of(), plain, None)) is Single
-    assert type(task_parts.build_rollouts(rollouts_of(type="two_stage"), plain, None)) is TwoStage
-    playing = task_of(tmp_path, ENVIRONMENT)
-    for in_process, host in ((False, WorkerHost), (True, LocalHost)):
-        config = rollouts_of(type="environment", in_process=in_process)
-        kind = task_parts.build_rollouts(config, playing, None)
-        assert type(kind) is EnvironmentRollouts
-        assert type(vars(kind)["_host"]) is host
 
 
 async def test_environment_of_a_task_file_answers_from_its_worker(tmp_path):

@@ -97,17 +97,6 @@ class TestList:
         assert empty["reward_first"] is None
         assert "does not exist" in torn["broken"]
 
-    def test_of_nothing(self, tmp_path: Path) -> None:
-        assert call(tmp_path, "list") == ""
-        assert call_json(tmp_path, "list") == []
-        with pytest.raises(RunNotFoundError, match="--dir"):
-            call(tmp_path / "none", "list")
-        for name in ("a", "b", "c"):
-            (tmp_path / name).mkdir()
-        result = CliRunner().invoke(app, ["list", "--dir", str(tmp_path)], catch_exceptions=False)
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("a cannot be read (and 2 more")
-
 
 class TestShow:
     def test_tells_what_there_is(self, runs: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.cli.launch_aws import usual_key
 from groupwise.cli.launch_places import note_of, ray_cluster
 from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
@@ -91,3 +92,15 @@ def test_the_note_is_for_the_project_that_one_is_in(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert note_of("j", "ray", None, None).project == tmp_path
+
+
+def test_the_key_of_a_pair_lies_where_people_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = tmp_path / ".ssh"
+    keys.mkdir()
+    for there, found in ((None, "mine.pem"), ("mine", "mine"), ("mine.pem", "mine.pem")):
+        if there:
+            (keys / there).touch()
+        assert usual_key("mine") == keys / found

@@ -39,6 +39,9 @@ def test_a_script_has_a_path(words: list[str]) -> None:
         split(words)
 
 
+RAY = ("ray", "--script", "job.py")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -48,9 +51,23 @@ def test_a_script_has_a_path(words: list[str]) -> None:
         (["local", "--"], "there is nothing"),
         (["local", "--", "--config", "c"], "`--config` is none"),
         (["local", "--bogus", "--", "rl"], "No such option: --bogus"),
+        ([RAY[0], "--resource", "apart", *RAY[1:]], "NAME=N"),
+        ([RAY[0], "--memory", "much", *RAY[1:]], "a size"),
+        ([RAY[0], "--memory", "0G", *RAY[1:]], "a size"),
+        ([RAY[0], "--address", "head:8265", *RAY[1:]], "the address of Ray's dashboard"),
+        ([RAY[0], "--shared", "relative", *RAY[1:]], "absolute path"),
+        ([RAY[0], "--user", "me", *RAY[1:]], "--host"),
+        ([RAY[0], "--python", "p", "--lock", "l", *RAY[1:]], "--python"),
     ],
 )
-def test_refusals_teach(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_teach(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["launch", *words]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
 

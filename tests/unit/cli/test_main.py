@@ -235,17 +235,6 @@ def test_python_m_groupwise_answers_without_colours() -> None:
     assert run("-m", "groupwise", "nothing").returncode == 2
 
 
-@pytest.mark.parametrize("group", [[], ["launch"]])
-def test_the_list_of_commands_tells_whole_sentences(
-    group: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main([*group, "--help"]) == 0
-    commands = capsys.readouterr().out.partition("Commands:")[2].strip().splitlines()
-    assert len(commands) >= 7
-    assert [line for line in commands if line.rstrip().endswith("...")] == []
-
-
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     """`groupwise ... | head` ends quietly."""
     code = (
