@@ -42,6 +42,14 @@ def _fakes(folder: Path) -> Pair:
     return Pair(FakeSampler(), learner, FakeTokenizer(), END_ID, disturb)
 
 
+def _pair(sampler: Sampler, learner: Learner, disturb: Callable[[], None], **more: Any) -> Pair:
+    """Of the tiny model's texts."""
+    from groupwise.models.tiny import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    return Pair(sampler, learner, tokenizer, tokenizer.eos_token_id, disturb, **more)
+
+
 def _torch_adapter(folder: Path) -> Pair:
     from groupwise.learner.weights import TrainedAdapter
     from groupwise.models.config import LoraConfig
@@ -50,8 +58,7 @@ def _torch_adapter(folder: Path) -> Pair:
     from groupwise.sampler.weights import ServedAdapter
 
     adapted = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=8)))
-    trained = TrainedAdapter(adapted, seed=1)
-    return _torch_pair(folder, trained, lambda: ServedAdapter(adapted))
+    return _torch_pair(folder, TrainedAdapter(adapted, seed=1), ServedAdapter(adapted))
 
 
 def _torch_full(folder: Path) -> Pair:
@@ -60,32 +67,34 @@ def _torch_full(folder: Path) -> Pair:
     from groupwise.sampler.weights import ServedModel
 
     trained = TrainedModel(tiny_model(), reference=tiny_model())
-    return _torch_pair(folder, trained, lambda: ServedModel(tiny_model()))
+    return _torch_pair(folder, trained, ServedModel(tiny_model()))
 
 
-def _torch_pair(folder: Path, trained: Any, served: Callable[[], Any]) -> Pair:
-    import torch
-
-    from groupwise.learner.torch_learner import TorchLearner
+def _torch_pair(folder: Path, trained: Any, served: Any) -> Pair:
     from groupwise.models.tiny import tiny_tokenizer
     from groupwise.sampler.queued import DecodeLayout
     from groupwise.sampler.torch_sampler import TorchSampler
 
-    tokenizer = tiny_tokenizer()
-    learner = TorchLearner(
-        trained, run="contract", publish_folder=folder, max_tokens_per_microbatch=4096, seed=1
-    )
-    sampler = TorchSampler(served(), tokenizer, DecodeLayout(slots=8, key_length=64))
-    return Pair(
-        sampler,
-        learner,
-        tokenizer,
-        tokenizer.eos_token_id,
-        lambda: _shift(trained.parameters(), torch),
+    sampler = TorchSampler(served, tiny_tokenizer(), DecodeLayout(slots=8, key_length=64))
+    return _pair(sampler, _learner(folder, trained), lambda: _shift(trained.parameters()))
+
+
+def _learner(folder: Path, trained: Any, engine: Any = None) -> Learner:
+    from groupwise.learner.torch_learner import TorchLearner
+
+    return TorchLearner(
+        trained,
+        engine=engine,
+        run="contract",
+        publish_folder=folder,
+        max_tokens_per_microbatch=4096,
+        seed=1,
     )
 
 
-def _shift(parameters: Any, torch: Any) -> None:
+def _shift(parameters: Any) -> None:
+    import torch
+
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in parameters.values():
@@ -94,14 +103,11 @@ def _shift(parameters: Any, torch: Any) -> None:
 
 def _vllm(folder: Path) -> Pair:
     """Completions of a server, of the adapter that a learner here has published."""
-    import torch
-
-    from groupwise.models.tiny import tiny_tokenizer
     from tests.vllm_pair import learner_of_tiny, trained, vllm_sampler
     from tests.vllm_server import VllmServer
 
     server = VllmServer(logprobs_mode="processed_logprobs", max_model_len=64)
-    learner, tokenizer = learner_of_tiny(folder), tiny_tokenizer()
+    learner = learner_of_tiny(folder)
     sampler = vllm_sampler([server.url], learner, key_length=64)
     server.begin()
 
@@ -109,21 +115,11 @@ def _vllm(folder: Path) -> Pair:
         sampler.close()
         server.end()
 
-    return Pair(
-        sampler,
-        learner,
-        tokenizer,
-        tokenizer.eos_token_id,
-        lambda: _shift(trained(learner).parameters(), torch),
-        close,
-    )
+    return _pair(sampler, learner, lambda: _shift(trained(learner).parameters()), close=close)
 
 
 def _unsloth(folder: Path) -> Pair:
     """Both over a model that the stand-in of Unsloth has loaded."""
-    import torch
-
-    from groupwise.learner.torch_learner import TorchLearner
     from groupwise.learner.weights import TrainedAdapter
     from groupwise.models.tiny import tiny_tokenizer
     from groupwise.sampler.queued import DecodeLayout
@@ -133,44 +129,29 @@ def _unsloth(folder: Path) -> Pair:
 
     adapted = unsloth.tiny()
     trained = TrainedAdapter(adapted, seed=1)
-    learner = TorchLearner(
-        trained,
-        engine=UnslothEngine(trained),
-        run="contract",
-        publish_folder=folder,
-        max_tokens_per_microbatch=4096,
-        seed=1,
-    )
-    tokenizer = tiny_tokenizer()
     layout = DecodeLayout(slots=8, key_length=64)
-    return Pair(
-        UnslothSampler(ServedAdapter(adapted), tokenizer, layout),
-        learner,
-        tokenizer,
-        tokenizer.eos_token_id,
-        lambda: _shift(trained.parameters(), torch),
+    return _pair(
+        UnslothSampler(ServedAdapter(adapted), tiny_tokenizer(), layout),
+        _learner(folder, trained, UnslothEngine(trained)),
+        lambda: _shift(trained.parameters()),
         exact=False,
     )
 
 
 def _ranks(folder: Path) -> Pair:
     """Two ranks over one adapter; they must be forked, so that the tests do not wait for imports."""
-    from groupwise.models.tiny import tiny_tokenizer
     from groupwise.ranks.learner import RankLearner
     from groupwise.ranks.sampler import RankSampler
     from groupwise.ranks.tree import Ranks
 
-    tokenizer = tiny_tokenizer()
     ranks = Ranks()
     ranks.begin()
     ranks.make_now("tests.contract.hosted:adapter", {"folder": str(folder), "count": 2}, 2)
-    return Pair(
+    return _pair(
         RankSampler(ranks),
         RankLearner(ranks),
-        tokenizer,
-        tokenizer.eos_token_id,
         lambda: ranks.call_all_now("disturb")[0],
-        ranks.close,
+        close=ranks.close,
     )
 
 
@@ -181,7 +162,6 @@ def _added(processes: int, folder: Path) -> Pair:
     from groupwise import build, machine_layout
     from groupwise.config import load_config
     from groupwise.models.config import LoraConfig
-    from groupwise.models.tiny import tiny_tokenizer
     from groupwise.ranks.beside import NewModel
 
     config = load_config({"model": {"name": "tiny", "dtype": "float32"}}).config
@@ -203,14 +183,11 @@ def _added(processes: int, folder: Path) -> Pair:
         return base, added
 
     base, parts = asyncio.run(made())
-    tokenizer = tiny_tokenizer()
-    return Pair(
+    return _pair(
         parts.sampler,
         parts.learner,
-        tokenizer,
-        tokenizer.eos_token_id,
         lambda: _shift_saved(parts.learner, folder / "shifted"),
-        base.close,
+        close=base.close,
     )
 
 
@@ -219,7 +196,6 @@ def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
     from groupwise import machine_layout
     from groupwise.config import load_config
     from groupwise.models.identity import identity
-    from groupwise.models.tiny import tiny_tokenizer
     from groupwise.remote.parts import Wanted, start
     from tests.parts_server import HERE, PartsServer
 
@@ -244,20 +220,16 @@ def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
     )
     server = PartsServer(folder.parent / "server")
     parts = asyncio.run(start(HERE, wanted, server.transport))
-    tokenizer = tiny_tokenizer()
-    return Pair(
+    return _pair(
         parts.sampler,
         parts.learner,
-        tokenizer,
-        tokenizer.eos_token_id,
         lambda: _shift_saved(parts.learner, folder.parent / "shifted"),
-        parts.session.close,
+        close=parts.session.close,
     )
 
 
 def _shift_saved(learner: Learner, folder: Path) -> None:
     """Change the weights of a learner that may be in another process."""
-    import torch
     from safetensors.torch import load_file, save_file
 
     from groupwise.models.files import FULL_WEIGHTS
@@ -267,7 +239,7 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
     learner.save(str(folder))
     weights = next(folder / name for name in (WEIGHTS, FULL_WEIGHTS) if (folder / name).exists())
     tensors = load_file(weights)
-    _shift(tensors, torch)
+    _shift(tensors)
     _as_one_weight(tensors)
     save_file(tensors, weights)
     learner.load(str(folder))
@@ -277,7 +249,6 @@ def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
     """A worker in Tunix's environment, over a model of one of its families."""
     from groupwise import build, machine_layout
     from groupwise.config import load_config
-    from groupwise.models.tiny import tiny_tokenizer
     from tests.tunix_models import model_of
 
     config = load_config(
@@ -290,14 +261,11 @@ def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
     ).config
     layout = machine_layout.choose_layout(config, 24)
     parts = asyncio.run(build.start_training(config, layout, "contract", folder))
-    tokenizer = tiny_tokenizer()
-    return Pair(
+    return _pair(
         parts.sampler,
         parts.learner,
-        tokenizer,
-        tokenizer.eos_token_id,
         lambda: _shift_saved(parts.learner, folder.parent / "shifted"),
-        parts.close,
+        close=parts.close,
     )
 
 
@@ -328,6 +296,47 @@ TOLD_EVERYWHERE = ("exit code 3", "signal 9")
 """Failures that are tried at every place for jobs."""
 
 
+OF_OTHERS = {
+    "test_learner_contract.py": {
+        "vllm": {
+            "test_sampler_and_learner_agree",
+            "test_they_agree_where_the_end_could_not_be_drawn",
+        },
+        "torch-added": {
+            "test_the_update_does_not_depend_on_the_cuts",
+            "test_save_and_load_restore_exactly",
+            "test_the_reference_stays",
+        },
+        "ranks-added": {
+            "test_save_and_load_restore_exactly",
+            "test_what_is_discarded_or_not_finite_is_not_applied",
+        },
+        "remote-full": {
+            "test_save_and_load_restore_exactly",
+            "test_the_reference_stays",
+        },
+    },
+    "test_sampler_contract.py": {
+        "torch-full": {
+            "test_results_do_not_depend_on_what_else_is_asked",
+            "test_a_published_change_reaches_the_sampler",
+        },
+        "torch-added": {
+            "test_cancelling_disturbs_nobody",
+            "test_a_published_change_reaches_the_sampler",
+        },
+        "ranks-added": {
+            "test_results_do_not_depend_on_what_else_is_asked",
+            "test_a_published_change_reaches_the_sampler",
+        },
+        "remote-full": {"test_a_published_change_reaches_the_sampler"},
+    },
+}
+"""Makers whose learner or sampler is of a class that another one's is of, too: the tests that ask for what is theirs alone.
+
+With the other tests they are soak tests."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test of several cases, ranks are in the usual run with the first one; with the others they are soak tests.
 
@@ -340,6 +349,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if call and _is_told_elsewhere(call.params):
             item.add_marker(pytest.mark.soak(suite="launch"))
         maker = call.params.get("made") if call else None
+        few = OF_OTHERS.get(item.path.name, {}).get(str(maker))
+        if few is not None and item.name.partition("[")[0] not in few:
+            item.add_marker(pytest.mark.soak(suite="engine"))
         if isinstance(maker, str) and maker.startswith("tunix"):
             item.add_marker("tunix")  # whose workers take seconds to start
             test = (item.path, item.name.partition("[")[0], "tunix")

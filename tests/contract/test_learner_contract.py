@@ -79,18 +79,16 @@ def flat(logprobs):
 
 
 async def test_the_update_does_not_depend_on_the_cuts(pair, tmp_path):
-    """Nor on the order of the rows, also where the end could not be drawn at first."""
-    for min_tokens in (0, 4):
-        rows = await sampled_rows(pair, min_tokens=min_tokens)
-        rows = least(rows, min_tokens, pair.end_id) if min_tokens else rows
-        pair.learner.save(str(tmp_path))
-        norm, whole = await learnt(pair, rows)
-        shuffled = random.Random(1).sample(rows, len(rows))
-        for given, cuts in ((rows, 3), (shuffled, 1), (rows[::-1], 12)):
-            pair.learner.load(str(tmp_path))
-            cut_norm, cut = await learnt(pair, given, cuts, probe=rows)
-            assert cut_norm == pytest.approx(norm, rel=1e-5)
-            assert cut == pytest.approx(whole, abs=2e-5, rel=5e-6)
+    """Nor on the order of the rows, of which some could not end at first."""
+    rows = await sampled_rows(pair, min_tokens=4)
+    rows = [*least(rows[:6], 4, pair.end_id), *rows[6:]]
+    pair.learner.save(str(tmp_path))
+    norm, whole = await learnt(pair, rows)
+    for given, cuts in ((random.Random(1).sample(rows, len(rows)), 3), (rows[::-1], 12)):
+        pair.learner.load(str(tmp_path))
+        cut_norm, cut = await learnt(pair, given, cuts, probe=rows)
+        assert cut_norm == pytest.approx(norm, rel=1e-5)
+        assert cut == pytest.approx(whole, abs=2e-5, rel=5e-6)
 
 
 async def test_the_sign_of_the_advantage_decides(pair, tmp_path):
@@ -153,10 +151,9 @@ async def test_sampler_and_learner_agree(pair, temperature):
     assert flat(await pair.learner.logprobs(rows)) == pytest.approx(sampled, abs=2e-5, rel=5e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0])
-async def test_they_agree_where_the_end_could_not_be_drawn(pair, temperature):
+async def test_they_agree_where_the_end_could_not_be_drawn(pair):
     pair.disturb()
-    rows = await sampled_rows(pair, temperature, min_tokens=4)
+    rows = await sampled_rows(pair, min_tokens=4)
     sampled = [value for row in rows for value in row.sampling_logprobs]
     told = least(rows, 4, pair.end_id)
     for role in ("policy", "reference"):

@@ -56,7 +56,7 @@ async def ready(pair) -> None:
 
 async def test_one_completion_for_each_seed_with_its_length_and_end(pair):
     await ready(pair)
-    asked = request(pair, members=60, max_tokens=30)
+    asked = request(pair, members=30, max_tokens=30)
     found = await pair.sampler.generate(asked)
     assert [each.seed for each in found] == list(asked.seeds)
     assert from_json(GroupRequest, to_json(asked)) == asked
@@ -74,7 +74,7 @@ async def test_results_do_not_depend_on_what_else_is_asked(pair):
     await ready(pair)
     asked = request(pair, draw=3, members=5)
     alone = await pair.sampler.generate(asked)
-    others = [request(pair, draw, members=7, prompt="x" * (draw + 1)) for draw in range(10, 16)]
+    others = [request(pair, draw, members=3, prompt="x" * (draw + 1)) for draw in range(10, 16)]
     crowd = await asyncio.gather(*map(pair.sampler.generate, [*others[:3], asked, *others[3:]]))
     assert same(pair, crowd[3], alone)
     again = await pair.sampler.generate(replace(asked, seeds=asked.seeds[::-1]))
@@ -152,26 +152,27 @@ async def test_a_stop_text_may_be_spread_over_tokens(pair):
 async def test_nothing_ends_before_its_least_length(pair):
     """But it may be cut off there."""
     await ready(pair)
-    for temperature in (0.0, 1.0):
-        free = request(pair, members=60, temperature=temperature)
-        found = await pair.sampler.generate(
-            replace(free, params=replace(free.params, min_tokens=4))
-        )
-        assert all(len(each.token_ids) >= 4 for each in found)
-        assert not any(pair.end_id in each.token_ids[:4] for each in found)
-        assert all(math.isfinite(value) for each in found for value in each.logprobs)
-    lengths = {len(each.token_ids) for each in await pair.sampler.generate(free)}
-    assert min(lengths) < 4, "without a least length some are shorter"
-    assert {each.finish_reason for each in found} == {"stop", "length"}
-    params = replace(free.params, max_tokens=4, min_tokens=9)
-    found = await pair.sampler.generate(replace(free, params=params))
-    assert {(len(each.token_ids), each.finish_reason) for each in found} == {(4, "length")}
+    stops = (pair.end_id, *range(5, 10))
+
+    async def found(members, **params):
+        asked = request(pair, members=members)
+        params = replace(asked.params, stop_token_ids=stops, **params)
+        return await pair.sampler.generate(replace(asked, params=params))
+
+    for late in (await found(1, min_tokens=4, temperature=0.0), await found(24, min_tokens=4)):
+        assert all(len(each.token_ids) >= 4 for each in late)
+        assert not any({*stops} & {*each.token_ids[:4]} for each in late)
+        assert all(math.isfinite(value) for each in late for value in each.logprobs)
+    assert {each.finish_reason for each in late} == {"stop", "length"}
+    assert min(len(each.token_ids) for each in await found(24)) < 4
+    cut = await found(12, min_tokens=9, max_tokens=4)
+    assert {(len(each.token_ids), each.finish_reason) for each in cut} == {(4, "length")}
 
 
 async def test_a_stop_text_counts_from_the_least_length_on(pair):
     """One that was complete before has no effect later, though it is still in sight; another one has."""
     await ready(pair)
-    asked = request(pair, members=20, max_tokens=20)
+    asked = request(pair, members=12, max_tokens=20)
     asked = replace(asked, params=replace(asked.params, stop_token_ids=()))
     wholes = [each.token_ids for each in await pair.sampler.generate(asked)]
     for least in (3, 7):
