@@ -1,10 +1,8 @@
 """Rows of a fleet behind which a real Slurm of two nodes begins jobs, beside a machine that begins them itself.
 
 1. A job waits in Slurm's queue for as long as Slurm likes, and says what for; then it runs, and comes back as from every machine.
-2. No more jobs are given to Slurm than the row has places.
-3. What Slurm, or somebody, ends goes on from its checkpoint, and whose fault it was is told apart.
-4. What is cancelled in the queue never begins, whoever cancels it.
-5. However often a dispatcher dies on the way, or the controller is away, a job is executed once.
+2. What Slurm, or somebody, ends goes on from its checkpoint, and whose fault it was is told apart.
+3. However often a dispatcher dies on the way, or the controller is away, a job is executed once.
 """
 
 import os
@@ -14,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from groupwise.fleet.store.database import Database, connect
-from groupwise.fleet.verbs import jobs
 from groupwise.hosts import engines
 from tests import slurm
 from tests.fleet_databases import copied
-from tests.fleet_rig import SOMEBODY
 from tests.fleet_rows import SAVES, SAYS, Rows
 from tests.slurm import Cluster
 
@@ -92,22 +88,6 @@ async def test_a_job_waits_says_what_for_and_comes_back(fleet: Fleet) -> None:
     assert fleet.machine("slurm")["available_slots"] == 8
 
 
-@soak
-async def test_no_more_are_in_slurm_than_there_are_places(fleet: Fleet) -> None:
-    fleet.add("slurm", {"name": "slurm", "slots": 2})
-    fleet.partition("DOWN")
-    for name in ("a", "b", "c"):
-        fleet.submit(name)
-    fleet.begin()
-    await fleet.until_waits("b", "pending (")
-    assert "all 2 places for jobs of Slurm are taken" in await fleet.until_waits("c", "places")
-    assert fleet.queue("c") == []
-    fleet.partition("UP")
-    for name in ("a", "b", "c"):
-        await fleet.until_is(name, "completed")
-    assert sorted(fleet.executions()) == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize(
     ("how", "failure", "charged"),
     [pytest.param("kill", "killed", True, marks=soak), ("scancel", "preemption", False)],
@@ -145,24 +125,6 @@ async def test_cancelled_by_slurms_own_means_in_the_queue_it_is_given_to_it_agai
     assert fleet.ends("job") == [("void", "preemption", False), ("succeeded", None, None)]
     assert fleet.executions() == ["job"]
     assert fleet.job("job")["retry_count"] == 0
-
-
-@soak
-async def test_cancelled_in_the_queue_it_never_begins(fleet: Fleet) -> None:
-    fleet.add("slurm", {"name": "slurm"})
-    fleet.partition("DOWN")
-    fleet.submit("job")
-    fleet.begin()
-    await fleet.until_waits("job", "pending")
-    fleet.database.run(lambda s: jobs.cancel(s, SOMEBODY, "job"))
-    await fleet.until_is("job", "cancelled")
-    await fleet.until_clean()
-    assert fleet.queue("job", "pending,running") == []
-    assert fleet.ends("job") == [("void", None, None)]
-    fleet.partition("UP")
-    fleet.submit("other")
-    await fleet.until_is("other", "completed")
-    assert fleet.executions() == ["other"]
 
 
 @pytest.mark.parametrize(
