@@ -66,12 +66,13 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """With two learners, undisturbed."""
+    """With two learners, which make several passes for a gradient; and what each of them held of the weights after each gradient."""
     runs = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         fork_peers(patch)
-        assert groupwise.rl(divided(runs), TOY).exit_code == 0
-    return runs / "toy"
+        held = noted_numbers(patch)
+        assert groupwise.rl(divided(runs, **SMALL), TOY).exit_code == 0
+    return runs / "toy", held
 
 
 ALL = {"lora": None}
@@ -81,6 +82,8 @@ AGAIN = {"gradient_checkpointing": True}
 
 
 def test_a_run_of_two_is_that_of_one_process(alone, whole):
+    whole, held = whole
+    assert_halves(held)
     assert_close(alone, whole)
     assert len(ratios_of(alone)) > 100
     assert ratios_of(whole) == pytest.approx(ratios_of(alone), abs=1e-3)
@@ -90,8 +93,8 @@ def test_a_run_of_two_is_that_of_one_process(alone, whole):
 @pytest.mark.parametrize(
     ("learners", "training", "more"),
     [
-        (3, {**SMALL, **AGAIN}, {**ALL, **KL}),
-        pytest.param(2, {}, {**ALL, **KL}, marks=SOAK),
+        (2, {"max_tokens_per_microbatch": 40, **AGAIN}, {**ALL, **KL}),
+        pytest.param(3, {**SMALL, **AGAIN}, {**ALL, **KL}, marks=SOAK),
         pytest.param(3, SMALL, KL, marks=SOAK),
         pytest.param(2, AGAIN, {}, marks=SOAK),
         pytest.param(2, {"packing": False}, KL, marks=SOAK),
@@ -100,7 +103,9 @@ def test_a_run_of_two_is_that_of_one_process(alone, whole):
         pytest.param(2, {"num_iterations": 2, "minibatches": 2}, ALL, marks=SOAK),
     ],
 )
-def test_so_it_is_however_it_is_trained(tmp_path, learners, training, more):
+def test_so_it_is_however_it_is_trained(tmp_path, monkeypatch, learners, training, more):
+    """The reference of all weights is another model, of which each has its part as well."""
+    held = noted_numbers(monkeypatch)
     for count in (1, learners):
         settings = {**divided(tmp_path / str(count), count, **training), **more}
         assert groupwise.rl(settings, TOY).exit_code == 0
@@ -108,6 +113,8 @@ def test_so_it_is_however_it_is_trained(tmp_path, learners, training, more):
     assert_close(one, other, ALL_WEIGHTS if more.keys() >= ALL.keys() else WEIGHTS)
     assert ratios_of(other) == pytest.approx(ratios_of(one), abs=1e-3)
     assert files(one) == files(other)
+    if learners == 2:
+        assert_halves(held)
 
 
 def files(run: Path) -> dict[str, Any]:
@@ -120,7 +127,8 @@ def files(run: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("lora", [{"r": 4, "dropout": 0.0}, pytest.param(None, marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("lora", [{"r": 4, "dropout": 0.0}, None])
 def test_supervised_runs(tmp_path, lora):
     for count in (1, 2):
         settings = {**supervised(tmp_path / str(count), 1), "lora": lora}
@@ -132,25 +140,26 @@ def test_supervised_runs(tmp_path, lora):
     assert_close(tmp_path / "1/sft", tmp_path / "2/sft", file)
 
 
-def test_each_has_half_of_every_weight(tmp_path, monkeypatch):
-    found, update = [], RankLearner.update
+def noted_numbers(patch: pytest.MonkeyPatch) -> list[list[dict[str, int]]]:
+    """By learner, what is held after a gradient, whose passes had to gather everything."""
+    found: list[list[dict[str, int]]] = []
+    update = RankLearner.update
 
     async def looked(self, params):
-        """After a gradient, whose passes had to gather everything."""
         found.append(await self._ranks.call_all("numbers_held"))
         return await update(self, params)
 
-    monkeypatch.setattr(RankLearner, "update", looked)
-    monkeypatch.setattr(Hosted, "numbers_held", numbers_held, raising=False)
-    groupwise.rl({**divided(tmp_path, max_steps=1), **KL}, TOY)
-    groupwise.rl({**divided(tmp_path / "all", max_steps=1), **ALL, **KL}, TOY)
-    for held in (each for ranks in found for each in ranks):
-        assert held["whole"] > 0
-        assert held["here"] == held["whole"] // 2
-        assert held["undivided"] == 0
-    sums = [sum(rank["here"] for rank in ranks) for ranks in found]
-    assert sums == [found[0][0]["whole"], found[1][0]["whole"]]
-    assert sums[1] == 2 * sums[0], "the reference of all weights is another model"
+    patch.setattr(RankLearner, "update", looked)
+    patch.setattr(Hosted, "numbers_held", numbers_held, raising=False)
+    return found
+
+
+def assert_halves(held: list[list[dict[str, int]]]) -> None:
+    """Each has half of every weight, and nothing more between two passes."""
+    assert held
+    for each in (each for ranks in held for each in ranks):
+        assert each["whole"] > 0
+        assert (each["here"], each["undivided"]) == (each["whole"] // 2, 0)
 
 
 def numbers_held(hosted: Hosted) -> dict[str, int]:
@@ -178,10 +187,9 @@ def test_a_run_goes_on_with_another_number(alone, tmp_path, loaded, more):  # no
     assert_close(alone, tmp_path / "toy", ALL_WEIGHTS if more else WEIGHTS)
 
 
-def test_ctrl_c_in_the_middle_of_a_gradient(tmp_path, monkeypatch):
+def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
     """One of them hears of it before its first pass is over: nothing comes between the passes that both make together."""
-    settings = {**divided(tmp_path / "whole", max_tokens_per_microbatch=20), **ALL}
-    assert groupwise.rl(settings, TOY).exit_code == 0
+    settings = divided(tmp_path, **SMALL)
     given_up, backward, receive = threading.Event(), TorchLearner._backward, Line.receive
 
     def received(line):
@@ -217,7 +225,6 @@ def test_ctrl_c_in_the_middle_of_a_gradient(tmp_path, monkeypatch):
                 os.kill(os.getpid(), signal.SIGINT)
         return await together(self, calls)
 
-    settings["run"]["dir"] = str(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Line, "receive", received)
         patch.setattr(TorchLearner, "_backward", slow)
@@ -227,10 +234,7 @@ def test_ctrl_c_in_the_middle_of_a_gradient(tmp_path, monkeypatch):
         assert groupwise.rl(settings, TOY).exit_code == 130
     assert (tmp_path / "toy/checkpoints/step-3").is_dir()
     go_on(settings)
-    assert (
-        what_must_be_equal(tmp_path / "toy")["record"]
-        == (what_must_be_equal(tmp_path / "whole/toy")["record"])
-    )
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(whole[0])
 
 
 def test_the_failure_of_one_learner_ends_the_run(tmp_path, monkeypatch):
@@ -247,9 +251,9 @@ def test_the_failure_of_one_learner_ends_the_run(tmp_path, monkeypatch):
 
 def test_a_killed_learner_ends_the_run(whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        lost_by_a_kill(divided(tmp_path), patch, 1, 3, "update")
-    go_on(divided(tmp_path))
-    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(whole)
+        lost_by_a_kill(divided(tmp_path, **SMALL), patch, 1, 3, "update")
+    go_on(divided(tmp_path, **SMALL))
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(whole[0])
 
 
 @SOAK

@@ -111,7 +111,8 @@ def test_repeated_runs_are_equal(uninterrupted, tmp_path):
     assert replay("toy", runs_dir=uninterrupted.parent).exact
 
 
-@pytest.mark.parametrize("number", [15, pytest.param(35, marks=SOAK), pytest.param(55, marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("number", [15, 35, 55])
 def test_a_crash_of_the_main_process_leaves_nothing_and_can_be_resumed(
     uninterrupted, tmp_path, number
 ):
@@ -178,21 +179,6 @@ def test_a_rank_that_dies_ends_the_run(uninterrupted, tmp_path, monkeypatch):
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
 
 
-def test_a_run_that_was_recorded_before_there_were_processes(tmp_path):
-    settings = ranked(tmp_path, processes=1, max_steps=2)
-    groupwise.rl(settings, TOY)
-    with Store.open(tmp_path / "toy" / "run.db") as store:
-        layout = store.get_meta()["layout"]
-        assert layout.pop("processes") == 1
-        store.set_meta({"layout": layout, "finished_at": None})
-    assert replay("toy", runs_dir=tmp_path).exact
-    settings["run"] |= {"processes": 2, "threads": 2}
-    settings["training"]["max_steps"] = 3
-    plan = groupwise.rl(settings, TOY, resume_from="toy@2", dry_run=True)
-    assert any("run.processes was 1, is 2" in each for each in plan.summary["plan"]["warnings"])
-    assert groupwise.rl(settings, TOY, resume_from="toy@2").exit_code == 0
-
-
 @pytest.mark.parametrize("policy", ["toy", pytest.param("base", marks=SOAK)])
 def test_an_evaluation_has_ranks_too(uninterrupted, tmp_path, policy):
     found = []
@@ -232,15 +218,14 @@ KINDS: dict[str, Any] = {
 def test_every_kind_of_run_has_ranks(tmp_path, kind):
     task, training, more = KINDS[kind]
     folders = []
-    for processes in (1, 2, 2):
+    for processes in (1, 2):
         runs = tmp_path / str(len(folders))
         groupwise.rl({**ranked(runs, processes, num_generations=16, **training), **more}, task)
         folders.append(runs / "toy")
-    alone, one, other = folders
+    alone, one = folders
     names = ("reward", "completions/mean_length", "sampling/logprob_gap")
     assert len(set(metrics(one, "reward"))) > 1, "there is something to compare"
     assert metrics(one, *names) == pytest.approx(metrics(alone, *names), rel=1e-3, abs=1e-5)
-    assert what_must_be_equal(one) == what_must_be_equal(other)
 
 
 @pytest.mark.parametrize(
@@ -254,14 +239,12 @@ def test_every_kind_of_run_has_ranks(tmp_path, kind):
 )
 def test_a_supervised_run_has_ranks_too(tmp_path, lora, training):
     folders = []
-    for processes in (1, 2, 2):
+    for processes in (1, 2):
         runs = tmp_path / str(len(folders))
         groupwise.sft({**supervised(runs, processes, **training), "lora": lora}, SFT)
         folders.append(runs / "sft")
-    alone, one, other = folders
-    assert what_must_be_equal(one) == what_must_be_equal(other)
     losses = []
-    for folder in (alone, one):
+    for folder in folders:
         with Store.open(folder / "run.db", readonly=True) as store:
             evaluated = [record.metrics["eval_loss"] for record in store.evaluations()]
             losses.append([store.step_metrics(step)["loss"] for step in range(4)] + evaluated)
@@ -315,7 +298,9 @@ def test_a_signal_to_all_of_its_processes_ends_a_real_run_cleanly(tmp_path, numb
     assert all_gone(processes)
 
 
-@pytest.mark.parametrize("command", ["rl", "sft", "evaluate"])
+@pytest.mark.parametrize(
+    "command", ["rl", pytest.param("sft", marks=SOAK), pytest.param("evaluate", marks=SOAK)]
+)
 def test_ctrl_c_does_not_wait_for_ranks_that_are_starting(command, tmp_path, monkeypatch):
     def hangs(*_, **__):
         os.kill(os.getppid(), signal.SIGINT)
