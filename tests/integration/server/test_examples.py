@@ -37,29 +37,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield found
 
 
-def run(program: str, url: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(EXAMPLES / program)]
-    told = {**os.environ, "GROUPWISE_URL": url}
-    return subprocess.run(
-        words, env=told, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-
-
 @contextmanager
 def begun(program: str, url: str) -> Iterator[subprocess.Popen[str]]:
     """A client that is gone afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / program)],
-        env={**os.environ, "GROUPWISE_URL": url},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+    words = [sys.executable, str(EXAMPLES / program)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env={**os.environ, "GROUPWISE_URL": url}, **pipes) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def run(program: str, url: str) -> list[str]:
+    """What it prints by the time that it has learnt."""
+    with begun(program, url) as process:
+        said, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, errors
+    return said.splitlines()
 
 
 def test_what_the_examples_reward() -> None:
@@ -75,7 +70,13 @@ def test_what_the_examples_reward() -> None:
     assert asterisks(["*" * 16, "*" * 8, "a" * 16, ""]) == [1, 0.5, 0, 0]
 
 
-@pytest.mark.parametrize("program", ["06_alphabetical/client.py", "08_openai_agent/agent.py"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "06_alphabetical/client.py",
+        pytest.param("08_openai_agent/agent.py", marks=pytest.mark.soak(suite="server")),
+    ],
+)
 def test_one_that_is_interrupted_stops_its_run(program: str, server: Server) -> None:
     with TrainingClient(server.url) as client:
         before = client.status().run_id
@@ -89,36 +90,16 @@ def test_one_that_is_interrupted_stops_its_run(program: str, server: Server) -> 
         assert client.status().phase == "stopped"
 
 
-def test_a_training_that_is_under_way_is_left_alone(server: Server) -> None:
+def test_a_training_that_is_under_way_is_left_alone_and_nobody_there_is_told_at_once(
+    server: Server,
+) -> None:
     with TrainingClient(server.url) as client:
-        begun = client.start(replace=True, run_name="somebody-elses")
-        ended = run("06_alphabetical/client.py", server.url)
-        assert ended.returncode == 1
-        assert "Stop it first" in ended.stderr
-        assert "Traceback" not in ended.stderr
-        assert client.status().run_id == begun.run_id
+        theirs = client.start(replace=True, run_name="somebody-elses")
+        with begun("06_alphabetical/client.py", server.url) as process:
+            _, said = process.communicate(timeout=LIMIT)
+        assert (process.returncode, client.status().run_id) == (1, theirs.run_id)
         client.stop()
-
-
-@pytest.mark.parametrize("example", ["06_alphabetical", "07_asterisk"])
-def test_the_reward_rises(example: str, server: Server) -> None:
-    ended = run(f"{example}/client.py", server.url)
-    assert ended.returncode == 0, ended.stderr
-    found = re.fullmatch(r"reward (\d\.\d\d) \S+ (\d\.\d\d)", ended.stdout.splitlines()[-1])
-    assert found, ended.stdout
-    assert float(found[1]) < 0.3
-    assert float(found[2]) > 0.9
-
-
-def await_step(client: TrainingClient, before: str | None) -> None:
-    """Of a run that comes after this one."""
-    deadline = time.monotonic() + LIMIT
-    while (status := client.status()).run_id == before or not status.step:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_nobody_there_is_told_at_once() -> None:
+    assert ("Stop it first" in said, "Traceback" in said) == (True, False)
     with socket.create_server(("127.0.0.1", 0)) as bound:
         nowhere = f"http://127.0.0.1:{bound.getsockname()[1]}"
     with begun("06_alphabetical/client.py", nowhere) as process:
@@ -129,9 +110,22 @@ def test_nobody_there_is_told_at_once() -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("example", ["06_alphabetical", "07_asterisk"])
+def test_the_reward_rises(example: str, server: Server) -> None:
+    last = run(f"{example}/client.py", server.url)[-1]
+    found = re.fullmatch(r"reward (\d\.\d\d) \S+ (\d\.\d\d)", last)
+    assert found, last
+    assert (float(found[1]) < 0.3, float(found[2]) > 0.9) == (True, True), last
+
+
 def test_an_agent_of_the_openai_client_learns(server: Server) -> None:
-    ended = run("08_openai_agent/agent.py", server.url)
-    assert ended.returncode == 0, ended.stderr
-    rewards = [float(line.split()[-1]) for line in ended.stdout.splitlines()]
-    assert rewards[0] < 0.2
-    assert rewards[-1] > 0.8
+    rewards = [float(line.split()[-1]) for line in run("08_openai_agent/agent.py", server.url)]
+    assert (rewards[0] < 0.2, rewards[-1] > 0.8) == (True, True), rewards
+
+
+def await_step(client: TrainingClient, before: str | None) -> None:
+    """Of a run that comes after this one."""
+    deadline = time.monotonic() + LIMIT
+    while (status := client.status()).run_id == before or not status.step:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -115,19 +115,17 @@ def test_chats_and_texts_whole_and_streamed(client):
     assert "".join(piece.choices[0].text for piece in pieces) == one.text
 
 
-def test_errors_are_the_clients_own(server, client):
-    ask = client.chat.completions.create
+def test_errors_are_the_clients_own_and_a_full_room_is_tried_again(server, client):
+    chat = client.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="latest") as missing:
-        ask(model="gpt-4o", messages=CHAT)
+        chat(model="gpt-4o", messages=CHAT)
     assert missing.value.code == "unknown_model"
     with pytest.raises(openai.BadRequestError) as bad:
-        ask(model="latest", messages=CHAT, frequency_penalty=1)
+        chat(model="latest", messages=CHAT, frequency_penalty=1)
     assert (bad.value.param, bad.value.type) == ("frequency_penalty", "invalid_request_error")
     with server.client(api_key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
 
-
-def test_a_full_room_is_a_rate_limit_that_is_tried_again(server, client):
     def ask(client: openai.OpenAI) -> Any:
         return client.completions.create(
             model="latest", prompt="a", n=2, extra_headers={"X-Groupwise-Store": "true"}
@@ -143,7 +141,7 @@ def test_a_full_room_is_a_rate_limit_that_is_tried_again(server, client):
         assert waiting.result(20).group_id not in (first.group_id, second.group_id)
     server.post("/stop", {})
     with pytest.raises(openai.ConflictError) as over:
-        client.chat.completions.create(model="latest", messages=CHAT)
+        chat(model="latest", messages=CHAT)
     assert over.value.response.headers["x-should-retry"] == "false"
 
 
@@ -196,12 +194,10 @@ async def test_a_real_model_streams_what_it_answers(tmp_path, monkeypatch):
             for more in ({}, {"stop": stop}):
                 expected = shown(await client.ok(path, {**body, **more}))
                 pieces = await client.streamed(path, {**body, **more})
-                assert texts_of(pieces, 4) == expected
-                assert len(pieces) > 12
+                assert (texts_of(pieces, 4), len(pieces) > 12) == (expected, True)
             assert expected == [text.partition(stop)[0] for text in texts]
             for choice in whole["choices"]:
-                told = choice["logprobs"]["content"]
-                assert len(told) == len(choice["token_ids"])
+                assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
     finally:
         await served.service.shut_down(5)
         await served.ledger.close()
