@@ -66,51 +66,26 @@ def kept(database: Database) -> int:
     return database.read(lambda s: position_of(s, NatsOutlet.name))
 
 
-async def test_a_plain_subscriber_hears_how_jobs_ended(server: nats.Nats, database: Database):
-    with server.subscribed("jobs.completed") as good, server.subscribed("jobs.errored") as bad:
-        async with tracking(server, database):
+async def test_a_restart_of_the_server_loses_nothing(server: nats.Nats, database: Database):
+    async with tracking(server, database):
+        with server.subscribed("jobs.completed") as good, server.subscribed("jobs.errored") as bad:
             end(database, "a")
             end(database, "b", "failed")
             first, second = await heard(good), await heard(bad)
-    assert (first["job_id"], first["exit_code"], first["log_tail"]) == ("a", 0, ["last line of a"])
-    assert (second["job_id"], second["status"], second["exit_code"]) == ("b", "failed", 1)
-
-
-async def test_a_restart_of_the_server_loses_nothing(server: nats.Nats, database: Database):
-    async with tracking(server, database):
-        end(database, "a")
-        await until(lambda: kept(database) == 1)
+        told = (first["job_id"], first["exit_code"], first["log_tail"])
+        assert told == ("a", 0, ["last line of a"])
+        assert (second["job_id"], second["status"], second["exit_code"]) == ("b", "failed", 1)
+        await until(lambda: kept(database) == 2)
         server.kill()
         end(database, "meanwhile")
         await asyncio.sleep(0.3)
-        assert kept(database) == 1, "not past what no server has taken"
+        assert kept(database) == 2, "not past what no server has taken"
         server.drop_store()
         server.start()
-        await until(lambda: kept(database) == 2)
+        await until(lambda: kept(database) == 3)
         with server.subscribed("jobs.*") as payloads:
             end(database, "after")
             assert (await heard(payloads))["job_id"] == "after"
-
-
-async def test_a_server_that_takes_and_never_acknowledges_is_told_again(
-    server: nats.Nats, database: Database, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("groupwise.fleet.tracker.ACKNOWLEDGED", 0.3)
-    monkeypatch.setattr("groupwise.fleet.doorbells.nats.CHECKED", 0.2)
-    monkeypatch.setattr("groupwise.fleet.doorbells.nats.ANSWERING", 1)
-    with server.subscribed("jobs.*") as payloads:
-        async with tracking(server, database):
-            end(database, "first")
-            assert (await heard(payloads))["job_id"] == "first"
-            await until(lambda: kept(database) == 1)
-            server.freeze()
-            end(database, "second")
-            await asyncio.sleep(1)
-            assert kept(database) == 1
-            server.thaw()
-            again = await heard(payloads)
-            await until(lambda: kept(database) == 2)
-    assert (again["job_id"], again["event_id"]) == ("second", 2)
 
 
 STRICT = """
