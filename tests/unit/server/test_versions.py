@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.runs import checkpoints, durable
+from groupwise.runs import checkpoints
 from groupwise.server.versions import Versions
 from groupwise.types import Policy
 from groupwise.wire.problems import Refusal
@@ -30,21 +30,12 @@ def save(place: Path, step: int) -> Path:
 def run(tmp_path: Path) -> Versions:
     """After five steps: 4 and 5 are published, 3 and 5 are saved, 1 has a name, 0 and 2 are gone."""
     folder = tmp_path / "runs" / "letters"
-    automatic = folder / "checkpoints"
-    named = tmp_path / "checkpoints" / "first"
-    first = save(tmp_path / "before", 1)
-
-    def fill(made: Path) -> None:
-        for file in first.iterdir():
-            durable.keep_file(file, made / file.name)
-
-    durable.make_folder(named, fill, replace=False)
-    save(automatic, 3)
-    save(automatic, 5)
-    published = {step: save(tmp_path / "policies", step) for step in (4, 5)}
+    named = save(tmp_path / "before", 1).rename(tmp_path / "first")
+    for step in (3, 5):
+        save(folder / "checkpoints", step)
     policies = {
-        step: Policy("letters", step, f"f{step}", "adapter", str(path))
-        for step, path in published.items()
+        step: Policy("letters", step, f"f{step}", "adapter", str(save(tmp_path / "policies", step)))
+        for step in (4, 5)
     }
     tokenizer = tmp_path / "tokenizers" / "t0"
     tokenizer.mkdir(parents=True)

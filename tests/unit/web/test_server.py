@@ -64,6 +64,10 @@ def everything() -> Told:
         LivingGroup(group_id="g-1", state="open", key_id="ada", prompt=TEXT, lease_seconds=90.0, **group),
         LivingGroup(group_id="g-2", state="held", key_id="bob", prompt="b", mean_reward=0.25, **group),
     ]  # fmt: skip
+    waiting = [
+        WaitingRequest(key_id="bob", groups=2, draws=[5, 6], seconds=12.0),
+        WaitingRequest(key_id="bob", groups=1, seconds=0.2),
+    ]
     ada = {
         "requests": 41,
         "refused": 3,
@@ -72,36 +76,26 @@ def everything() -> Told:
     }
     silent: dict[str, Any] = {"silent_seconds": 4.0, "let_go_seconds": 596.0}
     model = SessionModel(id="s-1:train:0", base=TEXT, rank=8, steps=3, waiting=2)
-    return Told(
-        StatusAnswer(
-            phase="running",
-            run_id="first",
-            step=8,
-            max_steps=20,
-            training_settings={"model_id": TEXT},
-            counters=Counters(served=40, open=1, rewarded=1, trained=32, refused={"too_busy": 3}),
-            queue_depth=1,
-            last_error=TEXT,
-        ),
-        ActivityAnswer(
-            at=1e9,
-            run_id="first",
-            capacity=8,
-            groups=groups,
-            waiting=[
-                WaitingRequest(key_id="bob", groups=2, draws=[5, 6], seconds=12.0),
-                WaitingRequest(key_id="bob", groups=1, seconds=0.2),
-            ],
-            planned=[PlannedStep(step=8, group_ids=["g-3"], engines_lost=1)],
-            clients=[KnownClient(key_id="ada", role="train", idle_seconds=2.0, **ada)],
-            sessions=[
-                Session(id="s-1", models=[model], samplers=1, **silent),
-                Session(id="s-2", **silent),
-            ],
-            loop_elsewhere=LoopElsewhere(id="p", owner=TEXT, silent_seconds=1.0, calls=1),
-            events=[EventData(id=9, kind="engine_lost", at=1e9, run_id="first", message=TEXT)],
-        ),
+    status = StatusAnswer(
+        phase="running", run_id="first", step=8, max_steps=20, training_settings={"model_id": TEXT}, queue_depth=1, last_error=TEXT,
+        counters=Counters(served=40, open=1, rewarded=1, trained=32, refused={"too_busy": 3}),
+    )  # fmt: skip
+    activity = ActivityAnswer(
+        at=1e9,
+        run_id="first",
+        capacity=8,
+        groups=groups,
+        waiting=waiting,
+        planned=[PlannedStep(step=8, group_ids=["g-3"], engines_lost=1)],
+        clients=[KnownClient(key_id="ada", role="train", idle_seconds=2.0, **ada)],
+        sessions=[
+            Session(id="s-1", models=[model], samplers=1, **silent),
+            Session(id="s-2", **silent),
+        ],
+        loop_elsewhere=LoopElsewhere(id="p", owner=TEXT, silent_seconds=1.0, calls=1),
+        events=[EventData(id=9, kind="engine_lost", at=1e9, run_id="first", message=TEXT)],
     )
+    return Told(status, activity)
 
 
 def client_of(server: Any, runs: Path) -> httpx2.AsyncClient:
@@ -238,24 +232,22 @@ async def test_every_address_of_its_pages_is_below_its_path_and_the_server_answe
 async def test_the_servers_own_keys_open_it(tmp_path: Path) -> None:
     ring, keys = keyring()
     transport = httpx2.ASGITransport(mounted(tmp_path, ring))
+    page, enter = "/dashboard/server", "/dashboard/sign-in"
     async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
-        first = await client.get("/dashboard/server")
-        assert first.headers["location"] == "/dashboard/sign-in?next=%2Fdashboard%2Fserver"
-        form = {"key": keys[Role.READ], "next": "/dashboard/server"}
-        entered = await client.post("/dashboard/sign-in", data=form)
-        assert entered.headers["location"] == "/dashboard/server"
-        cookie = entered.headers["set-cookie"]
-        assert "Path=/dashboard;" in cookie.replace("path=", "Path=")
-        assert "httponly" in cookie.lower()
-        assert (await client.get("/dashboard/server")).status_code == 200
+        first = await client.get(page)
+        assert first.headers["location"] == f"{enter}?next=%2Fdashboard%2Fserver"
+        for there, leads in (("/start", "/dashboard/runs"), (page, page)):
+            entered = await client.post(enter, data={"key": keys[Role.READ], "next": there})
+            assert entered.headers["location"] == leads
+        cookie = entered.headers["set-cookie"].lower()
+        assert ("path=/dashboard;" in cookie, "httponly" in cookie) == (True, True)
+        assert (await client.get(page)).status_code == 200
         assert (await client.get("/status")).status_code == 401  # the cookie is no key
-        elsewhere = await client.post("/dashboard/sign-in", data={**form, "next": "/start"})
-        assert elsewhere.headers["location"] == "/dashboard/runs"
-        nobody = await client.get("/dashboard/server", headers={"Authorization": "Bearer gw-no"})
+        nobody = await client.get(page, headers={"Authorization": "Bearer gw-no"})
         assert nobody.status_code == 401
         left = await client.post("/dashboard/sign-out")
-        assert left.headers["location"] == "/dashboard/sign-in"
-        assert (await client.get("/dashboard/server")).status_code == 303
+        assert left.headers["location"] == enter
+        assert (await client.get(page)).status_code == 303
 
 
 async def test_a_server_that_is_busy_is_waited_for_and_then_told(

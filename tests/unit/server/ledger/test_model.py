@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -224,4 +225,9 @@ def _json(rewards: tuple[float | None, ...] | None) -> str | None:
 
 
 TestModel = Machine.TestCase
-TestModel.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestModel.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.soak(suite="server")
+class TestModelAtLength(Machine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
