@@ -452,25 +452,6 @@ async def test_what_a_job_leaves_behind_keeps_its_gpu_until_it_is_gone(rig: Rig)
     assert len(said(rig, "attempt.leaking")) == 1
 
 
-# cancelling
-
-
-async def test_cancelling_before_anything_is_sent(rig: Rig) -> None:
-    held = asyncio.Event()
-
-    def hook(name: str, side: Side) -> None:
-        claimed = name == "job.claim" and side is Side.AFTER and rig.has("job", "running")()
-        if claimed and not held.is_set():
-            held.set()
-            rig.cancel("job")
-
-    rig.submit("job")
-    async with running(rig.dispatcher(hook=hook)):
-        await over(rig, "job", "cancelled")
-    assert rig.attempts("job")[0].outcome == "void"
-    assert not any(host.launches for host in rig.rack)
-
-
 # gangs
 
 
@@ -485,19 +466,6 @@ async def test_a_gang_runs_on_all_its_machines(rig: Rig) -> None:
     assert sorted(t["NODE_RANK"] for t in told) == ["0", "1"]
     assert {t["NNODES"] for t in told} == {"2"}
     assert len({(t["MASTER_ADDR"], t["MASTER_PORT"], t["GROUPWISE_RENDEZVOUS"]) for t in told}) == 1
-
-
-async def test_a_gang_of_which_one_member_dies_is_ended_and_begun_again_whole(rig: Rig) -> None:
-    async with job_running(rig, rig.dispatcher(), resources=GANG):
-        rig.rack["b"].power_off()
-        rig.rack["b"].boot()
-        await over(rig, "job", "completed")
-    first, second = rig.attempts("job")
-    assert (first.failure_class, second.outcome) == ("reboot", "succeeded")
-    meetings = {
-        launch["environment"]["GROUPWISE_RENDEZVOUS"] for h in rig.rack for launch in h.launches
-    }
-    assert meetings == {f"job.{first.epoch}", f"job.{second.epoch}"}
 
 
 # what nobody drives

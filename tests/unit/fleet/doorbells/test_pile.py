@@ -4,16 +4,6 @@ import threading
 from groupwise.fleet.doorbells.pile import MOST, Pile
 
 
-async def test_other_threads_wake_the_waiter():
-    pile = Pile()
-    waiting = asyncio.create_task(pile.wait(60))
-    await asyncio.sleep(0)
-    thread = threading.Thread(target=pile.put, args=(["a"],))
-    thread.start()
-    assert await waiting == {"a"}
-    thread.join()
-
-
 async def test_ids_taken_before_the_wake_arrives_do_not_end_the_next_wait():
     pile = Pile()
     assert await pile.wait(0) == frozenset()

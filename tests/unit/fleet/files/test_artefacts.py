@@ -257,19 +257,6 @@ async def test_a_list_that_names_the_file_of_another_project_does_not_get_it(
     assert not artefact_folder(place, JOB, part.epoch).exists()
 
 
-async def test_while_somebody_else_fetches_it_comes_all_the_same(
-    database: Database, place: Path, host: WorkFolder
-) -> None:
-    part = begin(database, host)
-    folder, lock = artefacts._partial(artefact_folder(place, JOB, part.epoch))
-    try:
-        assert await collector(place, database).collect(part) == Collected()
-        assert tree(place / JOB / "current") == FILES
-        assert folder.is_dir()
-    finally:
-        os.close(lock)
-
-
 @pytest.mark.parametrize(
     ("home", "write"), [(fetching, "_absent"), (fetching, "_keep"), (artefacts, "_publish")]
 )

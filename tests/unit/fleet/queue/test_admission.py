@@ -115,16 +115,6 @@ def test_four_columns_are_a_full_submission(
     assert claimed_ids(database) == ["j"]
 
 
-def test_held_jobs_are_admitted_and_wait(database: Database) -> None:
-    submit(database, "asked", gpus=1, hold=True)
-    insert(database, "by-column", status="held")
-    insert(database, "by-request", request=json.dumps(json.loads(COMMAND) | {"hold": True}))
-    assert admit_new(database) == 2
-    for name in ("asked", "by-column", "by-request"):
-        job = job_of(database, name)
-        assert (job.status, job.spec is None, job.waiting_since) == ("held", False, None)
-
-
 def test_every_problem_at_once(database: Database) -> None:
     asked = {
         "after": ["nobody", "bad"],

@@ -81,15 +81,6 @@ def test_a_job_that_waits_is_cancelled_at_once_and_one_that_has_ended_is_not(sma
     assert len(small.events()) == len(WAITING)
 
 
-def test_a_running_job_is_asked_to_end(small: Any) -> None:
-    job = small.job("running")
-    first = small.do(jobs.cancel, job)
-    assert first["status"] == "running"
-    assert first["cancel_requested_at"] is not None
-    assert small.do(jobs.cancel, job)["cancel_requested_at"] == first["cancel_requested_at"]
-    assert small.events() == [("user:ada", "job.cancel_requested")]
-
-
 # --- holding
 
 

@@ -204,10 +204,3 @@ def test_two_machines_of_one_folder_would_end_each_others_jobs(small: Any) -> No
         small.do(machines.change, "b", workdir="w")
     small.do(machines.remove, "a")
     assert small.do(machines.change, "b", workdir="w")["workdir"] == "w"
-
-
-def test_a_name_with_gpus_of_its_own_stands_for_no_engine(small: Any) -> None:
-    small.machine("was", gpus=1)
-    small.do(machines.remove, "was")
-    with pytest.raises(Refusal, match="Choose another name"):
-        small.do(machines.add, NewMachine("was", "login", user="ada", engine=SLURM))
