@@ -1,0 +1,49 @@
+"""Two rows of a real Slurm beside a machine of the fleet: what Slurm would not have of one is begun elsewhere, and each job runs once."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from groupwise.fleet.store.database import connect
+from groupwise.hosts import engines
+from tests import slurm
+from tests.fleet_databases import copied
+from tests.fleet_rows import Rows
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.fixture
+async def fleet(
+    migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Rows]:
+    monkeypatch.setenv("SLURM_CONF", str(slurm.shared().configuration))
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.3)
+    database = connect(copied(migrated_file, tmp_path))
+    made = Rows(database, tmp_path)
+    try:
+        yield made
+    finally:
+        await made.end()
+        database.close()
+
+
+async def test_a_row_that_slurm_refuses_keeps_no_job_from_another(fleet: Rows) -> None:
+    fleet.add("refused", {"name": "slurm", "options": ["--partition=none-such"]})
+    fleet.add("slurm", {"name": "slurm"})
+    fleet.add("here")
+    for name in ("slurm", "here"):
+        fleet.submit(f"by-{name}", resources={"gpus": 0, "vm": name})
+    named = ["by-slurm", "by-here", "any-1", "any-2", "any-3"]
+    for name in named[2:]:
+        fleet.submit(name)
+    fleet.begin()
+    for name in named:
+        await fleet.until_is(name, "completed")
+        *refused, last = fleet.ends(name)
+        assert last == ("succeeded", None, None)
+        assert {each[0] for each in refused} <= {"void"}
+    assert sorted(fleet.executions()) == sorted(named)
+    assert (fleet.log("by-slurm"), fleet.log("by-here")) == ("on gpu\n", "on no node\n")
+    await fleet.until_clean()
