@@ -13,13 +13,12 @@ whatever has happened to the file meanwhile, and with the next epoch when there 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -309,18 +308,3 @@ def _end_of_file(file: BinaryIO, size: int, lines: int) -> bytes:
         ends += piece.count(b"\n") + piece.count(b"\r") - piece.count(b"\r\n")
         pieces.append(piece)
     return b"".join(reversed(pieces))
-
-
-async def follow(
-    follower: Follower,
-    ended: Callable[[], Awaitable[bool]],
-    pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(LOOK_AGAIN),
-) -> AsyncGenerator[LogPiece]:
-    """Everything that is written from the follower's position on, until the job has ended and all has been read."""
-    while True:
-        over = await ended()  # before reading: what was written until then is read below
-        while piece := await asyncio.to_thread(follower.read):
-            yield piece
-        if over:
-            return
-        await pause()
