@@ -244,13 +244,16 @@ def test_pictures_are_told_by_their_pixels(monkeypatch):
 )
 def test_what_cannot_be_told_is_warned_of_once_and_stable(caplog, value, what):
     examples._warn_of_untold.cache_clear()
-    rows = [Example(n, "a", {"deep": [{"x": value}], "plain": {"untold": 1}}) for n in range(3)]
+    rows = [Example(n, "a", {"deep": [{"x": value}], "plain": {"untold": 1}}) for n in range(2)]
     assert fingerprint(rows) == fingerprint(rows)
     (warning,) = caplog.messages
     assert warning.startswith("column `deep` holds ")
     assert f"{what}, whose content cannot be told" in warning.replace("tests.unit.data.", "")
-    caplog.clear()
-    fingerprint([Example(0, [{"role": "user", "content": "a", "tools": value}], {})])
+
+
+def test_what_cannot_be_told_in_a_prompt_is_warned_of(caplog):
+    examples._warn_of_untold.cache_clear()
+    fingerprint([Example(0, [{"role": "user", "content": "a", "tools": Bare(1)}], {})])
     assert [message.partition(" holds ")[0] for message in caplog.messages] == ["column `prompt`"]
 
 

@@ -41,24 +41,30 @@ def holds_the_interpreter(completions, folder, **kwargs):
     ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock, like a runaway regular expression
 
 
-def exits(completions, **kwargs):
-    os._exit(7)
+def raising(error):
+    raise error
 
 
-def crashes(completions, **kwargs):
-    os.kill(os.getpid(), signal.SIGSEGV)
+ACTS = {
+    "exits": lambda: os._exit(7),
+    "crashes": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "is_killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "runs_out_of_memory": lambda: raising(MemoryError()),
+    "raises_half_a_character": lambda: raising(ValueError("half: \ud83d")),
+    "interrupts": lambda: raising(KeyboardInterrupt()),
+    "presses_ctrl_c": lambda: os.killpg(0, signal.SIGINT),
+    "comes_back_twice": os.fork,
+}
+"""What rewards of these names do before they answer, if they still can."""
 
 
-def is_killed(completions, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
+def acting(name):
+    def reward(completions, **kwargs):
+        ACTS[name]()
+        return [1.0] * len(completions)
 
-
-def runs_out_of_memory(completions, **kwargs):
-    raise MemoryError
-
-
-def raises_half_a_character(completions, **kwargs):
-    raise ValueError("half: \ud83d")
+    reward.__name__ = name
+    return reward
 
 
 def returns_half_a_character(completions, **kwargs):
@@ -78,10 +84,6 @@ def naps_once(completions, nap, **kwargs):
 
 async def naps_a_third_time(completions, nap, **kwargs):
     return naps_once(completions, nap)
-
-
-def interrupts(completions, **kwargs):
-    raise KeyboardInterrupt
 
 
 def start_family(folder):
@@ -115,11 +117,6 @@ def leaves_family_and_answers(completions, folder, **kwargs):
     return [1.0] * len(completions)
 
 
-def comes_back_twice(completions, **kwargs):
-    os.fork()
-    return [float(os.getpid() != 0)] * len(completions)
-
-
 def spams(completions, **kwargs):
     for _ in range(20):
         os.write(1, b"x" * 1_000_000)
@@ -151,11 +148,6 @@ def closes_the_line(completions, **kwargs):
             continue
         line.shutdown(socket.SHUT_WR)
     time.sleep(600)
-
-
-def presses_ctrl_c(completions, **kwargs):
-    os.killpg(0, signal.SIGINT)
-    return [1.0] * len(completions)
 
 
 def tells_environment(completions, log_extra, names, **kwargs):
@@ -198,7 +190,8 @@ class Scorer:
             notes = {"value": object(), "half": "\ud83d"}
             member = MemberScore("scored", notes=notes)
             return GroupScore((member,) * len(request.completions))
-        return await Rubric([globals()[name] for name in names]).score(request, started)
+        rewards = [acting(name) if name in ACTS else globals()[name] for name in names]
+        return await Rubric(rewards).score(request, started)
 
 
 def make():

@@ -34,14 +34,10 @@ def test_the_share_of_right_answers_is_found(tmp_path, suite):
     assert (marks.version, marks.dataset) == (2, f"someone/{SUITES[suite].task}")
 
 
-@pytest.mark.parametrize(
-    ("does", "told"),
-    [
-        ("torn", "is no JSON"),
-        ("old", r"not what lighteval 0\.13 writes \(KeyError: 'results'\)"),
-        ("other", "0.987, which is not the mean of its single marks"),
-    ],
-)
+@pytest.mark.parametrize(("does", "told"), [
+    ("torn", "is no JSON"), ("old", r"not what lighteval 0\.13 writes \(KeyError: 'results'\)"),
+    ("other", "0.987, which is not the mean of its single marks"),
+])  # fmt: skip
 def test_what_is_no_result_is_told(tmp_path, does, told):
     left(tmp_path, "math_500", 1.0, 0.0, does=does)
     with pytest.raises(RunError, match=told):

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerRefused
-from groupwise.testing.fake_hosts import FakeHost, FakeHosts, Fault
+from groupwise.hosts.port import Request
+from groupwise.testing.fake_hosts import FakeHost, FakeHosts
 
 
 @pytest.fixture
@@ -63,21 +63,3 @@ def test_gpus_and_slots_belong_to_one_or_to_shares(rack: FakeHosts, host: FakeHo
     rack.tick()
     rack.tick()
     assert launch(host, "late", 9, "G0") == "foreign_busy"
-
-
-async def test_what_was_said_to_go_wrong_does(rack: FakeHosts, host: FakeHost) -> None:
-    async def void(epoch: int) -> None:
-        await host.call(Request("void", {"job": "job", "epoch": epoch}), timeout=1.0)
-
-    faults = (Fault.REQUEST_LOST, Fault.ANSWER_LOST, Fault.UNREACHABLE, Fault.REFUSED, Fault.LATE)
-    errors = (OutcomeUnknown, OutcomeUnknown, HostUnreachable, RunnerRefused, OutcomeUnknown)
-    for epoch, (fault, error) in enumerate(zip(faults, errors, strict=True), 1):
-        host.fail("void", fault)
-        with pytest.raises(error):
-            await void(epoch)
-    assert list(host.folders) == ["job.2"]
-    assert await host.deliver() == 1
-    assert "job.5" in host.folders
-    host.cut()
-    with pytest.raises(HostUnreachable):
-        await void(6)
