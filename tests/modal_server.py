@@ -57,19 +57,10 @@ class Server:
 
     # --- methods ----------------------------------------------------------------------------------
 
-    def ClientHello(self, _: Any) -> Any:
-        return api_pb2.ClientHelloResponse()
-
-    def AuthTokenGet(self, _: Any) -> Any:
-        return api_pb2.AuthTokenGetResponse(token="")
-
     def EnvironmentGetOrCreate(self, _: Any) -> Any:
         settings = api_pb2.EnvironmentSettings(image_builder_version="2025.06", webhook_suffix="")
         metadata = api_pb2.EnvironmentMetadata(name="main", settings=settings)
         return api_pb2.EnvironmentGetOrCreateResponse(environment_id="en-1", metadata=metadata)
-
-    def AppGetByDeploymentName(self, _: Any) -> Any:
-        return api_pb2.AppGetByDeploymentNameResponse()
 
     def AppCreate(self, message: Any) -> Any:
         return api_pb2.AppCreateResponse(app_id=self.identity("ap", message.description))
@@ -87,12 +78,6 @@ class Server:
 
     def MountGetOrCreate(self, message: Any) -> Any:
         return api_pb2.MountGetOrCreateResponse(mount_id=f"mo-{len(self.asked)}")
-
-    def MountBatchedCheckExistence(self, _: Any) -> Any:
-        return api_pb2.MountBatchedCheckExistenceResponse()
-
-    def MountPutFile(self, _: Any) -> Any:
-        return api_pb2.MountPutFileResponse(exists=True)
 
     def ImageGetOrCreate(self, _: Any) -> Any:
         done = api_pb2.GenericResult(status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS)
@@ -112,15 +97,6 @@ class Server:
         return api_pb2.FunctionCreateResponse(
             function_id=identity, function=found, handle_metadata=handle, function_data=_data(found)
         )
-
-    def AppHeartbeat(self, _: Any) -> Any:
-        return Empty()
-
-    def AppClientDisconnect(self, _: Any) -> Any:
-        return Empty()
-
-    def AppPublish(self, _: Any) -> Any:
-        return api_pb2.AppPublishResponse(url="http://127.0.0.1/app")
 
     def FunctionGet(self, message: Any) -> Any:
         name = f"{message.app_name}/{message.object_tag}"
@@ -167,6 +143,19 @@ class Server:
         return Empty()
 
 
+ALWAYS = {
+    "ClientHello": api_pb2.ClientHelloResponse(),
+    "AuthTokenGet": api_pb2.AuthTokenGetResponse(token=""),
+    "AppGetByDeploymentName": api_pb2.AppGetByDeploymentNameResponse(),
+    "AppHeartbeat": Empty(),
+    "AppClientDisconnect": Empty(),
+    "AppPublish": api_pb2.AppPublishResponse(url="http://127.0.0.1/app"),
+    "MountBatchedCheckExistence": api_pb2.MountBatchedCheckExistenceResponse(),
+    "MountPutFile": api_pb2.MountPutFileResponse(exists=True),
+}
+"""What is answered whatever was asked."""
+
+
 def _data(function: Any) -> Any:
     ranked = api_pb2.FunctionData.RankedFunction(rank=0, function=function)
     return api_pb2.FunctionData(ranked_functions=[ranked])
@@ -187,10 +176,12 @@ def _servicer(server: Server) -> api_grpc.ModalClientBase:
             server.asked.append((name, message))
             if server.says:
                 raise grpclib.GRPCError(grpclib.const.Status[server.says], "asked in vain")
-            handler = getattr(server, name, None)
-            if handler is None:
+            if name in ALWAYS:
+                await stream.send_message(ALWAYS[name])
+            elif handler := getattr(server, name, None):
+                await stream.send_message(handler(message))
+            else:
                 raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED, f"no {name} here")
-            await stream.send_message(handler(message))
 
         return method
 

@@ -10,13 +10,11 @@ from modal_proto import api_pb2
 
 from groupwise.clouds.modal.live import LiveModal
 from groupwise.clouds.modal.port import Call, Image
-from groupwise.clouds.port import Order, Outcome
-from groupwise.hosts.files import BlobStore
+from groupwise.clouds.port import Outcome
 from groupwise.hosts.port import HostError, OutcomeUnknown, RunnerRefused
-from groupwise.hosts.spec import JobSpec
 from groupwise.testing.fake_modal import FakeModal, desk, spawn
 from tests.modal_server import EXPIRED, UNFINISHED, Server, modal_server
-from tests.places import modal_backend
+from tests.places import Laptop, modal_backend
 
 pytestmark = pytest.mark.launch
 CANARY = "canary-90ae11"
@@ -37,6 +35,18 @@ async def port(server: Server) -> AsyncIterator[LiveModal]:
     found = LiveModal()
     yield found
     await found.close()
+
+
+@pytest.fixture
+async def deployed(port: LiveModal) -> LiveModal:
+    """It has the image."""
+    await port.deploy(IMAGE)
+    return port
+
+
+async def spawned(port: LiveModal, **asks: Any) -> str:
+    """A call of a job."""
+    return await port.spawn(Call("job", 1, app=IMAGE.app, **asks), {})
 
 
 def at_once(value: Any) -> Callable[[], Any]:
@@ -81,40 +91,37 @@ async def test_work_has_its_image_from_the_builder_and_is_not_repeated_by_modal(
 
 
 async def test_a_call_has_its_gpu_its_time_and_its_secrets_and_nothing_else_has_them(
-    server: Server, port: LiveModal
+    server: Server, deployed: LiveModal
 ) -> None:
-    await port.deploy(IMAGE)
     asked: list[Any] = []
     server.answers = lambda *words: asked.append(words) or at_once(UNFINISHED)
     call = Call("job", 1, app=IMAGE.app, gpu="A100-80GB:2", gpus=2, timeout=3600)
-    spawned = await port.spawn(call, {"TOKEN": CANARY})
+    begun = await deployed.spawn(call, {"TOKEN": CANARY})
     [bound] = server.of("FunctionBindParams")
-    gpu = bound.function_options.resources.gpu_config
-    assert (gpu.gpu_type, gpu.count) == ("A100-80GB", 2)
-    assert bound.function_options.timeout_secs == 3600
-    assert bound.function_options.retry_policy.retries == 0
-    assert bound.function_options.resources.memory_mb == 16_384
+    options = bound.function_options
+    gpu = options.resources.gpu_config
+    assert (gpu.gpu_type, gpu.count, options.resources.memory_mb) == ("A100-80GB", 2, 16_384)
+    assert (options.timeout_secs, options.retry_policy.retries) == (3600, 0)
     [secret] = server.of("SecretGetOrCreate")
     assert list(secret.env_dict) == ["GROUPWISE_SECRETS"]
-    assert list(bound.function_options.secret_ids)
+    assert list(options.secret_ids)
     [(name, document)] = asked
     assert name.startswith("groupwise-abc/work")
     assert Call(**document) == call
     holding = [name for name, message in server.asked if CANARY in str(message)]
     assert holding == ["SecretGetOrCreate"]
-    assert await port.lives(spawned)
-    await port.cancel(spawned)
-    assert not await port.lives(spawned)
+    assert await deployed.lives(begun)
+    await deployed.cancel(begun)
+    assert not await deployed.lives(begun)
 
 
 async def test_secrets_of_the_workspace_are_asked_for_by_name_and_variables(
-    server: Server, port: LiveModal
+    server: Server, deployed: LiveModal
 ) -> None:
-    await port.deploy(IMAGE)
     server.answers = lambda *_: at_once(UNFINISHED)
     named = {"huggingface": ["HF_TOKEN"], "keys": ["A", "B"]}
-    await port.expect_secrets(named)
-    await port.spawn(Call("job", 1, app=IMAGE.app, named=named), {})
+    await deployed.expect_secrets(named)
+    await spawned(deployed, named=named)
     asked = server.of("SecretGetOrCreate")
     assert len(asked) == 4
     for each in (asked[:2], asked[2:]):
@@ -130,30 +137,23 @@ def failed(status: str, error: Exception | None = None) -> Any:
     return api_pb2.GenericResult(status=named, exception="it did not go well", data=data)
 
 
-async def test_a_call_that_has_ended_or_is_forgotten_does_not_live(
-    server: Server, port: LiveModal
+async def test_a_call_that_has_ended_or_is_forgotten_does_not_live_and_of_others_nothing_is_known(
+    server: Server, deployed: LiveModal
 ) -> None:
-    await port.deploy(IMAGE)
     words = [failed(each) for each in ("TIMEOUT", "TERMINATED", "INTERNAL_FAILURE")]
     raised = [RuntimeError("OSError: no room"), ImportError("of what a container needs")]
     for result in ("exited", EXPIRED, *words, *(failed("FAILURE", each) for each in raised)):
         server.answers = lambda *_, result=result: at_once(result)
-        assert not await port.lives(await port.spawn(Call("job", 1, app=IMAGE.app), {})), result
+        assert not await deployed.lives(await spawned(deployed)), result
     assert server.of("SecretGetOrCreate") == []
-
-
-async def test_of_a_call_that_nobody_tells_of_nothing_is_known(
-    server: Server, port: LiveModal
-) -> None:
-    await port.deploy(IMAGE)
-    spawned = await port.spawn(Call("job", 1, app=IMAGE.app), {})
+    begun = await spawned(deployed)
     server.says = "INVALID_ARGUMENT"
     with pytest.raises(HostError):
-        await port.lives(spawned)
+        await deployed.lives(begun)
     server.says = ""
-    server.results[spawned] = at_once(failed("FAILURE", ConnectionResetError("on the way")))
+    server.results[begun] = at_once(failed("FAILURE", ConnectionResetError("on the way")))
     with pytest.raises(OutcomeUnknown, match="on the way"):
-        await port.lives(spawned)
+        await deployed.lives(begun)
 
 
 async def test_a_token_that_is_not_taken_is_told_and_one_that_is_not_there(
@@ -184,14 +184,10 @@ async def test_a_job_by_the_real_client(server: Server, port: LiveModal, tmp_pat
         return becomes
 
     server.answers = answers
-    backend = modal_backend(port)
-    script = "import os; os.mkdir('outputs'); open('outputs/x', 'w').write('y')"
-    asked = Order("job", JobSpec(("python3", "-c", script)))
-    handle = await backend.submit(asked, BlobStore(tmp_path / "blobs"))
-    status = await backend.status(handle)
-    while status.ending is None:
-        status = await backend.wait(handle, status, 30)
-    assert status.ending.outcome is Outcome.SUCCEEDED
-    await backend.fetch(handle, tmp_path / "results")
-    assert (tmp_path / "results/outputs/x").read_text() == "y"
+    laptop = Laptop(modal_backend(port), tmp_path, "job")
+    handle = await laptop.submit(
+        "import os; os.mkdir('outputs'); open('outputs/x', 'w').write('y')"
+    )
+    assert await laptop.outcome(handle) is Outcome.SUCCEEDED
+    assert await laptop.fetched(handle) == {"outputs/x": b"y"}
     modal.stop()
