@@ -116,18 +116,6 @@ def test_completions_stand_below_with_their_rewards_and_no_markup_of_theirs():
     assert html.count(">y<") == 3
 
 
-def test_notes_stay_above_and_phases_are_drawn_now_and_then():
-    at = page()
-    at.page.note("<warning>")
-    at.board.phase("sampling", 1, 8)
-    at.page.tick()
-    assert "sampling" not in at.kernel.shown[0]
-    at.clock.now += 2
-    at.page.tick()
-    assert "sampling 1/8" in at.kernel.shown[0]
-    assert "&lt;warning&gt;" in at.kernel.shown[0]
-
-
 def test_quick_steps_are_drawn_together_and_the_last_one_in_any_case():
     at = page()
     for number in range(19):

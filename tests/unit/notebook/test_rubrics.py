@@ -143,12 +143,7 @@ def test_two_rubrics_of_one_name_are_refused_with_their_places(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        (99.0, "target_score is 99, but answers score from -1 to 3"),
-        (-2.0, "target_score is -2, but answers score from -1 to 3"),
-        (2.5, "is 2.5, but reference_response scores 1 .order 1, units -1, not yet weighted"),
-    ],
+    ("target", "said"), [(99.0, "from -1 to 3"), (2.5, "scores 1 .order 1, units -1, not yet")]
 )
 def test_a_reference_reaches_its_score(target, said, tmp_path):
     with pytest.raises(ConfigError, match=said):

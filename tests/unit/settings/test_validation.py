@@ -66,14 +66,8 @@ titel: x
         ("shape: {type: circel}", "it must be one of circle, square; did you mean circle?"),
         ("shape: {radius: 2}", "shape.type is required; it must be one of circle, square."),
         ("shape: circle", 'shape is "circle"; it must be a section with keys of its own.'),
-        (
-            "shape: {type: circle, side_length: 1}",
-            "shape.side_length is not a key of shape type circle; it is a key of square.",
-        ),
-        (
-            "shape: {type: square, sidelength: 1}",
-            "not a key of shape type square; did you mean shape.side_length (of square)?",
-        ),
+        ("shape: {type: circle, side_length: 1}", "type circle; it is a key of square."),
+        ("shape: {type: square, sidelength: 1}", "did you mean shape.side_length (of square)?"),
     ],
 )
 def test_what_each_mistake_is_told(tmp_path: Path, text: str, message: str) -> None:
