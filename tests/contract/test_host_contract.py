@@ -64,13 +64,6 @@ class Machine:
         return marker
 
 
-def address(host: ssh_hosts.Host) -> Address:
-    row = host.vm_row()
-    return Address(
-        row["ip_address"], row["user"], row["port"], row["ssh_key_path"], row["host_key"]
-    )
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -87,10 +80,10 @@ def machine(
         yield Machine(home, home=home)
     elif request.param == "ssh":
         with ssh_hosts.loopback_hosts() as [host]:
-            yield Machine(host.home, address(host))
+            yield Machine(host.home, host.login)
     else:
         with ssh_hosts.own_network(), ssh_hosts.full_hosts() as [host]:
-            yield Machine(host.home, address(host))
+            yield Machine(host.home, host.login)
 
 
 @pytest.fixture
@@ -110,20 +103,22 @@ async def arrived(marker: Path) -> None:
 
 
 async def test_what_was_asked_arrives_and_what_was_answered_comes_back(host: Host) -> None:
-    answer = await ask(
-        host, "echo", some="words; $(touch x) 'and' \"quotes\"\n", more=[1, None, "é→\n"]
-    )
+    text = "words; $(touch x) 'and' \"quotes\"\n"
+    answer = await ask(host, "echo", some=text, more=[1, None, "é→\n"])
     told = answer.body["told"]
-    assert told["verb"] == "echo"
-    assert told["some"] == "words; $(touch x) 'and' \"quotes\"\n"
-    assert told["more"] == [1, None, "é→\n"]
+    assert (told["verb"], told["some"], told["more"]) == ("echo", text, [1, None, "é→\n"])
     assert answer.payload == b""
+    with pytest.raises(RunnerRefused, match="no room") as refused:
+        await ask(host, "refuse")
+    assert refused.value.code == "disk_full"
+    with pytest.raises(OutcomeUnknown, match=r"status 3.*it is dying"):
+        await ask(host, "die")
 
 
 async def test_the_runner_is_kept_on_the_machine(host: Host) -> None:
     await ask(host, "echo")
-    kept = request("echo")
-    body = {name: value for name, value in kept.body.items() if name != "source"}
+    body = dict(request("echo").body)
+    del body["source"]
     assert (await host.call(Request("echo", body), timeout=PLENTY)).body["ok"] is True
     body["runner"] = "0" * 64
     assert (await host.call(Request("echo", body), timeout=PLENTY)).body == {"need": "runner"}
@@ -136,20 +131,7 @@ async def test_big_payloads_go_both_ways(host: Host) -> None:
     assert answer.payload == b"\xff\n" * (16 << 20)
 
 
-async def test_a_refusal_says_why(host: Host) -> None:
-    with pytest.raises(RunnerRefused, match="no room") as refused:
-        await ask(host, "refuse")
-    assert refused.value.code == "disk_full"
-
-
-async def test_a_runner_that_ends_without_an_answer_leaves_it_open_what_happened(
-    host: Host,
-) -> None:
-    with pytest.raises(OutcomeUnknown, match=r"status 3.*it is dying"):
-        await ask(host, "die")
-
-
-async def test_no_answer_in_time_leaves_it_open_what_happened(host: Host, machine: Machine) -> None:
+async def test_no_answer_in_time_leaves_it_open_what_happened(host: Host) -> None:
     with pytest.raises(OutcomeUnknown, match=r"within 0\.9 s"):
         await host.call(request("sleep", seconds=20), timeout=0.9)
     assert (await ask(host, "echo")).body["ok"] is True
@@ -160,18 +142,17 @@ async def test_who_gives_signs_of_life_is_waited_for_longer(host: Host) -> None:
     assert (await host.call(asked, timeout=2.5)).body["ok"] is True
 
 
-@pytest.mark.parametrize(("signs", "longest"), [(0, PLENTY), (100, 1.5)])
-async def test_nobody_is_waited_for_who_is_silent_or_never_comes_to_an_end(
-    host: Host, signs: int, longest: float
+@pytest.mark.parametrize(
+    ("signs", "longest", "timeout"),
+    [(0, PLENTY, 1.2), (100, 1.5, 1.2), (100, None, 0.7)],
+    ids=["is silent", "never comes to an end", "should not take long"],
+)
+async def test_nobody_is_waited_for_who(
+    host: Host, signs: int, longest: float | None, timeout: float
 ) -> None:
     asked = request("sleep", seconds=0 if signs else 20, signs=signs, every=0.25)
     with pytest.raises(OutcomeUnknown, match="no answer to sleep"):
-        await host.call(replace(asked, longest=longest), timeout=1.2)
-    if signs:
-        with pytest.raises(OutcomeUnknown):
-            await host.call(
-                replace(asked, longest=None), timeout=0.7
-            )  # not a call that may take long
+        await host.call(replace(asked, longest=longest), timeout=timeout)
 
 
 async def test_an_answer_does_not_wait_for_what_was_left_behind(host: Host) -> None:
@@ -179,21 +160,17 @@ async def test_an_answer_does_not_wait_for_what_was_left_behind(host: Host) -> N
         await ask(host, "linger", seconds=20)
 
 
-async def test_more_calls_at_once_than_a_connection_takes(host: Host) -> None:
+async def test_calls_that_take_long_or_are_given_up_hold_up_no_other(
+    host: Host, machine: Machine
+) -> None:
+    """More at once than a connection takes."""
+    waiting = [asyncio.create_task(ask(host, "sleep", seconds=25)) for _ in range(12)]
     answers = await asyncio.gather(*(ask(host, "echo", n=n) for n in range(25)))
     assert [answer.body["told"]["n"] for answer in answers] == list(range(25))
-
-
-async def test_a_call_that_takes_long_holds_up_no_other(host: Host) -> None:
-    waiting = [asyncio.create_task(ask(host, "sleep", seconds=25)) for _ in range(12)]
-    await asyncio.gather(*(ask(host, "echo") for _ in range(12)))
     assert not any(task.done() for task in waiting)
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
-
-
-async def test_a_call_that_is_given_up_holds_up_no_other(host: Host, machine: Machine) -> None:
     for n in range(12):
         marker = machine.marker(f"given-up-{n}")
         call = asyncio.create_task(ask(host, "sleep", seconds=20, mark=str(marker)))

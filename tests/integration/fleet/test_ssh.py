@@ -14,12 +14,12 @@ import asyncssh
 import pytest
 
 from groupwise.hosts.driver import Launch, Runner
-from groupwise.hosts.keys import parse, resolve_alias
 from groupwise.hosts.port import HostKeyError, HostUnreachable, OutcomeUnknown
 from groupwise.hosts.spec import JobSpec
-from groupwise.hosts.ssh import Address, Patience, SshHost, read_host_key
+from groupwise.hosts.ssh import Patience, SshHost, read_host_key
 from tests import ssh_hosts
 from tests.contract.test_host_contract import arrived, ask, request
+from tests.programs import needed
 from tests.ssh_hosts import FullHost, LoopbackHost
 
 QUICK = Patience(connect=2.0, keepalive=0.3)
@@ -30,6 +30,11 @@ def marker(host: ssh_hosts.Host) -> Path:
     path.touch()
     path.chmod(0o666)
     return path
+
+
+async def told(host: SshHost) -> None:
+    """It answers."""
+    assert (await ask(host, "echo")).body["ok"] is True
 
 
 def logins(host: ssh_hosts.Host) -> int:
@@ -52,67 +57,52 @@ async def refusal(host: SshHost, **fields: Any) -> HostKeyError:
 
 
 @pytest.fixture
-def machines(plain_machines: list[LoopbackHost]) -> list[LoopbackHost]:
-    return plain_machines
-
-
-@pytest.fixture
-def machine(machines: list[LoopbackHost]) -> LoopbackHost:
-    return machines[0]
+def machine(plain_machines: list[LoopbackHost]) -> LoopbackHost:
+    return plain_machines[0]
 
 
 async def test_another_key_than_the_pinned_one_stops_everything(
-    machines: list[LoopbackHost],
+    plain_machines: list[LoopbackHost],
 ) -> None:
-    one, other = machines
+    one, other = plain_machines
     mark, before = marker(one), logins(one)
-    refused = await refusal(host_of(one, host_key=other.host_key), mark=str(mark))
-    assert refused.seen == one.host_key
     rsa = asyncssh.generate_private_key("ssh-rsa").export_public_key().decode()
-    assert (await refusal(host_of(one, host_key=rsa))).seen == one.host_key
+    for key in (other.host_key, rsa):
+        refused = await refusal(host_of(one, host_key=key), mark=str(mark))
+        assert refused.seen == one.host_key
     assert (logins(one), mark.read_text()) == (before, "")
-
-
-async def test_without_a_pinned_key_nothing_is_sent(machine: LoopbackHost) -> None:
-    before = machine.log()
+    found = await read_host_key(one.address, one.port)
+    assert (str(found), logins(one)) == (one.host_key, before), "it is read without a login"
+    with pytest.raises(HostUnreachable, match="cannot be read"):
+        await read_host_key("127.0.0.99", 1)
+    said = one.log()
     for key in (None, "ssh-ed25519 AAAA"):
-        assert (await refusal(host_of(machine, host_key=key))).seen is None
-    assert machine.log() == before
+        assert (await refusal(host_of(one, host_key=key))).seen is None
+    assert one.log() == said, "without a pinned key nothing is sent"
 
 
 async def test_a_key_that_changed_is_found_at_the_next_connection(machine: LoopbackHost) -> None:
     host = host_of(machine)
-    await ask(host, "echo")
+    await told(host)
     before = machine.host_key
     machine.new_host_key()
     machine.restart()
     assert (await refusal(host)).seen == machine.host_key != before
 
 
-async def test_the_key_is_read_without_a_login(machine: LoopbackHost) -> None:
-    before = logins(machine)
-    found = await read_host_key(machine.address, machine.port)
-    assert str(found) == machine.host_key
-    assert logins(machine) == before
-    with pytest.raises(HostUnreachable, match="cannot be read"):
-        await read_host_key("127.0.0.99", 1)
-
-
 async def test_nothing_of_the_users_is_read(
     machine: LoopbackHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trap = tmp_path / "trapped"
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "config").write_text(
+    trap, own = tmp_path / "trapped", tmp_path / ".ssh"
+    own.mkdir()
+    (own / "config").write_text(
         f"Host *\n  UserKnownHostsFile none\n  ProxyCommand touch {trap}\n  User nobody\n"
     )
-    (tmp_path / ".ssh" / "known_hosts").write_text(
-        f"[{machine.address}]:{machine.port} {machine.host_key}\n"
-    )
+    (own / "known_hosts").write_text(f"[{machine.address}]:{machine.port} {machine.host_key}\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "no-agent"))
     host = host_of(machine)
-    await ask(host, "echo")
+    await told(host)
     await host.close()
     await refusal(host_of(machine, host_key=None))
     assert not trap.exists()
@@ -142,7 +132,7 @@ async def test_a_private_key_that_cannot_be_used_says_why(
 
 
 async def test_an_agent_that_is_named_is_asked(machine: LoopbackHost, tmp_path: Path) -> None:
-    ssh_hosts.needed("ssh-agent", "ssh-add")
+    needed("ssh-agent", "ssh-add")
     with pytest.raises(HostUnreachable, match="no key to log in"):
         await ask(host_of(machine, key_path=None), "echo")
     socket = tmp_path / "agent"
@@ -164,10 +154,12 @@ async def test_an_agent_that_is_named_is_asked(machine: LoopbackHost, tmp_path: 
         await agent.wait()
 
 
-async def test_through_a_jump_host_that_shows_its_own_key(machines: list[LoopbackHost]) -> None:
-    gate, inner = machines
+async def test_through_a_jump_host_that_shows_its_own_key(
+    plain_machines: list[LoopbackHost],
+) -> None:
+    gate, inner = plain_machines
     host = SshHost(inner.login, jump=gate.login)
-    assert (await ask(host, "echo")).body["ok"] is True
+    await told(host)
     assert f"from {gate.address}" in inner.log() or "from 127.0.0.1" in inner.log()
     await host.close()
     assert str(await read_host_key(inner.address, inner.port, jump=gate.login)) == inner.host_key
@@ -177,38 +169,35 @@ async def test_through_a_jump_host_that_shows_its_own_key(machines: list[Loopbac
     assert (await refusal(SshHost(behind, jump=gate.login))).seen == inner.host_key
 
 
-async def test_noise_of_a_start_up_file_is_skipped(machine: LoopbackHost) -> None:
-    machine.noise("Welcome!\nGROUPWISE-ANSWER 1 2 3\n" + "x" * 5000)
-    host = host_of(machine)
-    assert (await ask(host, "echo", n=1)).body["told"]["n"] == 1
-    await host.close()
-    machine.noise("")
-
-
-async def test_a_machine_that_takes_few_sessions_is_asked_through_several_connections() -> None:
-    with ssh_hosts.loopback_hosts(settings="MaxSessions 2") as [narrow]:
+@pytest.mark.parametrize("sessions", [2, 0])
+async def test_a_machine_that_takes_few_sessions_is_asked_through_several_connections(
+    sessions: int,
+) -> None:
+    with ssh_hosts.loopback_hosts(settings=f"MaxSessions {sessions}") as [narrow]:
         host = host_of(narrow)
-        answers = await asyncio.gather(*(ask(host, "echo", n=n) for n in range(20)))
-        assert [a.body["told"]["n"] for a in answers] == list(range(20))
-        await host.close()
-    with ssh_hosts.loopback_hosts(settings="MaxSessions 0") as [closed]:
-        host = host_of(closed)
-        with pytest.raises(HostUnreachable, match="opens no session"):
-            await ask(host, "echo")
+        if sessions:
+            answers = await asyncio.gather(*(ask(host, "echo", n=n) for n in range(20)))
+            assert [a.body["told"]["n"] for a in answers] == list(range(20))
+        else:
+            with pytest.raises(HostUnreachable, match="opens no session"):
+                await ask(host, "echo")
         await host.close()
 
 
 async def test_one_connection_is_kept_until_the_machine_goes(machine: LoopbackHost) -> None:
+    """And noise of a start-up file is skipped."""
+    machine.noise("Welcome!\nGROUPWISE-ANSWER 1 2 3\n" + "x" * 5000)
     host = host_of(machine)
     before = logins(machine)
     for _ in range(5):
-        await ask(host, "echo")
+        await told(host)
     assert logins(machine) == before + 1
     machine.power_loss()
     with pytest.raises(HostUnreachable):
         await ask(host, "echo")
+    machine.noise("")
     machine.start()
-    assert (await ask(host, "echo")).body["ok"] is True
+    await told(host)
     await host.close()
 
 
@@ -308,33 +297,30 @@ def sent_by(full: FullHost) -> int:
     return int(Path("/proc/self/net/dev").read_text().partition(f"v{full.number}:")[2].split()[8])
 
 
+@pytest.mark.parametrize("doubted", [False, True])
 async def test_after_a_call_without_an_answer_a_new_connection_is_made(
-    full: FullHost, way: SshHost
+    full: FullHost, way: SshHost, doubted: bool
 ) -> None:
+    """One that is doubted is not waited for."""
     host = SshHost(full.login, patience=Patience(connect=2.0, keepalive=1000.0))
-    await ask(host, "echo")
-    full.half_open()
-    with pytest.raises(HostUnreachable):
-        await quick(host, "echo", timeout=0.5)
+    await told(host)
+    if doubted:
+        mark = marker(full)
+        call = asyncio.create_task(ask(host, "sleep", seconds=1000.0, mark=str(mark)))
+        await arrived(mark)
+        full.half_open()
+    else:
+        full.half_open()
+        with pytest.raises(HostUnreachable):
+            await quick(host, "echo", timeout=0.5)
+        call = None
     full.heal()
     before = logins(full)
-    assert (await ask(host, "echo")).body["ok"] is True
-    assert logins(full) == before + 1
-    await host.close()
-
-
-async def test_a_doubted_connection_is_not_waited_for(full: FullHost, way: SshHost) -> None:
-    host = SshHost(full.login, patience=Patience(connect=2.0, keepalive=1000.0))
-    mark = marker(full)
-    call = asyncio.create_task(ask(host, "sleep", seconds=1000.0, mark=str(mark)))
-    await arrived(mark)
-    full.half_open()
-    full.heal()
-    before = logins(full)
-    host.doubt()
-    with pytest.raises(OutcomeUnknown, match="begin anew"):
-        await call
-    assert (await ask(host, "echo")).body["ok"] is True
+    if call is not None:
+        host.doubt()
+        with pytest.raises(OutcomeUnknown, match="begin anew"):
+            await call
+    await told(host)
     assert logins(full) == before + 1
     await host.close()
 
@@ -349,21 +335,6 @@ async def test_a_short_partition_is_no_error(full: FullHost, way: SshHost) -> No
     full.heal()
     assert (await call).body["ok"] is True
     await patient.close()
-
-
-async def test_a_dead_connection_is_found_without_a_call(full: FullHost) -> None:
-    host = SshHost(full.login, patience=QUICK)
-    mark = marker(full)
-    if not full.is_on():
-        full.start()
-    call = asyncio.create_task(quick(host, "sleep", timeout=60, seconds=50, mark=str(mark)))
-    await arrived(mark)
-    full.partition()
-    async with asyncio.timeout(15):
-        with pytest.raises(OutcomeUnknown, match="ended before its answer"):
-            await call
-    full.heal()
-    await host.close()
 
 
 async def test_an_attempt_lives_on_without_its_connection_and_its_machine_is_known_after_a_reboot(
@@ -381,19 +352,3 @@ async def test_an_attempt_lives_on_without_its_connection_and_its_machine_is_kno
     assert (after.state, after.same_boot) == ("rebooted", False)
     assert (await again.hello()).boot_id != began.boot_id
     await again.host.close()
-
-
-async def test_an_alias_of_the_ssh_config_leads_to_the_machine(
-    full: FullHost, way: SshHost, tmp_path: Path
-) -> None:
-    ssh_hosts.needed("ssh")
-    config = tmp_path / "config"
-    config.write_text(
-        f"Host trainer\n HostName {full.address}\n User gpu\n IdentityFile {full.key_path}\n"
-    )
-    found = resolve_alias("trainer", config=config)
-    key = await read_host_key(found.host, found.port)
-    assert key == parse(full.host_key)
-    host = SshHost(Address(found.host, found.user, found.port, found.identity_file, str(key)))
-    assert (await ask(host, "echo")).body["ok"] is True
-    await host.close()
