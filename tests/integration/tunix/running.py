@@ -20,8 +20,7 @@ from tests.tunix_models import model_of
 
 STEP = OptimiserParams(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
 
-
-LAYERS = {"llama": 2, "qwen2": 2, "qwen3": 2}
+LAYERS = {"llama": 2, "qwen2": 2, "qwen3": 2, "gemma3": 6}
 """Of Gemma one in six attends to everything."""
 
 

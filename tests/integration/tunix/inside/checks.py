@@ -184,15 +184,19 @@ def _order(folder: str, dtype: str, mesh: tuple[int, int] = (1, 1), *, remat: bo
 
 
 def recomputed(folder: str, *numbers: int) -> dict[str, dict[str, float]]:
-    """For numbers of devices how far gradients differ where layers are computed again, their norm, and the bytes of each way."""
+    """For numbers of devices how far gradients differ where layers are computed again, and from those of the first number; their norm, and
+    the bytes of each way."""
     found: dict[str, dict[str, float]] = {}
+    first: dict[str, Any] = {}
     for devices in numbers:
         (kept, held), (again, less) = (
             _gradient(_order(folder, "float32", (devices, 1), remat=remat))
             for remat in (False, True)
         )
+        first = first or kept
         found[str(devices)] = {
             "difference": max(float(abs(again[name] - kept[name]).max()) for name in kept),
+            "apart": max(float(abs(first[name] - kept[name]).max()) for name in kept),
             "norm": float(optax.global_norm(kept)),
             "kept": held,
             "again": less,
