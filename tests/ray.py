@@ -25,6 +25,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from tests.ports import free_port
 from tests.programs import lacking
+from tests.slurm import read, started_with
 
 PYTHON = Path(
     run_path(str(Path(__file__).parents[1] / "scripts/real_environment.py"))["where"]("ray"),
@@ -220,24 +221,15 @@ class Ray:
 
     def kill(self, *words: str) -> None:
         """-9, to those of its own processes that have one of the words in their command, until they are gone."""
-        while found := [pid for pid in self._below() if _has_one(pid, words)]:
+        while found := [
+            pid
+            for pid in started_with(f"RAY_AUTH_TOKEN={self.token}")
+            if any(word.encode() in read(Path(f"/proc/{pid}/cmdline")) for word in words)
+        ]:
             for pid in found:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
-
-    def _below(self) -> list[int]:
-        assert self._watch is not None
-        parents: dict[int, list[int]] = {}
-        for each in Path("/proc").iterdir():
-            with suppress(OSError):
-                if each.name.isdigit():
-                    parent = int((each / "stat").read_text().rpartition(") ")[2].split()[1])
-                    parents.setdefault(parent, []).append(int(each.name))
-        found = [self._watch.pid]
-        for pid in found:
-            found += parents.get(pid, [])
-        return found[1:]
 
     def end(self) -> None:
         """All of it."""
@@ -246,14 +238,6 @@ class Ray:
             self._watch.stdin.close()
             self._watch.wait(SOON)
             self._watch = None
-
-
-def _has_one(pid: int, words: tuple[str, ...]) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
-    return any(word in command for word in words)
 
 
 @contextmanager

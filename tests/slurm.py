@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.ports import free_port
 
 NODES = ("n1", "n2")
-SOON = 30.0
+SOON = 90.0
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -56,7 +56,7 @@ MinJobAge={min_job_age}
 MessageTimeout=5
 JobRequeue=1
 {nodes}
-PartitionName=gpu Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
+PartitionName=gpu Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=5
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=9
 """
 NODE = (
@@ -138,32 +138,34 @@ class Cluster:
         """The controller has written a job down whose name begins so. It does that some seconds after it has taken it; killed before, it
         forgets the job, and gives its number to the next one, which the node then takes for the first."""
         until = time.monotonic() + SOON
-        while name.encode() not in _read(self.folder / "state" / "job_state"):
+        while name.encode() not in read(self.folder / "state" / "job_state"):
             assert time.monotonic() < until, f"{name} is not written down"
             time.sleep(0.05)
-
-    def processes(self) -> list[int]:
-        """Of this cluster, its jobs among them."""
-        mark = f"SLURM_CONF={self.configuration}".encode()
-        found: list[int] = []
-        for each in Path("/proc").iterdir():
-            with suppress(OSError):
-                if each.name.isdigit() and mark in (each / "environ").read_bytes().split(b"\0"):
-                    found.append(int(each.name))
-        return [pid for pid in found if pid != os.getpid()]
 
     def end(self) -> None:
         """All of it."""
         for server in self.servers.values():
             server.kill()
             server.wait()
-        for pid in self.processes():
+        for pid in started_with(f"SLURM_CONF={self.configuration}"):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _read(path: Path) -> bytes:
-    with suppress(FileNotFoundError):
+def started_with(variable: str) -> list[int]:
+    """Processes, but for this one, that began with this in their environment."""
+    found: list[int] = []
+    for each in Path("/proc").iterdir():
+        with suppress(OSError):
+            if each.name.isdigit():
+                words = (each / "environ").read_bytes().split(b"\0")
+                found += [int(each.name)] * (variable.encode() in words)
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def read(path: Path) -> bytes:
+    """Nothing, where there is no such file."""
+    with suppress(FileNotFoundError, ProcessLookupError):
         return path.read_bytes()
     return b""
 

@@ -47,5 +47,5 @@ def ctrl_c_ends_it(person: Person, *place: str, far: tuple[Path, ...] = ()) -> N
     watching = person.begins(*place, *asked(person, name))
     person.sees("it waits")
     watching.send_signal(signal.SIGINT)
-    assert watching.wait(120) == 130
+    assert watching.wait(240) == 130
     assert_stopped(person, name, person.said(), *far)

@@ -30,36 +30,35 @@ def machine() -> Iterator[LoopbackHost]:
         yield host
 
 
-def way_to(host: LoopbackHost) -> list[str]:
+def way_to(host: LoopbackHost, *trust: str) -> list[str]:
     found = {
         "--host": host.address,
         "--user": host.user,
         "--port": str(host.port),
         "--key": str(host.key_path),
     }
-    return [word for option in found.items() for word in option]
+    return ["ssh", *(word for option in found.items() for word in option), *trust]
+
+
+def trusting(host: LoopbackHost) -> list[str]:
+    return way_to(host, "--trust", parse(host.host_key).fingerprint)
 
 
 @pytest.fixture
-def way(machine: LoopbackHost) -> list[str]:
-    return way_to(machine)
-
-
-@pytest.fixture
-def trusted(machine: LoopbackHost, way: list[str]) -> list[str]:
-    return [*way, "--trust", parse(machine.host_key).fingerprint]
+def trusted(machine: LoopbackHost) -> list[str]:
+    return [*trusting(machine), "--python", sys.executable]
 
 
 def test_nothing_is_said_to_a_machine_that_nobody_trusts(
-    person: Person, machine: LoopbackHost, way: list[str]
+    person: Person, machine: LoopbackHost
 ) -> None:
     (person.project / "job.py").write_text("")
     before = machine.log().count("Accepted publickey")
-    words = ("ssh", *way, "--python", sys.executable)
-    typed = person.types(*words, "--script", "job.py", code=2)
+    job = ("--python", sys.executable, "--script", "job.py")
+    typed = person.types(*way_to(machine), *job, code=2)
     assert parse(machine.host_key).fingerprint in typed.err
     assert "--trust SHA256:" in typed.err
-    typed = person.types(*words, "--trust", "SHA256:another", "--script", "job.py", code=2)
+    typed = person.types(*way_to(machine, "--trust", "SHA256:another"), *job, code=2)
     assert "not SHA256:another" in typed.err
     assert machine.log().count("Accepted publickey") == before
 
@@ -67,44 +66,46 @@ def test_nothing_is_said_to_a_machine_that_nobody_trusts(
 def test_ctrl_c_ends_it_in_order_and_fetches(
     person: Person, machine: LoopbackHost, trusted: list[str]
 ) -> None:
-    words = ("ssh", *trusted, "--python", sys.executable)
-    ctrl_c_ends_it(person, *words, far=(machine.home,))
+    ctrl_c_ends_it(person, *trusted, far=(machine.home,))
+
+
+@pytest.fixture
+def made(machine: LoopbackHost, tmp_path: Path) -> tuple[Path, list[str]]:
+    """A lock, and words that have an environment made of it."""
+    house = fill_wheelhouse(tmp_path / "wheelhouse")
+    lock = lock_of(house, hashes=True)
+    words = ("--lock", str(lock), "--wheelhouse", str(house))
+    base = ("--base-python", os.path.realpath(sys.executable))
+    return lock, [*trusting(machine), *words, *base]
 
 
 def test_an_environment_is_made_there_once(
-    person: Person, machine: LoopbackHost, trusted: list[str], tmp_path: Path
+    person: Person, machine: LoopbackHost, made: tuple[Path, list[str]]
 ) -> None:
     (person.project / "job.py").write_text(TELLS)
-    house = fill_wheelhouse(tmp_path / "wheelhouse")
-    lock = lock_of(house, hashes=True)
-    made = ("--lock", str(lock), "--wheelhouse", str(house))
-    python = ("--base-python", os.path.realpath(sys.executable))
-    words = ("ssh", *trusted, *made, *python)
-    typed = person.types(*words, "--name", "first", "--script", "job.py", "--a", "b c")
-    assert "4/4 looking whether it works" in typed.out
-    told = json.loads((person.project / "launches/first/outputs/told.json").read_text())
-    assert told["words"] == ["--a", "b c"]
-    environments = machine.home / "groupwise-launch/environments"
-    assert Path(told["prefix"]).parent == environments
-    assert told["path"].startswith(f"{told['prefix']}/bin:")
-    typed = person.types(*words, "--name", "second", "--script", "job.py")
-    assert "it is there already" in typed.out
-    again = json.loads((person.project / "launches/second/outputs/told.json").read_text())
-    assert again["prefix"] == told["prefix"]
+    environments, prefixes = machine.home / "groupwise-launch/environments", set[str]()
+    said = {"first": "4/4 looking whether it works", "second": "it is there already"}
+    for name, words in said.items():
+        job = ("--name", name, "--script", "job.py", "--a", "b c")
+        assert words in person.types(*made[1], *job).out
+        path = person.project / f"launches/{name}/outputs/told.json"
+        told = json.loads(path.read_text())
+        assert told["words"] == ["--a", "b c"]
+        assert Path(told["prefix"]).parent == environments
+        assert told["path"].startswith(f"{told['prefix']}/bin:")
+        prefixes.add(told["prefix"])
+    assert len(prefixes) == 1
 
 
 @pytest.mark.soak(suite="launch")
 def test_an_environment_that_cannot_be_made_ends_the_job_with_the_reason(
-    person: Person, trusted: list[str], tmp_path: Path
+    person: Person, made: tuple[Path, list[str]]
 ) -> None:
     (person.project / "job.py").write_text("")
-    house = fill_wheelhouse(tmp_path / "wheelhouse")
-    lock = lock_of(house, hashes=False)
-    lock.write_text(lock.read_text() + "not-there-at-all==1.0\n")
-    made = ("--lock", str(lock), "--wheelhouse", str(house))
-    python = ("--base-python", os.path.realpath(sys.executable))
-    words = ("ssh", *trusted, *made, *python, "--name", "broken", "--script", "job.py")
-    typed = person.types(*words, code=69)
+    lock, words = made
+    plain = [line.partition(" --hash")[0] for line in lock.read_text().splitlines()]
+    lock.write_text("\n".join([*plain, "not-there-at-all==1.0", ""]))
+    typed = person.types(*words, "--name", "broken", "--script", "job.py", code=69)
     assert "not-there-at-all" in typed.out
     assert person.result("broken")["state"] == "failed"
 
@@ -114,8 +115,7 @@ def test_a_job_is_found_from_another_machine(
 ) -> None:
     text = "import os, sys; print(os.environ['ATTEMPT'], sys.executable); sys.exit(os.environ['ATTEMPT'] == '1')"
     (person.project / "job.py").write_text(text)
-    words = ("ssh", *trusted, "--python", sys.executable, "--name", "afar")
-    person.types(*words, "--detach", "--script", "job.py")
+    person.types(*trusted, "--name", "afar", "--detach", "--script", "job.py")
     row = machine.vm_row()
     other = dataclasses.replace(person, state="another")
     known = person.home / ".ssh" / "known_hosts"
@@ -130,9 +130,8 @@ def test_a_job_is_found_from_another_machine(
 def test_a_machine_that_is_away_is_told_as_such(person: Person) -> None:
     with loopback_hosts(1) as [host]:
         (person.project / "job.py").write_text("")
-        trust = ("--trust", parse(host.host_key).fingerprint, "--python", sys.executable)
-        words = ("ssh", *way_to(host), *trust, "--name", "gone", "--detach")
-        person.types(*words, "--script", "job.py")
+        words = ("--python", sys.executable, "--name", "gone", "--detach")
+        person.types(*trusting(host), *words, "--script", "job.py")
     found = json.loads(person.types("list", "--json").out)["jobs"]
     assert [(each["name"], each["state"]) for each in found] == [("gone", "unknown")]
     assert "cannot be reached" in found[0]["problem"]

@@ -1,6 +1,5 @@
 """One machine as a backend, beside what all backends keep: its GPUs, and what it refuses."""
 
-import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -9,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.clouds.machine import MachineBackend
 from groupwise.clouds.port import CloudError, Handle, NameTaken, Order, Outcome
-from groupwise.hosts.driver import Runner
 from groupwise.hosts.spec import JobSpec, Limits
-from groupwise.hosts.ssh import Address, SshHost
 from tests import places
 from tests.places import SAVES, WAITS, Laptop, ending
 from tests.ssh_hosts import fake_gpus
@@ -22,7 +18,6 @@ pytestmark = pytest.mark.launch
 SAYS_GPUS = (
     "import os, time; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); time.sleep(1000)"
 )
-KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ5bQ2Z1Jm1yq9JcWn0zjVQk2S4o0vV1oYb0Xb8bKx8s"
 
 
 class Sitter(Laptop[Any]):
@@ -128,13 +123,3 @@ async def test_an_attempt_that_was_refused_stands_in_the_way_of_nothing(sitter: 
     assert await sitter.said(again) == "2 one\n"
     await sitter.backend.cleanup(again)
     assert await sitter.backend.find("job") is None
-
-
-async def test_who_cannot_be_reached_is_told_so() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        host = SshHost(Address("127.0.0.1", "nobody", taken.getsockname()[1], host_key=KEY))
-        backend = MachineBackend("ssh", Runner(host), "nobody@127.0.0.1")
-        with pytest.raises(CloudError, match=r"nobody@127\.0\.0\.1 cannot be reached"):
-            await backend.find("job")
-        await backend.close()
