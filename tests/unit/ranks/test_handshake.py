@@ -180,7 +180,7 @@ def test_the_secret_is_in_a_file_that_is_named(tmp_path: Any, monkeypatch: Any) 
     path.write_text("secret\n")
     assert secret_of_attempt({KEY_FILE: str(path)}) == b"secret"
     monkeypatch.delenv(KEY_FILE, raising=False)
-    with pytest.raises(UsageError, match="Give all of them the same file"):
+    with pytest.raises(UsageError, match="the same file"):
         peer._called(["127.0.0.1", "1"], 1)
 
 

@@ -7,7 +7,6 @@
 5. Replicas that come apart stop the run.
 """
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -91,16 +90,6 @@ async def test_replicas_stay_equal(fresh):
     assert (await two.learner.update(STEP)).grad_norm == 0.0
 
 
-async def test_what_is_not_finite_is_left_out_by_all(fresh):
-    _, two = fresh
-    poisoned = [replace(each, advantage=math.inf) for each in rows()[:1]]
-    sums = await two.learner.forward_backward([*poisoned, *rows()[1:]], LOSS, {"policy": 60.0})
-    assert not math.isfinite(sums["loss/policy"])
-    before = await two.ranks.call_all("learner.fingerprint")
-    assert not (await two.learner.update(STEP)).applied
-    assert await two.ranks.call_all("learner.fingerprint") == before
-
-
 async def test_checkpoints_go_to_and_fro(fresh, start, tmp_path):
     alone, two = fresh
     await learnt(two, rows())
@@ -115,45 +104,41 @@ async def test_checkpoints_go_to_and_fro(fresh, start, tmp_path):
     assert (await learnt(alone, rows()))[1] == pytest.approx(straight[1], abs=2e-4)
 
 
-async def test_predictions_come_back_in_order(fresh):
-    alone, two = fresh
-    given = rows(groups=5)
-    found, expected = [await parts.learner.predictions(given) for parts in (two, alone)]
-    assert [each.right for each in found] == [each.right for each in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+@pytest.fixture(scope="module")
+def dropping(parts_of):
+    return parts_of(2, dropout=0.5)
 
 
-async def test_dropout_differs_between_ranks(parts_of):
+async def test_dropout_differs_between_ranks(fresh, dropping):
     """Twice the same row, once in each rank: with the same dropout its gradient would simply be doubled."""
     given = rows(groups=1, members=1) * 2
-    norms = {}
-    for dropout in (0.0, 0.5):
-        parts = parts_of(2, dropout=dropout)
+    norms = []
+    for parts in (fresh[1], dropping):
         await parts.learner.forward_backward(given, LOSS, {"policy": 10.0})
         await parts.learner.update(STEP)  # the first one moves B from zero, where A has no gradient
         own = []
         for chosen in (given[:1], given):
             await parts.learner.forward_backward(chosen, LOSS, {"policy": 10.0})
             own.append((await parts.learner.update(replace(STEP, learning_rate=0.0))).grad_norm)
-        norms[dropout] = own[1] / own[0]
-    assert norms[0.0] == pytest.approx(2.0, rel=1e-4)
-    assert norms[0.5] != pytest.approx(2.0, rel=1e-2)
+        norms.append(own[1] / own[0])
+    assert norms[0] == pytest.approx(2.0, rel=1e-4)
+    assert norms[1] != pytest.approx(2.0, rel=1e-2)
 
 
-async def test_replicas_that_come_apart_are_noticed(parts_of, tmp_path):
-    parts = parts_of(2)
+async def test_replicas_that_come_apart_are_noticed(dropping, tmp_path):
+    parts = dropping
     await parts.ranks.call(1, "learner.forward_backward", rows(), LOSS, {"policy": 60.0})
     parts.learner.save(str(tmp_path))
     (tmp_path / "learner.json").write_text('{"updates": 0, "seed": 0}')
     await learnt(parts, rows(), updates=1)
     await parts.ranks.call(1, "learner.load", str(tmp_path))
-    with pytest.raises(RunError, match="come apart: the learners' weights"):
+    with pytest.raises(RunError, match="the learners' weights"):
         await parts.learner.publish(1)
-    with pytest.raises(RunError, match="come apart: the learners' weights"):
+    with pytest.raises(RunError, match="the learners' weights"):
         parts.learner.save(str(tmp_path))
 
 
-async def test_slopes_and_memory_are_told(alone, two):
+async def test_slopes_and_memory_are_told(fresh):
+    alone, two = fresh
     assert await two.slopes(1e-3) == await alone.slopes(1e-3) != []
     assert two.peak_memory("cpu") > alone.peak_memory("cpu") > 0

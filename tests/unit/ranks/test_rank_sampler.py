@@ -9,11 +9,9 @@
 import asyncio
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 
-from groupwise.errors import PolicyMismatchError, RunError
 from groupwise.types import GroupRequest, SamplingParams
 
 
@@ -51,31 +49,6 @@ async def test_three_ranks_draw_what_two_do(two, parts_of):
     assert await sampled(parts_of(3), asked) == await sampled(two, asked)
 
 
-async def test_groups_are_divided_evenly(two, monkeypatch):
-    given = []
-    call = two.ranks.call
-
-    def noted(rank, name, *arguments, **more):
-        if name == "sampler.generate":
-            given.append((rank, len(arguments[0].seeds)))
-        return call(rank, name, *arguments, **more)
-
-    monkeypatch.setattr(two.ranks, "call", noted)
-    await sampled(two, requests(groups=2))
-    assert sorted(given) == [(0, 6), (1, 6)]
-    given.clear()
-    await sampled(two, requests(groups=1))
-    assert sorted(given) == [(0, 3), (1, 3)]
-    given.clear()
-    busy = asyncio.create_task(sampled(two, requests(groups=1, members=1)))
-    while not given:  # noqa: ASYNC110 — nothing is there to wait for
-        await asyncio.sleep(0)
-    await asyncio.gather(*map(two.sampler.generate, requests(groups=3, members=1)[1:]))
-    await busy
-    assert sorted(given) == [(0, 1), (0, 1), (1, 1)]
-    assert two.sampler._loads == [0, 0]
-
-
 async def test_what_is_given_up_is_given_up_in_the_ranks(two):
     (asked,) = requests(groups=1)
     before = await sampled(two, [asked])
@@ -91,19 +64,3 @@ async def test_what_is_given_up_is_given_up_in_the_ranks(two):
         assert two.sampler._loads == [0, 0]
         assert two.sampler._waiting == []
         assert await sampled(two, [asked]) == before, "loading is refused while one samples"
-
-
-async def test_all_ranks_have_the_same_weights(two):
-    policy = await two.learner.publish(0)
-    await two.sampler.load(policy)
-    assert await two.ranks.call_all("sampler.fingerprint") == [policy.fingerprint] * 2
-    assert two.sampler.fingerprint() == policy.fingerprint
-    with pytest.raises(PolicyMismatchError, match="fingerprint 0000"):
-        await two.sampler.load(replace(policy, fingerprint="0000"))
-
-
-async def test_a_request_that_does_not_fit_is_refused(two):
-    (asked,) = requests(groups=1)
-    with pytest.raises(RunError, match="laid out for"):
-        await two.sampler.generate(replace(asked, prompt_ids=(10,) * 500))
-    assert two.sampler._loads == [0, 0]

@@ -23,6 +23,7 @@ import pytest
 
 from groupwise.errors import ConfigError, NonFiniteError, RunError
 from groupwise.ranks.tree import Ranks
+from tests.forked_zygote import fork_zygotes
 from tests.unit.ranks.toys import FACTORY, HANGS, all_gone
 
 
@@ -41,7 +42,8 @@ def shared():
 
 
 @pytest.fixture
-def own():
+def own(monkeypatch):
+    fork_zygotes(monkeypatch)
     ranks = started()
     yield ranks
     ranks.close()

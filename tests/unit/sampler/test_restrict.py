@@ -36,13 +36,6 @@ def test_early_stop_tokens_have_no_probability_until_there_are_enough_tokens():
     assert torch.equal(found[~left_out], before[~left_out])
 
 
-def test_where_nothing_is_left_out_the_logits_are_not_even_copied():
-    logits = random_logits(3, 30)
-    ended = SamplingParams(9, stop_token_ids=(3,), min_tokens=4)
-    assert without_early_stops(logits, [FREE, None, ended], [0, 0, 4]) is logits
-    assert truncated(logits, torch.ones(3), [FREE, None, ended]) is logits
-
-
 # Improbable tokens
 
 

@@ -49,7 +49,7 @@ BOTH_ENGINES = pytest.mark.usefixtures("engine")
 MIXED = [
     request(0, 5, "a"),
     request(1, 1, "what is it then", temperature=0.6),
-    request(2, 12, "sort these", max_tokens=25),
+    request(2, 9, "sort these", max_tokens=25),
     request(3, 3, "x y z, a longer one", max_tokens=1),
     request(4, 2, "a", temperature=0.0),
     request(5, 6, "b", min_tokens=5),
@@ -96,28 +96,20 @@ async def test_every_stop_token_ends_a_completion(make_sampler):
     assert not any(set(each.token_ids[:-1]) & set(stops) for each in found)
 
 
-async def test_a_stop_text_is_found_however_it_is_cut(make_sampler):
-    sampler = make_sampler()
-    whole = (await sampler.generate(request(members=1, max_tokens=25)))[0]
-    text = TOKENIZER.decode(list(whole.token_ids[:12]))
-    for stop in (text[2], text[3:5], text[4:9]):
-        asked = request(members=1, max_tokens=25, stop=("never!", stop))
-        found = (await sampler.generate(asked))[0]
-        shortest = next(
-            count
-            for count in range(1, 26)
-            if stop in TOKENIZER.decode(list(whole.token_ids[:count]))
-        )
-        assert found.finish_reason == "stop"
-        assert found.token_ids == whole.token_ids[:shortest]
-
-
 # Independence, to the bit
 
 
-@BOTH_ENGINES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-async def test_neither_order_nor_mates_nor_slots_change_a_bit(make_sampler, dtype):
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [
+        ("native", torch.float32),
+        ("native", torch.bfloat16),
+        ("transformers", torch.float32),
+        pytest.param("transformers", torch.bfloat16, marks=pytest.mark.soak(suite="engine")),
+    ],
+    indirect=["engine"],
+)
+async def test_neither_order_nor_mates_nor_slots_change_a_bit(engine, make_sampler, dtype):
     sampler = make_sampler(dtype=dtype)
     alone = [await sampler.generate(asked) for asked in MIXED]
     order = random.Random(0).sample(range(len(MIXED)), len(MIXED))
@@ -126,22 +118,9 @@ async def test_neither_order_nor_mates_nor_slots_change_a_bit(make_sampler, dtyp
     parts = [await sampler.generate(replace(MIXED[2], seeds=(seed,))) for seed in MIXED[2].seeds]
     assert tuple(part[0] for part in parts) == alone[2]
     assert len({each.token_ids for each in alone[2]}) == len(alone[2])
-    others = [request(90 + index, 3, "noise " * 2) for index in range(6)]
+    others = [request(90 + index, 2, "noise " * 2, max_tokens=9) for index in range(3)]
     together = await asyncio.gather(*map(sampler.generate, [*others, *MIXED, *others]))
-    assert list(together[6:-6]) == alone
-
-
-@BOTH_ENGINES
-async def test_late_arrivals_join_in_without_disturbing(make_sampler):
-    sampler = make_sampler()
-    alone = [await sampler.generate(asked) for asked in MIXED]
-
-    async def later(index):
-        for _ in range(3 * index):
-            await asyncio.sleep(0)
-        return await sampler.generate(MIXED[index])
-
-    assert await asyncio.gather(*map(later, range(len(MIXED)))) == alone
+    assert list(together[3:-3]) == alone
 
 
 @BOTH_ENGINES
@@ -170,8 +149,8 @@ async def test_what_was_kept_of_a_prompt_goes_with_its_group(make_sampler, monke
 
 
 @BOTH_ENGINES
-@pytest.mark.parametrize("temperature", [0.5, 1.9])
-async def test_log_probabilities_are_those_of_a_plain_forward_pass(make_sampler, temperature):
+async def test_log_probabilities_are_those_of_a_plain_forward_pass(make_sampler):
+    temperature = 0.5
     model: Any = tiny_model(seed=4)
     groups = [request(draw, 6, prompt, temperature=temperature)
               for draw, prompt in enumerate(("a", "a longer prompt"))]  # fmt: skip
@@ -216,9 +195,6 @@ async def test_greedy_is_what_transformers_generates(make_sampler, least):
     assert found.logprobs == pytest.approx(expected, abs=2e-5)
 
 
-# Restricted
-
-
 # Other weights
 
 
@@ -226,25 +202,6 @@ def learner_of(trained: TrainedModel, folder: Path) -> TorchLearner:
     return TorchLearner(
         trained, run="r", publish_folder=folder, max_tokens_per_microbatch=999, seed=0
     )
-
-
-@BOTH_ENGINES
-async def test_nothing_of_the_old_policy_is_left(make_sampler, tmp_path):
-    """The same prompt before and after, so that a kept prompt would show."""
-    trained = TrainedModel(tiny_model(seed=4))
-    learner = learner_of(trained, tmp_path)
-    sampler = make_sampler()
-    before = await sampler.generate(request(members=12))
-    with torch.no_grad():
-        for parameter in trained.parameters().values():
-            parameter.add_(torch.randn(parameter.shape) * 0.2)
-    await sampler.load(await learner.publish(1))
-    after = await sampler.generate(request(members=12))
-    assert [each.policy_version for each in after] == [1] * 12
-    assert [each.logprobs for each in after] != [each.logprobs for each in before]
-    for each in after:
-        wanted = plain_logprobs(trained.model, request().prompt_ids, each.token_ids)
-        assert each.logprobs == pytest.approx(wanted, abs=2e-5)
 
 
 @BOTH_ENGINES
@@ -305,7 +262,7 @@ async def test_a_request_that_does_not_fit_is_refused_and_disturbs_nobody(make_s
 
 
 @BOTH_ENGINES
-@pytest.mark.parametrize("after", [0, 2, 7])
+@pytest.mark.parametrize("after", [0, 7])
 async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monkeypatch, after):
     """In a layer: of a prompt, or of a token whose keys and values are half written."""
     sampler = make_sampler()
