@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,16 +57,13 @@ Given = Callable[[JobSpec], tuple[Flags, tuple[str, ...]]]
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Given:
+def given(taken: list[tuple[Any, ...]]) -> Given:
     """What the command makes of its words."""
-    calls: list[Any] = []
-    result = SimpleNamespace(summary={}, exit_code=0)
-    train = lambda flags, overrides, **_: calls.append((flags, overrides)) or result  # noqa: E731
-    monkeypatch.setattr(train_grpo, "train_grpo", train)
 
     def of(spec: JobSpec) -> tuple[Flags, tuple[str, ...]]:
         assert command.main(spec.arguments[1:]) == 0
-        return calls[-1]
+        flags, overrides, _ = taken[-1]
+        return flags, overrides
 
     return of
 

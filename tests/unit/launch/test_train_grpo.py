@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import typer
 
 from groupwise.cli import train_grpo as command
 from groupwise.config import load_config
-from groupwise.launch import train_grpo
 from groupwise.launch.train_grpo import KEYS, Flags, arguments_of, config_of, problems
 
 FLAGS = Flags(model="tiny", dataset="a.jsonl", reward_function=("correctness",))
@@ -31,21 +29,6 @@ ODD = Flags(
     max_completion_length=11,
     output_dir="an output",
 )
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the command was understood to be given."""
-    calls: list[tuple[Any, ...]] = []
-    result = SimpleNamespace(summary={}, exit_code=0)
-
-    def train(flags: Flags, overrides: tuple[str, ...], **how: Any) -> Any:
-        calls.append((flags, overrides, how))
-        return result
-
-    monkeypatch.setattr(train_grpo, "train_grpo", train)
-    monkeypatch.delenv("RESUME_FROM", raising=False)
-    return calls
 
 
 @pytest.mark.parametrize("flags", [FLAGS, ODD], ids=["plain", "odd"])
