@@ -263,7 +263,7 @@ def gradients(
     learner = TorchLearner(
         weights, run="r", publish_folder=folder, max_tokens_per_microbatch=200, seed=0
     )
-    asyncio.run(learner.forward_backward(rows_of(), EVERYTHING, TOTALS))
+    asyncio.run(learner.forward_backward(rows_of(below=90), EVERYTHING, TOTALS))
     return {
         key: value.grad.cpu()
         for key, value in weights.parameters().items()
@@ -423,7 +423,7 @@ def nothing_is_left_of_a_gradient(place: Place) -> None:
     assert model is not None
     seen: list[int] = []
     for _ in range(5):
-        for batch in cut(rows_of(), 200):
+        for batch in cut(rows_of(below=90), 200):
             stream = residual_stream(model, batch, weights.factors("policy"), recompute=False)
             stream.sum().backward()
             del stream

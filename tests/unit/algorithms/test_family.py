@@ -260,21 +260,6 @@ def test_numerator_and_denominator_count_the_same_tokens(
     )
 
 
-def test_gradient_reaches_policy_and_entropies_only() -> None:
-    names = [name for name in PER_TOKEN if name not in ("policy_logprobs_BT", "entropies_BT")]
-    leaf: Any = {name: torch.tensor([[-1.5]]).requires_grad_() for name in PER_TOKEN}
-    leaf |= {name: torch.tensor([1.0]).requires_grad_() for name in ("advantages_B", "scales_B")}
-    rows = TokenBatch(mask_BT=torch.ones(1, 1), **leaf)
-    for name in ALGORITHMS:
-        knobs = {"beta": 0.5, "entropy_coef": 0.5, "importance_sampling_correction": "token_mask"}
-        result = make(name, knobs).loss(rows)
-        torch.stack(list(result.components.values())).sum().backward()
-        assert all(leaf[other].grad is None for other in names)
-        assert leaf["policy_logprobs_BT"].grad is not None
-        assert leaf["entropies_BT"].grad.item() == -0.5
-        leaf["entropies_BT"].grad = None
-
-
 @pytest.mark.parametrize(
     ("knobs", "need", "tensor"),
     [
@@ -307,17 +292,6 @@ def test_in_the_first_update_the_policy_is_the_proximal_one(name: str, drawn: To
     assert stats.keys() == wanted.keys()
     assert all(torch.equal(value, wanted[key]) for key, value in stats.items())
     assert torch.equal(gradient, wanted_gradient)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_teaches(name: str) -> None:
-    silent, loud = Weight(0.0, 1.0), Weight(-0.1, 1.0)
-    assert make(name, {}).teaches([None, silent, loud])
-    assert not make(name, {}).teaches([None, silent, silent])
-    for knobs in ({"beta": 0.01}, {"entropy_coef": 0.01}):
-        assert make(name, knobs).teaches([None, silent])
-        assert not make(name, knobs).teaches([None, None])
-        assert not make(name, knobs).teaches([])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

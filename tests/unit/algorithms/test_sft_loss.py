@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from groupwise.algorithms.base import TokenBatch
-from groupwise.algorithms.registry import ALGORITHMS, from_spec
 from groupwise.algorithms.sft import Sft
-from groupwise.types import LossSpec, from_json, to_json
 
 
 def _batch(batch) -> TokenBatch:
@@ -69,15 +67,3 @@ def test_only_masked_in_tokens_count(batch, garbage: float) -> None:
     assert torch.equal(result.components["sft"], Sft().loss(rows).components["sft"])
     result.components["sft"].backward()
     assert soiled.grad[outside].eq(0).all()
-
-
-def test_it_is_reached_by_its_spec_and_is_no_algorithm() -> None:
-    found = from_spec(from_json(LossSpec, to_json(Sft().loss_spec())))
-    assert found == Sft()
-    assert found.needs_accuracy
-    assert not (found.needs_reference, found.needs_proximal, found.needs_entropy_gradient).count(
-        True
-    )
-    assert "sft" not in ALGORITHMS
-    with pytest.raises(ValueError, match="no algorithm 'sft'"):
-        from_spec(LossSpec("sft", {"epsilon": 0.1}))

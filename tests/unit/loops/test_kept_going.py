@@ -66,12 +66,6 @@ def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path, awaited: list[Any
     assert awaited == ["http://x"] * 4
 
 
-def test_a_run_that_was_gone_on_with_is_gone_on_with_again(tmp_path: Path) -> None:
-    tried = Tried(tmp_path, (4, lost()), (6, None))
-    kept_going(tried.begin, Ways(resume_from="r@2"), tried.loaded)
-    assert tried.ways[1] == Ways(resume_from="r@4")
-
-
 def test_losses_without_progress_end_it(tmp_path: Path) -> None:
     tried = Tried(tmp_path, *[(2, lost())] * 10)
     with pytest.raises(ClientError, match="the engine has ended"):

@@ -74,6 +74,8 @@ def test_outcomes_and_lengths_are_of_all():
     assert found["completions/mean_length"] == pytest.approx(23 / 7)
     assert (found["completions/min_length"], found["completions/max_length"]) == (1, 9)
     assert found["completions/clipped_ratio"] == pytest.approx(1 / 7)
+    assert found["share"] == pytest.approx(0.4), "what tasks log, over the groups that have it"
+    assert found["only_here"] == 7.0
 
 
 def test_what_others_said_is_no_length_of_completions():
@@ -85,21 +87,11 @@ def test_what_others_said_is_no_length_of_completions():
     assert "rollouts/mean_length" not in group_metrics(STEP)
 
 
-def test_what_tasks_log_is_averaged_over_the_groups_that_have_it():
-    found = group_metrics(STEP)
-    assert found["share"] == pytest.approx(0.4)
-    assert found["only_here"] == 7.0
-
-
-def test_rewards_that_are_the_same_up_to_addition_have_no_spread():
-    found = group_metrics([group(rollout(0, 1, 0.1 + 0.2), rollout(1, 1, 0.1 + 0.2))])
+@pytest.mark.parametrize("reward", [0.1 + 0.2, 0.3])
+def test_rewards_that_are_the_same_up_to_rounding_have_no_spread(reward):
+    found = group_metrics([group(rollout(0, 1, reward), rollout(1, 1, 0.1 + 0.2))])
     assert found["frac_reward_zero_std"] == 1.0
-    assert found["reward_std"] == 0.0
-
-
-def test_spread_is_that_of_training():
-    found = group_metrics([group(rollout(0, 1, 0.3), rollout(1, 1, 0.1 + 0.2))])
-    assert found["frac_reward_zero_std"] == 1.0
+    assert found["reward_std"] == pytest.approx(0.0)
 
 
 def test_the_loss_is_divided_and_statistics_are_means_over_tokens():

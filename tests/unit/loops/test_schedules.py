@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,38 +11,28 @@ from groupwise.loops.learning import parts
 from groupwise.loops.schedules import choose, filled
 from groupwise.types import Example, Group
 
-
-def test_the_first_finished_are_chosen_while_nobody_is_due():
-    since = dict.fromkeys(range(6), 0)
-    assert choose([4, 2, 5], since, step=0, lag=2, size=2) == [4, 2]
-
-
-def test_who_would_become_too_old_goes_first():
-    since = {0: 0, 1: 0, 2: 1, 3: 1}
-    assert choose([2, 3, 1, 0], since, step=1, lag=1, size=2) == [1, 0]
+FRESH = dict.fromkeys(range(6), 0)
+FOUR = dict.fromkeys([1, 2, 4, 5], 0)
+OLDER = {0: 0, 1: 0, 2: 1, 3: 1}
 
 
-def test_a_step_waits_for_those_that_are_due():
-    since = {0: 0, 1: 0, 2: 1, 3: 1}
-    assert choose([2, 3, 1], since, step=1, lag=1, size=2) is None
-
-
-def test_as_many_as_later_steps_could_not_take_are_taken_now():
-    """With a lag of 2, four groups of step 0 need steps 1 and 2 for themselves."""
-    since = {**dict.fromkeys(range(4), 0), 4: 1, 5: 1}
-    assert choose([4, 5, 0, 1], since, step=1, lag=2, size=2) == [0, 1]
-    assert choose([4, 5, 0], since, step=1, lag=2, size=2) is None
-
-
-def test_replayed_groups_make_their_share_of_a_step_at_most():
-    since: dict[int, int] = dict.fromkeys([1, 2, 4, 5], 0)
-    assert choose([4, 2, 5, 1], since, 0, 2, size=2, replayed={4, 2, 5}, most=1) == [4, 1]
-    assert choose([4, 2, 5], since, 0, 2, size=2, replayed={4, 2, 5}, most=1) is None
-
-
-def test_who_would_become_too_old_goes_first_though_it_is_replayed():
-    since = {0: 0, 1: 0, 2: 1, 3: 1}
-    assert choose([2, 3, 1, 0], since, 1, 1, size=2, replayed={0, 1}, most=1) == [1, 0]
+@pytest.mark.parametrize(
+    ("finished", "since", "step", "lag", "more", "chosen"),
+    [
+        ([4, 2, 5], FRESH, 0, 2, {}, [4, 2]),  # nobody is due: those that were finished first
+        ([2, 3, 1, 0], OLDER, 1, 1, {}, [1, 0]),  # who would become too old goes first
+        ([2, 3, 1], OLDER, 1, 1, {}, None),  # and is waited for
+        # With a lag of 2, four groups of step 0 need steps 1 and 2 for themselves.
+        ([4, 5, 0, 1], {**dict.fromkeys(range(4), 0), 4: 1, 5: 1}, 1, 2, {}, [0, 1]),
+        ([4, 5, 0], {**dict.fromkeys(range(4), 0), 4: 1, 5: 1}, 1, 2, {}, None),
+        # Replayed groups make their share of a step at most, unless they would become too old.
+        ([4, 2, 5, 1], FOUR, 0, 2, {"replayed": {4, 2, 5}, "most": 1}, [4, 1]),
+        ([4, 2, 5], FOUR, 0, 2, {"replayed": {4, 2, 5}, "most": 1}, None),
+        ([2, 3, 1, 0], OLDER, 1, 1, {"replayed": {0, 1}, "most": 1}, [1, 0]),
+    ],
+)
+def test_who_is_chosen(finished, since, step, lag, more, chosen):
+    assert choose(finished, since, step, lag, size=2, **more) == chosen
 
 
 @given(

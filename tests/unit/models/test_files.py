@@ -33,7 +33,7 @@ def test_a_full_disk_is_an_os_error(tmp_path):
 
 @pytest.mark.parametrize("read", [read_tensors, read_shapes])
 def test_what_cannot_be_read_is_explained(tmp_path, read):
-    with pytest.raises(ModelError, match=r"There is no x in .*it holds: nothing"):
+    with pytest.raises(ModelError, match="no x in"):
         read(tmp_path / "x")
     (tmp_path / "x").write_bytes(b"{" * 100)
     with pytest.raises(ModelError, match="x is damaged"):
@@ -52,10 +52,10 @@ def test_a_model_may_stand_in_several_files(tmp_path):
 
 
 def test_an_incomplete_model_is_explained(tmp_path):
-    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         read_model_tensors(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
-    with pytest.raises(ModelError, match=r"There is no one\.safetensors"):
+    with pytest.raises(ModelError, match=r"one\.safetensors"):
         read_model_tensors(tmp_path)
     (tmp_path / INDEX).write_text("[]")
     with pytest.raises(ModelError, match="is damaged"):

@@ -47,35 +47,6 @@ def test_chunks_change_neither_values_nor_gradients(inputs, monkeypatch, chunk):
         torch.testing.assert_close(cut, whole, atol=1e-6, rtol=1e-5)
 
 
-def test_the_gradient_is_that_of_log_softmax(inputs):
-    hidden = inputs[0].clone().requires_grad_(True)
-    found, entropies, _ = logprobs.token_logprobs(DECODER, hidden, *inputs[1:])
-    assert not entropies.requires_grad
-    (mine,) = torch.autograd.grad(found.sum(), hidden)
-    (wanted,) = torch.autograd.grad(expected(hidden, *inputs[1:])[0].sum(), hidden)
-    torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_an_entropy_gradient_is_that_of_the_entropy(inputs):
-    hidden = inputs[0].clone().requires_grad_(True)
-    found, entropies, _ = logprobs.token_logprobs(
-        DECODER, hidden, *inputs[1:], entropy_gradient=True
-    )
-    plain = logprobs.token_logprobs(DECODER, *inputs)
-    torch.testing.assert_close((found, entropies), tuple(plain[:2]), atol=1e-6, rtol=1e-5)
-    (mine,) = torch.autograd.grad(entropies.sum(), hidden)
-    (wanted,) = torch.autograd.grad(expected(hidden, *inputs[1:])[1].sum(), hidden)
-    torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_without_a_gradient_the_values_are_the_same(inputs):
-    with_gradient = logprobs.token_logprobs(DECODER, *inputs)
-    with torch.no_grad():
-        without = logprobs.token_logprobs(DECODER, *inputs)
-    assert torch.equal(with_gradient[0], without[0])
-    assert torch.equal(with_gradient[1], without[1])
-
-
 def test_a_target_is_right_where_it_is_the_likeliest_token(inputs, monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK", 10)
     hidden, targets, temperatures = inputs

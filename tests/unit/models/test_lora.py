@@ -23,7 +23,6 @@ from groupwise.models.lora import (
     read_adapter,
     read_lora_config,
 )
-from groupwise.models.native.weights import native_model
 from groupwise.models.tiny import tiny_model
 
 IDS = torch.tensor([[7, 8, 9, 30, 31, 4, 50, 66]])
@@ -94,27 +93,6 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     assert theirs < of_peft, "the comparison has lost its point: peft adds before rounding now"
 
 
-def test_a_fresh_adapter_changes_nothing():
-    model = adapted(torch.bfloat16)
-    model.add("policy", trainable=True, seed=3)
-    torch.testing.assert_close(logits(model, "policy"), logits(model, None), rtol=0, atol=1e-6)
-    assert {p.dtype for p in model.parameters("policy").values()} == {torch.float32}
-
-
-def test_the_layer_computes_the_low_rank_sum():
-    model = trained()
-    for layer in model.layers.values():
-        down, up = layer.factors("policy")
-        base: Any = layer.get_base_layer()
-        inputs = torch.randn(2, 3, base.in_features, generator=torch.Generator().manual_seed(2))
-        wanted = inputs @ (base.weight + 2.0 * up @ down).t()
-        with torch.no_grad(), model.using("policy"):
-            torch.testing.assert_close(layer(inputs), wanted, atol=1e-5, rtol=1e-5)
-
-
-# Several adapters on one base
-
-
 # Adapters of several shapes on one base
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -160,25 +138,6 @@ def test_an_adapter_is_what_it_would_be_alone(name, tmp_path):
 
 
 @TIED
-def test_packed_weights_stay_where_they_are(caplog):
-    """A base that is computed natively is packed once, before any adapter or after some."""
-    model = adapted()
-    native = native_model(model.base)
-    assert native is not None
-    native.pack()
-    kept = [(each.weight_OI, each.weight_OI.clone(), each._packed) for each in native.products]
-    for name in SHAPES:
-        add_shape(model, name)
-        assert (model.native(name) is native) == (name != "head")
-    assert "its adapter changes lm_head" in caplog.text
-    model.remove("all")
-    for linear, (weight, copy, packed) in zip(native.products, kept, strict=True):
-        assert linear.weight_OI is weight
-        assert linear._packed is packed
-        assert torch.equal(weight, copy)
-
-
-@TIED
 def test_an_adapter_that_is_removed_leaves_the_base_as_it_was():
     fresh = adapted()
     model = of_shapes(*SHAPES)
@@ -190,25 +149,6 @@ def test_an_adapter_that_is_removed_leaves_the_base_as_it_was():
     assert all(torch.equal(value, wanted[key]) for key, value in model.base.state_dict().items())
     add_shape(model, "narrow")
     assert torch.equal(logits(model, "narrow"), logits(of_shapes("narrow"), "narrow"))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
-@pytest.mark.parametrize("targets", [("nope",), ("k_proj", "v_prj"), ("embed_tokens", "k_proj")])
-def test_an_adapter_that_is_refused_leaves_the_others_as_they_are(targets):
-    """Such as one whose targets would have no effect."""
-    model = of_shapes("narrow", "mlp")
-    before = {name: logits(model, name) for name in ("narrow", "mlp")}
-    layers = [*model.layers]
-    config = new_lora_config(LoraConfig(r=7, target_modules=targets))
-    with pytest.raises(ModelError, match=r"lora\.target_modules") as caught:
-        model.add("bad", trainable=True, seed=0, config=config)
-    assert (set(targets) - {"k_proj"}).pop() in str(caught.value)
-    assert "q_proj, up_proj, v_proj" in str(caught.value)
-    assert [*model.layers] == layers
-    assert [*model.configs] == ["narrow", "mlp"]
-    assert all(torch.equal(logits(model, name), before[name]) for name in before)
-    assert all(p.requires_grad for p in model.parameters("narrow").values())
-    assert not any(p.requires_grad for p in model.parameters("mlp").values())
 
 
 @TIED
@@ -277,15 +217,18 @@ def test_dropout_acts_only_when_asked_and_in_evaluation_mode_too():
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # peft asks transformers so
-def test_peft_reloads_what_was_saved(tmp_path):
-    model = trained()
+@TIED
+@pytest.mark.parametrize("shape", [{}, SHAPES["head"], SHAPES["narrow"]], ids=str)
+def test_peft_reloads_what_was_saved(tmp_path, shape):
+    model = trained(**shape)
     theirs = PeftModel.from_pretrained(tiny_model(), str(saved(model, tmp_path / "a")))
     with torch.no_grad():
-        found = theirs(IDS).logits
-        merged = theirs.merge_and_unload()(IDS).logits
+        found = [theirs(IDS).logits]
+        if shape is not SHAPES["head"]:  # merged, it would change the embeddings that it is tied to
+            found.append(theirs.merge_and_unload()(IDS).logits)
     wanted = logits(model, "policy")
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(merged, wanted, atol=1e-5, rtol=1e-5)
+    for each in found:
+        torch.testing.assert_close(each, wanted, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(wanted, logits(model, None), atol=1e-2)
 
 
@@ -330,22 +273,6 @@ def test_loading_is_strict_and_lists_everything():
     said = str(caught.value)
     assert all(name in said for name in ("/the/folder", lacking, "stranger.lora_A", f"{bent}: (3"))
     assert fingerprint(model.parameters("policy")) == before, "none was loaded"
-
-
-def test_an_adapter_of_another_rank_is_refused(tmp_path):
-    folder = saved(trained(), tmp_path / "a")
-    other = adapted(r=8)
-    other.add("policy", trainable=True, seed=0)
-    with pytest.raises(ModelError, match="of another shape"):
-        other.write("policy", read_adapter(folder), str(folder))
-
-
-def test_a_folder_without_an_adapter(tmp_path):
-    (tmp_path / "README.md").write_text("")
-    with pytest.raises(ModelError, match=r"adapter_config\.json"):
-        read_lora_config(tmp_path)
-    with pytest.raises(ModelError, match=r"README\.md"):
-        read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -397,19 +324,6 @@ def test_the_fingerprint_survives_the_file(tmp_path):
 
 
 # Which layers
-
-
-ALL = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-
-
-@pytest.mark.parametrize(
-    ("targets", "kinds"), [(("q_proj", "v_proj"), {"q_proj", "v_proj"}), ("all-linear", ALL)]
-)
-def test_targets_get_an_adapter_and_no_others(targets, kinds):
-    """The head is none of all linear layers."""
-    model = adapted(target_modules=targets)
-    model.add("policy", trainable=True, seed=0)
-    assert {path.rsplit(".", 1)[-1] for path in model.layers} == kinds
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 import torch
 
 from groupwise.config import RunConfig
-from groupwise.errors import NonFiniteError, OutOfMemoryError, RunError
-from groupwise.models.memory import NEEDS_LESS, lacks_memory, memory_explained, out_of_memory
+from groupwise.errors import NonFiniteError, OutOfMemoryError
+from groupwise.models.memory import NEEDS_LESS, lacks_memory, memory_explained
 from groupwise.settings.schema import keys_of
 
 EXBIBYTE = 1 << 60
@@ -66,13 +65,6 @@ def test_other_errors_stay_what_they_are(error):
     with pytest.raises(type(error)) as caught, memory_explained("learning"):
         raise error
     assert caught.value is error
-
-
-def test_it_is_a_failure_of_the_run_that_crosses_processes():
-    error = out_of_memory(MemoryError())
-    assert isinstance(error, RunError)
-    assert (error.code, error.exit_code) == ("out_of_memory", 1)
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_what_it_names_are_keys():

@@ -37,12 +37,6 @@ def test_every_character_is_a_token_that_comes_back(text):
     assert TOKENIZER.decode(ids) == text
 
 
-def test_special_tokens_are_parsed_and_left_out_on_request():
-    ids = TOKENIZER("a<eos><|user|>b")["input_ids"]
-    assert TOKENIZER.convert_ids_to_tokens(ids) == ["a", "<eos>", "<|user|>", "b"]
-    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "ab"
-
-
 def test_what_is_written_is_what_transformers_reads(tmp_path):
     write_tiny_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

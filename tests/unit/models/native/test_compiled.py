@@ -1,4 +1,4 @@
-"""Where the kernels can be used; where they cannot, the reason is told and transformers' modules compute."""
+"""Where the kernels can be used, and how they round; where they cannot, the reason is told and transformers' modules compute."""
 
 from __future__ import annotations
 
@@ -50,3 +50,22 @@ def test_numba_cannot_be_imported(monkeypatch, tmp_path, caplog, kind):
     assert TOO_NEW in caplog.text
     (tmp_path / "numba.py").write_text("raise ImportError('again')")
     assert TOO_NEW in str(refusal(torch.bfloat16)), "it is tried once"
+
+
+def test_swiglu_of_extremes():
+    gate = torch.tensor([-1e30, -100.0, -88.5, -0.0, 100.0, 1e30, torch.inf, torch.nan])
+    found = compiled.gated(torch.cat([gate, torch.ones(8)])[None], torch.float32)[0]
+    wanted = torch.nn.functional.silu(gate)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+def test_bfloat16_is_rounded_to_the_nearest_half_to_even():
+    numbers = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1e-30])
+    numbers = torch.cat(
+        [numbers, torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 100]
+    )
+    weight = torch.ones(1)
+    # A norm of rows of one number without epsilon would be ±1; with a huge one it is the number divided by its root.
+    found = compiled.normed(numbers[:, None], weight * 2.0**40, 2.0**80, torch.bfloat16)[:, 0]
+    exact = numbers.double() / (numbers.double().square() / 2.0**80 + 1).sqrt()
+    assert torch.equal(found, exact.float().bfloat16())

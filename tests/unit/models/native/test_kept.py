@@ -92,13 +92,6 @@ def test_what_was_made_of_other_sources_is_not_loaded_and_deleted(folder, monkey
     assert not {*before} & {*kept_files(folder)}
 
 
-def test_what_another_version_made_is_not_loaded(folder, monkeypatch):
-    is_loaded(INTEGERS)
-    monkeypatch.setattr("numba.__version__", "0.0.0")
-    assert not is_loaded(INTEGERS)
-    assert len(kept_files(folder)) == 2, "the other one is still in use, perhaps"
-
-
 # 2
 
 

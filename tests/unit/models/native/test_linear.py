@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from groupwise.models.native.linear import Factors, Linear, Part, quick_float32
+from groupwise.models.native.linear import Factors, Linear, Part
 
 SIZES = (24, 8, 8)
 INPUTS = 40
@@ -101,25 +101,7 @@ def test_what_is_packed_is_a_copy_and_factors_are_read_when_asked():
     torch.testing.assert_close(changed.double(), exact(linear, x, given), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [8, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_rows_beside_it_do_not_change_a_bit_of_a_row(dtype, rows):
-    linear = three_parts(dtype, bias=True)
-    linear.pack()
-    low = linear.packed_low_rank(ADAPTERS["all"])
-    x = random(rows, INPUTS, seed=2).to(dtype)
-    alone = [linear.few(x[row : row + 1].expand(8, -1).contiguous(), low)[0] for row in range(rows)]
-    assert torch.equal(linear.few(x, low), torch.stack(alone))
-
-
 # Float32 by oneDNN
-
-
-def test_products_that_are_to_be_quick_are_not_rounded_here():
-    queries, keys = random(9, 96, 64), random(9, 64, 96, seed=1)
-    with quick_float32(True):
-        found = torch.bmm(queries, keys)
-    torch.testing.assert_close(found.double(), queries.double() @ keys.double(), rtol=0, atol=1e-4)
 
 
 # Small changes on a base in bfloat16

@@ -11,7 +11,6 @@ from groupwise.models.native.packed import Packed
 
 HALVES, FLOATS = "float32 of bfloat16 numbers", "float32"
 KINDS = ["pairs", "widened", HALVES, FLOATS]
-SIZES = [(64, 50), (61, 51), (16, 1), (5, 7)]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -74,14 +73,6 @@ def test_a_product_is_the_exact_sum(kind, rows, bias, ranks, columns):
     x = given(FLOATS, rows, 50, seed=2).to(weight.dtype)
     parts = placed(kind, 50, ranks, columns)
     assert_exact(kind, Packed(weight, bias_O), weight, bias_O, x, parts)
-
-
-@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_any_size(kind, outputs, inputs):
-    weight, bias = given(kind, outputs, inputs), given(kind, outputs, seed=1)
-    x = given(FLOATS, 9, inputs, seed=2).to(weight.dtype)
-    parts = placed(kind, inputs, (3,), (1, outputs))
-    assert_exact(kind, Packed(weight, bias), weight, bias, x, parts)
 
 
 def test_several_threads_make_the_same_bits(kind):

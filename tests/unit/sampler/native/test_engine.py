@@ -15,7 +15,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,6 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from groupwise.errors import NonFiniteError
-from groupwise.models.files import write_tensors
-from groupwise.models.lora import fingerprint
 from groupwise.models.native.weights import NativeModel
 from groupwise.models.tiny import tiny_tokenizer
 from groupwise.sampler.engine import Engine, Prompt, Row
@@ -37,7 +34,8 @@ from groupwise.sampler.queued import DecodeLayout
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
-from groupwise.types import Completion, GroupRequest, Policy, SamplingParams
+from groupwise.types import Completion, GroupRequest, SamplingParams
+from tests.on_device import changed, generated, published
 from tests.tape import Tape
 from tests.unit.models.native.families import (
     SMALL,
@@ -51,8 +49,6 @@ from tests.unit.models.native.families import (
 TOKENIZER: Any = tiny_tokenizer()
 PROMPTS = (1, 2, 5, 15, 16, 17, 63, 64, 65, 200)
 LAYOUT = DecodeLayout(slots=16, key_length=340)
-KINDS = ("native", "graph", "tape", "transformers")
-"""What computes a model."""
 BROAD = LlamaConfig(**{**SMALL, "vocab_size": 1500, "hidden_size": 256, "intermediate_size": 512})
 """So many numbers for each row that torch gives those of 72 rows to several threads."""
 WIDE = LlamaConfig(**{**SMALL, "num_key_value_heads": 1, "num_hidden_layers": 1}, head_dim=32)
@@ -65,20 +61,14 @@ def request(draw: int, length: int, members: int, max_tokens: int = 9, **params:
     return GroupRequest(draw, ids, seeds, SamplingParams(max_tokens, **params))
 
 
-def generated(sampler: TorchSampler, asked: list[GroupRequest]) -> list[Completion]:
-    """All completions of requests that are made at once."""
-
-    async def ask() -> list[tuple[Completion, ...]]:
-        return await asyncio.gather(*map(sampler.generate, asked))
-
-    return [each for group in asyncio.run(ask()) for each in group]
-
-
-def served(name: str, *, adapter: bool = False) -> ServedWeights:
-    """Weights of a family's model; the same ones each time."""
+def weights_of(
+    name: str, dtype: torch.dtype = torch.float32, *, adapter: bool = False
+) -> ServedWeights:
+    """Of a family's model; the same ones each time."""
+    model = made(WIDE, dtype=dtype) if name == "wide" else family(name, dtype=dtype)
     if not adapter:
-        return ServedModel(family(name))
-    weights = ServedAdapter(adapted(family(name)))
+        return ServedModel(model)
+    weights = ServedAdapter(adapted(model))
     weights.adapted.write("served", dict(weights.adapted.parameters("policy")), "policy")
     return weights
 
@@ -90,10 +80,15 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(NativeModel, "pack", lambda self: None)
 
 
-@pytest.fixture(params=KINDS[:-1])
+def by(*kinds: str) -> Any:
+    """Run with each of these."""
+    return pytest.mark.parametrize("kind", kinds, indirect=True)
+
+
+@pytest.fixture
 def kind(request) -> str:
-    """What computes natively; as on a GPU where it is for one."""
-    if request.param != "native":
+    """What computes; as on a GPU where it is for one."""
+    if request.param in ("graph", "tape"):
         request.getfixturevalue("as_on_a_gpu")
     return request.param
 
@@ -118,13 +113,13 @@ def sampler_of(weights: ServedWeights, kind: str) -> TorchSampler:
 @cache
 def by_transformers(name: str, asked: tuple[GroupRequest, ...], adapter: bool) -> list[Completion]:
     """What it computes is the same for whatever of ours stands beside it."""
-    return generated(sampler_of(served(name, adapter=adapter), "transformers"), [*asked])
+    return generated(sampler_of(weights_of(name, adapter=adapter), "transformers"), [*asked])
 
 
 def assert_like_transformers(
     name: str, asked: list[GroupRequest], kind: str, *, adapter: bool = False
 ):
-    ours = generated(sampler_of(served(name, adapter=adapter), kind), asked)
+    ours = generated(sampler_of(weights_of(name, adapter=adapter), kind), asked)
     theirs = by_transformers(name, tuple(asked), adapter)
     assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
     assert [each.finish_reason for each in ours] == [each.finish_reason for each in theirs]
@@ -137,14 +132,15 @@ def assert_like_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "adapter"),
+    ("name", "adapter", "kind"),
     [
-        ("llama", True),
-        ("llama-mha-tied", False),
-        ("llama-mqa", True),
-        ("qwen2", False),
-        ("qwen3-biases", True),
+        ("llama", True, "native"),
+        ("llama-mha-tied", False, "tape"),
+        ("llama-mqa", True, "graph"),
+        ("qwen2", False, "native"),
+        ("qwen3-biases", True, "tape"),
     ],
+    indirect=["kind"],
 )
 def test_prompts_of_all_lengths_and_groups_of_all_sizes(name, adapter, kind):
     asked = [
@@ -155,6 +151,7 @@ def test_prompts_of_all_lengths_and_groups_of_all_sizes(name, adapter, kind):
     assert len({each.token_ids for each in found}) > len(PROMPTS)
 
 
+@by("native", "tape")
 def test_completions_across_the_stretches_in_which_keys_are_read(kind):
     lengths = (63, 64, 65, 130, 260)
     asked = [
@@ -165,6 +162,7 @@ def test_completions_across_the_stretches_in_which_keys_are_read(kind):
     assert {len(each.token_ids) for each in found} == set(lengths)
 
 
+@by("native", "graph")
 def test_every_way_of_drawing(kind):
     stops = tuple(range(3, 30))
     asked = [
@@ -179,8 +177,10 @@ def test_every_way_of_drawing(kind):
     assert {each.finish_reason for each in found} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "adapter"), [("llama-mqa", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("name", "adapter", "dtype"),
+    [("llama-mqa", True, torch.bfloat16), ("qwen3", False, torch.float32)],
+)
 def test_compiled_kernels_compute_what_torch_does(request, name, adapter, dtype):
     """The same histories, whose rows are of all lengths, with our kernels and with torch's as on a GPU."""
     how = {"steps": 60, "rows": 12, "lengths": [1, 2, 20, 33, 50], "vocabulary": 96}
@@ -257,63 +257,47 @@ def assert_alone(engine: Engine, history: History) -> None:
     engine.finish([row])
 
 
-def weights_of(name: str, dtype: torch.dtype, *, adapter: bool) -> ServedWeights:
-    model = made(WIDE, dtype=dtype) if name == "wide" else family(name, dtype=dtype)
-    if not adapter:
-        return ServedModel(model)
-    weights = ServedAdapter(adapted(model))
-    weights.adapted.write("served", dict(weights.adapted.parameters("policy")), "policy")
-    return weights
+SCHEDULES = {
+    ("llama", True, "native"): torch.bfloat16,
+    ("llama-mha-tied", False, "native"): torch.float32,
+    ("llama-mqa", True, "native"): None,
+    ("qwen2", False, "native"): None,
+    ("qwen3", True, "native"): None,
+    ("wide", False, "native"): torch.float32,
+    ("llama", True, "transformers"): torch.float32,
+    ("llama", True, "tape"): None,
+    ("llama-mqa", False, "graph"): torch.float32,
+    ("qwen2", True, "graph"): torch.bfloat16,
+    ("qwen3", True, "tape"): torch.float32,
+    ("wide", False, "graph"): None,
+}
+"""Families and what computes them: in the usual run with one number format at most, with the others as soak tests."""
 
 
-def schedules() -> list[Any]:
-    """Families and what computes them; most are in the usual run with one number format, all others are soak tests."""
-    usual = {
-        ("llama", True, "native"): torch.bfloat16,
-        ("llama-mha-tied", False, "native"): torch.float32,
-        ("llama-mqa", True, "native"): torch.bfloat16,
-        ("qwen2", False, "native"): None,
-        ("qwen3", True, "native"): torch.bfloat16,
-        ("wide", False, "native"): torch.float32,
-        ("llama", True, "transformers"): torch.float32,
-        ("llama", True, "tape"): torch.float32,
-        ("llama-mqa", False, "graph"): None,
-        ("qwen2", True, "graph"): torch.bfloat16,
-        ("qwen3", True, "tape"): None,
-        ("wide", False, "graph"): torch.float32,
-    }
-    return [
-        pytest.param(
-            *case,
-            dtype,
-            id="-".join(map(str, [*case, dtype])).replace("torch.", ""),
-            marks=[] if dtype is usually else [pytest.mark.soak(suite="engine")],
-        )
-        for case, usually in usual.items()
+@pytest.mark.parametrize(
+    ("name", "adapter", "kind", "dtype"),
+    [
+        pytest.param(*case, dtype, marks=[] if dtype is usual else pytest.mark.soak(suite="engine"))
+        for case, usual in SCHEDULES.items()
         for dtype in (torch.float32, torch.bfloat16)
-    ]
-
-
-@pytest.mark.parametrize(("name", "adapter", "computed", "dtype"), schedules())
-def test_random_schedules_leave_every_row_its_bits(request, name, adapter, computed, dtype):
-    native = computed != "transformers"
-    if computed in ("graph", "tape"):
-        request.getfixturevalue("as_on_a_gpu")
+    ],
+    indirect=["kind"],
+)
+def test_random_schedules_leave_every_row_its_bits(name, adapter, kind, dtype):
     weights = weights_of(name, dtype, adapter=adapter)
-    engine = engine_of(weights, computed)
-    histories = scheduled(
-        engine, len(name), steps=150, rows=14, lengths=[1, 2, 7, 20, 63, 64, 65, 70], vocabulary=96
-    )
-    assert len(histories) > 30
-    if native:
-        assert max(len(each.tokens) for each in histories) > 64
-    longest = sorted(histories, key=lambda each: -len(each.tokens))[:3]
-    fresh = engine_of(weights, computed)
-    for history in [*longest, *random.Random(1).sample(histories, 9)]:
+    engine = engine_of(weights, kind)
+    many = kind == "native"
+    lengths = [1, 2, 7, 20, 63, 64, 65, 70] if many else [1, 2, 7, 20, 33]
+    histories = scheduled(engine, len(name), 110 if many else 50, 14, lengths, 96)
+    longest = sorted(histories, key=lambda each: -len(each.tokens))[:2]
+    assert len(longest[0].tokens) > (64 if many else 30)
+    fresh = engine_of(weights, kind)
+    for history in [*longest, *random.Random(1).sample(histories, 6)]:
         assert_alone(fresh, history)
-    assert_alone(engine_of(weights, computed), longest[0])
+    assert_alone(engine_of(weights, kind), longest[0])
 
 
+@by("native", "graph")
 def test_a_row_that_is_longer_by_far_changes_no_other(monkeypatch, kind):
     """Its keys and values are read to its own length, those of the others beyond theirs."""
     dtype = torch.bfloat16 if kind == "native" else torch.float32
@@ -335,7 +319,7 @@ def test_a_row_that_is_longer_by_far_changes_no_other(monkeypatch, kind):
     assert_alone(engine_of(weights, kind), history)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture
 def threads(request) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -344,7 +328,9 @@ def threads(request) -> Iterator[int]:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("threads", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], indirect=["threads"]
+)
 def test_a_row_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
     """Several threads have other ways for many rows than for few, and how many there are depends on timing."""
     weights = ServedModel(made(BROAD, dtype=dtype))
@@ -358,12 +344,13 @@ def test_a_row_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
         return torch.stack([engine.decode([token] * rows)[0].clone() for token in tokens])
 
     alone = first_of(1)
-    for rows in (64, 65, 101):
+    for rows in (65, 101):
         assert torch.equal(first_of(rows), alone), rows
 
 
+@by("native", "tape")
 def test_members_that_are_cancelled_leave_the_others_their_bits(kind):
-    sampler = sampler_of(served("llama"), kind)
+    sampler = sampler_of(weights_of("llama"), kind)
     asked = [request(draw, 10 + draw, 3, max_tokens=30) for draw in range(3)]
     wanted = [generated(sampler, [each]) for each in asked]
 
@@ -385,14 +372,12 @@ def test_members_that_are_cancelled_leave_the_others_their_bits(kind):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("computed", KINDS)
-def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(request, computed):
-    if computed in ("graph", "tape"):
-        request.getfixturevalue("as_on_a_gpu")
+@by("native", "tape", "transformers")
+def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(kind):
     model = family("llama")
     model.model.embed_tokens.weight.data[50] = torch.nan
     weights = ServedModel(model)
-    engine = engine_of(weights, computed)
+    engine = engine_of(weights, kind)
     ids = text(9).tolist()
     prompt = engine.prefill(ids)
     rows = [engine.begin(prompt) for _ in range(3)]
@@ -409,30 +394,10 @@ def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(request
     for number in range(5):
         found = engine.decode([7] * 3)
         assert all(torch.equal(found[row], history.logits[number]) for row in range(len(again)))
-    assert_alone(engine_of(weights, computed), history)
+    assert_alone(engine_of(weights, kind), history)
 
 
 # New weights
-
-
-def published(weights: ServedWeights, tensors: dict[str, Tensor], folder: Path, version: int):
-    """A policy of these tensors; kept in the format of the weights."""
-    place = folder / str(version)
-    place.mkdir()
-    if isinstance(weights, ServedAdapter):
-        write_tensors(tensors, place / "adapter_model.safetensors")
-    else:
-        write_tensors(tensors, place / "model.safetensors")
-    kind: Any = "adapter" if isinstance(weights, ServedAdapter) else "full"
-    return Policy("r", version, fingerprint(tensors), kind, str(place))
-
-
-def changed(weights: ServedWeights, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: value.detach() + 0.1 * torch.randn(value.shape, generator=generator).to(value)
-        for name, value in weights.tensors().items()
-    }
 
 
 def assert_serves(sampler: TorchSampler, weights: ServedWeights) -> None:
@@ -449,10 +414,17 @@ def assert_serves(sampler: TorchSampler, weights: ServedWeights) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "adapter"), [("llama-biases", True), ("qwen3", True), ("llama-mha-tied", False)]
+    ("name", "adapter", "kind"),
+    [
+        ("llama-biases", True, "native"),
+        ("qwen3", True, "tape"),
+        ("llama-mha-tied", False, "native"),
+        ("llama-mha-tied", False, "graph"),
+    ],
+    indirect=["kind"],
 )
 def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter, kind):
-    weights = served(name, adapter=adapter)
+    weights = weights_of(name, adapter=adapter)
     sampler = sampler_of(weights, kind)
     assert_serves(sampler, weights)
     asked = [request(0, 20, 3, 20)]
@@ -468,18 +440,20 @@ def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter, ki
 
 
 @pytest.mark.parametrize(
-    ("adapter", "part"),
+    ("adapter", "part", "kind"),
     [
-        (True, "up_proj.lora_B"),
-        (False, "q_proj"),
-        (False, "norm"),
+        (True, "up_proj.lora_B", "native"),
+        (True, "up_proj.lora_B", "tape"),
+        (False, "q_proj", "native"),
+        (False, "norm", "graph"),
     ],
+    indirect=["kind"],
 )
 def test_new_weights_that_are_no_numbers_are_told_and_good_ones_serve_again(
     tmp_path, adapter, part, kind
 ):
     """Not the weights from before under the new name, and not a mixture."""
-    weights = served("llama", adapter=adapter)
+    weights = weights_of("llama", adapter=adapter)
     sampler = sampler_of(weights, kind)
     good = changed(weights, 1)
     broken = {
