@@ -427,10 +427,15 @@ def test_all_is_on_all_nodes_and_each_is_told_which_process_it_is(
 def test_two_nodes_train_as_one_process_does_also_where_one_was_killed(
     person: Person, engine: str
 ) -> None:
-    """What was killed goes on to the bits of the undisturbed training."""
+    """On Ray: what was killed there goes on to the bits of the undisturbed training."""
     steps = "training.max_steps=6"
     person.types("local", "--detach", "--name", "alone", "--", *ONE, steps)
     person.types(*on_both(engine, "calm"), "--", *BOTH, steps)
+    person.types("logs", "-f", "alone")
+    calm = trained(person, "calm")
+    assert_close(trained(person, "alone"), calm)
+    if engine == "slurm":
+        return
     with person.held_at(5):
         begun = person.begins(*on_both(engine, "shaken"), "--", *BOTH, steps)
         person.sees("step 4/6")
@@ -439,10 +444,7 @@ def test_two_nodes_train_as_one_process_does_also_where_one_was_killed(
     assert "Learner 2 of 2" in person.said()
     person.types("resume", "shaken", "--env-file", "near.env")
     assert person.result("shaken")["attempt"] == 2
-    calm, shaken = (trained(person, name) for name in ("calm", "shaken"))
-    assert what_must_be_equal(calm) == what_must_be_equal(shaken)
-    person.types("logs", "-f", "alone")
-    assert_close(trained(person, "alone"), calm)
+    assert what_must_be_equal(calm) == what_must_be_equal(trained(person, "shaken"))
 
 
 @LONG
