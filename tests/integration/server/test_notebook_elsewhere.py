@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.client.errors import ClientError
-from groupwise.errors import UsageError
 from groupwise.notebook import TrainingConfig, connect, run_full_pipeline
 from tests.integration.server.running import Server, running
 
@@ -47,11 +45,3 @@ def test_the_same_calls_give_the_same_policy_on_a_server(
     assert f"torch, on {server.url}" in capsys.readouterr().out
     measured = remote.evaluate(session.config, session)
     assert measured["accuracy"] == session.run.evaluations()["after"]["accuracy"]
-
-
-def test_a_server_that_does_not_answer_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.notebook.connection.FIRST_PATIENCE", 0.1)
-    with pytest.raises(ClientError, match=r"127\.0\.0\.1:9"):
-        connect("http://127.0.0.1:9")
-    with pytest.raises(UsageError, match="gpu-machine"):
-        connect("gpu-machine")

@@ -170,29 +170,6 @@ def test_every_page_is_accessible_and_fits(
         assert not too_wide(page), path
 
 
-def test_times_grow_older_and_colours_can_be_chosen_and_left_to_the_system_again(
-    visit: Visit, site: str
-) -> None:
-    visitor = visit(site, color_scheme="dark")
-    page = visitor.page
-    page.clock.install()
-    visitor.goes("/runs/first")
-    said = page.locator(".pairs time")
-    before = said.inner_text()
-    page.clock.run_for(3 * 3_600_000)
-    expect(said).not_to_have_text(before)
-    expect(said).to_have_text(re.compile(r" h ago$"))
-    chosen = "document.documentElement.dataset.theme ?? 'of the system'"
-    painted = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(painted)
-    for expected in ("light", "of the system", "light"):
-        page.get_by_label("Dark or light").click()
-        assert page.evaluate(chosen) == expected
-    visitor.goes("/runs/second")
-    assert page.evaluate(chosen) == "light"
-    assert page.evaluate(painted) != dark
-
-
 def test_by_keyboard(visit: Visit, site: str) -> None:
     page = visit(site).goes("/runs/first/rollouts")
     page.keyboard.press("Tab")
@@ -348,23 +325,3 @@ def test_a_log_grows_where_somebody_reads_it_and_says_where_the_next_attempt_beg
         expect(page.locator("#log")).to_have_text("Log of attempt 0")
         append(make(direct.place.logs, job, epochs[1]), 0, b"the second\n")
         expect(log).to_have_text("the first\n\n— attempt 1 —\nthe second\n", use_inner_text=True)
-
-
-def test_a_phone_shows_rewards_and_rollouts_first(visit: Visit, site: str) -> None:
-    visitor = visit(site, viewport=PHONE)
-    page = visitor.goes("/runs")
-    edges = page.locator("#runs tbody tr").evaluate_all(
-        "rows => rows.flatMap(row => ['.phone .state', '.spark', 'td.num']"
-        ".map(each => row.querySelector(each).getBoundingClientRect().right))"
-    )
-    assert (len(edges), max(edges) <= PHONE["width"]) == (9, True)
-    visitor.goes("/runs/first/rollouts?outcome=scored&page=1")
-    expect(page.locator(".rollout").first).to_be_in_viewport(ratio=0.3)
-    expect(page.get_by_label("Text")).to_be_hidden()
-    page.get_by_text("Filter (1 in use)").click()
-    page.get_by_label("Text").fill("step 4")
-    page.get_by_role("button", name="Show").click()
-    page.wait_for_url("**text=step**")
-    expect(page.get_by_text("Filter (2 in use)")).to_be_visible()
-    page.set_viewport_size(DESK)
-    expect(page.get_by_label("Text")).to_be_visible()

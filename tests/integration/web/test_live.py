@@ -8,14 +8,12 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Route, expect
 
-from groupwise.fleet.direct import DirectFleet
 from groupwise.runs.store import Store
 from tests.integration.web.visiting import (
     SOON,
@@ -170,32 +168,3 @@ def test_marked_text_and_opened_texts_stay(visit: Visit, tmp_path: Path) -> None
         expect(log).to_contain_text("line 949")
         expect(waits).to_have_count(0)
         assert log.evaluate("element => [element.scrollTop, element.mine]") == [120, True]
-
-
-def test_a_page_of_the_fleet_goes_on_around_what_has_the_focus(
-    visit: Visit, direct: DirectFleet, tmp_path: Path
-) -> None:
-    def elsewhere(work: Callable[[str], object]) -> None:
-        """In this thread the browser's driver has its loop."""
-        doing = threading.Thread(target=work, args=["waiting-1"])
-        doing.start()
-        doing.join()
-
-    with shown(tmp_path / "runs", fleet=direct) as address:
-        visitor = visit(address)
-        page = visitor.goes("/fleet")
-        is_live(page)
-        state = page.get_by_role("row", name="waiting-1").locator(".state")
-        for focused, work, word in (
-            (page.get_by_role("region", name="Jobs"), direct.hold, "held"),
-            (page.get_by_role("link", name="waiting-1"), direct.release, "queued"),
-        ):
-            focused.focus()
-            elsewhere(work)
-            expect(state).to_have_text(word, timeout=SOON)
-            expect(focused).to_be_focused()
-        visitor.goes("/fleet/jobs/waiting-1")
-        is_live(page)
-        page.locator("#facts dl").evaluate(MARK)
-        elsewhere(direct.hold)
-        expect(page.locator(".title .state")).to_have_text("held", timeout=SOON)

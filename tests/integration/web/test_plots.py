@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 import groupwise.web
 from groupwise.runs.records import EvaluationRecord, StepRecord
@@ -23,7 +23,6 @@ from groupwise.runs.store import Store
 from groupwise.web.runs.curves import names_of, plots_of
 from tests.integration.web.visiting import (
     DESK,
-    PHONE,
     SOON,
     Visitor,
     going_on,
@@ -302,29 +301,6 @@ def test_what_stands_out_of_a_spread_is_shown_and_looked_at_closely(plots: Plots
     assert float(plots.one(1.0)["step"]) > 200
 
 
-def test_many_runs_show_what_stands_out_and_can_be_told_apart(
-    plots: Plots, visit: Callable[..., Visitor]
-) -> None:
-    names = [f"run-{number:02}" for number in range(12)]
-    for name in names:
-        plots.run(name, [{"reward": float(step == 70)} for step in range(140)])
-    plots.draw("reward", *names)
-    plots.one(70 / 138)  # the column of 70 and 71
-    edges = plots.figure.locator(".u-series.edge-of-many td").all_text_contents()
-    assert (len(edges), set(edges)) == (24, {"0", "1"})
-    borders = plots.figure.locator(".u-series:not(.edge-of-many)").evaluate_all(
-        "rows => rows.slice(1).map(row => getComputedStyle(row.querySelector('.u-marker')).border)"
-    )
-    assert len(set(borders)) == 12
-    page = visit(plots.page.url.removesuffix("/bench")).goes(
-        "/compare?" + "&".join(f"run={name}" for name in names)
-    )
-    swatches = page.locator("#runs .swatch line").evaluate_all(
-        "lines => lines.map(getComputedStyle).map(each => each.stroke + each.strokeDasharray)"
-    )
-    assert len(set(swatches)) == 12
-
-
 def test_range_cursor_and_hidden_lines_stay_while_a_run_goes_on(plots: Plots) -> None:
     parts = {"completions/mean_length": 4.0, "completions/min_length": 1.0}
     path = plots.run("grows", [{**parts, "completions/max_length": float(n)} for n in range(40)])
@@ -354,75 +330,6 @@ def test_a_plot_is_told_and_its_lines_are_hidden_by_keyboard(plots: Plots) -> No
         plots.page.keyboard.press(key)
         expect(button).to_have_attribute("aria-pressed", pressed)
         expect(plots.figure.locator(".u-series.u-off")).to_have_count(hidden)
-
-
-def test_pass_at_k_has_its_interval_beside_it(plots: Plots) -> None:
-    curve = {"label": "several", "k": [1, 2, 4], "y": [0.5, 0.7, 0.8], "low": [0.4, 0.6, 0.7], "high": [0.6, 0.8, 0.9]}  # fmt: skip
-    plots.page.evaluate("curves => plant([], { title: 'pass@k', curves })", [curve])
-    assert plots.at(0.0, 1.0) == [
-        {"k": "1", "several": "0.5", "95 % from": "0.4", "95 % to": "0.6"},
-        {"k": "4", "several": "0.8", "95 % from": "0.7", "95 % to": "0.9"},
-    ]
-
-
-def test_a_card_is_as_high_with_the_cursor_as_without(plots: Plots) -> None:
-    rewards = (0.0, 0.1234567, -0.0001234, 1e7, 0.5)
-    times = {"time/sampling": 1.0, "time/scoring": 12.25, "time/learning": 100.5}
-    plots.run("odd", [{"reward": each, "reward_std": each / 3} | times for each in rewards])
-    for viewport in (DESK, PHONE):
-        plots.page.set_viewport_size(viewport)
-        for title in ("Reward", "Where the time went"):
-            plots.draw(title, "odd")
-            places = plots.does(
-                "[null, 0, 0.25, 0.5, 0.75, 1].map((share) => { point(share); return"
-                " [element.parentElement.getBoundingClientRect().height, rows(state.made).at(-1).getBoundingClientRect().x]; })"
-            )
-            assert len({tuple(each) for each in places}) == 1, (title, places)
-
-
-def test_at_rest_a_legend_says_the_last_values(plots: Plots) -> None:
-    path = plots.run("rests", [{"reward": n / 4, "reward_std": 0.5} for n in range(4)])
-    plots.run("short", [{"reward": 0.25}, {"reward": 0.5}])
-    plots.draw("Reward", "rests")
-    last = {"step": "3", "reward": "0.75", "− spread": "0.25", "+ spread": "1.25"}
-    assert plots.does("spoken(state.made)") == last
-    assert plots.one(0.0)["reward"] == "0"
-    assert plots.one(None) == last
-    add_metrics(path, [{"reward": 2.0, "reward_std": 1.0}])
-    plots.again()
-    assert (plots.one(None)["step"], plots.one(None)["reward"]) == ("4", "2")
-    plots.draw("reward", "rests", "short")
-    assert plots.one(None) == {"step": "last", "rests": "2", "short": "0.5"}
-
-
-def test_an_axis_has_room_digits_and_zero(plots: Plots) -> None:
-    shapes: dict[str, Callable[[int], float]] = {
-        "learning_rate": lambda n: 3e-4 - n * 1e-6,
-        "own/tiny": lambda n: 8e-6 + n * 1e-8,
-        "own/large": lambda n: 2e6 + n * 1e5,
-        "own/deep": lambda n: -12345.678 - n * 1e-3,
-        "sampling/ratio_mean": lambda n: 1 + n * 1e-5,
-        "frac_reward_zero_std": lambda n: 0.0,
-        "completions/clipped_ratio": lambda n: 0.25,
-        "own/below": lambda n: -3.0,
-    }
-    plots.run("axes", [{name: of(n) for name, of in shapes.items()} for n in range(20)])
-
-    def drawn(title: str) -> list[str]:
-        plots.draw(title, "axes")
-        return plots.beside_axis()
-
-    for name in ("Learning rate", "own/tiny", "own/large", "own/deep"):
-        labels = drawn(name)
-        assert len(labels) == len(set(labels)) > 1, name
-    assert all(1 <= float(each) <= 1.001 for each in drawn("sampling/ratio_mean"))
-    assert plots.one(None)["ratio_mean"] == "1.00019"
-    zero, share, below = (
-        [float(each) for each in drawn(name)]
-        for name in ("Groups without signal", "Truncated", "own/below")
-    )
-    assert (zero[0], zero[-1], share[0], below[-1]) == (0, 1, 0, 0)
-    assert (share[-1] >= 0.2, below[0] <= -2) == (True, True)
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
@@ -542,28 +449,6 @@ def test_over_time_steps_stand_where_they_were_done(plots: Plots) -> None:
     assert plots.one(1.0) == {"step": "3", "reward": "3"}
 
 
-def test_a_range_of_time_is_looked_at_closely(plots: Plots) -> None:
-    """Each run where its own steps are; a peak stands in the last column before the edge of the range."""
-    for name, every in (("quickly", 10.0), ("slowly", 100.0), ("briefly", 5.0)):
-        steps = [
-            {"reward": 9.0 if n == 287 else 0.5} for n in range(40 if name == "briefly" else 360)
-        ]
-        plots.run(name, steps, lambda n, every=every: BEGAN + every * (n + 1))
-    plots.draw("reward", "quickly", "slowly", "briefly", over="time")
-    assert plots.label() == "hours"
-    near = {run: (begin, end) for run, begin, end in plots.look(0.8, 0.9)}
-    begin, end = near["slowly"]
-    assert (272 < begin < 288, 322 < end < 330) == (True, True), near
-    assert near["quickly"][0] > 352, "it has ended before: its last column"
-    assert near["briefly"][0] >= 38
-    told = plots.everywhere()
-    assert "9" in {each["slowly"] for each in told}, "the very step"
-    places = [float(each["hours"].split()[0]) for each in told]
-    assert (min(places), max(places)) == pytest.approx((8.0, 9.0), abs=0.1)
-    plots.again(over="steps")
-    assert float(plots.one(1.0)["step"]) > 340, "all of it: a range is one of its axis"
-
-
 def test_held_out_prompts_have_a_curve_at_their_own_steps(plots: Plots) -> None:
     path = plots.run(
         "held",
@@ -632,10 +517,6 @@ def legend_at(plot: Locator, share: float) -> dict[str, str]:
     )
 
 
-def over(page: Page, what: str) -> None:
-    page.get_by_role("combobox", name="Over").select_option(what)
-
-
 def test_choices_and_a_range_by_mouse_stay_while_a_run_goes_on_and_on_the_next_page(
     visit: Callable[..., Visitor], tmp_path: Path
 ) -> None:
@@ -668,44 +549,3 @@ def test_choices_and_a_range_by_mouse_stay_while_a_run_goes_on_and_on_the_next_p
         expect(page.get_by_role("checkbox", name="Logarithmic axis")).to_be_checked()
         expect(slider).to_have_value("0.99")
         expect(chart(page, "reward").locator(".edge-of-many").first).to_be_attached()
-
-
-def test_what_is_drawn_is_what_is_chosen_whatever_comes_when(
-    visit: Callable[..., Visitor], tmp_path: Path
-) -> None:
-    """An answer comes late, another not at all, and the browser keeps nothing."""
-    add_metrics(write_run(tmp_path / "one", 0), [{"reward": float(n)} for n in range(4)])
-    denied = "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('denied', 'SecurityError'); } })"
-    held: list[Route] = []
-    with shown(tmp_path) as address:
-        visitor = visit(address)
-        page = visitor.page
-        page.add_init_script(denied)
-        page.clock.install()
-        visitor.goes("/runs/one")
-        plot = chart(page, "Reward")
-        page.route("**/curves?*times=yes*", lambda route: held.append(route))  # noqa: PLW0108
-        over(page, "time")
-        page.clock.run_for(50)
-        for smoothing in ("0.5", "0.6"):
-            page.get_by_role("slider", name="Smoothing").fill(smoothing)
-        page.clock.run_for(50)
-        expect(plot.locator(".u-series", has_text="raw")).to_be_visible()
-        assert len(held) == 1, "it is asked once"
-        over(page, "steps")
-        page.clock.run_for(50)
-        with page.expect_response(lambda answer: "times" not in answer.url):
-            held[0].continue_()
-        page.clock.run_for(50)
-        assert legend_at(plot, 1.0)["step"] == "3"
-        page.unroute("**/curves?*times=yes*")
-        page.route("**/curves?*times=yes*", lambda route: route.fulfill(status=503), times=1)
-        with page.expect_response(lambda answer: answer.status == 503):
-            over(page, "time")
-            page.clock.run_for(50)
-        assert legend_at(plot, 1.0)["step"] == "3", "what is there stays"
-        page.clock.fast_forward(11_000)
-        expect(plot.locator(".u-label").first).to_have_text("seconds")
-        before = page.locator("html").get_attribute("data-theme")
-        page.locator("#theme").click()
-        assert page.locator("html").get_attribute("data-theme") != before

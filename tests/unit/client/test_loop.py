@@ -14,7 +14,7 @@ import pytest
 from groupwise.client.async_training_client import AsyncTrainingClient
 from groupwise.client.loop import TrainingSummary, train, train_async
 from groupwise.client.training_client import TrainingClient
-from groupwise.errors import TaskError, UsageError
+from groupwise.errors import TaskError
 from groupwise.wire.problems import Refusal
 
 EXAMPLES = [{"prompt": f"p{i}", "answer": i} for i in range(3)]
@@ -134,16 +134,6 @@ async def test_cancelling_gives_up_what_is_under_way() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert server.given_up == ["g-0"]
-
-
-async def test_what_cannot_work_is_said_first() -> None:
-    for server, function, steps, error, said in (
-        (Server(steps="manual"), lengths, 1, UsageError, "steps: manual"),
-        (Server(), lambda wrod: [1.0], 1, TaskError, "wrod"),
-        (Server(), lengths, 0, UsageError, "steps is 0"),
-    ):
-        with pytest.raises(error, match=said):
-            await trained(server, function, steps=steps)
 
 
 async def test_it_ends_where_the_run_does_and_asks_again_for_what_expired() -> None:

@@ -2,9 +2,6 @@
 
 import socket
 
-import pytest
-
-from groupwise.errors import UsageError
 from groupwise.http.listening import bound
 
 
@@ -13,10 +10,3 @@ def test_small_answers_are_not_held_back_on_their_connections() -> None:
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_an_address_in_use_is_told() -> None:
-    with bound("127.0.0.1", 0) as listening:
-        port = listening.getsockname()[1]
-        with pytest.raises(UsageError, match="port 0 takes any"), bound("127.0.0.1", port):
-            pass

@@ -89,20 +89,6 @@ async def test_the_model_comes_by_get_and_by_post() -> None:
         assert answer.headers["content-disposition"] == 'attachment; filename="tiny@4.zip"'
 
 
-async def test_readiness_says_why_not() -> None:
-    service = FakeService()
-    app = app_of(service)
-    async with client_of(app) as client:
-        ready = await client.get("/readyz")
-        service.not_ready = "the engine is being started"
-        waiting = await client.get("/readyz")
-        service.not_ready = None
-        serving_of(app).ending.set()
-        ending, alive = await client.get("/readyz"), await client.get("/healthz")
-    assert [each.status_code for each in (ready, waiting, ending, alive)] == [200, 503, 503, 200]
-    assert waiting.json()["detail"] == "the engine is being started"
-
-
 # Problems
 
 
@@ -208,25 +194,6 @@ def _spoil(ask: dict[str, Any], route: Route) -> None:
         ask["url"] = "/completions/" + "g" * 65
     else:
         ask["url"] += "?no_such_parameter=1"
-
-
-async def test_addresses_methods_and_parameters_that_are_not_there_are_problems_too() -> None:
-    service = FakeService()
-    async with client_of(app_of(service)) as client:
-        for url in ("/nowhere", "/status/"):
-            assert code_of(await client.get(url)) == "not_found"
-        wrong = await client.put("/status")
-        assert (code_of(wrong), wrong.headers["allow"]) == ("method_not_allowed", "GET")
-        for url, field in (
-            ("/model?versio=tiny@4", "versio"),
-            ("/model?version=4&step=4", "step"),
-            ("/status?verbose", "verbose"),
-        ):
-            answer = await client.get(url)
-            assert code_of(answer) == "invalid_request"
-            assert [error["field"] for error in answer.json()["errors"]] == [field]
-        assert service.calls == []
-        assert (await client.get("/healthz?from=somewhere")).status_code == 200
 
 
 async def test_what_is_secret_is_told_nowhere_and_a_mistake_is_in_the_log_under_its_id(

@@ -18,9 +18,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from groupwise.errors import ConfigError, UsageError
+from groupwise.errors import UsageError
 from groupwise.runs.lock import RunLock
-from groupwise.server.serve import read_start, serve
+from groupwise.server.serve import serve
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.run_server import main
 
@@ -92,15 +92,6 @@ def test_while_it_ends_it_is_not_ready_and_takes_no_work_and_the_second_signal_e
         assert client.post("/start", json={}).json()["code"] == "shutting_down"
         process.popen.send_signal(signal.SIGINT)
         assert process.popen.wait(30) == -signal.SIGINT
-
-
-def test_settings_to_start_with_are_told_by_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text("model_id: tiny\nmax_steps: 0\nmax_step: 3\n")
-    with pytest.raises(ConfigError) as told:
-        read_start(path)
-    assert f"{path}:2: max_steps: " in told.value.message
-    assert f"{path}:3: max_step: is not a field; did you mean max_steps?" in told.value.message
 
 
 def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(

@@ -306,18 +306,6 @@ async def test_what_cannot_be_completed_is_refused_with_its_field(tmp_path: Path
             assert [error.field for error in refusal.errors] == [field]
 
 
-async def test_a_run_that_is_about_to_finish_is_in_nobodys_way(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        await server.start(max_steps=1)
-        held = server.engines[0].hold("close_run")
-        await server.round(0)
-        begun = asyncio.create_task(server.start(run_name="next"))
-        await asyncio.sleep(0.01)
-        assert not begun.done()
-        held.set()
-        assert await begun == "next"
-
-
 async def test_what_is_known_of_a_run_outlives_the_server_and_its_place(tmp_path: Path) -> None:
     server = Served(tmp_path / "here")
     await server.service.begin()

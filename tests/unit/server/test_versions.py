@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,15 +50,6 @@ def read(run: Versions, version: str | None) -> tuple[str, str, Sequence[str], b
         return found.address, found.fingerprint, names, weights.file.read()
     finally:
         found.close()
-
-
-def test_a_checkpoint_that_somebody_is_deleting_is_passed_over(run: Versions) -> None:
-    (run.named[0] / "adapter_model.safetensors").unlink()
-    assert run.steps() == [3, 4, 5]
-    shutil.rmtree(run.named[0])
-    assert run.steps() == [3, 4, 5]
-    with pytest.raises(Refusal, match="no longer kept"):
-        run.open("1")
 
 
 def test_what_is_published_saved_or_named_can_be_read(run: Versions) -> None:

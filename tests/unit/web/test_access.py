@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.web.access import LASTS, Door, cookie_name
+from groupwise.web.access import LASTS, Door
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
 from groupwise.wire.problems import Refusal
 
@@ -125,14 +125,3 @@ def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it() 
     ):
         with pytest.raises(Refusal, match="proxy_set_header Host"):
             door.expect_actor(visitor, {**HERE, **headers}, visitor.token)
-
-
-def test_dashboards_of_one_host_have_cookies_of_their_own() -> None:
-    for host, above, name in (
-        ("127.0.0.1:8080", "", "groupwise-8080"),
-        ("127.0.0.1:8000", "/dashboard", "groupwise-8000-dashboard"),
-        ("gw.example.org", "", "groupwise"),
-        ("[::1]:9000", "", "groupwise-9000"),
-        ("odd:;x=1", "", "groupwise"),
-    ):
-        assert cookie_name({"host": host}, above) == name

@@ -19,7 +19,6 @@ from groupwise.runs.asked import AskedFilter
 from groupwise.runs.records import GroupAsked, StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout
-from groupwise.web.runs import answers
 from groupwise.web.runs.answers import matches
 from tests.unit.web.asking import asking
 from tests.web_runs import write_run
@@ -126,21 +125,6 @@ async def test_sides_end_at_their_steps_and_are_matched_and_chosen(
     if "old@0" in query:
         [pair] = found["pairs"]
         assert [pair[side]["step"] for side in "ab"] == [0, 1]
-
-
-async def test_what_is_looked_at_is_bounded(
-    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answers, "MOST_GROUPS", 3)
-    found = await page(client, "a=old&b=new")
-    assert differences(found) == [(4, None)], "which alone is among the newest three of both"
-    assert found["limits"] == {"groups": 3, "prompts": None}
-    assert "3 groups of each" in (await client.get("/rollouts/compare?a=old&b=new")).text
-    monkeypatch.setattr(answers, "MOST_GROUPS", 100)
-    monkeypatch.setattr(answers, "MOST_PROMPTS", 2)
-    found = await page(client, "a=old&b=new")
-    assert found["summary"]["prompts"] == 2
-    assert found["limits"] == {"groups": None, "prompts": 2}
 
 
 async def test_rewards_that_are_computed_otherwise_are_told(

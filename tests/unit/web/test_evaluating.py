@@ -156,19 +156,6 @@ def test_the_quick_interval_is_near_the_bootstrap() -> None:
     assert edge.low == 0.0
 
 
-async def test_all_prompts_that_changed_can_be_reached(run: Path) -> None:
-    write(run, "a.json", "one@0", 0.0, rows=rows(0.0, prompts=120))
-    write(run, "b.json", "one@4", 0.5, rows=rows(0.5, prompts=120))
-    seen: list[str] = []
-    for page in (1, 2, 3):
-        path = f"/evaluations/compare?a=one:a.json&b=one:b.json&page={page}"
-        found = (await asked(run, path)).json()
-        assert (found["all_changed"], found["pages"]) == (120, 3)
-        seen += [each["prompt"] for each in found["changed"]]
-    assert sorted(seen) == sorted(f"question {n}" for n in range(120))
-    assert 'rel="next"' in (await asked(run, path.replace("=3", "=2"), "text/html")).text
-
-
 async def test_those_of_all_runs_and_of_none_stand_in_one_list(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     run = write_run(runs / "one", 4)
@@ -206,19 +193,6 @@ async def test_those_of_all_runs_and_of_none_stand_in_one_list(tmp_path: Path) -
         write(run, f"other-{number}.json", f"elsewhere-{number}", 0.5)
     newest = [each["reference"] for each in await listed("?q=one")][:3]
     assert newest == [":sums-one@4.json", "@4:held-out", "@0:held-out"], "whatever else it has"
-
-
-async def test_the_list_of_all_comes_in_pages_of_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("groupwise.web.runs.evaluating.RUNS", 2)
-    seen: set[str] = set()
-    runs = [write_run(tmp_path / "runs" / f"run-{number}", 1) for number in range(5)]
-    for page in (1, 2, 3, 9):
-        data = (await asked(runs[0], f"/evaluations?page={page}")).json()
-        assert (data["pages"], data["page"]) == (3, min(page, 3))
-        seen |= {each["run"] for each in data["evaluations"]}
-    assert seen == {run.name for run in runs}
 
 
 async def test_the_answers_of_one_evaluation_can_be_read(run: Path) -> None:

@@ -20,7 +20,6 @@ from groupwise.fleet.store.database import connect as connect_to
 from groupwise.fleet.store.tables import Attempt, Checkpoint
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
-from groupwise.web.fleet.attempts import axis, facts, names, span, timeline
 from groupwise.web.fleet.jobs import MOST_OF_REASON
 from groupwise.web.fleet.watched import WatchedFleet, lasting
 from groupwise.web.index import RunsIndex
@@ -289,30 +288,6 @@ async def test_only_those_may_act_who_were_allowed_to_and_events_say_who_it_was(
         assert (await client.post(job, data={"action": "release"})).status_code == 401
 
 
-async def test_a_dashboard_without_a_fleet_says_so(tmp_path: Path) -> None:
-    async with client_of(None, tmp_path) as client:
-        for path in ("/fleet", "/fleet/jobs", "/fleet/jobs/x", "/fleet/machines/x"):
-            answer = await client.get(path, headers={"accept": "application/json"})
-            assert (answer.status_code, "--fleet" in answer.json()["detail"]) == (404, True)
-        assert ">Fleet<" not in (await client.get("/runs")).text
-
-
-def test_attempts_lie_on_one_line_of_time() -> None:
-    def attempt(epoch: int, *times: float | None) -> dict[str, Any]:
-        times_of = dict(zip(("created_at", "running_at", "ended_at"), times, strict=True))
-        known = {"epoch": epoch, "generation": 0, "number": epoch - 1, "outcome": None}
-        return {**known, "state": "running", **times_of}
-
-    ended, going_on = attempt(1, 100, 110, 150), attempt(2, 160, 180, None)
-    first, second = timeline([ended, going_on], now=200.0)
-    assert (first["x"], first["waits"], first["runs_at"], first["runs"]) == (0, 100, 100, 400)
-    assert (second["x"], second["runs_at"], second["runs"]) == (600, 800, 200)
-    assert [first["name"], second["name"]] == ["0", "1"]
-    assert (len(axis([ended], now=200.0)), axis([], 1.0), timeline([], 1.0)) == (3, [], [])
-    spans = [span(each, now=200.0) for each in ([ended, going_on], [ended], [])]
-    assert spans == [[100, 200], [100, 150], []]
-
-
 def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
     direct: DirectFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,70 +347,6 @@ async def test_an_attempt_has_one_name_and_a_log_wherever_it_is_spoken_of(
     assert (beyond["text"], beyond["epoch"], beyond["ended"]) == ("", epoch, True)
     none = (await client.get("/fleet/jobs/waiting-1/log?offset=5")).json()
     assert (none["text"], none["epoch"], none["ended"]) == ("", None, False)
-
-
-def test_attempts_with_the_same_number_are_told_apart() -> None:
-    def called(*each: tuple[int, int, int]) -> dict[int, str]:
-        keys = ("epoch", "generation", "number")
-        return names([dict(zip(keys, one, strict=True)) for one in each])
-
-    assert called((7, 0, 0), (9, 1, 0)) == {7: "0", 9: "0 of generation 1"}
-    void = called((7, 0, 0), (8, 0, 0), (9, 0, 1))
-    assert void == {7: "0 (epoch 7)", 8: "0 (epoch 8)", 9: "1"}
-
-
-async def test_evidence_and_events_are_told_in_words(
-    client: httpx2.AsyncClient, direct: DirectFleet, small: SmallFleet
-) -> None:
-    hostile = HOSTILE.replace("\x00", "").replace("\ud83d", "")
-    ended = {"code": 137, "signal": None, "oom_kill": True, "tail": f"step 1\n{hostile}"}
-    evidence = {"because": "exit code 137", hostile: 1, "members": [{"rank": 0, "exit": ended}]}
-    ends(small, small.job("running", job_id="tried"), 0, evidence)
-    await asyncio.to_thread(direct.cancel, "waiting-1", "<b>no need</b>")
-    page = await shown_of(client, "/fleet/jobs/tried")
-    for name, value in (("because", "exit code 137"), ("members exit code", "137"), ("members exit oom kill", "yes")):  # fmt: skip
-        assert f'<dt dir="auto">{name}</dt><dd class="value" dir="auto">{value}</dd>' in page
-    assert "step 1\n&lt;script&gt;" in page
-    for wrong in ("<script>doc", "<img src=x", "\x1b", "{&#34;", "members exit signal"):
-        assert wrong not in page, wrong
-    events = await shown_of(client, "/fleet/jobs/waiting-1")
-    assert "status: queued → cancelled" in events
-    assert "reason: &lt;b&gt;no need&lt;/b&gt;" in events
-
-
-def test_plain_data_becomes_names_and_values() -> None:
-    found = facts(
-        {"a": {"b_c": 1, "d": None}, "e": [1, "x"], "f": False, "m": [{"r": 0}, {"r": 1}]}
-    )
-    assert found == [("a b c", "1"), ("e", '[1, "x"]'), ("f", "no"), ("m 0 r", "0"), ("m 1 r", "1")]
-    deep: Any = "x"
-    for _ in range(20):
-        deep = {"n": deep}
-    [(name, value)] = facts(deep)
-    assert name == "n n n n n"
-    assert value.startswith('{"n": ')
-
-
-async def test_the_page_of_a_machine_has_its_slots_gpus_and_jobs(
-    client: httpx2.AsyncClient, small: SmallFleet
-) -> None:
-    box = "/fleet/machines/box-2"
-    assert "<b>CPU slot</b><span>free</span>" in await shown_of(client, box)
-    for status in ("running", "pending", "failed"):
-        small.job(status, job_id=f"{status}-there", assigned_vm="box-2")
-    small.attempt("running-there", "box-2")
-    held = await shown_of(client, box)
-    assert '<b>CPU slot</b><span>held</span><a href="/fleet/jobs/running-there">' in held
-    assert "<span>free</span>" not in held
-    jobs = held.partition("last placed there")
-    assert ["failed-there" in each for each in (jobs[0], jobs[2])] == [False, True]
-    small.machine("box-3", cpu_slots=3)
-    assert "<b>3 CPU slots</b><span>free</span>" in await shown_of(client, "/fleet/machines/box-3")
-    whole = (await client.get("/fleet?format=json")).json()
-    assert (whole["slots_free"], whole["slots"]) == (3, 4), "none beside the GPUs of box-1"
-    page = await shown_of(client, "/fleet/machines/box-1")
-    table = page.partition('aria-label="GPUs as they were seen"')[2].partition("</table>")[0]
-    assert table.count("<tr data-key=") == 2
 
 
 def test_pages_learn_of_a_change_and_of_nothing_else(direct: DirectFleet) -> None:

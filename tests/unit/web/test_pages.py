@@ -7,17 +7,13 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from collections.abc import AsyncIterator
-from html import unescape
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlsplit
 
 import httpx2
 import pytest
 
-from groupwise.runs import checkpoints
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group
@@ -365,58 +361,3 @@ async def test_signed_in_by_a_key_and_out_again(guarded: httpx2.AsyncClient, key
     assert (await guarded.get("/runs/one", headers=again)).status_code == 303, "it is over"
     told = {"authorization": f"Bearer {key.key}", "accept": "application/json"}
     assert (await guarded.get("/runs/one", headers=told)).status_code == 200
-
-
-async def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_run(tmp_path / "one", 4)
-    for step in (2, 4):
-        checkpoints.save(path / "checkpoints", step, lambda folder: (folder / "w").touch())
-    complete = checkpoints.complete
-
-    def gone(folder: Path, **how: Any) -> Any:
-        found = complete(folder, **how)
-        shutil.rmtree(folder / "step-2")
-        return found
-
-    monkeypatch.setattr(checkpoints, "complete", gone)
-    page = await json_of(tmp_path, "/runs/one")
-    assert [each["step"] for each in page["checkpoints"]] == [4]
-
-
-async def test_runs_with_odd_names_are_followed_too(tmp_path: Path) -> None:
-    name = "a&b #1 50%+x=y"
-    for each in (name, "b&c", "a@1"):
-        write_run(tmp_path / each, 2)
-    (tmp_path / "empty").mkdir()
-
-    def live(page: httpx2.Response) -> list[tuple[str, str]]:
-        found = unescape(page.text.partition('data-live="')[2].partition('"')[0])
-        return parse_qsl(urlsplit(found).query)
-
-    async with asking(tmp_path) as client:
-        for path in ("", "/rollouts", "/evaluations"):
-            assert live(await client.get(f"/runs/{quote(name, safe='')}{path}")) == [("run", name)]
-        both = await client.get("/compare", params={"run": [name, "b&c"]})
-        assert live(both) == [("run", name), ("run", "b&c")]
-        assert (await client.get(f"/runs/{'x' * 300}")).status_code == 404
-        for path in ("/runs/empty", "/runs/empty/rollouts", "/compare?run=empty&run=a@1"):
-            answer = await client.get(path)
-            assert (answer.status_code, "it has no record" in answer.text) == (404, True)
-        assert (await client.get("/runs")).text.count(" disabled>") == 1, "for comparison"
-    for query, until in (("a=a%401&b=b%26c", None), ("a=a%401@0&b=b%26c@1", 0)):
-        found = await json_of(tmp_path, f"/rollouts/compare?{query}")
-        assert (found["a"]["run"], found["a"]["until"]) == ("a@1", until)
-
-
-async def test_the_end_of_a_log_is_shown_whatever_its_lines(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "one", 1)
-    for log, shown in (
-        ("it began\nit went on\n", "it began\nit went on\n"),
-        ("x" * 40_000, "x" * 16_384),
-        ("first\n" + "y" * 40_000 + "\nlast\n", "last\n"),
-        ("first\n" + "é" * 8_192, "é" * 8_192),
-    ):
-        (path / "log.txt").write_text(log)
-        assert (await json_of(tmp_path, "/runs/one"))["log"] == shown

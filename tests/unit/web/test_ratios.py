@@ -14,7 +14,7 @@ import pytest
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout, Segment
-from groupwise.web.runs.tokens import MOST_RATIO, STEPS, ratio_of, ratio_shade_of, without_ratios
+from groupwise.web.runs.tokens import ratio_of
 from tests.unit.web.asking import asking
 from tests.web_runs import write_run
 
@@ -32,16 +32,6 @@ def test_a_ratio_is_the_learners_probability_over_the_samplers() -> None:
     assert math.isfinite(extreme)
 
 
-def test_the_scale_is_as_deep_below_1_as_above() -> None:
-    assert ratio_shade_of(None) is None
-    assert [ratio_shade_of(each) for each in (0.0, 0.1, 1.0, 3.0)] == [-STEPS, -STEPS, 0, STEPS]
-    for ratio in (1.0, 1.02, 1.07, 1.2, 1.31, MOST_RATIO, 9.0):
-        above, below = ratio_shade_of(ratio), ratio_shade_of(1 / ratio)
-        assert above is not None
-        assert below == -above
-    assert [ratio_shade_of(each) for each in (0.99, 1.01, 0.8, 1.2)] == [0, 0, -4, 4]
-
-
 def group_of(draw: int, segments: tuple[Segment, ...], *advantages: float | None) -> Group:
     rollouts = tuple(
         Rollout(draw, member, 0, (1,), segments, "text", "scored", reward=1.0, advantage=advantage)
@@ -53,20 +43,6 @@ def group_of(draw: int, segments: tuple[Segment, ...], *advantages: float | None
 DRAWN = Segment("policy", (7, 8, 9), (-1.0, -2.0, -0.5))
 LEARNT = replace(DRAWN, learner_logprobs=(-1.0, -1.75, -2.5))
 READ = Segment("environment", (5,))
-
-
-@pytest.mark.parametrize(
-    ("group", "said"),
-    [
-        (group_of(0, (LEARNT,), 0.5), None),
-        (group_of(0, (DRAWN,), None), "no step has learnt from it"),
-        (group_of(0, (DRAWN,), 0.0, 0.0), "no rollout of its group had an advantage"),
-        (group_of(0, (DRAWN,), 0.0, 0.5), "was not kept"),
-    ],
-)
-def test_it_is_said_why_there_are_none(group: Group, said: str | None) -> None:
-    found = without_ratios(group.rollouts[0], group)
-    assert found is None if said is None else said in (found or "")
 
 
 @pytest.fixture

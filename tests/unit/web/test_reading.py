@@ -8,20 +8,16 @@
 
 from __future__ import annotations
 
-import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from groupwise.display.text import clean
 from groupwise.runs.records import RolloutFilter, StepRecord, WarningRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout, Segment
 from groupwise.web.runs import reading
-from groupwise.web.templates import line, short
 from tests.unit.web.asking import asking, json_of
 from tests.web_runs import write_run
 
@@ -63,22 +59,6 @@ async def test_an_example_has_all_of_its_groups_whole(tmp_path: Path) -> None:
     overview = await json_of(tmp_path, "/runs/often")
     assert [each["step"] for each in overview["warnings"]] == [*range(26, 46)]
     assert overview["all_warnings"] == 45
-
-
-async def test_of_very_many_members_a_page_shows_some_and_all_can_be_reached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "MOST_MEMBERS", 3)
-    monkeypatch.setattr(reading, "MOST_SHOWN", 3)
-    run = write_run(tmp_path / "wide", 0)
-    with Store.open(run / "run.db") as store:
-        commit(store, 0, Group(0, Example(0, "p"), tuple(answer(0, n) for n in range(9))))
-    [group] = (await json_of(tmp_path, "/runs/wide/examples/0"))["groups"]
-    members = len(group["members"])
-    assert (group["mean"], group["best"], members, group["more"]) == (4.0, 8.0, 3, True)
-    whole = await json_of(tmp_path, "/runs/wide/groups/0")
-    assert (len(whole["members"]), whole["more"]) == (3, True)
-    assert (await json_of(tmp_path, "/runs/wide/rollouts/0.8"))["rollout"]["member"] == 8
 
 
 @pytest.mark.parametrize(("odd", "count"), [("é", 50_000), ("\ud83d", 10_000)])
@@ -132,48 +112,6 @@ async def test_tokens_come_in_pages_that_read_as_one_text(
     async with asking(tmp_path) as found:
         assert (await found.get("/runs/tokens/rollouts/1?page=7")).status_code == 404
         assert "Tokens 8 to 14 of 38." in (await found.get("/runs/tokens/rollouts/1?page=2")).text
-
-
-def test_what_is_not_shown_is_not_cleaned() -> None:
-    huge = "\u202e" * 3_000_000
-    began = time.process_time()
-    assert short(huge, 20) == ("<U+202E>" * 3)[:19] + "…"
-    assert len(line(huge)) == 4_000
-    assert time.process_time() - began < 0.2
-    assert short("a\r\n" * 30, 40) == ("a⏎" * 30)[:39] + "…"
-    assert short("a\r\n" * 20, 40) == "a⏎" * 20
-    assert clean("a\u202eb\n" * 2) == "a<U+202E>b\n" * 2
-
-
-async def test_all_rollouts_without_a_score_are_read_together(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "odd", 0)
-    with Store.open(run / "run.db") as store:
-        outcomes = ("failed", "timed_out", "scored")
-        members = tuple(
-            Rollout(0, n, 0, (), (), "", each, reason=f"after {n} s")
-            for n, each in enumerate(outcomes)
-        )
-        commit(store, 0, Group(0, Example(0, "p"), members))
-    async with asking(tmp_path) as found:
-        overview = (await found.get("/runs/odd")).text
-    assert "after … s" in overview
-    assert "such as: after 1 s" in overview
-    [link] = re.findall(r'href="(/runs/odd/rollouts\?[^"]*)">Read them', overview)
-    listed = (await json_of(tmp_path, link))["rollouts"]
-    assert {each["outcome"] for each in listed} == {"failed", "timed_out"}
-
-
-async def test_tokens_that_make_no_letters_are_shown_as_their_ids(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "odd", 0)
-    with_letters_and_bytes(run)
-    newline, broken = 26 + 0x0A, 26 + 0xE2
-    ids = (newline, broken, 1, 2, 99_999, 3, broken)
-    with Store.open(run / "run.db") as store:
-        commit(store, 0, Group(0, Example(0, "p"), (answer(0, 0, ids=ids),)))
-    [segment] = (await json_of(tmp_path, "/runs/odd/rollouts/1"))["segments"]
-    assert [each["id"] for each in segment["tokens"]] == list(ids)
-    texts = [each["text"] for each in segment["tokens"]]
-    assert ("⟨99999⟩" in texts, texts[-1]) == (True, "\ufffd")
 
 
 def with_letters_and_bytes(run: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from groupwise.web.app import make_app
-from tests.unit.web.asking import asking, place_of
+from tests.unit.web.asking import place_of
 from tests.web_runs import write_run
 
 
@@ -46,15 +46,3 @@ async def test_whoever_goes_leaves_nothing_open(tmp_path: Path, path: str) -> No
         await make_app(place_of(tmp_path))(scope, receive, send)
     assert pieces == 2
     assert opened_below(tmp_path) == [], raised
-
-
-async def test_a_record_that_cannot_be_read_is_told_before_the_answer_begins(
-    tmp_path: Path,
-) -> None:
-
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "run.db").write_text("nothing of the kind" * 100)
-    async with asking(tmp_path) as client:
-        answer = await client.get("/runs/bad/rollouts.jsonl")
-    assert answer.status_code == 409
-    assert "damaged" in answer.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from groupwise.web.app import make_app
 from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
 from groupwise.web.server.mounted import in_front
-from groupwise.web.server.page import advice
 from groupwise.web.server.watched import CLOCKS_RUN, WatchedServer
 from groupwise.wire.activity import (
     ActivityAnswer,
@@ -119,22 +117,6 @@ async def test_everything_is_shown_and_nothing_of_it_becomes_markup(tmp_path: Pa
     assert data["status"]["counters"]["refused"] == {"too_busy": 3}
 
 
-async def test_a_server_without_a_run_or_settings_and_no_server_at_all(tmp_path: Path) -> None:
-    nothing = Told(StatusAnswer(phase="idle"), ActivityAnswer(at=1e9))
-    async with client_of(nothing, tmp_path) as client:
-        page = await client.get("/server")
-    assert "Nothing was started yet" in page.text
-    for settings in ({}, None):
-        status = StatusAnswer(phase="running", run_id="one", training_settings=settings)
-        told = Told(status, ActivityAnswer(at=1e9, run_id="one"))
-        async with client_of(told, tmp_path) as client:
-            assert (await client.get("/server")).status_code == 200
-    async with client_of(None, tmp_path) as client:
-        missing = await client.get("/server")
-        assert (missing.status_code, "--server" in missing.text) == (404, True)
-        assert "/server" not in (await client.get("/runs")).text
-
-
 async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> None:
     def refuse(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.ConnectError("refused", request=request)
@@ -168,27 +150,6 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
     assert changed != before
     assert seen(2, at=3e9, groups=activity.groups) == changed
     assert seen(CLOCKS_RUN) != changed  # leases have become shorter
-
-
-@pytest.mark.parametrize(
-    ("counts", "words"),
-    [
-        ({"expired": 9, "trained": 4}, "lease_seconds"),
-        ({"stale": 9, "trained": 4}, "staleness"),
-        ({"open": 4}, "clients' rewards are what everything waits for"),
-    ],
-)
-def test_what_the_counts_say(counts: dict[str, int], words: str) -> None:
-    status = StatusAnswer(phase="running", counters=Counters.model_validate(counts), queue_depth=2)
-    long, short = (
-        ActivityAnswer(at=1.0, waiting=[WaitingRequest(key_id="k", groups=1, seconds=seconds)])
-        for seconds in (12.0, 2.0)
-    )
-    assert any(words in each for each in advice(status, long))
-    assert "open" not in counts or advice(status, short) == [], "it has just come"
-    fine = StatusAnswer(phase="running", counters=Counters(trained=9, open=2, planned=1))
-    assert advice(fine, long) == []
-    assert "engine has ended" in advice(StatusAnswer(phase="recovering"), short)[0]
 
 
 # Mounted on the server
@@ -248,18 +209,3 @@ async def test_the_servers_own_keys_open_it(tmp_path: Path) -> None:
         left = await client.post("/dashboard/sign-out")
         assert left.headers["location"] == enter
         assert (await client.get(page)).status_code == 303
-
-
-async def test_a_server_that_is_busy_is_waited_for_and_then_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = FakeService()
-    hanging = asyncio.Event()
-    service.status = hanging.wait  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr("groupwise.web.server.mounted.TIMEOUT", 0.01)
-    config = ServerConfig(output_dir=str(tmp_path))
-    serving, answers = Built(service).application(config, None)
-    transport = httpx2.ASGITransport(in_front(config, None)(answers, serving))
-    async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
-        page = await client.get("/dashboard/server")
-    assert page.status_code == 429

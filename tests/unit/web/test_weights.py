@@ -51,27 +51,6 @@ async def client(run: Path) -> AsyncIterator[httpx2.AsyncClient]:
         yield found
 
 
-async def test_beside_weights_stands_what_was_found_out_about_them(
-    client: httpx2.AsyncClient,
-) -> None:
-    page = (await client.get("/runs/odd%20name")).text
-    rows = {each.partition("</tr>")[0] for each in page.split("<tr>")}
-    [second] = [each for each in rows if "weights/step-2" in each]
-    assert "loss 0.250, mean_token_accuracy 0.750" in second
-    assert "<script>document" not in second
-    [fourth] = [each for each in rows if "weights/step-4" in each]
-    assert "reward 0.600, pass@1 0.600" in fourth
-    of_step = (await client.get("/runs/odd%20name/weights/step-2?format=json")).json()
-    assert of_step["step"] == 2
-    assert [each["metrics"]["loss"] for each in of_step["evaluations"]] == [0.25]
-    final = (await client.get("/runs/odd%20name/weights/final?format=json")).json()
-    assert final["step"] == 4
-    assert [each["metrics"]["reward"] for each in final["evaluations"]] == [0.6]
-    shown = (await client.get("/runs/odd%20name/weights/step-2")).text
-    assert 'href="/runs/odd%20name/weights/step-2.zip"' in shown
-    assert "mean_token_accuracy" in shown
-
-
 @pytest.mark.parametrize("where", ["step-2", "final"])
 async def test_all_come_as_one_archive(client: httpx2.AsyncClient, run: Path, where: str) -> None:
     answer = await client.get(f"/runs/odd%20name/weights/{where}.zip")

@@ -123,25 +123,6 @@ async def test_calls_that_nobody_waits_for_end_and_so_do_those_at_their_deadline
         assert await engine.call("times_given_up") == 1
 
 
-async def test_a_call_that_is_given_up_before_it_began_is_over_as_well():
-    async with served(limits={"sample": 0.01}, grace=0.05, silence_limit=1.0) as engine:
-        pausing = asyncio.create_task(engine.call("pause", 0.4))
-        await asyncio.sleep(0.15)
-        call = asyncio.create_task(engine.call("sample"))
-        await asyncio.sleep(0)
-        call.cancel()  # so that both arrive while the engine's loop is busy, and are taken together
-        await asyncio.gather(call, return_exceptions=True)
-        await pausing
-        assert await engine.call("times_given_up") == 0
-        first = engine.beat
-
-        async def its_time_was_over():  # nobody is to think that it hangs
-            await engine.call("echo", 0)
-            return engine.beat.progress > first.progress + 200
-
-        await until(its_time_was_over)
-
-
 @pytest.mark.parametrize("verb", ["wait", "probe"])
 async def test_a_call_that_outlasts_its_deadline_costs_the_engine(verb):
     limits = {verb: 0.05}

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.errors import StoreError
 from groupwise.runs.database import Database
-from groupwise.server.ledger.file import DiskFull, explained, open_file
+from groupwise.server.ledger.file import open_file
 from groupwise.server.ledger.schema import APPLICATION_ID, MIGRATIONS
 
 
@@ -27,12 +27,6 @@ def test_a_new_file_has_the_newest_format_and_flushes_each_commit(tmp_path):
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     with pytest.raises(StoreError, match="newer version: upgrade"):
         open_file(tmp_path / "server.db")
-
-
-def test_what_else_goes_wrong_is_no_full_disk(tmp_path):
-    with pytest.raises(StoreError) as told, explained(tmp_path / "server.db"):
-        raise sqlite3.OperationalError("something new")
-    assert not isinstance(told.value, DiskFull)
 
 
 def test_what_is_no_ledger_is_refused(tmp_path):

@@ -50,14 +50,6 @@ def test_an_echo_prefers_what_still_takes_rewards_and_counts_tokens_where_they_a
     assert matching(afterwards, RUN, echo).id == "g-2"
 
 
-def test_an_unknown_group(run):
-    open_groups(run, 0)
-    for name in ("g-unknown", "", "\ud800", "x" * 10_000, "g-0\0"):
-        with pytest.raises(Refusal) as refused:
-            read_group(run, name)
-        assert (refused.value.code, len(str(refused.value)) < 500) == ("unknown_group", True)
-
-
 def test_records_are_dropped_where_no_step_will_need_them(run):
     open_groups(run, *range(8))
     for draw in range(6):

@@ -124,17 +124,6 @@ async def test_calls_at_once_share_a_group(tmp_path) -> None:
         assert await counts(served) == {"open": 2}
 
 
-async def test_a_first_call_that_goes_away_leaves_the_turn_to_the_next(tmp_path) -> None:
-    async with asking(tmp_path) as (served, client):
-        gate = served.engine.hold("sample")
-        first, second = (asyncio.create_task(client.text(store=True)) for _ in range(2))
-        await until(lambda: served.engine.calls["sample"] == 1)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        gate.set()
-        assert (await second)["id"].endswith("-0")
-
-
 async def test_what_differs_cannot_share(tmp_path) -> None:
     async with asking(tmp_path, settings={"groups_per_step": 4}) as (_, client):
         named = {**KEPT, "metadata": {"group": "a"}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from groupwise.server.verbs.compatibility import METHODS, page, refused_route
@@ -15,15 +14,6 @@ def test_the_page_is_that_of_the_table() -> None:
     assert PAGE.read_text() == page(), (
         f"run: python -m groupwise.server.verbs.compatibility > {PAGE.relative_to(PAGE.parents[2])}"
     )
-
-
-def test_a_server_is_installed_with_all_that_the_verbs_need() -> None:
-    for file in ("README.md", "docs/how-to/tinker.md", "docs/how-to/deploy-server.md"):
-        lines = (ROOT / file).read_text().splitlines()
-        installs = [line for line in lines if "server" in line and "pip install" in line]
-        wanted = {"train", "server", "tinker"}
-        assert installs, file
-        assert all(wanted <= set(re.findall(r"\w+", line)) for line in installs), installs
 
 
 def test_whatever_is_refused_says_why_and_is_reached_by_a_route() -> None:

@@ -11,15 +11,11 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import UsageError
 from groupwise.server.ledger import calls
 from groupwise.server.verbs import requests
 from groupwise.server.verbs.futures import Answer, Failure, NotKept
-from groupwise.server.verbs.journal import LedgerJournal
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.stored import SavedFolders
-from groupwise.wire.problems import Refusal
-from groupwise.wire.training import ByVerbs
 from tests.unit.server.verbs.hosting import Disk, created, gradient, serving, update
 
 LONG = 10.0
@@ -135,32 +131,6 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
         assert plain(await loop.answers(server.service), loop.session) == answers
 
 
-async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_answer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
-        loop = Loop(await server.service.opened.create_session(None))
-        await loop.go(server.service, last=1)
-        await loop.answers(server.service)
-        writing, goes_on = asyncio.Event(), asyncio.Event()
-        settle = LedgerJournal.settle
-
-        async def slow(journal: LedgerJournal, id: str, outcome: calls.Outcome) -> None:
-            await settle(journal, id, outcome)
-            writing.set()
-            await goes_on.wait()
-
-        monkeypatch.setattr(LedgerJournal, "settle", slow)
-        await loop.go(server.service, first=1, last=2)
-        await writing.wait()
-        ending = asyncio.create_task(server.service.opened.finish(loop.session))
-        await asyncio.sleep(0)
-        goes_on.set()
-        await ending
-        assert isinstance(await server.service.answer(loop.ids[1], LONG), Answer)
-    assert not caplog.records
-
-
 async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_path: Path) -> None:
     disk = Disk(SavedFolders(tmp_path), poison="save_state")
     async with serving(tmp_path, disk) as server:
@@ -176,31 +146,3 @@ async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_p
         await loop.go(server.service, first=4, last=7)
         answers = await loop.answers(server.service)
         assert [isinstance(each, Failure) for each in answers[3:]] == [False, True, False, False]
-
-
-async def test_models_up_to_so_many_and_runs_without_any(tmp_path: Path) -> None:
-    disk = Disk(SavedFolders(tmp_path))
-    async with serving(tmp_path, disk, most=1) as server:
-        service, host = server.service, server.host
-        session = await service.opened.create_session(None)
-        first = service.training.create_model(created(session))[1]
-        assert service.told() == ByVerbs(sessions=1, models=[], waiting=1)
-        assert isinstance(await service.answer(first, LONG), Answer)
-        model = f"{session}:train:0"
-        assert service.told() == ByVerbs(sessions=1, models=[model], waiting=0)
-        second = await service.answer(service.training.create_model(created(session, 1))[1], LONG)
-        assert isinstance(second, Failure)
-        assert "max_models" in second.message
-        with pytest.raises(Refusal, match=f"{model}: heard of 0 seconds ago, let go of in 600"):
-            await host.make_way(service.opened.with_models())
-        with pytest.raises(UsageError, match="tiny is in memory"):
-            host.admit("smollm2-135m-instruct")
-        with pytest.raises(UsageError, match="not served here"):
-            host.admit("somebody/else")
-        assert service.told().models == [model]
-        await service.opened.finish(session)
-        assert service.told() == ByVerbs()
-        await host.make_way({})
-        assert host.names() == ("tiny", "smollm2-135m-instruct")
-        everything = await server.ledger.do(calls.everything)
-        assert not everything.calls

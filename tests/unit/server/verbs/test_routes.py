@@ -11,13 +11,11 @@ import httpx2
 import pytest
 from starlette.types import ASGIApp
 
-from groupwise.http.bodies import Bodies
 from groupwise.server.verbs.futures import Limits
 from groupwise.server.verbs.opened import SESSION_SILENCE
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.training import EPHEMERAL_KEPT
 from groupwise.testing.fake_verbs import FakeVerbs
-from tests.unit.server.asking import until
 from tests.verb_server import KEY, app
 
 ADAM = {"learning_rate": 0.5}
@@ -143,21 +141,6 @@ async def test_what_is_no_request_is_refused(
     answer = await asking.http.get("get_server_capabilities")
     assert (answer.status_code, answer.json()["code"]) == (500, "internal")
     assert ("secret" in answer.text, "secret" in caplog.text) == (False, True)
-
-
-async def test_a_body_that_is_large_or_still_comes_at_the_end_is_refused(asking: Asking) -> None:
-    async def half() -> AsyncGenerator[bytes]:
-        yield b"{"
-        await asyncio.Event().wait()
-
-    coming = Bodies(100)
-    asking.http = client_of(app(asking.service, bodies=coming))
-    assert (await asking.post("telemetry", 413, text="x" * 100))["code"] == "too_large"
-    asked = asyncio.create_task(asking.http.post("optim_step", content=half()))
-    await until(lambda: coming.coming)
-    coming.give_up()
-    answer = await asked
-    assert (answer.status_code, answer.json()["code"]) == (503, "shutting_down")
 
 
 async def test_sessions_and_models_are_made_once(asking: Asking) -> None:
