@@ -1,12 +1,10 @@
 """The judge of histories objects to every violation that is planted, and to nothing else."""
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from tests.chaos import history
 from tests.fleet_history import violations
 
 FIELDS = {
@@ -158,31 +156,3 @@ PLANTED = (
 def test_a_planted_violation_is_objected_to(story: str, words: str) -> None:
     found = violations(written(GOOD + story))
     assert any(words in each for each in found), found
-
-
-def test_what_is_allowed_is_told() -> None:
-    unended = written(GOOD + "accepted d")
-    assert violations(unended, settled=False) == []
-    shared = written(GOOD + "start d.6 share_mb=600; start e.7 share_mb=400")
-    assert violations(shared, gpu_memory_mb=1000) == []
-    assert any("come to 1000 of 900 MB" in v for v in violations(shared, gpu_memory_mb=900))
-
-
-@pytest.mark.parametrize(
-    ("words", "cut", "killed"),
-    [
-        ("start step step term step", 1.5, True),
-        ("start step step term step", 0.4, False),
-        ("start step step step step", 1.5, False),
-        ("start step step step step", 2.5, True),
-    ],
-)
-def test_who_was_asked_to_end_may_be_killed_before_the_power_goes(
-    words: str, cut: float, killed: bool
-) -> None:
-    """It said a word each fifth of a second until then."""
-    who = {"job": "j", "epoch": 1, "rank": 0, "vm": "h1"}
-    told = [{"at": 0.2 * n, "what": word, **who} for n, word in enumerate(words.split())]
-    records = [{"at": 0.8 + cut, "what": "power_off", "vm": "h1"}]
-    fleet = cast("Any", SimpleNamespace(records=records, trainers=dict))
-    assert [r["what"] for r in history._silent_ends(fleet, told)] == ["stop"] * killed

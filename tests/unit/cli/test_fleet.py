@@ -13,14 +13,6 @@ from pathlib import Path
 import pytest
 
 from groupwise.cli import fleet_follow
-from groupwise.cli.fleet_words import (
-    number,
-    seconds_of,
-    whole,
-)
-from groupwise.errors import UsageError
-from groupwise.fleet.direct import DirectFleet
-from groupwise.fleet.patience import AwayError
 from groupwise.fleet.processes import alone
 from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import connect
@@ -138,27 +130,6 @@ def test_a_command_on_one_machine_that_is_interrupted_is_cancelled(
     interrupted(signal.SIGTERM, "SIGTERM", 143)
 
 
-def test_a_command_that_could_not_be_cancelled_is_said_to_go_on(
-    seen: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(*_: object) -> None:
-        raise AwayError("no answer")
-
-    monkeypatch.setattr(DirectFleet, "cancel", away)
-    for how, code in ((KeyboardInterrupt(), 130), (AwayError("no answer"), 1)):
-
-        def follow_log(access: object, job_id: str, how: BaseException = how) -> None:
-            raise how
-
-        monkeypatch.setattr(fleet_follow, "follow_log", follow_log)
-        ended, _, said = seen("exec", "vm-1", "sleep", "500")
-        job, *_ = json.loads(seen("jobs", "--json")[1])
-        assert ended == code
-        job_id = job["job_id"]
-        assert f"{job_id} goes on; `groupwise fleet cancel {job_id}` ends it" in said
-        assert job["status"] == "queued"
-
-
 def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text('--seed 1\n\n{"name": "second", "environment": {"B": "2"}}\n')
@@ -219,32 +190,6 @@ def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
     hashes = [each["sums.jsonl"][0] for each in sent[:3]]
     assert hashes == [hash_of(tmp_path / name / "sums.jsonl") for name in "abc"]
     assert seen(*asked, "--dry-run")[0] == 0
-
-
-def test_the_line_that_names_what_is_not_there_is_told(
-    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").write_text("{}")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "data").write_text("{}")
-    told: tuple[tuple[dict[str, object], str], ...] = (
-        ({"dataset": "./nowhere.jsonl"}, "there is no such file here"),
-        ({"dataset": "nowhere.jsonl"}, "neither an absolute path"),
-        ({"dataset": 3}, "dataset"),
-        ({"dataset": "other/data"}, "would both be data"),
-        ({"hyperparams": {"algorithm.beto": 1}}, "algorithm.beto"),
-        ({"resources": {"gpus": 8}}, "8 GPUs are asked for"),
-        ({"reward_function": "corectness"}, "Did you mean `correctness` or"),
-    )
-    given = ("--dataset", "org/d", "--file", "data", "--array", "lines")
-    for place, (line, words) in enumerate(told):
-        (tmp_path / "lines").write_text('{"name": "fine"}\n' + json.dumps(line))
-        dry_run = ("--dry-run",) if place % 2 else ()
-        code, out, err = seen("submit", *GRPO, *dry_run, *given)
-        assert (code, out) == (2, "")
-        assert "--array lines:2: " in err
-        assert words in err
 
 
 def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_path: Path) -> None:
@@ -355,43 +300,7 @@ def test_mistakes_are_told(still: Command) -> None:
     assert (code, json.loads(out)["error"]["code"]) == (2, "unknown_job")
 
 
-def test_a_machine_behind_which_slurm_begins_jobs(seen: Command) -> None:
-    words = ("--slots", "4", "--gpus-per-job", "2", "--gpu-model", "a100", "--gpu-memory", "80GB")
-    options = ("--partition", "gpu", "--sbatch=--account=lab")
-    code, out, err = seen("vm", "add", "s", "--engine", "slurm", *words, *options, "--json")
-    assert code == 0, err
-    about = {"slots": 4, "gpus": 2, "gpu_model": "a100", "gpu_memory_mb": 80_000}
-    given = ["--partition=gpu", "--account=lab"]
-    assert json.loads(out)["engine"] == {"name": "slurm", **about, "options": given}
-    said = seen("vm", "set", "s", "--slots", "9", "--sbatch=--qos=high")[2]
-    assert "slurm: 0 of 9 slots free, GPUs for a job: 2, a100, 80 GB, --qos=high" in said
-    submitted(seen, "--vm", "s", "--", "true")
-
-
 # --- words
 
 
-def test_numbers() -> None:
-    times = {"90": 90, "90s": 90, "1h30m": 5400, "2h": 7200, "1.5d": 129_600}
-    assert {text: seconds_of("--x", text) for text in times} == times
-    assert [whole("--x", 1, least=-5)(word) for word in ("7", " -3 ", "1_000", "+2", 9)] == [
-        *(7, -3, 1000, 2, 9)
-    ]
-    assert [number("--x", "1")(word) for word in ("3", "5e-6", 2.5)] == [3.0, 5e-6, 2.5]
-    for word in ("0", "-1", "inf", "nan", "", "many"):
-        with pytest.raises(UsageError, match="a number above 0, as --x 1"):
-            number("--x", "1")(word)
-    for word in ("", "1.0", "0x1", "٣", "1" * 30):
-        with pytest.raises(UsageError, match="a whole number"):
-            whole("--x", 1)(word)
-
-
 # --- following
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "shell"),
-    [("completed", 0, 0), ("failed", 64, 64), ("failed", None, 1), ("cancelled", None, 130)],
-)
-def test_exit_codes(status: str, code: int | None, shell: int) -> None:
-    assert fleet_follow.exit_code_of([{"status": status, "exit_code": code}]) == shell

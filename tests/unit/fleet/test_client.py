@@ -2,13 +2,9 @@
 
 import hashlib
 import json
-import re
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +12,9 @@ import httpx2
 import pytest
 
 from groupwise.fleet import client
-from groupwise.fleet.client import FleetAway, FleetClient
+from groupwise.fleet.client import FleetClient
 from groupwise.fleet.download import DownloadError
 from groupwise.fleet.files.logs import append, make
-from groupwise.fleet.patience import ASK_ON
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import Database
@@ -525,22 +520,6 @@ def test_who_follows_goes_on_where_the_fleet_was_away_and_loses_no_byte(
     assert back == "the fleet answers again"
 
 
-def test_patience_ends_with_the_words_that_a_short_question_has() -> None:
-    server = Away(2 * ASK_ON)
-    with server.client() as fleet, pytest.raises(FleetAway, match="groupwise fleet up --port"):
-        list(fleet.follow("job-1"))
-    assert ASK_ON <= server.now < ASK_ON + 30
-    assert len(server.told) == 1
-    short = Away(ASK_ON)
-    with short.client() as fleet:
-        fleet.show("job-1")
-        fleet.show("job-1")
-        with pytest.raises(FleetAway, match="groupwise fleet up --port"):
-            fleet.show("job-1")
-    assert short.now < 15
-    assert short.told == []
-
-
 def test_a_submission_goes_on_under_its_name() -> None:
     server = Away(300.0)
     with server.client() as fleet:
@@ -553,54 +532,3 @@ def test_a_submission_goes_on_under_its_name() -> None:
 
 
 # An API that takes questions and says nothing
-
-
-@contextmanager
-def mute() -> Iterator[str]:
-    """Where connections are taken, and nobody reads them: as of a process that is stopped."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
-
-
-@pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred times as short as they are."""
-    monkeypatch.setattr(client, "PROMPT", client.PROMPT / 100)
-
-
-LATE = r"http://127.0.0.1:\d+ does not answer {} so far, and is asked again"
-TIMEOUT = 0.6
-"""In place of a minute."""
-
-
-def asked_of_nobody(ask: Callable[[FleetClient], Any], patience: float = 0.0) -> list[str]:
-    """What is told meanwhile, and what is raised in the end."""
-    told: list[str] = []
-    with (
-        mute() as url,
-        FleetClient(url, "k", timeout=TIMEOUT, patience=patience, tell=told.append) as fleet,
-        pytest.raises(FleetAway) as raised,
-    ):
-        ask(fleet)
-    return [*told, raised.value.message]
-
-
-@pytest.mark.usefixtures("limits")
-@pytest.mark.parametrize(
-    ("ask", "late"),
-    [
-        (lambda fleet: fleet.status(), "GET /status"),
-        (lambda fleet: fleet.submit(COMMAND), "POST /jobs"),
-        (lambda fleet: fleet.cancel("a"), None),
-    ],
-    ids=["question", "submission", "order"],
-)
-def test_what_may_be_asked_twice_at_once_is_told_and_the_rest_has_its_time(
-    ask: Callable[[FleetClient], Any], late: str | None
-) -> None:
-    began = time.monotonic()
-    *told, end = asked_of_nobody(ask)
-    assert "ReadTimeout" in end
-    assert TIMEOUT <= time.monotonic() - began < 2 * TIMEOUT + 1
-    found = [bool(re.fullmatch(LATE.format(late), each)) for each in told]
-    assert found == ([] if late is None else [True])

@@ -15,8 +15,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import dispatcher as dispatchers
-from groupwise.fleet.attempts import drive, records
+from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.machines import observation
@@ -25,11 +24,10 @@ from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import VM, Attempt, Event, Member
 from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
-from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.framing import BadAnswer
-from groupwise.hosts.port import Answer, Host, HostUnreachable, OutcomeUnknown, Request
+from groupwise.hosts.port import Answer, Host, OutcomeUnknown, Request
 from groupwise.hosts.spec import JobSpec
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
 from tests.fleet_rig import NoChance, Rig
@@ -683,72 +681,3 @@ async def test_a_cancellation_ends_the_fetching_of_what_a_machine_does_not_give(
     (attempt,) = rig.attempts("job")
     assert attempt.failure_class == FailureClass.ARTEFACTS
     assert str(fault.args[-1]) in attempt.evidence["because"]
-
-
-async def test_a_machine_that_does_not_answer_is_waited_for_however_often_it_is_asked(
-    rig: Rig,
-) -> None:
-    rig.fetched.fault = HostUnreachable("no connection")
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(lambda: rig.fetched.collections > drive.MOST_TRIES + 2)
-        assert said(rig, "attempt.stuck") == []
-        rig.fetched.fault = None
-        await over(rig, "job", "completed")
-
-
-async def test_what_nobody_could_take_in_does_not_keep_an_attempt_from_ending(rig: Rig) -> None:
-    rig.fetched.fault = fault = OSError(errno.ENAMETOOLONG, "File name too long")
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(rig.has("job", "failed"))
-    assert str(fault.args[-1]) in str(rig.job("job").failure_reason)
-    assert rig.attempts("job")[0].failure_class == FailureClass.ARTEFACTS
-
-
-async def test_an_attempt_that_cannot_be_driven_is_told_of_and_tried_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, broken = drive.decide, True
-
-    def decide(view: Any) -> Any:
-        if broken:
-            raise ZeroDivisionError("a mistake of ours")
-        return whole(view)
-
-    monkeypatch.setattr(drive, "decide", decide)
-    async with running(rig.dispatcher()):
-        rig.submit("job")
-        await rig.until(lambda: bool(stuck(rig)))
-        assert "a mistake of ours" in stuck(rig)[0]
-        broken = False
-        await rig.until(rig.has("job", "completed"))
-        await rig.until(lambda: not stuck(rig))
-    assert len(said(rig, "attempt.stuck")) == 1
-    rig.judge()
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "asked"),
-    [
-        (RunnerState.RUNNING, RunnerState.RUNNING, ["kill"]),
-        (RunnerState.QUEUED, RunnerState.VOIDED, ["void"]),  # its engine cannot begin it any more
-        (RunnerState.QUEUED, RunnerState.RUNNING, ["void", "kill"]),  # that was quicker
-    ],
-)
-async def test_what_is_over_and_waits_for_an_engine_never_begins(
-    before: RunnerState, after: RunnerState, asked: list[str]
-) -> None:
-    told: list[str] = []
-
-    class Stub:
-        async def void(self, job: str, epoch: int) -> MemberState:
-            told.append("void")
-            return MemberState(job, epoch, after)
-
-        async def kill(self, job: str, epoch: int, *, grace: float) -> MemberState:
-            told.append("kill")
-            return MemberState(job, epoch, RunnerState.EXITED)
-
-    await dispatchers._end(Stub(), MemberState("job", 1, before))  # type: ignore[arg-type]
-    assert told == asked

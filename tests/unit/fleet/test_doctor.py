@@ -3,32 +3,25 @@ the processes of the control plane."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from groupwise.clouds.engines import Door
 from groupwise.fleet import doctor, up
 from groupwise.fleet.doctor import LOOK, Seen
 from groupwise.fleet.machines import packing
 from groupwise.fleet.processes import identity
-from groupwise.fleet.queue.elastic import Elastic, elastic_of
 from groupwise.fleet.settings import FleetPlace, FleetSettings
-from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ControlProcess
 from groupwise.hosts import answers
 from groupwise.hosts.answers import MemberState
-from groupwise.hosts.port import RunnerRefused
 
 HERE = packing.version()
 PYTHON = "/env/bin/python"
@@ -111,22 +104,6 @@ def test_what_is_wrong_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert seen.meaning
     well = {"groupwise": HERE, "wheel": "abc", "torch": "2.13.0", "build": "12.8", "gpus": 2}
     assert {seen.level for seen in judged(well, gpus=2).values()} == {"ok"}
-
-
-def test_the_disk_of_the_control_machine_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(connect(f"sqlite:///{tmp_path}/fleet.db")) as database:
-        migrate(database)
-    place = FleetPlace(tmp_path, FleetSettings())
-    for megabytes, level in ((300, "problem"), (4000, "warning"), (500_000, "ok")):
-        disk = SimpleNamespace(free=megabytes * 10**6)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, disk=disk: disk)
-        told: list[Seen] = []
-        doctor.examine(place, None, tell=told.append)
-        (found,) = [each for each in told if each.name == "own disk"]
-        assert (found.level, str(tmp_path) in found.measured) == (level, True)
-        assert any(each.name == "disk_full" for each in told) == (level == "problem")
 
 
 # --- roles ----------------------------------------------------------------------------------------
@@ -214,42 +191,3 @@ def test_what_is_secret_in_an_address_is_written_nowhere(
     assert (level, "nats://told:4222 is used" in measured) == ("skipped", True)
     whole = seen_of_nats(tmp_path, database, monkeypatch, secret)
     assert whole == {f"nats://told:4222, version 2.14.0 at {secret}": "ok"}
-
-
-ROW = elastic_of({"name": "slurm", "slots": 3, "gpus": 4, "options": ["--partition=gpu"]})
-
-
-async def of_elastic(
-    monkeypatch: pytest.MonkeyPatch, engine: Elastic | None, *, refuses: bool = False
-) -> tuple[dict[str, Seen], list[str]]:
-    """What the doctor says of a machine behind which an engine stands, and what it asked that for."""
-    asked: list[str] = []
-
-    async def tries(options: Sequence[str]) -> str:
-        asked.extend(options)
-        if refuses:
-            raise RunnerRefused("engine", "Slurm would not have it: invalid partition")
-        return "Job 7 to start at noon"
-
-    async def hello() -> Any:
-        return SimpleNamespace(hostname="login", python="3.12.1", disk_free_mb=10**6, root="/r")
-
-    async def tiny(name: str, runner: Any, gpus: int) -> list[Seen]:
-        return [Seen(f"{name} jobs", "ok", f"{gpus} GPUs looked for")]
-
-    async def ask() -> None:
-        raise AssertionError("its options are tried, which asks enough")
-
-    monkeypatch.setattr(doctor, "_tiny_command", tiny)
-    runner: Any = SimpleNamespace(hello=hello)
-    assert engine is not None
-    found = await doctor._of_elastic("s", runner, engine, Door(runner, ask, tries))
-    return {seen.name.removeprefix("s "): seen for seen in found}, asked
-
-
-async def test_an_engine_is_asked_whether_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, asked = await of_elastic(monkeypatch, ROW)
-    assert found["Slurm"].level == "ok"
-    assert "3 places for jobs; it would: Job 7" in found["Slurm"].measured
-    assert asked == ["--nodes=1", "--gpus-per-node=1", "--partition=gpu"]
-    assert found["jobs"].measured == "0 GPUs looked for"

@@ -154,13 +154,6 @@ def test_one_that_cannot_be_had_keeps_no_other_from_coming(
     assert (tmp_path / "a").read_bytes() + (tmp_path / "c").read_bytes() == b"ac"
 
 
-@pytest.mark.parametrize("error", [Refusal("forbidden"), FleetAway("gone"), Refusal("timed_out")])
-def test_what_no_file_is_spared_is_told_at_once(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(type(error)):
-        Broken(error, a=b"a", b=b"b", c=b"c").bring(tmp_path)
-    assert not (tmp_path / "c").exists()
-
-
 def test_two_at_once_do_not_write_one_file(tmp_path: Path) -> None:
     left = Left(b=bytes(range(50)))
     pieces = left.pieces

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet import requeue
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.requeue import LONGEST_PAUSE, RequeueManager
-from groupwise.fleet.store.database import Database, DatabaseFailure, seconds
+from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from tests.unit.fleet.small_fleet import insert_admitted
 
@@ -213,19 +213,6 @@ async def test_what_may_still_be_held_stays_reserved(fleet: Fleet, cleanup: str)
     assert fleet.open_reservations() == 1
 
 
-async def test_silence_beyond_a_deadman_is_told_once_and_ends_nothing(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-):
-    fleet.job("runs", "running")
-    silent = {"deadman": 100, "silent_since": fleet.now - 1000}
-    fleet.attempt("runs", contact="unreachable", handle=silent)
-    for _ in range(2):
-        await fleet.sweep()
-    assert fleet.get("runs") == "running"
-    assert fleet.told() == [("requeue", "attempt.overdue", "runs")]
-    assert caplog.text.count("beyond its deadman") == 1
-
-
 @pytest.mark.parametrize(("ago", "told"), [(200.0, 0), (300.0, 1)])
 async def test_whoever_took_an_attempt_over_counts_its_deadman_anew(
     fleet: Fleet, ago: float, told: int
@@ -236,15 +223,3 @@ async def test_whoever_took_an_attempt_over_counts_its_deadman_anew(
     taken = Event(at=fleet.now - ago, actor="d", kind="attempt.adopted", job_id="runs", epoch=epoch)
     fleet.database.run(lambda s: s.add(taken))
     assert (await fleet.sweep()).get("silent beyond its deadman", 0) == told
-
-
-async def test_a_kind_that_fails_does_not_keep_the_others_from_being_repaired(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def broken(*_: Any) -> int:
-        raise DatabaseFailure("the disk is full")
-
-    monkeypatch.setattr(requeue, "move_strays", broken)
-    fleet.job("waits", "pending")
-    assert await fleet.sweep() == {"waiting although they could begin": 1}
-    assert "the disk is full" in caplog.text

@@ -46,28 +46,6 @@ def test_a_url_in_the_environment_may_hold_a_password(tmp_path: Path) -> None:
     assert (found.database_url, found.is_embedded) == (f"sqlite:///{tmp_path}/fleet.db", True)
 
 
-def test_a_url_of_nats(tmp_path: Path) -> None:
-    for url in ("nats://a", "tls://u:p@a:4222", "nats://[::1]:4222", "nats://a:1, tls://b", "off"):
-        assert place(str(tmp_path), {f"{ENVIRONMENT}NATS_URL": url}).settings.nats_url == url
-    odd = ("foo", "a:4222", "http://a", "nats://", "nats://:1", "nats://a,", "OFF")
-    for url in (*odd, "nats://user:canary@a:port"):
-        with pytest.raises(ConfigError, match="--nats-url") as refused:
-            find(str(tmp_path), {}, {"nats_url": url})
-        assert "canary" not in refused.value.message
-
-
-def test_an_unknown_variable_is_told_the_right_one(tmp_path: Path) -> None:
-    for variable, told in (
-        ("GROUPWISE_FLEET_POLL_SECOND", "did you mean GROUPWISE_FLEET_POLL_SECONDS?"),
-        ("GROUPWISE_FLEET_FOLDER", "GROUPWISE_FLEET or --fleet names it"),
-        ("GROUPWISE_FLEET_API_KEY", "GROUPWISE_API_KEY"),
-        ("GROUPWISE_FLEET_XYZZY", "there are GROUPWISE_FLEET_DATABASE"),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            place(str(tmp_path), {variable: "1"})
-        assert told in refused.value.message
-
-
 def test_a_file_is_read_strictly(tmp_path: Path) -> None:
     for text, told in (
         ("poll_seconds: 0\n", "poll_seconds"),

@@ -1,25 +1,19 @@
 """Where this machine keeps everything once the fleet's folder was moved, and the end."""
 
-import errno
 import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from sqlalchemy import select
 
 from groupwise.errors import UsageError
 from groupwise.fleet import processes, up
-from groupwise.fleet.files.folders import identity_of
-from groupwise.fleet.full_disks import DiskFull
-from groupwise.fleet.machines import packing
 from groupwise.fleet.settings import FleetPlace, FleetSettings
 from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import Database, migrate
-from groupwise.fleet.store.tables import VM, ControlProcess, Event
+from groupwise.fleet.store.tables import VM
 from groupwise.fleet.store.triggers import Rule
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
@@ -34,11 +28,6 @@ def begin(database: Database, folder: Path, *roles: str, url: str | None = None)
 
 def workdir(database: Database) -> Path:
     return Path(database.read(lambda s: s.get_one(VM, "local").workdir))
-
-
-def changes(database: Database) -> int:
-    query = select(Event).where(Event.kind == "vm.changed")
-    return len(database.read(lambda s: s.scalars(query).all()))
 
 
 def test_a_copy_beside_its_original_is_refused_until_the_original_is_away(
@@ -81,16 +70,6 @@ def test_a_working_folder_that_somebody_has_chosen_stays(
     assert str(workdir(database)) == chosen
 
 
-def test_the_same_folder_by_another_name_and_a_database_elsewhere_change_nothing(
-    database: Database, tmp_path: Path
-) -> None:
-    begin(database, tmp_path / "a")
-    (tmp_path / "link").symlink_to("a")
-    assert begin(database, tmp_path / "link") is None
-    assert begin(database, tmp_path / "b", url="postgresql://db/fleet") is None
-    assert changes(database) == 0
-
-
 # --- an end ---------------------------------------------------------------------------------------
 
 
@@ -110,36 +89,6 @@ async def test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more(
 
 
 # --- what it says of itself -----------------------------------------------------------------------
-
-
-def facts_of(database: Database, control: up._ControlPlane) -> dict[str, Any]:
-    database.run(control._beat)
-    query = select(ControlProcess.role, ControlProcess.facts)
-    return dict(database.read(lambda s: s.execute(query).all()))
-
-
-def test_who_uses_the_folder_says_which_one_it_is_and_everybody_the_release(
-    database: Database, tmp_path: Path
-) -> None:
-    place = FleetPlace(tmp_path, FleetSettings())
-    control = up._ControlPlane(place, database, (*up.ROLES, up.API), lambda text: None)
-    found = facts_of(database, control)
-    assert {facts["release"] for facts in found.values()} == {packing.version()}
-    assert {role for role, facts in found.items() if "folder" in facts} == {"dispatcher", up.API}
-    assert found["dispatcher"]["folder"] == identity_of(tmp_path)
-
-
-def test_a_fleet_that_finds_no_room_says_on_which_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(processes.fcntl, "flock", full)
-    place = FleetPlace(tmp_path / "fleet", FleetSettings())
-    with pytest.raises(DiskFull, match=r"the disk of \S+/fleet is full .* Make room there") as told:
-        up.run(place, up.ROLES, say=lambda _: None)
-    assert told.value.exit_code == 1
 
 
 @pytest.fixture

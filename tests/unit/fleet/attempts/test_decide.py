@@ -11,8 +11,6 @@ What must hold, and stands here line by line:
  7. Where it runs is known: without members nothing is decided.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from groupwise.fleet.attempts import refusals
@@ -331,15 +329,6 @@ def test_the_cause_is_the_member_that_failed_first_by_itself() -> None:
     move = only(decide(view(COLLECTING, *members)))
     assert the_end((move,)) == failed(FailureClass.USER_ERROR)
     assert move.evidence["rank"] == 1
-
-
-def test_what_was_left_out_and_ended_stands_in_the_evidence() -> None:
-    left = replace(exited(), leftovers=3)
-    end = only(
-        decide(view(COLLECTING, member(Reading.EXITED, collected=True, left_out=3, exit=left)))
-    )
-    (told,) = end.evidence["members"]
-    assert (end.outcome, told["left_out"], told["exit"]["leftovers"]) == (Outcome.SUCCEEDED, 3, 3)
 
 
 def test_what_an_engine_said_is_told_and_is_nobodys_fault() -> None:

@@ -3,7 +3,6 @@
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from groupwise.fleet.queue import claim, failures
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member
-from groupwise.fleet.verbs import jobs, machines, status
+from groupwise.fleet.verbs import machines, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.failures import FailureClass
@@ -362,13 +361,6 @@ def test_a_program_that_no_machine_has_is_looked_for_once_on_each(rig: Rig) -> N
     assert "never tried again" in job.failure_reason
 
 
-@pytest.mark.parametrize(("code", "status"), [("unknown_program", "failed"), ("secret", "queued")])
-def test_nor_on_others_than_it_may_go_to(rig: Rig, code: str, status: str) -> None:
-    rig.submit("job", resources={"gpus": 1, "vm": "a"})
-    begin_and_refuse(rig, "job", code)
-    assert row(rig, Job, Job.job_id == "job").status == status
-
-
 def test_what_another_attempt_has_is_waited_for_and_costs_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,36 +373,6 @@ def test_what_another_attempt_has_is_waited_for_and_costs_nothing(
     job = row(rig, Job, Job.job_id == "job")
     assert (job.status, job.retry_count) == ("queued", 0)
     assert job.spent == {"taken": 4, "launch_failure": 1, "free": 1}
-
-
-def test_nor_is_a_job_sent_again_to_the_gpu_or_slot_that_another_attempt_has(rig: Rig) -> None:
-    """The next look may see nobody on the GPU: its holder has not come to use it."""
-    rig.database.run(_another_gpu)
-    rig.database.run(lambda s: _another_gpu(s, 2))
-    rig.submit("job", resources={"gpus": 2, "vm": "a"})
-    assert refuse_once(rig, "GPU-a0 is held by old.3") == ["GPU-a0", "GPU-a1"]
-    assert refuse_once(rig, "nobody is named") == ["GPU-a1", "GPU-a2"]
-    rig.cancel("job")
-    rig.submit("cpu", resources={"gpus": 0, "vm": "a"})
-    assert refuse_once(rig, "slot 0 is held by old.3") == 0
-    assert refuse_once(rig, "slot 1 is held by old.4") == 1
-
-
-def refuse_once(rig: Rig, why: str) -> Sequence[str] | int | None:
-    """After a look at which all seemed free; the GPUs or the slot."""
-
-    def free(session: Session) -> None:
-        session.execute(update(GPU).values(observed="ok"))
-        session.execute(update(VM).values(cpu_slots=2))
-        session.execute(update(Job).values(not_before=0.0))
-
-    rig.database.run(free)
-    (made,) = claimed(rig)
-    advance(rig, made.epoch, AttemptState.LAUNCHING)
-    move = refused("gpu_busy", why)
-    end(rig, made.epoch, replace(move, evidence={**move.evidence, "because": why}))
-    (seat,) = made.placement.seats
-    return [gpu.uuid for gpu in seat.gpus] or seat.slot
 
 
 # what machines have that nobody drives
@@ -436,28 +398,3 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(rig: Rig, epoch: i
     rig.database.run(lambda s: records.left_nothing(s, epoch, 0))
     assert (welcome(), welcome()) == (True, False)
     assert row(rig, VM, VM.vm_id == vm_id).lost_at is None
-
-
-def test_what_an_attempt_waits_for_is_written_down_as_long_as_it_waits(
-    rig: Rig, epoch: int
-) -> None:
-    advance(rig, epoch, AttemptState.LAUNCHING)
-    waits = replace(state_of(RunnerState.QUEUED), engine="slurm", engine_says="job 7 waits")
-    for state, words in ((waits, "job 7 waits"), (state_of(RunnerState.RUNNING), None)):
-        rig.database.run(lambda s, seen=state: records.record(s, epoch, "me", seen, 0))
-        (member,) = rig.database.read(lambda s: records.snapshots(s, [epoch], "me"))[epoch].members
-        assert member.waits == words
-        told = rig.database.read(lambda s: jobs.show(s, ADA, "job"))["waiting"]
-        assert [line for line in told if "placed on" in line] == (
-            [f"it was placed on {member.machine.vm_id}: {words}"] if words else []
-        )
-
-
-def test_behind_an_engine_nothing_ends_for_want_of_word_and_no_gpu_is_asked_for(rig: Rig) -> None:
-    rig.database.run(
-        lambda s: s.execute(update(VM).values(engine={"name": "slurm"}, deadman=600.0))
-    )
-    for machine in rig.database.read(records.machines):
-        assert machine.engine is not None
-        assert (machine.engine.said.name, machine.deadman) == ("slurm", None)
-        assert machine.probe == records.NO_PROBE

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from groupwise.fleet.attempts.watching import Pauses, Watch, Watches
+from groupwise.fleet.attempts.watching import Pauses, Watch
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.port import Request
@@ -101,18 +101,3 @@ async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_k
     watch.remove(heard)
     watch.remove(unheard)
     await running
-
-
-async def test_a_watch_that_crashed_is_begun_anew_for_those_who_still_listen(
-    rack: FakeHosts,
-) -> None:
-    begun: list[Watch] = []
-    watches = Watches(lambda _, watch: begun.append(watch), QUICK)
-    one = Ear("job-1", 1)
-    crashed = watches.listen("a", Runner(rack["a"]), one)
-    watches.ended("a", crashed)
-    assert len(begun) == 2
-    assert begun[1].listeners == {one.name: one}
-    begun[1].remove(one)
-    watches.ended("a", begun[1])
-    assert len(begun) == 2

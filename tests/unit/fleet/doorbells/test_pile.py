@@ -1,7 +1,7 @@
 import asyncio
 import threading
 
-from groupwise.fleet.doorbells.pile import MOST, Pile
+from groupwise.fleet.doorbells.pile import Pile
 
 
 async def test_ids_taken_before_the_wake_arrives_do_not_end_the_next_wait():
@@ -17,9 +17,3 @@ async def test_ids_taken_before_the_wake_arrives_do_not_end_the_next_wait():
     assert not waiting.done()
     pile.put(["b"])
     assert await waiting == {"b"}
-
-
-async def test_a_flood_is_forgotten_and_the_waiter_still_wakes():
-    pile = Pile()
-    pile.put(map(str, range(3 * MOST)))
-    assert len(await pile.wait(60)) == MOST

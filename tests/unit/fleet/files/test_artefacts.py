@@ -86,24 +86,6 @@ async def test_everything_comes_and_is_what_it_was(
     assert len(host.asked) == asked
 
 
-@pytest.mark.parametrize("lie", ["nothing is", "other bytes"])
-async def test_what_does_not_come_together_comes_by_itself(
-    lie: str, database: Database, place: Path, host: WorkFolder
-) -> None:
-    gathered = host._gather
-
-    def answer(body: object) -> Answer:
-        told = gathered(body)
-        if lie == "other bytes":
-            return Answer(told.body, bytes(len(told.payload)))
-        return Answer({"whole": [False for _ in told.body["whole"]]})
-
-    host._gather = answer  # type: ignore[method-assign]
-    part = begin(database, host)
-    assert await collector(place, database).collect(part) == Collected()
-    assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
-
-
 async def test_current_is_the_newest_and_other_ranks_stand_beside(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
@@ -182,22 +164,6 @@ async def test_what_is_no_plain_file_is_left_out_and_named(
     assert tree(folder) == FILES
     left_out = {path for path, _ in json.loads(record_of(folder).read_text())["left_out"]}
     assert left_out == {"outputs/latest", "outputs/pipe", *evil}
-
-
-async def test_a_plain_file_that_is_kept_back_is_a_problem_every_time(
-    database: Database, place: Path, host: WorkFolder
-) -> None:
-    """So is an artefact that is itself no file or folder."""
-    odd = [("outputs/huge", why) for why in sorted(artefacts.KEPT_BACK)]
-    odd += [("outputs", why) for why in ("link", "device", "pipe", "socket", "special")]
-    for path, why in odd:
-        host.files = dict(FILES) if path == "outputs/huge" else {}
-        host.refused = [[path, why]]
-        part = begin(database, host)
-        for _ in range(2):
-            found = await collector(place, database).collect(part)
-            assert re.search(f"{path}: .*{why if path == 'outputs' else ''}", found.problem or "")
-        assert tree(artefact_folder(place, JOB, part.epoch)) == host.files
 
 
 @pytest.mark.parametrize(

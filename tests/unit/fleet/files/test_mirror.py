@@ -19,7 +19,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import SPARED_MARKED, BlobStore
 from groupwise.hosts.port import Answer, RunnerRefused
 from groupwise.hosts.spec import FileEntry
-from tests.unit.fleet.work_folder import WorkFolder, begin, entry
+from tests.unit.fleet.work_folder import WorkFolder, begin
 
 
 @pytest.fixture
@@ -205,24 +205,6 @@ async def test_those_that_are_gone_before_they_have_come_are_told_when_none_come
     host.checkpoint("outputs/c-90", 90, weights=b"w")
     await mirror.mirror(part)
     assert (steps(database), alarms(database)) == ([30, 90], [])
-
-
-async def test_a_file_that_stands_still_with_another_job_comes_beside(
-    database: Database, store: BlobStore, host: WorkFolder
-) -> None:
-    """Whoever holds it may be stopped for ever."""
-    part, data, now = begin(database, host), b"the same" * 100, [0.0]
-    host.checkpoint("outputs/c-10", 10, tokenizer=data)
-
-    async def sleep(seconds: float) -> None:
-        now[0] += 7.0
-
-    mirror = CheckpointMirror(store, Gateway(database), sleep=sleep, clock=lambda: now[0])
-    with store.incoming(entry(data)[0], len(data), rights.sender(["default"])):
-        await mirror.mirror(part)
-        assert 60 <= now[0] < 120
-    assert steps(database) == [10]
-    assert host.read_bytes() == 800 + len("10")
 
 
 RARE, RARE_DEATHS = pytest.mark.soak(suite="fleet"), (1, 3, 7, 9, 13, 15)

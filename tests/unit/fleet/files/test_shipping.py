@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from groupwise.fleet.files.shipping import (
     LONGEST,
     Address,
     File,
-    Refused,
     Shipper,
     StandardOutput,
     sink_of,
@@ -113,33 +111,6 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(end)
 
 
-async def test_output_that_nobody_reads_stops_nothing_else_and_loses_nothing(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("groupwise.fleet.files.shipping.TAKEN", 0.01)
-    reading, writing = pipe
-
-    fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 4096)
-    data = b"".join(b"%d\n" % number for number in range(50_000))
-    took = asyncio.create_task(StandardOutput(lambda: writing).take(data))
-    async with asyncio.timeout(20):
-        while not caplog.records:  # noqa: ASYNC110  (the loop goes on: this is what is tested)
-            await asyncio.sleep(0.001)
-    assert "nobody reads standard output" in caplog.text
-    assert not took.done()
-    read = asyncio.create_task(asyncio.to_thread(_read, reading, len(data)))
-    await took
-    assert await read == data
-    assert len(caplog.records) == 1
-
-
-def _read(end: int, size: int) -> bytes:
-    found = b""
-    while len(found) < size and (piece := os.read(end, 1 << 16)):
-        found += piece
-    return found
-
-
 async def test_every_sink_takes_lines(tmp_path: Path, pipe: tuple[int, int]) -> None:
     await StandardOutput(lambda: pipe[1]).take(b"{}\n")
     file = File(tmp_path / "lines.jsonl")
@@ -219,26 +190,3 @@ async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_go_on(
             await asyncio.sleep(0.01)
             await shipper.round()
     assert posted.said("refused") == ["one", "two"]
-
-
-@pytest.mark.parametrize("status", [401, 503])
-async def test_an_address_that_takes_nothing_at_all_loses_nothing_and_is_not_asked_for_each_log(
-    database: Database, logs: Path, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
-    monkeypatch.setattr("groupwise.fleet.files.shipping.REFUSED_IN_A_ROW", 2)
-    jobs = [f"job-{number}" for number in range(1, 6)]
-    for number, job in enumerate(jobs):
-        Log(database, logs, job, number + 1).write(b"one\n")
-    posted = Posted(lambda _: status)
-    shipper = Shipper(database, logs, posted.sink())
-    asked: set[str] = set()
-    for _ in range(5):
-        posted.posts.clear()
-        with pytest.raises((Refused, httpx2.HTTPStatusError), match=str(status)):
-            await shipper.round()
-        assert len(posted.posts) <= 4
-        asked |= {json.loads(line)["job_id"] for line in posted.posts}
-    assert asked == set(jobs)
-    posted.refuses = lambda _: None
-    await shipper.round()
-    assert sorted(line["line"] for line in posted.lines) == ["one"] * 5

@@ -2,7 +2,6 @@
 
 import ast
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -23,16 +22,6 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made = Desk(tmp_path)
     yield made
     made.close()
-
-
-def test_it_is_made_once_and_then_found(desk: Desk) -> None:
-    made = desk.build()
-    assert (made["made"], made["version"], made["groupwise"]) == (True, "3.12.1", "1.0")
-    assert made["python"] == str(desk.place / "bin" / "python")
-    assert json.loads((desk.place / MARKER).read_text())["wheel"] == "abc"
-    before = len(desk.calls())
-    assert desk.build()["made"] is False
-    assert len(desk.calls()) == before + 1  # one look whether it works
 
 
 def test_pip_gets_groupwise_first_and_never_by_name(desk: Desk) -> None:
@@ -168,18 +157,6 @@ def test_one_that_was_just_made_or_found_is_not_removed_before_a_row_names_it(de
     assert (said["removed"], said["used"], said["recent"]) == ([], [], [NAME])
     later = time.time() + 2 * SPARED
     assert desk.build(prune=True, asked_at=later)["removed"] == [NAME]
-
-
-def test_half_an_environment_is_removed_however_young_it_is(desk: Desk) -> None:
-    (desk.place / "bin").mkdir(parents=True)
-    unpacked = desk.environments / f"{NAME}.tmp"
-    alone = desk.environments / f"{'5' * 20}.tmp"
-    for folder in (unpacked, alone):
-        folder.mkdir()
-        (folder / "torch").touch()
-    assert desk.build(prune=True)["removed"] == sorted([NAME, "5" * 20])
-    assert not unpacked.exists()
-    assert not alone.exists()
 
 
 def test_users_are_seen_by_what_they_have_mapped(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What is cleared away on machines, when, and what never is."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -15,16 +14,13 @@ from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.machines.clearing import (
-    LEAST,
     Keeping,
     MachineClearing,
     forgettable,
     needed_blobs,
 )
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import VM, Attempt, Event, Job, Member
-from groupwise.fleet.verbs import prune
-from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.store.tables import VM, Attempt, Job, Member
 from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner
 from groupwise.hosts.local import LocalHost
@@ -32,7 +28,6 @@ from groupwise.hosts.spec import FileEntry, JobSpec, as_json
 from groupwise.testing.fake_hosts import FakeHost, Script
 from tests.fleet_rig import Rig
 
-ADA = Actor("user:ada")
 AT_ONCE = Keeping(0.0, 0.0)
 HOUR = 3600.0
 
@@ -130,23 +125,6 @@ def test_the_last_folder_of_a_job_that_goes_on_stays(database: Database) -> None
         Ended(outcome="failed", goes_on=True),
         Ended(outcome="failed", goes_on=True, vm="elsewhere"),
     )
-    assert free(database, names) == names[:1]
-
-
-def test_the_folder_of_a_job_that_was_pruned_goes_and_of_one_that_is_forgotten_stays(
-    database: Database,
-) -> None:
-    names = write(database, Ended("pruned", 0.0), Ended("set-back", 0.0))
-
-    def clean(session: Session) -> None:
-        job, epoch = names[0]
-        session.add(Event(at=0.0, actor="x", kind="attempt.clean", job_id=job, epoch=epoch))
-        session.add(Event(at=0.0, actor="x", kind="attempt.clean", job_id="set-back", epoch=99))
-        session.flush()
-        jobs = sorted(name for name, _ in names)
-        assert prune.remove(session, ADA, jobs) == jobs
-
-    database.run(clean)
     assert free(database, names) == names[:1]
 
 
@@ -248,23 +226,6 @@ async def test_a_machine_that_was_lost_is_emptied_before_it_is_cleared(
     assert len(host.folders) == 1
 
 
-async def test_one_machine_that_does_not_answer_holds_up_no_other(
-    database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = Rig(database, tmp_path, {"a": [], "b": ["GPU-b0"], "c": []})
-    await done(rig, "job")
-    rig.rack["a"].cut()
-
-    def runner(machine: Machine) -> Runner:
-        if machine.vm_id == "c":
-            raise ValueError("a row that somebody wrote by hand")
-        return runner_of(rig, machine)
-
-    await MachineClearing(Gateway(database), AT_ONCE).clear_all(runner)
-    assert rig.rack["b"].folders == {}
-    assert "c is not cleared" in caplog.text
-
-
 async def test_files_of_what_runs_are_not_swept(rig: Rig, host: FakeHost, cleared: Any) -> None:
     entry = rig.store.put(b"its data")
     rig.rack.scripts["job"] = [Script(ticks=10**6)]
@@ -279,35 +240,7 @@ async def test_files_of_what_runs_are_not_swept(rig: Rig, host: FakeHost, cleare
 # --- the doctor -----------------------------------------------------------------------------------
 
 
-async def test_what_a_doctor_left_goes_after_an_hour(
-    rig: Rig, host: FakeHost, cleared: Any
-) -> None:
-    for job, epoch in (("doctor-0123456789", 1), ("doctor-0123456789a", 1), ("doctor-strange", 1)):
-        await Runner(host).launch(Launch(job, epoch, JobSpec(("true",))))
-    rig.rack.tick()
-    rig.rack.tick()
-    rig.rack.advance(LEAST)
-    await cleared()
-    assert len(host.folders) == 3
-    rig.rack.advance(1000.0)
-    await cleared()
-    assert set(host.folders) == {"doctor-0123456789a.1", "doctor-strange.1"}
-
-
 # --- by a dispatcher ------------------------------------------------------------------------------
-
-
-async def test_a_dispatcher_clears_machines_and_its_own_store(rig: Rig, host: FakeHost) -> None:
-    await done(rig, "job")
-    old = rig.store.put(b"nobody's")
-    dispatcher = rig.dispatcher()
-    long_ago = rig.store.now() - 10**6
-    os.utime(rig.store.path(old), (long_ago, long_ago))
-    (rig.store.root / ".clearing").touch()
-    os.utime(rig.store.root / ".clearing", (long_ago, long_ago))
-    await dispatcher.clear()
-    assert old not in rig.store
-    assert len(host.folders) == 1, "a day has not passed"
 
 
 async def test_with_a_real_runner_the_folder_is_gone_and_stays_gone(

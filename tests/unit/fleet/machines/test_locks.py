@@ -75,16 +75,6 @@ def test_all_that_is_needed_and_nothing_else(site: Site) -> None:
     assert "stranger==1.0" in lines(("train",), "stranger")
 
 
-def test_what_is_not_here_is_left_to_pip_within_bounds(site: Site) -> None:
-    """As on a control machine that has no torch."""
-    bounded = "torch<2.16,>=2.13; extra == 'train'"
-    site.add("groupwise", "0.1.0", "rich", bounded, "uvloop; sys_platform != 'win32' and extra == 'train'", extras=("train",))  # fmt: skip
-    site.add("rich", "15")
-    lock = lock_of_this_installation(("train",))
-    assert lock.lines == ("rich==15", "torch<2.16,>=2.13", "uvloop ; sys_platform != 'win32'")
-    assert lock.left_to_pip == ("torch", "uvloop")
-
-
 # Files
 
 

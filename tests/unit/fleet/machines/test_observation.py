@@ -294,18 +294,6 @@ def test_what_is_held_by_what_stands_in_no_table_is_given_to_nobody_until_it_end
     assert sorted(claimed_ids(fleet.database)) == ["cpu-two", "part-two", "two"]
 
 
-def test_a_number_that_is_not_believed_hides_none_that_is(fleet: Fleet):
-    gpus = [gpu(0), gpu(1)]
-    strange = running("x", 9_999_999_999_999_999_999)
-    fleet.look(
-        *gpus, attempts=[running("x", answers.MOST_EPOCH, "lost"), strange, running("y", 40)]
-    )
-    assert fleet.reserve("GPU-0") == 41
-    assert [each[:2] for each in strays(fleet)] == [("y", 40)]
-    found = fleet.vm.facts["quarantined"]
-    assert {"what": "folder", "detail": "x.9999999999999999999", "pid": None} in found
-
-
 def test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back(fleet: Fleet):
     now = fleet.database.run(databases.seconds)
     fleet.look(gpu(0), at=now)
@@ -324,16 +312,6 @@ def test_an_older_look_never_overwrites_a_newer_one(fleet: Fleet):
     assert fleet.miss(at=fleet.start + 90) == 0
     assert fleet.observed() == {"GPU-0": "ok"}
     assert fleet.vm.misses == 0
-
-
-def test_renumbered_indices_follow_the_uuid(fleet: Fleet):
-    fleet.look(gpu(0, "GPU-a"), gpu(1, "GPU-b"))
-    numbers = {uuid: row.gpu_id for uuid, row in fleet.gpus().items()}
-    fleet.look(gpu(0, "GPU-b"), gpu(1, "GPU-a"))
-    assert {uuid: (row.gpu_id, row.index) for uuid, row in fleet.gpus().items()} == {
-        "GPU-a": (numbers["GPU-a"], 1),
-        "GPU-b": (numbers["GPU-b"], 0),
-    }
 
 
 def test_one_that_vanished_is_missing_until_it_is_back(fleet: Fleet):
@@ -485,14 +463,3 @@ def test_a_card_that_another_machine_has_is_not_given_away_twice(fleet: Fleet):
     fleet.database.run(lambda s: s.execute(update(VM).where(VM.vm_id == "vm").values(active=False)))
     fleet.database.run(lambda s: observation.apply(s, "twin", asked + 15, seen(gpu(0), gpu(2))))
     assert states()["twin", names[0]] == ("ok", None)
-
-
-def test_behind_an_engine_nobody_looks_for_gpus_and_what_waits_is_known(fleet: Fleet):
-    fleet.set(engine={"name": "slurm"})
-    hung = {"status": "hung", "lines_not_read": [], "exit": None}
-    assert fleet.look(gpu(0), probe=hung, attempts=[running("stranger", 7, "queued")])
-    assert (fleet.vm.contact, fleet.vm.degraded, fleet.vm.problem) == ("ok", False, None)
-    assert fleet.gpus() == {}
-    assert [each[:2] for each in strays(fleet)] == [("stranger", 7)]
-    fleet.look(attempts=[running("stranger", 7, "voided")])
-    assert strays(fleet) == []

@@ -34,7 +34,6 @@ from tests.unit.fleet.small_fleet import (
     add_machine,
     claimed_ids,
     execute,
-    finish,
     job_of,
     kinds_of_events,
     submit,
@@ -115,27 +114,6 @@ def test_four_columns_are_a_full_submission(
     assert claimed_ids(database) == ["j"]
 
 
-def test_every_problem_at_once(database: Database) -> None:
-    asked = {
-        "after": ["nobody", "bad"],
-        "resources": {"gpus": 0, "share_mb": 5},
-        "secrets": {"A": "x"},
-    }
-    insert(database, "bad", output_dir="../elsewhere", request=json.dumps(asked))
-    insert(database, "odd", max_steps=0, priority=5000)
-    of_two = '{"resources": {"machines": 2, "gpus": 4}}'
-    insert(database, "wide", job_type="GRPO", request=of_two, **TRAINING)
-    admit_new(database)
-    for job_id, words in (
-        ("bad", ("output_dir", "no job nobody", "after itself", "gpus is 0", "secret A")),
-        ("odd", ("max_steps: ", "priority: ")),
-        ("wide", ("resources.machines is 2", "4 GPUs")),
-    ):
-        said = failure(database, job_id)
-        assert [word for word in words if word not in said] == []
-        assert kinds_of_events(database, job_id) == ["job.failed"]
-
-
 TRAINING = {"model": "tiny", "dataset": "org/d", "reward_function": "correctness"}
 """A row of a training kind, but for the kind."""
 
@@ -194,20 +172,6 @@ def test_modules_that_a_row_names_are_not_imported(
 
 
 # --- how many GPUs, if nobody says ----------------------------------------------------------------
-
-
-def test_before_a_machine_was_observed_nobody_knows(database: Database) -> None:
-    add_machine(database, "vm-1", contact="new", observed_round=0.0)
-    waiting = submit(database)
-    told = submit(database, gpus=1)
-    assert job_of(database, waiting).admitted_at is None
-    assert job_of(database, told).admitted_at is not None
-    assert admit_new(database) == 0
-    execute(database, "UPDATE vms SET contact = 'ok', observed_round = 1")
-    assert admit_new(database) == 1
-    assert job_of(database, waiting).resources == {"gpus": 0}
-    add_machine(database, "vm-2", 2)
-    assert job_of(database, submit(database)).resources == {"gpus": 1}
 
 
 # --- the same twice -------------------------------------------------------------------------------
@@ -367,15 +331,6 @@ def test_a_row_that_cannot_be_read_stops_nobody(database: Database) -> None:
     assert job_of(database, "good").status == "queued"
 
 
-def test_a_time_that_is_none_is_no_row(database: Database) -> None:
-    if database.dialect == "sqlite":
-        pytest.skip("SQLite keeps times as text; admission reads them")
-    for column in ("created_at", "start_time", "end_time"):
-        for time in ("infinity", "-infinity", "0044-03-15 BC", "294276-01-01"):
-            with pytest.raises(IntegrityError, match=r"a time from 1970|control plane's"):
-                insert(database, "bad", **{column: time})
-
-
 def test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -468,15 +423,6 @@ def test_priority_within_a_project_takes_no_turns_from_others(database: Database
     assert 0 <= found["plain-0"] - found[ordered[30]] - 6 * turn <= turns.MARGIN * reach + 1e-3
 
 
-def test_a_retried_job_has_waited_since_it_was_retried(database: Database) -> None:
-    insert(database, "old", created_at=created(database, 50))
-    admit_new(database)
-    submit(database, "young", gpus=1)
-    execute(database, "UPDATE jobs SET status = 'cancelled' WHERE job_id = 'old'")
-    database.run(lambda s: jobs.retry(s, Actor("user:x"), "old"))
-    assert in_order(database) == ["young", "old"]
-
-
 def test_weight_and_size_count(database: Database) -> None:
     database.run(lambda s: s.add_all([Project(name="heavy", weight=2.0), Project(name="light")]))
     for n in range(4):
@@ -487,19 +433,6 @@ def test_weight_and_size_count(database: Database) -> None:
     turn = found["light-1"] - found["light-0"]
     assert found["heavy-1"] - found["heavy-0"] == pytest.approx(turn / 2)
     assert found["wide-1"] - found["wide-0"] == pytest.approx(turn * 4)
-
-
-def test_what_a_project_had_long_ago_does_not_count(database: Database) -> None:
-    add_machine(database, "vm-1", 8)
-    for n in range(5):
-        submit(database, f"old-{n}", project="p", gpus=1)
-    for job_id in claimed_ids(database):
-        finish(database, job_id)
-    submit(database, "new", project="p", gpus=1)
-    assert ranks(database)["new"] == pytest.approx(database.run(seconds), abs=20)
-    insert(database, "to-come", created_at=created(database, -30))
-    admit_new(database)
-    assert ranks(database)["to-come"] <= database.run(seconds)
 
 
 @pytest.mark.usefixtures("small_portions")

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts import ending
 from groupwise.fleet.attempts.decide import Move
-from groupwise.fleet.queue import admission, claim, kinds, waking
+from groupwise.fleet.queue import claim, kinds, waking
 from groupwise.fleet.states import AttemptState, Outcome
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import (
@@ -261,24 +261,6 @@ def test_who_stands_behind_a_patient_gang_is_not_woken_in_vain(database: Databas
     assert kinds_of_events(database, "small") == told
 
 
-def test_a_retried_job_is_not_claimed_before_it_is_admitted(database: Database) -> None:
-    """While no machine was seen, nobody knows whether it is to have a GPU, so that it is not admitted yet."""
-    add_machine(database, "a", 0)
-    submit(database, "job")
-    assert claimed_ids(database) == ["job"]
-    finish(database, "job", "failed", "user_error")
-    execute(database, "UPDATE vms SET active = false")
-    database.run(lambda s: jobs.retry(s, Actor("user:test"), "job"))
-    assert claimed_ids(database) == []
-    assert statuses(database)["job"] == "queued"
-    add_machine(database, "b", 0)
-    assert claimed_ids(database) == []
-    assert database.run(lambda s: admission.admit_new(s, 10)) == 1
-    (made,) = claim_some(database)
-    assert made.job_id == "job"
-    assert job_of(database, "job").spec is not None
-
-
 def test_who_came_after_a_job_that_has_ended_waits_for_room_like_others(
     database: Database,
 ) -> None:
@@ -350,20 +332,6 @@ def test_a_share_is_not_begun_on_one_gpu_more_than_the_quota_has(
     query = select(Reservation.gpu_id).order_by(Reservation.reservation_id)
     held = database.run(lambda s: s.scalars(query).all())
     assert held[0] == held[2] != held[1]
-
-
-def test_a_patient_gang_that_may_not_begin_yet_keeps_nothing(database: Database) -> None:
-    add_machine(database, "vm-1", 2)
-    submit(database, "first", gpus=1)
-    assert claimed_ids(database) == ["first"]
-    submit(database, "gang", gpus=2)
-    assert claimed_ids(database) == []
-    execute(
-        database,
-        "UPDATE jobs SET waiting_since = waiting_since - 700, not_before = 1e12 WHERE job_id = 'gang'",
-    )
-    submit(database, "small", gpus=1)
-    assert claimed_ids(database) == ["small"]
 
 
 class Shrinking:

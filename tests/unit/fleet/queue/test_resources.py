@@ -2,8 +2,7 @@
 
 import pytest
 
-from groupwise.errors import UsageError
-from groupwise.fleet.queue.resources import Resources, from_json, parse
+from groupwise.fleet.queue.resources import parse
 
 
 def test_nothing_said_is_settled_by_the_fleet() -> None:
@@ -42,34 +41,6 @@ def test_forms_of_gpus(
 )
 def test_sizes(words: str, megabytes: int) -> None:
     assert parse(ram=words).ram_mb == megabytes
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"gpus": "two"}, "--gpus 'two'"),
-        ({"gpus": "0,1"}, "needs the machine too"),
-        ({"gpus": "vm:0,0"}, "named twice"),
-        ({"gpus": "vm-1:0", "vm": "vm-2"}, "name one machine"),
-        ({"gpus": "2", "share": "1GB"}, "a share is one of one GPU"),
-        ({"gpus": "0", "gpu_model": "a100"}, "gpus is 0"),
-        ({"machines": 2, "vm": "vm-1"}, "cannot name one"),
-        ({"machines": 2, "share": "1GB"}, "whole GPUs"),
-        ({"ram": "much"}, "--ram 'much'"),
-        ({"labels": ["rack"]}, "NAME=VALUE"),
-        ({"labels": ["rack=a", "rack=b"]}, "given twice"),
-    ],
-)
-def test_what_is_wrong_is_said(given: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse(**given)  # pyright: ignore[reportArgumentType] — each case is of the right type
-    assert said in str(caught.value)
-
-
-def test_json_and_back() -> None:
-    asked = parse(gpus="vm-1:0", ram="64GB", labels=["rack=a"])
-    assert from_json(asked.as_json()) == asked
-    assert Resources().as_json() == {}
 
 
 def test_the_shape_tells_needs_and_projects_apart_and_nothing_else() -> None:

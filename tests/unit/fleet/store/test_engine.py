@@ -28,16 +28,6 @@ def test_spellings_of_postgresql() -> None:
         assert arguments["connect_timeout"] == "77", "rather than our own"
 
 
-def test_spellings_of_sqlite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for scheme in ("sqlite", "sqlite+pysqlite", "sqlite+aiosqlite"):
-        for path, shown in (("a/b.db", f"{tmp_path}/a/b.db"), ("/a/b.db", "/a/b.db")):
-            assert engine.shown(engine.parse(f"{scheme}:///{path}")) == f"sqlite:///{shown}"
-        home = engine.shown(engine.parse(f"{scheme}:///~/b.db"))
-        assert home == f"sqlite:///{tmp_path}/home/b.db"
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -7,7 +7,7 @@
 5. One live attempt for each job, with an epoch above all earlier ones.
 6. A GPU is held once as a whole, or by shares that fit; reservations are released once.
 7. Events are only appended.
-8. A row of a machine can be read, and named: its documents are documents, its numbers numbers. So can one of a job once it is changed.
+8. A row of a machine can be read, and named: its documents are documents.
 9. No row begins with what admission writes, or is admitted without it.
 10. SQLite's REPLACE is no way around any of it.
 11. A job that runs stays so until its attempt has ended.
@@ -27,7 +27,7 @@ from sqlalchemy.exc import IntegrityError
 from groupwise.fleet.store import triggers
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.verbs.machines import VM_ID
-from tests.unit.fleet.small_fleet import add_machine, claim_some, execute, submit
+from tests.unit.fleet.small_fleet import execute
 
 JOBS = {
     "queued": ["pending", "running", "held", "cancelled", "failed"],
@@ -369,19 +369,6 @@ def test_a_machine_that_could_not_be_read_hides_no_others(database: Database) ->
         execute(database, insert, said=right)
 
 
-def test_sqlite_keeps_no_words_where_numbers_belong(database: Database) -> None:
-    if database.dialect != "sqlite":
-        return  # PostgreSQL has types
-    for column in ("port", "active", "deadman", "observed_round", "cpu_slots", "last_polled"):
-        insert = f"INSERT INTO vms (vm_id, {column}) VALUES ('a', 'abc')"
-        refused(database, f"{column} of a machine", insert)
-    refused(database, "labels of a machine", "INSERT INTO vms (vm_id, labels) VALUES ('a', '{')")
-    execute(database, "INSERT INTO vms (vm_id, last_polled) VALUES ('a', '2026-01-02 03:04:05')")
-    refused(database, "port of a machine", "UPDATE vms SET port = 'x'")
-    execute(database, "UPDATE vms SET port = '23', draining = true, labels = '{\"a\": 1}'")
-    assert value(database, "SELECT port FROM vms") == 23
-
-
 NO_NAMES = [
     *("", " ", "odd name; x", "-rf", ".hidden", "_x", "a b", "a/b", "a\n", "\na", "a\x1b", "a\x7f"),
     *("é", "aé", "a:b", "a,b", "a'b", 'a"b', "a%b", "a[b", "a]b", "a^b", "a\\b"),
@@ -433,18 +420,6 @@ def test_a_row_does_not_begin_admitted(database: Database) -> None:
 def only_sqlite(database: Database) -> None:
     if database.dialect != "sqlite":
         pytest.skip("PostgreSQL has columns of one type, and no REPLACE")
-
-
-def test_a_job_stays_one_that_can_be_read(database: Database) -> None:
-    only_sqlite(database)
-    job(database, "j")
-    odd: tuple[tuple[str, Any], ...] = (
-        *(("priority", "high"), ("generation", "x"), ("use_unsloth", 2), ("rank", "first")),
-        *(("created_at", "yesterday"), ("request", "{"), ("spec", "no json"), ("model", b"m")),
-    )
-    for column, given in odd:
-        statement = f"UPDATE jobs SET {column} = :value WHERE job_id = 'j'"
-        refused(database, f"{column}.*wanted|changes only", statement, value=given)
 
 
 REPLACED = ("jobs", "attempts", "attempt_members", "reservations", "events")
@@ -575,15 +550,3 @@ def test_only_a_job_that_runs_is_asked_to_end(database: Database) -> None:
         words = "cancel_requested_at is for a job that runs"
         refused(database, words, again + where, n=more)
         execute(database, f"{again}, cancel_requested_at = NULL{where}", n=more)
-
-
-def test_what_begins_jobs_stays_while_something_runs_there(database: Database) -> None:
-    """Who asks the one engine cannot say what became of what the other has begun; what it is said to have may change."""
-    add_machine(database, "s", engine={"name": "slurm", "slots": 2})
-    submit(database, "job", gpus=0)
-    claim_some(database)
-    cast = "CAST(:to AS jsonb)" if database.dialect == "postgresql" else ":to"
-    change = f"UPDATE vms SET engine = {cast}"
-    execute(database, change, to='{"name": "slurm", "slots": 4}')
-    for to in ('{"name": "another"}', None):
-        refused(database, "what begins jobs on a machine does not change", change, to=to)

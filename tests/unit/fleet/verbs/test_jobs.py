@@ -12,10 +12,9 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.tables import Job
-from groupwise.fleet.verbs import jobs, projects, submission
+from groupwise.fleet.verbs import jobs
 from groupwise.fleet.verbs.jobs import JobFilter
 from groupwise.wire.problems import Refusal
 
@@ -143,25 +142,6 @@ def test_many_become_what_each_becomes_alone(small: Any, verb: str) -> None:
     assert sorted(many_events) == sorted(events_of_single)
 
 
-def test_what_is_refused_or_not_there_keeps_none_of_the_others(small: Any) -> None:
-    waits, theirs, done = (
-        small.job(project="p"),
-        small.job(project="q"),
-        small.job("completed", project="p"),
-    )
-    found = small.as_("p").do(
-        jobs.together, [done, theirs, "job-none", waits], jobs.cancelling("x")
-    )
-    assert [each.get("error", {}).get("code") for each in found] == [
-        *("job_state", "unknown_job", "unknown_job", None)
-    ]
-    assert [small.row(job).status for job in (waits, theirs, done)] == [
-        *("cancelled", "queued", "completed")
-    ]
-    with pytest.raises(Refusal, match="201 ids: at most 200"):
-        small.do(jobs.together, ["job"] * 201, jobs.holding)
-
-
 def test_what_waits_for_many_that_are_cancelled_is_woken_in_the_same_transaction(
     small: Any,
 ) -> None:
@@ -176,15 +156,6 @@ def test_what_waits_for_many_that_are_cancelled_is_woken_in_the_same_transaction
     assert small.row(last).status == "queued"
 
 
-def test_of_many_that_are_retried_as_many_begin_to_wait_as_may(small: Any) -> None:
-    ids = [small.job("failed", project=p) for p in ("p", "p", "p", "q")]
-    small.do(projects.change, "p", max_waiting=2)
-    found = small.do(jobs.together, ids, jobs.retrying())
-    assert [each.get("status") for each in found] == ["queued", "queued", None, "queued"]
-    assert "has 2 jobs waiting and may have 2" in found[2]["error"]["message"]
-    assert small.row(ids[2]).status == "failed"
-
-
 # --- again
 
 
@@ -197,16 +168,6 @@ def test_retry_begins_a_new_generation(small: Any) -> None:
         assert found == ("queued", 1, {}, 0)
         assert row.failure_reason is row.end_time is row.cancel_requested_at is None
     assert small.events() == [("user:ada", "job.retried")] * 2
-
-
-def test_what_was_held_once_is_not_held_again_by_a_retry(small: Any) -> None:
-    small.machine("vm-1")
-    asked = JobRequest.model_validate({"arguments": ["true"], "hold": True})
-    (made,) = small.do(submission.submit_all, [asked])
-    assert made["status"] == "held"
-    small.do(jobs.release, made["job_id"])
-    small.do(jobs.cancel, made["job_id"])
-    assert small.do(jobs.retry, made["job_id"])["status"] == "queued"
 
 
 def test_nothing_else_is_retried(small: Any) -> None:

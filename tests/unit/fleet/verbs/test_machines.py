@@ -142,40 +142,10 @@ def test_a_machine_in_use_stays_the_place_that_it_is(small: Any) -> None:
         small.do(machines.change, "vm-2", workdir="other")
 
 
-def test_whose_jobs_are_run_is_changed(small: Any) -> None:
-    small.do(machines.add, NewMachine("vm-1", user="u", projects=["b", "a", "b"]))
-    assert small.do(machines.show, "vm-1")["projects"] == ["a", "b"]
-    assert small.as_("b").do(machines.show, "vm-1")["projects"] == ["b"]
-    assert small.as_("c").do(machines.show, "vm-1")["projects"] == []
-    assert small.do(machines.change, "vm-1", projects=["c"])["projects"] == ["c"]
-    assert small.do(machines.change, "vm-1", cpu_slots=2)["projects"] == ["c"]
-    assert small.do(machines.change, "vm-1", projects=[])["projects"] is None
-    with pytest.raises(Refusal, match="projects: an empty name"):
-        small.do(machines.change, "vm-1", projects=[""])
-
-
 # Behind an engine
 
 
 SLURM = {"name": "slurm", "slots": 4, "gpus": 2, "options": ["--account=lab"]}
-
-
-def test_what_begins_jobs_in_its_place_is_said_when_it_is_added(small: Any) -> None:
-    found = small.do(machines.add, NewMachine("gpu", "login", user="ada", engine=SLURM))
-    assert (found["engine"], found["workdir"]) == (SLURM, "groupwise-fleet-gpu")
-    plain = {"name": "slurm", "slots": 8, "gpu_model": None, "options": []}
-    other = small.do(machines.add, NewMachine("cpu", transport="local", engine=plain))
-    assert other["engine"] == {"name": "slurm"}
-    (cpu, gpu) = small.do(machines.listing)
-    assert [(vm["total_slots"], vm["available_slots"]) for vm in (cpu, gpu)] == [(8, 0), (4, 0)]
-    set_columns(small, "gpu", contact="ok")
-    small.job("running", job_id="job-1")
-    small.attempt("job-1", "gpu")
-    shown = small.do(machines.show, "gpu")
-    assert (shown["available_slots"], shown["total_gpus"]) == (3, 0)
-    assert small.do(machines.listing)[0]["gpus"] == []
-    small.machine("own")
-    assert small.do(machines.show, "own")["total_slots"] is None
 
 
 def test_what_an_engine_is_said_to_have_changes_and_itself_does_not(small: Any) -> None:
