@@ -27,14 +27,11 @@ from groupwise.fleet.store.database import (
     CommitUnknown,
     Database,
     DatabaseFailure,
-    check_schema,
     connect,
-    migrate,
 )
 from groupwise.fleet.store.engine import parse
 from groupwise.fleet.store.tables import Cursor, Job
 from tests.fleet_databases import copied
-from tests.ports import free_port
 from tests.postgres import Postgres
 from tests.unit.fleet.store.test_database import *  # noqa: F403
 from tests.unit.fleet.store.test_database import names, put
@@ -217,58 +214,8 @@ def test_lost_before_commit(
     assert wire.cuts == 2
 
 
-def test_what_fails_by_itself_on_a_lost_connection(wire: Wire, by_wire: Database) -> None:
-    """The function's own error is told, not that nobody was there to be told of the rollback."""
-
-    def fails(session: Session) -> None:
-        names(session)
-        wire.cut_at(b"ROLLBACK")
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        by_wire.run(fails)
-    assert by_wire.run(names) == []
-
-
-def test_one_that_slept_in_a_transaction_for_too_long_hears_it_in_words(
-    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server has ended its connection; where there is patience left the transaction is begun anew, else the caller is told."""
-    slept: list[int] = []
-
-    def sleeps(session: Session) -> None:
-        if not slept:  # a machine with other work is as slow as that by itself
-            session.execute(text("SET LOCAL idle_in_transaction_session_timeout = '10ms'"))
-        slept.append(session.scalar(text("SELECT pg_backend_pid()")))
-        while len(slept) < 2 and is_there(slept[0]):
-            pass
-        put("a")(session)
-
-    def is_there(pid: int) -> bool:
-        query = text("SELECT count(*) FROM pg_stat_activity WHERE pid = :pid")
-        return bool(second.read(lambda s: s.scalar(query, {"pid": pid})))
-
-    database.run(sleeps)
-    assert len(slept) == 2
-    slept.clear()
-    monkeypatch.setattr("groupwise.fleet.store.database.PATIENCE", 0.0)
-    with pytest.raises(DatabaseFailure, match="idle-in-transaction"):
-        database.run(sleeps)
-
-
 def never(seconds: float) -> None:
     raise AssertionError(f"it sleeps for {seconds} s")
-
-
-@pytest.mark.parametrize("ask", [check_schema, migrate, lambda database: database.read(names)])
-def test_a_server_that_never_was_is_told_at_once(ask: Callable[[Database], object]) -> None:
-    url = f"postgresql://ada:s3cr3t@127.0.0.1:{free_port()}/fleet"
-    with (
-        closing(Database(parse(url), never)) as database,
-        pytest.raises(DatabaseFailure, match=r"postgresql://ada@127") as raised,
-    ):
-        ask(database)
-    assert (raised.value.passing, "s3cr3t" in str(raised.value)) == (False, False)
 
 
 def only_reads(postgres: Postgres, url: str, truth: bool) -> None:

@@ -222,37 +222,6 @@ class TestPostgres:
             database.execute(f"SELECT pg_notify('{CHANNEL}', '{text}')")
         assert await first.wait(SECONDS) == {"job-1"}
 
-    async def test_what_is_no_id_and_what_the_server_refuses_keep_no_other_from_being_sent(
-        self, bells, monkeypatch, caplog
-    ):
-        ringer, listener = bells(2)
-        await listening(listener)
-        ringer.open()
-        ringer.ring(["first"])
-        assert await listener.wait(SECONDS) == {"first"}
-        ringer.ring(["é" * 250 + str(number) for number in range(200)] + ["\x00"])
-        ringer.ring(["second"])
-        assert await listener.wait(SECONDS) == {"second"}
-        monkeypatch.setattr("groupwise.fleet.doorbells.postgres.SENT", 64_000)
-        for _ in range(2):
-            ringer.ring([f"job-{number}" for number in range(2000)])
-            await until(lambda: not ringer._unsent._ids)
-        ringer.ring(["third"])
-        assert await listener.wait(SECONDS) == {"third"}
-        assert len(lines(caplog, "refuses notifications")) == len(caplog.records) == 1
-
-    async def test_rings_of_one_moment_are_gathered(self, bells, monkeypatch):
-        monkeypatch.setattr("groupwise.fleet.doorbells.postgres.GATHERED", 1.0)
-        bell, listener = bells(2)
-        await listening(listener)
-        bell.open()
-        bell.ring(["first"])
-        assert await listener.wait(SECONDS) == {"first"}
-        for name in "abc":
-            bell.ring([name])
-            assert await listener.wait(0.05) == frozenset()
-        assert await listener.wait(SECONDS) == {"a", "b", "c"}
-
     async def test_killed_and_back_with_one_line_each(self, database, bells, caplog):
         caplog.set_level(logging.INFO)
         bell, other = bells(2)
@@ -268,14 +237,6 @@ class TestPostgres:
         await hears(bell, lambda: other.ring(["after"]), "after")
         assert len(lines(caplog, "are not heard")) <= 2  # each of the two may say it
         assert len(lines(caplog, "are heard again")) == 1
-
-    async def test_one_that_is_absent_holds_nobody_up(self):
-        begun = time.monotonic()
-        bell = PostgresDoorbell({"host": "127.0.0.1", "port": 1, "dbname": "x"})
-        bell.ring(["a"])
-        assert await bell.wait(SECONDS) == {"a"}
-        await bell.close()
-        assert time.monotonic() - begun < 3
 
 
 async def listening(bell: PostgresDoorbell) -> None:

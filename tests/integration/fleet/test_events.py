@@ -15,10 +15,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database, connect
-from tests.fleet_databases import new_fleet
-from tests.postgres import Postgres
+from groupwise.fleet.store.database import Database
 from tests.unit.fleet.store.test_events import *  # noqa: F403
 from tests.unit.fleet.store.test_events import happens, read
 
@@ -80,23 +77,6 @@ def test_who_commits_late_is_not_skipped(database: Database, savepoint: bool, fi
         assert last not in read(database)
         other.end(undo=True)
         assert read(database) == [*before, late.event_id, early, last]
-
-
-def test_strangers_hold_nobody_up(database: Database, postgres: Postgres) -> None:
-    neighbour = connect(new_fleet(postgres))
-    with Late(neighbour), database.engine.begin() as unrelated:
-        unrelated.execute(text("INSERT INTO cursors (name) VALUES ('a')"))
-        unrelated.execute(
-            text("SELECT pg_advisory_xact_lock(1), pg_advisory_xact_lock_shared(0, 0)")
-        )
-        event = database.run(happens())
-        assert read(database) == [event]
-    neighbour.close()
-
-
-def test_a_look_at_one_moment_is_refused(database: Database) -> None:
-    with pytest.raises(AssertionError, match=r"read in Database\.run"):
-        database.read(lambda session: events.after(session, 0, 10))
 
 
 def write_many(database: Database, number: int, times: int) -> None:

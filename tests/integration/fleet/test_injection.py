@@ -16,7 +16,6 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import httpx2
 import psycopg
@@ -181,23 +180,6 @@ def test_arguments_variables_and_files_arrive_as_they_are(
     assert found == {path: digest.hexdigest() for path, digest in hashes.items()}
     shown = client.show(job["job_id"])
     assert (shown["arguments"][2:], shown["name"]) == (words, texts["escapes"])
-
-
-def test_by_the_command_line_as_well(fleet: WholeFleet, canary: Path, tmp_path: Path) -> None:
-    texts = {name: text for name, text in nasty(canary).items() if len(text) < 10_000}
-    (tmp_path / "dump.py").write_text(DUMP)
-    odd = tmp_path / "it's; $(touch x) \n \x1b[31m"
-    odd.write_text("content")
-    job_id = fleet.submit(
-        *("--file", str(tmp_path / "dump.py"), "--file", str(odd)),
-        *(word for n, text in enumerate(texts.values()) for word in ("--env", f"V{n}={text}")),
-        *("--name", texts["newline"], "--label", f"l={texts['escapes']}"),
-        *("--artefact", "outputs", "--artefact", texts["semicolon"].replace("/", "_")),
-        *("--", "python3", "dump.py", *texts.values()),
-    )
-    words, there, files = seen(fleet, job_id)
-    assert words == list(texts.values()) == [there[f"V{n}"] for n in range(len(texts))]
-    assert odd.name in files
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -546,25 +528,6 @@ def test_commands_about_rows_with_odd_ids(
     for job_id, (verb, *options) in asked:
         words = [f"--name={job_id}"] if verb == "jobs" else [*options, "--", job_id]
         assert shown(fleet, capfdbinary, verb, *words), (verb, options, job_id[:80])
-
-
-@EVERY
-def test_routes_about_rows_with_odd_ids(fleet: WholeFleet, odd_ids: list[str], every: int) -> None:
-    gets = ("", "/progress", "/log?tail=3", "/log?epoch=0", "/artefacts", "/artefacts?epoch=0")
-    gets += ("/artefacts/file?epoch=0", "/checkpoints", f"/checkpoints/{'0' * 64}")
-    with fleet.api() as address, httpx2.Client(base_url=address, timeout=60) as http:
-        names = [quote(job_id, safe="") for job_id in odd_ids]
-        short = [name for name in names if len(name) < 10_000]  # no address is as long
-        for name, path in part(every, short, gets):
-            check_words(http.get(f"/jobs/{name}{path}"))
-        for name, verb in itertools.product(short, ("hold", "release", "cancel", "retry")):
-            check_words(http.post(f"/jobs/{name}/{verb}"))
-
-
-def check_words(answer: httpx2.Response) -> None:
-    assert answer.status_code < 500, (answer.request.url, answer.text)
-    assert "a victim" not in answer.text, answer.request.url
-    assert answer.text or answer.status_code < 400, answer.request.url
 
 
 def test_a_file_of_another_program_is_not_reached_by_names_of_jobs(client: FleetClient) -> None:

@@ -19,7 +19,7 @@ from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import claim
 from groupwise.fleet.states import AttemptState, Outcome
 from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import GPU, VM, Job, Project
+from groupwise.fleet.store.tables import GPU, VM, Project
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.machines import NewMachine
@@ -152,22 +152,6 @@ def test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_o
     assert claimed.result(SECONDS) == ["job"]
     assert looked.result(SECONDS)
     assert times == {"claim": 1, "look": 1}
-
-
-@pytest.mark.usefixtures("job")
-def test_a_look_waits_for_no_job_whose_stray_has_ended(
-    database: Database, threads: ThreadPoolExecutor
-) -> None:
-    """Its machine is locked already, and whoever has the job may wait for that."""
-    asked_at = database.run(seconds)
-    shown = gpu(0, "GPU-gpu-1-0")
-    there = seen(shown, attempts=[running("job", 99)])
-    database.run(lambda s: observation.apply(s, "gpu-1", asked_at, there))
-    with somebody_keeps(database, select(Job).where(Job.job_id == "job")):
-        looked = threads.submit(
-            database.run, lambda s: observation.apply(s, "gpu-1", asked_at + 1, seen(shown))
-        )
-        assert looked.result(SECONDS)
 
 
 def test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_order(

@@ -20,7 +20,6 @@ import groupwise
 from groupwise.cli.main import main
 from groupwise.fleet import doctor
 from groupwise.fleet.machines import packing
-from groupwise.fleet.machines.locks import Lock
 from groupwise.fleet.machines.prepare import PrepareError, builds_of
 from groupwise.fleet.store.database import connect, migrate
 from groupwise.fleet.store.tables import VM
@@ -42,16 +41,6 @@ async def place(machine: LoopbackHost, tmp_path: Path) -> AsyncIterator[Place]:
     host = SshHost(machine.login)
     yield Place(tmp_path, host, transport="ssh", **row)
     await host.close()
-
-
-async def test_only_what_is_missing_travels(place: Place, tmp_path: Path) -> None:
-    big = tmp_path / "own-1-py3-none-any.whl"
-    big.write_bytes(os.urandom(3_000_000))
-    await place.prepare(place.plan(wheels=(big,)))
-    assert any(line.startswith("sent 3.") for line in place.told)
-    place.told.clear()
-    await place.prepare(place.plan(wheels=(big,), lock=Lock(("other==1",))))
-    assert any(line == "sent 0.0 MB" for line in place.told)
 
 
 async def test_a_build_that_was_killed_or_took_too_long_there_is_begun_anew(place: Place) -> None:

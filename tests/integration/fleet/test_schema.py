@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 
 from groupwise.fleet.store import triggers
-from groupwise.fleet.store.database import Database, DatabaseFailure, check_schema, connect, migrate
+from groupwise.fleet.store.database import Database, check_schema, connect, migrate
 from groupwise.fleet.store.engine import parse
 from groupwise.fleet.store.triggers import Rule
 from tests.unit.fleet.store.test_schema import *  # noqa: F403
@@ -29,11 +29,6 @@ def a_backup(url: str) -> Generator[psycopg.Connection]:
         yield reader
 
 
-def test_a_backup_holds_up_no_migration_that_has_nothing_to_do(ready_url: str) -> None:
-    with closing(connect(ready_url)) as database, a_backup(ready_url):
-        migrate(database)
-
-
 @pytest.mark.usefixtures("other_rules")
 def test_a_migration_that_a_backup_holds_up_holds_up_nobody(ready_url: str) -> None:
     naps: list[float] = []
@@ -48,14 +43,3 @@ def test_a_migration_that_a_backup_holds_up_holds_up_nobody(ready_url: str) -> N
         migrate(database)
         check_schema(database)
     assert len(naps) == 1
-
-
-@pytest.mark.usefixtures("other_rules")
-def test_nor_does_it_wait_for_ever(ready_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.fleet.store.database.PATIENCE", 0.0)
-    with (
-        a_backup(ready_url),
-        closing(connect(ready_url)) as database,
-        pytest.raises(DatabaseFailure, match="of a backup perhaps, holds what this one needs"),
-    ):
-        migrate(database)

@@ -148,17 +148,3 @@ def test_a_checkpoint_stays_in_the_folder_and_has_a_step_that_a_database_can_cou
     for step, counts in ((3 * 10**9, 1), (2**63 - 1, 1), (2**63, 0), (-1, 0)):
         tree = {"files": {}, "checkpoints": [{"path": "c", "step": step, "files": {}}]}
         assert len(answers.work_tree(tree).checkpoints) == counts, step
-
-
-def test_release_and_hello() -> None:
-    holder = {"what": "process", "detail": "x", "pid": 3}
-    told = answers.release({"clean": False, "holders": [holder]})
-    assert (told.clean, told.holders[0].pid) == (False, 3)
-    with pytest.raises(BadAnswer):
-        answers.release({"holders": []})
-    texts = {"python": "3.8.18", "hostname": "h", "boot_id": "b", "home": "/", "root": "/r"}
-    assert answers.hello({"protocol": 1, **texts}).protocols == (1,)
-    more = {"protocols": [1, 2], "cgroup": {"v2": True, "memory": False}, "filesystem": "nfs4"}
-    full = answers.hello({"protocol": 1, **texts, **more})
-    found = (full.protocols, full.cgroup, full.memory_limits, full.filesystem)
-    assert found == ((1, 2), True, False, "nfs4")

@@ -17,7 +17,6 @@ from groupwise.hosts import files
 from groupwise.hosts.files import (
     MARK,
     SPARED,
-    SPARED_MARKED,
     BlobBusy,
     BlobError,
     BlobStore,
@@ -196,20 +195,6 @@ def is_marked(store: BlobStore, sha256: str) -> bool:
     return bool(store.path(sha256).stat().st_mode & MARK)
 
 
-def test_what_was_fetched_for_a_purpose_of_its_own_is_spared_for_minutes(store: BlobStore) -> None:
-    by_itself, sent = receive(store, b"by itself", marked=True), store.put(b"sent")
-    soon = time.time() + SPARED_MARKED / 2
-    assert store.collect(set(), now=soon) == 0
-    later = time.time() + 2 * SPARED_MARKED
-    assert store.collect({by_itself}, now=later) == 0
-    assert store.missing([by_itself, sent], marked=True) == []
-    assert not is_marked(store, sent), "somebody counts on it"
-    receive(store, b"ha", whole=b"half", marked=True)
-    receive(store, b"sl", whole=b"slow")
-    assert store.collect(set(), now=later) == len("by itself") + len("ha")
-    assert (by_itself in store, sent in store) == (False, True)
-
-
 @pytest.mark.parametrize("how", ["put", "asked for", "put as a file", "received"])
 @pytest.mark.parametrize("first", [True, False])
 def test_who_puts_or_asks_for_what_was_fetched_has_it_spared_for_a_day(
@@ -234,23 +219,6 @@ def test_who_puts_or_asks_for_what_was_fetched_has_it_spared_for_a_day(
     assert not is_marked(store, sha(b"both"))
     store.collect(set(), now=time.time() + SPARED / 2)
     assert sha(b"both") in store
-
-
-def test_what_is_being_received_stays_and_is_spared_from_when_it_is_whole(
-    store: BlobStore,
-) -> None:
-    with store.incoming(sha(b"large"), 5, marked=True) as incoming:
-        incoming.add(b"large")
-        store.collect(set(), now=time.time() + 2 * SPARED)
-        incoming.finish()
-    assert store.read(sha(b"large")) == b"large"
-    with store.incoming(sha(b"slow"), 4) as incoming:
-        incoming.add(b"slow")
-    [path] = (store.root / "incoming").iterdir()
-    os.utime(path, (0, 0))
-    with store.incoming(sha(b"slow"), 4) as incoming:
-        incoming.finish()
-    assert store.collect({sha(b"large")}) == 0
 
 
 def test_what_is_needed_is_told_until_its_process_ends(store: BlobStore) -> None:

@@ -11,8 +11,6 @@ from groupwise.hosts.framing import (
     SPOKEN,
     AnswerReader,
     BadAnswer,
-    Exchange,
-    accepted,
     answer_bytes,
     without_answer,
 )
@@ -49,11 +47,6 @@ def test_an_answer_is_read_whatever_stands_before_it_and_however_it_is_cut(
     if not whole:
         assert reader.feed(data)
     assert reader.answer == Answer(body, payload)
-
-
-def test_noise_may_look_like_an_answer_and_stand_behind_one() -> None:
-    noise = b"Welcome!\nGROUPWISE-ANSWER is what follows\nGROUPWISE-ANSWER 1 2\nno newline:"
-    assert read(noise + answer_bytes({"ok": True}, b"abc") + b"logout\n").payload == b"abc"
 
 
 def test_this_protocol_and_the_one_before_are_read_and_no_other() -> None:
@@ -94,12 +87,6 @@ def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
         read(announced(document))
 
 
-def test_a_refusal_is_raised_with_its_code() -> None:
-    with pytest.raises(RunnerRefused, match="no room") as refused:
-        accepted(Answer({"error": {"code": "disk_full", "message": "no room"}}))
-    assert refused.value.code == "disk_full"
-
-
 def test_what_no_database_takes_does_not_come_through() -> None:
     told = {"tail": "loss\0\0 \ud800 and \U0001f600", "of": [{"a\0": "plain \\\\u0000"}]}
     assert read(answer_bytes(told)).body == {
@@ -122,17 +109,3 @@ def test_an_end_without_an_answer_leaves_it_open_what_happened() -> None:
     trace = 'Traceback (most recent call last):\n  File "x", line 7, in look\nKeyError: 7\n\n'
     assert str(without_answer(AnswerReader(), 1, trace)).endswith("whole: KeyError: 7")
     assert len(str(without_answer(AnswerReader(), 1, "first\n" + "x" * 4000))) < 500
-
-
-async def test_an_exchange_takes_the_first_answer_and_complains_to_nobody() -> None:
-    exchange = Exchange()
-    exchange.heard(answer_bytes({"n": 1}))
-    exchange.heard(answer_bytes({"n": 2}))
-    exchange.over()
-    assert (await exchange.answer).body == {"n": 1}
-    failed, other = Exchange(), Exchange()
-    failed.fail(OutcomeUnknown("gone"))
-    failed.drop()
-    other.drop()
-    other.over()
-    assert other.answer.cancelled()

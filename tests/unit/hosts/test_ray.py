@@ -1,14 +1,11 @@
 """What is made of Ray's answers, and what Ray is told."""
 
-import inspect
 import json
-import shlex
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from groupwise.hosts import ray_gang
 from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Engine, Launch
 from groupwise.hosts.engines import LIVING_BEAT
@@ -98,21 +95,6 @@ async def test_submitted_under_its_name_with_what_was_asked_and_time_to_save() -
     head = RaysHead()
     await head().launch(replace(LAUNCH, engine=Engine(WORD, ("{}",))))
     assert head.posted()["entrypoint"].startswith("CUDA_VISIBLE_DEVICES= exec sh "), "no GPU"
-
-
-async def test_for_several_nodes_it_asks_what_has_them_at_once() -> None:
-    asked = json.dumps({"gang": {"nodes": 2, "bundle": {"CPU": 1, "GPU": 2}}})
-    head = RaysHead(engine_options=[asked])
-    found = await head().launch(replace(LAUNCH, engine=Engine(WORD, (asked,))))
-    body = head.posted()
-    assert [word for word in body if word.startswith("entrypoint_")] == []
-    shell, _, log = body["entrypoint"].partition(" >>")
-    *begins, text, words = shlex.split(shell)
-    assert (begins, text) == (["exec", "python3", "-c"], inspect.getsource(ray_gang))
-    folder = "/srv/it's/j.1"
-    assert json.loads(words) == {"folder": folder, "nodes": 2, "bundle": {"CPU": 1, "GPU": 2}}
-    assert shlex.split(log) == [f"{folder}/engine.log", "2>&1"]
-    assert "it wants 1 CPU, 2 GPU on each of 2 nodes at once; free: 1 of 4" in found.engine_says
 
 
 @pytest.mark.parametrize("status", [400, 500])

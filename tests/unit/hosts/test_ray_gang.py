@@ -1,6 +1,5 @@
 """Several machines of Ray at once, without Ray: each is an object here, and what it begins are real processes."""
 
-import errno
 import json
 import os
 import signal
@@ -123,51 +122,6 @@ def test_where_another_one_ends_all_do(
     else:
         leads = f"{follow('false')}{ENDS.format(gang.folder)}"
     assert gang.run(leads) == 9
-
-
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("cannot begin", "it cannot begin true in /nowhere (No such file"),
-        ("sees nothing", "it has no {away}: all nodes of Ray need the folder of jobs"),
-    ],
-)
-def test_one_that_never_can_says_why_and_all_end(gang: Gangs, how: str, why: str) -> None:
-    away = gang.folder / "away"
-    if how == "sees nothing":
-        follows = gang.actors[1].machine.follow
-        gang.actors[1].machine.follow = lambda path, rank: follows(  # pyright: ignore
-            str(away / Path(path).name), rank
-        )
-        begins = ""
-    else:
-        begins = follow("true", at="/nowhere")
-    assert gang.run(f"{begins}{ENDS.format(gang.folder)}") == 9
-    said = (gang.folder / "engine.log").read_text()
-    assert f"Machine 2 of 2 cannot begin its part: {why.format(away=away)}" in said
-    assert not list(gang.folder.glob("order.*.json"))
-
-
-@pytest.mark.parametrize(("patience", "code"), [(60.0, 3), (0.0, 9)])
-def test_a_disk_that_does_not_give_the_order_is_asked_for_a_while(
-    gang: Gangs, monkeypatch: pytest.MonkeyPatch, patience: float, code: int
-) -> None:
-    told, stale = gang.folder / "told", [errno.ESTALE] * 3
-
-    def read(path: Any, mode: str = "r", **how: Any) -> Any:
-        if stale and mode == "r" and str(path).endswith(".json") and Path(path).exists():
-            raise OSError(stale.pop(), "Stale file handle")
-        return open(path, mode, **how)
-
-    monkeypatch.setattr(ray_gang, "UNREAD", patience)
-    monkeypatch.setattr(ray_gang, "open", read, raising=False)
-    follows = follow("sh", "-c", f"echo >{told}; {LIVES}")
-    evict = gang.folder / "evict"
-    ends = (
-        f"until [ -e {told} -o -e {evict} ]; do sleep 0.05; done; [ -e {evict} ] && exit 9; exit 3"
-    )
-    assert gang.run(follows + ends) == code
-    assert ("cannot read" in engine_said(gang)) == (code == 9)
 
 
 def engine_said(gang: Gangs) -> str:

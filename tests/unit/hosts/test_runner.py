@@ -122,20 +122,6 @@ def test_a_log_is_whole_however_fast_it_grows_and_who_writes_it(either: Machine)
     assert (record["code"], record["tail"][-8:]) == (0, "9020000\n")
 
 
-def test_what_a_command_left_behind_is_ended_and_counted(either: Machine) -> None:
-    """Not what goes with it by itself, or was ended together with it."""
-    either.sh("nohup sleep 600 & sleep 600 & exit 0")
-    record = either.comes_to("exited")["exit"]
-    assert (record["code"], record["leftovers"]) == (0, 2)
-    either.sh("sleep 600 & wait", epoch=2)
-    either.ask("kill", job="job", epoch=2, grace=0)
-    assert either.comes_to("exited", epoch=2)["exit"]["leftovers"] == 0
-    either.source = either.source.replace("LEAVING = 0.3\n", "LEAVING = 60.0\n")
-    either.sh("sleep 0.2 & exit 0", epoch=3)
-    record = either.comes_to("exited", epoch=3)["exit"]
-    assert (record["code"], record["leftovers"]) == (0, 0)
-
-
 NO_IMPORTS = """
 
 class TooLate:

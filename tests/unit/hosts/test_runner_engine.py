@@ -201,20 +201,6 @@ async def test_one_whose_begin_was_killed_is_lost_and_never_taken_over(runner: R
     assert await said(runner, 2) == "it ran\n"
 
 
-async def test_what_the_node_does_not_have_or_no_engine_does_is_refused(runner: Runner) -> None:
-    waits = await runner.launch(Launch("j", 1, JobSpec(("no-such-program",)), engine=Engine("q")))
-    assert waits.state is RunnerState.QUEUED
-    ended(waits)
-    found = await runner.status("j", 1)
-    assert found.state is RunnerState.REFUSED
-    assert found.refused is not None
-    assert "no-such-program" in found.refused.message
-    for more in ({"gpus": ("GPU-1",)}, {"slot": 0}, {"deadman": 60.0}):
-        launch = Launch("j", 2, JobSpec(("true",)), engine=Engine("queue"), **more)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(RunnerRefused, match="engine's"):
-            await runner.launch(launch)
-
-
 async def test_programs_of_the_machine_are_run_to_their_end(runner: Runner) -> None:
     words = ("python3", "-c", "import sys; print(sys.argv[1:]); sys.exit('told')", "a b", "$(x)")
     ran = await runner.run(words)

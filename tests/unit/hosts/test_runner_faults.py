@@ -292,29 +292,6 @@ def test_nothing_outlives_an_end(here: Machine, method: str, prefix: str, how: s
     assert (found["clean"], found["holders"]) == (True, [])
 
 
-HOPPER = """
-import os, signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-end = time.monotonic() + 90
-open("hops", "w").write("yes\\n")
-while time.monotonic() < end:
-    if os.fork():
-        os._exit(0)
-"""
-"""Never long enough the same process to be found and signalled."""
-
-
-@pytest.mark.usefixtures("cgroups")
-def test_what_changes_its_pid_all_the_time_is_caught_by_its_control_group(here: Machine) -> None:
-    script = here.home / "hopper.py"
-    script.write_text(HOPPER)
-    here.sh(f"{sys.executable} -IS {script} & {FOR_EVER}")
-    here.written("hops")
-    killed(here)
-    assert here.comes_to("exited")["exit"]["message"] == ""
-    assert released(here)["clean"]
-
-
 def test_what_is_not_ours_is_not_touched(here: Machine) -> None:
     own = os.getpid()  # runners of tests beside this one have a `job`, too, and attempts from 1 on
     others = [
@@ -514,19 +491,6 @@ def test_memory_beyond_the_limit_is_told(here: Machine) -> None:
     assert here.comes_to("exited", epoch=2)["exit"]["oom_kill"] == 0
 
 
-@pytest.mark.usefixtures("cgroups")
-def test_a_control_group_of_a_supervisor_that_died_early_is_swept(here: Machine) -> None:
-    root = runner.Root(str(here.root))
-    ours = runner.make_group(runner.unit_of(runner.Attempt(root, "job", 1)))
-    other = runner.make_group(runner.unit_of(runner.Attempt(runner.Root("/other"), "job", 1)))
-    try:
-        here.ask("sweep", keep=[])
-        assert not any(os.path.isdir(folder) for folder in ours.folders())
-        assert all(os.path.isdir(folder) for folder in other.folders())
-    finally:
-        other.remove()
-
-
 # --- a full disk --------------------------------------------------------------------------------
 
 
@@ -586,31 +550,6 @@ def test_a_log_goes_on_where_a_full_disk_has_room_again(small: Machine) -> None:
     assert small.comes_to("exited")["exit"]["code"] == 9
     text = (small.folder() / "log").read_text()
     assert text == "".join(f"{n}\n" for n in range(1_000_000, 1_060_000))
-
-
-def test_a_log_that_cannot_be_written_is_given_up_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then whoever writes to it is told, as by any pipe that nobody reads, and the record says why."""
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        log = runner.Log(str(disk / "log"))
-        fill(disk)
-        now = [0.0]
-        monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
-        os.write(log.sink, b"x" * 10_000)
-        for now[0] in (0.0, runner.LOG_PATIENCE - 1):
-            assert not log.write_down()
-            assert log.sources() == []
-            assert os.write(log.sink, b"more") == 4
-        now[0] = runner.LOG_PATIENCE
-        assert not log.write_down()
-        with pytest.raises(BrokenPipeError):
-            os.write(log.sink, b"more")
-        assert log.tail().endswith("xxx\n[its log could not be written: No space left on device]\n")
-        assert len(log.tail()) == runner.TAIL
-        assert (log.sources(), log.write_down(), log.unwritten) == ([], False, b"")
-        for fd in (log.file, log.sink):
-            os.close(fd)
 
 
 def test_files_that_do_not_fit_refuse_the_launch(small: Machine) -> None:

@@ -172,23 +172,6 @@ def test_what_was_asked_for_lately_is_not_swept(here: Machine) -> None:
     assert here.ask("missing", sha256=[asked, old])["missing"] == [old]
 
 
-def test_the_runners_of_this_release_and_the_one_before_stay(here: Machine) -> None:
-    here.ask("hello")
-    folder = here.root / "runners"
-    (current,) = {path.name[:64] for path in folder.glob("*.py")}
-    for age, name in ((3, "a" * 64), (2, "b" * 64), (1, "c" * 64)):
-        for path in (folder / f"{name}.py", folder / f"{name}.py.cpython-311-1.bin"):
-            path.write_text("x")
-            os.utime(path, (1000 - age, 1000 - age))
-    (folder / "notes.txt").write_text("somebody's own")
-    assert here.ask("sweep", keep=[])["removed"] == 0  # one that was sent just now
-    assert here.ask("sweep", keep=[], older_than=0)["removed"] == 4
-    left = {path.name for path in folder.iterdir()}
-    assert {name[:64] for name in left} == {current, "c" * 64, "notes.txt"}
-    assert f"{'c' * 64}.py.cpython-311-1.bin" in left
-    assert here.ask("hello")["ok"]
-
-
 # --- coming back --------------------------------------------------------------------------------
 
 
@@ -300,22 +283,6 @@ def test_what_an_attempt_has_made_is_kept_without_being_sent_and_nothing_else(
     keep(either, *files)  # it is there, whatever became of the file
 
 
-def test_as_many_files_as_one_answer_holds(here: Machine) -> None:
-    done(here, "mkdir outputs; printf one > outputs/x; truncate -s 4M outputs/most")
-    most, large = bytes(runner.LARGEST_GATHERED), [("outputs/x", b"one")]
-    assert gather(here, ("outputs/most", most)) == [True]
-    assert here.payload == most
-    assert gather(here, *large * runner.MOST_GATHERED) == [True] * runner.MOST_GATHERED
-    for files in (large * (runner.MOST_GATHERED + 1), [("outputs/most", most), *large]):
-        with pytest.raises(Refused, match="bad_request"):
-            gather(here, *files)
-    empty = sha(b"")
-    odd: list[Any] = [["x"], [3, empty, 0], ["x", "0", 0], ["x", empty, -1], ["x", empty, 1.0]]
-    for listed in (*([each] for each in (*odd, [], "xyz", None)), odd[0], "xyz", None, 7):
-        with pytest.raises(Refused, match="bad_request"):
-            here.ask("gather", job="job", epoch=1, files=listed)
-
-
 def test_no_more_is_read_of_a_file_than_was_listed(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,23 +362,6 @@ def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
     assert in_process(here).refused_more == {"too_large": 4, "link": 4}
 
 
-def test_an_answer_holds_no_more_files_than_are_read(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = done(here, "mkdir outputs; touch outputs/é outputs/a outputs/b")
-    monkeypatch.setattr(runner, "LARGEST_LISTING", 2 * runner.told_size("outputs/a"))
-    told = in_process(here)
-    assert (list(told.files), told.refused) == (
-        ["outputs/a", "outputs/b"],
-        (("outputs/é", "too_many"),),
-    )
-    for step in (7, 8):
-        checkpoint(work / "outputs" / f"step-{step}", step, {})
-    room = runner.told_size("outputs/step-7/manifest.json")
-    monkeypatch.setattr(runner, "LARGEST_LISTING", room)
-    assert [each.step for each in in_process(here, "checkpoints").checkpoints] == [8]
-
-
 def in_process(here: Machine, what: str = "artefacts") -> answers.WorkTree:
     body = here.body("manifest", job="job", epoch=1, what=what)
     return answers.work_tree(
@@ -474,15 +424,6 @@ def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) ->
     assert not list(either.root.rglob("*.new"))
 
 
-def test_signs_of_life_come_while_a_large_file_is_read(either: Machine) -> None:
-    either.source = either.source.replace("SIGN_EVERY = 10.0\n", "SIGN_EVERY = 0.001\n")
-    done(either, "mkdir outputs; truncate -s 300M outputs/x")
-    asked = either.begin(request(either.body("manifest", job="job", epoch=1, what="artefacts")))
-    assert asked.stdout is not None
-    assert asked.stdout.read(3) == b"\n\n\n"
-    assert either.finish(asked)["files"]["outputs/x"][2] == 300 << 20
-
-
 def test_a_disk_that_hangs_gives_no_signs(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     told = runner.Work.done
     assert runner.sign(told) == told
@@ -538,28 +479,6 @@ def test_folders_that_a_job_has_closed_or_nested_are_removed(nobodys: Machine) -
     assert in_attempts(nobodys) == []
     assert nobodys.ask("observe")["unremoved"] == []
     assert kept.exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
-def test_what_only_another_user_may_remove_is_told_until_it_is_gone(nobodys: Machine) -> None:
-    work = done(nobodys, "mkdir -p outputs/mine; touch outputs/mine/x")
-    for path in (work / "outputs" / "mine" / "empty", work / "outputs" / "mine" / "full"):
-        path.mkdir(mode=0o755)
-    (path / "file").touch()
-    nobodys.ask("forget", job="job", epoch=1)
-    (left,) = in_attempts(nobodys)
-    assert left.startswith(".stays.gone-job.1-")
-    there = nobodys.root / "attempts" / left
-    for _ in range(2):
-        assert [p.name for p in there.rglob("*") if p.name in ("file", "x", "empty")] == ["file"]
-        told = answers.observation(nobodys.ask("observe"))
-        assert (told.unremoved, told.quarantined) == ((str(there),), ())
-        nobodys.ask("sweep", keep=[], older_than=0)
-    for path in there.rglob("*"):
-        os.chown(path, 65534, 65534)
-    nobodys.ask("sweep", keep=[], older_than=0)
-    assert in_attempts(nobodys) == []
-    assert nobodys.ask("observe")["unremoved"] == []
 
 
 def test_a_file_that_the_user_may_not_read_is_called_so(nobodys: Machine) -> None:

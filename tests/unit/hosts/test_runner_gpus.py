@@ -7,10 +7,8 @@
 5. CUDA sees indices as they are at the launch, in the order of buses; MIG devices by their names.
 """
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -126,17 +124,6 @@ def environ(pid: str) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
-
-
-def test_another_program_to_ask(here: Machine, tmp_path: Path) -> None:
-    other, broken = tmp_path / "a tool; touch x", tmp_path / "broken"
-    other.write_text('#!/bin/sh\nshift\nexec nvidia-smi "$@"\n')
-    broken.write_bytes(b"\0no program")
-    for program in (other, broken):
-        program.chmod(0o755)
-    assert len(here.ask("observe", probe=[str(other), "first"])["gpus"]) == 2
-    for word, status in (("no-such-tool", "absent"), ("/", "absent"), (str(broken), "failed")):
-        assert here.ask("observe", probe=[word])["probe"]["status"] == status
 
 
 def test_who_computes_cannot_be_told(here: Machine) -> None:
@@ -277,20 +264,6 @@ def test_shares_fit_beside_each_other(here: Machine) -> None:
     seen = {each["job"]: each for each in here.ask("observe")["attempts"]}
     found = (seen["slotted"]["slot"], seen["slotted"]["gpus"], seen["beside"]["slot"])
     assert found == (0, [], 1)
-
-
-def test_a_process_that_has_just_ended_is_no_stranger(here: Machine) -> None:
-    """nvidia-smi saw it, /proc no longer does: the second look decides."""
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    show(here, apps=[{"uuid": B, "pid": ended.pid}])
-    tool = here.home / "bin" / "nvidia-smi"
-    text = tool.read_text()
-    once = f"[ -e {here.home}/looked ] && export FAKE_NVIDIA_SMI_STATE={here.nvidia}.later"
-    later = "case $1 in *compute*) touch " + f"{here.home}/looked;; esac"
-    tool.write_text(text.replace("exec ", f"{once}\n{later}\nexec "))
-    Path(f"{here.nvidia}.later").write_text(json.dumps({"gpus": [{"uuid": A}, {"uuid": B}]}))
-    assert here.sh("true", gpus=[B])["refused"] is None
 
 
 # --- taking back --------------------------------------------------------------------------------

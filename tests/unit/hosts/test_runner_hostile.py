@@ -7,11 +7,9 @@ neither the answers about others nor its own end.
 """
 
 import hashlib
-import io
 import json
 import os
 import stat
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import answers, runner
-from tests.runner_machine import Machine, Refused, alive, until
+from tests.runner_machine import Machine, alive, until
 
 NESTED = "[" * 100_000
 MIB = 1 << 20
@@ -129,33 +127,6 @@ def test_what_a_job_calls_a_manifest_breaks_nothing(either: Machine) -> None:
     assert observed(either)["other"]["state"] == "running"
 
 
-def test_what_is_no_manifest_is_read_once(over: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt, outputs = in_process(over), over.work() / "outputs"
-    saved(outputs / "good", 7)
-    other = outputs / "other" / "manifest.json"
-    other.parent.mkdir()
-    other.write_text(json.dumps(["x"] * runner.REMEMBERED_ABOVE))
-    read: list[str] = []
-    real, clock = runner.read_inside, time.time
-
-    def counted(work: str, path: str, most: int) -> bytes:
-        read.append(path)
-        return real(work, path, most)
-
-    monkeypatch.setattr(runner, "read_inside", counted)
-    monkeypatch.setattr(time, "time", lambda: clock() + 10)  # all has settled
-    for _ in range(3):
-        assert steps(attempt) == [7]
-    assert read.count("outputs/other/manifest.json") == 1
-    assert read.count("outputs/good/manifest.json") == 3
-    other.unlink()
-    other.parent.rmdir()
-    saved(outputs / "other", 8, more=f', "more": "{"x" * runner.REMEMBERED_ABOVE}"')
-    for odd in ("{}", NESTED, '{"seen": 7}', '{"seen": [7, [{}], ["x"], {}]}', "[]"):
-        assert steps(attempt) == [7, 8]
-        Path(attempt.at("others.json")).write_text(odd)
-
-
 def test_of_many_manifests_the_newest_are_read_and_of_large_ones_none(
     over: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,41 +147,6 @@ def test_of_many_manifests_the_newest_are_read_and_of_large_ones_none(
     paths[-1].unlink()
     monkeypatch.setattr(runner, "MANIFESTS_TOGETHER", 2 * paths[0].stat().st_size)
     assert steps(attempt) == [6, 7]
-
-
-def test_a_checkpoint_whose_manifest_is_being_written_is_not_listed(
-    over: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, step in (("a", 1), ("b", 2)):
-        saved(over.work() / "outputs" / name, step)
-    real = runner.Hashes.of
-    changing = "outputs/a/manifest.json"
-    monkeypatch.setattr(
-        runner.Hashes, "of", lambda self, path: None if path == changing else real(self, path)
-    )
-    body = over.body("manifest", job="job", epoch=1, what="checkpoints")
-    told, _ = runner.VERBS["manifest"](runner.Root(str(over.root)), body, io.BytesIO())
-    assert [c.step for c in answers.work_tree(told).checkpoints] == [2]
-
-
-def test_a_state_that_could_not_be_read_again_is_not_begun(here: Machine) -> None:
-    paths = [f"outputs/{n:0200}" for n in range(20_000)]
-    with pytest.raises(Refused, match="too long"):
-        here.launch("true", spec_checkpoints=paths)
-    assert here.status()["state"] == "absent"
-
-
-def test_more_entries_than_are_looked_at_are_not_even_listed(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here.sh("mkdir -p outputs/a outputs/b; cd outputs/a; touch 1 2 3 4 5 6 7 8 9")
-    here.comes_to("exited")
-    monkeypatch.setattr(runner, "MOST_ENTRIES", 5)
-    walk = runner.Walk(str(here.work()))
-    walk.enter("outputs")
-    assert walk.refused == {"outputs/a": "too_many", "outputs": "too_many"}
-    walk.enter("outputs/b")
-    assert walk.seen <= 8
 
 
 ODD_RECORDS = {
@@ -325,34 +261,3 @@ def test_nothing_is_looked_for_where_a_record_points(here: Machine) -> None:
         groups = runner.state_of(in_process(here))
         assert groups is not None
         assert groups["cgroup"] == {}
-
-
-def test_a_number_that_no_database_takes_is_no_epoch(here: Machine) -> None:
-    here.sh("mkdir ../../job.9223372036854775808; exit 3")
-    here.comes_to("exited")
-    told = here.ask("observe")
-    assert [(a["job"], a["epoch"]) for a in told["attempts"]] == [("job", 1)]
-    assert {"what": "folder", "detail": "job.9223372036854775808"} in told["quarantined"]
-
-
-def test_whatever_happens_to_one_the_others_are_told_of(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here.sh("sleep 600", job="other")
-    here.sh("sleep 600")
-    real = runner.state_of
-
-    def fails(attempt: runner.Attempt, *_: object) -> dict[str, Any] | None:
-        if attempt.job == "job":
-            raise RecursionError
-        return real(attempt)
-
-    monkeypatch.setattr(runner, "state_of", fails)
-    told, _ = runner.VERBS["observe"](
-        runner.Root(str(here.root)), here.body("observe"), io.BytesIO()
-    )
-    found = [(a["job"], a["state"]) for a in told["attempts"]]
-    assert found == [("job", "running"), ("other", "running")]
-    answers.observation(told)
-    monkeypatch.setattr(runner, "checkpoints_of", fails)
-    assert runner.count_checkpoints(in_process(here), {}) == (0, None), "its record needs none"

@@ -172,13 +172,3 @@ async def test_what_was_begun_has_not_ended_while_slurm_is_away(seen: str) -> No
     ended = await tended(cluster).status("j", 1)
     assert ended.state is RunnerState(seen)
     assert "knows nothing of it any more" in ended.engine_says
-
-
-async def test_where_slurms_programs_are_gone_it_does_not_answer() -> None:
-    cluster = Cluster()
-    cluster.has_slurm = False
-    with pytest.raises(RunnerRefused, match="login node"):
-        await cluster().status("j", 1)
-    with pytest.raises(HostUnreachable, match="login node"):
-        await tended(cluster).jobs()
-    assert (await tended(cluster).status("j", 1)).state is RunnerState.QUEUED
