@@ -13,7 +13,7 @@ import pytest
 from groupwise.checks import check as module
 from groupwise.checks.check import check
 from groupwise.checks.findings import Finding, Report
-from groupwise.errors import ConfigError, TaskError, UsageError
+from groupwise.errors import ConfigError, TaskError
 from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest, unscored
 
 ROWS = [{"prompt": f"Say {word}.", "answer": word} for word in ("red", "green", "blue", "black")]
@@ -216,20 +216,3 @@ def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
     assert said.data["mean"] == pytest.approx(1 / 3)
     assert (said.data["prompts"], said.data["groups"], said.data["constant_groups"]) == (2, 1, 0)
     assert report.details["table"][-1]["completion"] == "given"
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"prompt": "Say nothing.", "completion": "x"}, "is not in the task's data"),
-        ({"example": 9, "completion": "x"}, "example 9 is not in the task's data"),
-        ({"completion": "x"}, "neither `prompt` nor `example`"),
-        ({"example": 0, "completion": 3}, "expected text"),
-        (["example"], "no JSON object"),
-    ],
-)
-def test_rows_that_fit_nothing_are_refused_with_their_line(row: Any, words: str, tmp_path: Path):
-    source = given(tmp_path, {"example": 0, "completion": "x"}, row)
-    with pytest.raises(UsageError, match=words) as refused:
-        check(task(), PLAIN, completions=source)
-    assert "given.jsonl:2" in str(refused.value)

@@ -1,20 +1,12 @@
 """Datasets and hooks as `groupwise check` sees them."""
 
-from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from groupwise.checks.check_data import (
     check_dataset,
-    check_hooks,
     check_overlap,
-    first_prompts,
-    written,
 )
 from groupwise.data.overlap import same_prompt, same_row
-from groupwise.errors import TaskError
-from groupwise.tasks.contract import load_task
 from groupwise.testing.fakes import FakeTokenizer
 from groupwise.types import Example, Prompt
 
@@ -29,10 +21,6 @@ def findings(
     found: list[Example], tokenizer: Any = None, room: int | None = None, same=same_prompt
 ):
     return {each.name: each for each in check_dataset("data", found, tokenizer, room, same)}
-
-
-def task(**hooks: Any):
-    return load_task(SimpleNamespace(**hooks))
 
 
 def test_prompts_that_do_not_fit_are_a_problem_with_the_key_to_set():
@@ -62,22 +50,3 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning():
     said = check_overlap(train, held, same_prompt)
     assert (said.level, said.data["shared"]) == ("warning", 1)
     assert check_overlap(train, examples("d"), same_prompt).level == "ok"
-
-
-def test_prompts_are_rendered_with_their_special_tokens():
-    from groupwise.models.tiny import tiny_tokenizer
-
-    chat = [{"role": "user", "content": "hi"}]
-    assert first_prompts(examples(chat, "x", "y"), tiny_tokenizer(), 2) == [
-        "<|user|>hi<|assistant|>",
-        "x",
-    ]
-    assert first_prompts(examples(chat), None, 2) == ["[user] hi"]
-    assert written("x") == "x"
-
-
-def test_all_wrong_signatures_are_told_at_once():
-    with pytest.raises(TaskError) as refused:
-        check_hooks(task(get_rl_dataset=lambda a, b: [], get_reward_funcs=lambda a, b, c: []))
-    assert "get_rl_dataset has the wrong" in str(refused.value)
-    assert "get_reward_funcs has the wrong" in str(refused.value)

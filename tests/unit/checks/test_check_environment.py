@@ -11,7 +11,6 @@ from groupwise.checks.check import check
 from groupwise.checks.findings import Finding, Report
 from groupwise.errors import TaskError
 from groupwise.tasks.environment import Step
-from groupwise.tasks.tools import Tools
 
 
 class Guess:
@@ -32,17 +31,6 @@ class Silent:
 
     def step(self, completion):
         return Step("Well done.", done=True)
-
-
-class Shop:
-    """Tools that share a state."""
-
-    def buy(self, count: int) -> str:
-        """Buy some apples."""
-        return f"{count} bought"
-
-    def reward(self):
-        return 0.5
 
 
 def reported(environment: Any, prompt: Any = "Guess.", model: Any = None, **config: Any) -> Report:
@@ -84,19 +72,6 @@ def test_environments_without_a_reward_or_an_observation_are_a_problem():
     assert "rewards" not in {each.name for each in check(with_functions).findings}
     said = found(Mute, prompt=[{"role": "user", "content": "Guess."}])["games"]
     assert (said.level, "no observation" in said.measured) == ("problem", True)
-
-
-def test_tools_are_part_of_the_prompt_and_of_its_length():
-    chat = [{"role": "user", "content": "Buy three."}]
-    report = reported(Tools(Shop), prompt=chat)
-    (shown,) = report.details["prompts"]
-    assert "Buy some apples." in shown
-    said = {finding.name: finding for finding in report.findings}
-    length = said["training data"].data["prompt_length"]["max"]
-    assert length > 200
-    short = found(Tools(Shop), prompt=chat, model={"max_seq_length": 500})
-    assert short["training data: length"].level == "problem"
-    assert short["training data: length"].data["room"] == 100
 
 
 def test_an_environment_that_the_config_would_never_ask_is_refused():

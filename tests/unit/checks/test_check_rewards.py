@@ -1,40 +1,16 @@
 """Judging rewards by what they gave to completions of known worth."""
 
-from typing import Any
-
-import pytest
-
 from groupwise.checks.check_gold import Gold
 from groupwise.checks.check_rewards import (
-    Trial,
     Verdict,
-    judge_latency,
     judge_order,
     judge_parts,
     judge_spread,
-    try_cases,
 )
-from groupwise.rewards.inprocess import RubricScorer
-from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import MemberScore
-from groupwise.types import Example, RewardPart
+from groupwise.types import RewardPart
 
 GOLD = Gold("answer", "plain")
-
-
-class Direct:
-    """Scores at once, in this thread."""
-
-    def __init__(self, *functions: Any) -> None:
-        self.scorer = RubricScorer(Rubric(functions), lambda prompts, completions, rows: {})
-
-    async def score(self, request):
-        return await self.scorer.score(request, lambda name: None)
-
-
-def trial(*functions: Any) -> Trial:
-    scorer: Any = Direct(*functions)
-    return Trial(scorer, None)
 
 
 def verdict(kind: str, reward: float | None, row: int = 0, **parts: float | None) -> Verdict:
@@ -44,23 +20,7 @@ def verdict(kind: str, reward: float | None, row: int = 0, **parts: float | None
     return Verdict(row, kind, kind, MemberScore("scored", None, reward, made))
 
 
-def rows(*answers: str) -> list[Example]:
-    return [Example(index, f"ask {index}", {"answer": each}) for index, each in enumerate(answers)]
-
-
 # Trying
-
-
-async def test_gold_and_wrong_completions_are_scored_in_one_call_for_each_row():
-    seen: list[list[str]] = []
-
-    def right(completions, answer):
-        seen.append(list(completions))
-        return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
-
-    tried = await try_cases(trial(right), rows("one", "two"), GOLD)
-    assert [texts[:2] for texts in seen] == [["one", "two"], ["two", "one"]]
-    assert [[v.member.reward for v in each] for each in tried] == [[1, 0, 0, 0, 0, 0]] * 2
 
 
 # Failures and spread
@@ -105,15 +65,3 @@ def test_parts_are_told_apart_with_their_share_of_none():
 
 
 # The same again
-
-
-@pytest.mark.parametrize(
-    ("seconds", "level"),
-    [([9.0, 0.1, 4.9], "warning"), ([0.1, 0.1, 4.9], "ok"), ([0.1, 5.1], "warning")],
-)
-def test_calls_near_the_limit_are_a_warning(seconds, level):
-    timed = trial(lambda completions: [0.0])
-    timed.seconds, timed.most = seconds, 4
-    said = judge_latency(timed, 10.0, 8)
-    assert said.level == level
-    assert said.data["completions"] == 4

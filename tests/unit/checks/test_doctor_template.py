@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.checks.doctor_template import answer_end, check_tokenizer, opening_of, stop_tokens
+from groupwise.checks.doctor_template import answer_end, check_tokenizer, stop_tokens
 from groupwise.checks.findings import Finding
 from groupwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -15,9 +15,6 @@ STRIPS_THOUGHTS = (
     "{% set kept = message['content'] if loop.last else message['content'].split('</think>')[-1].lstrip() %}"
     "{{ '<|' + message['role'] + '|>' + kept }}{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-NO_SYSTEM = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 )
 
 
@@ -57,12 +54,6 @@ def test_templates_that_rewrite_earlier_answers_or_do_not_ask_for_one_are_told()
     shouting = CHAT_TEMPLATE.replace("message['content']", kept)
     assert "answers" in found(tokenizer(shouting))["earlier turns"].measured
     assert found(tokenizer(LOOP))["generation prompt"].level == "warning"
-
-
-def test_a_template_without_a_system_role_is_asked_without():
-    made = tokenizer(NO_SYSTEM + CHAT_TEMPLATE)
-    assert [message["role"] for message in opening_of(made)] == ["user"]
-    assert {each.level for each in found(made).values()} == {"ok"}
 
 
 # Stop tokens

@@ -17,7 +17,6 @@ from groupwise.checks.init_choices import (
     fit_memory,
     fit_time,
 )
-from groupwise.errors import ConfigError
 
 STEPS, EPOCHS = "training.max_steps", "training.num_train_epochs"
 LEAST, LONGEST = "sampler.min_completion_length", "sampler.max_completion_length"
@@ -77,25 +76,6 @@ def test_the_rest_is_chosen_around_what_was_given(words, expected):
     written = {choice.key for choice in chosen.choices()} - given
     assert not {STEPS, EPOCHS} <= written
     assert not {"algorithm.preset", "algorithm.type"} <= written
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("algorithm.preset=dapo_paper", "algorithm.type=grpo"), "preset dapo_paper is dapo"),
-        (("training.max_steps=5", "training.num_train_epochs=1"), "give one of the two"),
-        (("training.schedule=free", "training.lag=0"), "which leaves nothing free"),
-        (("eval.samples_per_prompt=2", "eval.temperature=0.0"), "temperature 0"),
-        (("rollout.type=single", "rollout.max_turns=3"), "max_turns has no effect"),
-        (("sampler.min_completion_length=often",), 'min_completion_length is "often"'),
-        (("eval.pass_at_k=8",), "pass_at_k is 8"),
-    ],
-)
-def test_what_was_given_and_does_not_go_together_is_refused(words, told):
-    chosen = draft(*words)
-    choose_beside_given(chosen)
-    with pytest.raises(ConfigError, match=told):
-        chosen.loaded()
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -168,21 +148,3 @@ def test_memory_takes_the_fastest_settings_that_fit(free, expected):
     found = (training.max_tokens_per_microbatch, config.sampler.slots)
     assert (*found, training.gradient_checkpointing) == expected
     assert free in (None, 100) or needed(chosen)() <= 0.8 * free
-
-
-@pytest.mark.parametrize(("words", "seconds", "expected"), [
-    ((), PATIENCE / 64, (8, 8)), ((), PATIENCE / 33, (4, 8)), ((), PATIENCE / 10, (2, 4)),
-    ((), PATIENCE, (2, 4)), (("training.prompts_per_step=8",), PATIENCE / 33, (8, 4)),
-])  # fmt: skip
-def test_a_step_that_takes_minutes_gets_smaller(words, seconds, expected):
-    """`seconds` for each completion."""
-    chosen = draft(*words)
-    choose_step(chosen, "cpu", 100)
-
-    def step() -> float:
-        training = chosen.config.training
-        return seconds * training.prompts_per_step * training.num_generations
-
-    fit_time(chosen, step)
-    training = chosen.config.training
-    assert (training.prompts_per_step, training.num_generations) == expected

@@ -163,17 +163,6 @@ def test_a_chat_ends_with_who_is_answered_or_is_left_out(messages: list[dict[str
 # Accounts
 
 
-def test_refusal_counts_the_reasons_and_names_rows() -> None:
-    with pytest.raises(TaskError) as caught:
-        prompts("hi", "", "", "", "", None, strict=True)
-    message = str(caught.value)
-    for part in ("set: 5 of 6 rows", "4 × the prompt is empty (rows 1, 2, 3 …)", "1 × ", "(row 5)"):
-        assert part in message
-    assert prompts("hi", strict=True) == [{"prompt": [USER]}]
-    with pytest.raises(TaskError, match="none of 2 rows"):
-        prompts("", None)
-
-
 # A teacher's rows
 
 

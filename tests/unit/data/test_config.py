@@ -43,12 +43,6 @@ def test_names_of_columns_come_together() -> None:
     assert given.renamed("completion")["completion"] == "solution"
 
 
-def test_one_source_is_a_mixture_of_one() -> None:
-    (entry,) = section(dataset_name="a/b", dataset_config="main", dataset_revision="e53").mixture
-    assert (entry.source, entry.config, entry.revision, entry.weight) == ("a/b", "main", "e53", 1.0)
-    assert entry.name == "a/b"
-
-
 def test_mixture_comes_back_from_the_resolved_config() -> None:
     entries = [{"source": "a", "weight": 2.0}, {"task": "sort_words", "config": {"words": 2}}]
     config = loaded(dataset_mixture=entries)
@@ -77,14 +71,6 @@ def test_entry_says_what_is_wrong_with_it(entry: dict[str, Any], said: str) -> N
     assert said in mixture(entry)
 
 
-def test_every_entry_is_told() -> None:
-    message = mixture({"sorce": "a"}, {"source": "b"}, {"weight": 1})
-    assert "set 0" in message
-    assert "set 2" in message
-    assert "set 1" not in message
-    assert "the list is empty" in mixture()
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -104,7 +90,3 @@ def test_every_entry_is_told() -> None:
 )
 def test_what_does_not_go_together_is_refused(data: dict[str, Any], said: str) -> None:
     assert said in refused(**data)
-
-
-def test_strict_alone_has_an_effect_beside_a_task() -> None:
-    assert section(strict=True).in_vain_beside_a_task() == []

@@ -166,17 +166,6 @@ def test_first_rows_in_turn_stand_for_all_parts() -> None:
 # Columns
 
 
-def test_columns_that_differ_are_named_by_set() -> None:
-    same = [part("a", 2, answer="1"), part("b", 1, answer="2")]
-    assert joined(same, "same") == same
-    parts = [part("a.jsonl", 1, answer="1", id=3), part("b.jsonl", 1, answer="2", level=1)]
-    with pytest.raises(TaskError) as caught:
-        joined(parts, "same")
-    message = str(caught.value)
-    assert "a.jsonl lacks 'level'\n  b.jsonl lacks 'id'" in message
-    assert "data.mixture_columns" in message
-
-
 def test_columns_can_be_left_out_or_filled() -> None:
     parts = [part("a", 1, id=3), part("b", 1, level=1)]
     common, every = joined(parts, "common"), joined(parts, "all")

@@ -25,12 +25,6 @@ def test_order_is_the_same_for_ever():
     assert [example_of_draw(d, 10, 7) for d in range(20)] == FROZEN
 
 
-def test_epochs_and_seeds_differ():
-    first = [example_of_draw(d, 50, 0) for d in range(50)]
-    assert first != [example_of_draw(d, 50, 0) for d in range(50, 100)]
-    assert first != [example_of_draw(d, 50, 1) for d in range(50)]
-
-
 def test_numbers_below_a_bound_are_even():
     stream = Stream("even")
     found = [stream.below(6) for _ in range(6000)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 
 from groupwise.data.chat import Unusable
 from groupwise.data.config import DatasetConfig
-from groupwise.data.named import as_prompts, for_training
-from groupwise.data.pipelines import ENTRY_POINTS, find_pipeline
+from groupwise.data.named import for_training
+from groupwise.data.pipelines import find_pipeline
 from groupwise.errors import TaskError
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -79,13 +78,6 @@ def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
     assert account.left_out == {"the pipeline own_pipelines.py:short gives None": 1}
 
 
-def test_rows_from_beside_go_through_it_too() -> None:
-    given = data(preprocessing_pipeline="own_pipelines.py:short", prompt_format="text")
-    rows = as_prompts(given, [{"q": "easy", "id": 0}, {"q": "too long", "id": 1}], "easy.jsonl")
-    assert [row["prompt"] for row in rows] == ["EASY"]
-    assert sum(rows.account.left_out.values()) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -106,13 +98,3 @@ def test_what_is_wrong_is_told(name: str, told: str) -> None:
         given = DatasetConfig(dataset_name="gone.jsonl", preprocessing_pipeline=name)
         with pytest.raises(TaskError, match="generc"):
             for_training(given, teacher=False)
-
-
-def test_installed_ones_go_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("shorter", "own_pipelines:short", ENTRY_POINTS)
-    monkeypatch.setattr(
-        importlib.metadata,
-        "entry_points",
-        lambda *, group: [point] if group == ENTRY_POINTS else [],
-    )
-    assert find_pipeline("shorter")({"q": "a", "id": 1}) == {"prompt": "A", "kept": 1}

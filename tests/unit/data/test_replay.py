@@ -49,12 +49,6 @@ def test_count_mean_and_variance_are_those_of_all_rewards(values):
     assert entry.variance == pytest.approx(pvariance(values), abs=1e-9)
 
 
-def test_a_group_enters_with_its_mean():
-    buffer = ReplayBuffer()
-    assert buffer.add_group("p", [1.0, 0.0, 0.0, 1.0])
-    assert (only(buffer).count, only(buffer).mean) == (1, 0.5)
-
-
 def test_success_and_failure_are_credited():
     buffer = filled(1.0)
     assert buffer.update("prompt 0", 0.0)
@@ -107,13 +101,6 @@ def test_the_upper_confidence_bound_by_hand():
     assert payloads(means.sample(3, Stream("x"))) == [1, 2, 0]
 
 
-def test_exploiting_takes_the_best_mean():
-    buffer = filled(0.9, 0.3, 0.2, mix_exploit_ratio=1.0)
-    for _ in range(9):
-        buffer.update("prompt 0", 0.9)
-    assert payloads(buffer.sample(2, Stream("x"))) == [0, 1]
-
-
 def test_the_unseen_come_first_and_in_order():
     buffer = filled(1.0, mix_exploit_ratio=0.0)
     buffer.add("unseen", payload="a")
@@ -155,22 +142,6 @@ def test_the_worst_goes_for_a_strictly_better_one():
     equals = filled(0.5, 0.5, capacity=2)
     equals.add("better", 1.0, "c")
     assert payloads(list(equals.entries)) == [1, "c"], "the oldest goes"
-
-
-def test_what_was_given_up_or_refused_may_come_back():
-    buffer = filled(0.1, 0.5, capacity=2)
-    buffer.add("better", 0.6)
-    assert "prompt 0" not in buffer
-    assert buffer.add("prompt 0", 0.8)
-    assert not buffer.add("late", 0.1)
-    assert buffer.add("late", 0.9)
-    assert len(buffer) == 2
-
-
-@pytest.mark.parametrize("options", [{"capacity": 0}, {"mix_exploit_ratio": 1.5}])
-def test_impossible_options_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        ReplayBuffer(**options)
 
 
 # --- a checkpoint --------------------------------------------------------------------------------

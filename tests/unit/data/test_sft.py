@@ -13,7 +13,6 @@ from groupwise.data.sft import (
     Conversation,
     PlainText,
     Tokens,
-    has_form,
     teacher_example,
 )
 from groupwise.data.sft_functions import collate, format_rows
@@ -52,11 +51,6 @@ def content(row: dict[str, Any], text_field: str = "text"):
 )
 def test_every_form(row, wanted):
     assert content(row) == wanted
-
-
-def test_a_text_may_stand_in_another_column():
-    assert content({"story": "abc", "text": "other"}, "story") == PlainText("abc")
-    assert not has_form({"text": "abc"}, "story")
 
 
 def test_what_the_record_shows():
@@ -130,20 +124,6 @@ def test_formatting_into_messages_replaces_the_other_forms():
     assert "prompt" not in rows[2]
 
 
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (lambda row: 5, "returned int for a row"),
-        (lambda batch: ["x"], "returned 1 entries for a batch of 2 rows"),
-        (lambda row: row["missing"], "KeyError: 'missing'"),
-        (lambda row: None if row["a"] == 2 else "x", "row 1: .*made NoneType"),
-    ],
-)
-def test_a_formatting_function_that_fails(function, said):
-    with pytest.raises(TaskError, match=f"(?s)^W.*{said}"):
-        formatted(function)
-
-
 def collated(collator, row=ROWS[0], tokens=(5, 6, 7)):
     return collate(collator, row, tokens, "W: row 3")
 
@@ -166,12 +146,3 @@ def test_collators_that_ask_for_columns_get_the_row(tokens):
         return {"input_ids": [[f["a"], 9] for f in features], "labels": [[-100, 9]]}
 
     assert collated(of_columns, tokens=tokens) == Tokens((1, 9), (0, 1))
-
-
-@pytest.mark.parametrize(("collator", "said"), [
-    (lambda features: {"input_ids": [[1]]}, "returned the keys input_ids. Expected"),
-    (lambda features: [1], "returned list"), (lambda features: 1 / 0, "ZeroDivisionError"),
-])  # fmt: skip
-def test_a_collator_that_fails(collator, said):
-    with pytest.raises(TaskError, match=f"(?s)^W: row 3.*{said}"):
-        collated(collator)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from groupwise.data.gauge import MANY, Gauge
 from groupwise.data.signals import Seen, Signals
-from groupwise.data.suspicions import SUSPICIONS, Sight, SignalsConfig, dominance
+from groupwise.data.suspicions import Sight, SignalsConfig, dominance
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
 Parts = dict[str, tuple[float, float]]
@@ -224,6 +224,10 @@ def test_dominance_ends_when_the_part_has_fallen():
     assert told(watch(), course) == ["dominance begins @ 4", "dominance ends @ 5"]
 
 
+def last(signals: Signals, steps: Iterable[list[Group]]) -> Seen:
+    return [signals.observe(groups, n) for n, groups in enumerate(steps)][-1]
+
+
 HEAVY: Parts = {"digits": (0, 2.0), "correct": (0, 0.2)}
 
 
@@ -277,16 +281,6 @@ def test_a_move_that_begins_within_the_start_is_told():
     assert told(watch(noise=3.7), course) == []
 
 
-def test_a_part_that_is_not_there_is_told_once(caplog):
-    course = [earned((0.0, 1.0), (1.0, 1.0), weights=FORM)] * 6
-    told(watch(accuracy_part="acuracy"), course)
-    (record,) = caplog.records
-    assert "signals.accuracy_part is acuracy" in record.getMessage()
-    assert "There are: form, accuracy" in record.getMessage()
-    told(watch(accuracy_part="form"), course)
-    assert len(caplog.records) == 1
-
-
 @pytest.mark.parametrize("name", ["correct", "math_answer", "sums/correctness", "won"])
 def test_parts_that_say_what_is_solved_are_known_by_their_names(name, caplog):
     caplog.set_level("INFO")
@@ -295,22 +289,6 @@ def test_parts_that_say_what_is_solved_are_known_by_their_names(name, caplog):
     fell = earned((1.0, 0.4), (0.2, 0.4), weights=parts)
     assert told(watch(), [start] * START + [fell]) == ["accuracy begins @ 4"]
     assert caplog.records == []
-
-
-def test_where_no_part_is_known_to_say_so_it_is_told_once(caplog):
-    caplog.set_level("INFO")
-    unknown = earned((0.0, 0.5), (0.2, 0.5), weights=STYLE)
-    signals = watch()
-    told(signals, [[], unknown, unknown])
-    after = watch()
-    after.load_state(json.loads(json.dumps(signals.state())))
-    told(after, [unknown])
-    (record,) = caplog.records
-    assert record.levelname == "INFO"
-    assert "signals.accuracy_part. There are: style, facts" in record.getMessage()
-    told(watch(accuracy_part="facts"), [unknown])
-    told(watch(), [earned((0.0,), (1.0,), weights={"style": (0, 1.0)})])
-    assert len(caplog.records) == 1
 
 
 # --- the watch -----------------------------------------------------------------------------------
@@ -324,27 +302,6 @@ def test_groups_that_were_chosen_say_nothing_nor_do_steps_without_any():
     assert told(watch(), [*easy, *course]) == [], "nor what is usual"
     gaps = [long(10), [], long(10), [], long(10), [], long(15)]
     assert told(watch(), gaps) == ["length begins @ 7"]
-
-
-def last(signals: Signals, steps: Iterable[list[Group]]) -> Seen:
-    return [signals.observe(groups, n) for n, groups in enumerate(steps)][-1]
-
-
-def test_the_metrics_of_a_step():
-    seen = last(watch(), [long(10)] * START + [long(15)])
-    assert seen.metrics == {
-        "signals/length_correlation": pytest.approx(1.0),
-        "signals/length_growth": 1.5,
-        "signals/repetition": 0.0,
-        "signals/distinct_completions": 0.0,
-        "signals/distinct_ngrams": 0.0,
-        "signals/active": 1.0,
-    }
-    parts = last(watch(), [earned((0.0, 1.0), (1.0, 1.0), weights=FORM)]).metrics
-    assert (parts["signals/part_share/form"], parts["signals/part_share/accuracy"]) == (1.0, 0.0)
-    assert "signals/length_growth" not in parts, "there is no start yet"
-    alone = last(watch(), [earned((0.0,), (1.0,), weights={"accuracy": (0, 1.0)})])
-    assert not any("part_share" in name for name in alone.metrics)
 
 
 COURSE = [
@@ -390,8 +347,3 @@ def test_it_bears_whatever_groups_hold(course, entropy):
     for step, groups in enumerate(course):
         signals.observe(groups, step, entropy)
     json.dumps(signals.state(), allow_nan=False)
-
-
-def test_every_signal_has_a_key_in_the_documentation():
-    described = " ".join(str(f.description) for f in SignalsConfig.model_fields.values())
-    assert all(f"{name}: " in described for name in SUSPICIONS)

@@ -147,13 +147,6 @@ def test_a_sample_of_a_large_file_holds_no_more_than_itself() -> None:
     assert most < 1_000_000
 
 
-@pytest.mark.parametrize(
-    ("split", "said"), [("test", "train[:90%] and train[90%:]"), ("train[1-2]", "train[10%:90%]")]
-)
-def test_a_split_that_there_is_not_says_how_they_are_written(split: str, said: str) -> None:
-    assert said in refused(jsonl(ROWS), split=split)
-
-
 def test_folder_has_a_file_for_each_split_or_several() -> None:
     jsonl(ROWS[:2], "set/train.jsonl")
     jsonl(ROWS[2:4], "set/test-00000-of-00002.jsonl")
@@ -204,18 +197,6 @@ def test_missing_column_is_told_with_the_nearest() -> None:
 )
 def test_what_cannot_be_read_is_named(name: str, content: str | bytes, said: str) -> None:
     assert said in refused(written(name, content))
-
-
-def test_missing_file_says_where_and_what_is_there() -> None:
-    jsonl(ROWS, "data/train.jsonl")
-    message = refused("data/trian.jsonl")
-    assert f"looked for {Path.cwd() / 'data/trian.jsonl'}" in message
-    assert f"Did you mean {Path.cwd() / 'data/train.jsonl'}?" in message
-
-
-@pytest.mark.parametrize("key", ["config", "revision"])
-def test_keys_of_the_hub_are_refused_for_files(key: str) -> None:
-    assert f"The {key} 'main'" in refused(jsonl(ROWS), **{key: "main"})
 
 
 # The hub

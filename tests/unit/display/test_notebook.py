@@ -7,9 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from groupwise.display.board import Board
-from groupwise.display.notebook import Table, one_output, show
-from groupwise.display.page import Page
+from groupwise.display.notebook import Table, show
 from groupwise.errors import UsageError
 
 
@@ -60,17 +58,3 @@ def test_a_table_is_html_in_a_kernel_and_what_it_holds_is_not(kernel, capsys):
     assert "<b>" not in shown
     assert "Facts" in shown
     assert capsys.readouterr().out == ""
-
-
-def test_what_shares_an_output_takes_turns_there(kernel):
-    show(TABLE)
-    with one_output():
-        show(Table("one", []))
-        page = Page(kernel, Board("a run", 2, 0, lambda: 0.0), lambda: 0.0)
-        page.draw()
-        assert ["Facts" in kernel.shown[0], "a run" in kernel.shown[1]] == [True, True]
-        show(Table("two", []))
-    show(Table("three", []))
-    assert [
-        title in shown for title, shown in zip(("Facts", "two", "three"), kernel.shown, strict=True)
-    ] == [True] * 3

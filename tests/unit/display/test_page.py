@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import contextvars
 import re
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -19,15 +17,12 @@ METRICS = {
     "learning_rate": 1e-5,
 }  # fmt: skip
 
-CELL: contextvars.ContextVar[str] = contextvars.ContextVar("cell")
-
 
 class Kernel:
-    """Stands for `IPython.display`; remembers from which cell something was shown."""
+    """Stands for `IPython.display`."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
-        self.cells: list[str | None] = []
         self.drawn = 0
 
     def HTML(self, source: str) -> str:
@@ -45,7 +40,6 @@ class Kernel:
 
     def _drawn(self) -> None:
         self.drawn += 1
-        self.cells.append(CELL.get(None))
 
 
 class Clock:
@@ -74,19 +68,6 @@ def step(at, number, metrics, groups=()):
 
 def pictures(html):
     return [base64.b64decode(found).decode() for found in re.findall(r"base64,([^\"]+)\"", html)]
-
-
-def test_it_is_one_output_with_numbers_and_curves():
-    at = page()
-    for number in range(3):
-        at.clock.now += REDRAW
-        step(at, number, METRICS)
-    [html] = at.kernel.shown
-    assert at.kernel.drawn == 3
-    for part in ("a run", "step 3/20", "reward <b>0.500 ±0.200</b>", "34.1 tokens", "width: 15.0%"):
-        assert part in html
-    titles = [re.search("<title>(.*?)</title>", each)[1] for each in pictures(html)]
-    assert titles == ["reward", "parts", "KL to the reference", "length in tokens"]
 
 
 def test_completions_stand_below_with_their_rewards_and_no_markup_of_theirs():
@@ -138,18 +119,6 @@ def test_it_does_not_grow_with_the_training():
         return len(at.kernel.shown[0])
 
     assert size(3000) < 1.1 * size(1000) < 150_000
-
-
-def test_it_appears_below_the_cell_that_made_it_also_from_another_thread():
-    def cell(name):
-        CELL.set(name)
-        at = page()
-        thread = threading.Thread(target=step, args=(at, 0, METRICS))
-        thread.start()
-        thread.join()
-        return at.kernel.cells
-
-    assert contextvars.copy_context().run(cell, "third") == ["third"]
 
 
 def test_an_interruption_leaves_the_newest_step_on_it(monkeypatch, capsys):

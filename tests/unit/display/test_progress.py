@@ -10,8 +10,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from groupwise.display.progress import Progress
 
 METRICS = {
@@ -20,14 +18,6 @@ METRICS = {
     "learning_rate": 1e-5, "loss": -0.0031, "sampling/logprob_gap": 3.2e-7, "rollouts/scored": 61.0, "rollouts/failed": 2.0,
     "rollouts/timed_out": 1.0, "perf/sampling_tokens_per_second": 412.3, "perf/learning_tokens_per_second": 1830.0, "time/step": 6.0,
 }  # fmt: skip
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class TestPlainLines:
@@ -40,27 +30,6 @@ class TestPlainLines:
             "step  1/20  reward 0.500 ±0.200  format 0.80  [/bold]␛[31m 0.25  loss -0.0031  kl 0.0012  entropy 1.23  "
             "len 34.1  cut 3%  no-signal 12%  failed 3 of 64 (1 timed out)  grad 0.221  lr 1e-05  gap 3.2e-07  time 6.0 s  eta 1:54\n"
         )
-
-    def test_name_the_parts_of_a_reward_that_has_several(self) -> None:
-        stream = io.StringIO()
-        many = {f"rewards/p{number}/mean": number / 10 for number in range(9)}
-        clock = Clock()
-        with Progress("a run", 20, stream=stream, clock=clock) as progress:
-            progress.step(0, {"reward": 0.1, "rewards/right/mean": 0.1})
-            progress.step(1, {"reward": 0.1, **many})
-            clock.now += 3.0
-            progress.step(2, {"loss": float("nan")})
-        one, several, nan = stream.getvalue().splitlines()
-        assert one.startswith("step  1/20  reward 0.100  time")
-        assert "reward 0.100  p0 0.00  p1 0.10  p2 0.20  p3 0.30  p4 0.40  p5 0.50  time" in several
-        assert nan.startswith("step  3/20  loss nan  time 3.0 s")
-
-    def test_come_every_few_steps_and_at_the_end(self) -> None:
-        stream = io.StringIO()
-        with Progress("a run", 10, stream=stream, logging_steps=4) as progress:
-            for step in range(10):
-                progress.step(step, {"reward": 0.1})
-        assert re.findall(r"(\d+)/10", stream.getvalue()) == ["4", "8", "10"]
 
     def test_have_no_control_characters(self) -> None:
         stream = io.StringIO()
@@ -129,12 +98,3 @@ class TestTerminal:
         assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
         assert "KeyboardInterrupt" in written
         assert "\x1b" not in in_terminal(tmp_path, TERM="dumb")
-
-    @pytest.mark.parametrize("columns", [20, 200])
-    def test_fits_any_width(self, tmp_path: Path, columns: int) -> None:
-        written = in_terminal(tmp_path, columns=columns, NO_COLOR="1")
-        assert not re.search(r"\x1b\[[\d;]*(3[0-7]|38;|9[0-7])[\d;]*m", written)
-        shown = plain(written)
-        view = shown[shown.index("step  3/20") :].split("Held-out")[0].split("\n")
-        assert max(len(line) for line in view) <= columns
-        assert "0.500" in shown

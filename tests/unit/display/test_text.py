@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.display.text import clean, one_line, shorten
+from groupwise.display.text import clean, one_line
 
 
 @given(st.text(st.characters(exclude_categories=())))
@@ -32,10 +32,3 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
 )
 def test_hostile_text_is_shown_for_what_it_is(hostile: str, shown: str) -> None:
     assert clean(hostile) == shown
-
-
-@given(st.text(), st.integers(1, 20))
-def test_shortened_text_fits(text: str, limit: int) -> None:
-    short = shorten(text, limit)
-    assert len(short) <= limit
-    assert short == text or (short.endswith("…") and text.startswith(short[:-1]))

@@ -11,14 +11,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from pydantic import Field, SecretStr
+from pydantic import SecretStr
 
 from groupwise.errors import ConfigError
-from groupwise.notebook.config import PRESETS, TrainingConfig
-from groupwise.notebook.core import core_config
-from groupwise.notebook.prompts import format_prompt
+from groupwise.notebook.config import TrainingConfig
 from groupwise.rewards.tags import Tags
 from groupwise.settings.schema import setting
 
@@ -30,12 +26,6 @@ def any_values(**values: Any) -> Any:
 
 def made(**values: Any) -> TrainingConfig:
     return TrainingConfig(**values)
-
-
-class Mine(TrainingConfig):
-    topic: str
-    places: tuple[str, ...] = setting((), "Where it is.")
-    words: list[str] = Field(default_factory=list, description="Of it.")
 
 
 @pytest.mark.parametrize(
@@ -128,17 +118,6 @@ def test_a_prepared_config_cannot_be_changed_but_another_made_of_it():
     assert config.beta == 0.08
 
 
-def test_presets_are_configs_and_can_be_changed():
-    for name, values in PRESETS.items():
-        config = TrainingConfig.preset(name, seed=7)
-        assert config.model_dump(include=set(values)) == dict(values)
-        assert config.seed == 7
-    with pytest.raises(ConfigError, match="quick, standard, production"):
-        TrainingConfig.preset(cast("Any", "fast"))
-    mine = Mine.preset("quick", topic="lakes")
-    assert (mine.topic, mine.changed(topic="seas").topic) == ("lakes", "seas")
-
-
 SECRET = "hf_Zq81kLmN20pQ"
 
 
@@ -196,20 +175,6 @@ def test_credentials_among_the_fields_of_a_subclass_show_nowhere():
         assert not any(each in str(refused.value) for each in (PLAIN, SECRET))
 
 
-@settings(max_examples=40)
-@given(st.integers(1, 5000), st.sampled_from([0.1, 0.25, 0.5, 0.9, 0.95]))
-def test_steps_are_the_floor_of_the_product(batches, share):
-    from fractions import Fraction
-    from math import floor
-
-    steps = floor(batches * Fraction(str(share)))
-    if steps == 0:
-        with pytest.raises(ConfigError, match="less than one step"):
-            TrainingConfig(num_batches=batches, train_fraction=share)
-    else:
-        assert TrainingConfig(num_batches=batches, train_fraction=share).max_steps == steps
-
-
 class WithNumbers(TrainingConfig):
     pages: int | None = None
     ratio: int | float = 1
@@ -232,47 +197,6 @@ def test_numbers_are_taken_as_the_field_has_them():
         with pytest.raises(ConfigError) as refused:
             WithNumbers(**any_values(**{name: value, "epsilon": -1.0}))
         assert str(refused.value) == "WithNumbers: epsilon is -1.0; it must be a number (above 0)."
-
-
-def test_overrides_are_closed_with_the_rest():
-    given_to_it: dict[str, Any] = {"training.weight_decay": 0.5}
-    config = TrainingConfig(overrides=given_to_it)
-    config.overrides["training.seed"] = 3
-    config.prepared()
-    given_to_it["training.weight_decay"] = 7.0
-    for change in (
-        lambda: config.overrides.pop("training.seed"),
-        lambda: config.overrides.__setitem__("training.seed", 4),
-    ):
-        with pytest.raises(ConfigError, match="overrides cannot be changed"):
-            change()
-    assert config.overrides == {"training.weight_decay": 0.5, "training.seed": 3}
-    nested = TrainingConfig(overrides={"training": {"seed": 3}})
-    nested.prepared()
-    with pytest.raises(ConfigError, match="overrides cannot be changed"):
-        nested.overrides["training"]["seed"] = 4
-    sent = pickle.loads(pickle.dumps(nested))
-    assert sent == nested
-    with pytest.raises(ConfigError, match="overrides cannot be changed"):
-        sent.overrides["training"]["seed"] = 4
-    copy.copy(nested.overrides)["training"]["seed"] = 4
-    assert nested.overrides == {"training": {"seed": 3}}
-    other = config.changed(overrides={**config.overrides, "training.weight_decay": np.float32(0.5)})
-    other.overrides["training.seed"] = 5
-    assert core_config(other).config.training.weight_decay == 0.5
-    with pytest.raises(ConfigError, match="beta cannot be removed"):
-        del config.beta
-
-
-def test_none_is_computed_and_an_empty_prompt_is_none_at_all():
-    config = TrainingConfig(system_prompt=cast("Any", None), checkpoint_dir=cast("Any", None))
-    assert config.system_prompt == TrainingConfig().system_prompt
-    assert config.changed(experiment_name="b").checkpoint_dir == "checkpoints/b"
-    assert config.changed(solution_start="<a>", solution_end="</a>").system_prompt.endswith("</a>.")
-    empty = TrainingConfig(system_prompt="")
-    assert empty.system_prompt == ""
-    assert format_prompt("Why?", empty) == "Why?"
-    assert empty.changed(beta=0.0).system_prompt == ""
 
 
 def test_a_mask_is_no_credential():

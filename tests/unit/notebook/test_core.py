@@ -29,13 +29,6 @@ def flat(config):
     }
 
 
-@pytest.mark.parametrize(("batches", "steps"), [(5, 10), (60, 13), (400, 90), (3000, 100)])
-def test_a_short_training_saves_more_often(batches, steps):
-    assert core_config(TrainingConfig(num_batches=batches)).config.run.save_steps == steps
-    own = TrainingConfig(num_batches=batches, overrides={"run.save_steps": 7})
-    assert core_config(own).config.run.save_steps == 7
-
-
 def test_every_field_reaches_the_core():
     other = TrainingConfig(
         num_batches=10, batch_size=3, num_generations=4, num_iterations=2, learning_rate=1e-4, beta=0.0, epsilon=0.1, lora_rank=8,

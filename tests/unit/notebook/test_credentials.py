@@ -80,14 +80,3 @@ def test_a_source_that_fails_is_passed_over(monkeypatch):
         assert credentials.provide(TrainingConfig()) == {"kaggle_key": "Kaggle's secrets"}
     kaggle(monkeypatch, {}, works=False)
     assert credentials.provide(TrainingConfig()) == {"kaggle_key": "an earlier session"}
-
-
-def test_what_an_earlier_config_put_there_is_told_as_that():
-    given = TrainingConfig(hf_token="given")
-    assert credentials.provide(given) == {"hf_token": "the config"}
-    for _ in range(2):
-        assert credentials.provide(TrainingConfig()) == {"hf_token": "an earlier config"}
-        assert os.environ["HF_TOKEN"] == "given"
-    os.environ["HF_TOKEN"] = "set by hand"
-    assert credentials.provide(TrainingConfig()) == {"hf_token": "the environment"}
-    assert os.environ["HF_TOKEN"] == "set by hand"

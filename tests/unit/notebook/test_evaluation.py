@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from groupwise.config import EvalConfig, load_config
-from groupwise.errors import UsageError
 from groupwise.notebook import TrainingConfig, evaluate, evaluation, prepare_session
 
 
@@ -47,15 +46,3 @@ def test_overrides_win(asked: list[EvalConfig], overrides: Any, given: Any, expe
     evaluate(config, prepare_session(config), **given)
     [found] = asked
     assert (found.samples_per_prompt, found.temperature) == expected
-
-
-def test_what_cannot_be_evaluated_is_told(asked: list[EvalConfig], tmp_path: Path) -> None:
-    config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8)
-    session = prepare_session(config)
-    for samples in ("4", 0, 2.0, True):
-        with pytest.raises(UsageError, match=f"samples_per_prompt is {samples!r}"):
-            evaluate(config, session, samples_per_prompt=cast("Any", samples))
-    session.folder = tmp_path / "gone"
-    with pytest.raises(UsageError, match="The run's folder is gone"):
-        evaluate(config, session)
-    assert asked == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from groupwise.errors import TaskError
@@ -25,19 +23,6 @@ def test_numeric_data_have_layout_and_answer():
     said = ["<reasoning>1 and 1</reasoning><answer>2</answer>", "<answer>2", "2"]
     assert values(layout, said) == [2.0, 0.5, -1.0]
     assert values(answer, [*said, "<answer>3</answer>"], answer="2") == [3.0, -0.5, -0.5, -1.0]
-
-
-def test_of_files_the_rows_decide(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(
-        "".join(f'{{"question": "{n}?", "rubric": "r", "reference": "c"}}\n' for n in range(2))
-    )
-    config = TrainingConfig(dataset=str(file))
-    assert rewards_of(config, RUBRIC).names == ("match_format", "rubric_overlap")
-    _, overlap = create_reward_functions(config)
-    said = ["It names the cause: because of rain", "no"]
-    good, bad = values(overlap, said, rubric="names the cause", reference="because of rain")
-    assert good > 10 > bad
 
 
 def mine(completions, **columns):
@@ -70,26 +55,6 @@ def test_functions_of_a_notebook_are_given_texts():
         rewards.functions[0](prompts=[prompt], completions=[completion], answer=["2"], hint=["h"])
         told = (seen["prompts"], seen["completions"], seen["answer"], seen["columns"])
         assert told == (["?"], ["2"], ["2"], {"hint": ["h"]})
-
-
-def test_what_is_no_list_of_rewards_is_told():
-    def accuracy(completions: Any, **columns: Any) -> list[float]:
-        return [1.0 for _ in completions]
-
-    config = TrainingConfig(dataset="arithmetic")
-    wrong: list[tuple[Any, str]] = [
-        ([(len,)], "give a function or a name"),
-        ([(len, 1, 2)], "give a function or a name"),
-        ({"a": len}, "of the type dict; give a list of functions"),
-        ([3], "expected a function"),
-        (mine, r"reward_functions=\[mine\]"),
-        ([], "no reward function"),
-        ([accuracy], "called 'accuracy', as is what is measured"),
-        ([(accuracy, 0.5)], "called 'accuracy'"),
-    ]
-    for given, said in wrong:
-        with pytest.raises(TaskError, match=said):
-            rewards_of(config, NUMERIC, given)
 
 
 def test_rewards_by_name_have_the_marks_of_the_config_and_get_texts():
@@ -131,9 +96,3 @@ def test_rewards_by_name_have_the_marks_of_the_config_and_get_texts():
 def test_what_is_wrong_with_a_reward_is_told_by_where_it_was_given(given, told):
     with pytest.raises(TaskError, match=told):
         rewards_of(TrainingConfig(dataset="arithmetic"), NUMERIC, None, given)
-
-
-@pytest.mark.parametrize("name", ["length", "two words", "", 3])
-def test_a_reward_needs_a_name_of_its_own(name):
-    with pytest.raises(TaskError, match=r"another name|give a name"):
-        register_reward(name, lambda completions, **_: [1.0])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import datasets
 import numpy as np
-import pandas
 import pytest
 
-from groupwise.errors import GroupwiseError, UsageError
+from groupwise.errors import UsageError
 from groupwise.notebook import (
     TrainingConfig,
     evaluate,
@@ -20,8 +18,6 @@ from groupwise.notebook import (
     session,
     train_grpo,
 )
-from groupwise.notebook.quick import QUESTION
-from groupwise.types import SamplingParams
 from tests.tunix_models import model_of
 
 
@@ -45,17 +41,6 @@ def few(**values: Any) -> TrainingConfig:
 
 def prepared_session(**values: Any) -> Any:
     return prepare_session(few(**values))
-
-
-def test_a_quick_test_asks_as_it_says(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    config = few()
-    prepared = prepare_session(config)
-    assert quick_test(config, prepared) == "42"
-    [(prompts, weights, params, seed)] = asked
-    assert prompts == [[{"role": "user", "content": format_prompt(QUESTION, config)}]]
-    assert params == SamplingParams(max_tokens=256, temperature=0.7, top_k=50, top_p=0.95)
-    assert (weights, seed) == (None, config.seed)
-    assert "the model as it was, before any training" in capsys.readouterr().out
 
 
 def test_what_cannot_be_asked_is_told(asked: list[Any]) -> None:
@@ -125,22 +110,6 @@ def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
     assert asked[0][1] is None
 
 
-def test_the_table_tells_what_the_core_will_do(asked: list[Any], tmp_path: Path) -> None:
-    overrides = {"training.max_steps": 6, "lora.r": 2, "training.num_generations": 3, "training.prompts_per_step": 1}  # fmt: skip
-    (tmp_path / "checkpoints" / "e").mkdir(parents=True)
-    config = TrainingConfig(
-        model="tiny", dataset="arithmetic", experiment_name="e", overrides=overrides
-    )
-    rows = {row[0]: row[1] for row in prepare_session(config).table().rows}
-    assert rows["adapter"].startswith("rank 2, ")
-    assert rows["training"] == "6 steps of 1 prompts × 3 completions"
-    assert rows["run"] == "checkpoints/e-2"
-    prepared = prepare_session(config)
-    assert len(repr(prepared)) < 3000
-    prepared.train_dataset = list(prepared.train_dataset)[:7]
-    assert "7 rows to train on" in prepared._repr_html_()
-
-
 def test_what_tunix_does_not_have_is_told_at_once() -> None:
     for changes, said in (
         ({"devices": (1, 3)}, r"^devices is \[1, 3\]: its tp of 3"),
@@ -164,34 +133,6 @@ def test_rows_that_replace_others_get_their_prompts(asked: list[Any]) -> None:
         prepared.test_dataset = ["What is 1 + 1?"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("table", [pandas.DataFrame, datasets.Dataset.from_dict, iter])
-def test_tables_may_replace_rows_too(asked: list[Any], table: Any) -> None:
-    config = few()
-    prepared = prepare_session(config)
-    columns = {"question": ["Capital of Peru?", "Of Chad?"], "answer": ["Lima", "N'Djamena"]}
-    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
-    prepared.train_dataset = table(rows if table is iter else columns)
-    assert [row.pop("prompt")[0]["content"] for row in prepared.train_dataset] == [
-        format_prompt(question, config) for question in columns["question"]
-    ]
-    assert list(prepared.train_dataset) == rows
-
-
-def test_cells_of_a_table_are_those_of_python_and_no_rows_are_refused(asked: list[Any]) -> None:
-    prepared: Any = prepared_session()
-    chat = [{"role": "user", "content": "Why?"}]
-    table = {"question": ["a", "b"], "answer": [1.5, 2], "prompt": [np.array(chat), None]}
-    prepared.test_dataset = pandas.DataFrame({**table, "rubric": [float("nan"), pandas.NA]})
-    before = prepared.test_dataset
-    first, second = before
-    assert first == {"question": "a", "answer": 1.5, "prompt": chat, "rubric": None}
-    assert "b" in second["prompt"][0]["content"]
-    for given, said in (([], "no rows"), (iter(()), "no rows"), (5, "int")):
-        with pytest.raises(UsageError, match=f"test_dataset was given {said}"):
-            setattr(prepared, "test_dataset", given)  # noqa: B010
-        assert prepared.test_dataset is before
-
-
 def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
     asked: list[Any],
 ) -> None:
@@ -207,20 +148,3 @@ def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
             ask(config, prepared)
         assert repr(rows[3]["question"]) in str(told.value)
     assert not (Path("checkpoints") / config.experiment_name).exists()
-
-
-def test_a_session_that_failed_leaves_the_config_open(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    for wrong in (None, {"model": "tiny"}):
-        with pytest.raises(UsageError, match="Expected a TrainingConfig first"):
-            prepare_session(cast("Any", wrong))
-    config = few(model="smolm2")
-    with pytest.raises(UsageError):
-        prepare_session(config)
-    config.model = "./gone"
-    with pytest.raises(GroupwiseError, match=r"model: there is no folder '\./gone'"):
-        prepare_session(config)
-    config.model = "tiny"
-    prepare_session(config)
-    with pytest.raises(UsageError, match="cannot be changed"):
-        config.model = "other"

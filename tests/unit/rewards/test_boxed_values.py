@@ -163,12 +163,6 @@ def test_exceptions_arrive_as_the_nearest_that_python_has(error, base, name, tex
     assert name is None or (type(made).__name__, str(made)) == (name, text)
 
 
-def test_a_class_of_exceptions_is_one_class():
-    errors = Errors(ledger())
-    first = errors.read(written_error(ledger(), Own(1)))
-    assert type(first) is errors.kind("Own", "KeyError")
-
-
 # Lines
 
 

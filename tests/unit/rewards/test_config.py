@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.config import load_config, resolved
+from groupwise.config import load_config
 from groupwise.errors import ConfigError
 
 
@@ -19,15 +19,6 @@ def refused(**section) -> str:
     with pytest.raises(ConfigError) as caught:
         rewards(**section)
     return str(caught.value)
-
-
-def test_entries_are_names_or_sections():
-    section = rewards(reward_funcs=["a", {"name": "b", "weight": 2, "n": [1]}], reward_weights=None)
-    assert section.reward_funcs == ("a", {"name": "b", "weight": 2, "n": [1]})
-    assert section.names_rewards
-    assert rewards(router={"x": ["a"]}).names_rewards
-    assert not rewards().names_rewards
-    assert not rewards(reward_weights=[1.0]).names_rewards
 
 
 @pytest.mark.parametrize(
@@ -57,10 +48,3 @@ def test_the_environment_gives_a_router_its_default(monkeypatch):
     assert rewards(router={"x": ["a"], "y": ["a"]}, default_task="y").default_task == "y"
     assert rewards(reward_funcs=["a"]).default_task is None
     assert rewards().default_task is None
-
-
-def test_what_is_stored_gives_the_same_again():
-    router = {"x": ["a", {"name": "b", "weight": 2}]}
-    section = {"model": {"name": "tiny"}, "rewards": {"router": router, "default_task": "x"}}
-    config = load_config(section).config
-    assert load_config(resolved(config)).config == config

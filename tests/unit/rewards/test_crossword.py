@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from groupwise.rewards.crossword import (
     CrosswordAccuracy,
     PureAccuracy,
-    length_ramp,
     letters,
     occurs,
 )
@@ -61,13 +60,6 @@ def test_what_letters_cannot_tell_is_refused(reward, gold):
             value(reward, text, gold)
     with pytest.raises(ValueError, match="take math_answer"):
         reward.check_row({"answer": ["cat", gold]})
-
-
-@pytest.mark.parametrize(
-    ("words", "ramp"), [(0, 0.0), (25, 0.0), (26, 1 / 55), (36, 0.2), (80, 1.0), (500, 1.0)]
-)
-def test_the_ramp(words, ramp):
-    assert length_ramp("hm " * words, 25, 80) == pytest.approx(ramp, abs=1e-12)
 
 
 TAGS = {
@@ -145,16 +137,6 @@ def test_an_expected_length_that_no_gold_answer_has_is_refused():
         PureAccuracy().check_row({"answer": "cat", "enumeration": "(4)"})
 
 
-def test_parameters():
-    sure = PureAccuracy(word_bonus=0.0, occurrence=0.0, reasoning_tag="why", answer_tag="say")
-    assert value(sure, "<why>hm</why><say>cat</say>", "cat") == 1.0
-    assert value(sure, "<why>cat</why><say>dog</say>", "cat") == 0.0
-    with pytest.raises(ValueError, match="min_words and reasoning_tag can have no effect unless"):
-        CrosswordAccuracy(min_words=3, reasoning_tag="why")
-    with pytest.raises(ValueError, match="0 ≤ min_words < full_words"):
-        PureAccuracy(min_words=80)
-
-
 TEXTS = st.lists(
     st.sampled_from(
         ["cat", "dog", "concatenate", "&", "\n", "hm " * 30, "<answer>cat</answer>", *THINK.four]
@@ -179,9 +161,3 @@ def test_the_gold_answer_earns_the_maximum(gold, reasoning):
     text = f"<think>hm {reasoning}</think><answer>{gold}</answer>"
     assert value(PureAccuracy(), text, gold) == 1.0
     assert value(CrosswordAccuracy(scaled=True), padded(text, 80), gold) == 1.0
-
-
-@given(WORDS, TEXTS)
-def test_each_mode_is_stricter_than_the_one_before(gold, text):
-    loose, inside, alone = (occurs(gold, text, mode) for mode in ("any", "contiguous", "word"))
-    assert loose >= inside >= alone

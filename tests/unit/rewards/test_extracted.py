@@ -68,12 +68,3 @@ def test_of_two_rewards_the_last_that_read_an_answer_is_taken():
     both = ["math_answer", "correctness_xml"]
     assert recorded(both, texts, answer="4") == ["4 km", "4", None]
     assert recorded(both[::-1], texts, answer="4") == ["4", "4", None]
-
-
-def test_by_hand_nothing_need_be_recorded_and_nesting_does_not_matter():
-    ((reward, _),) = get_reward_funcs(["math_answer"])
-    nested = {"prompts": ["?"], "completions": [[tagged("4"), tagged("5.0")]], "answer": ["4"]}
-    kept = {}
-    assert reward(**nested) == [[1.0, 0.0]]
-    assert reward(**nested, log_extra=kept.__setitem__) == [[1.0, 0.0]]
-    assert kept == {"extracted_answer": ["4", "5"]}

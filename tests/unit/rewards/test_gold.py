@@ -5,7 +5,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from groupwise.rewards.gold import GOLD_COLUMNS, at_mark, gold_answers, gold_of_row, marked_answer
+from groupwise.rewards.gold import at_mark, gold_answers, gold_of_row, marked_answer
 from groupwise.rewards.registry import get_reward_funcs
 
 GSM8K = "He has 36 + 36 = <<36+36=72>>72 clips.\n#### 72"
@@ -28,11 +28,6 @@ def test_the_first_column_that_holds_something_counts_in_each_row():
     assert gold_answers(columns, 3) == [("a1",), ("g2",), ("l3",)]
 
 
-def test_order_of_the_columns():
-    for place, name in enumerate(GOLD_COLUMNS):
-        assert gold_of_row({each: each for each in GOLD_COLUMNS[place:]}) == (name,)
-
-
 def test_a_named_column_is_the_only_one():
     assert gold_of_row({"answer": "a", "capital": "Paris"}, "capital") == ("Paris",)
     message = refused({"answer": ["a"], "level": [1]}, 1, "capital")
@@ -53,11 +48,6 @@ def test_a_named_column_is_the_only_one():
 ])  # fmt: skip
 def test_forms(value, forms):
     assert gold_answers({"answer": [value]}, 1) == [forms]
-
-
-def test_the_tag_can_have_another_name():
-    text = "<answer>no</answer><a+b>yes</a+b>"
-    assert gold_answers({"answer": [text]}, 1, tag="a+b") == [("yes",)]
 
 
 @pytest.mark.parametrize(("text", "answer"), [
@@ -92,13 +82,6 @@ def test_worked_solutions_of_public_sets_are_graded(column, gold, answer):
         assert (right > 0, wrong) == (True, 0.0), name
 
 
-@pytest.mark.parametrize("name", ["math_answer", "pure_accuracy_math", "length"])
-def test_an_empty_box_is_refused_before_the_run(name):
-    ((reward, _),) = get_reward_funcs([name], {})
-    with pytest.raises(ValueError, match="no gold answer"):
-        cast("Any", reward).check_row({"solution": r"so \boxed{}"})
-
-
 @pytest.mark.parametrize(
     "nothing", [None, "", "  ", [], [None, ""], float("nan"), "<answer></answer>", "so\n####"]
 )
@@ -107,10 +90,3 @@ def test_a_row_without_gold_is_refused_with_the_columns_there_are(nothing):
     assert message.startswith("completion 1: there is no gold answer in answer, reference, ")
     assert "The dataset has: answer, level." in message
     assert "rewards.answer_column" in message
-
-
-def test_what_is_no_answer_is_refused():
-    assert "column `answer` is dict" in refused({"answer": [{"a": 1}]})
-    assert "`answer` has no list" in refused({"answer": "ab"}, 2)
-    assert "`answer` has no list" in refused({"answer": ["a"]}, 2)
-    assert "none but prompt" in refused({})

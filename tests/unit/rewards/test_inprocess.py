@@ -101,33 +101,6 @@ async def test_what_is_left_behind_calls_no_other_function():
     await scorer.close()
 
 
-async def test_calls_that_end_after_all_do_not_count():
-    draws = range(MOST_HANGING + 2)
-    hanging = Hanging(*draws)
-    scorer = InProcessScorer(Rubric([hanging]), no_metrics, time_limit=0.05)
-    for draw in draws:
-        hanging.released.clear()
-        (member,) = (await scorer.score(request(draw))).members
-        assert member.outcome == "timed_out"
-        hanging.released.set()
-        await asyncio.to_thread(hanging.threads[-1].join, 10)
-    await scorer.close()
-
-
-async def test_limit_counts_from_the_turn_of_a_function_not_from_its_queueing():
-    def naps(completions, **kwargs):
-        threading.Event().wait(0.06)
-        return [1.0]
-
-    async def naps_again(completions, **kwargs):
-        return naps(completions)
-
-    scorer = InProcessScorer(Rubric([naps, naps, naps, naps_again]), no_metrics, time_limit=0.2)
-    found = await asyncio.gather(*(scorer.score(request(draw)) for draw in range(2)))
-    assert {score.members[0].outcome for score in found} == {"scored"}
-    await scorer.close()
-
-
 HANGING = """
 import asyncio, threading
 from groupwise.rewards.inprocess import InProcessScorer

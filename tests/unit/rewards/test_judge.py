@@ -15,12 +15,9 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from groupwise.errors import TaskError
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.judge import Judge
-from groupwise.rewards.judge_cache import JudgeCache
 from groupwise.rewards.judge_prompts import TEMPLATE, Malformed, Mode, question
-from groupwise.rewards.registry import get_reward_funcs
 from tests.serving import Service, scripted, serve
 
 RUBRIC = "The longer, the better."
@@ -130,20 +127,6 @@ def test_who_prefers_the_first_place_prefers_nobody(ask):
 def test_equal_completions_are_asked_about_once(ask, mode, requests, values):
     assert ask(["a", "bbb", "a"], mode=mode) == values
     assert len(ask.service.asked) == requests
-
-
-def test_what_the_judge_is_shown_and_what_is_recorded_of_it(ask):
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi {there}?"}]
-    completion = [{"role": "assistant", "content": "Hello {you}."}]
-    ask([completion], prompt=chat, temperature=None, max_tokens=77)
-    (body,) = ask.service.asked
-    text = body["messages"][0]["content"]
-    for part in (RUBRIC, "[system]\nBe brief.", "Hi {there}?", "\nHello {you}.\n"):
-        assert part in text
-    assert ("temperature" in body, body["max_tokens"]) == (False, 77)
-    assert ask.metrics["judge/requests"] == 1
-    assert ask.metrics["judge/completion_tokens"] > 0
-    assert ask.extras["judge"][0].endswith('"score": 10}')
 
 
 def test_rubrics_of_rows(ask):
@@ -376,28 +359,4 @@ def test_what_cannot_be_read_is_asked_again(ask, tmp_path):
         assert ask.service.asked == []
 
 
-def test_a_closed_folder_costs_the_cache_alone(ask, tmp_path, caplog, monkeypatch):
-    (tmp_path / "cache").write_text("a file")
-    assert ask(["a", "bb"]) == [0.1, 0.2]
-    assert len(caplog.records) == 1
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    JudgeCache().put({"a": 1}, "x")
-    assert JudgeCache().get({"a": 1}) == "x", "in the user's folder unless one is named"
-
-
 # Parameters
-
-
-@pytest.mark.parametrize(("parameters", "problem"), [
-    ({"scale": [10, 0]}, "scale is"), ({"mode": "both"}, "'alone', 'pairs' or 'group'"),
-    ({"concurrency": 0}, "concurrency is 0"), ({"rubric": " "}, "rubric is empty"),
-    ({"endpoint": "nowhere"}, "nowhere"),
-    ({"template": "{rubric} {completion}"}, "lacks {completions} and lacks {form}"),
-    ({"template": TEMPLATE + "{"}, "cannot be read"), ({"rubrics": "x"}, "did you mean rubric"),
-])  # fmt: skip
-def test_parameters_that_cannot_be_are_refused(parameters, problem):
-    section = {"name": "judge", "endpoint": "http://host/v1", "model": "m", **parameters}
-    with pytest.raises(TaskError, match=re.escape(problem)):
-        get_reward_funcs([section])
-    with pytest.raises(TaskError, match="`endpoint` and `model`"):
-        get_reward_funcs(["judge"])

@@ -25,14 +25,6 @@ def test_the_whole_trimmed_completion_is_the_gold_answer(completion, value):
     assert Correctness()([completion], answer=["Paris"]) == [value]
 
 
-def test_any_accepted_form_and_the_given_column():
-    assert Correctness()(["NYC"], answer=[["New York", "NYC"]]) == [1.0]
-    assert Correctness("capital")(["Rome"], answer=["Paris"], capital=["Rome"]) == [1.0]
-    assert Correctness()([[{"role": "assistant", "content": "4"}]], answer=[4]) == [1.0]
-    assert CorrectnessXml(right=1.0)([tagged("7")], answer=["so <answer>7</answer>"]) == [1.0]
-    assert IntReward(right=0.25)([tagged("1")]) == [0.25]
-
-
 @given(st.text("xyz", min_size=1), SPACE, SPACE)
 def test_white_space_around_never_matters(gold, before, after):
     assert Correctness()([before + gold + after], answer=[gold]) == [1.0]
@@ -49,13 +41,6 @@ def test_white_space_around_never_matters(gold, before, after):
 ])  # fmt: skip
 def test_the_last_answer_tag_counts(completion, value):
     assert CorrectnessXml()([completion], answer=["42"]) == [value]
-
-
-def test_tags_are_text_whatever_signs_are_in_them():
-    reward = CorrectnessXml(answer_tag="a.c*")
-    assert reward(["<a.c*>1</a.c*>", "<abcc>1</abcc>"], answer=["1", "1"]) == [2.0, 0.0]
-    with pytest.raises(ValueError, match="without brackets"):
-        IntReward(answer_tag="<answer>")
 
 
 @pytest.mark.parametrize(
@@ -75,19 +60,6 @@ def test_digits_and_nothing_else(answer, value):
 ])  # fmt: skip
 def test_the_share_of_keywords(keywords, value):
     assert keyword_match(["A Cat and a dog."], [keywords]) == [value]
-
-
-def test_keywords_of_another_kind_are_refused():
-    with pytest.raises(ValueError, match="expected a list, or text with commas"):
-        keyword_match(["x"], [3])
-
-
-@given(st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=5), st.integers(0, 5))
-def test_more_keywords_never_earn_less(keywords, count):
-    fewer, more = " ".join(keywords[:count]), " ".join(keywords[: count + 1])
-    shares = keyword_match([fewer, more, " ".join(keywords)], [keywords] * 3)
-    less, enough, whole = (share for share in shares if share is not None)
-    assert 0.0 <= less <= enough <= whole == 1.0
 
 
 # all of them

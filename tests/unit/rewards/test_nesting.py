@@ -1,13 +1,11 @@
 """Reward functions called by hand: flat and nested completions, columns with an entry for each prompt."""
 
 import asyncio
-import inspect
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.rewards.calling import name_of
 from groupwise.rewards.nesting import taking_nested
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import ScoreRequest
@@ -67,25 +65,11 @@ class Watchful:
         return [len(ids) + len(h) for ids, h in zip(completion_ids, hint, strict=True)]
 
 
-def test_it_looks_like_the_function_itself():
-    inner = Watchful()
-    named = taking_nested(inner, "registered")
-    assert (name_of(named), getattr(named, "stateful", False)) == ("registered", True)
-    assert inspect.signature(named) == inspect.signature(inner)
-    assert inspect.signature(scored) == inspect.signature(lengths)
-    assert not hasattr(scored, "stateful")
-
-
 def test_a_run_gives_it_what_the_function_names():
     rubric = Rubric([taking_nested(Watchful(), "w")])
     request = ScoreRequest(0, ["p"] * 2, ["a", "b"], [[1], [2, 3]], {"hint": ["", "h"]}, 0, 1)
     found = asyncio.run(rubric.score(request))
     assert [member.reward for member in found.members] == [1.0, 3.0]
-
-
-def test_half_nested_completions_are_refused():
-    with pytest.raises(ValueError, match="and some do not"):
-        scored(prompts=["p", "q"], completions=[["a"], "b"], answer=["a", "b"])
 
 
 @settings(max_examples=40)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from groupwise.rewards.overlap import (
     RubricOverlap,
-    overlap,
     similarity,
     stands_in,
     words,
@@ -93,26 +92,6 @@ def test_a_row_without_a_rubric_does_not_apply(rubric):
     assert value("light", rubric=rubric) is None
 
 
-@pytest.mark.parametrize(
-    "rubric",
-    ["light water", ["light", "water"], [{"criterion": "light", "points": 3}, {"c": "water"}]],
-)
-def test_rubrics_in_several_shapes(rubric):
-    assert value("light", rubric=rubric) == 5.0
-
-
-def test_columns():
-    reward = RubricOverlap(rubric_column="points", answer_column="model")
-    assert reward(["p"], ["light"], points=["light"], model=["x"], rubric=["soil"]) == [10.0]
-    assert RubricOverlap()(["p"], ["light"], grading_rubric=["light"], answer=["x"]) == [10.0]
-    with pytest.raises(ValueError, match=r"rubric or rubrics .* The dataset has: answer, text"):
-        RubricOverlap().check_row({"text": "x", "answer": "y"})
-    with pytest.raises(ValueError, match="no gold answer"):
-        RubricOverlap().check_row({"rubric": "x"})
-    with pytest.raises(ValueError, match="0 or more words"):
-        RubricOverlap(copied_run=-1)
-
-
 @given(WORDS, WORDS, WORDS)
 def test_bounds_case_and_space(written, rubric, reference):
     text = " ".join(written)
@@ -120,13 +99,6 @@ def test_bounds_case_and_space(written, rubric, reference):
     got = value(text, **told)
     assert got is None if not {*rubric} - {"of"} else 0.0 <= got <= 15.0
     assert got == value(f"\n{text.upper()} ", **told)
-
-
-@given(WORDS, st.integers(0, 8))
-def test_more_of_the_vocabulary_never_earns_less(vocabulary, count):
-    if vocabulary:
-        fewer, more = set(vocabulary[:count]), set(vocabulary[: count + 1])
-        assert 0 <= overlap(fewer, vocabulary) <= overlap(more, vocabulary) <= 1
 
 
 @given(st.lists(WORDS, min_size=1, max_size=4))

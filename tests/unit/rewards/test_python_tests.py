@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import SandboxError, TaskError
+from groupwise.errors import SandboxError
 from groupwise.rewards import python_tests
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.python_tests import Case, PythonTests, RowTests, Verdict, code_in, verdict
-from groupwise.rewards.registry import get_reward_funcs
 from groupwise.rewards.sandbox import Limits
 
 LIMITS = Limits(seconds=20)
@@ -70,10 +69,6 @@ async def share(code: str, tests, entry_point=None, limits=LIMITS) -> tuple[int,
 )
 def test_code_is_found(text, code):
     assert code_in(text) == code
-
-
-def test_the_answer_tag_can_be_another():
-    assert code_in("<solution>x</solution> <answer>y</answer>", "solution") == "x"
 
 
 PROGRAM = RowTests(of_program=(Case("1", "2"),))
@@ -530,25 +525,3 @@ def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
         assert isinstance(value, Failed)
         assert math.isnan(value)
         assert said in str(value.reason)
-
-
-def test_missing_protections_are_warned_of_once(monkeypatch, caplog):
-    async def open_to_all(code, row, limits, require):
-        return Verdict(1, 1, None, ("network", "user"))
-
-    monkeypatch.setattr(python_tests, "verdict", open_to_all)
-    python_tests._warn_once.cache_clear()
-    for _ in range(2):
-        score(PythonTests(), ["a", "b"], tests=["assert f()"] * 2)
-    (record,) = caplog.records
-    assert "network" in record.getMessage()
-
-
-@pytest.mark.parametrize(("parameters", "problem"), [
-    ({"time_limit": 0}, "time_limit is 0"), ({"concurrency": 0}, "concurrency is 0"),
-    ({"memory": -1}, "memory is -1"), ({"require": ["nets"]}, "require names nets"),
-    ({"partially": True}, "did you mean partial"),
-])  # fmt: skip
-def test_parameters_that_cannot_be_are_refused(parameters, problem):
-    with pytest.raises(TaskError, match=problem):
-        get_reward_funcs([{"name": "python_tests", **parameters}])

@@ -263,21 +263,3 @@ def test_weights_come_in_the_order_of_the_parts():
     assert Router.of({"a": length}, [2]).weights == (2.0,)
     assert "2 weights for 3" in refused(lambda: ROUTER.reweighted([1, 2]))
     assert "every weight is 0" in refused(lambda: ROUTER.reweighted([1, 2, 0]))
-
-
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        (lambda: Router.of({}), "there are no labels"),
-        (lambda: Router.of([length]), "expected a dict from labels to rewards, got list"),
-        (lambda: Router.of({"a": []}), "Router, a: the list of reward functions is empty"),
-        (lambda: Router.of({"a": length}, default="b"), "no rewards for the label `b`"),
-        (lambda: ROUTER.with_default("mth"), "Did you mean math?"),
-        (
-            lambda: Router.of({"a": Router.of({"b": length}), "a/b": length}),
-            "two parts are called `a/b/length`",
-        ),
-    ],
-)
-def test_what_is_no_router_is_refused(make, part):
-    assert part in refused(make)

@@ -249,16 +249,6 @@ def test_excess_is_counted_from_the_target():
     assert shaped("A<1", "oAAoo" + "o" * 20, "A>2") == pytest.approx(0.10), "away, not below 0"
 
 
-def test_weights_are_parameters():
-    [(function, weight)] = get_reward_funcs(
-        [{"name": "rush_solution_shaped", "weight": 2.0, "exact": 0.0, "solve": 1.0, "prefix": 0.0}]
-    )
-    assert weight == 2.0
-    assert function(completions=["C>1,Bv1,A>2"], board=[BOARD], answer=[GOLD]) == [
-        pytest.approx(1.0 + 0.05)
-    ]
-
-
 # Rows
 
 

@@ -36,30 +36,6 @@ def test_the_share_of_repeated_trigrams(text, expected):
     assert (value, math.copysign(1, value)) == (expected, -1 if expected else 1)
 
 
-def test_numbers_are_parameters():
-    assert Repetition(n=1, max_penalty=-2.0)(["a a b a"]) == [-1.0]
-    assert length_of(RIGHT, 10, max_length=10, right_long=0.7) == pytest.approx(0.7)
-    assert length_of(WRONG, 0, wrong_short=-1.0) == -1.0
-    assert Overlong(100, cache=50)([ids(75)]) == [-0.5]
-
-
-@pytest.mark.parametrize(
-    ("reward", "given", "said"),
-    [
-        (Repetition, {"max_penalty": 1.0}, "would reward repetition"),
-        (Repetition, {"n": 0}, "at least one word"),
-        (Length, {"wrong_long": 0.6}, "a wrong answer could earn more"),
-        (Length, {"max_length": 0}, "at least one token"),
-        (Overlong, {"max_length": 0}, "expected"),
-        (Overlong, {"max_length": 10, "cache": 0}, "expected"),
-        (Overlong, {"max_length": 10, "cache": 11}, "expected"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused(reward, given, said):
-    with pytest.raises(ValueError, match=said):
-        reward(**given)
-
-
 @given(TEXTS, st.integers(1, 4))
 def test_bounds_case_and_space_of_repetition(text, n):
     (value,) = Repetition(n=n)([text])

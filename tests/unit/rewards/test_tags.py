@@ -45,26 +45,6 @@ def test_marks_of_another_kind():
     assert marks("answer") == ("<answer>", "</answer>")
 
 
-@pytest.mark.parametrize(
-    "tags",
-    [
-        *(
-            {"reasoning": a, "answer": b}
-            for a, b in (("", "b"), ("<a>", "b"), ("a", "/a"), ("A", "a"))
-        ),
-        {"answer": ("<a>", "<A>")},
-        {"answer": ("", "</a>")},
-        {"answer": (" ", "</a>")},
-        {"answer": ("<x>", "</answer><x>")},
-        {"reasoning": ("<r>", "</r>"), "answer": ("</r>", "</a>")},
-        {"reasoning": ("<answer>", "end"), "answer": "answer"},
-    ],
-)
-def test_marks_that_cannot_be_told_apart_are_refused(tags):
-    with pytest.raises(ValueError, match=r"marks|tag"):
-        Tags(**tags)
-
-
 @given(st.text("<>/ansWER aé(", max_size=30), st.text("xé<> ", max_size=8))
 def test_any_text_has_a_share_and_what_is_written_last_is_found(before, answer):
     assert REASONING.share(before) in (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -136,13 +136,6 @@ async def test_large_columns_and_any_picklable_value_get_through(shared):
     assert rewards(await shared.score(request(**big))) == FINE
 
 
-async def test_environment_of_a_worker(shared):
-    names = ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"]
-    notes = (await shared.score(request("tells_environment", names=names))).members[0].notes
-    assert list(notes["found"].values()) == ["1", "", "false"]
-    assert notes["torch"] is False
-
-
 async def test_files_of_the_working_directory_are_found_after_pythons(
     closing, tmp_path, monkeypatch
 ):
@@ -330,20 +323,6 @@ async def test_output_is_logged_and_neither_stalls_nor_floods(closing, caplog):
 async def test_forked_copies_and_interrupts_do_not_disturb(shared, function):
     for _ in range(3):
         assert rewards(await shared.score(request(function))) == (1.0, 1.0)
-
-
-class Unreadable:
-    def __reduce__(self):
-        return (int, ("not a number",))
-
-
-@pytest.mark.parametrize(
-    ("value", "said"), [(lambda: 1, "column `value`"), (Unreadable(), "not a number")]
-)
-async def test_value_that_cannot_go_over_is_an_error(shared, value, said):
-    with pytest.raises(RewardWorkerError, match=said):
-        await shared.score(request(fine=1, value=value))
-    assert rewards(await shared.score(request())) == FINE
 
 
 # 5. starting

@@ -71,27 +71,6 @@ def test_other_files_and_newer_ones_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "fish.db")
 
 
-def test_each_refusal_has_its_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "birds.db"
-    opened(path).close()
-
-    def told(place: Path, mode: str, statement: str) -> str:
-        with (
-            pytest.raises(sqlite3.Error) as refused,
-            closing(connect(place, mode, busy_seconds=0.01)) as connection,
-        ):
-            connection.execute(statement)
-        return remedy(place, refused.value)
-
-    assert "the right to write" in told(path, "ro", "DELETE FROM birds")
-    with closing(connect(path, "rw")) as other:
-        other.execute("BEGIN IMMEDIATE")
-        assert "Another process is writing" in told(path, "rw", "BEGIN IMMEDIATE")
-    (tmp_path / "text.db").write_bytes(b"something else entirely" * 100)
-    assert "restore it from a copy" in told(tmp_path / "text.db", "rw", "SELECT * FROM birds")
-    assert told(path, "rw", "SELECT feathers FROM birds") == "Mend what it names"
-
-
 def test_a_full_disk_is_told_apart(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         path = disk / "birds.db"

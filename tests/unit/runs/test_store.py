@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from groupwise.errors import StoreError
 from groupwise.runs import database, durable, schema, text_index
 from groupwise.runs.asked import AskedFilter
-from groupwise.runs.query import Plan, plan_of, rollout_query
+from groupwise.runs.query import Plan, rollout_query
 from groupwise.runs.records import (
     CurvePoint,
     EvaluationRecord,
@@ -570,29 +570,6 @@ class TestRollouts:
             (RolloutFilter(part="right", step=3, order="best"), "step"),
         ):
             assert "SEARCH part USING PRIMARY KEY (rollout=?)" in plan(crowded, wanted, lead)
-
-    @pytest.mark.parametrize(
-        ("wanted", "common", "lead"),
-        [
-            (RolloutFilter(draw=3), 20_000, "draw"),
-            (RolloutFilter(step=3), 100, None),
-            (RolloutFilter(text="answer"), 20_000, "text"),
-            (RolloutFilter(text="answer"), 2_000, None),
-            (RolloutFilter(outcome=("failed", "timed_out")), 20_000, "outcome"),
-            (RolloutFilter(outcome=("failed", "scored")), 2_000, None),
-            (RolloutFilter(min_tokens=1), 2_000, "length"),
-            (RolloutFilter(part="right"), 1_000, None),
-            (RolloutFilter(part="right", min_reward=7.0), 1_000, "part"),
-            (RolloutFilter(task="odd"), 20_000, "task"),
-        ],
-    )
-    def test_what_fewest_meet_leads(
-        self, crowded: sqlite3.Connection, wanted: RolloutFilter, common: int, lead: str | None
-    ) -> None:
-        path = Path(crowded.execute("SELECT file FROM pragma_database_list").fetchone()[0])
-        db = database.Database.open_for_reading(path)
-        assert plan_of(db, wanted, common).lead == lead
-        db.close()
 
     def test_the_first_page_sorts_nothing(self, crowded: sqlite3.Connection) -> None:
         for order, part, task in product(

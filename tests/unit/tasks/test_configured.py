@@ -272,41 +272,6 @@ def test_what_does_not_go_together_is_refused(
     configured(mixed(SORTING, {**SORTING, "label": "again"}))
 
 
-def test_a_task_of_its_own_leaves_no_room_for_data_nor_a_mixture_for_a_collator() -> None:
-    with pytest.raises((TaskError, ConfigError), match=r"data\.dataset_name, data\.prompt_column"):
-        find_task("sort_words", config_of({**NAMED, "strict": True}))
-    find_task("sort_words", config_of({"strict": True}))
-    with Path("say.py").open("a") as file:
-        file.write("\ndef get_sft_data_collator(config, tokenizer):\n    return None\n")
-    with pytest.raises(TaskError, match="get_sft_data_collator"):
-        find_task(None, sft_config_of(mixed({"task": "say.py"})))
-
-
-@pytest.mark.parametrize(
-    ("verb", "said"),
-    [("rl", "Set rewards.reward_funcs, or rewards.router"), ("eval", "data.test_split_size")],
-)
-def test_config_without_rewards_or_held_out_rows_says_what_to_give(verb: Any, said: str) -> None:
-    task, _ = configured(NAMED)
-    with pytest.raises(TaskError, match=said):
-        require(task, verb)
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ({"dataset_name": "sums.jsonl"}, "has no column 'prompt'. It has: question, solution"),
-        ({**NAMED, "prompt_lines": ["hnt"]}, "no column 'hnt', which the config names in"),
-        ({**NAMED, "prompt_column": "questions"}, "Did you mean 'question'?"),
-        ({**NAMED, "dataset_name": "smus.jsonl"}, "Did you mean"),
-    ],
-)
-def test_columns_and_files_that_are_not_there_are_told(data: dict[str, Any], said: str) -> None:
-    task, config = configured(data, rewards=REWARDS)
-    with pytest.raises(TaskError, match=said.replace("?", r"\?")):
-        task.rl_examples(config)
-
-
 def test_unknown_label_is_an_error_that_names_those_there_are() -> None:
     router = {"sums": ["rewards.py:right"]}
     data = mixed({**SUMS_SET, "label": "smus"}, SORTING)

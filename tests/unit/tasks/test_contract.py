@@ -172,17 +172,6 @@ def test_missing_hook_shows_signature_and_near_misses(task_of, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "signature",
-    ["()", "(*, settings)", "(tokenizer, cfg)", "(config, tokenizer, more)"],
-)
-def test_wrong_signature_shows_both(task_of, signature):
-    task = task_of(f"def get_reward_funcs{signature}: ...\ndef get_rl_dataset(config): ...\n")
-    message = refused(lambda: require(task, "rl"))
-    assert "expected: get_reward_funcs(config, tokenizer)" in message
-    assert f"found:    get_reward_funcs{signature}" in message
-
-
-@pytest.mark.parametrize(
     ("verb", "hook", "given"),
     [
         ("rl", "get_eval_dataset", "def get_eval_dataset(): ..."),

@@ -87,29 +87,7 @@ def test_a_clue_with_several_answers_is_in_one_split_alone(source):
     assert test.account.left_out == {}
 
 
-def test_too_few_clues_are_refused(source):
-    spec = source(many(5))
-    with pytest.raises(TaskError, match=r"5 usable clues.* eval_size 2"):
-        crossword.get_rl_dataset(config(source=spec, eval_size=2, validation_size=3))
-    with pytest.raises(TaskError, match="train_size 9"):
-        crossword.get_rl_dataset(config(source=spec, train_size=9, **TINY))
-
-
 # Sources
-
-
-def test_columns_go_by_other_names(source):
-    rows = [{"hint": row["clue"], "word": row["answer"], "other": 1} for row in many(6)]
-    spec = source(rows)
-    kinds = splits(source=spec, columns={"clue": "hint", "answer": "word"}, **TINY)
-    assert [len(rows) for rows in kinds] == [2, 2, 2]
-    for columns, said in (
-        ({}, "hint, word"),
-        ({"question": "hint"}, "'question'"),
-        ({"clue": "hnt"}, "'hnt'"),
-    ):
-        with pytest.raises(TaskError, match=said):
-            crossword.get_rl_dataset(config(source=spec, columns=columns, **TINY))
 
 
 @pytest.mark.parametrize(

@@ -56,19 +56,6 @@ def test_classes_and_functions_that_make_environments_are_taken(factory):
     assert task.environment({}) is tools
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (None, "get_environment returned NoneType"),
-        (Game(), "get_environment returned Game"),
-        (dict, "class dict without `step`"),
-        (Tools([add]), "no get_reward_funcs"),
-    ],
-)
-def test_what_makes_no_environment_is_refused(given, said):
-    assert said in refused(given)
-
-
 def test_columns_that_reset_asks_for_must_be_in_every_row():
     assert task_with(Game).check_environment({}, ROWS) is Game
 
@@ -101,17 +88,6 @@ def test_methods_that_cannot_be_called_are_refused_before_the_start(method, said
     said_of_it = refused(type("Odd", (Game,), methods))
     assert said in said_of_it
     assert "get_environment: `Odd." in said_of_it
-
-
-def test_methods_that_take_more_than_they_are_given_are_fine():
-    class Takes(Game):
-        @classmethod
-        def step(cls, completion, *more, turn=0): ...  # pyright: ignore[reportIncompatibleMethodOverride]
-
-        @staticmethod
-        def reward(scale=1.0): ...
-
-    assert task_with(Takes).check_environment({}, ROWS) is Takes
 
 
 def test_environment_stands_in_for_reward_functions():

@@ -123,26 +123,6 @@ def test_columns_go_by_their_usual_names(
     assert {each.get("score") for each in found} == {row.get("score")}
 
 
-@pytest.mark.parametrize(
-    ("rows", "own", "message"),
-    [
-        (numbered(2), {}, "2 usable questions"),
-        (numbered(3), {"train_size": 9}, "train_size 9"),
-        ([{"question": "q", "rubric": "r"}] * 3, {}, "no column for the reference"),
-        (numbered(3), {"columns": {"rubic": "x"}}, "'rubic'"),
-        (numbered(3), {"columns": {"rubric": "x"}}, "no column 'x'"),
-        (numbered(3, rubric=" "), {}, "3 × the rubric is empty"),
-        (numbered(3, rubric=""), {"strict": True}, "row 0: the rubric is empty"),
-    ],
-)
-def test_sets_that_cannot_be_used_are_refused(
-    rows: list[dict[str, Any]], own: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    source = written(tmp_path, rows)
-    with pytest.raises(TaskError, match=message):
-        rubric_answers.get_rl_dataset(config(source=source, **{**SPLITS, **own}))
-
-
 def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "a"}]
     bad = [

@@ -129,15 +129,6 @@ async def test_mistakes_are_told_to_the_policy(completion, said):
     assert (await told(Tools([add, divide]), completion)).startswith(said)
 
 
-async def test_results_that_are_no_text_are_told_as_json():
-    def find(n: int) -> Any:
-        """Find."""
-        return {"é": [n, None]} if n else object
-
-    assert await told(Tools([find]), call("find", n=1)) == '{"é": [1, null]}'
-    assert "class 'object'" in await told(Tools([find]), call("find", n=0))
-
-
 def test_calls_are_found_however_they_are_cut():
     find = HermesCalls().find
     assert [c.name for c in find(call("a") + call("b"))] == ["a", "b"]

@@ -6,15 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.errors import TaskError
 from groupwise.tasks.wordle_rules import (
     Knowledge,
     answer,
     guess_in,
-    left,
     marks_of,
     reasoning,
-    spelt,
     turns_met,
     words_of,
 )
@@ -102,14 +99,6 @@ def test_what_the_teacher_writes_is_well_formed_and_true(guesses, secret):
         unknown.remove(letter)  # raises where it does not occur so often
 
 
-def test_how_a_turn_is_told():
-    assert spelt("alley", "YYYGX") == "alley: a Y, l Y, l Y, e G, y X"
-    assert (left(6), left(1)) == ("6 guesses left.", "1 guess left.")
-    known = Knowledge.of(["alley"], ["YYYGX"])
-    told = "Known: _ _ _ e _. It also has a, l, l. A word that fits is label."
-    assert reasoning(known, "label") == told
-
-
 # Word lists
 
 
@@ -133,19 +122,3 @@ def test_own_lists_are_read_and_secrets_are_always_real(tmp_path):
     real = tmp_path / "real.txt"
     real.write_text("crane\n")
     assert words_of(str(secrets), str(real)).dictionary == {"crane", *made}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("crane\nslates\n", "secrets.txt:2: 'slates'"),
-        ("crane\nslate\n", "secrets.txt has 2 words"),
-        (None, "secrets.txt cannot be read"),
-    ],
-)
-def test_lists_that_cannot_be_used_are_refused(tmp_path, text, message):
-    file = tmp_path / "secrets.txt"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(TaskError, match=message):
-        words_of(str(file), None)
