@@ -298,9 +298,3 @@ def test_mistakes_are_told(still: Command) -> None:
         assert (code, out, told in err) == (2, "", True), (words, err)
     code, out, _ = still("show", "job-none", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (2, "unknown_job")
-
-
-# --- words
-
-
-# --- following

@@ -529,6 +529,3 @@ def test_a_submission_goes_on_under_its_name() -> None:
     names = [request.headers["idempotency-key"] for request in server.asked]
     assert len(names) > 20
     assert len(set(names)) == 3
-
-
-# An API that takes questions and says nothing

@@ -1,10 +1,7 @@
-"""What the doctor says of a machine's environment: the tiny command on interpreters that tests make up, and what follows from it; and of
-the processes of the control plane."""
+"""What the doctor says of a machine's environment, and of the processes of the control plane."""
 
 import json
 import os
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from groupwise.fleet import doctor, up
-from groupwise.fleet.doctor import LOOK, Seen
+from groupwise.fleet.doctor import Seen
 from groupwise.fleet.machines import packing
 from groupwise.fleet.processes import identity
 from groupwise.fleet.settings import FleetPlace, FleetSettings
@@ -25,51 +22,6 @@ from groupwise.hosts.answers import MemberState
 
 HERE = packing.version()
 PYTHON = "/env/bin/python"
-TORCH = """\
-import os, warnings
-class version:
-    cuda, hip = {build!r}, None
-class cuda:
-    @staticmethod
-    def is_available():
-        assert "CUDA_VISIBLE_DEVICES" not in os.environ
-        if {gpus} == 0:
-            warnings.warn("the driver is too old")
-        return {gpus} > 0
-    @staticmethod
-    def device_count():
-        return {gpus}
-"""
-
-
-def installed(folder: Path, name: str, version: str, code: str) -> None:
-    (folder / f"{name}.py").write_text(code)
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-
-
-def look(folder: Path, *, gpus: str = "gpus") -> dict[str, Any]:
-    """What the tiny command says, run by a Python that has what lies in the folder."""
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", LOOK, gpus],
-        cwd=folder,
-        env={"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_torch_is_asked_for_the_gpus_that_the_runner_hides(tmp_path: Path) -> None:
-    installed(tmp_path, "torch", "2.13.0", TORCH.format(build="12.8", gpus=2))
-    said = look(tmp_path)
-    assert (said["torch"], said["build"], said["gpus"]) == ("2.13.0", "12.8", 2)
-    assert "gpus" not in look(tmp_path, gpus="none")  # it is not imported in vain
-    blind = tmp_path / "blind"
-    blind.mkdir()
-    installed(blind, "torch", "2.13.0", TORCH.format(build="12.8", gpus=0))
-    assert look(blind)["torch_why"] == "the driver is too old"
 
 
 def member(**more: Any) -> MemberState:

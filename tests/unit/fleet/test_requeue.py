@@ -57,7 +57,6 @@ class Fleet:
         failure: str | None = None,
         *,
         cleanup: str = "clean",
-        handle: dict[str, Any] | None = None,
         contact: str = "ok",
         evidence: dict[str, Any] | None = None,
     ) -> int:
@@ -67,7 +66,7 @@ class Fleet:
             )
             session.add(attempt)
             session.flush()
-            session.add(Member(epoch=attempt.epoch, rank=0, vm_id="vm", handle=handle or {}))
+            session.add(Member(epoch=attempt.epoch, rank=0, vm_id="vm"))
             if ended is not None:
                 attempt.outcome, attempt.failure_class = ended, failure
                 attempt.state, attempt.cleanup = "ended", cleanup
@@ -165,19 +164,6 @@ async def test_a_job_whose_attempt_ended_without_it_goes_where_that_leads(
         assert "exit code 3" in fleet.get("stray", Job.failure_reason)
 
 
-@pytest.mark.parametrize(
-    ("refusal", "status"), [("gpu_busy: other.1 has it", "queued"), ("bad_spec: no", "failed")]
-)
-async def test_what_a_runner_had_refused_counts_as_when_its_attempt_ended(
-    fleet: Fleet, refusal: str, status: str
-):
-    fleet.job("stray", "running", spent={"launch_failure": 5, "free": 5})
-    member = {"rank": 0, "vm": "vm", "refusal": refusal}
-    fleet.attempt("stray", "void", "launch_failure", evidence={"members": [member], "rank": 0})
-    await fleet.sweep()
-    assert fleet.get("stray") == status
-
-
 async def test_a_job_with_a_live_attempt_is_never_touched(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ):
@@ -211,15 +197,3 @@ async def test_what_may_still_be_held_stays_reserved(fleet: Fleet, cleanup: str)
     fleet.attempt("done", "succeeded", cleanup=cleanup)
     await fleet.sweep()
     assert fleet.open_reservations() == 1
-
-
-@pytest.mark.parametrize(("ago", "told"), [(200.0, 0), (300.0, 1)])
-async def test_whoever_took_an_attempt_over_counts_its_deadman_anew(
-    fleet: Fleet, ago: float, told: int
-):
-    fleet.job("runs", "running")
-    silent = {"deadman": 100, "silent_since": fleet.now - 1000}
-    epoch = fleet.attempt("runs", contact="unreachable", handle=silent)
-    taken = Event(at=fleet.now - ago, actor="d", kind="attempt.adopted", job_id="runs", epoch=epoch)
-    fleet.database.run(lambda s: s.add(taken))
-    assert (await fleet.sweep()).get("silent beyond its deadman", 0) == told

@@ -7,7 +7,6 @@ import pytest
 from groupwise.errors import ConfigError
 from groupwise.fleet.settings import (
     ENVIRONMENT,
-    FleetAddress,
     FleetPlace,
     find,
 )
@@ -17,12 +16,6 @@ def place(told: str | None = None, environment: dict[str, str] | None = None) ->
     found = find(told, environment or {})
     assert isinstance(found, FleetPlace)
     return found
-
-
-def test_an_address_is_an_api() -> None:
-    assert find(None, {"GROUPWISE_FLEET": "https://fleet.example/"}) == FleetAddress(
-        "https://fleet.example"
-    )
 
 
 def test_later_places_go_before_earlier_ones(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import Database, migrate
 from groupwise.fleet.store.tables import VM
 from groupwise.fleet.store.triggers import Rule
-from groupwise.fleet.verbs import machines
-from groupwise.fleet.verbs.actor import Actor
 
 
 def begin(database: Database, folder: Path, *roles: str, url: str | None = None) -> str | None:
@@ -58,16 +56,6 @@ def test_a_role_alone_follows_the_folder_as_all_do(
     told = begin(database, tmp_path / "b", role)
     assert told is not None
     assert workdir(database) == tmp_path / "b" / "work"
-
-
-def test_a_working_folder_that_somebody_has_chosen_stays(
-    database: Database, tmp_path: Path
-) -> None:
-    begin(database, tmp_path / "a")
-    chosen = str(tmp_path / "scratch" / "work")
-    database.run(lambda s: machines.change(s, Actor("user:me"), "local", workdir=chosen))
-    begin(database, tmp_path / "b")
-    assert str(workdir(database)) == chosen
 
 
 # --- an end ---------------------------------------------------------------------------------------

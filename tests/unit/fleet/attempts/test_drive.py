@@ -11,7 +11,7 @@ from groupwise.fleet.attempts import drive
 from groupwise.fleet.attempts.decide import DEADMAN_MARGIN, Reading
 from groupwise.fleet.attempts.records import Machine, MemberRow, Snapshot
 from groupwise.fleet.states import AttemptState, Cleanup
-from groupwise.hosts.answers import ExitReason, ExitRecord, MemberState, RunnerState
+from groupwise.hosts.answers import MemberState, RunnerState
 
 DEADMAN = 100.0
 MACHINE = Machine(
@@ -83,21 +83,6 @@ def test_whatever_was_heard_but_that_its_supervisor_is_dead() -> None:
         assert is_over(recorded, 1e4, deadman=DEADMAN) == (recorded is not Reading.LOST)
 
 
-def test_when_a_member_ended_is_reckoned_from_how_long_ago_its_machine_says_that_was() -> None:
-    """Its clock is 25 years ahead; what it says later is no better known."""
-    passed = [1000.0]
-    ear = drive._Ear("job", 1, lambda: None, lambda: passed[0])  # pyright: ignore[reportPrivateUsage]
-    ear.heard(ended(age=4.0))
-    passed[0] += 100
-    ear.heard(ended(age=105.0))
-    assert ear.ended == 996.0
-
-
-def ended(age: float) -> MemberState:
-    record = ExitRecord(1, None, ExitReason.EXITED, "", 0, 1.0, 2.5e9, "", age=age)
-    return MemberState("job", 1, RunnerState.EXITED, exit=record)
-
-
 @pytest.mark.parametrize(
     ("state", "engine", "pid", "reading"),
     [
@@ -115,11 +100,3 @@ def test_of_what_an_engine_has_begun_the_files_say_something_else(
     ear = drive._Ear("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]
     ear.heard(MemberState("job", 1, state, engine=engine, pid=pid))
     assert ear.reading is reading
-
-
-def test_only_an_engine_that_was_asked_and_does_not_have_it_was_not_given_it() -> None:
-    for has, given in ((None, True), (True, True), (False, False)):
-        ear = drive._Ear("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]
-        assert ear.given
-        ear.heard(MemberState("job", 1, RunnerState.QUEUED, engine="slurm", engine_has=has))
-        assert ear.given is given

@@ -86,17 +86,3 @@ async def test_the_sockets_of_other_machines_are_left_alone(
     assert [path.name for path in sockets(tmp_path)] == [here._name]
     assert await here.wait(60) == {"a"}
     await here.close()
-
-
-async def test_a_folder_that_takes_no_socket_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    (tmp_path / FOLDER).write_text("a file")
-    doorbell = LocalDoorbell(tmp_path)
-    for _ in range(3):
-        assert await doorbell.wait(0) == frozenset()
-    assert "wait for the next sweep" in caplog.text
-    assert len(caplog.records) == 1
-    doorbell.ring(["a"])
-    assert await doorbell.wait(60) == {"a"}
-    await doorbell.close()

@@ -66,9 +66,3 @@ def test_what_is_sent_is_what_is_heard(ids: list[str], largest: int):
     sent = list(messages(ids, largest))
     assert all(len(text) <= largest for text in sent)
     assert frozenset().union(*map(ids_in, sent)) == set(ids)
-
-
-def test_what_is_no_id_is_not_sent():
-    strange = ["é" * 250 + str(number) for number in range(200)]
-    assert list(messages(["\x00", "", *strange, "a/b"], 8000)) == []
-    assert list(messages(["\ud800", "a", *strange], 8000)) == [b"a"]

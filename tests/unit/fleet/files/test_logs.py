@@ -12,7 +12,6 @@ from groupwise.fleet.files import logs as logs_module
 from groupwise.fleet.files.logs import (
     Follower,
     LogMirror,
-    Position,
     append,
     cut,
     epochs,
@@ -158,19 +157,6 @@ def everything(follower: Follower) -> bytes:
     while piece := follower.read():
         found += piece.data
     return found
-
-
-def test_a_follower_begins_with_the_newest_epoch_and_goes_on_with_the_next(logs: Path) -> None:
-    for epoch in (3, 5):
-        append(make(logs, JOB, epoch), 0, f"{epoch}\n".encode())
-    follower = Follower(logs, JOB)
-    assert everything(follower) == b"5\n"
-    assert follower.position == Position(5, 2)
-    assert everything(Follower(logs, JOB, position=Position(3, 1))) == b"\n5\n"
-    append(make(logs, JOB, 9), 0, b"9\n")
-    append(log_path(logs, JOB, 5), 2, b"end of 5\n")
-    assert everything(follower) == b"end of 5\n9\n"
-    assert follower.position == Position(9, 2)
 
 
 @pytest.mark.parametrize("how", ["moved away", "emptied"])

@@ -237,12 +237,6 @@ async def test_files_of_what_runs_are_not_swept(rig: Rig, host: FakeHost, cleare
     assert sweep.body["keep"] == [entry]
 
 
-# --- the doctor -----------------------------------------------------------------------------------
-
-
-# --- by a dispatcher ------------------------------------------------------------------------------
-
-
 async def test_with_a_real_runner_the_folder_is_gone_and_stays_gone(
     database: Database, tmp_path: Path
 ) -> None:

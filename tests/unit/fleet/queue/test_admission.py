@@ -171,9 +171,6 @@ def test_modules_that_a_row_names_are_not_imported(
     assert not (tmp_path / "ran").exists()
 
 
-# --- how many GPUs, if nobody says ----------------------------------------------------------------
-
-
 # --- the same twice -------------------------------------------------------------------------------
 
 

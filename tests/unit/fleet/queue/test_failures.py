@@ -143,12 +143,3 @@ def test_a_gang_of_which_one_found_its_gpu_taken_is_begun_once_where_it_may_only
     failure = FailureClass.LAUNCH_FAILURE
     assert after_end(facts, Outcome.FAILED, failure, "no", Longest()).status is JobStatus.FAILED
     assert after_end(facts, Outcome.VOID, failure, "no", Longest()).status is JobStatus.QUEUED
-
-
-def test_who_goes_on_from_an_older_checkpoint_pays_nothing_for_it() -> None:
-    failure, spent = FailureClass.NOT_PROVIDED, {"not_provided": 5, "free": 30}
-    found = after_end(JobFacts(steps_back=True, spent=spent), Outcome.VOID, failure, "", Longest())
-    assert (found.status, found.spent, found.delay) == (JobStatus.QUEUED, spent, 0.0)
-    once = JobFacts(steps_back=True, policy=RetryPolicy(once=True))
-    assert after_end(once, Outcome.FAILED, failure, "", Longest()).status is JobStatus.FAILED
-    assert after_end(once, Outcome.VOID, failure, "", Longest()).status is JobStatus.QUEUED

@@ -96,17 +96,6 @@ def test_patience_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other.close()
 
 
-def test_a_file_that_is_no_database(tmp_path: Path) -> None:
-    (tmp_path / "fleet.db").write_text("something else " * 100)
-    database = connect(f"sqlite:///{tmp_path / 'fleet.db'}")
-    try:
-        with pytest.raises(DatabaseFailure, match=r"not a database.*name another") as raised:
-            database.run(names)
-        assert not raised.value.passing
-    finally:
-        database.close()
-
-
 def test_a_failed_write_at_commit_is_no_answer(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

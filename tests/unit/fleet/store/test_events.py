@@ -6,7 +6,6 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import Event
 
 
 def happens(**more: object) -> Callable[[Session], int]:
@@ -39,13 +38,3 @@ def test_what_is_gathered_is_written_in_its_order(database: Database) -> None:
     database.run(several)
     found = database.run(lambda s: [(e.job_id, e.detail) for e in events.after(s, 0, 10)])
     assert found == [*((f"j{n}", {"n": n}) for n in range(3)), ("j3", None)]
-
-
-def test_the_newest_of_a_thing_oldest_first(database: Database) -> None:
-    for n in range(6):
-        database.run(happens(job_id=f"j{n % 2}", vm_id="v", detail={"n": n}))
-    found = database.read(lambda s: events.recent(s, job_id="j1", limit=2))
-    assert [event["detail"]["n"] for event in found] == [3, 5]
-    assert set(found[0]) == {column.name for column in Event.__table__.columns}
-    assert len(database.read(lambda s: events.recent(s, vm_id="v", limit=10))) == 6
-    assert len(database.read(lambda s: events.recent(s, limit=4))) == 4

@@ -95,15 +95,6 @@ def test_hold_and_release(small: Any) -> None:
         assert small.events()[before:] == [("user:ada", "job.held"), ("user:ada", "job.queued")]
 
 
-def test_only_a_job_that_waits_is_held(small: Any) -> None:
-    for status in ("running", *FINAL):
-        job = small.job(status)
-        with pytest.raises(Refusal, match=r"only a job that waits|nothing to hold"):
-            small.do(jobs.hold, job)
-        with pytest.raises(Refusal, match="not held"):
-            small.do(jobs.release, job)
-
-
 # --- many at once
 
 CHANGES = {

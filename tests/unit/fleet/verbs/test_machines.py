@@ -148,23 +148,6 @@ def test_a_machine_in_use_stays_the_place_that_it_is(small: Any) -> None:
 SLURM = {"name": "slurm", "slots": 4, "gpus": 2, "options": ["--account=lab"]}
 
 
-def test_what_an_engine_is_said_to_have_changes_and_itself_does_not(small: Any) -> None:
-    small.do(machines.add, NewMachine("s", "login", user="ada", engine=SLURM))
-    found = small.do(
-        machines.change, "s", engine={"slots": 9, "gpus": None, "options": ["--qos=x"]}
-    )
-    assert found["engine"] == {"name": "slurm", "slots": 9, "options": ["--qos=x"]}
-    with pytest.raises(Refusal, match="does not change"):
-        small.do(machines.change, "s", engine={"name": "ray"})
-    with pytest.raises(Refusal, match="--array is set by groupwise"):
-        small.do(machines.change, "s", engine={"options": ["--array=1-9"]})
-    with pytest.raises(Refusal, match="deadman is for machines"):
-        small.do(machines.change, "s", deadman=600.0)
-    small.machine("own")
-    with pytest.raises(Refusal, match="begins jobs itself"):
-        small.do(machines.change, "own", engine={"slots": 2})
-
-
 def test_two_machines_of_one_folder_would_end_each_others_jobs(small: Any) -> None:
     small.do(machines.add, NewMachine("a", "login", user="ada", workdir="w"))
     with pytest.raises(Refusal, match="a keeps everything in w of the same machine"):

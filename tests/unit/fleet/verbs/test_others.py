@@ -1,4 +1,4 @@
-"""Projects, the state of the fleet, submissions and what is cleared away."""
+"""Submissions, and what is cleared away."""
 
 from typing import Any
 
@@ -10,12 +10,6 @@ from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.store.tables import Attempt, Job, Member, Reservation
 from groupwise.fleet.verbs import jobs, prune, submission
 from groupwise.wire.problems import Refusal
-
-# --- projects
-
-
-# --- the fleet as a whole
-
 
 # --- submitting
 
