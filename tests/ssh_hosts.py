@@ -5,7 +5,7 @@ shares process ids, boot id and network with everybody. It stands below a keeper
 all of it when the test ends in whatever way.
 
 `full_hosts`: machines in network, process and mount namespaces of their own, joined by a bridge (root, Linux). They can lose power, be cut
-off, be rebooted, swallow answers, reset connections and become slow. They lie in a network that only this test process, and what it
+off, be rebooted, swallow answers and reset connections. They lie in a network that only this test process, and what it
 starts, is in (`own_network`); all of it goes when they go.
 """
 
@@ -465,21 +465,10 @@ class FullHost(Host):
             "i { type filter hook input priority 0; }", "i tcp dport 22 reject with tcp reset"
         )
 
-    def slow(self, rate: str = "4mbit") -> None:
-        """As far as bytes a second go."""
-        shape = f"root tbf rate {rate} burst 32k latency 50ms"
-        _run(f"tc qdisc replace dev v{self.number} {shape}")
-        self.inside(f"tc qdisc replace dev e0 {shape}")
-
     def heal(self) -> None:
         """The network is as it was in the beginning."""
         _run(f"ip link set v{self.number} up")
         self.inside("nft flush ruleset")
-        for command in (f"tc qdisc del dev v{self.number} root", "tc qdisc del dev e0 root"):
-            with contextlib.suppress(
-                AssertionError
-            ):  # where nothing was slow there is nothing to remove
-                self.inside(command) if "e0" in command else _run(command)
 
     def inside(self, command: str) -> None:
         """Run something in its network."""
@@ -527,7 +516,7 @@ class FullHost(Host):
 @contextlib.contextmanager
 def full_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[FullHost]]:
     """Started ones, at 10.77.0.11 and on, in a network of their own: to be used inside of `own_network`."""
-    needed("sshd", "ssh-keygen", "ip", "nft", "tc", "nsenter", "unshare", "setpriv")
+    needed("sshd", "ssh-keygen", "ip", "nft", "nsenter", "unshare", "setpriv")
     _run("ip link add br0 type bridge forward_delay 0 stp_state 0")
     _run(f"ip addr add {SUBNET}.1/24 dev br0")
     _run("ip link set br0 up")

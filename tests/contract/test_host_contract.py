@@ -66,11 +66,7 @@ class Machine:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "local",
-        "ssh",
-        pytest.param("ssh in namespaces", marks=pytest.mark.soak(suite="fleet")),
-    ],
+    params=["local", "ssh"],
 )
 def machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -78,11 +74,8 @@ def machine(
     if request.param == "local":
         home = tmp_path_factory.mktemp("home")
         yield Machine(home, home=home)
-    elif request.param == "ssh":
-        with ssh_hosts.loopback_hosts() as [host]:
-            yield Machine(host.home, host.login)
     else:
-        with ssh_hosts.own_network(), ssh_hosts.full_hosts() as [host]:
+        with ssh_hosts.loopback_hosts() as [host]:
             yield Machine(host.home, host.login)
 
 

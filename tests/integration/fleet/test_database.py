@@ -5,8 +5,7 @@
 3. A connection that is lost during COMMIT raises `CommitUnknown`, whether it happened or not, and is never repeated.
 4. Deadlocks and lost races are begun anew; mistakes in statements, and wrong addresses, are told at once.
 5. Time limits and flushing hold for every connection, whatever the server's defaults are.
-6. The head of the queue is found by its index among 20,000 jobs.
-7. A server that only reads, as one that has become a standby does, is no place to write: connections that lead there are not kept.
+6. A server that only reads, as one that has become a standby does, is no place to write: connections that lead there are not kept.
 """
 
 import itertools
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -31,7 +29,6 @@ from groupwise.fleet.store.database import (
 )
 from groupwise.fleet.store.engine import parse
 from groupwise.fleet.store.tables import Cursor, Job
-from tests.fleet_databases import copied
 from tests.postgres import Postgres
 from tests.unit.fleet.store.test_database import *  # noqa: F403
 from tests.unit.fleet.store.test_database import names, put
@@ -359,29 +356,3 @@ def test_settings_of_every_connection(postgres: Postgres, ready_url: str) -> Non
 
 
 # --- the queue ------------------------------------------------------------------------------------
-
-JOBS = 20_000
-FILL = {
-    "postgresql": f"INSERT INTO jobs (job_id, project, batch_size) SELECT 'job-' || n, 'p', n FROM generate_series(1, {JOBS}) n",
-    "sqlite": f"WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {JOBS}) "
-    "INSERT INTO jobs (job_id, project, batch_size) SELECT 'job-' || n, 'p', n FROM numbers",
-}
-RANK = f"UPDATE jobs SET rank = batch_size * 7919 % {JOBS}"
-HEAD = "SELECT job_id FROM jobs WHERE status = 'queued' AND rank IS NOT NULL AND not_before <= 5 ORDER BY rank, job_id LIMIT 10"
-
-
-def test_the_head_of_the_queue_is_found_by_its_index(
-    ready_url: str, migrated_file: Path, tmp_path: Path
-) -> None:
-    for url in (ready_url, copied(migrated_file, tmp_path)):
-        with closing(connect(url)) as database:
-            database.run(lambda s, d=database: s.execute(text(FILL[d.dialect])))
-            database.run(lambda s: s.execute(text(RANK)))
-            plan = "EXPLAIN QUERY PLAN " + HEAD
-            if database.dialect == "postgresql":
-                plan = "EXPLAIN " + HEAD + " FOR NO KEY UPDATE SKIP LOCKED"
-                database.run(lambda s: s.execute(text("ANALYZE jobs")))
-            lines = database.run(lambda s, p=plan: [str(tuple(r)) for r in s.execute(text(p))])
-        told = "\n".join(lines)
-        assert "ix_jobs_queue" in told
-        assert not [costly for costly in ("Sort", "Seq Scan", "TEMP B-TREE") if costly in told]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.fleet.doorbells.local import LocalDoorbell
-from groupwise.fleet.doorbells.nats import NatsAccess, NatsAway, NatsDoorbell, NatsLink
+from groupwise.fleet.doorbells.nats import NatsAccess, NatsDoorbell
 from groupwise.fleet.doorbells.postgres import CHANNEL, PostgresDoorbell
 from groupwise.fleet.doorbells.several import SeveralDoorbells
 from tests import nats
@@ -166,25 +166,6 @@ class TestNats:
             await asyncio.sleep(0.5)
             await bell.close()
             assert strict.log().count("Publish Violation") == 1
-
-    async def test_a_publication_returns_when_the_server_has_it_or_says_that_it_has_not(
-        self, server, monkeypatch
-    ):
-        link = NatsLink(access(server))
-        with pytest.raises(NatsAway):
-            await link.publish([("jobs.completed", b"x")], 1)
-        link.open()
-        await link.until_there()
-        with server.subscribed("jobs.>") as heard:
-            await link.publish([("jobs.completed", b"1"), ("jobs.errored", b"2")], SECONDS)
-            assert [await asyncio.to_thread(next, heard) for _ in range(2)] == [b"1", b"2"]
-        server.freeze()
-        try:
-            with pytest.raises(NatsAway):
-                await link.publish([("jobs.completed", b"x")], 0.2)
-        finally:
-            server.thaw()
-        await link.close()
 
 
 @pytest.fixture

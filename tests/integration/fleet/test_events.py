@@ -1,7 +1,7 @@
 """Readers of events and those who write them at once.
 
 1. What was committed after a higher number is neither skipped nor handed out twice.
-2. What was rolled back holds nobody up; neither does a transaction that writes no events, nor another fleet on the same server.
+2. What was rolled back holds nobody up.
 3. Under many writers a reader sees every event that was committed, once, in order, while they write.
 """
 

@@ -76,20 +76,3 @@ def test_neither_is_used_before_somebody_has_looked_at_its_key(
     _, found, _ = fleet("vm", "show", "inner")
     assert found["fingerprint"] == fingerprint(inner)
     assert keys.parse(found["jump"]["host_key"]).fingerprint == fingerprint(gate)
-
-
-def test_a_jump_host_that_was_set_up_anew_can_be_trusted_again(
-    fleet: Command, gate: LoopbackHost, inner: LoopbackHost
-) -> None:
-    assert fleet("vm", "add", "inner", "--from-ssh-config", "inner", "--yes")[0] == 0
-    assert fleet("vm", "show", "inner")[1]["fingerprint"] == fingerprint(inner)
-    assert fleet("vm", "set", "inner", "--trust-jump", fingerprint(gate))[0] == 2
-    code, _, said = fleet("vm", "set", "inner", "--from-ssh-config", "inner")
-    assert (code, "--trust-jump" in said) == (2, True)
-    assert fleet("vm", "set", "inner", "--from-ssh-config", "direct")[0] == 0
-    assert fleet("vm", "show", "inner")[1]["jump"] is None
-    way = ("--from-ssh-config", "inner", "--trust-jump", fingerprint(gate))
-    assert fleet("vm", "set", "inner", *way)[0] == 0
-    _, found, _ = fleet("vm", "show", "inner")
-    assert keys.parse(found["jump"]["host_key"]).fingerprint == fingerprint(gate)
-    assert found["fingerprint"] == fingerprint(inner), "its own key is still the pinned one"

@@ -1,4 +1,4 @@
-"""Releases meet on one machine: what an older one has begun there, and runners whose answers are numbered otherwise.
+"""Releases meet on one machine: what an older one has begun there.
 
 The text of the runner travels with whoever asks, so a control plane always asks one of its own release; older are the supervisors that
 still run, with their folders. There has been one protocol so far: releases of others are this one with other numbers in it, on both
@@ -19,7 +19,6 @@ from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
 from groupwise.hosts.framing import PROTOCOL
 from groupwise.hosts.local import LocalHost
-from groupwise.hosts.port import RunnerRefused
 from groupwise.hosts.spec import JobSpec
 from tests.runner_machine import Machine, alive
 
@@ -28,7 +27,7 @@ SECONDS = 30.0
 WAITS = "echo begun >>../begun; echo one; until [ -e go ]; do sleep 0.02; done; echo two; exit 3"
 FOR_EVER = "while :; do sleep 0.1; done"
 
-Release = Callable[..., Runner]
+Release = Callable[[int], Runner]
 
 
 def renumbered(text: str, old: str, new: str) -> str:
@@ -45,18 +44,14 @@ def here(tmp_path: Path) -> Iterator[Machine]:
 
 @pytest.fixture
 def release(here: Machine, monkeypatch: pytest.MonkeyPatch) -> Release:
-    """A control plane that speaks so from now on. `answers`: the number in those of its runner; `takes`: the requests that it takes."""
+    """A control plane that speaks so from now on."""
     source = runner_text().source
 
-    def begin(number: int, *, answers: int | None = None, takes: int | None = None) -> Runner:
+    def begin(number: int) -> Runner:
         command = renumbered(bootstrap.BOOTSTRAP, f"!= {PROTOCOL}:", f"!= {number}:")
-        spoken = (number, number - 1) if takes is None else (takes,)
-        text = renumbered(
-            source,
-            f"\nPROTOCOL = {PROTOCOL}\n",
-            f"\nPROTOCOL = {number if answers is None else answers}\n",
-        )
-        text = renumbered(text, f"\nSPOKEN = ({PROTOCOL},)\n", f"\nSPOKEN = {spoken}\n")
+        text = renumbered(source, f"\nPROTOCOL = {PROTOCOL}\n", f"\nPROTOCOL = {number}\n")
+        spoken = f"\nSPOKEN = {(number, number - 1)}\n"
+        text = renumbered(text, f"\nSPOKEN = ({PROTOCOL},)\n", spoken)
         own = RunnerText(text, hashlib.sha256(text.encode()).hexdigest())
         old = f"GROUPWISE-ANSWER {PROTOCOL} "
         monkeypatch.setattr(
@@ -127,24 +122,3 @@ async def test_what_the_release_before_has_begun_is_driven_on(
 ) -> None:
     await is_driven_by(here, release(PROTOCOL), lambda: release(NEXT))
     assert len(list((here.root / "runners").glob("*.py"))) == 2
-
-
-async def test_answers_in_the_protocol_before_are_understood(
-    here: Machine, release: Release
-) -> None:
-    """Those in any other are refused: `tests/unit/hosts/test_framing.py`."""
-    runner = release(NEXT, answers=PROTOCOL)
-    await is_driven_by(here, runner, lambda: runner)
-
-
-async def test_what_an_older_one_does_not_know_is_refused_in_words(
-    here: Machine, release: Release, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The runner, or the bootstrap before it."""
-    with pytest.raises(RunnerRefused, match="runner speaks 1"):
-        await release(NEXT, takes=PROTOCOL).launch(job("job", FOR_EVER))
-    assert not here.folder("job").exists()
-    monkeypatch.setattr(local, "BOOTSTRAP", bootstrap.BOOTSTRAP)
-    runner = Runner(LocalHost(environment=here.environment), root=str(here.root))
-    with pytest.raises(RunnerRefused, match="protocol 1, the request is of 2"):
-        await runner.status("job", 1)

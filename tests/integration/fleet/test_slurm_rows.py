@@ -109,24 +109,6 @@ async def test_ended_by_somebody_it_goes_on_from_its_checkpoint(
     assert len(fleet.queue("job")) == 2
 
 
-@soak
-async def test_cancelled_by_slurms_own_means_in_the_queue_it_is_given_to_it_again(
-    fleet: Fleet,
-) -> None:
-    fleet.add("slurm", {"name": "slurm"})
-    fleet.partition("DOWN")
-    fleet.submit("job")
-    fleet.begin()
-    await fleet.until_waits("job", "pending")
-    fleet.cluster.run("scancel", *fleet.queue("job"))
-    await fleet.until(lambda: len(fleet.job("job")["attempts"]) == 2, "another attempt")
-    fleet.partition("UP")
-    await fleet.until_is("job", "completed")
-    assert fleet.ends("job") == [("void", "preemption", False), ("succeeded", None, None)]
-    assert fleet.executions() == ["job"]
-    assert fleet.job("job")["retry_count"] == 0
-
-
 @pytest.mark.parametrize(
     ("effect", "nth"),
     [

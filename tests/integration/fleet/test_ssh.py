@@ -1,10 +1,7 @@
 """What SSH adds to `tests/contract/test_host_contract.py`: whom one speaks to, and what is known when it breaks."""
 
 import asyncio
-import contextlib
 import dataclasses
-import os
-import signal
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -169,21 +166,6 @@ async def test_through_a_jump_host_that_shows_its_own_key(
     assert (await refusal(SshHost(behind, jump=gate.login))).seen == inner.host_key
 
 
-@pytest.mark.parametrize("sessions", [2, 0])
-async def test_a_machine_that_takes_few_sessions_is_asked_through_several_connections(
-    sessions: int,
-) -> None:
-    with ssh_hosts.loopback_hosts(settings=f"MaxSessions {sessions}") as [narrow]:
-        host = host_of(narrow)
-        if sessions:
-            answers = await asyncio.gather(*(ask(host, "echo", n=n) for n in range(20)))
-            assert [a.body["told"]["n"] for a in answers] == list(range(20))
-        else:
-            with pytest.raises(HostUnreachable, match="opens no session"):
-                await ask(host, "echo")
-        await host.close()
-
-
 async def test_one_connection_is_kept_until_the_machine_goes(machine: LoopbackHost) -> None:
     """And noise of a start-up file is skipped."""
     machine.noise("Welcome!\nGROUPWISE-ANSWER 1 2 3\n" + "x" * 5000)
@@ -251,50 +233,6 @@ async def test_cut_off_after_it_was_sent_leaves_it_open(
     getattr(full, how)()
     with pytest.raises(OutcomeUnknown):
         await call
-
-
-async def test_cut_off_while_it_was_sent_leaves_it_open_and_did_nothing(
-    full: FullHost, way: SshHost
-) -> None:
-    await ask(way, "echo")
-    full.slow("1mbit")
-    mark = marker(full)
-    asked = request("echo", bytes(4 << 20), mark=str(mark))
-    call = asyncio.create_task(way.call(asked, timeout=10))
-    sent_before = sent_by(full)
-    while sent_by(full) - sent_before < 100_000:  # noqa: ASYNC110  # the kernel counts
-        await asyncio.sleep(0.01)
-    full.reset()
-    with pytest.raises(OutcomeUnknown):
-        await call
-    full.heal()
-    await until_nobody_reads(full)
-    await ask(way, "echo")
-    assert not mark.read_text()
-
-
-async def until_nobody_reads(full: FullHost) -> None:
-    """The machine notices that the connection is gone, and what read from it comes to its end."""
-    for pid in running(full, b"sshd: "):
-        os.kill(pid, signal.SIGKILL)
-    while running(full, b"python3"):  # noqa: ASYNC110  # processes of another namespace
-        await asyncio.sleep(0.01)
-
-
-def running(full: FullHost, command: bytes) -> list[int]:
-    """Processes of the machine whose command lines begin so; of sshd, those that serve a connection."""
-    found: list[int] = []
-    for pid in full.processes():
-        with contextlib.suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if line.startswith(command) and b"[listener]" not in line:
-                found.append(pid)
-    return found
-
-
-def sent_by(full: FullHost) -> int:
-    """Bytes that went to it."""
-    return int(Path("/proc/self/net/dev").read_text().partition(f"v{full.number}:")[2].split()[8])
 
 
 @pytest.mark.parametrize("doubted", [False, True])

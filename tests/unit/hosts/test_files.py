@@ -131,19 +131,6 @@ def test_a_damaged_blob_is_never_given_out_and_makes_room_for_the_right_one(
     assert store.read(name) == b"content"
 
 
-def test_too_large_a_blob_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path / "blobs", largest=100)
-    large = tmp_path / "large"
-    large.write_bytes(bytes(101))
-    with pytest.raises(BlobError, match="at most 100"):
-        store.put(bytes(101))
-    with pytest.raises(BlobError, match="at most 100"):
-        store.put_file(large)
-    with pytest.raises(BlobError, match="at most 100"), store.incoming(sha(b""), 101):
-        pass
-    assert everything(store) == set()
-
-
 def receive(store: BlobStore, data: bytes, *, marked: bool = False, whole: bytes = b"") -> str:
     """Sent in pieces, of which these are the first, or all."""
     with store.incoming(sha(whole or data), len(whole or data), marked=marked) as incoming:

@@ -126,13 +126,6 @@ def environ(pid: str) -> bytes:
         return b""
 
 
-def test_who_computes_cannot_be_told(here: Machine) -> None:
-    show(here, "apps_fail")
-    probe = here.ask("observe")["probe"]
-    assert (probe["status"], probe["apps"]) == ("ok", "failed")
-    assert here.sh("true", gpus=[A])["refused"]["code"] == "gpu_missing"
-
-
 def test_mig_is_understood(here: Machine) -> None:
     devices = [
         {"uuid": NEW_MIG, "profile": "3g.40gb", "memory_mb": 40192},
