@@ -4,8 +4,7 @@
         monkeypatch.setenv("HF_ENDPOINT", hub.url)      # before huggingface_hub is imported, so mostly in another process
 
 Repositories live in memory, each a history of commits with branches on them. `Hub.interfere` is called with method and path of each
-request before it is answered, and may answer in its place: with a failure, late, or never. `on_hub` gives the environment of a process
-that is to use it.
+request before it is answered, and may answer in its place: with a failure, late, or never.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ class Hub:
         """By SHA-256."""
         self.asked: list[tuple[str, str]] = []
         self.interfere: Interference | None = None
-        self.cards: list[str] = []
-        """The model cards that were checked."""
         self._user, self._orgs, self._role = user, orgs, role
         self._numbers = count(1)
 
@@ -140,7 +137,6 @@ class Hub:
 
     async def _validate(self, request: Request) -> Response:
         content = (await request.json())["content"]
-        self.cards.append(content)
         if not content.startswith("---\n"):
             return JSONResponse({"errors": [{"message": "no metadata"}]}, 400)
         return JSONResponse({"errors": [], "warnings": []})
@@ -284,23 +280,15 @@ def serve_hub(hub: Hub) -> Generator[Hub]:
         yield hub
 
 
-def on_hub(hub: Hub, token: str = TOKEN) -> dict[str, str]:
-    """What a process needs in its environment to use this hub alone."""
-    return {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": token,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0",
-    }
-
-
 def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Hub, token: str = TOKEN) -> None:
     """Make this process use it, where huggingface_hub may have read its variables long ago."""
     from huggingface_hub import constants
 
-    for name, value in on_hub(hub, token).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

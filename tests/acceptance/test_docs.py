@@ -5,7 +5,7 @@
        (tests/rotation.py), and `make soak SUITE=docs` all.
     2. Every ```python block runs. Every ```yaml block is a config or a part of one.
     3. Links lead somewhere; files, options, config keys, metrics and Python names in `code` exist.
-    4. The index lists every page, and the README's task is the example's file.
+    4. The index lists every page.
     5. Configs as shipped are valid, and the command in their first line runs: with the page on which it stands, or else by itself.
     6. `groupwise serve` begins a real server, beside which the commands after it run. Pages about the server (SERVED) are followed
        from top to bottom: a ```yaml block whose first line is `# NAME.yaml` is that file, a ```bash block is one script, and what
@@ -1012,12 +1012,6 @@ def test_the_index_lists_every_page_and_every_page_has_one_title() -> None:
     for page in PAGES:
         assert page.read_text().startswith("# "), page
         assert sum(line.startswith("# ") for line in prose(page).splitlines()) == 1, page
-
-
-def test_the_readme_is_short_and_shows_the_first_task() -> None:
-    readme = ROOT / "README.md"
-    assert (ROOT / "examples/01_first_task/task.py").read_text() in blocks(readme, "python")
-    assert len(readme.read_text().splitlines()) < 200
 
 
 def test_options_of_the_command_line_are_explained_somewhere() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,3 @@ def test_a_page_has_the_cells_of_its_notebook(page: Path) -> None:
 def test_a_page_loads_nothing_and_names_no_folder_of_its_machine(page: Path) -> None:
     assert loaded(page.read_text()) == []
     assert OF_A_MACHINE.findall(page.read_text()) == []
-
-
-def test_a_new_page_loads_nothing() -> None:
-    made = runpy.run_path(str(ROOT / "scripts/render_notebook.py"))["page"]
-    page = made(read("quickstart"), "quickstart")
-    assert loaded(page) == []
-    assert "Groupwise in five calls" in page

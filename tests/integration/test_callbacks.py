@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import CallbackError, ConfigError, TaskError
+from groupwise.errors import CallbackError
 from groupwise.loops import held_out
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.find import newest_unfinished
@@ -211,21 +211,6 @@ def test_a_critical_one_ends_the_run_after_its_step(unobserved, tmp_path):
     assert what_must_be_equal(folder) == unobserved
 
 
-def test_a_failing_run_is_told_of(tmp_path):
-    ends = []
-
-    class Witness(groupwise.Callback):
-        def on_run_end(self, run, end):
-            ends.append((end.state, json.loads((run.folder / "summary.json").read_text())["state"]))
-            ends.append(bool(end.error))
-
-    task = task_with(Witness())
-    task.get_reward_funcs = lambda config, tokenizer: [lambda completions, **_: [None] * 4]
-    with pytest.raises(groupwise.errors.NothingScoredError):
-        groupwise.rl({**config(tmp_path), "eval": {"before_and_after": False}}, task)
-    assert ends == [("failed", "failed"), True]
-
-
 # --- what they ask for
 
 
@@ -275,79 +260,3 @@ def test_what_an_early_stop_has_just_evaluated_is_not_answered_again(tmp_path, m
     assert found["after"].rows == found["step-2"].rows
     assert result.after is not None
     assert result.after.metrics == found["after"].metrics
-
-
-# --- where they come from
-
-
-def test_the_hook_gets_the_folder_and_its_callbacks_come_after_the_configs(tmp_path, caplog):
-    folders = []
-    task = task_with()
-
-    class Late(groupwise.Callback):
-        pass
-
-    def get_rl_callbacks(config, tokenizer, output_dir):
-        folders.append((config.training.seed, tokenizer.eos_token_id is not None, output_dir))
-        return [Late]
-
-    task.get_rl_callbacks = get_rl_callbacks
-    given = {**settings(tmp_path, "History"), "eval": {"before_and_after": False}}
-    given["training"]["max_steps"] = 1
-    groupwise.rl(given, task)
-    groupwise.rl(given, task)
-    runs = [str(tmp_path / name) for name in ("toy", "toy-2")]
-    assert folders == [(3, True, folder) for folder in runs]
-    assert "callbacks: History, Late" in (tmp_path / "toy" / "log.txt").read_text()
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_what_cannot_work_is_refused_before_a_run_begins(tmp_path, dry_run):
-    given = {**settings(tmp_path, "early_stop"), "eval": {}}
-    with pytest.raises(ConfigError, match="early_stop"):
-        groupwise.rl(given, TOY, dry_run=dry_run)
-    with pytest.raises(TaskError, match="get_rl_callbacks"):
-        groupwise.rl(config(tmp_path), task_with(3), dry_run=dry_run)
-    assert not list(tmp_path.iterdir())
-
-
-# --- those of transformers
-
-
-def test_callbacks_of_transformers_run(unobserved, tmp_path, capsys):
-    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-
-    told = []
-    base: Any = TrainerCallback
-
-    class Own(base):
-        def on_epoch_end(self, args, state, control, **kwargs):
-            raise AssertionError("there are no epochs")
-
-        def on_step_end(self, args, state, control, **kwargs):
-            told.append((state.global_step, state.max_steps, args.output_dir, args.beta))
-            if state.global_step == 1:
-                control.should_save = control.should_evaluate = True
-            return control
-
-        def on_save(self, args, state, control, **kwargs):
-            told.append("saved")
-
-        def on_evaluate(self, args, state, control, metrics, **kwargs):
-            told.append(("evaluated", "eval_reward" in metrics, kwargs["processing_class"] is None))
-
-    groupwise.rl(config(tmp_path), task_with(Own(), PrinterCallback, ProgressCallback()))
-    folder = str(tmp_path / "toy")
-    assert told[:5] == [
-        ("evaluated", True, False),
-        (1, STEPS, folder, 0.0),
-        "saved",
-        ("evaluated", True, False),
-        (2, STEPS, folder, 0.0),
-    ]
-    log = (tmp_path / "toy" / "log.txt").read_text()
-    assert "callback Own: on_epoch_end will not be called" in log
-    assert "callback ProgressCallback: on_predict, on_prediction_step will not be called" in log
-    warned = [line for line in log.splitlines() if " WARNING " in line]
-    assert all("held-out prompts are also trained on" in line for line in warned)
-    assert "'eval_reward': '0'" in capsys.readouterr().err

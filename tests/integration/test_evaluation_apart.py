@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.cli.main import main
 from groupwise.evaluation import evaluate as evaluation
 from groupwise.runs.store import Store
 from tests.integration.running import TOY, config
@@ -103,20 +102,6 @@ def test_generators_and_modes_stay_as_they_were(runs, monkeypatch):
     groupwise.rl(settings(runs, "watched", eval_steps=2), TOY)
     assert len(before) == 2
     assert before == after
-
-
-def test_several_policies_in_one_command(runs, tmp_path, capsys):
-    given = tmp_path / "toy.yaml"  # JSON is YAML
-    given.write_text(json.dumps(settings(runs, "any")))
-    command = ["eval", "-c", str(given), "-t", TOY, "--policy", "with@4", "--policy", "with"]
-    assert main(command) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("A  with@4 (")
-    assert "held-out prompts: 3 answered by both" in shown
-    assert main([*command, "--policy", "base", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [each["policy"] for each in found["evaluations"]] == ["with@4", "with@5", "base"]
-    assert [each["prompts"] for each in found["comparisons"]] == [3, 3]
 
 
 def test_the_most_probable_token_alone_is_the_greedy_answer(tmp_path):

@@ -30,7 +30,6 @@ from groupwise.endpoints import waiting
 from groupwise.errors import (
     ResumeMismatchError,
     RunInUseError,
-    TaskError,
     UsageError,
 )
 from groupwise.generation.journal import Answers
@@ -308,32 +307,6 @@ def test_a_folder_belongs_to_one_process_and_one_way_of_asking(
     assert all(key in str(caught.value) for key in ("system_prompt", "temperature: 0.5 there, 0.7"))
     assert generate(echo, data, out, temperature=0.5, concurrency=3, timeout=9.0).exit_code == 0
     assert len(echo.asked) == ROWS
-
-
-def test_nothing_is_asked_where_something_cannot_work(
-    echo: Service, data: Path, tmp_path: Path
-) -> None:
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "train.jsonl").write_text("mine")
-    tokens = tmp_path / "t.py"
-    tokens.write_text("def tokens(completion_ids, **c):\n    return [0.0]\n")
-    out = tmp_path / "out"
-    for kind, said, options in [
-        (UsageError, "me/made", {"hub": "me/made"}),
-        (UsageError, "train.jsonl", {"output": str(full)}),
-        (UsageError, "rows.jsonl", {"output": str(data)}),
-        (TaskError, "'question'", {"prompt_column": "question"}),
-        (TaskError, "completion_ids", {"rewards": [f"{tokens}:tokens"]}),
-        (TaskError, "no_such", {"rewards": ["no_such"]}),
-        (TaskError, "get_environment", {"dataset": None, "task_module": "wordle_game"}),
-        (TaskError, "nothing.jsonl", {"dataset": "nothing.jsonl"}),
-    ]:
-        with pytest.raises(kind, match=said):
-            generate(echo, data, out, **options)
-    assert echo.asked == []
-    assert not out.exists()
-    assert (full / "train.jsonl").read_text() == "mine"
 
 
 # The hub

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from groupwise.checks import init as module
 from groupwise.checks.init import init
 from groupwise.cli.main import main
 from groupwise.config import load_config, resolved
-from groupwise.errors import ConfigError, UsageError
+from groupwise.errors import UsageError
 from groupwise.runs.store import Store
 from groupwise.sft_config import load_sft_config
 from tests.integration.running import TOY
@@ -42,14 +41,6 @@ def no_weights(monkeypatch):
 
     monkeypatch.setattr(build, "training_parts", refuse)
     monkeypatch.setattr(build, "supervised_parts", refuse)
-
-
-def choices(report) -> dict[str, object]:
-    return {
-        finding["name"]: json.loads(finding["measured"])
-        for finding in report.summary["findings"]
-        if "." in finding["name"] or finding["name"] == "lora"
-    }
 
 
 def level(report, name: str) -> str:
@@ -120,45 +111,6 @@ def test_a_supervised_config_trains(capsys):
     assert planned["steps"] == 12
     result = groupwise.sft("task-sft.yaml", TAUGHT, overrides=["training.max_steps=2"])
     assert result.summary["steps"] == 2
-
-
-def test_a_teacher_tells_how_long_completions_are(no_weights):
-    """The longest worked solution has 40 tokens with its end."""
-    report = init(TAUGHT, "tiny", measure=False)
-    assert report.details["command"] == "rl"
-    assert choices(report)["sampler.max_completion_length"] == 64
-    assert level(report, "speed") == "skipped"
-    assert Path("task.yaml").is_file()
-
-
-def written_task(name: str, text: str) -> str:
-    Path(name).write_text(textwrap.dedent(text))
-    return name
-
-
-def test_a_key_that_the_task_needs_is_asked_for_and_can_be_given(no_weights):
-    task = written_task(
-        "strict.py",
-        """
-        from pydantic import BaseModel
-
-        class Section(BaseModel):
-            word: str
-
-        def get_config_schema():
-            return Section
-
-        def get_rl_dataset(config):
-            return [{"prompt": config["task"]["word"]}]
-
-        def get_reward_funcs(config, tokenizer):
-            return [lambda completions, **_: [0.0] * len(completions)]
-        """,
-    )
-    with pytest.raises(ConfigError, match=r"task\.word"):
-        init(task, "tiny", measure=False)
-    init(task, "tiny", overrides=["task.word=hello"], measure=False)
-    assert load_config("strict.yaml").config.task == {"word": "hello"}
 
 
 def test_a_file_that_is_there_is_kept_unless_forced(no_weights):

@@ -209,16 +209,6 @@ def test_torchrun_gives_the_same_run(undisturbed, tmp_path, machines):
 
 
 @SOAK
-def test_torchrun_starts_learners_of_divided_weights_too(alone, tmp_path):
-    """With a sampler beside them, since none of them has a whole model."""
-    words = ("scale.strategy=fsdp2", "scale.samplers=1", "run.threads=3")
-    (agent,) = torchrun(tmp_path, 1, *words)
-    talk, _ = agent.communicate(timeout=200)
-    assert agent.returncode == 0, talk.decode()
-    assert_close(alone, tmp_path / "toy")
-
-
-@SOAK
 def test_under_torchrun_a_killed_rank_ends_all(undisturbed, tmp_path):
     (agent,) = torchrun(tmp_path, 1, "training.max_steps=10000")
     first = tmp_path / "toy/checkpoints/step-2"

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import ConfigError
 from tests.integration.running import TOY, config, what_must_be_equal
 
 SFT = str(Path(__file__).with_name("sft_task.py"))
@@ -61,16 +60,3 @@ def test_a_supervised_step_can_be_profiled(tmp_path):
     folder = groupwise.sft(made, SFT).folder
     assert "learner.forward_backward" in names(folder, 1)
     assert (folder / "profile/step-1.txt").read_text().startswith("learning")
-
-
-@pytest.mark.parametrize(
-    ("profile", "message"),
-    [
-        ([1, 5], r"run\.profile names step 5.* 0 to 4"),
-        ([2, -1], "counted from 0"),
-    ],
-)
-def test_steps_that_never_come_are_refused(tmp_path, profile, message):
-    with pytest.raises(ConfigError, match=message):
-        groupwise.rl(settings(tmp_path, profile), TOY)
-    assert not (tmp_path / "toy").exists()

@@ -98,16 +98,6 @@ def test_checkpoints_and_the_final_weights_stand_on_the_hub(tmp_path, hub, alone
     assert what_must_be_equal(result.folder) == alone
 
 
-def test_a_finished_run_that_is_trained_further_replaces_its_own_upload(tmp_path, hub):
-    given = three_steps(tmp_path, max_steps=1, lr_scheduler_type="constant")
-    given["run"] |= {"hub": {"repo_id": REPO}}
-    groupwise.rl(given, TOY)
-    assert b"for 1 steps" in hub.repositories[REPO].files()["README.md"]
-    given["training"]["max_steps"] = 2
-    assert groupwise.rl(given, TOY, resume_from="toy@1").exit_code == 0
-    assert b"for 2 steps" in hub.repositories[REPO].files()["README.md"]
-
-
 def test_what_cannot_be_written_is_told_before_a_run_begins(tmp_path, hub):
     with pytest.raises(UsageError, match="you/model@"):
         groupwise.rl({**settings(tmp_path, repo_id="you/model")}, TOY, dry_run=True)
@@ -161,23 +151,6 @@ def test_a_hub_that_is_away_and_comes_back_gets_all_in_order(tmp_path, hub):
     log = (folder / "log.txt").read_text()
     assert log.count("tried again") == 2, "the log has each"
     assert "before the run the hub does not answer" in log
-
-
-def test_only_so_many_wait_for_a_hub_that_is_away(tmp_path, hub):
-    away = [True]
-
-    async def fail(method: str, path: str) -> Response | None:
-        return Response("down", 500) if away and path.endswith("create") else None
-
-    hub.interfere = fail
-    folder = groupwise.rl(settings(tmp_path, max_waiting=2, max_wait=10.0), TOY).folder
-    assert [entry.step for entry in hub_queue.waiting(folder)] == [2, 3]
-    warned = warnings_of(folder)
-    assert warned.count("is given up") == 1
-    assert f"`groupwise runs export toy@1 --dir {tmp_path}" in warned
-    away.clear()
-    assert main(["runs", "push", "toy", "--dir", str(tmp_path)]) == 0
-    assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES[1:]]
 
 
 def test_ctrl_c_ends_the_wait_for_the_hub(tmp_path, hub, capsys):

@@ -27,7 +27,6 @@ from groupwise import build
 from groupwise.cli.main import main
 from groupwise.errors import RunError
 from groupwise.loops import rl as loop
-from groupwise.ranks import ahead
 from groupwise.ranks.tree import Ranks
 from groupwise.review.replay import replay
 from groupwise.runs.store import Store
@@ -296,33 +295,3 @@ def test_a_signal_to_all_of_its_processes_ends_a_real_run_cleanly(tmp_path, numb
     last = max(map(int, steps.findall(ended(tmp_path, process, code))))
     assert [each.name for each in (tmp_path / "toy/checkpoints").glob("step-*")] == [f"step-{last}"]
     assert all_gone(processes)
-
-
-@pytest.mark.parametrize(
-    "command", ["rl", pytest.param("sft", marks=SOAK), pytest.param("evaluate", marks=SOAK)]
-)
-def test_ctrl_c_does_not_wait_for_ranks_that_are_starting(command, tmp_path, monkeypatch):
-    def hangs(*_, **__):
-        os.kill(os.getppid(), signal.SIGINT)
-        signal.pause()
-
-    started: list[Ranks] = []
-
-    def noted():
-        started.append(take())
-        return started[-1]
-
-    take = ahead.take
-    monkeypatch.setattr(ahead, "take", noted)
-    for kind in ("training", "supervised", "serving"):
-        monkeypatch.setitem(build._MAKERS, kind, hangs)
-    settings = supervised(tmp_path, 2) if command == "sft" else ranked(tmp_path)
-    task = SFT if command == "sft" else TOY
-    with pytest.raises(KeyboardInterrupt):
-        getattr(groupwise, command)(settings, task)
-    assert all_gone([ranks.zygote for ranks in started])
-    if command != "evaluate":
-        (summary,) = tmp_path.glob("*/summary.json")
-        assert json.loads(summary.read_text())["state"] == "interrupted"
-        monkeypatch.undo()
-        assert getattr(groupwise, command)(settings, task, resume=True).exit_code == 0

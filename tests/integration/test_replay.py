@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.cli.main import main
 from groupwise.errors import ResumeMismatchError, RunNotFoundError, UsageError
 from groupwise.review import replay as module
 from groupwise.review.replay import Replay, replay
@@ -27,7 +25,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.encoding import pack_floats, unpack_floats
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
-from tests.integration.running import STEPS, TOY, config
+from tests.integration.running import TOY, config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -234,21 +232,6 @@ def test_another_machine_agrees_up_to_rounding(copy, monkeypatch):
     assert again(copy, 3).steps[-1].differences == ("grad_norm",)
 
 
-@pytest.mark.soak(suite="training")
-def test_a_step_is_replayed_in_the_layout_that_it_was_taken_in(tmp_path):
-    whole = trained(tmp_path, training={"prompts_per_step": 4})
-    settings = config(tmp_path, prompts_per_step=4, max_tokens_per_microbatch=20)
-    settings["eval"] = {"before_and_after": False}
-    settings["training"]["max_steps"] = STEPS + 2
-    groupwise.rl(settings, TOY, resume_from="toy@4")
-    assert [again(whole, step).exact for step in (1, 3, 6)] == [True, True, True]
-    for kept in whole.glob("checkpoints/*"):
-        shutil.rmtree(kept)
-    found = again(whole, 6)
-    assert found.agrees
-    assert found.rounding == ("a resume since the checkpoint changed the layout",)
-
-
 # What is refused
 
 
@@ -270,19 +253,3 @@ def test_what_cannot_be_replayed_is_refused(copy):
     change(copy, "DELETE FROM steps")
     with pytest.raises(RunNotFoundError, match="step"):
         again(copy)
-
-
-# The command
-
-
-def test_the_command_prints_and_exits(copy, capsys):
-    words = ["runs", "replay", "toy", "--dir", str(copy.parent), "--step", "1"]
-    assert main(words) == 0
-    assert "step 1 agrees with its record, bit for bit" in capsys.readouterr().out
-    change(copy, "UPDATE metrics SET value = 7 WHERE name = 'loss' AND step = 1")
-    assert main(words) == 1
-    assert "DIFFERS: loss" in capsys.readouterr().out
-    assert main([*words, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["agrees"], found["exact"], len(found["steps"])) == (False, False, 2)
-    assert found["steps"][0]["recorded"] == found["steps"][0]["replayed"]

@@ -22,7 +22,7 @@ import pytest
 
 import groupwise
 from groupwise import build
-from groupwise.errors import PolicyMismatchError, RunError
+from groupwise.errors import RunError
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.line import Cancel
@@ -39,7 +39,6 @@ from tests.integration.test_learners import (
     loaded,  # noqa: F401 — a fixture
     lost_by_a_kill,
     scaled,
-    torchrun,
 )
 from tests.integration.test_ranks import below, killed_after_a_checkpoint, metrics
 from tests.unit.ranks.toys import all_gone
@@ -290,18 +289,6 @@ def test_a_sampler_that_serves_other_weights_stops_the_run(tmp_path, monkeypatch
         groupwise.rl(apart(tmp_path), TOY)
 
 
-def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
-    Lost(monkeypatch, 1, "sampler.generate", 5)
-    served = Hosted.served
-
-    async def other(hosted, policy):
-        return (await served(hosted, policy))[::-1]
-
-    monkeypatch.setattr(Hosted, "served", other)
-    with pytest.raises(PolicyMismatchError, match="Sampler 2 was started anew"):
-        groupwise.rl(apart(tmp_path), TOY)
-
-
 def test_full_fine_tuning_evaluations_and_replays(tmp_path):
     settings = {
         kind: {**apart(tmp_path / kind, *numbers, max_steps=3), "lora": None}
@@ -318,21 +305,3 @@ def test_full_fine_tuning_evaluations_and_replays(tmp_path):
         for kind, each in settings.items()
     ]
     assert results[0].rows == results[1].rows
-
-
-@SOAK
-def test_so_it_is_with_interpreters_of_their_own(alone, tmp_path, monkeypatch):
-    monkeypatch.undo()
-    lost = Lost(monkeypatch, 1, "sampler.generate", 3)
-    assert groupwise.rl(apart(tmp_path), TOY).exit_code == 0
-    assert lost.killed == 1
-    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
-
-
-@SOAK
-def test_under_torchrun_the_first_machine_has_samplers(tmp_path):
-    (agent,) = torchrun(tmp_path, 1, "scale.samplers=1", "run.threads=3")
-    talk, _ = agent.communicate(timeout=200)
-    assert agent.returncode == 0, talk.decode()
-    groupwise.rl(apart(tmp_path / "here", 2, 1), TOY)
-    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(tmp_path / "here/toy")

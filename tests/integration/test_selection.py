@@ -145,15 +145,6 @@ def test_the_router_gives_easy_examples_a_reward_of_their_own(tmp_path):
     assert applied == {("easy", "EASY/easily"), ("fresh", "toy_task/share")}
 
 
-def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monkeypatch):
-    pool = {key: value for key, value in EASY.items() if key != "dataset_name"}
-    settings = {**config(tmp_path), "data": {"easy_pool": pool}}
-    with pytest.raises(ConfigError, match="EASY_DATASET_NAME"):
-        groupwise.rl(settings, TOY, dry_run=True)
-    monkeypatch.setenv("EASY_DATASET_NAME", EASY["dataset_name"])
-    assert groupwise.rl(settings, TOY, dry_run=True).summary["plan"]["easy_examples"] == 4
-
-
 AGAIN = {"mode": "completions"}
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"data": {"replay": {"at_temperature_floor": True}}}, "sampler.temperature_schedule"),

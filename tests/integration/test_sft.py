@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 import groupwise
-from groupwise.cli.main import main
 from groupwise.errors import (
     ConfigError,
     ModelError,
@@ -31,7 +29,6 @@ from groupwise.learner.torch_learner import TorchLearner
 from groupwise.loops import sft as loop
 from groupwise.review.export import export
 from groupwise.runs import checkpoints, durable
-from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from tests.integration import running, sft_task
 from tests.integration.running import TOY, what_must_be_equal
@@ -377,20 +374,6 @@ def test_reinforcement_learning_starts_from_it(uninterrupted, tmp_path):
     card = (tmp_path / "toy/final/README.md").read_text()
     assert "It started from `sft@5` (supervised fine-tuning on the task `sft_task`)." in card
     assert '"adapter": "sft@5"' in card
-
-
-def test_a_dry_run_shows_what_is_trained(tmp_path, capfd):
-    file = tmp_path / "warm.yaml"
-    file.write_text(json.dumps(config(tmp_path)))
-    assert main(["sft", "-c", str(file), "-t", TASK, "--dry-run"]) == 0
-    plan = json.loads(capfd.readouterr().out)["plan"]
-    assert (plan["examples"], plan["steps"], plan["trained_tokens"]) == (11, STEPS, 66)
-    (row,) = plan["first_rows"]
-    assert row.endswith(":⟦abcde<eos>⟧")
-    assert not (tmp_path / "sft").exists()
-    with RunFolder.create(tmp_path, config(tmp_path)["run"]["name"], {}):
-        assert main(["sft", "-c", str(file), "-t", TASK, "--dry-run"]) == 2
-    assert "is in use by process" in capfd.readouterr().err
 
 
 DATA = {"get_sft_dataset": sft_task.get_sft_dataset}

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import groupwise
-from groupwise import machine_layout
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError, UsageError
 from groupwise.loops import recording
 from groupwise.loops import rl as loop
@@ -216,47 +215,6 @@ def test_a_damaged_checkpoint_is_skipped_and_named(half, finished):
 # What is refused, and what a dry run says
 
 
-def test_a_run_starts_in_one_way(tmp_path):
-    ways = {"resume": True, "resume_from": "r@1", "init_from": "r@1"}
-    for left_out in ways:
-        two = {way: given for way, given in ways.items() if way != left_out}
-        with pytest.raises(UsageError, match="exclude each other"):
-            groupwise.rl(config(tmp_path), TOY, **two)
-
-
-def test_a_dry_run_refuses_what_the_start_would_refuse(tmp_path):
-    with RunFolder.create(tmp_path, "toy", {}, {"kind": "rl"}) as run:
-        assert refused_alike(tmp_path)[0] is RunInUseError
-        run.finish("interrupted")
-    assert "holds an unfinished run" in refused_alike(tmp_path)[1]
-    (tmp_path / "file").write_text("")
-    assert "file" in refused_alike(tmp_path / "file")[1]
-
-
-def refused_alike(runs: Path) -> tuple[type[Exception], str]:
-    """How a dry run is refused, which writes nothing, and the run in the same words."""
-    before = contents(runs)
-    refused = [refusal(runs, dry_run) for dry_run in (True, False)]
-    assert refused[0] == refused[1]
-    assert contents(runs) == before
-    return refused[0]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files; the two that SQLite keeps beside a record come and go with whoever reads it."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
-        for path in sorted(folder.rglob("*"))
-        if not path.name.endswith(("-wal", "-shm"))
-    }
-
-
-def refusal(runs: Path, dry_run: bool) -> tuple[type[Exception], str]:
-    with pytest.raises(UsageError) as refused:
-        groupwise.rl(config(runs), TOY, dry_run=dry_run)
-    return refused.type, str(refused.value)
-
-
 def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
     found = groupwise.rl(config(tmp_path / "runs"), TOY, dry_run=True).summary
     plan = found["plan"]
@@ -266,32 +224,6 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
     assert plan["first_prompt"].startswith("write ")
     assert plan["memory_mib"]["total"] >= 0
     assert not (tmp_path / "runs").exists()
-
-
-def test_warnings_of_a_plan_are_told_once_by_the_run(tmp_path, monkeypatch, caplog):
-    class Chats:
-        get_rl_dataset = staticmethod(
-            lambda config: [{"prompt": [{"role": "user", "content": "go"}]}]
-        )
-        get_reward_funcs = staticmethod(
-            lambda config, tokenizer: [lambda completions, **_: [1.0 for _ in completions]]
-        )
-
-    monkeypatch.setattr(machine_layout, "available_cores", lambda: 1)
-    monkeypatch.setattr("groupwise.models.machine.set_threads", lambda threads: None)
-    template = tmp_path / "silent.jinja"
-    template.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}")
-    settings = config(tmp_path, max_steps=1)
-    settings["model"]["chat_template"] = str(template)
-    settings["run"]["threads"] = 2
-    settings["eval"] = {}
-    warnings = groupwise.rl(settings, Chats, dry_run=True).summary["plan"]["warnings"]
-    assert len(warnings) == 2
-    assert any("writes 'assistant: ' before an answer" in each for each in warnings)
-    assert any("2 threads of 1 process compute on 1 core" in each for each in warnings)
-    groupwise.rl(settings, Chats)
-    told = [record.getMessage() for record in caplog.records]
-    assert [told.count(each) for each in warnings] == [1, 1]
 
 
 @pytest.mark.parametrize(

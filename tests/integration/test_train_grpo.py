@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from groupwise.cli.main import main as groupwise_main
 from groupwise.cli.train_grpo import main
 from groupwise.launch.train_grpo import Flags, config_of, put_whole_model
 from groupwise.runs import checkpoints, durable
-from groupwise.runs.store import Store
 from tests.integration.fleet import tiny_grpo
 from tests.integration.running import die, in_child, what_must_be_equal
 
@@ -92,20 +90,6 @@ def test_the_model_has_what_was_learnt(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     base = AutoModelForCausalLM.from_pretrained(whole / "outputs").state_dict()
     assert base.keys() >= ours.keys()
-
-
-def test_rewards_and_columns_are_those_that_were_asked_for(whole: Path) -> None:
-    with Store.open(whole / "outputs/grpo/run.db", readonly=True) as store:
-        groups = [group for step in range(tiny_grpo.STEPS) for group in store.groups(step)]
-        facts = store.get_meta()
-    assert len(groups) == 2 * tiny_grpo.STEPS
-    example = groups[0].example
-    assert isinstance(example.prompt, str), "text stays as it is written"
-    assert {"reference", "wanted"} <= example.columns.keys()
-    assert "answer" not in example.columns
-    names = {part.name for group in groups for each in group.rollouts for part in each.parts}
-    assert names == {"share", "correctness"}
-    assert facts["kind"] == "rl"
 
 
 def test_a_second_model_takes_the_place_of_the_first_and_leaves_its_run(
@@ -208,14 +192,6 @@ def test_an_attempt_that_was_killed_at_its_very_end_makes_the_model(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.mark.soak(suite="training")
-def test_resume_by_hand_needs_no_path(whole: Path, work: Path) -> None:
-    killed_after(2, WORDS)
-    assert main(WORDS) == 2, "an unfinished run is in the way"
-    assert main([*WORDS, "--resume"]) == 0
-    assert what_must_be_equal(work / "outputs/grpo") == what_must_be_equal(whole / "outputs/grpo")
-
-
 def test_another_command_goes_on_elsewhere_with_the_weights_that_it_began_with(
     whole: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,18 +258,3 @@ def test_what_is_wrong_is_said_in_words(
     assert "Traceback" not in said
     left = [path.name for path in work.glob("outputs/*")]
     assert left == []
-
-
-def test_checkpoints_of_an_earlier_version_are_refused_with_what_to_do(
-    whole: Path, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    only_checkpoints(whole, work, tiny_grpo.CHECKPOINTS)
-    for step in (4, 6):
-        folder = work / tiny_grpo.CHECKPOINTS / f"step-{step}"
-        shutil.rmtree(folder / "run")
-        manifest = json.loads((folder / "manifest.json").read_text())
-        files = {k: v for k, v in manifest["files"].items() if not k.startswith("run/")}
-        (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
-    monkeypatch.setenv("RESUME_FROM", str(work / tiny_grpo.CHECKPOINTS / "step-6"))
-    assert main(WORDS) == 2
-    assert "Copy the whole folder of the run here." in capsys.readouterr().err

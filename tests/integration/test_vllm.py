@@ -144,24 +144,6 @@ def test_several_learners_train_as_one_does(tmp_path, server, whole, lag):
     assert server.adapters == []
 
 
-@SOAK
-def test_two_servers_of_which_one_is_started_anew_draw_what_one_draws(tmp_path, server, whole):
-    folder, asked = whole
-    with VllmServer(logprobs_mode=PROCESSED) as other:
-
-        async def forgets(path, body):
-            if path == "/completions" and len(other.bodies("/completions")) == asked // 4:
-                other.forget()
-            return
-
-        other.interfere = forgets
-        both = trained(settings(tmp_path, server.url, other.url))
-        assert len(other.bodies("/load_lora_adapter")) == STEPS + 2
-    assert len(server.bodies("/completions")) > asked // 4
-    for name in ("reward", "loss"):
-        assert curve(both, name) == curve(folder, name)
-
-
 def test_a_run_goes_on_after_its_server_was_lost(tmp_path, server):
     """With a lag, whose completions the earlier version draws."""
 

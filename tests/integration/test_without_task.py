@@ -11,7 +11,6 @@ import pytest
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.errors import TaskError
 from groupwise.runs.store import Store
 
 REWARD_FILE = """
@@ -126,22 +125,6 @@ def test_resume_says_that_the_code_of_rewards_or_of_a_mixed_task_was_changed(
         assert (said in caplog.text) == bool(file), steps
 
 
-def test_plan_counts_what_is_left_out_and_what_is_changed() -> None:
-    given = config(dataset_name="one.jsonl", system_prompt="Be brief.", max_prompt_length=17)
-    given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"]}
-    plan = groupwise.rl(given, dry_run=True).summary["plan"]
-    assert plan["examples"] == 3
-    assert plan["examples_dropped_as_too_long"] == 1
-    assert plan["rows_left_out"] == {"get_rl_dataset": {"the prompt is empty": 1}}
-    assert list(plan["rows_changed"]["get_rl_dataset"].values()) == [4]
-    assert "Be brief." in plan["first_prompt"]
-    rows("one.jsonl", ["one", "three"])
-    Path("one.jsonl").write_text(Path("one.jsonl").read_text().rpartition("{")[0])
-    given["data"]["strict"] = True
-    with pytest.raises(TaskError, match=r"1 of 2 prompts are longer .* data.strict is true"):
-        groupwise.rl(given, dry_run=True)
-
-
 def test_held_out_prompts_that_are_trained_on_are_warned_of() -> None:
     given = config(dataset_name="one.jsonl", dataset_test_split="train[:2]")
     given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"], "in_process": True}
@@ -172,32 +155,6 @@ def test_supervised_run_needs_no_task_either() -> None:
     with Store.open(result.folder / "run.db", readonly=True) as store:
         assert store.get_meta()["examples"] == 6
         assert sum(store.get_meta()["rows_left_out"]["get_sft_dataset"].values()) == 1
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"prompt": "1+1", "completion": "2"}, {"prompt": "1+2", "completion": "3"}],
-        [{"text": "a whole text"}, {"text": "another"}],
-    ],
-)
-def test_lessons_that_are_held_out_and_taught_are_warned_of(rows: Any) -> None:
-    class Lessons:
-        taught = rows
-
-        @classmethod
-        def get_sft_dataset(cls, config: Any, tokenizer: Any) -> Any:
-            return cls.taught
-
-        @classmethod
-        def get_sft_eval_dataset(cls, config: Any, tokenizer: Any) -> Any:
-            return rows[:1]
-
-    given = {"model": {"name": "tiny"}, "run": {"name": "taught", "threads": 1}}
-    (warning,) = groupwise.sft(given, Lessons, dry_run=True).summary["plan"]["warnings"]
-    assert warning.startswith("1 of 1 held-out prompts are also trained on")
-    Lessons.taught = rows[1:]
-    assert groupwise.sft(given, Lessons, dry_run=True).summary["plan"]["warnings"] == []
 
 
 def test_command_line_says_what_to_give_instead_of_a_task(

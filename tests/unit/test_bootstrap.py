@@ -210,37 +210,3 @@ def test_torch_cpu_never_takes_cuda(
     said = capsys.readouterr().err
     assert "PIP_FIND_LINKS=folder" in said
     assert "TORCH=auto" in said
-
-
-# What it says
-
-
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        ("ERROR: Could not install: [Errno 28] No space left on device", "disk"),
-        ("WARNING: Retrying after 'NewConnectionError'\nERROR: No matching distribution", "index"),
-        ("SSLError(SSLCertVerificationError: CERTIFICATE_VERIFY_FAILED)", "PIP_CERT="),
-        ("ERROR: [Errno 13] Permission denied: 'x'", "user"),
-        ("ERROR: ResolutionImpossible", "make clean"),
-    ],
-)
-def test_pip_failures_come_with_a_remedy_and_pips_own_words(
-    bootstrap: Any, said: str, remedy: str
-) -> None:
-    with pytest.raises(bootstrap.SetupError) as caught:
-        bootstrap.fail(["install", "x"], said)
-    for words in (remedy, said.splitlines()[-1], "$ pip install x"):
-        assert words in str(caught.value)
-
-
-def test_pip_is_shielded_from_the_callers_environment(
-    bootstrap: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    monkeypatch.setenv("PIP_USER", "1")
-    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror/simple")
-    environ = bootstrap.clean_environ()
-    assert "PYTHONPATH" not in environ
-    assert environ["PIP_USER"] == "0"
-    assert environ["PIP_INDEX_URL"] == "https://mirror/simple"

@@ -163,16 +163,6 @@ def test_all_of_what_does_not_go_together_is_told() -> None:
     assert len(said_of(f"{clashing} algorithm.delta=1.1 algorithm.max_resample_rounds=3")) == 3
 
 
-def test_a_number_that_is_none_is_told_once_wherever_it_stands(tmp_path: Any) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("model: {name: tiny}\ntraining: {num_generations: 1}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, ["training.num_generations=.inf"])
-    assert "\n" not in str(caught.value)
-    (said,) = said_of("training.lag=.nan")
-    assert said == "config: training.lag is nan; it must be a finite number."
-
-
 def conflicting_keys(section: Strict, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for conflict in section.conflicts():
         yield from ((*at, *key.split(".")) for key in conflict.keys)
@@ -220,24 +210,3 @@ def test_a_check_that_does_not_say_what_it_reads_reads_its_section(
         with_task_schema(loaded, Undeclared)
     said = str(caught.value).split("\n")
     assert [len(said), told[0] in said[0]] == [1, True]
-
-
-class Item(BaseModel):
-    name: str
-    size: int
-
-
-class OfAllShapes(BaseModel):
-    items: list[Item] = []
-    one: int | Item = 0
-    by_name: dict[str, Item] = {}
-
-
-@pytest.mark.parametrize(
-    "task",
-    [{"items": [{"name": "a"}]}, {"one": {"name": "a"}}, {"by_name": {"a": {}}}, {"one": "x"}],
-)
-def test_any_schema_of_a_task_is_told_what_is_wrong(task: dict[str, Any]) -> None:
-    loaded = load_config({"model": {"name": "tiny"}, "task": task})
-    with pytest.raises(ConfigError, match=rf"task\.{next(iter(task))}"):
-        with_task_schema(loaded, OfAllShapes)

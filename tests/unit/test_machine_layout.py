@@ -69,24 +69,6 @@ def test_threads_and_slots_are_divided(monkeypatch):
     assert (layout.slots, layout.all_slots) == (16, 32)
 
 
-def laid_out(**run) -> machine_layout.Layout:
-    return machine_layout.choose_layout(
-        load_config({"model": {"name": "tiny"}, "run": run}).config, 12
-    )
-
-
-def test_more_threads_than_cores_are_recorded_and_warned_of(monkeypatch):
-    monkeypatch.setattr(machine_layout, "available_cores", lambda: 2)
-    crowded = laid_out(processes=64)
-    assert (crowded.threads, crowded.threads_each, crowded.all_threads) == (64, 1, 64)
-    said = machine_layout.crowding(crowded)
-    assert said is not None
-    assert said.startswith("64 threads of 64 processes compute on 2 cores")
-    assert "3 threads of 1 process " in str(machine_layout.crowding(laid_out(threads=3)))
-    for run in ({}, {"processes": 2}, {"threads": 2}, {"threads": 3, "processes": 2}):
-        assert machine_layout.crowding(laid_out(**run)) is None
-
-
 @pytest.mark.parametrize(
     ("memory", "rows", "expected"),
     [

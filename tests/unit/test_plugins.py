@@ -82,13 +82,6 @@ def test_unknown_name_says_what_was_tried_and_what_is_near(tmp_path, monkeypatch
     assert "Did you mean `sort_words`?" in message
 
 
-def test_missing_attribute_lists_those_there_are(tmp_path):
-    path = write(tmp_path, "task.py", "class Chess: pass\n")
-    message = refused(f"{path}:Ches")
-    assert "has no `Ches`" in message
-    assert "Did you mean `Chess`?" in message
-
-
 def test_traceback_holds_the_users_frames_only(tmp_path):
     write(tmp_path, "helper_that_fails.py", "import json\njson.loads('{')\n")
     path = write(tmp_path, "task.py", "x = 1\nimport helper_that_fails\n")

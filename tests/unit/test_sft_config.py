@@ -33,18 +33,5 @@ def test_one_epoch_unless_told_otherwise():
     assert "give one of the two" in refused(training={"max_steps": 5, "num_train_epochs": 2.0})
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"training": {"per_device_train_batch_size": 4}}, "training.examples_per_step"),
-        ({"training": {"assistant_only_loss": True}}, "data.completion_only_loss"),
-        ({"data": {"truncation_mode": "left"}}, "keep_start"),
-        ({"run": {"report_to": "jsonl", "num_completions_to_print": 3}}, "nothing is sampled"),
-    ],
-)
-def test_messages_teach(given, said):
-    assert said in refused(**given)
-
-
 def test_the_page_is_up_to_date():
     assert (ROOT / "docs" / "configuration-sft.md").read_text() == documentation()

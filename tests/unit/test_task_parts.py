@@ -1,6 +1,5 @@
 """Scorers from configs: what a worker makes of a task, with real workers."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,33 +14,6 @@ from groupwise.tasks.contract import Task, check_reward_columns, load_task
 from groupwise.types import Example, RewardPart
 from tests.scripted import ScriptedSampler, ask_for
 
-REWARDS = """
-import os
-import sys
-
-def get_reward_funcs(config, tokenizer):
-    with open(config["task"]["log"], "a") as log:
-        log.write(f"{os.getpid()}\\n")
-
-    def before(completions, log_extra, **kwargs):
-        log_extra("torch", ["torch" in sys.modules] * len(completions))
-        return [0.0] * len(completions)
-
-    def counts_tokens(completions, **kwargs):
-        return [float(len(tokenizer(text)["input_ids"])) for text in completions]
-
-    def asks_a_model(completions, **kwargs):
-        import torch
-        from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
-
-        assert isinstance(tokenizer, PreTrainedTokenizerBase)
-        model = AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
-        ids = tokenizer(completions, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            return [float(logits.shape[0]) for logits in model(ids).logits]
-
-    return [before, counts_tokens, asks_a_model]
-"""
 METRICS_ONLY = """
 def get_eval_dataset(config):
     return [{"prompt": "a"}]
@@ -58,25 +30,6 @@ def config_of(**rewards: object) -> RunConfig:
 def task_of(folder: Path, text: str) -> Task:
     (folder / "task.py").write_text(text)
     return load_task(folder / "task.py")
-
-
-@pytest.mark.soak(suite="tasks")
-async def test_reward_uses_the_tokenizer_and_then_a_model(tmp_path):
-    log = tmp_path / "log"
-    config = load_config({"model": {"name": "tiny"}, "task": {"log": str(log)}}).config
-    task = task_of(tmp_path, REWARDS)
-    rubric = task_parts.task_rubric(config, task, None)
-    scorer = task_parts.build_scorer(config, task, None, rubric)
-    asked = ScoreRequest(0, ["p"] * 2, ["four", "five"], [[1]] * 2, {}, 0, 1)
-    first = await scorer.score(asked)
-    second = await scorer.score(asked)
-    await scorer.close()
-    assert [member.reason for member in (*first.members, *second.members)] == [None] * 4
-    assert [part.value for part in second.members[0].parts] == [0.0, 4.0, 4.0]
-    assert first.members[0].notes == {"torch": False}  # most rewards never ask for the tokenizer
-    processes = log.read_text().split()
-    assert processes[0] == str(os.getpid())
-    assert len(set(processes)) == len(processes) == 2  # once in each process: it may load a model
 
 
 OWN_AND_NAMED = """
@@ -184,13 +137,3 @@ def test_task_and_type_of_rollout_must_go_together(tmp_path):
     stuck = [Example(0, "p", {"word": "a", "hook": lambda: 1})]
     with pytest.raises(TaskError, match="column `hook` holds values"):
         task_parts.check_rollouts(rollouts_of(type="environment"), playing, stuck)
-
-
-def test_whole_rollouts_have_room():
-    assert task_parts.longest_completion(rollouts_of()) == 256
-    assert task_parts.longest_completion(rollouts_of(type="environment", max_turns=3)) == 3 * (
-        2 * 256 + 16
-    )
-    assert task_parts.longest_written(rollouts_of(type="environment", max_turns=3)) == 3 * 256
-    limited = rollouts_of(type="environment", max_turns=3, max_rollout_length=500)
-    assert task_parts.longest_completion(limited) == task_parts.longest_written(limited) == 500

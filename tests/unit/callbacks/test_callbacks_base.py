@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from groupwise.callbacks.base import Callback, Callbacks, RunEnd
-from groupwise.errors import CallbackError
-from groupwise.runs.records import EvaluationRecord
-from groupwise.types import Example, Group, Rollout
 from tests.unit.callbacks.observed import Observed
-
-BEFORE = EvaluationRecord(0, "before", "toy@0", {"reward": 0.5}, [{"reward": 0.5}])
 
 
 @pytest.fixture
@@ -32,37 +27,11 @@ async def begun(tmp_path):
         each.close()
 
 
-def group(draw: int) -> Group:
-    rollout = Rollout(draw, 0, 0, (1,), (), "x", notes={"kept": [1]})
-    return Group(draw, Example(0, [{"role": "user", "content": "?"}], {"column": [1]}), (rollout,))
-
-
 def warnings(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 # --- calling
-
-
-async def test_one_after_the_other_in_order_plain_and_async(begun):
-    told = []
-
-    class Plain(Callback):
-        def on_step_begin(self, run):
-            told.append("plain")
-
-    class Async(Callback):
-        async def on_step_begin(self, run):
-            await asyncio.sleep(0)
-            told.append("async")
-
-    class Promising(Callback):
-        def on_step_begin(self, run):
-            return Async().on_step_begin(run)
-
-    callbacks = await begun(Plain(), Async(), Promising(), Plain())
-    await callbacks.step_begins()
-    assert told == ["plain", "async", "async", "plain"]
 
 
 async def test_a_plain_callback_leaves_the_event_loop_free(begun):
@@ -151,25 +120,6 @@ async def test_whatever_a_plain_one_raises_is_reported_once_and_counted_at_the_e
     assert "Bad failed: 2 × on_step_begin, 1 × on_step_end" in last
 
 
-async def test_a_critical_one_ends_the_run_and_does_not_hide_why_it_failed(begun, caplog):
-    class Bad(Callback):
-        critical = True
-
-        def on_step_begin(self, run):
-            raise ArithmeticError("one over nothing")
-
-        def on_run_end(self, run, end):
-            raise ArithmeticError("one over nothing")
-
-    callbacks = await begun(Bad())
-    with pytest.raises(CallbackError, match=r"Bad failed in on_step_begin(.|\n)*one over nothing"):
-        await callbacks.step_begins()
-    await callbacks.end(RunEnd("failed", {}, "the disk is full"))
-    assert "ArithmeticError" in warnings(caplog)[0]
-    with pytest.raises(CallbackError):
-        await callbacks.end(RunEnd("finished", {}))
-
-
 async def test_cancelling_the_run_cancels_an_async_one(begun):
     entered, left = asyncio.Event(), []
 
@@ -189,27 +139,6 @@ async def test_cancelling_the_run_cancels_an_async_one(begun):
         await task
     await asyncio.sleep(0)
     assert left == [True]
-
-
-# --- what is told once
-
-
-async def test_evaluations_are_told_once_and_only_of_the_policy_as_it_is(begun, tmp_path):
-    told = []
-
-    class Witness(Callback):
-        def on_evaluate(self, run, evaluation):
-            told.append((evaluation.name, evaluation.step))
-
-    run = Observed(tmp_path)
-    callbacks = await begun(Witness(), run=run)
-    await callbacks.evaluated(BEFORE)
-    await callbacks.evaluated(BEFORE)
-    run.step = 1
-    await callbacks.step_committed({})
-    await callbacks.evaluated(BEFORE)
-    await callbacks.evaluated(EvaluationRecord(1, "step-1", "toy@1", {}))
-    assert told == [("before", 0), ("step-1", 1)]
 
 
 # --- state

@@ -70,12 +70,3 @@ def test_the_best_on_other_held_out_prompts_is_no_mark():
     for step, reward in enumerate((0.2, 0.1, 0.3, 0.2)):
         other.on_evaluate(run, EvaluationRecord(step, "s", "x", {"reward": reward}, asked="hard"))
     assert (other.best, other.not_better, run.stopped) == (0.3, 1, [])
-
-
-@pytest.mark.parametrize(
-    ("parameters", "told"),
-    [({"patience": 0}, "patience is 0"), ({"min_delta": -1.0}, "at least 0")],
-)
-def test_parameters_that_cannot_be(parameters, told):
-    with pytest.raises(ValueError, match=told):
-        EarlyStop(**parameters)

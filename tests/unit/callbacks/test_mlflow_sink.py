@@ -1,7 +1,7 @@
 """What the sink `mlflow` asks its client for, with a stand-in for it; tests/integration/test_mlflow.py has the client itself.
 
 1. no crash makes a second run or sends a metric of a line twice;
-2. the environment's wishes hold, and nothing of ours stays there;
+2. a run that the environment names is used;
 3. what cannot be written to is refused before a run, without passwords.
 """
 
@@ -39,8 +39,6 @@ class FakeTracking:
         self.experiments: dict[str, Any] = {}
         self.runs: dict[str, Any] = {}
         self.files: dict[str, str] = {}
-        self.seen: list[dict[str, str]] = []
-        """MLflow's variables at each call of the client."""
         self.fails: dict[str, Exception] = {}
         """By method."""
         self.entities = SimpleNamespace(Metric=Metric, Param=Param)
@@ -91,10 +89,8 @@ class Client:
 
     def __getattribute__(self, name: str) -> Any:
         tracking = object.__getattribute__(self, "_tracking")
-        if name != "_tracking":
-            tracking.seen.append({k: v for k, v in os.environ.items() if k.startswith("MLFLOW")})
-            if name in tracking.fails:
-                raise tracking.fails[name]
+        if name != "_tracking" and name in tracking.fails:
+            raise tracking.fails[name]
         return object.__getattribute__(self, name)
 
     def get_experiment_by_name(self, name: str) -> Any:
@@ -218,30 +214,6 @@ def test_the_tag_comes_after_its_line(tracking):
 
 
 # --- the environment
-
-
-def test_the_client_is_quiet_and_bounded_and_nothing_stays_in_the_environment(
-    tracking, monkeypatch
-):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
-    sink = MlflowSink()
-    sink.check(View(CONFIG))
-    checked = tracking.seen[-1]
-    sink.begin(RUN)
-    for seen, retries in ((checked, "1"), (tracking.seen[-1], "5")):
-        assert seen == {
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-            "MLFLOW_LOGGING_LEVEL": "WARNING",
-            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": retries,
-            "MLFLOW_HTTP_REQUEST_TIMEOUT": "7",
-        }
-    tracking.fails["set_tag"] = OSError("gone")
-    with pytest.raises(MlflowError):
-        sink.line(line(1))
-    assert [name for name in os.environ if name.startswith("MLFLOW")] == [
-        "MLFLOW_HTTP_REQUEST_TIMEOUT"
-    ]
 
 
 def test_a_run_that_the_environment_names_is_used_and_left_to_those_who_made_it(

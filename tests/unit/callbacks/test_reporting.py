@@ -2,13 +2,11 @@
 
 1. each line whole and once, in order, with the evaluations after its steps;
 2. a run that goes on sends what a sink lacks, from the record, and nothing that it has;
-3. a sink that fails is named once and left out;
-4. what is not installed, or cannot write, is refused before a run begins.
+3. a sink that fails is named once and left out.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
@@ -20,10 +18,8 @@ import pytest
 
 from groupwise.callbacks import reporting
 from groupwise.callbacks.base import RunEnd, RunHandle
-from groupwise.callbacks.registry import configured_callbacks
 from groupwise.callbacks.reporting import Reporting
 from groupwise.callbacks.sinks import Line, Reported, State
-from groupwise.errors import ConfigError
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.settings.view import View
@@ -246,21 +242,6 @@ def test_a_sink_that_fails_is_named_once_and_left_out(folder, sinks, caplog):
     assert (warned.startswith("other failed"), "database is locked" in warned) == (True, True)
 
 
-# --- before a run
-
-
-def configured(**section: Any) -> Any:
-    return configured_callbacks((), View({**CONFIG, "run": {**SECTION, **section}}), "c.yaml:1")
-
-
-def test_what_is_not_installed_is_refused_with_the_way_to_get_it(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'groupwise\[trackio\]'"):
-        configured(report_to="trackio")
-    with pytest.raises(ConfigError, match=r"^report_to: run.report_to names parquet. .* pyarrow"):
-        configured(report_to="parquet")
-
-
 # --- Weights & Biases, with a stand-in for its service
 
 
@@ -329,28 +310,3 @@ def test_a_run_is_taken_up_by_its_id_where_the_service_has_it(folder, wandb):
     assert given == ["groupwise", "lab", "g", "r", "allow"]
     assert len(wandb.given["id"]) == 8
     assert Path(wandb.given["dir"]) == folder.path
-
-
-def test_wandb_which_cannot_go_back_has_findings_in_the_line_under_steps_of_their_own(
-    folder, wandb
-):
-    session = Session(folder, ("wandb",), num_completions_to_print=0)
-    session.take()
-    session.record("benchmark", 1, x=0.5)
-    session.take()
-    session.take()
-    session.record("benchmark", 3, x=0.75)
-    session.record("benchmark", 2, x=0.25, y=1.0)
-    session.end()
-    assert wandb.history[1] == {"reward": 0.0, "eval/benchmark/x": 0.5, "eval/benchmark/step": 1.0}
-    assert set(wandb.history[2]) == {"reward"}
-    assert wandb.history[3] == {
-        "reward": 0.2,
-        "eval/benchmark/x": 0.75,
-        "eval/benchmark/step": 3.0,
-        "eval/benchmark/several": [
-            {"step": 2, "x": 0.25, "y": 1.0},
-            {"step": 3, "x": 0.75, "y": None},
-        ],
-    }
-    assert wandb.defined == [("eval/benchmark/*", "eval/benchmark/step")]

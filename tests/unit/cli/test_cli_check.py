@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from groupwise.checks.findings import Finding, Report
-from groupwise.cli import findings
 from groupwise.cli.main import main
 
 GOOD = Finding("hooks", "ok", "all there", "enough for `rl`", "never shown")
@@ -59,27 +58,6 @@ def test_check_hands_everything_on(monkeypatch: pytest.MonkeyPatch):
     assert verb.calls[1][0] == ("t.py", None)
 
 
-def test_doctor_needs_nothing(monkeypatch: pytest.MonkeyPatch):
-    verb = replaced(monkeypatch, "doctor", GOOD)
-    assert main(["doctor"]) == 0
-    assert main(["doctor", "-c", "c.yaml", "-t", "t.py", "run.threads=1"]) == 0
-    assert [given for given, _ in verb.calls] == [(None, None), (Path("c.yaml"), "t.py")]
-    assert verb.calls[1][1]["overrides"] == ("run.threads=1",)
-
-
-def test_check_shows_what_was_earned_and_harmless_prompts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    replaced(monkeypatch, "check", GOOD)
-    main(["check", "-t", "t"])
-    shown = capsys.readouterr().out
-    assert "  completion  count  failed  reward  right\n" in shown
-    assert "  gold            2       0   1.000  1.000\n" in shown
-    assert "  empty           2       2       -      -\n" in shown
-    assert "prompt 0, as the model sees it\n  Say ␛[31mred\n" in shown
-    assert shown.endswith("\nnothing to complain of\n")
-
-
 def test_problems_end_with_1_and_json_is_one_object_with_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -90,28 +68,3 @@ def test_problems_end_with_1_and_json_is_one_object_with_everything(
         assert written["error"]["code"] == "check_failed"
         assert [each["name"] for each in written["findings"]] == ["hooks", "spread"]
         assert written["table"] == DETAILS["table"]
-
-
-LONG = Finding("part very_long_name_of_a_reward", "warning", "word " * 40, "more " * 30, "do " * 40)
-
-
-def test_findings_are_one_line_each_in_a_pipe_and_folded_behind_their_names_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    findings.show_finding(LONG)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("warning  part very_long_name_of_a_reward word word")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    findings.show_finding(LONG)
-    findings.show_finding(BAD)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    gap = " " * 33
-    assert [line for line in lines if not line.startswith(gap)] == [
-        "warning  part very_long_name_of_a_reward",
-        "problem  spread                  one line",
-    ]
-    assert lines[-3:] == [f"{gap}another", f"{gap}nothing is learnt", f"{gap}→ mend it"]

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +121,6 @@ class TestShow:
         with pytest.raises(RunNotFoundError, match="Did you mean 'sort'"):
             call(runs, "show", "sorts")
 
-    def test_says_whether_the_result_is_on_the_hub(self, tmp_path: Path) -> None:
-        for name, key, said in (("a", "error", "no"), ("b", "url", "https://hub/me/model")):
-            with RunFolder.create(tmp_path, name, {}, {}) as run:
-                run.finish("finished", {"hub": {key: said}})
-            assert re.search(rf"(?m)^hub +.*{said}$", call(tmp_path, "show", name))
-
 
 class TestRollouts:
     def test_show_the_last_step_with_its_prompt_once_and_hostile_text_harmlessly(
@@ -147,18 +139,6 @@ class TestRollouts:
         assert all(letter == "\n" or letter.isprintable() for letter in shown)
         assert call(runs, "rollouts", "sort", "--text", "nowhere") == ""
         assert call(runs, "rollouts", "empty") == ""
-
-    def test_tells_which_limit_cut_a_rollout_off(self, tmp_path: Path) -> None:
-        ends: tuple[Any, ...] = ("turns", "tokens", "environment")
-        members = tuple(replace(rollout(0, n, 1.0), ended_by=end) for n, end in enumerate(ends))
-        with RunFolder.create(tmp_path, "play", {}, {}) as run:
-            record = StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0)
-            run.store.commit_step(record, [Group(0, Example(0, "Play"), members)], {})
-        shown = call(tmp_path, "rollouts", "play")
-        for said in (", cut off by max_turns", ", cut off by max_rollout_length", ""):
-            assert f"· 3 tokens{said}\n" in shown
-        found = call_json(tmp_path, "rollouts", "play")
-        assert [view["ended_by"] for view in found] == [*ends]
 
     def test_options(self, runs: Path) -> None:
         for options, found in (

@@ -94,20 +94,3 @@ def test_a_reward_that_crashes_is_shown_with_its_reason(runs: Path) -> None:
     assert (found["rewards"], found["broken"]) == ({"boo": 1.0}, ["boo"])
     ((reason, times),) = found["overall"]["reasons"].items()
     assert ("ValueError: boo" in reason, times) == (True, 2)
-
-
-def test_losses_read_as_tables(tmp_path: Path) -> None:
-    for name, loss in (("w", 0.5), ("v", 0.25)):
-        with RunFolder.create(tmp_path, name, {"model": {"name": "tiny"}}, {"kind": "sft"}) as run:
-            record = StepRecord(0, 0, 1, "", (0,), 0.1, 0.0)
-            run.store.commit_step(record, [group(0)], {"loss": loss})
-            rows = [{"example": 0, "loss": loss, "tokens": 4}]
-            metrics = {"eval_loss": loss}
-            run.store.add_evaluation(EvaluationRecord(1, "step-1", f"{name}@1", metrics, rows, "x"))
-            run.finish("finished")
-    lines = call(tmp_path, "compare", "w", "v").splitlines()
-    assert "held-out examples: the same 1 for both" in lines
-    cells = [line.split() for line in lines]
-    (loss,) = [row for row in cells if row[:1] == ["eval_loss"]]
-    assert (loss[1:4], loss[-3:]) == (["0.5", "0.25", "-0.250"], ["1", "0", "0"])
-    assert "loss in training, 1 steps that both have" in lines

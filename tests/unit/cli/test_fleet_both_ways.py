@@ -30,9 +30,6 @@ from tests.unit.fleet.small_fleet import claim_some, finish
 KEY = "environment-key-0123456789"
 pytestmark = pytest.mark.fleet  # a hundred commands, half of them through a socket
 
-PASSING = ("time", "oldest_waiting_seconds")
-"""Of `status`: what another moment makes another."""
-
 
 class BothWays:
     """One fleet, and commands on it by its folder and by its address."""
@@ -167,26 +164,6 @@ def test_looking(ways: BothWays, jobs: dict[str, str]) -> None:
             assert out or err, words
 
 
-def test_a_dry_run(ways: BothWays) -> None:
-    for gpus in ("0", "4"):
-        assert ways.both("submit", "--dry-run", "--gpus", gpus, "--", "true")[0] == 0
-    asked = ("submit", "--dry-run", "--json", "--gpus", "4", "--", "true")
-    here, afar = (json.loads(ask(*asked)[1]) for ask in (ways.here, ways.afar))
-    for found in (here, afar):
-        for of_who_and_when in ("submitted_by", "created_at", "not_before", "waiting_since"):
-            found.pop(of_who_and_when)
-    assert afar == here
-
-
-def test_the_state_of_the_fleet(ways: BothWays, jobs: dict[str, str]) -> None:
-    assert ways.both("status")[0] == 0
-    here, afar = (json.loads(ask("status", "--json")[1]) for ask in (ways.here, ways.afar))
-    for found in (here, afar):
-        for passing in PASSING:
-            found.pop(passing)
-    assert afar == here
-
-
 def test_logs(ways: BothWays, jobs: dict[str, str]) -> None:
     text = "one\ntwo\nthree\n"
     for options, shown in (
@@ -264,21 +241,6 @@ def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Pat
     assert "no jobs" in ways.both("jobs", "--label", "a=2")[2]
 
 
-def test_keys_and_machines_from_afar(ways: BothWays) -> None:
-    code, out, _ = ways.afar("key", "new", "read", "--note", "for a test", "--json")
-    made = json.loads(out)
-    assert code == 0
-    _, _, err = ways.afar("key", "new", "act", "--project", "a")
-    assert err.startswith("The key is not shown again.")
-    assert ways.afar("key", "revoke", made["key_id"])[:2] == (0, f"{made['key_id']} is revoked.\n")
-    assert "revoked" in ways.both("key", "list")[1]
-    where = ("--host", "10.0.0.1", "--user", "ml", "--key", "/keys/there")
-    assert "is not used before" in ways.afar("vm", "add", "gpu-1", *where)[2]
-    assert "has not shown its host key" in ways.both("vm", "trust", "gpu-1", "--yes")[2]
-    assert ways.afar("vm", "lost", "gpu-1", "--yes")[2] == "gpu-1 is lost\n"
-    assert ways.afar("vm", "remove", "gpu-1")[2] == "gpu-1 is removed\n"
-
-
 # --- mistakes
 
 
@@ -328,10 +290,3 @@ def _until(last: str, change: Any) -> Any:
         return change(fleet, ids)
 
     return changed
-
-
-def test_what_works_on_the_fleet_itself_says_where_to_type_it(ways: BothWays) -> None:
-    for words in ("up", "dispatcher", "poller", "requeue", "tracker", "api", "migrate", "doctor"):
-        code, _, err = ways.afar(words)
-        assert code == 2
-        assert "on the machine where the fleet runs" in " ".join(err.split())

@@ -129,27 +129,6 @@ def test_it_begins_near_the_end_and_repeats_nothing(said: Said, tail: int, befor
     assert said() == (f"{before}three\n", "")
 
 
-def test_why_there_is_none_is_told_once_for_each_reason(said: Said) -> None:
-    fleet = Fleet()
-    fleet.status, fleet.waiting = "queued", ["it is tried again in 7 s"]
-
-    def time_passes() -> None:
-        fleet.waiting = ["it is tried again in 6 s"]
-
-    def another_reason() -> None:
-        fleet.status, fleet.waiting = "pending", ["no GPU"]
-
-    def begins() -> None:
-        fleet.status, fleet.waiting = "completed", []
-        fleet.logs[3], fleet.epochs = b"done\n", [3]
-
-    fleet.later = [time_passes, another_reason, begins]
-    follow(fleet)
-    out, err = said()
-    assert out == "done\n"
-    assert err == "job-1 is queued: it is tried again in 7 s\njob-1 is pending: no GPU\n"
-
-
 def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
     fleet = Fleet(of_3=b"first log\n", of_7=b"second log\n", of_9=b"")
     for more, out in (
@@ -171,28 +150,6 @@ def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
     print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)
     follow(fleet, rank=1)
     assert said()[0] == "rank 1\n" * 2
-
-
-def test_each_change_is_told_and_what_has_ended_is_not_asked_again(said: Said) -> None:
-    fleet = Fleet()
-    asked: list[str] = []
-    ends = {"job-1": 1, "job-2": 3}
-
-    class Several(Fleet):
-        def jobs(self, *, ids: list[str], limit: int) -> list[dict[str, Any]]:
-            asked.extend(ids)
-            return [self._found(job_id) for job_id in reversed(ids)]
-
-        def _found(self, job_id: str) -> dict[str, Any]:
-            over = asked.count(job_id) > ends[job_id]
-            return fleet.progress(job_id) | {"status": "completed" if over else "running"}
-
-    found = until_ended(cast("Any", Several()), ["job-1", "job-2"], lambda _: None)
-    assert [each["status"] for each in found] == ["completed", "completed"]
-    assert (asked.count("job-1"), asked.count("job-2")) == (2, 4)
-    assert said()[1].splitlines() == [
-        *("job-1 runs", "job-2 runs", "job-1 has completed", "job-2 has completed")
-    ]
 
 
 def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_told(said: Said) -> None:

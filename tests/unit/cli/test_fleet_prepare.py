@@ -3,7 +3,6 @@
 The building itself is that of `tests/unit/fleet/machines` and `tests/integration/fleet/test_prepare.py`; here it is played.
 """
 
-import base64
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.cli import fleet_reach
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.machines import prepare as preparing
 from groupwise.fleet.machines.plans import Plan
 from groupwise.fleet.machines.prepare import Prepared, PrepareError, Pruned
-from groupwise.hosts import keys
 from groupwise.hosts.files import BlobStore
 from tests.unit.cli.fleet_folder import Command
 
@@ -74,32 +71,6 @@ def test_one_that_fails_changes_nothing_for_the_others(trusted: Command, builds:
     assert json.loads(trusted("vm", "show", "vm-2", "--json")[1])["python"] == "python3"
 
 
-def _host_key() -> str:
-    data = b"\0\0\0\x0bssh-ed25519\0\0\0 " + bytes(32)
-    return f"ssh-ed25519 {base64.b64encode(data).decode()}"
-
-
-@pytest.fixture
-def new(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Words of `vm add` for a machine that shows its key."""
-    monkeypatch.setattr(fleet_reach, "_scanned", lambda *_: keys.parse(_host_key()))
-    (tmp_path / "id").touch()
-    return ["--host", "h", "--user", "u", "--key", str(tmp_path / "id"), "--prepare", "--json"]
-
-
-def test_a_new_machine_is_prepared_at_once(
-    trusted: Command, builds: list[str], new: list[str]
-) -> None:
-    code, out, err = trusted("vm", "add", "vm-3", "--yes", *new)
-    assert code == 0, err
-    found = json.loads(out)
-    assert (found["vm_id"], builds) == ("vm-3", ["vm-3"])
-    shown = json.loads(trusted("vm", "show", "vm-3", "--json")[1])
-    assert shown["python"] == found["prepared"]["python"]
-    assert "vm-3 is in the fleet" in err
-    assert "vm-3 is prepared" in err
-
-
 def test_nothing_is_removed_while_jobs_begin(
     trusted: Command, builds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,17 +111,13 @@ def test_a_dry_run_prints_a_lock_and_does_nothing(trusted: Command, builds: list
     assert builds == []
 
 
-def test_what_is_refused(trusted: Command, builds: list[str]) -> None:
+def test_what_is_refused_shows_no_secret(trusted: Command, builds: list[str]) -> None:
     for words, why in (
-        (["vm-9"], "there is no machine 'vm-9'"),
-        (["vm-1", "--extra", "trian"], "groupwise has no such extra"),
-        (["vm-1", "--index-url", "https://me:hush@x/simple"], "--secret PIP_INDEX_URL=env:NAME"),
-        (["vm-1", "--secret", "PIP_INDEX_URL=https://me:hush@x"], "a secret is named"),
-        (["vm-1", "--dry-run", "--json"], "leave --json away"),
-        (["vm-1", "--time-limit", "soon"], "a time is wanted"),
-        (["vm-1", "--env", "PATH=/x"], "not for jobs to set"),
+        (["--index-url", "https://me:hush@x/simple"], "--secret PIP_INDEX_URL=env:NAME"),
+        (["--secret", "PIP_INDEX_URL=https://me:hush@x"], "a secret is named"),
+        (["--env", "PATH=/x"], "PATH"),
     ):
-        code, _, err = trusted("vm", "prepare", *words)
+        code, _, err = trusted("vm", "prepare", "vm-1", *words)
         assert (code != 0, why in err, "hush" in err) == (True, True, False), err
     assert builds == []
 

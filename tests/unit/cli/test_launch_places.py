@@ -1,17 +1,12 @@
 """Places of jobs as words: what is said of one leads to it again."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-from groupwise.cli.launch_aws import usual_key
 from groupwise.cli.launch_places import note_of, ray_cluster
 from groupwise.clouds.ray import RayBackend
 from groupwise.clouds.slurm import SlurmBackend
 from groupwise.errors import UsageError
-from groupwise.hosts.ray import ADDRESS
-from groupwise.launch.places import LOCAL, Place, reach
+from groupwise.launch.places import Place, reach
 
 
 @pytest.mark.parametrize(
@@ -41,15 +36,6 @@ def test_of_a_head_elsewhere_all_is_in_the_word() -> None:
     assert not place.is_here
 
 
-@pytest.mark.parametrize("place", [Place("aws", {"region": "eu-west-1"}), Place("modal")])
-def test_what_a_cloud_runs_does_not_have_the_disks_of_here(place: Place) -> None:
-    assert not place.is_here
-
-
-def test_the_usual_address_is_no_part_of_it() -> None:
-    assert ray_cluster(Place(LOCAL), None, ADDRESS) == ray_cluster(Place(LOCAL), None, None)
-
-
 @pytest.mark.parametrize(
     ("word", "why"),
     [
@@ -76,31 +62,3 @@ def test_credentials_of_a_cloud_may_be_those_of_a_profile(word: str, profile: st
 def test_a_profile_that_would_have_no_effect_is_refused(word: str | None) -> None:
     with pytest.raises(UsageError, match="profile"):
         note_of("j", word, None, None, "mine")
-
-
-def test_a_place_tells_what_its_jobs_are_begun_with() -> None:
-    assert Place(LOCAL).python == sys.executable
-    assert Place("aws", {"region": "eu-west-1", "python": None}).python is None
-    first = {"host": "a", "user": "u", "port": 22, "python": "/env/bin/python"}
-    assert Place("ssh", first).meets_at is None
-    both = Place("ssh", {**first, "others": [{**first, "host": "b"}], "meets_at": None})
-    assert (both.python, both.meets_at) == ("/env/bin/python", "a")
-
-
-def test_the_note_is_for_the_project_that_one_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert note_of("j", "ray", None, None).project == tmp_path
-
-
-def test_the_key_of_a_pair_lies_where_people_keep_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    keys = tmp_path / ".ssh"
-    keys.mkdir()
-    for there, found in ((None, "mine.pem"), ("mine", "mine"), ("mine.pem", "mine.pem")):
-        if there:
-            (keys / there).touch()
-        assert usual_key("mine") == keys / found

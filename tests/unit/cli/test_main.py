@@ -1,7 +1,6 @@
 """The command line: parsing, exit codes, what stands on stdout and stderr. The verbs themselves are replaced by fakes."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -56,11 +55,6 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Verb:
     return verb
 
 
-@pytest.fixture
-def fetch(monkeypatch: pytest.MonkeyPatch) -> Verb:
-    return replaced(monkeypatch, "groupwise.models.bundled", "fetch_model")
-
-
 # --- what is handed on
 
 
@@ -90,21 +84,6 @@ def test_eval_hands_everything_on(evaluate: Verb) -> None:
     assert evaluate.calls == [((Path("c.yaml"), "sort_words", ["r@5"]), named)]
     assert main(["eval", "-c", "c", "-t", "t"]) == 0
     assert evaluate.calls[1][0][2] == ["base"]
-
-
-def test_fetch_model_prints_the_folder(fetch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
-    fetch.result = Path("/models/x")
-    assert main(["fetch-model", "x"]) == 0
-    assert capsys.readouterr().out == "/models/x\n"
-    assert main(["fetch-model", "x", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"name": "x", "path": "/models/x"}
-
-
-def test_a_group_has_an_app_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "--help"]) == 0
-    assert "compare" in capsys.readouterr().out
-    assert main(["runs", "shwo", "mine"]) == 2
-    assert "Did you mean 'show'?" in capsys.readouterr().err
 
 
 # --- results
@@ -207,32 +186,7 @@ def test_a_wrong_command_line_exits_with_2_and_says_what_was_meant(
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage"
 
 
-def test_the_help_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "fetch-model" in capsys.readouterr().err
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("groupwise ")
-
-
 # --- as a process
-
-
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
-
-
-def test_python_m_groupwise_answers_without_colours() -> None:
-    shown = run("-m", "groupwise", "--help", NO_COLOR="1", FORCE_COLOR="1")
-    assert shown.returncode == 0
-    assert "Train language models" in shown.stdout
-    assert "\x1b" not in shown.stdout + shown.stderr
-    assert run("-m", "groupwise", "nothing").returncode == 2
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """`groupwise serve` as a command: what it refuses before it serves, and how it makes keys."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -81,14 +80,3 @@ def test_a_new_key_and_its_line_fit(capsys: pytest.CaptureFixture[str]) -> None:
         assert key not in line
     assert main(["serve", "--new-key", "root"]) == 2
     assert "read, train, admin" in capsys.readouterr().err
-
-
-def test_the_extra_is_named_where_it_is_missing(
-    served: list[tuple[Any, ...]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["serve", "--output-dir", "D"]) == 2
-    assert "pip install 'groupwise[server]'" in capsys.readouterr().err
-    assert served == []
