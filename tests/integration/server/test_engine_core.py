@@ -14,7 +14,7 @@ import groupwise
 from groupwise.errors import UsageError
 from groupwise.runs.store import Store
 from groupwise.server.engine.core import EngineCore
-from groupwise.server.engine.port import OpenModels, OpenRun, Plan, SampleOrder, Sampling
+from groupwise.server.engine.port import OpenModels, OpenRun, Plan, SampleOrder
 from groupwise.server.scored import scored_group
 from groupwise.types import Group
 
@@ -116,27 +116,6 @@ async def test_what_a_run_began_with_may_be_gone_afterwards(
     engine = EngineCore()
     again = await engine.open(replace(order, start_from=None, run="served"))
     assert again.policy.fingerprint == opened.policy.fingerprint
-    await engine.close()
-
-
-async def test_what_cannot_be_asked_has_a_code_and_a_field(tmp_path: Path) -> None:
-    engine = EngineCore()
-    await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
-    write = SampleOrder(0, "write a")
-    asked: list[tuple[str, str | None, SampleOrder]] = [
-        ("prompt_too_long", "prompt", SampleOrder(0, "word " * 100)),
-        ("usage", "prompt", SampleOrder(0, "")),
-        ("usage", None, replace(write, sampling=Sampling(top_p=0.5))),
-        ("usage", "temperature", replace(write, sampling=Sampling(temperature=0.0))),
-        ("usage", "max_tokens", replace(write, sampling=Sampling(max_tokens=500))),
-        ("tokenizer_mismatch", "prompt_ids", replace(write, prompt_ids=(1, 2, 3))),
-    ]
-    for code, field, order in asked:
-        with pytest.raises(UsageError) as refused:
-            await engine.sample(order)
-        assert (refused.value.code, getattr(refused.value, "field", None)) == (code, field)
-    kept_out = replace(write, sampling=Sampling(top_p=0.5, temperature=0.0), trains=False)
-    assert (await engine.sample(kept_out)).step == 0
     await engine.close()
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from groupwise.server.app import make_app
-from groupwise.server.verbs import answers, document, requests
+from groupwise.server.verbs import answers, document
 from groupwise.server.verbs.futures import JSON, Answer, Failure
 from groupwise.server.verbs.refusals import CODES
 from groupwise.server.verbs.stored import SavedFolders
@@ -36,7 +36,8 @@ from tests.unit.server.test_schema_walk import (
     fields_of,
     schema_of,
 )
-from tests.unit.server.verbs.hosting import Disk, Server, created, gradient, serving, update
+from tests.unit.server.verbs.hosting import Disk, Server, created, gradient, serving
+from tests.unit.server.verbs.test_host import Loop
 from tests.verb_server import KEY, app
 
 ROUTES = [name for name in OPERATIONS if name not in ("GET /events", "GET /metrics")]
@@ -151,6 +152,7 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     }.items()
 }  # fmt: skip
 """Bodies that come far; ids and numbers are filled in."""
+KNOWN = ("session_id", "model_id", "sampling_session_id", "request_id", "seq_id")
 
 
 @st.composite
@@ -172,28 +174,20 @@ def calls(draw: st.DrawFn) -> tuple[str, Any, int]:
 class Verbs:
     """A client of the routes that knows ids, and asks for everything."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, server: Server, session: str) -> None:
         transport = httpx2.ASGITransport(app(server.service, poll=SOONER))
         self.http = httpx2.AsyncClient(
             transport=transport, base_url="http://server", headers={"X-API-Key": KEY}
         )
         self.ids: list[str] = []
-        self.session = ""
+        self.session = session
         self._next = 1
-
-    async def begin(self) -> None:
-        opened = self._server.service.opened
-        self.session = await opened.create_session(None)
-        await self.ask("POST /api/v1/create_model", created(self.session).model_dump(), 0)
-        sampler = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-        await self.ask("POST /api/v1/create_sampling_session", sampler, 0)
 
     async def ask(self, name: str, body: Any, number: int) -> None:
         method, path = name.split(" ")
-        path = path.replace("{session}", self._id("session", number // 5))  # rarely its own
-        path = path.replace("{sampler}", self._id("sampling", number))
-        answer = await self.http.request(method, path, content=self._content(name, body, number))
+        path = path.replace("{session}", self._known("session_id", number // 5))  # rarely its own
+        path = path.replace("{sampler}", self._known("sampling_session_id", number))
+        answer = await self.http.request(method, path, content=self._content(body, number))
         shown = f"{name} {body!r:.300} -> {answer.status_code} {answer.text[:300]}"
         assert str(answer.status_code) in VERB_ROUTES[name]["responses"], shown
         assert answer.status_code < 500, shown
@@ -202,75 +196,47 @@ class Verbs:
         elif answer.status_code == 200 and "request_id" in answer.text:
             self.ids.append(answer.json()["request_id"])
 
-    def _content(self, name: str, body: Any, number: int) -> bytes:
+    def _content(self, body: Any, number: int) -> bytes:
         if isinstance(body, bytes):
             return body
         if isinstance(body, int) and not isinstance(body, bool):  # a message, whole or cut
-            whole = gradient(self._id("model", number), self._number(number), 5)
+            whole = gradient(self._known("model_id", number), self._known("seq_id", number), 5)
             return whole if body > 20 else whole[: 5 * body]
-        if isinstance(body, dict):
-            known = {key: self._known(key, number) for key in ("session_id", "model_id")}
-            known |= {key: self._known(key, number) for key in ("request_id", "seq_id")}
-            known["sampling_session_id"] = self._id("sampling", number)
-            right = {key: known[key] for key in known if key in body and number}
-            body = {**body, **right}
+        if isinstance(body, dict) and number:
+            body = {**body, **{key: self._known(key, number) for key in KNOWN if key in body}}
         return json.dumps(body).encode() if body is not None else b""
 
     def _known(self, key: str, number: int) -> Any:
+        if key == "seq_id":  # the next one, mostly; others leave a gap, or come again
+            self._next += number < 4
+            return self._next - 1 if number < 4 else max(1, self._next + number - 5)
         if key == "request_id":
             return self.ids[number % len(self.ids)] if self.ids else "f-0-1"
-        if key == "seq_id":
-            return self._number(number)
-        return self._id(key.removesuffix("_id"), number)
-
-    def _number(self, number: int) -> int:
-        """The next one, mostly; others leave a gap, or come again."""
-        if number < 4:
-            self._next += 1
-            return self._next - 1
-        return max(1, self._next + number - 5)
-
-    def _id(self, kind: str, number: int) -> str:
-        ends = {"model": ":train:0", "sampling": ":sample:0"}
-        return self.session + ends.get(kind, "") if number else "abc"
+        ends = {"model_id": ":train:0", "sampling_session_id": ":sample:0"}
+        return self.session + ends.get(key, "") if number else "abc"
 
 
 async def verbs_course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
     async with serving(folder, Disk(SavedFolders(folder))) as server:
-        verbs = Verbs(server)
-        await verbs.begin()
+        service = server.service
+        verbs = Verbs(server, await service.opened.create_session(None))
+        await verbs.ask("POST /api/v1/create_model", created(verbs.session).model_dump(), 0)
+        sampler = {"sampling_session_seq_id": 0, "base_model": "tiny", "session_id": verbs.session}
+        await verbs.ask("POST /api/v1/create_sampling_session", sampler, 0)
         for name, body, number in asked:
             await asyncio.wait_for(verbs.ask(name, body, number), 10)
         await verbs.http.aclose()
         for id in verbs.ids:
-            check_answer(await server.service.answer(id, SOONER))
-        for session in [*server.service.opened._sessions]:  # pyright: ignore[reportPrivateUsage]
-            await server.service.opened.finish(session)
-        await check_verbs(server)
-
-
-def check_answer(answer: Answer | Failure | None) -> None:
-    """What the document allows, and never a mistake of the server's own; one that waits for a number before it has none yet."""
-    if isinstance(answer, Failure):
-        assert "The server failed" not in answer.message
-    elif answer is not None and answer.media_type == JSON:
-        RESULT.validate_json(answer.body)
-
-
-async def check_verbs(server: Server) -> None:
-    """A client that comes afterwards trains a model."""
-    service = server.service
-    session = await service.opened.create_session(None)
-    model, first = service.training.create_model(created(session))
-    body = requests.SaveWeights(model_id=model, seq_id=3, path="one")
-    ids = [
-        first,
-        service.training.forward_backward(gradient(model, 1, 5))[1],
-        service.training.optim_step(update(model, 2))[1],
-        service.training.save_weights(body)[1],
-    ]
-    for id in ids:
-        assert isinstance(await service.answer(id, 10), Answer)
+            answer = await service.answer(id, SOONER)
+            if isinstance(answer, Failure):
+                assert "The server failed" not in answer.message
+            elif answer is not None and answer.media_type == JSON:
+                RESULT.validate_json(answer.body)
+        for session in [*service.opened._sessions]:  # pyright: ignore[reportPrivateUsage]
+            await service.opened.finish(session)
+        after = Loop(await service.opened.create_session(None))
+        await after.go(service, last=5)
+        assert all(isinstance(each, Answer) for each in await after.answers(service))
 
 
 @FEW_RUNS

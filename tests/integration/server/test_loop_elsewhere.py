@@ -3,30 +3,24 @@
 1. The run is the one that this machine would have made: record, weights and results are equal to the bit.
 2. What dies (engine, server, loop) costs no more than the steps since the last checkpoint, and the run ends as it would have: by itself,
    but where the loop died.
-3. One loop at a time has the model; another one, or a run of the server, is refused with what to do.
-4. What cannot be is told before anything is left behind.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 import groupwise
-from groupwise.client import TrainingClient
-from groupwise.client.errors import RunActive
-from groupwise.errors import GroupwiseError, ModelError, RunError, UsageError
+from groupwise.errors import GroupwiseError
 from groupwise.runs.store import Store
 from tests.integration.running import what_must_be_equal
 from tests.integration.server.running import Server, running
@@ -145,42 +139,6 @@ def test_what_dies_costs_no_more_than_the_steps_since_the_checkpoint(
     assert "goes on by itself" in caplog.text
 
 
-def test_one_loop_at_a_time_has_the_model_until_it_is_taken_away(
-    server: Server, tmp_path: Path
-) -> None:
-    refused: list[BaseException] = []
-    told: list[str | None] = []
-    with TrainingClient(server.url) as client:
-        client.start(model_id="tiny", replace=True)
-        with pytest.raises(UsageError, match=r"run_active.*POST /stop"):
-            rl(tmp_path / "refused", server)
-        client.stop()
-
-        def meanwhile(completions: list[str], **_: Any) -> list[float]:
-            """While the first loop looks at its first rewards."""
-            if not refused:
-                told.append(client.status().loop_elsewhere)
-                for ask in (
-                    lambda: client.start(model_id="tiny"),
-                    lambda: rl(tmp_path / "second", server),
-                ):
-                    with pytest.raises(GroupwiseError) as raised:
-                        ask()
-                    refused.append(raised.value)
-                said = re.search(r"DELETE (/parts/[\w-]+)", str(refused[-1]))
-                assert said
-                httpx2.delete(f"{server.url}{said[1]}").raise_for_status()
-            return [0.0] * len(completions)
-
-        settings = config_of(tmp_path / "first", server, eval={"before_and_after": False})
-        with pytest.raises(RunError, match=r"parts_taken.*they were closed"):
-            groupwise.rl(settings, Task(meanwhile))
-    assert [type(error) for error in refused] == [RunActive, UsageError]
-    assert (told[0] or "").startswith("r (")
-    assert not (tmp_path / "refused").exists()
-    assert not (tmp_path / "second" / "r").exists()
-
-
 def test_a_loop_that_is_killed_goes_on_at_once(
     server: Server, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
@@ -211,38 +169,3 @@ def until_step(run: Path, step: int) -> None:
             pass  # it has not begun
         time.sleep(0.01)
     raise AssertionError(f"{run} did not come to step {step}")
-
-
-class Task:
-    """The toy task with other rewards."""
-
-    def __init__(self, reward: Callable[..., list[float]]) -> None:
-        self._reward = reward
-
-    def get_rl_dataset(self, config: Any) -> Any:
-        return [{"prompt": f"write {letter}:"} for letter in "abcdefgh"]
-
-    def get_reward_funcs(self, config: Any, tokenizer: Any) -> Any:
-        return [self._reward]
-
-
-def test_what_cannot_be_is_told_before_anything_is_left(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("groupwise.remote.session.FIRST_PATIENCE", 0.1)
-    monkeypatch.setattr("groupwise.remote.parts.FIRST_PATIENCE", 0.1)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("does not answer", {"run": {"server": "http://127.0.0.1:1"}}),
-        ("no URL", {"run": {"server": "ftp://x"}}),
-        ("trust_remote_code", {"model": {"trust_remote_code": True}}),
-        (r"run\.processes is 999", {"run": {"processes": 999}}),
-        ("profile traces", {"run": {"profile": 1}}),
-    ]
-    for said, more in wrong:
-        at = None if "server" in more.get("run", {}) else server
-        with pytest.raises(UsageError, match=said):
-            rl(tmp_path / "runs", at, **more)
-    assert not (tmp_path / "runs").exists()
-    monkeypatch.setattr("groupwise.models.identity.identity", lambda config: "0" * 16)
-    with pytest.raises(ModelError, match="other weights on the server"):
-        rl(tmp_path / "runs", server)

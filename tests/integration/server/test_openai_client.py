@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import httpx2
@@ -25,37 +24,29 @@ from tests.unit.server.openai.test_routes import shown, texts_of
 KEY = "a-key-for-tests-0123456789"
 CHAT: Any = [{"role": "user", "content": "abc"}]
 SETTINGS = {"max_completion_length": 12, "groups_per_step": 1, "staleness": 1, "max_steps": 24}
-GROUP = 4
-"""Completions that the run's groups have."""
 
 
 class Server:
     """One in a thread, with a run that takes requests."""
 
-    def __init__(self, folder: Path, settings: Any = SETTINGS, **config: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.url = ""
-        self._settings = settings
         self._http = httpx2.Client()
-        self.served: Open
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
-        work = self._serve(folder, config)
+        work = self._serve(folder)
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(work,))
         self._thread.start()
         assert self._ready.wait(20)
 
-    async def _serve(self, folder: Path, config: dict[str, Any]) -> None:
-        async with opened(folder, **{"pace": 0.005, **config}) as self.served:
-            await self.served.start(**self._settings)
-            async with listening(self.served.app(Keyring(plain=KEY))) as port:
+    async def _serve(self, folder: Path) -> None:
+        async with opened(folder, pace=0.005) as served:
+            await served.start(**SETTINGS)
+            async with listening(served.app(Keyring(plain=KEY))) as port:
                 self.url = f"http://127.0.0.1:{port}"
                 self._ready.set()
                 await self._end.wait()
-
-    def do(self, work: Any) -> Any:
-        """Have something awaited in its loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
     def close(self) -> None:
         self._http.close()
@@ -143,30 +134,6 @@ def test_errors_are_the_clients_own_and_a_full_room_is_tried_again(server, clien
     with pytest.raises(openai.ConflictError) as over:
         chat(model="latest", messages=CHAT)
     assert over.value.response.headers["x-should-retry"] == "false"
-
-
-def test_an_agent_learns(tmp_path):
-    """A loop as it stands in many programs; `store` and the post are all that was added to it."""
-    settings = {**SETTINGS, "staleness": 0, "learning_rate": 6.0}
-    server = Server(tmp_path, settings, pace=0.0, completions_wait=20.0)
-    means: list[float] = []
-    try:
-        with server.client() as client:
-            for _ in range(SETTINGS["max_steps"]):
-                rewards: list[float] = []
-                for _ in range(GROUP):
-                    answer = client.chat.completions.create(
-                        model="latest", messages=CHAT, store=True
-                    )
-                    rewards.append((answer.choices[0].message.content or "").count("a"))
-                    server.post("/rewards", {"group_id": answer.id, "rewards": [rewards[-1]]})
-                means.append(fmean(rewards))
-        last = server.do(server.served.until(lambda status: status.phase == "finished"))
-    finally:
-        server.close()
-    assert fmean(means[-8:]) > fmean(means[:8]) + 3, means
-    assert last.step == SETTINGS["max_steps"]
-    assert last.completion_requests_served == GROUP * SETTINGS["max_steps"]
 
 
 class OpenReal(Open):

@@ -1,6 +1,6 @@
 """The real Tinker client against `groupwise serve` and its real engine.
 
-1. The programs of the page run as they stand and learn; losses have the values that the client documents; refusals name the method.
+1. The programs of the page run as they stand and learn; losses have the values that the client documents.
 2. The gradient is that of the learner in this process, to the bit.
 3. An engine that is killed, or the whole server, costs time and changes nothing: the loop goes on, and its losses are those of one that
    nothing has happened to. What was answered stays answered, and what was sampled is sampled again.
@@ -160,23 +160,6 @@ def test_losses_and_methods_are_those_that_the_client_documents(client: Client) 
         rel=1e-4,
     )
     assert found["custom"] == pytest.approx(sum(value**2 for value in now), rel=1e-4)
-
-
-def test_refusals_come_by_name_and_the_training_goes_on(client: Client) -> None:
-    client.do("create")
-    expected = {
-        "external": "TrainingClient.save_weights_external",
-        "ttl": "ttl_seconds",
-        "muon": "adam_params",
-        "absent": "onex",
-        "for samplers": "for samplers alone",
-        "base": "'gpt-17'",
-        "runs": "RestClient.list_training_runs",
-    }
-    for name, said in client.do("refusals").items():
-        assert said.startswith("BadRequestError") or name in ("absent", "for samplers"), said
-        assert expected[name] in said
-    assert client.step(0)[1] > 0
 
 
 async def test_the_gradient_is_that_of_the_learner(

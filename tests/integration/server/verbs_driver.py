@@ -83,31 +83,6 @@ def policy_losses() -> dict[str, Any]:
     return {"losses": losses, "now": now, "custom": custom}
 
 
-def refusals() -> dict[str, str]:
-    """What the client makes of calls that are refused, each at once."""
-    training = held["training"]
-    path = training.save_state("one").result().path
-    for_samplers = training.save_weights_for_sampler("one").result().path
-    dimuon = types.DimuonParams(learning_rate=0.1)
-    asked = {
-        "external": lambda: training.save_weights_external("x").result(),
-        "ttl": lambda: training.save_state("t", ttl_seconds=3600).result(),
-        "muon": lambda: training.optim_step(dimuon).result(),
-        "absent": lambda: training.load_state(path + "x").result(),
-        "for samplers": lambda: training.load_state(for_samplers).result(),
-        "base": lambda: held["client"].create_lora_training_client("gpt-17").result(),
-        "runs": lambda: held["client"].create_rest_client().list_training_runs().result(),
-    }
-    return {name: _refused(call) for name, call in asked.items()}
-
-
-def _refused(call: Any) -> str:
-    try:
-        return f"not refused: {call()}"
-    except Exception as error:  # noqa: BLE001 — whatever the client makes of it is what is tested
-        return f"{type(error).__name__}: {error}"
-
-
 def begin(steps: int) -> None:
     """Have so many steps under way, each with a text of its own."""
     adam = types.AdamParams(learning_rate=0.02)

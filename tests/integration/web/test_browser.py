@@ -32,7 +32,6 @@ from tests.integration.web.visiting import (
     too_wide,
 )
 from tests.unit.fleet.verbs.conftest import SmallFleet
-from tests.unit.web.test_fleet import ends
 from tests.web_runs import write_run
 
 pytestmark = needs_chromium
@@ -107,25 +106,6 @@ def test_from_the_list_to_a_token_and_back(visit: Visit, site: str) -> None:
     page.get_by_label("Search").fill("LEARNING 0.01")
     expect(rows).to_have_count(1)
     expect(rows.first).to_contain_text("training.learning_rate")
-
-
-def test_several_runs_and_what_they_have_answered(visit: Visit, site: str) -> None:
-    visitor = visit(site)
-    page = visitor.goes("/runs")
-    for name in ("first", "second"):
-        page.get_by_label(f"Compare {name}").check()
-    page.get_by_role("button", name="Compare those chosen").click()
-    expect(page.locator(".u-legend").first).to_contain_text("second")
-    page.get_by_label("Metric").select_option("entropy")
-    page.get_by_role("button", name="Show").click()
-    expect(page.locator("figcaption")).to_contain_text("entropy")
-    page.get_by_role("link", name="what they answered").click()
-    expect(page.locator(".pair")).to_have_count(7)
-    page.locator(".pair section details").first.locator("summary").click()
-    expect(page.locator(".pair section details").first.locator(".answer")).to_have_count(3)
-    visitor.goes("/runs/first/examples/3")
-    page.get_by_role("button", name="Compare their answers").click()
-    expect(page.locator(".pair .answer")).to_have_count(8)
 
 
 def test_hostile_texts_are_shown_and_do_nothing(visit: Visit, site: str) -> None:
@@ -285,8 +265,8 @@ class Driver:
         return self._thread.submit(work, self._client).result(60)
 
 
-def test_a_log_grows_where_somebody_reads_it_and_says_where_the_next_attempt_begins(
-    visit: Visit, direct: DirectFleet, small: SmallFleet, tmp_path: Path
+def test_a_log_grows_where_somebody_reads_it(
+    visit: Visit, direct: DirectFleet, tmp_path: Path
 ) -> None:
     kept = make(direct.place.logs, "running-1", 1)
     written = kept.stat().st_size
@@ -297,9 +277,6 @@ def test_a_log_grows_where_somebody_reads_it_and_says_where_the_next_attempt_beg
         written += len(text.encode())
 
     write("".join(f"line {number}\n" for number in range(100)))
-    job = small.job("running", job_id="tried")
-    epochs = [ends(small, job, number, {}) for number in range(2)]
-    append(make(direct.place.logs, job, epochs[0]), 0, b"the first\n")
     with shown(tmp_path / "runs", fleet=direct) as address:
         visitor = visit(address)
         page = visitor.goes("/fleet/jobs/running-1")
@@ -321,7 +298,3 @@ def test_a_log_grows_where_somebody_reads_it_and_says_where_the_next_attempt_beg
         expect(log).to_contain_text("the end")
         size = log.evaluate("element => element.textContent.length")
         assert size < 2_300_000, "what is long gone is not kept"
-        visitor.goes("/fleet/jobs/tried")
-        expect(page.locator("#log")).to_have_text("Log of attempt 0")
-        append(make(direct.place.logs, job, epochs[1]), 0, b"the second\n")
-        expect(log).to_have_text("the first\n\n— attempt 1 —\nthe second\n", use_inner_text=True)

@@ -1,8 +1,8 @@
 """Pages that bring themselves up to date in a real Chromium.
 
 1. Whoever looks at a page knows whether it is up to date: without an answer the lamp is off and a line says since when, until there is one.
-2. Everything that a page says of something that goes on is brought up to date: states, lists that were empty, evaluations, pages of lists.
-3. Nothing is taken from under a reader: what somebody chose, opened, scrolled, focused or marked stays, and a list waits to be asked.
+2. Everything that a page says of something that goes on is brought up to date: states, evaluations, pages of lists.
+3. Nothing is taken from under a reader: what somebody chose or scrolled to stays, and a list waits to be asked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.integration.web.visiting import (
     shown,
     take_steps,
 )
-from tests.web_runs import evaluation_of, write_run
+from tests.web_runs import evaluation_of
 
 pytestmark = needs_chromium
 Visit = Callable[..., Visitor]
@@ -97,21 +97,6 @@ def test_pages_follow_a_run_through_its_states(visit: Visit, tmp_path: Path) -> 
             expect(page.locator(".title .state")).to_have_text("finished", timeout=SOON)
 
 
-def test_a_list_without_runs_gets_the_first_one(visit: Visit, tmp_path: Path) -> None:
-    with shown(tmp_path) as address:
-        page = visit(address).goes("/runs")
-        expect(page.get_by_text("There are no runs yet")).to_be_visible()
-        is_live(page)
-        write_run(tmp_path / "first", 2)
-        expect(page.get_by_role("link", name="first")).to_be_visible(timeout=SOON)
-        expect(page.get_by_text("There are no runs yet")).to_have_count(0)
-        page.get_by_label("Compare first").check()
-        write_run(tmp_path / "second", 2)
-        expect(page.get_by_role("link", name="second")).to_be_visible(timeout=SOON)
-        expect(page.get_by_label("Compare first")).to_be_checked()
-        expect(page.get_by_label("Compare second")).not_to_be_checked()
-
-
 def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -> None:
     with going_on(tmp_path, 3) as path, shown(path.parent) as address:
         page = visit(address).goes("/runs/live/rollouts")
@@ -135,36 +120,3 @@ def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -
         expect(page.locator(".rollout header a").first).to_have_text("#11.3")
         expect(page.locator(".rollout").first).to_be_in_viewport()
         expect(page.locator(".news")).to_have_count(0)
-
-
-MARK = "element => { getSelection().selectAllChildren(element); return String(getSelection()); }"
-"""In one go: between two a live page may draw anew what is to be marked."""
-
-
-def test_marked_text_and_opened_texts_stay(visit: Visit, tmp_path: Path) -> None:
-    with going_on(tmp_path, 2) as path, shown(path.parent) as address:
-        visitor = visit(address)
-        page = visitor.goes("/runs/live/rollouts")
-        is_live(page)
-        marked = page.locator(".rollout .text.clamp").first.evaluate(MARK)
-        take_steps(path, 2)
-        expect(page.get_by_role("button", name="8 new rollouts")).to_be_visible(timeout=SOON)
-        assert page.evaluate("String(getSelection())") == marked != ""
-        visitor.goes("/runs/live")
-        is_live(page)
-        log = page.locator(".log")
-        (path / "log.txt").write_text("".join(f"line {number}\n" for number in range(900)))
-        take_steps(path, 3)
-        expect(log).to_contain_text("line 899", timeout=SOON)
-        log.evaluate("element => { element.scrollTop = 120; element.mine = true; }")
-        page.locator("#about").evaluate(MARK)
-        (path / "log.txt").write_text("".join(f"line {number}\n" for number in range(950)))
-        take_steps(path, 4)
-        expect(page.locator(".progress")).to_contain_text("5 of 50", timeout=SOON)
-        waits = page.get_by_role("button", name="waits while text is marked")
-        expect(waits).to_be_visible(timeout=SOON)
-        assert "line 949" not in (log.text_content() or "")
-        page.evaluate("getSelection().removeAllRanges()")
-        expect(log).to_contain_text("line 949")
-        expect(waits).to_have_count(0)
-        assert log.evaluate("element => [element.scrollTop, element.mine]") == [120, True]

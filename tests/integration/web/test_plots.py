@@ -1,7 +1,7 @@
 """Plots in a real Chromium: most of them drawn by the functions of plots.js in one page, some in the pages of a dashboard.
 
 What stands out is shown, what is new comes into the plot that is there, nothing moves under whoever points at a plot, and what is chosen
-holds for all pages, whatever answers come when.
+holds for all pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 import groupwise.web
-from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.web.runs.curves import names_of, plots_of
 from tests.integration.web.visiting import (
@@ -56,8 +56,7 @@ async function plant(runs, plot) {
   figure.className = "chart";
   element = document.createElement("div");
   element.className = "plot";
-  const given = plot.curves ? { curves: plot.curves } : { runs, labels: runs, plot };
-  for (const [name, value] of Object.entries(given)) element.dataset[name] = JSON.stringify(value);
+  for (const [name, value] of Object.entries({ runs, labels: runs, plot })) element.dataset[name] = JSON.stringify(value);
   element.setAttribute("aria-label", plot.title);
   figure.append(element);
   document.querySelector(".charts").replaceChildren(figure);
@@ -173,10 +172,6 @@ class Plots:
     def everywhere(self, places: int = 401) -> list[dict[str, str]]:
         return self.at(*(n / (places - 1) for n in range(places)))
 
-    def label(self) -> str:
-        """Of the x axis."""
-        return self.does("rows(state.made)[0].querySelector('th').textContent")
-
     def words(self) -> str:
         """Screen readers get the description of a plot."""
         return self.does("state.made.ctx.canvas.getAttribute('aria-label')")
@@ -220,33 +215,6 @@ def plots(bench: Plots) -> Plots:
     bench.page.set_viewport_size(DESK)
     bench.choose(smoothing="0", logarithmic="no", over="steps")
     return bench
-
-
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        ("[0, 0.5, 1234.5678, 2e6, 3e-4, null, NaN].map((each) => short(each))",
-         ["0", "0.5", "1235", "2.00e6", "3.00e-4", "–", "–"]),
-        ("[extent(0, 0, {}), extent(0.25, 0.25, {})[0], extent(-3, -3, {})[1]]", [[0, 1], 0, 0]),
-        ("[[0, 0], [1e-4, 0.1], [2, 2]].map(([low, high]) => extent(low, high, { log: true }).map((each) => short(each, 3)))",
-         [["1", "10"], ["5.8e-5", "0.174"], ["1", "4"]]),
-        ("forward([0, 5, 3, null, 9])", [0, 5, 5.001, 5.002, 9]),
-        ("around({ mean: [10, 20, 30, 40], first: [0, 5, 10, 15], last: [4, 9, 14, 19] }, [21, 29])", [5, 14]),
-        ("logarithmicTicks(1e-4, 0.1, 0)", [1e-4, 1e-3, 1e-2, 0.1]),
-        ("logarithmicTicks(2, 30, 0)", [2, 5, 10, 20]),
-        ("[[1, 1.00001], [1, 2], [5, 5]].map(digitsOf)", [9, 4, 4]),
-        ("labels([0, 0.5, 1], 0.5)", ["0.0", "0.5", "1.0"]),
-        ("labels([2e6, 2.5e6, 3e6], 5e5)", ["2.0e6", "2.5e6", "3.0e6"]),
-        ("refined({ at: [1, 4, 7], first: [0, 3, 6], last: [2, 5, 8] }, { at: [3, 4], first: [3, 4], last: [3, 4] }, [3, 5]).at",
-         [1, 3, 4, 7]),
-    ],
-)  # fmt: skip
-def test_functions_of_plots(plots: Plots, call: str, expected: list[Any]) -> None:
-    def flat(found: list[Any]) -> list[Any]:
-        return [one for each in found for one in (each if isinstance(each, list) else [each])]
-
-    found, wanted = flat(plots.does(call)), flat(expected)
-    assert found == (wanted if isinstance(wanted[0], str) else pytest.approx(wanted))
 
 
 def test_a_part_of_a_stack_says_its_own_value_and_a_spread_is_of_its_own_step(plots: Plots) -> None:
@@ -447,31 +415,6 @@ def test_over_time_steps_stand_where_they_were_done(plots: Plots) -> None:
     assert {each["reward"] for each in plots.everywhere(51)} >= {"0", "1", "3"}
     plots.again(over="steps")
     assert plots.one(1.0) == {"step": "3", "reward": "3"}
-
-
-def test_held_out_prompts_have_a_curve_at_their_own_steps(plots: Plots) -> None:
-    path = plots.run(
-        "held",
-        [{"reward": 0.5} | ({"rare": 1.0 * n} if n % 50 == 0 else {}) for n in range(201)],
-        lambda step: BEGAN + 600.0 * (step + 1) + 43_200.0 * (step >= 100),  # it paused then
-    )
-    with Store.open(path / "run.db") as store:
-        for step in (0, 50, 100, 201):
-            name = f"step-{step}" if step else "before"
-            store.add_evaluation(
-                EvaluationRecord(step, name, f"held@{step}", {"reward": step / 1000})
-            )
-    plots.draw("rare", "held")
-    told = {(each["step"], each["rare"]) for each in plots.everywhere(5)}
-    assert told == {(str(50 * n), str(50 * n)) for n in range(5)}, "where they are"
-    plots.draw("Held-out reward", "held")
-    assert plots.at(1.0, 0.25) == [
-        {"step": "201", "held-out reward": "0.201"},
-        {"step": "50", "held-out reward": "0.05"},
-    ]
-    plots.again(over="time")
-    told = [each["hours"] for each in plots.at(0.0, 1000 / 60 / 45.5, 1.0)]
-    assert told == ["0 (step 0)", "16.67 (step 100)", "45.5 (step 201)"]
 
 
 def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(plots: Plots) -> None:

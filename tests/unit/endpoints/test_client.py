@@ -272,26 +272,6 @@ async def test_answers_of_other_forms() -> None:
         assert (answer.texts, answer.finish_reasons) == ((text,), (None,))
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (b"", "an empty body"),
-        (b'{"choices": [{"mess', r'no JSON, but \{"choices": \[\{"mess'),
-        (b"<html>Sorry</html>", "<html>Sorry</html>"),
-        (b"[1]", "no JSON object"),
-        (b'{"choices": []}', "without choices"),
-        (b'{"choices": [{}]}', "without message or text"),
-        (b'{"choices": [{"message": {"content": 5}}]}', "no text"),
-        (b"x" * 1000, r"x… \(1000 bytes\)"),
-    ],
-)
-async def test_what_is_no_answer_is_shown(body: bytes, said: str) -> None:
-    service = Service(httpx2.Response(200, content=body))
-    error = await failed(service, said)
-    assert str(error).startswith("POST http://host:1/v1/chat/completions: ")
-    assert (error.status, len(service.asked)) == (None, 1)
-
-
 def test_urls_and_keys_are_checked_without_showing_what_is_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,58 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from groupwise.server.verbs.mount import Verbs
-from groupwise.server.verbs.port import ModelSpec
-from groupwise.wire.activity import ActivityAnswer, LoopElsewhere
-from groupwise.wire.keys import Role
-from tests.unit.server.asking import app_of, client_of, keyring
-from tests.unit.server.fake_service import RUN, FakeService
+from groupwise.wire.activity import ActivityAnswer
 from tests.unit.server.serving import Served, served
-from tests.unit.server.verbs.test_mount import no_engine
-
-
-async def test_sessions_of_clients_that_train_by_verbs_and_a_loop_elsewhere(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        loop = LoopElsewhere(id="p", owner="run at laptop", silent_seconds=1.0, calls=2)
-        server.service.loop_elsewhere = lambda: loop
-        verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
-        await verbs.begin()
-        opened = verbs.service.opened
-        session = await opened.create_session(None)
-        model = opened.new_model(session, 0)
-        (told,) = (await server.service.activity()).sessions
-        assert (told.id, told.models[0].id, told.models[0].base) == (session, model.id, None)
-        model.spec = ModelSpec(base="tiny", rank=8, seed=0)
-        opened.know_sampler(f"{session}:sample:0", "tiny", None)
-        activity = await server.service.activity()
-        (told,) = activity.sessions
-        assert (told.models[0].base, told.models[0].rank, told.models[0].steps) == ("tiny", 8, 0)
-        assert told.samplers == 1
-        assert told.silent_seconds < 60 < told.let_go_seconds <= 600
-        assert activity.loop_elsewhere == loop
-        assert (await server.service.status()).loop_elsewhere == "run at laptop"
-        await opened.finish(session)
-        assert (await server.service.activity()).sessions == []
-        await verbs.shut_down()
-
-
-async def test_clients_are_told_by_their_keys_with_what_went_wrong_last() -> None:
-    ring, keys = keyring()
-    reader_key, trainer_key = ({"X-API-Key": keys[role]} for role in (Role.READ, Role.TRAIN))
-    async with client_of(app_of(FakeService(), ring)) as client:
-        await client.get("/checkpoints", headers=trainer_key)
-        for looks in ("/status", "/activity", "/metrics", "/healthz"):
-            assert (await client.get(looks, headers=trainer_key)).status_code == 200
-        assert (await client.post("/start", json={}, headers=reader_key)).status_code == 403
-        assert (await client.get("/status", headers={"X-API-Key": "gw-unknown"})).status_code == 401
-        told = [(await client.get("/activity", headers=reader_key)).json() for _ in range(2)]
-    assert told[0]["run_id"] == RUN
-    names = ("role", "requests", "refused", "last_request", "last_problem")
-    for each in told:  # the last first, nobody who has no key; whoever only looks asks for nothing
-        assert [tuple(known[name] for name in names) for known in each["clients"]] == [
-            ("read", 1, 1, "POST /start", "forbidden"),
-            ("train", 1, 0, "GET /checkpoints", None),
-        ]
 
 
 async def seen(server: Served, what: Callable[[ActivityAnswer], object]) -> ActivityAnswer:

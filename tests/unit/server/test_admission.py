@@ -62,21 +62,6 @@ async def test_as_many_groups_are_let_in_as_the_next_steps_take_in_the_order_of_
     await clients[5].leave()
 
 
-async def test_manual_steps_bound_the_number_alone() -> None:
-    room = admission(manual=True)
-    first, waiting = Client(room, [900, None, 3]), Client(room, [None] * 3)
-    await settled()
-    assert (first.draws, waiting.draws) == ((900, 901, 3), None)
-    room.now(Traffic(steps_done=0, under_way=3))
-    await first.leave()
-    await settled()
-    assert waiting.draws is None
-    room.now(Traffic(steps_done=0, under_way=2))
-    await settled()
-    assert waiting.draws == (902, 903, 904)
-    await waiting.leave()
-
-
 async def test_named_draws_wait_for_their_step_and_hold_nobody_up() -> None:
     room = admission(size=2, staleness=0)
     late, first, second = Client(room, [2]), Client(room, [1]), Client(room, [0])

@@ -247,27 +247,6 @@ async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
         assert (await server.service.start(request, ME)).groups_per_step == size
 
 
-async def test_what_cannot_be_gone_on_with_is_refused_by_its_field(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        run = await server.start(lora={"r": 2}, adapter="new")
-        await server.round(0)
-        await server.service.save_checkpoint("kept", ME)
-        await server.service.stop()
-
-        async def field(code: str, resume_from: str, **more: Any) -> str:
-            request = StartRequest.model_validate({"resume_from": resume_from, **more})
-            refusal = await refused(code, server.service.start(request, ME))
-            (error,) = refusal.errors
-            return error.field
-
-        assert await field("settings_conflict", run, adapter="full") == "lora"
-        assert await field("settings_conflict", run, run_name="another") == "run_name"
-        for name in ("kept", f"{run}@1"):
-            other = {"adapter": "full", "lora": None}
-            assert await field("resume_mismatch", name, **other) == "adapter"
-        assert await server.start(resume_from=f"{run}@1", run_name="another") == "another"
-
-
 async def test_settings_that_cannot_be_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("model_not_allowed", {"model_id": "/etc"}),

@@ -3,7 +3,6 @@
 1. Of each prompt that both have answered the newest groups stand side by side, those that differ most first.
 2. A side ends where its step says; a run beside itself is shown first against now.
 3. Prompts are the same by number and text, or by text alone where the data differ.
-4. What is looked at is bounded, and the page says so.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import httpx2
 import pytest
 
 from groupwise.runs.asked import AskedFilter
-from groupwise.runs.records import GroupAsked, StepRecord
+from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout
-from groupwise.web.runs.answers import matches
 from tests.unit.web.asking import asking
 from tests.web_runs import write_run
 
@@ -125,29 +123,6 @@ async def test_sides_end_at_their_steps_and_are_matched_and_chosen(
     if "old@0" in query:
         [pair] = found["pairs"]
         assert [pair[side]["step"] for side in "ab"] == [0, 1]
-
-
-async def test_rewards_that_are_computed_otherwise_are_told(
-    client: httpx2.AsyncClient, tmp_path: Path
-) -> None:
-    assert (await page(client, "a=old&b=new"))["scored_otherwise"] == []
-    (tmp_path / "new" / "config.json").write_text('{"rewards": {"weights": {"x": 2}}}')
-    assert (await page(client, "a=old&b=new"))["scored_otherwise"] == ["rewards.weights.x"]
-    (tmp_path / "new" / "config.json").unlink()
-    assert (await page(client, "a=old&b=new"))["scored_otherwise"] == []
-
-
-def test_prompts_are_told_apart_by_their_numbers_where_they_can_be_and_else_by_their_text() -> None:
-    a = [GroupAsked(5, 2, 0, "play"), GroupAsked(4, 2, 1, "play")]
-    b = [GroupAsked(9, 3, 1, "play"), GroupAsked(8, 3, 0, "play"), GroupAsked(1, 0, 0, "play")]
-    assert matches(a, b) == [(a[0], b[1]), (a[1], b[0])]
-    others = [GroupAsked(9, 3, 7, "play")]
-    assert matches(a, others) == [(a[0], others[0])]
-    assert matches(a, [GroupAsked(9, 3, 0, "work")]) == []
-    shifted = [GroupAsked(5 - n, 2, n, f"prompt {n}") for n in range(6)]
-    against = [GroupAsked(9 - n, 3, n, f"prompt {n + (n > 0)}") for n in range(5)]
-    found = [(one.prompt, other.prompt) for one, other in matches(shifted, against)]
-    assert found == [(f"prompt {n}", f"prompt {n}") for n in (0, 2, 3, 4, 5)]
 
 
 def test_completions_of_an_earlier_draw_are_nobodys_answer_anew(tmp_path: Path) -> None:

@@ -10,14 +10,12 @@ from typing import Any
 
 import httpx2
 import pytest
-from sqlalchemy.orm import Session
 
 from groupwise.fleet.client import FleetClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
-from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.database import connect as connect_to
-from groupwise.fleet.store.tables import Attempt, Checkpoint
 from groupwise.web.access import Door
 from groupwise.web.app import make_app
 from groupwise.web.fleet.jobs import MOST_OF_REASON
@@ -190,16 +188,6 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
             assert watched.stamp(PATIENT) == "fleet_away"
 
 
-async def test_lists_go_on_with_older_jobs(small: SmallFleet, tmp_path: Path) -> None:
-    ids = [small.job("queued", job_id=f"job-{number:03}") for number in range(60)]
-    fleet = DirectFleet(place_in(tmp_path / "fleet"), small.database, ADA)
-    async with client_of(fleet, tmp_path) as client:
-        first = (await client.get("/fleet/jobs?format=json")).json()
-        then = (await client.get(f"/fleet/jobs?format=json&older_than={first['more']}")).json()
-    assert sorted(each["job_id"] for each in first["jobs"] + then["jobs"]) == ids
-    assert then["more"] is None
-
-
 async def token_of(client: httpx2.AsyncClient, path: str) -> str:
     page = await shown_of(client, path)
     return page.partition('name="token" value="')[2].partition('"')[0]
@@ -301,52 +289,6 @@ def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
             watched.ask(lambda fleet: fleet.show("waiting-1"))
     finally:
         answer.set()
-
-
-def ends(small: SmallFleet, job: str, number: int, evidence: dict[str, Any]) -> int:
-    """An attempt of this number that has failed, with a checkpoint of its own. Its epoch."""
-
-    def write(session: Session) -> int:
-        now = seconds(session)
-        attempt = Attempt(job_id=job, generation=0, number=number, created_at=now - 60, owner="d")
-        session.add(attempt)
-        session.flush()
-        for state in ("launching", "running", "collecting", "ended"):
-            if state == "ended":
-                attempt.outcome, attempt.evidence, attempt.ended_at = "failed", evidence, now
-            attempt.state = state
-            session.flush()
-        attempt.cleanup = "clean"
-        left = {"path": f"out/{number}", "step": 10, "manifest": {}, "mirrored_at": now}
-        session.add(Checkpoint(job_id=job, generation=0, epoch=attempt.epoch, **left))
-        return attempt.epoch
-
-    return small.database.run(write)
-
-
-async def test_an_attempt_has_one_name_and_a_log_wherever_it_is_spoken_of(
-    client: httpx2.AsyncClient, direct: DirectFleet, small: SmallFleet
-) -> None:
-    job = small.job("running", job_id="tried", spec={"arguments": ["sh", "-c", "echo 'a b' $X"]})
-    first, second = (ends(small, job, number, {}) for number in range(2))
-    append(make(direct.place.logs, job, second), 0, b"attempt 1\n")
-    path = "/fleet/jobs/tried"
-    page = await shown_of(client, path)
-    for said in ("<b>attempt 1</b>", "<title>attempt 1: failed", '<td>1</td><td dir="auto">out/1</td>',
-                 f"<span>epoch {second}</span>"):  # fmt: skip
-        assert said in page
-    assert "attempt 2" not in page
-    earlier = (await client.get(f"{path}?epoch={first}&format=json")).json()
-    assert (earlier["attempt"], earlier["log"]) == ("0", ""), "not what the next one wrote"
-    assert earlier["command"] == "sh -c 'echo '\"'\"'a b'\"'\"' $X'", "as a shell takes it"
-    begins = (await client.get(f"{path}/log?offset=8")).json()
-    assert begins == {"text": "1\n", "epoch": second, "attempt": "1", "offset": 10, "ended": False}
-    over = small.job("failed", job_id="over")
-    epoch = ends(small, over, 0, {})
-    beyond = (await client.get("/fleet/jobs/over/log?offset=100000")).json()
-    assert (beyond["text"], beyond["epoch"], beyond["ended"]) == ("", epoch, True)
-    none = (await client.get("/fleet/jobs/waiting-1/log?offset=5")).json()
-    assert (none["text"], none["epoch"], none["ended"]) == ("", None, False)
 
 
 def test_pages_learn_of_a_change_and_of_nothing_else(direct: DirectFleet) -> None:

@@ -53,15 +53,6 @@ def test_whether_a_process_works_on_it_is_asked_each_time(tmp_path: Path) -> Non
     assert names(index)["one"][0] == "crashed"
 
 
-def test_a_page_does_not_wait_for_all_of_them(tmp_path: Path) -> None:
-    for number in range(20):
-        write_run(tmp_path / f"run-{number}", 1)
-    index = RunsIndex(tmp_path)
-    first = index.known(patience=0.0)
-    assert len(first.runs) + first.unread == 20
-    assert len(index.known(patience=10.0).runs) == 20
-
-
 def test_what_cannot_be_read_is_listed_last(tmp_path: Path) -> None:
     write_run(tmp_path / "fine", 1)
     (tmp_path / "empty").mkdir()
@@ -72,21 +63,6 @@ def test_what_cannot_be_read_is_listed_last(tmp_path: Path) -> None:
     assert [each.info.name for each in found] == ["fine", "caf\ufffd", "empty", "odd"]
     assert [bool(each.info.broken) for each in found] == [False, True, True, True]
     assert RunsIndex(tmp_path / "nowhere").known().runs == ()
-
-
-def test_what_could_not_be_read_is_tried_again(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "one", 1)
-    now = [0.0]
-    index = RunsIndex(tmp_path, lambda: now[0])
-    record = path / "run.db"
-    kept, facts, stamp = record.read_bytes(), record.stat(), module.stamp_of(path)
-    record.write_bytes(b"x" * len(kept))
-    assert index.known(10.0).runs[0].info.broken
-    record.write_bytes(kept)
-    os.utime(record, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-    assert module.stamp_of(path) != stamp, "a change that leaves time and size is seen, too"
-    now[0] += module.AGAIN
-    assert index.known(10.0).runs[0].info.broken is None
 
 
 def test_the_ends_of_long_curves_are_those_of_the_whole(tmp_path: Path) -> None:

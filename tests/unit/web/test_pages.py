@@ -16,10 +16,9 @@ import pytest
 
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
-from groupwise.types import Example, Group
 from groupwise.web.templates import STATIC
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
-from tests.unit.web.asking import asking, json_of, page_of
+from tests.unit.web.asking import asking, json_of
 from tests.web_runs import HOSTILE, write_run
 
 PAGES = (
@@ -138,7 +137,7 @@ async def test_pages_of_a_search_follow_each_other(client: httpx2.AsyncClient) -
     assert len(some) == 8
 
 
-async def test_rollouts_are_those_of_a_task(client: httpx2.AsyncClient, runs: Path) -> None:
+async def test_rollouts_are_those_of_a_task(client: httpx2.AsyncClient) -> None:
     page = "/runs/one/rollouts?order=draw&format=json"
     everything = (await client.get(page)).json()
     assert everything["tasks"] == ["products", "proofs", "sums"]
@@ -149,17 +148,6 @@ async def test_rollouts_are_those_of_a_task(client: httpx2.AsyncClient, runs: Pa
         lines = (await client.get(f"/runs/one/rollouts.jsonl?task={task}")).text.splitlines()
         assert {json.loads(line)["task"] for line in lines} == {task}
     assert 'name="task"' not in (await client.get("/runs/new/rollouts")).text
-    path = write_run(runs.parent / "labels" / "many", 1)
-    labels = [f"{draw} {HOSTILE}" for draw in range(10, 212)]
-    for some, control in ((labels[:1], "select"), (labels, "input")):  # too many to choose from
-        with Store.open(path / "run.db") as store:
-            store.rewind(1)
-            store.keep_unfinished(
-                [Group(n, Example(n, "?", {"task": label}), ()) for n, label in enumerate(some, 10)]
-            )
-        shown = await page_of(path.parent, "/runs/many/rollouts")
-        assert f'<{control} name="task"' in shown
-        assert "<script>document" not in shown
 
 
 async def test_curves_come_thinned_with_what_stands_out_and_of_a_range_in_columns_of_their_own(

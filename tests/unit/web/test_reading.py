@@ -3,7 +3,6 @@
 1. The page of an example has whole groups, and pages for all of them.
 2. Of a long text a list has beginning and end; the rollout's own page has more, and programs all of it.
 3. Tokens come in pages that read as one text.
-4. A page does not clean what it does not show.
 """
 
 from __future__ import annotations

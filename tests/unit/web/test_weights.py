@@ -1,8 +1,4 @@
-"""Weights to take home: what is told of them, file by file, and all as one archive.
-
-1. Beside a checkpoint stands what was found out about the policy of its step.
-2. The archive has every file as it is, and is made while it is sent.
-"""
+"""Weights to take home: file by file, and all as one archive, which has every file as it is and is made while it is sent."""
 
 from __future__ import annotations
 
@@ -15,12 +11,10 @@ import httpx2
 import pytest
 
 from groupwise.runs import checkpoints
-from groupwise.runs.records import EvaluationRecord
-from groupwise.runs.store import Store
 from groupwise.web.runs import archive as made
 from groupwise.web.runs.archive import archive
 from tests.unit.web.asking import asking
-from tests.web_runs import HOSTILE, write_run
+from tests.web_runs import write_run
 
 CONTENT = {"adapter.safetensors": b"\x00\xff" * 3000, "sub/é.json": b"{}", "empty": b""}
 
@@ -38,10 +32,6 @@ def run(tmp_path: Path) -> Path:
         checkpoints.save(path / "checkpoints", step, fill)
     (path / "final").mkdir()
     fill(path / "final")
-    with Store.open(path / "run.db") as store:
-        store.set_meta({"final_step": 4})
-        losses = {"loss": 0.25, "mean_token_accuracy": 0.75}
-        store.add_evaluation(EvaluationRecord(2, HOSTILE[:40], "odd@2", losses))
     return path
 
 

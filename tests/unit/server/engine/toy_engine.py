@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from groupwise.errors import ConfigError, RunError
@@ -55,10 +54,6 @@ class ToyEngine:
 
     async def times_given_up(self):
         return self.given_up
-
-    async def pause(self, seconds):
-        """The loop does nothing else meanwhile."""
-        time.sleep(seconds)  # noqa: ASYNC251 — on purpose
 
     async def block(self):
         threading.Event().wait()

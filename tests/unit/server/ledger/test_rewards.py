@@ -119,10 +119,3 @@ def test_what_takes_no_rewards_says_why(run):
     set_run_state(run, RUN, "replaced")
     codes.append(refused(run, "g-2").code)
     assert codes == ["group_given_up", "lease_expired", "unknown_group", "finished"]
-
-
-def test_the_wrong_number_of_rewards(run):
-    open_groups(run, 0)
-    for rewards in ((), (1.0,), (1.0, 0.25, 0.0)):
-        wrong = refused(run, "g-0", rewards, field="groups.3.rewards")
-        assert (wrong.code, wrong.errors[0].field) == ("invalid_request", "groups.3.rewards")

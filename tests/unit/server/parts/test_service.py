@@ -21,7 +21,7 @@ from groupwise.server.parts import calls
 from groupwise.server.parts.calls import MOST_BODIES, TOLD_KEPT
 from groupwise.wire.parts import CallRequest
 from groupwise.wire.problems import Refusal
-from tests.fake_parts import LAYOUT, SUMS, FakeCore, FakeParts
+from tests.fake_parts import SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, NoRuns, PartsServer
 from tests.unit.server.asking import until
 
@@ -203,29 +203,6 @@ async def test_a_run_and_models_keep_parts_away_and_parts_a_run(tmp_path: Path) 
         gone = await ask.call(1, DISCARD)
         assert code(gone) == "parts_taken"
         assert "started in their place" in gone.json()["detail"]
-
-
-async def test_planning_begins_an_engine_that_is_opened_next(tmp_path: Path) -> None:
-    async with asking(tmp_path, opened=False) as ask:
-
-        async def plan() -> httpx2.Response:
-            plan = {"kind": "training", "config": {"model": {"name": "tiny"}}, "longest_prompt": 5}
-            return await ask.http.post("/parts/plan", json=plan)
-
-        assert (await plan()).json() == {"layout": LAYOUT}
-        await plan()
-        await ask.open()
-        assert len(ask.server.engines) == 1
-        await ask.call(1, OPEN)
-        await plan()
-        assert [len(each.core.parts.planned) for each in ask.server.engines] == [2, 1]
-        assert ask.server.engines[1].closed, "that of the parts is not disturbed"
-        await ask.http.delete(f"/parts/{ID}")
-        await plan()
-        assert len(ask.server.engines) == 3, "one that had a model in it is not used again"
-        ask.server.engines[2].lost = "killed"
-        await ask.open(OTHER)
-        assert len(ask.server.engines) == 4
 
 
 # 5.

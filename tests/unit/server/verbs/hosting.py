@@ -166,7 +166,7 @@ async def _at_once(seconds: float) -> None:
 class Server:
     """What a server has of the verbs, on one folder."""
 
-    def __init__(self, folder: Path, disk: Disk, most: int = 4) -> None:
+    def __init__(self, folder: Path, disk: Disk) -> None:
         self.disk = disk
         self.engine: FakeEngine | None = None
         folder.mkdir(exist_ok=True)
@@ -183,7 +183,7 @@ class Server:
             journal=journal,
             allowed=Allowed(folder / "models", ()),
             folder=str(folder),
-            most=most,
+            most=4,
             longest=64,
         )
         self.service = VerbService(self.host, journal=journal, keep_every=2)
@@ -199,8 +199,8 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(folder: Path, disk: Disk, **more: Any) -> AsyncGenerator[Server]:
-    server = Server(folder, disk, **more)
+async def serving(folder: Path, disk: Disk) -> AsyncGenerator[Server]:
+    server = Server(folder, disk)
     await server.begin()
     yield server
     await server.end()
