@@ -524,4 +524,4 @@ def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
     for value, said in zip(values, why[1:], strict=True):
         assert isinstance(value, Failed)
         assert math.isnan(value)
-        assert said in str(value.reason)
+        assert str(said) in str(value.reason)
