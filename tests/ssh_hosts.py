@@ -96,10 +96,6 @@ class Host:
             (self.folder / name).unlink(missing_ok=True)
         _keygen(self.folder / "hostkey")
 
-    def noise(self, text: str) -> None:
-        """What a start-up file of its shell prints before every command."""
-        (self.home / ".bashrc").write_text(f"cat <<'NOISE'\n{text}\nNOISE\n")
-
     def log(self) -> str:
         """What its sshd has said."""
         return (self.folder / "sshd.log").read_text(errors="replace")

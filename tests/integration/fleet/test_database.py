@@ -3,7 +3,7 @@
 1. What was acknowledged is there after `kill -9`; what was said not to be committed is not; what is unknown is said to be.
 2. A connection that is lost before COMMIT is no matter: the transaction is begun anew, and happens once.
 3. A connection that is lost during COMMIT raises `CommitUnknown`, whether it happened or not, and is never repeated.
-4. Deadlocks and lost races are begun anew; mistakes in statements, and wrong addresses, are told at once.
+4. Deadlocks and lost races are begun anew.
 5. Time limits and flushing hold for every connection, whatever the server's defaults are.
 6. A server that only reads, as one that has become a standby does, is no place to write: connections that lead there are not kept.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.store.database import (
@@ -28,7 +28,7 @@ from groupwise.fleet.store.database import (
     connect,
 )
 from groupwise.fleet.store.engine import parse
-from groupwise.fleet.store.tables import Cursor, Job
+from groupwise.fleet.store.tables import Cursor
 from tests.postgres import Postgres
 from tests.unit.fleet.store.test_database import *  # noqa: F403
 from tests.unit.fleet.store.test_database import names, put
@@ -211,10 +211,6 @@ def test_lost_before_commit(
     assert wire.cuts == 2
 
 
-def never(seconds: float) -> None:
-    raise AssertionError(f"it sleeps for {seconds} s")
-
-
 def only_reads(postgres: Postgres, url: str, truth: bool) -> None:
     """Those who connect from now on; as a standby does it, but for its reason."""
     name = url.rpartition("/")[2]
@@ -313,28 +309,6 @@ def test_a_swallowed_error_is_no_commit(database: Database) -> None:
     with pytest.raises(AssertionError, match=r"session\.begin_nested"):
         database.run(swallow)
     assert database.read(names) == ["a"]
-
-
-def test_mistakes_are_told_at_once(ready_url: str) -> None:
-    """Nothing is tried again, which would hold a thread until patience ends."""
-    calls: list[Session] = []
-
-    def mistaken(session: Session) -> None:
-        calls.append(session)
-        session.execute(text("SELECT nothing"))
-
-    def slow(session: Session) -> None:
-        session.execute(text("SET LOCAL statement_timeout = 5"))
-        session.execute(text("SELECT pg_sleep(10)"))
-
-    with closing(Database(parse(ready_url), never)) as database:
-        with pytest.raises(ProgrammingError):
-            database.run(mistaken)
-        assert len(calls) == 1
-        with pytest.raises(DataError, match="NUL"):  # text that cannot be sent
-            database.read(lambda s: s.get(Job, "a\0b"))
-        with pytest.raises(DatabaseFailure, match="too long"):
-            database.run(slow)
 
 
 def test_settings_of_every_connection(postgres: Postgres, ready_url: str) -> None:

@@ -105,29 +105,6 @@ async def test_nothing_of_the_users_is_read(
     assert not trap.exists()
 
 
-@pytest.mark.parametrize(
-    ("mode", "contents", "why"),
-    [
-        (0o600, None, "authorized_keys"),
-        (0o644, "", "chmod 600"),
-        (None, "", "No such file"),
-        (0o600, "no key", "cannot be used"),
-    ],
-)
-async def test_a_private_key_that_cannot_be_used_says_why(
-    machine: LoopbackHost, tmp_path: Path, mode: int | None, contents: str | None, why: str
-) -> None:
-    key = tmp_path / "key"
-    if contents is None:  # a good one, but a stranger's
-        asyncssh.generate_private_key("ssh-ed25519").write_private_key(key)
-    elif mode is not None:
-        key.write_text(contents)
-    if mode is not None:
-        key.chmod(mode)
-    with pytest.raises(HostUnreachable, match=why):
-        await ask(host_of(machine, key_path=str(key)), "echo")
-
-
 async def test_an_agent_that_is_named_is_asked(machine: LoopbackHost, tmp_path: Path) -> None:
     needed("ssh-agent", "ssh-add")
     with pytest.raises(HostUnreachable, match="no key to log in"):
@@ -164,23 +141,6 @@ async def test_through_a_jump_host_that_shows_its_own_key(
         await refusal(SshHost(inner.login, jump=dataclasses.replace(gate.login, host_key=key)))
     behind = dataclasses.replace(inner.login, host_key=gate.host_key)
     assert (await refusal(SshHost(behind, jump=gate.login))).seen == inner.host_key
-
-
-async def test_one_connection_is_kept_until_the_machine_goes(machine: LoopbackHost) -> None:
-    """And noise of a start-up file is skipped."""
-    machine.noise("Welcome!\nGROUPWISE-ANSWER 1 2 3\n" + "x" * 5000)
-    host = host_of(machine)
-    before = logins(machine)
-    for _ in range(5):
-        await told(host)
-    assert logins(machine) == before + 1
-    machine.power_loss()
-    with pytest.raises(HostUnreachable):
-        await ask(host, "echo")
-    machine.noise("")
-    machine.start()
-    await told(host)
-    await host.close()
 
 
 # What is known when it breaks

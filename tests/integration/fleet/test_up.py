@@ -1,13 +1,12 @@
 """`groupwise fleet up` as a person has it: a folder, two terminals, and kill -9.
 
 1. A submission prints its job's id alone, and a fleet that runs takes it at once.
-2. `--wait` ends with the job's exit code; `logs -f` shows all of a log and ends with the job.
-3. Cancel leaves no process; retry begins a new generation.
-4. When the fleet is killed its jobs run on, and the next `up` finishes them: once. Of the one that was killed no row is left.
-5. One folder, one fleet.
-6. A folder that was moved is a fleet as before; a copy beside the original is none.
-7. An address of NATS where nothing answers is told, once, and doctor sees it though only `up` was given it.
-8. On a full disk it says which disk that is, and ends.
+2. Cancel leaves no process; retry begins a new generation.
+3. When the fleet is killed its jobs run on, and the next `up` finishes them: once. Of the one that was killed no row is left.
+4. One folder, one fleet.
+5. A folder that was moved is a fleet as before; a copy beside the original is none.
+6. An address of NATS where nothing answers is told, once, and doctor sees it though only `up` was given it.
+7. On a full disk it says which disk that is, and ends.
 """
 
 import contextlib
@@ -162,31 +161,6 @@ def test_from_a_submission_to_its_artefacts(running: Fleet, tmp_path: Path) -> N
     assert running.call("logs", job_id).stdout == "hello\n"
     left = running.folder / "artefacts" / job_id / "current" / "outputs" / "out.txt"
     assert left.read_text() == "apples and pears"
-
-
-def test_who_waits_gets_the_exit_code_of_the_job_and_who_follows_all_of_its_log(
-    running: Fleet,
-) -> None:
-    text = (
-        "import os, time\nfor n in range(20): print(n); time.sleep(0.05)\nos.kill(os.getpid(), 6)"
-    )
-    job_id = running.submit("--retries", "0", *python(text))
-    done = running.call("logs", "-f", job_id)
-    assert done.stdout.splitlines() == [str(n) for n in range(20)]
-    assert running.job(job_id)["status"] == "failed"
-    assert running.call("logs", job_id, "--tail", "2").stdout == "18\n19\n"
-    for words, said, code in (
-        (
-            ("submit", "--retries", "0", "--wait", *python("import os; os.kill(os.getpid(), 6)")),
-            None,
-            134,
-        ),
-        (("exec", "local", *python("print('here'); raise SystemExit(5)")), "here\n", 5),
-    ):
-        done = running.call(*words)
-        assert done.returncode == code, done.stderr
-        assert said in (None, done.stdout)
-    assert "exit code" not in done.stderr
 
 
 def test_a_trainer_that_keeps_its_last_two_checkpoints_has_each_mirrored(

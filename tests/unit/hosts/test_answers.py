@@ -130,15 +130,6 @@ def test_paths_that_leave_the_folder_are_refused_whatever_the_machine_says() -> 
     assert [path for path, _ in tree.refused] == ["l", *bad]
 
 
-def test_a_file_without_hash_mode_and_size_is_no_answer() -> None:
-    odd = ([SHA, 0o644], ["xx", 0o644, 3], [SHA, 0o644, -1], "x", [SHA, "0644", 3], [[SHA], 1, 3])
-    for entry in odd:
-        with pytest.raises(BadAnswer, match="sha256, mode, size"):
-            answers.work_tree({"files": {"x": entry}})
-    setuid = answers.work_tree({"files": {"x": [SHA, 0o4755, 3]}}).files["x"]
-    assert setuid.mode == 0o755, "that bit does not travel"
-
-
 def test_a_checkpoint_stays_in_the_folder_and_has_a_step_that_a_database_can_count() -> None:
     for path in ("../c", "/c"):
         for at, files in ((path, {}), ("c", {f"{path}/x": [SHA, 0o644, 1]})):

@@ -3,7 +3,7 @@
 import pytest
 
 from groupwise.hosts.answers import ExitReason, ExitRecord
-from groupwise.hosts.failures import LONGEST_LINE, FailureClass, classify
+from groupwise.hosts.failures import FailureClass, classify
 
 
 def record(
@@ -61,24 +61,6 @@ def test_classes(given: ExitRecord, failure: FailureClass) -> None:
 def test_what_the_machine_says_of_its_gpus_goes_before_what_the_log_says() -> None:
     found = classify(record(tail="CUDA out of memory"), gpu_problems=["GPU 3 has vanished"])
     assert (found.failure, found.because) == (FailureClass.GPU_FAULT, "GPU 3 has vanished")
-
-
-@pytest.mark.parametrize(
-    ("given", "because"),
-    [
-        (record(2, tail="usage: train\ntrain: error: no --lr\n\n  \n"), "exit code 2: train: error: no --lr"),
-        (record(75, tail="the hub did not answer\n"), "exit code 75, it may succeed later: the hub did not answer"),
-        (record(3, tail=" \n\n"), "exit code 3"),
-        (record(2, tail="a\rno\x1b[31m \u202ered\tb"), "exit code 2: no␛[31m <U+202E>red    b"),
-        (record(2, tail="x" * 4000), f"exit code 2: {'x' * (LONGEST_LINE - 1)}…"),
-        (record(tail="a\n\x1b[1m  CUDA out of memory. Tried\x1b[0m\nb"), "␛[1m  CUDA out of memory. Tried␛[0m"),
-        (record(None, signal=11, tail="step 3"), "signal 11"),
-    ],
-)  # fmt: skip
-def test_the_line_that_was_believed_or_the_last_one_says_why(
-    given: ExitRecord, because: str
-) -> None:
-    assert classify(given).because == because
 
 
 # what follows

@@ -5,15 +5,13 @@
 3. Of launch and void for one epoch, the first decides; a lower epoch is refused, and a forgotten one.
 4. pid, start ticks and boot id are on disk before the command begins.
 5. Whatever the end was, there is an exit record that says so, with the end of the log.
-6. The channel of a launch closes while the command runs.
-7. The command sees the promised environment, and nothing of the spec is ever read by a shell.
-8. Secrets reach the command and no file.
-9. A supervisor that has settled needs nothing more of the Python that it began with.
+6. The command sees the promised environment, and nothing of the spec is ever read by a shell.
+7. Secrets reach the command and no file.
+8. A supervisor that has settled needs nothing more of the Python that it began with.
 """
 
 import hashlib
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import runner, spec
-from tests.runner_machine import Machine, Refused, alive, machine, request, until
+from tests.runner_machine import Machine, Refused, machine, request, until
 
 
 @pytest.fixture
@@ -261,25 +259,6 @@ def test_the_environment_of_a_command(either: Machine) -> None:
     assert (either.work() / "results").is_dir()
     ours = set(seen) - {"MINE", "LANG", "PYTHONUNBUFFERED"}
     assert {n for n in ours if not spec.problems(spec.JobSpec(("x",), {n: ""}))} == set()
-
-
-def test_the_channel_closes_while_the_command_runs(either: Machine) -> None:
-    """The harness reads to the end of the streams."""
-    pid = either.sh("until [ -e go ]; do sleep 0.02; done")["pid"]
-    assert alive(pid)
-    supervisor = either.state()["supervisor"]
-
-    def held(process: int) -> dict[str, str]:
-        folder = f"/proc/{process}/fd"
-        return {fd: os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
-
-    said, heard = held(pid), held(supervisor)
-    complaints = str(either.folder() / "supervisor.err")
-    assert [heard[fd] for fd in "012"] == [os.devnull, os.devnull, complaints]
-    assert (said["0"], said["1"]) == (os.devnull, said["2"])
-    assert list(heard.values()).count(said["1"]) == 2
-    assert os.getsid(supervisor) != os.getsid(0)
-    assert os.getsid(pid) == pid
 
 
 def test_secrets_are_in_no_file_and_no_argument(either: Machine) -> None:

@@ -470,14 +470,6 @@ def test_folders_that_a_job_has_closed_or_nested_are_removed(nobodys: Machine) -
     assert kept.exists()
 
 
-def test_a_file_that_the_user_may_not_read_is_called_so(nobodys: Machine) -> None:
-    work = done(nobodys, "mkdir outputs; echo > outputs/x; echo > outputs/y")
-    os.chmod(work / "outputs" / "x", 0)
-    os.chown(work / "outputs" / "x", os.geteuid(), -1)
-    told = manifest(nobodys)
-    assert (list(told["files"]), told["refused"]) == (["outputs/y"], [["outputs/x", "unreadable"]])
-
-
 # --- checkpoints --------------------------------------------------------------------------------
 
 

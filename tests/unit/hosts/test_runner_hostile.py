@@ -196,14 +196,6 @@ def test_records_that_are_no_files_are_waited_for_by_nobody(here: Machine, kind:
     assert (ended["code"], ended["reason"]) == (3, "exited")
 
 
-def test_a_cancel_that_nobody_can_hear_kills(here: Machine) -> None:
-    here.sh("trap '' TERM; while :; do sleep 0.05; done")
-    (here.folder() / "cancel").unlink()
-    (here.folder() / "cancel").mkdir()
-    here.ask("kill", job="job", epoch=1, grace=600)
-    assert here.comes_to("exited")["exit"]["signal"] == 9
-
-
 def test_nothing_is_looked_for_where_a_record_points(here: Machine) -> None:
     """All below the control group of an attempt is read, and what is in it killed."""
     here.sh("sleep 600")
