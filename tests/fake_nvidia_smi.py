@@ -14,8 +14,8 @@ A GPU's index is its place in the list. `cells` overrides what a field says. `ma
 environment as an app on that GPU, so that a leak shows as it would. Modes, each seen on real machines:
 
     normal; n/a (cells without values); err (ERR! in them); lost (the last GPU is gone, with the line that says so, exit 0);
-    lost_exit (the same, exit 15); hang (never ends, ignores TERM); slow (one second); garbage; truncated (ends in mid-line);
-    non_utf8; exit9 (no driver); exit15; exit127; no_mig_field (a driver before MIG); empty; apps_fail (who computes cannot be told)
+    lost_exit (the same, exit 15); hang (never ends, ignores TERM); garbage; truncated (ends in mid-line);
+    non_utf8; exit9 (no driver); no_mig_field (a driver before MIG); empty; apps_fail (who computes cannot be told)
 """
 
 import json
@@ -135,8 +135,6 @@ def misbehave(mode):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             time.sleep(3600)
-    if mode == "slow":
-        time.sleep(1.0)
     if mode == "garbage":
         print("%&/()=\0 <<<\n, , ,\n\n;;;")
         return 0
@@ -144,7 +142,8 @@ def misbehave(mode):
         return 0
     if mode == "exit9":
         print("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
-    return {"exit9": 9, "exit15": 15, "exit127": 127}.get(mode)
+        return 9
+    return None
 
 
 def main(arguments):

@@ -39,8 +39,8 @@ OPERATED = 0.02
 REST = 150.0
 """Seconds in which a healed fleet has to finish everything."""
 MODES = (
-    *("n/a", "err", "lost", "lost_exit", "slow", "garbage", "truncated", "non_utf8"),
-    *("exit9", "exit15", "exit127", "no_mig_field", "empty", "apps_fail", "hang"),
+    *("n/a", "err", "lost", "lost_exit", "garbage", "truncated", "non_utf8"),
+    *("exit9", "no_mig_field", "empty", "apps_fail", "hang"),
 )
 
 

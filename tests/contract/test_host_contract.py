@@ -108,15 +108,6 @@ async def test_what_was_asked_arrives_and_what_was_answered_comes_back(host: Hos
         await ask(host, "die")
 
 
-async def test_the_runner_is_kept_on_the_machine(host: Host) -> None:
-    await ask(host, "echo")
-    body = dict(request("echo").body)
-    del body["source"]
-    assert (await host.call(Request("echo", body), timeout=PLENTY)).body["ok"] is True
-    body["runner"] = "0" * 64
-    assert (await host.call(Request("echo", body), timeout=PLENTY)).body == {"need": "runner"}
-
-
 async def test_big_payloads_go_both_ways(host: Host) -> None:
     data = bytes(range(256)) * (48 << 12)  # 48 MiB
     answer = await ask(host, "echo", data, back=16 << 20)

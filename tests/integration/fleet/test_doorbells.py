@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -84,21 +83,14 @@ class TestNats:
             await brief.close()
             assert await asyncio.to_thread(next, heard) == b'["job-2","job-3"]'
 
-    async def test_garbage_duplicates_and_disorder_a_hundred_times(self, server, doorbell):
-        chance = random.Random(5)
-        known = [f"job-{n}" for n in range(20)]
-        odd = (b"[" * 60_000, b"{" * 60_000, b"x" * 65_000, b'{"job_id": null}', b"\xff" * 1000)
-        texts = [*(chance.randbytes(chance.randrange(300)) for _ in range(100)), *odd * 20]
-        texts += [name.encode() for name in known] * 100
-        chance.shuffle(texts)
-        server.publish("jobs.new", *texts)
-        heard: set[str] = set()
-        async with asyncio.timeout(SECONDS):
-            while not heard.issuperset(known):
-                heard |= await doorbell.wait(1)
+    async def test_garbage_and_headers_that_kill_the_librarys_reader_do_not_make_it_deaf(
+        self, server, doorbell
+    ):
+        server.publish("jobs.new", b"[" * 60_000, b'{"job_id": null}', b"\xff" * 1000, b"job-1")
+        assert await doorbell.wait(SECONDS) == {"job-1"}
         library = logging.getLogger("nats.aio.client")
         library.disabled = True
-        try:  # headers that kill the reader of the library do not make it deaf
+        try:
             server.publish("jobs.new", b"", headers=b"NATS/1.0 \xff\xff\xff\r\n\r\n")
             await hears(doorbell, lambda: server.publish("jobs.new", b"after"), "after")
         finally:

@@ -1,8 +1,7 @@
 """Releases meet on one machine: what an older one has begun there.
 
 The text of the runner travels with whoever asks, so a control plane always asks one of its own release; older are the supervisors that
-still run, with their folders. There has been one protocol so far: releases of others are this one with other numbers in it, on both
-sides, and everything else of them is real.
+still run, with their folders.
 """
 
 from __future__ import annotations
@@ -14,25 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.hosts import bootstrap, driver, framing, local
+from groupwise.hosts import driver
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
-from groupwise.hosts.framing import PROTOCOL
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.spec import JobSpec
 from tests.runner_machine import Machine, alive
 
-NEXT = PROTOCOL + 1
 SECONDS = 30.0
 WAITS = "echo begun >>../begun; echo one; until [ -e go ]; do sleep 0.02; done; echo two; exit 3"
 FOR_EVER = "while :; do sleep 0.1; done"
 
 Release = Callable[[int], Runner]
-
-
-def renumbered(text: str, old: str, new: str) -> str:
-    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in it"
-    return text.replace(old, new)
 
 
 @pytest.fixture
@@ -44,23 +36,13 @@ def here(tmp_path: Path) -> Iterator[Machine]:
 
 @pytest.fixture
 def release(here: Machine, monkeypatch: pytest.MonkeyPatch) -> Release:
-    """A control plane that speaks so from now on."""
+    """A control plane with a runner of its own from now on."""
     source = runner_text().source
 
     def begin(number: int) -> Runner:
-        command = renumbered(bootstrap.BOOTSTRAP, f"!= {PROTOCOL}:", f"!= {number}:")
-        text = renumbered(source, f"\nPROTOCOL = {PROTOCOL}\n", f"\nPROTOCOL = {number}\n")
-        spoken = f"\nSPOKEN = {(number, number - 1)}\n"
-        text = renumbered(text, f"\nSPOKEN = ({PROTOCOL},)\n", spoken)
+        text = f"{source}\nRELEASE = {number}\n"
         own = RunnerText(text, hashlib.sha256(text.encode()).hexdigest())
-        old = f"GROUPWISE-ANSWER {PROTOCOL} "
-        monkeypatch.setattr(
-            local, "BOOTSTRAP", renumbered(command, old, f"GROUPWISE-ANSWER {number} ")
-        )
         monkeypatch.setattr(driver, "runner_text", lambda: own)
-        monkeypatch.setattr(framing, "PROTOCOL", number)
-        for module in (framing, driver):
-            monkeypatch.setattr(module, "SPOKEN", frozenset({number, number - 1}))
         return Runner(LocalHost(environment=here.environment), root=str(here.root))
 
     return begin
@@ -120,5 +102,5 @@ async def is_driven_by(here: Machine, first: Runner, then: Callable[[], Runner])
 async def test_what_the_release_before_has_begun_is_driven_on(
     here: Machine, release: Release
 ) -> None:
-    await is_driven_by(here, release(PROTOCOL), lambda: release(NEXT))
+    await is_driven_by(here, release(1), lambda: release(2))
     assert len(list((here.root / "runners").glob("*.py"))) == 2

@@ -163,32 +163,6 @@ def test_from_a_submission_to_its_artefacts(running: Fleet, tmp_path: Path) -> N
     assert left.read_text() == "apples and pears"
 
 
-def test_a_trainer_that_keeps_its_last_two_checkpoints_has_each_mirrored(
-    running: Fleet, tmp_path: Path
-) -> None:
-    """As our own and most others do; what it has removed long since is nothing to begin again from."""
-    text = f"""
-import hashlib, json, os, shutil, time
-for step in range(1, 4):
-    folder = f"outputs/step-{{step}}"
-    os.makedirs(folder)
-    open(folder + "/w", "w").write(str(step))
-    files = {{"w": {{"size": 1, "sha256": hashlib.sha256(str(step).encode()).hexdigest()}}}}
-    json.dump({{"step": step, "files": files}}, open("manifest.json", "w"))
-    os.rename("manifest.json", folder + "/manifest.json")
-    shutil.rmtree(f"outputs/step-{{step - 2}}", ignore_errors=True)
-    while not os.path.exists({str(tmp_path)!r} + f"/{{step}}"): time.sleep(0.02)
-"""
-    job_id = running.submit(*python(text))
-    to = tmp_path / "got"
-    for step in range(1, 4):
-        words = ("fetch", job_id, f"outputs/step-{step}", "--checkpoints", "--to", str(to))
-        until(lambda words=words: running.call(*words).returncode == 0, f"step {step} is mirrored")
-        assert (to / "outputs" / f"step-{step}" / "w").read_text() == str(step)
-        (tmp_path / str(step)).touch()
-    assert running.until(job_id, "completed")["status"] == "completed"
-
-
 def test_cancel_leaves_no_process_and_retry_begins_a_new_generation(
     running: Fleet, tmp_path: Path
 ) -> None:

@@ -94,16 +94,6 @@ OBSERVATION: dict[str, Any] = {
 }
 
 
-def test_an_observation_without_its_core_is_none() -> None:
-    seen = answers.observation(OBSERVATION)
-    assert (seen.gpus[0].memory_used_mb, seen.gpus[1].problems) == (None, ("ERR!",))
-    for lacking in ("boot_id", "probe"):
-        with pytest.raises(BadAnswer):
-            answers.observation({k: v for k, v in OBSERVATION.items() if k != lacking})
-    with pytest.raises(BadAnswer, match="uuid"):
-        answers.observation({**OBSERVATION, "gpus": [{"index": 0}]})
-
-
 @pytest.mark.parametrize(
     ("odd", "name"),
     [

@@ -72,15 +72,6 @@ def asks(address: str, home: Path, *calls: tuple[str, str, Any], **environment: 
     )
 
 
-def test_of_each_call_status_and_text(server: Server, tmp_path: Path) -> None:
-    calls = (("GET", "/a", None), ("POST", "/b", {"x": 1}), ("GET", "/none", None))
-    done = asks(server.address, tmp_path, *calls)
-    assert json.loads(done.stdout) == [[200, "told\n"], [200, "told\n"], [404, "told\n"]]
-    assert [each[:2] for each in server.seen] == [("GET", "/a"), ("POST", "/b"), ("GET", "/none")]
-    assert json.loads(server.seen[1][3]) == {"x": 1}
-    assert [each[2] for each in server.seen] == [None] * 3
-
-
 @pytest.mark.parametrize("where", ["environment", "path", "home"])
 def test_the_token_is_read_where_ray_reads_it(server: Server, tmp_path: Path, where: str) -> None:
     file = tmp_path / ("kept" if where == "path" else ".ray/auth_token")

@@ -40,15 +40,6 @@ def test_what_jobs_may_not_set_is_the_same_on_both_sides() -> None:
     assert runner.MOST_ARTEFACTS == spec.MOST_ARTEFACTS
 
 
-def test_hello(either: Machine) -> None:
-    told = either.ask("hello")
-    assert (told["protocols"], told["root"]) == ([1], str(either.root))
-    assert told["methods"][-1] == "session"
-    assert told["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    for root, meant in (("fleet", "fleet"), ("~/other", "other")):
-        assert either.ask("hello", root=root)["root"] == str(either.home / meant)
-
-
 def test_a_damaged_runner_is_replaced_and_another_than_the_named_one_refused(new: Machine) -> None:
     with pytest.raises(Refused, match="bad_runner"):
         new.ask("hello", source="def answer_request(body, payload): raise SystemExit\n")
@@ -283,19 +274,15 @@ def test_secrets_are_in_no_file_and_no_argument(either: Machine) -> None:
 
 CANNOT_RUN: list[tuple[dict[str, Any], str, str]] = [
     ({"spec_environment": {"LD_PRELOAD": "x"}}, "bad_spec", "LD_PRELOAD"),
-    ({"spec_environment": {"PATH": "x"}}, "bad_spec", "PATH"),
     ({"spec_environment": {"GROUPWISE_ATTEMPT": "other.1"}}, "bad_spec", "GROUPWISE_ATTEMPT"),
-    ({"spec_environment": {"GROUPWISE_OUTPUT": "/x"}}, "bad_spec", "GROUPWISE_OUTPUT"),
     ({"secrets": {"GROUPWISE_RENDEZVOUS": "x"}}, "bad_spec", "GROUPWISE_RENDEZVOUS"),
     ({"spec_environment": {"A=B": "x"}}, "bad_spec", "A=B"),
-    ({"secrets": {"BASH_ENV": "x"}}, "bad_spec", "BASH_ENV"),
     ({"spec_secrets": ["TOKEN"]}, "bad_spec", "TOKEN"),
     ({"spec_artefacts": ["../../secret"]}, "bad_spec", "secret"),
     ({"spec_checkpoints": ["/etc"]}, "bad_spec", "/etc"),
     ({"spec_files": {"../x": ["0" * 64, 0o644, 1]}}, "bad_spec", "../x"),
     ({"limits": {"ram_mb": 10**9}}, "ram", "memory"),
     ({"limits": {"disk_mb": 10**11}}, "disk_full", "free"),
-    ({"limits": {"time_seconds": "long"}}, "bad_spec", "time_seconds"),
     ({"gpus": ["GPU-none"]}, "gpu_missing", "GPU-none"),
 ]
 

@@ -199,12 +199,3 @@ async def test_one_whose_begin_was_killed_is_lost_and_never_taken_over(runner: R
     again = await runner.launch(job("print('it ran')", 2))
     assert ended(again) == (0, "")
     assert await said(runner, 2) == "it ran\n"
-
-
-async def test_programs_of_the_machine_are_run_to_their_end(runner: Runner) -> None:
-    words = ("python3", "-c", "import sys; print(sys.argv[1:]); sys.exit('told')", "a b", "$(x)")
-    ran = await runner.run(words)
-    assert (ran.code, ran.out, ran.err) == (1, "['a b', '$(x)']\n", "told\n")
-    assert (await runner.run(("sleep", "1000"), seconds=0.2)).code is None
-    with pytest.raises(RunnerRefused, match="no-such"):
-        await runner.run(("no-such",))

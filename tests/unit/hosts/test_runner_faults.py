@@ -552,14 +552,6 @@ def test_a_log_goes_on_where_a_full_disk_has_room_again(small: Machine) -> None:
     assert text == "".join(f"{n}\n" for n in range(1_000_000, 1_060_000))
 
 
-def test_files_that_do_not_fit_refuse_the_launch(small: Machine) -> None:
-    blob = os.urandom(900_000)
-    (sha,) = small.put(blob)
-    small.launch("true", spec_files={name: [sha, 0o644, len(blob)] for name in "ab"})
-    assert small.comes_to("refused")["refused"]["code"] == "disk_full"
-    assert not small.work().exists()
-
-
 def test_no_write_may_be_torn(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write of a JSON fails once at each of its steps: what is read is the old one or the new one."""
     path = here.home / "a.json"

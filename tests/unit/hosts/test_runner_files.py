@@ -303,25 +303,6 @@ def test_what_becomes_a_link_a_moment_before_it_is_opened(
     assert runner.whole_inside(str(here.work()), "outputs/file", sha(b"canary"), 6) is None
 
 
-def test_limits_of_artefacts(here: Machine) -> None:
-    script = (
-        "mkdir outputs; cd outputs; printf 1 > a; printf 2 > b; head -c 1100000 /dev/zero > big"
-    )
-    many, large = "too_many", "too_large"
-    cases: list[tuple[dict[str, float], str, dict[str, str]]] = [
-        ({"artefact_files": 1, "artefact_mb": 1}, "a", {"b": many, "big": many}),
-        ({"artefact_mb": 1}, "ab", {"big": large}),
-        ({"artefact_mb": 0}, "", {"a": large, "b": large, "big": large}),
-        ({"artefact_files": 0}, "", {"a": many, "b": many, "big": many}),
-    ]
-    for epoch, (limits, files, refused) in enumerate(cases, 1):
-        here.sh(script, limits=limits, epoch=epoch)
-        here.comes_to("exited", epoch=epoch)
-        told = here.ask("manifest", job="job", epoch=epoch, what="artefacts")
-        assert list(told["files"]) == [f"outputs/{name}" for name in files], limits
-        assert dict(told["refused"]) == {f"outputs/{name}": why for name, why in refused.items()}
-
-
 def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> None:
     path = done(here, "mkdir outputs; printf one > outputs/x") / "outputs" / "x"
     remembered = here.folder() / "hashes.json"

@@ -67,11 +67,8 @@ BAD_HEALTH: dict[str, tuple[str, list[str], int]] = {
     "truncated": ("ok", [A], 1),
     "non_utf8": ("ok", [B], 2),
     "exit9": ("failed", [], 1),
-    "exit15": ("failed", [], 0),
-    "exit127": ("failed", [], 0),
     "no_mig_field": ("ok", [A, B], 0),
     "empty": ("ok", [], 0),
-    "slow": ("ok", [A, B], 0),
 }
 """What nvidia-smi does, to how that is called, the GPUs that are seen, and how many lines at least are told to be unread."""
 

@@ -53,18 +53,12 @@ def saved(folder: Path, step: int, *, more: str = "") -> Path:
 HASHED = '"sha256": "' + "0" * 64 + '"}}}'
 ODD_MANIFESTS = {
     "nested": NESTED,
-    "nested well": "[" * 50_000 + "]" * 50_000,
     "nested inside": '{"step": 1, "files": ' + '{"a":' * 100_000,
     "long number": '{"files": {}, "step": ' + "1" * 1_000_000 + "}",
-    "long size": '{"step": 1, "files": {"w": {"size": ' + "1" * 1_000_000 + "}}}",
     "half character": '{"step": 1, "files": {"\\ud800": {"size": 1, ' + HASHED,
     "nul": '{"step": 1, "files": {"\\u0000": {"size": 1, ' + HASHED,
     "not a number": '{"step": NaN, "files": {}}',
-    "truth": '{"step": true, "files": {}}',
-    "no end": '{"step": 1e999, "files": {}}',
-    "null bytes": "\0" * 5000,
     "list": '{"step": 1, "files": ["w"]}',
-    "twice": '{"step": 1, "step": -1, "files": {}, "files": 7}',
     "size as real": '{"step": 1, "files": {"w": {"size": 1.0, ' + HASHED,
 }
 

@@ -136,13 +136,6 @@ async def test_what_seems_lost_is_only_where_both_are_silent(
     assert found.state is (truth or RunnerState(seen))
 
 
-async def test_what_the_files_say_needs_no_slurm() -> None:
-    cluster = Cluster(state="running", pid=3)
-    cluster.answers["squeue"] = {"code": 1, "err": "dead"}
-    assert (await cluster().status("j", 1)).state is RunnerState.RUNNING
-    assert cluster.ran_there == []
-
-
 # --- of who tends it -------------------------------------------------------------------------------
 
 
