@@ -83,8 +83,6 @@ class Ray:
     token: str = field(default_factory=lambda: f"{random.SystemRandom().getrandbits(160):040x}")
     gcs: int = field(default_factory=free_port)
     api: int = field(default_factory=free_port)
-    start_timeout: int = 900
-    """Seconds after which it gives up what waits."""
     _watch: "subprocess.Popen[bytes] | None" = None
 
     @property
@@ -115,7 +113,7 @@ class Ray:
             "RAY_health_check_period_ms": "500",  # what is dead refuses at once, what is slow has its time
             "RAY_enable_metrics_collection": "0",
             "AUTOSCALER_UPDATE_INTERVAL_S": str(REPORTS_EVERY),
-            "RAY_JOB_START_TIMEOUT_SECONDS": str(self.start_timeout),
+            "RAY_JOB_START_TIMEOUT_SECONDS": "900",
             "DASHBOARD_METRIC_PORT": str(free_port("0.0.0.0")),
             "AUTOSCALER_METRIC_PORT": str(free_port("0.0.0.0")),
         }
@@ -241,10 +239,10 @@ class Ray:
 
 
 @contextmanager
-def cluster(*, start_timeout: int = 900) -> Iterator[Ray]:
+def cluster() -> Iterator[Ray]:
     """A head that takes jobs."""
     with tempfile.TemporaryDirectory(prefix="gw-ray-", ignore_cleanup_errors=True) as path:
-        found = Ray(Path(path), needed(), start_timeout=start_timeout)
+        found = Ray(Path(path), needed())
         try:
             found.start()
             yield found

@@ -50,9 +50,9 @@ PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 ReturnToService=2
 SlurmctldTimeout=10
-SlurmdTimeout={node_timeout}
+SlurmdTimeout=60
 KillWait=5
-MinJobAge={min_job_age}
+MinJobAge=300
 MessageTimeout=5
 JobRequeue=1
 {nodes}
@@ -171,8 +171,7 @@ def read(path: Path) -> bytes:
 
 
 @contextmanager
-def cluster(*, node_timeout: int = 60, min_job_age: int = 300) -> Iterator[Cluster]:
-    """`node_timeout`: seconds after which a silent node is given up; `min_job_age`: for which what has ended is known."""
+def cluster() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="gw-slurm-", ignore_cleanup_errors=True) as path:
         found = Cluster(Path(path))
         for name in ("state", *(f"spool.{node}" for node in NODES)):
@@ -186,8 +185,6 @@ def cluster(*, node_timeout: int = 60, min_job_age: int = 300) -> Iterator[Clust
                 controller=free_port(),
                 folder=found.folder,
                 nodes="\n".join(nodes),
-                node_timeout=node_timeout,
-                min_job_age=min_job_age,
             )
         )
         (found.folder / "gres.conf").write_text(GPUS)

@@ -22,30 +22,20 @@ while True:
 CANARY = "canary-of-a-secret-5150"
 
 
-def asked(person: Person, name: str) -> tuple[str, ...]:
-    """The words after the place."""
+def ctrl_c_ends_it(person: Person, *place: str, far: tuple[Path, ...] = ()) -> None:
+    """It ends in order, its results are here, and its secret is nowhere, folders of the `far` side among that."""
     (person.project / "job.py").write_text(WAITS)
     (person.project / "secret.env").write_text(f"TOKEN={CANARY}\n")
-    return ("--name", name, "--env-file", "secret.env", "--script", "job.py")
-
-
-def assert_stopped(person: Person, name: str, said: str, *places: Path) -> None:
-    """It ended in order, its results are here, and its secret is nowhere, `places` of the far side among that."""
-    assert f"stopping {name}" in said, said
-    assert said.count("it waits") == 1
-    assert CANARY not in said
-    outputs = person.project / "launches" / name / "outputs"
-    assert (outputs / "ended").read_text() == "in order"
-    assert (outputs / "told").read_text() == hashlib.sha256(CANARY.encode()).hexdigest()
-    assert person.result(name)["state"] == "cancelled"
-    assert person.holding(CANARY, *places) == []
-
-
-def ctrl_c_ends_it(person: Person, *place: str, far: tuple[Path, ...] = ()) -> None:
-    """Typed in a terminal of its own."""
-    name = "stopped"
-    watching = person.begins(*place, *asked(person, name))
+    words = ("--name", "stopped", "--env-file", "secret.env", "--script", "job.py")
+    watching = person.begins(*place, *words)
     person.sees("it waits")
     watching.send_signal(signal.SIGINT)
     assert watching.wait(240) == 130
-    assert_stopped(person, name, person.said(), *far)
+    said = person.said()
+    assert said.count("it waits") == 1
+    assert CANARY not in said
+    outputs = person.project / "launches/stopped/outputs"
+    assert (outputs / "ended").read_text() == "in order"
+    assert (outputs / "told").read_text() == hashlib.sha256(CANARY.encode()).hexdigest()
+    assert person.result("stopped")["state"] == "cancelled"
+    assert person.holding(CANARY, *far) == []

@@ -15,13 +15,11 @@ from groupwise.clouds.port import Backend, CloudError, Order, Outcome, Phase, Un
 from groupwise.hosts import engines
 from groupwise.hosts import ray as ray_host
 from groupwise.hosts import slurm as slurm_host
-from groupwise.hosts.driver import Engine, Launch, Runner
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.port import OutcomeUnknown
-from groupwise.hosts.spec import JobSpec, Limits
+from groupwise.hosts.spec import Limits
 from tests import places, ray, slurm
 from tests.integration.launch.person import Person
-from tests.integration.launch.stopping import ctrl_c_ends_it
 from tests.places import SAVES, Place, laptop, name
 
 __all__ = ["laptop", "name"]
@@ -198,38 +196,12 @@ def test_a_plan_asks_slurm_and_changes_nothing(clerk: Person, engine: OfOne) -> 
         (("--gpus", "3"), "Slurm would not have it"),
         (("--partition", "none-such"), "invalid partition"),
         (("--sbatch=--array=1-9",), "--array"),
-        (("--sbatch", "constraint"), "an option of sbatch is expected"),
-        (("--shared", "relative"), "absolute path"),
-        (("--user", "me"), "--host"),
     ):
         typed = clerk.types(*dry, *wrong, "--script", "job.py", code=None)
         assert typed.code != 0
         assert why in typed.err
         assert "Traceback" not in typed.err
     assert engine.jobs("planned") == []
-
-
-@only_ray
-def test_a_plan_asks_ray_and_changes_nothing(
-    clerk: Person, engine: OfOne, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray.shared().idle()
-    dry = ("ray", "--dry-run", "--name", "planned", "--gpus", "1")
-    typed = clerk.types(*dry, "--resource", "apart=1", "--script", "job.py")
-    assert '"entrypoint_num_cpus": 1, "entrypoint_num_gpus": 1' in typed.out
-    assert "Ray has free: 8 of 8 CPU, 4 of 4 GPU" in typed.out
-    dead = ("--address", f"http://127.0.0.1:{ray.shared().gcs}")
-    typed = clerk.types(*dry, *dead, "--script", "job.py", code=1)
-    assert "Ray does not answer there" in typed.err
-    assert "Traceback" not in typed.err
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 40)
-    assert "does not take its token" in clerk.types(*dry, "--script", "job.py", code=1).err
-    assert engine.jobs("planned") == []
-
-
-@LONG
-def test_ctrl_c_ends_it_in_order_and_fetches(clerk: Person, engine: OfOne) -> None:
-    ctrl_c_ends_it(clerk, engine.name, far=(engine.folder,))
 
 
 def test_what_waits_says_what_for_and_is_stopped(clerk: Person, engine: OfOne) -> None:
@@ -374,42 +346,6 @@ async def test_refused_or_cancelled_in_the_queue_its_name_is_free(laptop: Laptop
     assert numbers(laptop.name, "pending,running") == []
 
 
-@only_slurm
-async def test_of_two_roots_each_has_its_job_of_the_name(laptop: Laptop, engine: OfOne) -> None:
-    """And of another engine's launch nothing is said."""
-    (laptop.folder / "b").mkdir()
-    other = Laptop(engine.place(str(laptop.folder / "b")).reach(), laptop.folder, laptop.name)
-    for each, word in ((laptop, "a"), (other, "b")):
-        handle = await each.submit(asked(each, f"print({word!r})"))
-        assert await each.outcome(handle) is Outcome.SUCCEEDED
-        assert await each.said(handle) == f"{word}\n"
-    assert len(numbers(laptop.name)) == 2
-    runner: Any = other.backend._slurm  # type: ignore[attr-defined]
-    plain = Runner(runner.host, root=runner.root)
-    await plain.launch(Launch("another", 1, JobSpec(("true",)), engine=Engine("another")))
-    assert (await runner.status("another", 1)).engine_says == ""
-    await plain.void("another", 1)
-    await other.backend.close()
-
-
-@LONG
-@only_slurm
-async def test_a_node_that_slurm_gives_up_keeps_its_job(laptop: Laptop) -> None:
-    go, cluster = laptop.folder / "go", slurm.shared()
-    handle = await laptop.submit(asked(laptop, waits_for(go), "--nodelist=n2"))
-    await laptop.running(handle)
-    cluster.kill("n2")
-    try:
-        cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
-        assert numbers(laptop.name, "node_fail") or not numbers(laptop.name, "running")
-        assert (await laptop.backend.status(handle)).phase is Phase.RUNNING
-        go.touch()
-        assert await laptop.outcome(handle) is Outcome.SUCCEEDED
-    finally:
-        cluster.start("n2")  # and it is back as soon as it has told so (ReturnToService=2)
-        cluster.until_ready()
-
-
 # --- Ray -------------------------------------------------------------------------------------------
 
 
@@ -441,7 +377,6 @@ async def test_each_gets_gpus_of_its_own_and_what_asks_for_none_gets_none(laptop
 async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
     laptop: Laptop, engine: OfOne, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what Ray cannot begin is told with its words."""
     real, lost = ray_host.RayRunner._submit, iter([True])
 
     async def answers_late(*asked: Any) -> None:
@@ -456,12 +391,6 @@ async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
     assert await laptop.outcome(handle) is Outcome.SUCCEEDED
     assert len(engine.jobs(laptop.name)) == 1
     assert await laptop.said(handle) == "it ran\n"
-    runner: Any = laptop.backend._ray  # type: ignore[attr-defined]
-    wrong = Engine(await runner.word(), ('{"entrypoint_num_cpus": -1}',))
-    await runner.launch(Launch("wrong", 1, JobSpec(("true",)), engine=wrong))
-    state = await runner.status("wrong", 1)
-    assert "num_cpus cannot be negative" in state.refused.message
-    assert "Traceback" not in state.refused.message
 
 
 @LONG
@@ -475,20 +404,3 @@ async def test_with_its_node_it_is_lost_and_goes_on_from_its_checkpoint(laptop: 
     again = await laptop.resume()
     assert await laptop.outcome(again) is Outcome.SUCCEEDED
     assert await laptop.said(again) == "one\n"
-
-
-@LONG
-async def test_what_ray_gives_up_it_gets_again(name: str, tmp_path: Path) -> None:
-    with ray.cluster(start_timeout=3) as impatient:
-        place = Place("ray", str(tmp_path), ray=(impatient.address, impatient.token))
-        laptop = Laptop(place.reach(), tmp_path, name)
-        handle = await laptop.submit(asked(laptop, RUNS, resources={"apart": 1}))
-        await asyncio.to_thread(
-            impatient.until, lambda: [job["status"] for job in impatient.jobs(name)] == ["FAILED"]
-        )
-        status = await laptop.backend.status(handle)
-        assert (status.phase, status.waits_for) == (Phase.WAITING, "it is on its way to Ray")
-        impatient.start_node()
-        assert await laptop.outcome(handle) is Outcome.SUCCEEDED
-        assert await laptop.said(handle) == "it ran\n"
-        await laptop.backend.close()

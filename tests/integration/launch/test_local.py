@@ -157,15 +157,3 @@ def test_one_name_is_one_job_however_often_it_is_submitted(person: Person) -> No
     typed = person.types(*words)
     assert typed.out == "one\n"
     assert "was there already" not in typed.err
-
-
-def test_a_note_that_lacks_something_spoils_no_list(person: Person) -> None:
-    script(person, "")
-    person.types("local", "--name", "good", "--script", "job.py")
-    notes = person.home / person.state / "groupwise/launches"
-    broken = json.loads((notes / "good.json").read_text())
-    broken |= {"name": "broken", "place": {"kind": "ssh", "detail": {}}}
-    (notes / "broken.json").write_text(json.dumps(broken))
-    found = json.loads(person.types("list", "--json").out)["jobs"]
-    states = {each["name"]: each["state"] for each in found}
-    assert states == {"good": "succeeded", "broken": "unknown"}

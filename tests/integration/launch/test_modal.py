@@ -2,33 +2,23 @@
 
 import asyncio
 import hashlib
-import json
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from threading import Event, Thread
 from typing import TypeAlias
 
 import pytest
 
-from groupwise.cli.main import main
-from groupwise.clouds.modal import runner as modal_runner
 from groupwise.clouds.modal.backend import ModalBackend
 from groupwise.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
-from groupwise.clouds.port import CloudError, Handle, Outcome, Phase
+from groupwise.clouds.port import Handle, Outcome, Phase
 from groupwise.errors import UsageError
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import Limits
 from groupwise.launch import places
 from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
-from tests.integration.launch.stopping import asked, assert_stopped
-from tests.integration.launch.test_local import TRAINS
 from tests.places import SAVES, WAITS, modal_backend, name
 from tests.places import Laptop as OfAnyPlace
 
@@ -213,19 +203,6 @@ async def test_results_of_calls_may_be_forgotten(modal: FakeModal, laptop: Lapto
     assert [step for step, *_ in await begins(laptop, second)] == ["2"]
 
 
-async def test_a_secret_that_the_workspace_has_not_is_told(
-    modal: FakeModal, laptop: Laptop
-) -> None:
-    image = {"name": "env", "python": "3.11", "files": {}}
-    order = laptop.order("print()", asks={"secrets": {"keys": ["TOKEN", "WANTED"]}, "image": image})
-    steps = (await laptop.backend.plan(order)).steps
-    assert "with TOKEN, WANTED of keys of its" in " ".join(steps)
-    with pytest.raises(CloudError, match="Secret keys has no WANTED"):
-        await laptop.submit(order)
-    assert not list((modal.folder / "apps").iterdir()), "no image was made in vain"
-    assert await laptop.backend.find(laptop.name) is None
-
-
 async def test_of_calls_that_two_laptops_spawned_one_stays_and_of_a_cancelled_job_none(
     modal: FakeModal, laptop: Laptop
 ) -> None:
@@ -279,22 +256,6 @@ async def test_an_end_between_two_questions_is_no_loss(modal: FakeModal, laptop:
     end = (await late.status(await laptop.submit("import time; time.sleep(1)"))).ending
     assert end is not None
     assert end.outcome is Outcome.SUCCEEDED
-
-
-async def test_cancelled_between_two_containers_it_ends(
-    modal: FakeModal, laptop: Laptop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modal_runner, "SILENT", 0.5)
-    handle = await laptop.submit(COUNTS, "3", str(laptop.folder / "go"))
-    await laptop.saved(handle, 2)
-    modal.hold()
-    modal.lose(modal.calls()[0])
-    status = await laptop.backend.status(handle)
-    assert status.phase is Phase.RUNNING
-    assert await laptop.backend.wait(handle, status, 1.0) == status
-    await laptop.backend.cancel(handle, grace=1.0)
-    assert await laptop.outcome(handle) is Outcome.CANCELLED
-    assert "outputs/checkpoints/step-2/w" in await laptop.fetched(handle)
 
 
 async def test_an_image_is_made_once_and_again_only_from_what_it_is_made_of(
@@ -370,65 +331,3 @@ def test_typed_from_the_plan_to_the_results(person: Person, tmp_path: Path) -> N
     assert (tmp_path / "here/outputs/told").read_text() == told
     person.types("remove", "typed")
     assert not list((tmp_path / "modal/volume/groupwise-launch/attempts").glob("typed*"))
-
-
-@pytest.mark.usefixtures("typing")
-def test_ctrl_c_ends_it_in_order_and_fetches(
-    person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(person.project)
-    for variable, value in person.environment.items():
-        monkeypatch.setenv(variable, value)
-    shown, over = BytesIO(), Event()
-
-    def press() -> None:
-        while not over.wait(0.02):
-            if b"it waits" in shown.getvalue():
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-    screen = TextIOWrapper(shown, "utf-8", write_through=True)
-    keyboard = Thread(target=press)
-    keyboard.start()
-    with redirect_stdout(screen), redirect_stderr(screen):
-        code = main(["launch", "modal", "--gpu", "A10G", *asked(person, "stopped")])
-    over.set()
-    keyboard.join()
-    said = shown.getvalue().decode()
-    assert code == 130, said
-    assert_stopped(person, "stopped", said, tmp_path / "modal")
-
-
-def test_the_documented_line_is_planned_without_a_token(person: Person) -> None:
-    config = "model: {name: tiny}\nsft: {dataset: rows.jsonl}\n"
-    (person.project / "config.yaml").write_text(config)
-    words = ("--gpu", "A100", "--timeout", "24h", "--dry-run", "--json", "--no-preflight")
-    of_job = ("sft", "--config", "config.yaml", "--task-module", "task.py", "a 'b'", "--x=1")
-    typed = person.types("modal", *words, "--", *of_job)
-    plan = json.loads(typed.out)
-    assert plan["command"] == ["groupwise", *of_job]
-    assert plan["price_per_hour"] == pytest.approx(2.0988)
-    assert plan["max_hours"] == 24
-    assert not (person.home / "state/groupwise/launches").exists()
-    (person.project / "keys.env").write_text("TOKEN=x\n")
-    script = ("--dry-run", "--script", "task.py")
-    secret = ("--secret", "a=HF_TOKEN, WANDB_API_KEY")
-    assert "HF_TOKEN, WANDB_API_KEY of a" in person.types("modal", *secret, *script).out
-    for words, why in (
-        (("--secret", "huggingface"), "NAME=VARIABLE is expected"),
-        (("--secret", "a=B,"), "NAME=VARIABLE is expected"),
-        (("--secret", "a=LD_PRELOAD"), "it decides which program runs"),
-        (("--secret", "a=B", "--secret", "b=C,B"), "B is given twice"),
-        (("--env-file", "keys.env", "--secret", "a=TOKEN"), "TOKEN is given twice"),
-    ):
-        assert why in person.types("modal", *words, *script, code=2).err
-    typed = person.types("modal", "--detach", "--script", "task.py", code=None)
-    assert (typed.code != 0, "modal token new" in typed.err) == (True, True)
-
-
-@LONG
-def test_an_upload_needs_a_secret(person: Person) -> None:
-    uploads = (*TRAINS, "training.max_steps=1", "run.hub.repo_id=somebody/sums")
-    assert "hub" in person.types("modal", "--dry-run", "--", *uploads, code=2).err
-    secret = ("--secret", "a=HF_TOKEN, WANDB_API_KEY")
-    assert "tried here" in person.types("modal", "--dry-run", *secret, "--", *uploads).err

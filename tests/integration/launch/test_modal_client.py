@@ -11,7 +11,7 @@ from modal_proto import api_pb2
 from groupwise.clouds.modal.live import LiveModal
 from groupwise.clouds.modal.port import Call, Image
 from groupwise.clouds.port import Outcome
-from groupwise.hosts.port import HostError, OutcomeUnknown, RunnerRefused
+from groupwise.hosts.port import HostError, OutcomeUnknown
 from groupwise.testing.fake_modal import FakeModal, desk, spawn
 from tests.modal_server import EXPIRED, UNFINISHED, Server, modal_server
 from tests.places import Laptop, modal_backend
@@ -154,21 +154,6 @@ async def test_a_call_that_has_ended_or_is_forgotten_does_not_live_and_of_others
     server.results[begun] = at_once(failed("FAILURE", ConnectionResetError("on the way")))
     with pytest.raises(OutcomeUnknown, match="on the way"):
         await deployed.lives(begun)
-
-
-async def test_a_token_that_is_not_taken_is_told_and_one_that_is_not_there(
-    server: Server, port: LiveModal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert await port.workspace() == "the token of this machine"
-    server.says = "UNAUTHENTICATED"
-    with pytest.raises(RunnerRefused, match="does not take the token"):
-        await port.workspace()
-    monkeypatch.delenv("MODAL_TOKEN_ID")
-    assert await LiveModal().workspace() is None
-    with pytest.raises(RunnerRefused, match="modal token new"):
-        await LiveModal().desk("turns", [])
-    monkeypatch.setenv("MODAL_TOKEN_ID", "ak-1")
-    assert await LiveModal("nobody").workspace() is None  # a profile has its own
 
 
 async def test_a_job_by_the_real_client(server: Server, port: LiveModal, tmp_path: Path) -> None:

@@ -19,12 +19,6 @@ def test_a_manifest_is_printed_and_no_value_of_a_secret(person: Person) -> None:
     assert container["command"][-6:] == ["groupwise", *of_job]
     assert "kubectl create secret generic sums-env --from-env-file=keys.env" in typed.err
     assert canary not in typed.out + typed.err
-    (person.project / "more.env").write_text("OTHER=x\n")
-    typed = person.types("render", *words, "--env-file", "more.env", "--", *of_job)
-    assert typed.err.count("kubectl create secret") == 1
-    assert "--from-env-file=keys.env --from-env-file=more.env" in typed.err
     typed = person.types("render", *words, "--", "rl", f"--config={canary}", code=2)
     assert "the value of TOKEN stands in the command" in typed.err
     assert canary not in typed.err
-    typed = person.types("render", "--image", "x", "--secret", "s", "--script", "a.py", code=2)
-    assert "--env-file" in typed.err

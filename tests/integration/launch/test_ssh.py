@@ -11,7 +11,6 @@ import pytest
 
 from groupwise.hosts.keys import parse
 from tests.integration.launch.person import Person
-from tests.integration.launch.stopping import ctrl_c_ends_it
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.wheels import fill_wheelhouse, lock_of
 
@@ -63,12 +62,6 @@ def test_nothing_is_said_to_a_machine_that_nobody_trusts(
     assert machine.log().count("Accepted publickey") == before
 
 
-def test_ctrl_c_ends_it_in_order_and_fetches(
-    person: Person, machine: LoopbackHost, trusted: list[str]
-) -> None:
-    ctrl_c_ends_it(person, *trusted, far=(machine.home,))
-
-
 @pytest.fixture
 def made(machine: LoopbackHost, tmp_path: Path) -> tuple[Path, list[str]]:
     """A lock, and words that have an environment made of it."""
@@ -97,19 +90,6 @@ def test_an_environment_is_made_there_once(
     assert len(prefixes) == 1
 
 
-@pytest.mark.soak(suite="launch")
-def test_an_environment_that_cannot_be_made_ends_the_job_with_the_reason(
-    person: Person, made: tuple[Path, list[str]]
-) -> None:
-    (person.project / "job.py").write_text("")
-    lock, words = made
-    plain = [line.partition(" --hash")[0] for line in lock.read_text().splitlines()]
-    lock.write_text("\n".join([*plain, "not-there-at-all==1.0", ""]))
-    typed = person.types(*words, "--name", "broken", "--script", "job.py", code=69)
-    assert "not-there-at-all" in typed.out
-    assert person.result("broken")["state"] == "failed"
-
-
 def test_a_job_is_found_from_another_machine(
     person: Person, machine: LoopbackHost, trusted: list[str]
 ) -> None:
@@ -125,14 +105,3 @@ def test_a_job_is_found_from_another_machine(
     place = ("--at", at, "--key", row["ssh_key_path"])
     assert other.types("logs", "-f", "afar", *place, code=1).out == f"1 {sys.executable}\n"
     assert other.types("resume", "afar", *place).out == f"2 {sys.executable}\n"
-
-
-def test_a_machine_that_is_away_is_told_as_such(person: Person) -> None:
-    with loopback_hosts(1) as [host]:
-        (person.project / "job.py").write_text("")
-        words = ("--python", sys.executable, "--name", "gone", "--detach")
-        person.types(*trusting(host), *words, "--script", "job.py")
-    found = json.loads(person.types("list", "--json").out)["jobs"]
-    assert [(each["name"], each["state"]) for each in found] == [("gone", "unknown")]
-    assert "cannot be reached" in found[0]["problem"]
-    assert "cannot be reached" in person.types("stop", "gone", code=1).err

@@ -1,4 +1,4 @@
-"""The worker itself: with whom it ends, and what is told of disks, torn files and requests that do not fit."""
+"""The worker itself: with whom it ends, and what is told of torn files and requests that do not fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -17,10 +16,7 @@ import pytest
 from groupwise import build, machine_layout
 from groupwise.build import Parts
 from groupwise.config import load_config
-from groupwise.errors import CheckpointError, ModelError, RunError, StoreError
-from groupwise.tunix.messages import Look
-from groupwise.tunix.parts import TunixLearner
-from groupwise.tunix.process import WorkerProcess
+from groupwise.errors import CheckpointError, RunError
 from groupwise.types import GroupRequest, SamplingParams
 from tests.tunix_models import model_of
 from tests.unit.ranks.toys import all_gone
@@ -55,11 +51,6 @@ def test_it_ends_with_its_parent_though_a_child_of_that_lives_on() -> None:
         program.stdout.close()
 
 
-def look_for_ever(worker: WorkerProcess) -> None:
-    while True:
-        worker.call_now(Look())
-
-
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     values = {
@@ -75,11 +66,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         yield made
 
 
-def test_a_disk_that_refuses_is_told_as_such(parts: Parts) -> None:
-    with pytest.raises(StoreError, match=r"cannot write /proc/nowhere: .*--resume"):
-        parts.learner.save("/proc/nowhere")
-
-
 @pytest.mark.parametrize("torn", ["adapter_model.safetensors", "orbax"])
 def test_a_torn_checkpoint_is_told_as_such(parts: Parts, torn: str, tmp_path: Path) -> None:
     parts.learner.save(str(tmp_path))
@@ -91,13 +77,6 @@ def test_a_torn_checkpoint_is_told_as_such(parts: Parts, torn: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match=f"{tmp_path} is torn") as told:
         parts.learner.load(str(tmp_path))
     assert "Traceback" not in str(told.value)
-
-
-def test_a_publication_that_is_gone_is_told_as_such(parts: Parts) -> None:
-    policy = asyncio.run(parts.learner.publish(1))
-    (Path(policy.path) / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match="is torn"):
-        asyncio.run(parts.sampler.load(policy))
 
 
 def test_a_request_that_does_not_fit_fails_alone(parts: Parts) -> None:
@@ -113,24 +92,3 @@ def test_a_request_that_does_not_fit_fails_alone(parts: Parts) -> None:
     assert isinstance(other, RunError)
     assert one == third
     assert len(one) == 2  # type: ignore[arg-type]
-
-
-def test_nobody_waits_for_a_discard_and_an_order_that_it_does_not_understand_ends_it(
-    parts: Parts,
-) -> None:
-    """Not behind what the worker computes, and not where it has ended."""
-    learner = parts.learner
-    assert isinstance(learner, TunixLearner)
-    worker = learner._worker
-    os.kill(worker.pid, signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(1) as other:
-            other.submit(learner.discard).result(20)
-    finally:
-        os.kill(worker.pid, signal.SIGCONT)
-    worker._connection.sendall(b'{"number": 7, "do": {"verb": "nonsense"}}\n')
-    with pytest.raises(RunError, match=r"(?s)exit code 1.*nonsense"):
-        look_for_ever(worker)
-    with pytest.raises(RunError):
-        learner.save("anywhere")
-    learner.discard()

@@ -1,6 +1,6 @@
 """What a job has cost: all machines that it had, each from its start to its end, and words that say what was counted."""
 
-from groupwise.clouds.bills import cost_of, stays_of, together, with_forgotten
+from groupwise.clouds.bills import cost_of, stays_of, with_forgotten
 from groupwise.clouds.ec2 import Machine
 from groupwise.clouds.port import Cost
 
@@ -26,21 +26,6 @@ def test_all_machines_are_counted_each_to_its_end_and_what_has_no_price_is_told(
     assert "i-1 2.00 h at $1.50, i-2 1.00 h at $2.00" in found.counts
     assert "i-3 has no known price and is not counted" in found.counts
     assert cost_of(stays_of([unknown], HOUR)) is None
-
-
-def test_one_whose_end_nobody_tells_is_counted_to_its_deadline_at_most() -> None:
-    gone = machine("i-1", "terminated", since="0", price="1", deadline=f"{3 * HOUR}")
-    assert [cost(gone, now=hours * HOUR).dollars for hours in (2, 9)] == [2, 3]
-
-
-def test_an_end_that_was_found_once_stays_and_a_living_one_grows() -> None:
-    before = stays_of([machine("i-1", "terminated", since="0", price="1")], HOUR)
-    later = stays_of([machine("i-1", "terminated", since="0", price="1")], 5 * HOUR)
-    assert together(before, later)["i-1"].hours == 1
-    forgotten = stays_of([machine("i-2", "running", since="0", price="1")], HOUR)
-    assert together(forgotten, {})["i-2"].hours == 1
-    lives = stays_of([machine("i-2", "running", since="0", price="1")], 2 * HOUR)
-    assert together(forgotten, lives)["i-2"].hours == 2
 
 
 def test_one_that_was_forgotten_unseen_may_have_been_there_to_its_deadline() -> None:

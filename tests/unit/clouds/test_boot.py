@@ -84,14 +84,6 @@ def test_its_end_may_be_moved_and_stays_so_at_later_starts(tmp_path: Path) -> No
     assert called(tmp_path, arm, later, "90") == ["shutdown --no-wall -P +90"]
 
 
-@pytest.mark.parametrize("end", ["", "\n", "0x\n"])
-def test_an_end_that_cannot_be_read_is_now(tmp_path: Path, end: str) -> None:
-    ran(script(), tmp_path)
-    (tmp_path / "root/var/lib/groupwise/end").write_text(end)
-    said = started_again(tmp_path)
-    assert said[-1] in ("shutdown --no-wall -P +0", "shutdown --no-wall -P now")
-
-
 def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> None:
     assert not any(line.startswith("setsid") for line in ran(script(), tmp_path))
     ran(script(spot=True), tmp_path)

@@ -1,4 +1,4 @@
-"""What AWS says in words of its own: what is tried again, how often, and what becomes of the rest; types that are known here."""
+"""What AWS says in words of its own: what is tried again, how often, and what becomes of the rest."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
 from groupwise.clouds import ec2
-from groupwise.clouds.ec2 import BotoEc2, Group, NoCredentials, Refused, Request
-from groupwise.clouds.ec2_types import gpus_of, list_price, quota_code
+from groupwise.clouds.ec2 import BotoEc2, NoCredentials, Refused
 from groupwise.clouds.port import CloudError, Unreachable
 
 
@@ -68,54 +67,8 @@ def test_the_rest_is_told_at_once(said: Exception, expected: type[CloudError], w
     assert len(client.asked) == 1
 
 
-def test_a_console_of_an_older_type_is_read_all_the_same() -> None:
-    asked, client = aws(refusal("UnsupportedOperation"), {"Output": "x"})
-    assert asked.console("i-1") == "x"
-    assert [words for _, words in client.asked] == [
-        {"InstanceId": "i-1", "Latest": True},
-        {"InstanceId": "i-1"},
-    ]
-
-
 def test_one_that_is_gone_or_not_there_yet_is_told_from_one_that_is_ended() -> None:
     assert aws({})[0].terminate("i-1")
     assert not aws(refusal("InvalidInstanceID.NotFound"))[0].terminate("i-1")
     with pytest.raises(Refused):
         aws(refusal("OperationNotPermitted"))[0].terminate("i-1")
-
-
-def test_the_spot_price_is_the_highest_of_the_zones() -> None:
-    for prices, expected in (("0.4", "0.55"), 0.55), ((), None):
-        history = {"SpotPriceHistory": [{"SpotPrice": each} for each in prices]}
-        assert aws(history)[0].price("g5.xlarge", spot=True) == expected
-
-
-def test_a_group_lets_in_whom_its_rules_name() -> None:
-    group = Group("sg-1", ((20, 25), (8000, 8000)))
-    assert (group.lets_in(22), group.lets_in(26)) == (True, False)
-    anything = {"IpProtocol": "-1", "IpRanges": [{"CidrIp": "10.0.0.0/8"}]}
-    nobody = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": []}
-    for rule, lets in ((anything, True), (nobody, False)):
-        found = {"SecurityGroups": [{"GroupId": "sg-1", "IpPermissions": [rule]}]}
-        group = aws(found)[0].group("sg-1", None)
-        assert group is not None
-        assert group.lets_in(22) is lets
-
-
-def test_a_subnet_is_asked_for_by_its_name() -> None:
-    request = Request("t", "x", "ami", "/dev/xvda", "k", ("sg",), "", {"job": "j"}, subnet="s-1")
-    asked = request.parameters()
-    assert asked["SubnetId"] == "s-1"
-    assert "InstanceMarketOptions" not in asked
-    names = [each["Key"] for each in asked["TagSpecifications"][0]["Tags"]]
-    assert names == ["groupwise:job", "Name"]
-
-
-def test_types_that_are_known_here() -> None:
-    assert [gpus_of(each) for each in ("g5.2xlarge", "g5.48xlarge", "p4d.24xlarge")] == [1, 8, 8]
-    assert gpus_of("c7i.large") == 0
-    assert list_price("g5.2xlarge", "us-east-1") == 1.212
-    assert list_price("g5.2xlarge", "eu-west-1") is None
-    assert quota_code("g5.2xlarge", spot=False) == "L-DB2E81BA"
-    assert quota_code("p5.48xlarge", spot=True) == "L-C4BD4855"
-    assert quota_code("inf2.xlarge", spot=False) is None

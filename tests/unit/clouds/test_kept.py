@@ -73,10 +73,3 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path, store: BlobStore)
     kept.remove("job")
     assert kept.find("job") is None
     assert not kept.log("job", 2).exists()
-
-
-def test_what_cannot_be_read_is_no_record(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    for text in ("", "[]", '{"name": "torn"}', '{"format": 1, "name": 3}'):
-        (tmp_path / "torn.json").write_text(text)
-        assert kept.find("torn") is None

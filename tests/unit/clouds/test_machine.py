@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from groupwise.clouds.port import CloudError, Handle, NameTaken, Order, Outcome
-from groupwise.hosts.spec import JobSpec, Limits
+from groupwise.clouds.port import CloudError, Handle, NameTaken, Order
+from groupwise.hosts.spec import JobSpec
 from tests import places
 from tests.places import SAVES, WAITS, Laptop, ending
 from tests.ssh_hosts import fake_gpus
@@ -60,21 +59,6 @@ async def test_gpus_are_a_jobs_alone_and_free_after_it(sitter: Sitter) -> None:
     [busy, *_] = fake_gpus(machine, "here", 3)
     fake_gpus(machine, "here", 3, apps=[{"uuid": busy, "pid": 4711, "used_mb": 900}])
     assert await sitter.gpus(1, "third") == "1", "on the first somebody else computes"
-
-
-async def test_what_it_refuses_may_be_asked_for_in_another_way(sitter: Sitter) -> None:
-    with pytest.raises(CloudError, match="does not begin job"):
-        await sitter.submit(SAYS_GPUS, limits=Limits(disk_mb=10**9))
-    refused = await sitter.backend.find("job")
-    assert await sitter.outcome(refused) is Outcome.REFUSED
-    with pytest.raises(CloudError, match="no job called job"):
-        await sitter.resume()
-    asked = replace(sitter.order(SAYS_GPUS), python="/one/bin/python")
-    again = await sitter.submit(asked)
-    assert again.attempt == refused.attempt + 1
-    other = replace(asked, python="/another/bin/python")
-    assert await sitter.submit(other) == again, "with another interpreter it is the same job"
-    assert await sitter.backend.order(again) == asked
 
 
 async def test_placed_by_two_at_once_under_a_name_that_was_free_again_it_runs_once(

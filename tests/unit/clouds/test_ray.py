@@ -1,11 +1,11 @@
-"""What Ray is asked for a job, and how people write that."""
+"""What Ray is asked for a job, and where."""
 
 import json
 from typing import Any
 
 import pytest
 
-from groupwise.clouds.ray import checked_address, ray_options, resources_of
+from groupwise.clouds.ray import checked_address, ray_options
 from groupwise.errors import UsageError
 
 
@@ -25,19 +25,6 @@ def test_all_that_was_asked_in_the_words_of_its_api() -> None:
     [of_each] = ray_options({"memory": 1 << 30, "resources": {"a": 1}}, 2, nodes=3)
     bundle = {"CPU": 1, "GPU": 2, "memory": 1 << 30, "a": 1}
     assert json.loads(of_each) == {"gang": {"nodes": 3, "bundle": bundle}}
-
-
-def test_resources_as_they_are_written() -> None:
-    written = ["a=1", "node:10.0.0.1=0.5", "a=b=2"]
-    assert resources_of(written) == {"a": 1.0, "node:10.0.0.1": 0.5, "a=b": 2.0}
-    for wrong in (["a"], ["a="], ["=1"], ["a=0"], ["a=nan"], ["a=inf"], ["--partition=1"]):
-        with pytest.raises(UsageError, match="NAME=N is expected"):
-            resources_of(wrong)
-    with pytest.raises(UsageError, match="stands there twice"):
-        resources_of(["a=1", "a=2"])
-    for name in ("CPU", "GPU", "memory"):
-        with pytest.raises(UsageError, match=f"--resource {name}=1: this one is asked for by --"):
-            resources_of([f"{name}=1"])
 
 
 def test_an_address_has_one_form_and_no_secrets() -> None:

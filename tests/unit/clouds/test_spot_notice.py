@@ -50,14 +50,6 @@ def service() -> Iterator[tuple[str, type[Service]]]:
         server.shutdown()
 
 
-def test_there_is_a_notice_or_none() -> None:
-    with service() as (url, kind):
-        assert not spot_notice.wanted_back(url)
-        kind.notice.set()
-        assert spot_notice.wanted_back(url)
-    assert not spot_notice.wanted_back(url), "a service that is not there has given none"
-
-
 def test_jobs_are_told_when_there_is_one(tmp_path: Path) -> None:
     attempt = tmp_path / "root" / "attempts" / "job.1"
     attempt.mkdir(parents=True)

@@ -6,13 +6,10 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from groupwise.errors import UsageError
-from groupwise.hosts.files import BlobStore
-from groupwise.launch import bundle as room
 from groupwise.launch.bundle import bundle
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\n"
@@ -48,14 +45,6 @@ def project(committed: Path, tmp_path: Path) -> Path:
 
 
 USUAL = {"task.py", "pack/inner.py", ".gitignore", "new.yaml"}
-
-
-def test_what_git_would_take_travels(project: Path) -> None:
-    found = bundle(project)
-    assert set(found.files) == USUAL
-    assert found.left_out == {}
-    assert found.size == 3 + len("data/\n*.log\n")
-    assert all(found.files[path] == project / path for path in found.files)
 
 
 def test_names_are_taken_as_they_are(project: Path) -> None:
@@ -170,27 +159,3 @@ def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="there is no git here to say"):
         bundle(project)
-
-
-def test_too_much_is_refused_with_what_is_largest(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(project, {"weights.bin": "x" * 5000})
-    with pytest.raises(UsageError, match="is no folder"):
-        bundle(project / "none")
-    monkeypatch.setattr(room, "LARGEST", 4000)
-    with pytest.raises(UsageError, match=r"weights\.bin: 0 MB"):
-        bundle(project)
-    monkeypatch.setattr(room, "LARGEST", 1 << 30)
-    monkeypatch.setattr(room, "MOST_FILES", 2)
-    with pytest.raises(UsageError, match="5 files"):
-        bundle(project)
-
-
-def test_equal_files_are_one_blob_and_keep_their_modes(project: Path, tmp_path: Path) -> None:
-    write(project, {"run.sh": "a"})
-    (project / "run.sh").chmod(0o755)
-    store = BlobStore(tmp_path / "blobs")
-    manifest: Any = store.put_files(bundle(project).files)
-    assert manifest["run.sh"].sha256 == manifest["task.py"].sha256
-    assert (manifest["run.sh"].mode, manifest["task.py"].mode & 0o111) == (0o755, 0)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import pytest
@@ -18,10 +16,8 @@ from groupwise.hosts.spec import JobSpec, problems
 from groupwise.launch import train_grpo
 from groupwise.launch.kinds import EVAL, GRPO, MICROBATCH, SFT, SLOTS, TrainingKind, as_word
 from groupwise.launch.train_grpo import Flags
-from groupwise.rewards import registry
 from groupwise.settings.overrides import parse_override
 from groupwise.sft_config import load_sft_config
-from tests.integration.fleet import tiny_grpo
 
 ODD = "-x=\n\t'a' \"b\" $(c) é \u2028 \ufeff 😀 # d: e"
 
@@ -71,12 +67,6 @@ def given(taken: list[tuple[Any, ...]]) -> Given:
 # GRPO
 
 
-def test_the_tiny_job_is_the_command_that_it_says() -> None:
-    spec = GRPO.expand(row(**tiny_grpo.row()))
-    assert spec.arguments == tiny_grpo.ARGUMENTS
-    assert (spec.artefacts, spec.checkpoints) == (("outputs",), ("outputs",))
-
-
 def test_whatever_a_row_holds_arrives_exactly(given: Given) -> None:
     odd = row(
         model=ODD,
@@ -123,12 +113,6 @@ def test_unsloth_is_asked_for_by_a_column(kind: TrainingKind, use_unsloth: bool)
     assert len(asked) == use_unsloth
 
 
-def test_lengths_have_no_column_and_are_hyperparams(given: Given) -> None:
-    lengths = {"max_prompt_length": 9, "sampler": {"max_completion_length": 8}}
-    flags, overrides = given(GRPO.expand(row(hyperparams=lengths)))
-    assert (flags.max_prompt_length, flags.max_completion_length, overrides) == (9, 8, ())
-
-
 @pytest.mark.parametrize(
     ("columns", "texts"),
     [
@@ -141,54 +125,23 @@ def test_lengths_have_no_column_and_are_hyperparams(given: Given) -> None:
             {"reward_function": "nosuch, corectness,correctness,antigravity"},
             ["`nosuch`", "`corectness`. Did you mean `correctness`", "gravity`"],
         ),
-        ({"reward_function": "rewards.py"}, ["reward_function: There is no", "file.py:function"]),
-        ({"reward_function": "a\x1b\nb" * 9}, [r"There is no reward 'a\x1b\nba"]),
         ({"dataset": "file:../x"}, ["dataset '../x'"]),
-        ({"model": "./mine"}, ["absolute path"]),
-        ({"reward_function": "a:f,,b:f"}, ["--reward_function is empty"]),
         ({"output_dir": "../up"}, ["output_dir '../up'"]),
         (
             {"use_unsloth": True, "hyperparams": {"model.backend": "tunix"}},
             ["model.backend is --use_unsloth here"],
         ),
         ({"max_steps": 0, "learning_rate": -1.0}, ["--max_steps is 0", "--learning_rate is -1"]),
-        ({"num_generations": 1}, ["compares the completions"]),
         ({"hyperparams": {"training.max_steps": 3}}, ["training.max_steps is --max_steps here"]),
-        ({"hyperparams": {"run": {"dir": "x"}}}, ["run.dir is --output_dir here"]),
         ({"hyperparams": {"beta": 0.1, "algorithm.epsilonn": 1}}, ["algorithm.beta", "epsilon"]),
         ({"hyperparams": {"a=b": 1, "--x": 2}}, ["'a=b' is no key", "'--x' is no key"]),
         ({"hyperparams": {"algorithm.beta": float("nan")}}, ["algorithm.beta is no finite number"]),
-        ({"hyperparams": {"max_prompt_length": "long"}}, ["max_prompt_length is 'long'"]),
     ],
     ids=str,
 )
 def test_all_that_is_wrong_is_told(columns: dict[str, Any], texts: list[str]) -> None:
     said = told(GRPO, **columns)
     assert [text for text in texts if text not in said] == [], said
-
-
-def test_a_dataset_is_on_the_machine_in_the_hub_or_sent_along() -> None:
-    for dataset in ("/data/x.jsonl", "openai/gsm8k", "file:data/x.jsonl"):
-        word = f"--dataset={dataset.replace('file:', './')}"
-        assert word in GRPO.expand(row(dataset=dataset)).arguments
-
-
-def test_a_reward_by_its_name_is_known_where_the_job_is_submitted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also one that an installed package announces."""
-    assert "no reward `nosuch`" in told(EVAL, reward_function="nosuch")
-    points = [metadata.EntryPoint("theirs", "nowhere:f", registry.ENTRY_POINTS)]
-    monkeypatch.setattr(
-        metadata, "entry_points", lambda group: points * (group == registry.ENTRY_POINTS)
-    )
-    registry._announced.cache_clear()
-    try:
-        names = ("math_answer", "my/own.py:f", "mine:f", "theirs")
-        for kind, reward in itertools.product((GRPO, EVAL), names):
-            assert kind.expand(row(reward_function=reward)).arguments
-    finally:
-        registry._announced.cache_clear()
 
 
 # SFT, EVAL
@@ -242,18 +195,6 @@ def test_machines_and_gpus_that_would_stand_idle_are_refused(kind: TrainingKind)
         assert kind.expand(row(**columns, request={"resources": will_do})).arguments
 
 
-def test_what_may_compute_beside_a_training_may_have_further_gpus() -> None:
-    two = {"request": {"resources": {"gpus": 2}}}
-    beside = {"callbacks": [{"name": "benchmark_on_checkpoint", "config": "held_out.yaml"}]}
-    assert GRPO.expand(row(**two, hyperparams=beside))
-    assert GRPO.expand(row(**two, hyperparams={"rewards": {"in_process": True}}))
-    assert SFT.expand(row(**two, reward_function=None, hyperparams=beside))
-    assert EVAL.expand(row(**two, hyperparams={"rewards.in_process": True}))
-    for idle in ({"rewards.in_process": False}, {"callbacks": []}):
-        assert "2 GPUs are asked for" in told(GRPO, **two, hyperparams=idle)
-    assert "2 GPUs are asked for" in told(EVAL, **two, hyperparams=beside)
-
-
 # smaller
 
 
@@ -282,12 +223,6 @@ def test_smaller_comes_to_an_end(kind: TrainingKind) -> None:
 
 
 # plugs
-
-
-def test_the_kinds_are_announced() -> None:
-    found = metadata.entry_points(group="groupwise.fleet_kinds")
-    kinds = {point.name: point.load() for point in found}
-    assert kinds == {"GRPO": GRPO, "SFT": SFT, "EVAL": EVAL}
 
 
 def test_expanding_loads_no_training_library_and_no_user_code() -> None:

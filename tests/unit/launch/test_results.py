@@ -1,4 +1,4 @@
-"""What became of a job, as one document."""
+"""Whether the results of a job are all here, and what is set aside for those of another."""
 
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,6 @@ FAILED = Status(
     Phase.ENDED,
     ending=Ending(Outcome.FAILED, "exit code 3: no", FailureClass.CRASHED, 3, 1.5),
 )
-
-
-def test_an_ending_and_the_summaries_of_runs(tmp_path: Path) -> None:
-    (tmp_path / "runs/a").mkdir(parents=True)
-    (tmp_path / "runs/a/summary.json").write_text('{"steps": 3, "hub": {"url": "u"}}')
-    files = ("runs/a/run.db", "runs/a/summary.json", "runs/a/checkpoints/step-2/run.db")
-    found = result(HANDLE, "local", FAILED, Fetched(tmp_path, files, 10, {"x": "link"}))
-    run = {"run": "a", "folder": "runs/a", "summary": {"steps": 3, "hub": {"url": "u"}}}
-    expected = {
-        "name": "job",
-        "attempt": 2,
-        "place": "local",
-        "state": "failed",
-        "failure": "crashed",
-        "exit_code": 3,
-        "reason": "exit code 3: no",
-        "seconds": 1.5,
-        "runs": [run],
-        "files": list(files),
-        "left_out": {"x": "link"},
-    }
-    assert {key: found[key] for key in expected} == expected
-    found = result(HANDLE, "local", Status(Phase.RUNNING), Fetched(tmp_path, (), 0, {}))
-    assert (found["state"], found["exit_code"], found["runs"]) == ("running", None, [])
 
 
 @pytest.mark.parametrize(
@@ -75,12 +51,3 @@ def test_what_an_earlier_job_of_the_name_brought_back_is_set_aside(tmp_path: Pat
     assert aside == folder / "earlier/job"
     assert (aside / results.RESULT).exists()
     assert not is_all_of(folder, HANDLE)
-
-
-def test_git_and_the_next_job_leave_the_folder_alone(tmp_path: Path) -> None:
-    prepare(tmp_path / results.FOLDER / "job")
-    prepare(tmp_path / results.FOLDER / "job")
-    assert (tmp_path / results.FOLDER / ".gitignore").read_text() == "*\n"
-    assert (tmp_path / results.FOLDER / results.MARKER).exists()
-    prepare(tmp_path / "elsewhere")
-    assert list((tmp_path / "elsewhere").iterdir()) == []

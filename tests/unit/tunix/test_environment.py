@@ -58,11 +58,9 @@ def test_without_one_it_is_said_how_to_make_it(
         assert str(home()) in str(error.value)
     monkeypatch.setenv(VARIABLE, sys.executable)
     assert python() == Path(sys.executable)
-    (tmp_path / "text").write_text("")
-    for name, told in (("none", "no such file"), ("text", "no program")):
-        monkeypatch.setenv(VARIABLE, str(tmp_path / name))
-        with pytest.raises(UsageError, match=told):
-            python()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="no such file"):
+        python()
 
 
 def test_it_is_made_once_with_what_the_device_needs_and_anew_for_another_version(
@@ -126,11 +124,9 @@ class Worker:
 
     def __init__(self, *answers: Any) -> None:
         self.answers = [*answers]
-        self.started = 0
         self.waited: list[float] = []
 
     def __call__(self, threads: int | None, mesh: tuple[int, int]) -> Worker:
-        self.started += 1
         return self
 
     def begin(self, do: Any) -> Worker:
@@ -162,42 +158,6 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
         return worker
 
     return make
-
-
-def test_a_cpu_beside_something_faster_is_warned_of(
-    answering: Callable[..., Worker],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def warned(platform: str, word: str = "") -> bool:
-        caplog.clear()
-        answering(platform)
-        assert environment.look().platform == platform
-        return f"{word}, but JAX sees its CPU alone" in caplog.text
-
-    assert not warned("cpu")
-    for machine in ("tpu", "gpu"):
-        monkeypatch.setattr(environment, "of_this_machine", lambda machine=machine: machine)
-        assert not warned(machine)
-        assert warned("cpu", f"has a {machine.upper()}")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not warned("cpu")
-
-
-def test_devices_are_looked_for_once_until_something_else_is_said(
-    answering: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = answering("cpu", "tpu", "cpu")
-    assert [environment.look().platform for _ in range(2)] == ["cpu", "cpu"]
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    assert environment.look().platform == "tpu"
-    other = home() / "python"
-    other.parent.mkdir(parents=True)
-    other.write_text("")
-    other.chmod(0o755)
-    monkeypatch.setenv(VARIABLE, str(other))
-    assert environment.look().platform == "cpu"
-    assert worker.started == 3
 
 
 def test_devices_that_do_not_open_are_told_and_not_waited_for_for_ever(

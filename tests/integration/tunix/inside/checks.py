@@ -21,13 +21,12 @@ PACKAGE = Path(__file__).parents[4] / "groupwise"
 runpy.run_path(str(PACKAGE / "tunix/worker/main.py"))["take_package"]()
 
 from groupwise.algorithms.dapo import Dapo  # noqa: E402
-from groupwise.tunix.messages import Open, Order  # noqa: E402 — there once the package is
-from groupwise.tunix.worker import families, forward, head, sampler, service  # noqa: E402
+from groupwise.tunix.messages import Open  # noqa: E402 — there once the package is
+from groupwise.tunix.worker import families, forward, head, sampler  # noqa: E402
 from groupwise.tunix.worker.adapter import Adapted  # noqa: E402
 from groupwise.tunix.worker.learner import _given  # noqa: E402
 from groupwise.tunix.worker.service import Service, _mesh  # noqa: E402
 from groupwise.types import GroupRequest, Row, SamplingParams  # noqa: E402
-from groupwise.wire.parts import ForwardBackward, Generate  # noqa: E402
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYERS = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -221,23 +220,6 @@ def _gradient(order: Open) -> tuple[dict[str, Any], int]:
     return {name: np.asarray(value) for name, value in gradient.items()}, held
 
 
-def memory(folder: str) -> dict[str, Any]:
-    """What is told where JAX has no memory for an order."""
-
-    class Full(Service):
-        def do_all(self, orders: list[Any]) -> list[Any]:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 GiB are too many.\nAnd more.")
-
-    request = GroupRequest(0, (5,), (1,), SamplingParams(1, 1.0, ()))
-    orders = {
-        "opening": _order(folder, "float32"),
-        "generating": Generate(request=request),
-        "learning": ForwardBackward(rows=(), loss=Dapo().loss_spec(), denominators={}),
-    }
-    answers = {doing: service._done(Full(), [Order(do=do)]) for doing, do in orders.items()}
-    return {doing: answer.model_dump()["error"] for doing, (answer,) in answers.items()}
-
-
 def shapes(folder: str) -> dict[str, Any]:
     """Loops that are compiled for turns with ever less room, and stop tokens of many numbers; and what is drawn in each."""
     adapted = _adapted(folder)
@@ -252,7 +234,7 @@ def shapes(folder: str) -> dict[str, Any]:
     return {"compiled": served._loop._cache_size(), "drawn": drawn, "full": len(first.token_ids)}
 
 
-CHECKS = {each.__name__: each for each in (slopes, logits, draws, precision, shapes, recomputed, memory)}  # fmt: skip
+CHECKS = {each.__name__: each for each in (slopes, logits, draws, precision, shapes, recomputed)}  # fmt: skip
 
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=2 {NOT_MERGED}"
