@@ -5,6 +5,8 @@ from typing import Any
 from groupwise.checks.check_data import (
     check_dataset,
     check_overlap,
+    first_prompts,
+    written,
 )
 from groupwise.data.overlap import same_prompt, same_row
 from groupwise.testing.fakes import FakeTokenizer
@@ -50,3 +52,15 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning():
     said = check_overlap(train, held, same_prompt)
     assert (said.level, said.data["shared"]) == ("warning", 1)
     assert check_overlap(train, examples("d"), same_prompt).level == "ok"
+
+
+def test_prompts_are_rendered_with_their_special_tokens():
+    from groupwise.models.tiny import tiny_tokenizer
+
+    chat = [{"role": "user", "content": "hi"}]
+    assert first_prompts(examples(chat, "x", "y"), tiny_tokenizer(), 2) == [
+        "<|user|>hi<|assistant|>",
+        "x",
+    ]
+    assert first_prompts(examples(chat), None, 2) == ["[user] hi"]
+    assert written("x") == "x"

@@ -11,6 +11,7 @@ from groupwise.checks.check import check
 from groupwise.checks.findings import Finding, Report
 from groupwise.errors import TaskError
 from groupwise.tasks.environment import Step
+from groupwise.tasks.tools import Tools
 
 
 class Guess:
@@ -82,3 +83,27 @@ def test_an_environment_that_the_config_would_never_ask_is_refused():
     with pytest.raises(TaskError, match=r"rollout\.type"):
         check(task, {"model": {"name": "tiny"}})
     assert {each.name: each.level for each in check(task).findings}["environment"] == "ok"
+
+
+def test_tools_are_part_of_the_prompt_and_of_its_length():
+    chat = [{"role": "user", "content": "Buy three."}]
+    report = reported(Tools(Shop), prompt=chat)
+    (shown,) = report.details["prompts"]
+    assert "Buy some apples." in shown
+    said = {finding.name: finding for finding in report.findings}
+    length = said["training data"].data["prompt_length"]["max"]
+    assert length > 200
+    short = found(Tools(Shop), prompt=chat, model={"max_seq_length": 500})
+    assert short["training data: length"].level == "problem"
+    assert short["training data: length"].data["room"] == 100
+
+
+class Shop:
+    """Tools that share a state."""
+
+    def buy(self, count: int) -> str:
+        """Buy some apples."""
+        return f"{count} bought"
+
+    def reward(self):
+        return 0.5

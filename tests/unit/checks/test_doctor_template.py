@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.checks.doctor_template import answer_end, check_tokenizer, stop_tokens
+from groupwise.checks.doctor_template import answer_end, check_tokenizer, opening_of, stop_tokens
 from groupwise.checks.findings import Finding
 from groupwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -68,3 +68,14 @@ def test_a_completion_must_end_where_the_template_ends_an_answer_and_at_the_end_
     assert stop_tokens(tokenizer(ended), [EOS, 2], ()).level == "ok"
     said = stop_tokens(tokenizer(None), [5], ())
     assert (said.level, said.data["missing"]) == ("problem", EOS)
+
+
+def test_a_template_without_a_system_role_is_asked_without():
+    made = tokenizer(NO_SYSTEM + CHAT_TEMPLATE)
+    assert [message["role"] for message in opening_of(made)] == ["user"]
+    assert {each.level for each in found(made).values()} == {"ok"}
+
+
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+)

@@ -39,3 +39,9 @@ def test_sample_has_no_repetition_and_leaves_its_source_alone(items, data):
     assert len(set(chosen)) == count
     assert set(chosen) <= set(items)
     assert items == before
+
+
+def test_epochs_and_seeds_differ():
+    first = [example_of_draw(d, 50, 0) for d in range(50)]
+    assert first != [example_of_draw(d, 50, 0) for d in range(50, 100)]
+    assert first != [example_of_draw(d, 50, 1) for d in range(50)]

@@ -156,3 +156,26 @@ def test_its_state_survives_json_to_the_last_bit():
     assert again.state() == buffer.state()
     assert payloads(again.sample(3, Stream("x"))) == payloads(buffer.sample(3, Stream("x")))
     assert [again.add("x", 0.65), again.evicted] == [buffer.add("x", 0.65), buffer.evicted]
+
+
+def test_a_group_enters_with_its_mean():
+    buffer = ReplayBuffer()
+    assert buffer.add_group("p", [1.0, 0.0, 0.0, 1.0])
+    assert (only(buffer).count, only(buffer).mean) == (1, 0.5)
+
+
+def test_exploiting_takes_the_best_mean():
+    buffer = filled(0.9, 0.3, 0.2, mix_exploit_ratio=1.0)
+    for _ in range(9):
+        buffer.update("prompt 0", 0.9)
+    assert payloads(buffer.sample(2, Stream("x"))) == [0, 1]
+
+
+def test_what_was_given_up_or_refused_may_come_back():
+    buffer = filled(0.1, 0.5, capacity=2)
+    buffer.add("better", 0.6)
+    assert "prompt 0" not in buffer
+    assert buffer.add("prompt 0", 0.8)
+    assert not buffer.add("late", 0.1)
+    assert buffer.add("late", 0.9)
+    assert len(buffer) == 2

@@ -286,3 +286,33 @@ def test_a_checkpoint_of_an_earlier_version_knows_its_place_in_the_order():
     chosen = selection()
     chosen.load_state({"cursor": 7})
     assert Course(chosen).step(0)[0].index == example_of_draw(7, 10, SEED)
+
+
+def test_the_easy_pool_in_numbers():
+    course = Course(selection(easy_pool=EASY), lambda c: 1.0 if c.origin == "easy" else 0.25)
+    course.chosen.plan(3, 3, 4)
+    groups = [course.group(slot, course.chosen.take(3, slot, slot)) for slot in range(4)]
+    easy = sum(group.origin == "easy" for group in groups)
+    assert 0 < easy < 4
+    assert course.chosen.metrics(groups, 3) == {
+        "data/easy_probability": 0.5,
+        "data/easy_share": easy / 4,
+        "reward/easy": 1.0,
+        "reward/fresh": 0.25,
+    }
+
+
+def test_the_replay_buffer_in_numbers():
+    course = Course(selection(replay=REPLAY), lambda choice: 1.0)
+    course.step(0)
+    course.chosen.plan(1, 1, 4)
+    groups = [course.group(4 + s, course.chosen.take(1, s, 4 + s)) for s in range(4)]
+    assert course.chosen.metrics(groups, 1) == {
+        "data/replay_share": 0.5,
+        "reward/fresh": 1.0,
+        "reward/replay": 1.0,
+        "replay/size": 4.0,
+        "replay/evicted": 0.0,
+        "replay/refused": 0.0,
+        "replay/mean_reward": 1.0,
+    }

@@ -11,6 +11,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from groupwise.errors import ConfigError
@@ -229,3 +231,17 @@ def test_credentials_are_copied_but_not_pickled():
         read.beta = 0.1
     for copied in (config, copy.copy(config), copy.deepcopy(config), config.changed(beta=0.1)):
         assert cast("SecretStr", copied.hf_token).get_secret_value() == SECRET
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 5000), st.sampled_from([0.1, 0.25, 0.5, 0.9, 0.95]))
+def test_steps_are_the_floor_of_the_product(batches, share):
+    from fractions import Fraction
+    from math import floor
+
+    steps = floor(batches * Fraction(str(share)))
+    if steps == 0:
+        with pytest.raises(ConfigError, match="less than one step"):
+            TrainingConfig(num_batches=batches, train_fraction=share)
+    else:
+        assert TrainingConfig(num_batches=batches, train_fraction=share).max_steps == steps

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from groupwise.notebook import Session, TrainingConfig
+from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
 from groupwise.notebook.collected import FILE, Collected, collected, comparable, noticed
 from groupwise.notebook.fingerprint import Look, digest
 from groupwise.notebook.identity import UNSEEN, USED, differences, reward_facts
@@ -581,3 +581,55 @@ def test_what_was_loaded_before_is_no_difference_for_the_training_after_it(
         watching.on_save(cast("Any", SimpleNamespace(folder=folder)), folder)
         assert collected(folder) == {"model of the reward reward"}
         assert differences(*comparable(reward_facts(rubric), cold, collected(folder))) == []
+
+
+def test_what_objects_hold_after_they_were_used_is_no_other_code() -> None:
+    source = using('late["a"]', LATE)
+    found = changed(made(source), made(source, calls=1))
+    assert {"late.words", "late.model"} <= found
+    assert "" not in found
+
+
+def test_rubrics_by_their_content() -> None:
+    def reward(word: str) -> dict[str, str]:
+        criteria = [Criterion(name="order", description="d", keywords=[word])]
+        return look_at(Rubric(name="steps", criteria=criteria).reward())
+
+    assert reward("first") == reward("first") != reward("second")
+
+
+LATE = """
+class Judge(BaseModel):
+    words: tuple[str, ...] = ("so",)
+    calls: int = 0
+    def score(self, text):
+        self.calls += 1
+        return len(text) + 10
+
+class Late:
+    model = None
+    @functools.cached_property
+    def words(self): return ["sixty"]
+    def __getitem__(self, name):
+        self.model = self.model or Judge()
+        return self.model.score(name) + len(self.words) + 70
+
+late = Late()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "old", "new", "name"),
+    [
+        (BEGIN, "LIMIT = 3", "LIMIT = 4", "LIMIT"),
+        (BEGIN, "len(text) >", "len(text) >=", "helper"),
+        (BEGIN, "scale=2.0", "scale=3.0", "scale"),
+        (BEGIN, "* scale for", "+ scale for", ""),
+        (using("good('x')", CLOSURES), '["yes"]', '["yes", "ok"]', "good.words"),
+        (using("counter.value()", COUNTER), "Counter(8)", "Counter(9)", "counter.start"),
+        (using("counter.value()", COUNTER), "start * 1", "start * 2", "Counter.value"),
+    ],
+)
+def test_a_change_is_known_by_its_name(source: str, old: str, new: str, name: str) -> None:
+    assert source.count(old) == 1
+    assert changed(made(source), made(source.replace(old, new))) == {name}

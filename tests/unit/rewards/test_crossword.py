@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from groupwise.rewards.crossword import (
     CrosswordAccuracy,
     PureAccuracy,
+    length_ramp,
     letters,
     occurs,
 )
@@ -161,3 +162,16 @@ def test_the_gold_answer_earns_the_maximum(gold, reasoning):
     text = f"<think>hm {reasoning}</think><answer>{gold}</answer>"
     assert value(PureAccuracy(), text, gold) == 1.0
     assert value(CrosswordAccuracy(scaled=True), padded(text, 80), gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "ramp"), [(0, 0.0), (25, 0.0), (26, 1 / 55), (36, 0.2), (80, 1.0), (500, 1.0)]
+)
+def test_the_ramp(words, ramp):
+    assert length_ramp("hm " * words, 25, 80) == pytest.approx(ramp, abs=1e-12)
+
+
+@given(WORDS, TEXTS)
+def test_each_mode_is_stricter_than_the_one_before(gold, text):
+    loose, inside, alone = (occurs(gold, text, mode) for mode in ("any", "contiguous", "word"))
+    assert loose >= inside >= alone

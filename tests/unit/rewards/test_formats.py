@@ -101,3 +101,16 @@ def test_long_repetitions_are_read_quickly(text):
     for reward in REWARDS:
         value(reward, text)
     assert time.process_time() - begun < 2.0
+
+
+@given(st.sets(st.integers(0, 3)), st.integers(0, 3))
+def test_more_right_tags_never_earn_less(there, another):
+    def text(tags):
+        opened, closed, answered, ended = (
+            tag if place in tags else "" for place, tag in enumerate(REASONING.four)
+        )
+        return f"{opened}six{closed}{answered}7{ended}"
+
+    fewer, more = text(there), text(there | {another})
+    for reward in (SoftFormat(), XmlCount(), MatchFormat()):
+        assert value(reward, fewer) <= value(reward, more) <= value(reward, LOOSE)

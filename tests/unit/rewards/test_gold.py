@@ -90,3 +90,10 @@ def test_a_row_without_gold_is_refused_with_the_columns_there_are(nothing):
     assert message.startswith("completion 1: there is no gold answer in answer, reference, ")
     assert "The dataset has: answer, level." in message
     assert "rewards.answer_column" in message
+
+
+@pytest.mark.parametrize("name", ["math_answer", "pure_accuracy_math", "length"])
+def test_an_empty_box_is_refused_before_the_run(name):
+    ((reward, _),) = get_reward_funcs([name], {})
+    with pytest.raises(ValueError, match="no gold answer"):
+        cast("Any", reward).check_row({"solution": r"so \boxed{}"})

@@ -164,3 +164,17 @@ async def test_metrics_and_their_failures():
     with pytest.raises(RewardWorkerError, match="KeyError: 'lost'"):
         await scorer.compute_metrics([], [], [{}])
     await scorer.close()
+
+
+async def test_limit_counts_from_the_turn_of_a_function_not_from_its_queueing():
+    def naps(completions, **kwargs):
+        threading.Event().wait(0.06)
+        return [1.0]
+
+    async def naps_again(completions, **kwargs):
+        return naps(completions)
+
+    scorer = InProcessScorer(Rubric([naps, naps, naps, naps_again]), no_metrics, time_limit=0.2)
+    found = await asyncio.gather(*(scorer.score(request(draw)) for draw in range(2)))
+    assert {score.members[0].outcome for score in found} == {"scored"}
+    await scorer.close()

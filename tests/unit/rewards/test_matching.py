@@ -72,3 +72,11 @@ def test_a_batch_equals_its_rows_one_by_one(texts):
         whole = reward(texts, answer=golds)
         assert whole == [reward([text], answer=["a"])[0] for text in texts]
         assert all(0.0 <= value <= 2.0 for value in whole)
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=5), st.integers(0, 5))
+def test_more_keywords_never_earn_less(keywords, count):
+    fewer, more = " ".join(keywords[:count]), " ".join(keywords[: count + 1])
+    shares = keyword_match([fewer, more, " ".join(keywords)], [keywords] * 3)
+    less, enough, whole = (share for share in shares if share is not None)
+    assert 0.0 <= less <= enough <= whole == 1.0

@@ -202,3 +202,11 @@ def test_a_batch_equals_its_rows_one_by_one(answers):
         assert values == [value(reward, text, "3") for text in texts]
         spaced = reward([f"\n{text.swapcase()} " for text in texts], answer=["3"] * len(texts))
         assert values == spaced
+
+
+@given(st.integers(1, 10_000), st.integers(0, 20_000), st.integers(0, 20_000))
+def test_nearer_never_earns_less(gold, one, other):
+    nearer, farther = sorted((one, other), key=lambda given: abs(given - gold))
+    tolerant = MathAnswer(tolerant=True)
+    values = tolerant([tagged(nearer), tagged(farther)], answer=[gold, gold])
+    assert 3.0 >= values[0] >= values[1] >= -1.0

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from groupwise.rewards.overlap import (
     RubricOverlap,
+    overlap,
     similarity,
     stands_in,
     words,
@@ -115,3 +116,10 @@ def test_the_worst_of_texts_is_compared_in_a_bounded_time():
     other = [word for number in range(2000) for word in ("the", f"b{number}")]
     similarity(one, other)
     assert time.process_time() - begun < 5.0
+
+
+@given(WORDS, st.integers(0, 8))
+def test_more_of_the_vocabulary_never_earns_less(vocabulary, count):
+    if vocabulary:
+        fewer, more = set(vocabulary[:count]), set(vocabulary[: count + 1])
+        assert 0 <= overlap(fewer, vocabulary) <= overlap(more, vocabulary) <= 1

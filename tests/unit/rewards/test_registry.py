@@ -7,6 +7,8 @@
 """
 
 import importlib.metadata
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -203,3 +205,17 @@ def test_section_with_a_list_and_with_a_router():
     ):
         with pytest.raises(TaskError, match=said):
             configured_rubric(section)
+
+
+def test_the_registry_imports_nothing_heavy():
+    code = """
+import sys
+from groupwise.rewards.registry import registered
+registered()
+heavy = ["torch", "transformers", "datasets", "numpy", "pandas", "sympy", "math_verify", "httpx2"]
+print([name for name in heavy if name in sys.modules])
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == "[]"

@@ -351,3 +351,10 @@ async def test_crash_at_start_is_repeated_a_bounded_number_of_times(closing, tmp
 async def test_start_has_a_limit_of_its_own(closing):
     with pytest.raises(RewardWorkerError, match=r"0\.5 s"):
         await closing(workers_for("hang_at_start", start_limit=0.5)).start()
+
+
+async def test_environment_of_a_worker(shared):
+    names = ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"]
+    notes = (await shared.score(request("tells_environment", names=names))).members[0].notes
+    assert list(notes["found"].values()) == ["1", "", "false"]
+    assert notes["torch"] is False

@@ -150,6 +150,12 @@ def closes_the_line(completions, **kwargs):
     time.sleep(600)
 
 
+def tells_environment(completions, log_extra, names, **kwargs):
+    log_extra("found", [{name: os.environ.get(name) for name in names[0]}] * len(completions))
+    log_extra("torch", ["torch" in sys.modules] * len(completions))
+    return [1.0] * len(completions)
+
+
 def imports_what_is_beside(completions, **kwargs):
     beside = importlib.import_module("groupwise_test_beside")
     return [beside.BESIDE] * len(completions)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from groupwise.runs.find import (
     list_runs,
     newest_unfinished,
     resolve,
+    reward_ends,
     run_around,
 )
 from groupwise.runs.folder import RunFolder, State
@@ -154,3 +156,15 @@ class TestList:
         broken = {info.name: info.broken or "" for info in listed[2:]}
         for name, said in (("blank", "is empty"), ("empty", "does not exist"), ("torn", "damaged")):
             assert said in broken[name]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "ends"),
+    [
+        *(([float("nan")], (None, None)), ([1.0], (1.0, 1.0)), ([1.0, 9.0, 3.0], (1.0, 3.0))),
+        ([float(step) for step in range(20)], (2.0, 17.0)),
+        ([float("nan"), 1.0, 2.0, 4.0], (1.0, 3.0)),
+    ],
+)
+def test_ends_of_the_rewards_never_overlap(rewards: list[float], ends: tuple[Any, Any]) -> None:
+    assert reward_ends(rewards) == ends

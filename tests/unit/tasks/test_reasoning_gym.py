@@ -6,6 +6,7 @@ The datasets of `SOME` stand for the kinds that cause trouble; `make soak SUITE=
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -295,3 +296,9 @@ def check_problems(rows: list[dict[str, Any]], name: str, level: int | None) -> 
     for garbage in GARBAGE:
         values = scores(rows, [garbage] * len(rows))
         assert all(0 <= value <= 1 for value in values), (name, level, garbage)
+
+
+def test_an_integral_that_is_left_to_be_done_is_no_answer() -> None:
+    block = reasoning_gym_problems._block(named("intermediate_integration", 4), 0)
+    undone = next(each for each in block if isinstance(each, Exception))
+    assert re.match(r"its grader rejects its own answer, '.*Integral\(", str(undone))
