@@ -140,13 +140,6 @@ class VllmServer:
         assert self._running is not None
         self._running[0].should_exit = True
 
-    def forget(self) -> None:
-        """Be as one that has just been started anew, without the time that it takes."""
-        for name in self.adapters:
-            weights = self.models.pop(name).weights
-            assert isinstance(weights, ServedAdapter)
-            weights.remove()
-
     @property
     def adapters(self) -> list[str]:
         """Names of those that are loaded."""

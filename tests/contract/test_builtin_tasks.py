@@ -1,13 +1,12 @@
 """What every built-in task is held to. A new one is covered by being there.
 
-    1. It has the hooks of rl, sft and eval, held-out rows for both, and a schema; configs in configs/ and a page in docs/tasks.
-    2. Its rows are a function of the config: the same in another process with another hash seed.
-    3. Training, validation and test rows have nothing in common: neither a prompt nor what makes the problem (`IDENTITY`).
-    4. Every gold completion earns full marks (`FULL`, or what all gold earns). Nothing, nonsense, the question and another row's gold
+    1. Its rows are a function of the config: the same in another process with another hash seed.
+    2. Training, validation and test rows have nothing in common: neither a prompt nor what makes the problem (`IDENTITY`).
+    3. Every gold completion earns full marks (`FULL`, or what all gold earns). Nothing, nonsense, the question and another row's gold
        earn less.
-    5. What a completion earns does not depend on the others of its call.
-    6. `groupwise check` finds no problem.
-    7. By its config in configs/, gold counts as a success in an evaluation, and neither nothing, nonsense, the question nor a near miss
+    4. What a completion earns does not depend on the others of its call.
+    5. `groupwise check` finds no problem.
+    6. By its config in configs/, gold counts as a success in an evaluation, and neither nothing, nonsense, the question nor a near miss
        (`NEAR_MISSES`) does.
 
 A row of `get_sft_dataset` is a row of `get_rl_dataset` with its gold completion in `completion`.
@@ -19,7 +18,6 @@ import asyncio
 import hashlib
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -39,8 +37,7 @@ from groupwise.rewards.scoring import MemberScore, ScoreRequest
 from groupwise.rewards.text import as_completion
 from groupwise.settings.view import View
 from groupwise.tasks import reasoning_gym
-from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task, require
-from groupwise.tasks.environment import as_step, reset_arguments
+from groupwise.tasks.contract import Task, builtin_tasks, load_task
 from groupwise.types import Example, Rollout
 
 ROOT = Path(__file__).parents[2]
@@ -88,12 +85,6 @@ IDENTITY: dict[str, Callable[[Row], Hashable]] = {
     "rubric_answers": lambda row: row["question"],
 }
 """What makes the problem; of others it is the prompt."""
-FROZEN: dict[str, Hashable] = {
-    "sort_words": frozenset({"mountain", "oyster", "marble"}),
-    "crossword": "ORCHESTRA",
-    "rush_hour": "ooBBCDAAoCDEoFFDEoGGoEooo",
-}
-"""What the first held-out row is about, in every release: who compares runs compares them on the same rows."""
 SAME_PROMPT = frozenset({"wordle_game"})
 """Tasks that ask everybody the same."""
 SEVERAL_RIGHT = frozenset({"wordle", "reasoning_gym"})
@@ -157,8 +148,6 @@ CASES = [
     for name in builtin_tasks()
     for number, own in enumerate(VARIANTS.get(name, [{}]))
 ]
-VERBS: tuple[Verb, ...] = ("rl", "sft", "eval")
-each_task = pytest.mark.parametrize("name", builtin_tasks())
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 pytestmark = pytest.mark.filterwarnings("ignore:task.rubric_in_prompt:UserWarning")
 
@@ -233,25 +222,6 @@ def _rewards(rubric: Rubric, row: Row, texts: Sequence[Any]) -> list[float]:
 # 1
 
 
-@each_task
-def test_it_has_what_every_command_needs_a_config_and_a_page(name: str) -> None:
-    task = load_task(name)
-    for hooks in VERBS:
-        require(task, hooks)
-    assert task.has("get_sft_eval_dataset")
-    assert task.config_schema() is not None
-    first_lines = [path.read_text().partition("\n")[0] for path in ROOT.glob("configs/*.yaml")]
-    words = [shlex.split(line.removeprefix("#")) for line in first_lines]
-    for verb in ("rl", "sft"):
-        begin, end = ["groupwise", verb], ["--task-module", name]
-        assert any(line[:2] == begin and line[-2:] == end for line in words), f"no config of {verb}"
-    assert (ROOT / "docs/tasks" / f"{name}.md").is_file()
-    assert f"]({name}.md)" in (ROOT / "docs/tasks/index.md").read_text()
-
-
-# 2
-
-
 def digests() -> dict[str, str]:
     """Of the rows of every case; of reasoning-gym, which has a process of its own, of the one that depends on hashes."""
     return {case.label: digest(case.splits()) for case in CASES if case.label != "reasoning_gym"}
@@ -282,19 +252,7 @@ def test_taught_rows_are_those_of_rl(case: Case) -> None:
     assert untaught == [_row(example) for example in case.task.rl_examples(case.config)]
 
 
-@each_case
-def test_the_resolved_config_makes_the_rows_of_the_written_one(case: Case) -> None:
-    own = case.config["task"].to_dict()
-    schema = case.task.config_schema()
-    assert schema is not None
-    loaded = load_config({"model": {"name": "tiny"}, "task": own})
-    resolved = view(with_task_schema(loaded, schema).config)
-    assert [_row(each) for each in case.task.eval_examples(resolved)] == (
-        splits_of(case.label)["test"]
-    )
-
-
-# 3
+# 2
 
 
 @each_case
@@ -308,7 +266,7 @@ def test_splits_have_nothing_in_common(case: Case) -> None:
         assert all(len(set(map(_prompt, rows))) == len(rows) for rows in splits.values())
 
 
-# 4
+# 3
 
 
 @each_case
@@ -329,23 +287,7 @@ def test_gold_earns_full_marks_and_nothing_else_does(case: Case) -> None:
     assert also_right <= (len(rows) // 2 if case.name in SEVERAL_RIGHT else 0)
 
 
-@each_case
-def test_gold_plays_its_environment_to_the_end(case: Case) -> None:
-    if not case.task.has("get_environment"):
-        return
-    make = case.task.environment(case.config)
-    for row in splits_of(case.label)["train"][:8]:
-        environment: Any = make()
-        given = {**row, "seed": 0, "member": 0}
-        environment.reset(**reset_arguments(environment.reset, given))
-        said: Any = row["completion"]
-        said = as_completion([], said) if isinstance(said, str) else said
-        turns = [message["content"] for message in said if message["role"] == "assistant"]
-        ends = [as_step(environment.step(turn)).done for turn in turns]
-        assert ends == [False] * (len(turns) - 1) + [True]
-
-
-# 5
+# 4
 
 
 @each_case
@@ -358,7 +300,7 @@ def test_a_completion_earns_the_same_in_any_company(case: Case) -> None:
     assert together == _rewards(rubric, rows[0], texts[::-1])[::-1]
 
 
-# 6
+# 5
 
 
 @each_case
@@ -369,7 +311,7 @@ def test_check_finds_no_problem(case: Case) -> None:
     assert not report.of_level("problem"), report.of_level("problem")
 
 
-# 7
+# 6
 
 
 def _configs() -> list[tuple[str, Path]]:

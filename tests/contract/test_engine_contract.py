@@ -2,7 +2,7 @@
 
 1. A new run gets the name that the config has, or the next free one; what is wrong is refused, and nothing is left.
 2. A group has the members asked for, each with the seed of its draw, and says which policy drew it, after how many steps.
-3. The same draw gives the same group, whatever else is asked at the same time; seeds and lengths can be asked for.
+3. The same draw gives the same group, whatever else is asked at the same time.
 4. What cannot be asked is refused with UsageError, and disturbs nobody.
 5. A cancelled request disturbs nobody.
 6. A step learns, publishes and is in the record before it is answered; one in which nothing teaches counts, and the version stays.
@@ -146,27 +146,6 @@ async def test_a_group_follows_from_its_draw(host: Host):
     )
     assert together[1] == first
     assert together[0].group.rollouts != first.group.rollouts
-
-
-@HERE
-async def test_what_can_be_asked_of_a_request(host: Host):
-    engine = await host.make()
-    await engine.open(host.order())
-    asked = Sampling(max_tokens=2, seed=99, temperature=0.5)
-    found = await engine.sample(SampleOrder(7, "sort these", members=5, sampling=asked))
-    assert len(found.group.rollouts) == 5
-    for member, rollout in enumerate(found.group.rollouts):
-        (segment,) = rollout.segments
-        assert len(segment.token_ids) <= 2
-        assert (segment.params.max_tokens, segment.params.temperature) == (2, 0.5)
-        assert segment.seed == member_seed(99, 0, member)
-    elsewhere = await engine.sample(SampleOrder(8, "sort these", members=5, sampling=asked))
-    texts = [rollout.completion for rollout in found.group.rollouts]
-    assert [rollout.completion for rollout in elsewhere.group.rollouts] == texts
-    chat = await engine.sample(SampleOrder(8, [{"role": "user", "content": "ab"}]))
-    assert chat.group.prompt_seen
-    free = SampleOrder(9, "sort", sampling=Sampling(top_p=0.9), trains=False)
-    assert len((await engine.sample(free)).group.rollouts) == MEMBERS
 
 
 IMPOSSIBLE = {

@@ -20,9 +20,6 @@ if os.environ.get("FAKE_UNSLOTH_ENDS"):  # whoever imports it wants to know no m
 REFUSES_4BIT = "FAKE_UNSLOTH_REFUSES_4BIT"
 """In the environment: it loads other weights than it is asked for, and only says so."""
 
-if os.environ.get("FAKE_UNSLOTH_HAS_NO_DEVICE"):
-    raise NotImplementedError("Unsloth cannot find any torch accelerator? You need a GPU.")
-
 print("Unsloth: will patch your computer.")
 logging.basicConfig(level=logging.INFO)
 

@@ -254,10 +254,3 @@ def test_a_killed_learner_ends_the_run(whole, tmp_path, monkeypatch):
         lost_by_a_kill(divided(tmp_path, **SMALL), patch, 1, 3, "update")
     go_on(divided(tmp_path, **SMALL))
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(whole[0])
-
-
-@SOAK
-def test_interpreters_of_their_own(alone, tmp_path, monkeypatch):
-    monkeypatch.undo()
-    assert groupwise.rl(divided(tmp_path), TOY).exit_code == 0
-    assert_close(alone, tmp_path / "toy")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from groupwise.algorithms.dapo import Dapo
-from groupwise.errors import TaskError
 from groupwise.types import RewardPart
 
 
@@ -31,29 +30,6 @@ def test_cache_and_factor_are_knobs_and_only_the_policy_is_counted(rollout, grou
     assert shaped.reward == 1.0 - 0.5 * 0.5
     assert shaped.parts == (RewardPart("overlong", -0.5, 0.5),)
     assert failed == talk.rollouts[1]
-
-
-def test_cache_longer_than_the_limit_is_refused(group) -> None:
-    with pytest.raises(ValueError, match="soft_punish_cache is 21"):
-        Dapo(soft_punish_cache=21).shaped(group(1.0), 20)
-    with pytest.raises(ValueError, match="soft_punish_cache is 21"):
-        Dapo(soft_punish_cache=21).check(20, ())
-    Dapo(soft_punish_cache=21).check(21, ())
-    with pytest.raises(ValueError, match="soft_punish_cache is 0"):
-        Dapo(soft_punish_cache=0, soft_punish_factor=2.0)
-    long = group(1.0)
-    assert Dapo(soft_punish_cache=0).shaped(long, 20) is long
-    assert Dapo().shaped(long, 2) is long  # a fifth of two tokens is none
-
-
-def test_another_reward_of_that_name_is_refused(rollout, group) -> None:
-    once = Dapo().shaped(group(rollout(0, 1.0)), 20)
-    with pytest.raises(TaskError, match="'overlong'"):
-        Dapo().shaped(once, 20)
-    with pytest.raises(TaskError, match="'overlong'"):
-        Dapo().check(20, ("right", "overlong"))
-    Dapo(soft_punish_cache=0).check(20, ("overlong",))
-    Dapo().check(20, ("right", "overlong_2"))
 
 
 def test_groups_that_differ_in_length_only_are_drawn_anew(rollout, group) -> None:

@@ -10,8 +10,6 @@ import torch
 
 from groupwise.algorithms.base import TokenBatch
 from groupwise.algorithms.given import Given, Surrogate
-from groupwise.algorithms.registry import ALGORITHMS, from_spec
-from groupwise.types import LossSpec, from_json, to_json
 
 RATIOS = [1.5, 0.5, 1.5, 0.5, 1.1]
 CREDITS = [1.0, 2.0, -1.0, -2.0, 3.0]
@@ -96,18 +94,3 @@ def test_statistics_count_the_tokens_whose_gradient_a_bound_changed(
     found = {name: stats[name].item() for name in ("tokens", "clip_low", "clip_high")}
     assert found == {"tokens": 5, "clip_low": low, "clip_high": high}
     assert stats["ratio"].item() == pytest.approx(sum(RATIOS))
-
-
-def test_it_is_reached_by_its_spec_and_is_no_algorithm() -> None:
-    loss = Given(surrogate="clipped_weight", clip_low=0.5, clip_high=3.0)
-    assert from_spec(from_json(LossSpec, to_json(loss.loss_spec()))) == loss
-    assert "given" not in ALGORITHMS
-    with pytest.raises(ValueError, match="'clip_hight'; did you mean"):
-        from_spec(LossSpec("given", {"clip_hight": 2.0}))
-    with pytest.raises(ValueError, match=r"given\.clip_low is 1\.5"):
-        Given(clip_low=1.5)
-
-
-def test_a_batch_without_credits_is_refused(batch) -> None:
-    with pytest.raises(ValueError, match="credit"):
-        Given().loss(batch([[-1.0]], advantages=[1.0]))

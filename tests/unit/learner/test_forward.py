@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 
 from groupwise.learner import forward
 from groupwise.learner.forward import (
-    Wanted,
     choose_paths,
     packed_rows,
     packing_is_exact,
@@ -188,35 +187,3 @@ def spans(index: int, length: int, barred: tuple[int, ...]) -> tuple[Withheld, .
         (Withheld(0, length // 2, barred),),
         (Withheld(0, length // 3, barred), Withheld(length // 2, length, barred[:1])),
     )[index % 4]
-
-
-@pytest.mark.parametrize("compute", [shared_prompt, whole_rows, packed_rows])
-def test_tokens_that_the_mask_leaves_out_are_skipped_where_trained_ones_are_asked_for(
-    decoder, make_rows, compute
-):
-    rows = [
-        replace(
-            row,
-            withheld=spans(index, len(row.completion_ids), (0, 1)),
-            mask=tuple((index + place) % 3 for place in range(len(row.completion_ids))),
-        )
-        for index, row in enumerate(make_rows())
-    ]
-    batches: Any = packed(rows, 60) if compute is packed_rows else microbatches(rows, 10_000)
-    for batch in batches:
-        everything = compute(decoder, batch, Wanted(accuracy=True))
-        found = compute(decoder, batch, Wanted(accuracy=True, trained_only=True))
-        for place, row in enumerate(batch.rows):
-            length = len(row.mask)
-            mask = torch.tensor(row.mask)
-            for mine, wanted in (
-                (found.logprobs_BT, everything.logprobs_BT),
-                (found.entropies_BT, everything.entropies_BT),
-                (found.right_BT, everything.right_BT),
-            ):
-                close(
-                    (mine[place, :length] * 1.0)[mask != 0],
-                    (wanted[place] * 1.0)[:length][mask != 0],
-                )
-                assert not mine[place, :length][mask == 0].any()
-                assert not mine[place, length:].any()

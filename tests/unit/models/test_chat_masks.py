@@ -154,21 +154,6 @@ def test_what_cannot_be_right_is_refused(family, messages, said):
         masked(family, messages)
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "said"),
-    [
-        ("chatml", lambda _: None, "no chat template"),
-        ("chatml", lambda text: text + "{% if %}", r"does not parse: [^.]*\(line"),
-        ("marked", lambda text: text.replace("'assistant'", "'nobody'", 1), "nothing of message 1"),
-    ],
-)
-def test_a_template_that_cannot_be_used_is_refused(family, change, said):
-    tokenizer = chat_tokenizer(family)
-    tokenizer.chat_template = change(tokenizer.chat_template)
-    with pytest.raises(TaskError, match=said):
-        mask_turns(tokenizer, Chat(TWO_TURNS), [1])
-
-
 def test_whole_conversations_and_texts():
     tokenizer = chat_tokenizer("chatml")
     whole = CHATML.replace("⟦", "").replace("⟧", "")

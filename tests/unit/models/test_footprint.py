@@ -1,15 +1,13 @@
 """What is planned is what the engines hold: their own tensors are measured, byte for byte where that is possible.
 
-1. A native model beside the model's own weights, packed or not, in each number format; and one that replaces another.
-2. Keys and values of each engine of the sampler, while they grow, with those of prompts.
-3. What a layer keeps for its backward pass, with and without recomputation.
-4. An engine of our own is counted on exactly where it would be chosen.
+1. A native model beside the model's own weights, packed or not, in each number format.
+2. Keys and values of the sampler on a processor, while they grow, with those of prompts.
+3. An engine of our own is counted on exactly where it would be chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -17,14 +15,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from groupwise.learner.native import body
-from groupwise.learner.native.layout import flat
 from groupwise.models.footprint import (
     Footprint,
     bytes_of,
     footprint_of,
-    native_activations,
-    native_anew,
     native_cache,
     native_copies,
     sizes_of,
@@ -33,11 +27,7 @@ from groupwise.models.native.weights import NativeModel
 from groupwise.models.plan import Decoding
 from groupwise.sampler.native.cache import NativePrompt, OwnCache
 from groupwise.sampler.native.engine import NativeEngine
-from groupwise.sampler.native.graph_engine import CopiedPrompt, GraphEngine
-from groupwise.sampler.native.recording import plainly
-from groupwise.sampler.slot_engine import CachedPrompt, SlotEngine
 from groupwise.sampler.weights import ServedModel
-from groupwise.types import Row
 from tests.unit.models.native.families import made, text
 
 CONFIG: dict[str, Any] = {
@@ -96,17 +86,6 @@ def test_a_native_model_beside_the_model(dtype, published, packed, packs):
     assert sum(held.values()) - sum(before.values()) == planned
 
 
-def test_a_native_model_that_replaces_another():
-    model = model_of("float32")
-    old = NativeModel(model)
-    old.pack()
-    before = memory_of(model.parameters()) | memory_of_native(old)
-    new = NativeModel(model, check=False)
-    new.pack()
-    held = before | memory_of(model.parameters()) | memory_of_native(new)
-    assert sum(held.values()) - sum(before.values()) == native_anew(SIZES, 4, 4)
-
-
 # Keys and values
 
 
@@ -131,76 +110,6 @@ def test_a_cache_of_a_processor_at_its_largest(dtype):
         assert isinstance(prompt, NativePrompt)
         peak += prompt.keys_LJKDS.nbytes + prompt.values_LJPD.nbytes
     assert native_cache(SIZES, bytes_of(dtype), DECODING) == peak
-
-
-@pytest.mark.parametrize("native", [True, False])
-@DTYPES
-@torch.inference_mode()
-def test_slots_of_a_fixed_length(dtype, native, monkeypatch):
-    monkeypatch.setattr(NativeModel, "pack", lambda self: None)
-    model = model_of(dtype)
-    weights = ServedModel(model)
-    held = Footprint(
-        sizes=SIZES,
-        size=bytes_of(dtype),
-        full=True,
-        on_cpu=False,
-        samples=True,
-        native_sampler=native,
-        native_learner=False,
-        packed=0,
-    )
-    asked = [text(DECODING.prompt, seed=seed).tolist() for seed in (1, 2)]
-    if native:
-        found = weights.native()
-        assert found is not None
-        graph = GraphEngine(found, weights, DECODING.slots, DECODING.key_length, plainly)
-        tensors = [graph._keys_LSJTD, graph._values_LSJTD, graph._logits_SV]
-        for prompt in map(graph.prefill, asked):
-            assert isinstance(prompt, CopiedPrompt)
-            tensors += [prompt.keys_LJPD, prompt.values_LJPD]
-    else:
-        slots = SlotEngine(weights, DECODING.slots, DECODING.key_length)
-        prompts = [slots.prefill(ids) for ids in asked]
-        slots.begin(prompts[0])
-        tensors = [*slots._cache.keys, *slots._cache.values]
-        for prompt in prompts:
-            assert isinstance(prompt, CachedPrompt)
-            tensors += [*prompt.cache.keys, *prompt.cache.values]
-    assert sum(tensor.nbytes for tensor in tensors) == held.cache(DECODING)
-
-
-# Activations
-
-
-@DTYPES
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_a_layer_keeps(dtype, recompute, monkeypatch):
-    kept: list[Any] = []
-    original = body._Body.forward
-
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        found = original(ctx, *given)
-        kept.extend(ctx.kept)
-        return found
-
-    monkeypatch.setattr(body._Body, "forward", staticmethod(forward))
-    prompt, completion = text(30).tolist(), text(20).tolist()
-    row = Row(tuple(prompt), tuple(completion), (1,) * 20, (0.0,) * 20, 0.0, 1.0)
-    batch = flat([row, row], [[0, 1]])
-    body.residual_stream(NativeModel(model_of(dtype)), batch, {}, recompute=recompute)
-    layers = [
-        [layer] if isinstance(layer, Tensor) else [getattr(layer, f.name) for f in fields(layer)]
-        for layer in kept
-    ]
-    held = [sum(t.nbytes for t in layer if isinstance(t, Tensor)) for layer in layers]
-    assert len(held) == SIZES.layers
-
-    def planned(count: int) -> int:
-        sizes = replace(SIZES, layers=count)
-        return native_activations(sizes, bytes_of(dtype), recompute=recompute)
-
-    assert sum(held) == batch.tokens * (planned(2 * SIZES.layers) - planned(SIZES.layers))
 
 
 # Which engines

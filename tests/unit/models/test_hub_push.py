@@ -140,23 +140,6 @@ def test_a_public_repository_is_refused_unless_that_is_said(hub, folder):
     assert "README.md" in hub.repositories["me/model"].files()
 
 
-NO_BRANCHES = (
-    *("a b", "a..b", ".a", "a/.b", "a.lock", "a.lock/b", "-a", "/a", "a/", "a//b", "a."),
-    *("a~1", "a^", "a:b", "a?", "a*", "a[b", "a\\b", "a@{b", "@", "", "a\n", "a\x7f"),
-)
-
-
-def test_what_git_does_not_take_as_a_branch_is_refused(hub, folder):
-    for revision in NO_BRANCHES:
-        with pytest.raises(UsageError, match="cannot name a branch"):
-            check_access(Target("me/model", revision))
-    with pytest.raises(UsageError, match="cannot name a branch"):
-        push(folder, Target("me/model", "a b"), "m")
-    assert not hub.asked
-    for revision in ("my-run/v2", "a.b", "é", "v1@2", "a{b}", "lock"):
-        assert check_access(Target("me/model", revision)) is None
-
-
 @pytest.mark.parametrize("there", [{"other.txt": b"x"}, {"README.md": b"x" * len(CARD)}])
 def test_other_content_is_not_overwritten_without_leave(hub, folder, there):
     """That is told before any work where it can be known."""
@@ -195,16 +178,6 @@ def test_who_may_not_write_is_told_before_any_work(
         with pytest.raises(UsageError, match=told):
             check_access(Target(repo_id))
         assert not hub.repositories
-
-
-def test_no_answer_is_a_warning_and_no_refusal(monkeypatch, hub):
-    async def broken(method: str, path: str) -> Response:
-        return Response("down", 503)
-
-    hub.interfere = broken
-    assert "the hub does not answer" in (check_access(Target("me/model")) or "")
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "the hub does not answer" in (check_access(Target("me/model")) or "")
 
 
 def test_the_token_stands_in_no_message(monkeypatch, hub, folder):
@@ -268,31 +241,3 @@ def test_who_uploads_elsewhere_has_a_queue_of_its_own(tmp_path, hub, folder):
     left = [entry.target.revision for entry in hub_queue.waiting(tmp_path)]
     assert left == ["b-1", "b-2"]
     assert set(hub.repositories["me/model"].branches) == {"main", "other/c-1", "other/c-2"}
-
-
-def test_a_branch_that_was_made_of_a_first_commit_with_files_is_known_as_ours(
-    tmp_path, hub, folder
-):
-    """A repository that was squashed or duplicated; the upload is cut short between the branch and its commit."""
-    made = hub.add("me/model")
-    first = made.branches["main"][0]
-    made.commits[first] = {"README.md": b"of main", "model.safetensors": b"x"}
-
-    async def refuse(method: str, path: str) -> Response | None:
-        return Response("no", 400) if "/commit/" in path else None
-
-    queue(tmp_path, 7, folder)
-    (entry,) = hub_queue.waiting(tmp_path)
-    hub.interfere = refuse
-    with pytest.raises(EndpointError):
-        entry.push()
-    hub.interfere = None
-    (entry,) = hub_queue.waiting(tmp_path)
-    entry.push()
-    assert "model.safetensors" not in made.files("b-7")
-    assert made.files("main") == {"README.md": b"of main", "model.safetensors": b"x"}
-    queue(tmp_path, 8, folder)
-    made.branches["b-8"] = [first]  # somebody else's, who has the same right to it
-    (entry,) = hub_queue.waiting(tmp_path)
-    with pytest.raises(UsageError, match="holds other files"):
-        entry.push()

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from groupwise import hub
-from groupwise.errors import ModelError, OutOfMemoryError
-from groupwise.models import load
+from groupwise.errors import ModelError
 from groupwise.models import tokenizer as tokenizers
 from groupwise.models.bundled import BUNDLED
 from groupwise.models.config import ModelConfig
@@ -20,7 +19,6 @@ from groupwise.models.tiny import tiny_model, tiny_tokenizer, write_tiny_model
 from groupwise.models.tokenizer import load_tokenizer, resolve
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-ADAPTER = '{"base_model_name_or_path": "org/base"}'
 
 
 @pytest.fixture(autouse=True)
@@ -73,39 +71,7 @@ def test_a_folder_is_taken_as_it_is(folder, monkeypatch):
     assert resolve(named("model")).local
 
 
-@pytest.mark.parametrize("name", ["org/name", "name"])
-def test_everything_else_is_a_hub_id(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = resolve(named(name, revision="main"))
-    assert (found.location, found.local, found.revision) == (name, False, "main")
-
-
 # What is said when nothing is there
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "~/nowhere", "a/b/c", "m.gguf"])
-def test_a_path_that_is_not_there(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = message(resolve, named(name))
-    assert repr(name) in said
-    assert str(tmp_path) in said
-
-
-@pytest.mark.parametrize("content", [b"", b"GGUF" + b"rubbish" * 50])
-def test_a_gguf_file_that_is_none(tmp_path, cache, content):
-    path = tmp_path / "broken.gguf"
-    path.write_bytes(content)
-    assert str(path) in message(resolve, named(path))
-    assert list((cache / "groupwise" / "models").iterdir()) == [], "nothing half-made is left"
-
-
-@pytest.mark.parametrize("content", [{"notes.txt": ""}, {"adapter_config.json": ADAPTER}])
-def test_a_folder_that_holds_no_model(tmp_path, content):
-    """Another kind of file, or an adapter given as the model."""
-    for name, text in content.items():
-        (tmp_path / name).write_text(text)
-    said = message(resolve, named(tmp_path))
-    assert ("notes.txt" if "notes.txt" in content else "'org/base'") in said
 
 
 def test_a_hub_id_without_the_hub(monkeypatch):
@@ -174,15 +140,6 @@ def test_a_model_is_loaded_frozen_and_in_the_number_format_asked_for(folder):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not any(module.training for module in model.modules())
-
-
-def test_a_model_that_finds_no_memory_is_not_called_damaged(folder, monkeypatch):
-    def refuse(*_: Any, **__: Any) -> Any:
-        return torch.empty(1 << 60, dtype=torch.uint8)
-
-    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", refuse)
-    with pytest.raises(OutOfMemoryError):
-        load_model(named(folder), "float32")
 
 
 def test_the_number_format_suits_what_is_trained():

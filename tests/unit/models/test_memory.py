@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config import RunConfig
 from groupwise.errors import NonFiniteError, OutOfMemoryError
-from groupwise.models.memory import NEEDS_LESS, lacks_memory, memory_explained
-from groupwise.settings.schema import keys_of
+from groupwise.models.memory import lacks_memory, memory_explained
 
 EXBIBYTE = 1 << 60
 
@@ -65,10 +63,3 @@ def test_other_errors_stay_what_they_are(error):
     with pytest.raises(type(error)) as caught, memory_explained("learning"):
         raise error
     assert caught.value is error
-
-
-def test_what_it_names_are_keys():
-    named = [word.strip(",.;") for word in NEEDS_LESS.split() if "." in word.strip(",.;")]
-    assert len(named) == 5
-    for section, key in (name.split(".") for name in named):
-        assert key in keys_of(keys_of(RunConfig)[section].annotation), f"{section}.{key}"  # pyright: ignore[reportArgumentType]

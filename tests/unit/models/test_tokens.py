@@ -6,7 +6,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from groupwise.errors import TaskError
-from groupwise.models.tokens import completion_text, prompt_ids, unannounced
+from groupwise.models.tokens import completion_text, prompt_ids
 from tests.chat import chat_tokenizer
 
 CHAT = [
@@ -62,15 +62,3 @@ def test_a_completion_is_text_without_special_tokens():
     made = chat_tokenizer("chatml")
     assert completion_text(made, made("a , b's<|im_end|>")["input_ids"]) == "a , b's"
     assert completion_text(made, ()) == ""
-
-
-def test_a_template_that_does_not_ask_is_warned_of():
-    each = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
-    silent = with_template(each)
-    assert "'[assistant] '" in (unannounced(silent, CHAT) or "")
-    bare = with_template(each.replace("[{{ m['role'] }}] ", ""))
-    assert unannounced(bare, CHAT) is None, "nothing stands before an answer"
-    assert unannounced(silent, "text") is None
-    assert unannounced(with_template("{% broken"), CHAT) is None
-    for family in ("chatml", "llama3", "gemma"):
-        assert unannounced(chat_tokenizer(family), CHAT) is None

@@ -4,12 +4,10 @@ import os
 
 import pytest
 
-from groupwise.errors import ModelError
 from groupwise.models import tokenizer as tokenizers
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.ranks import ahead
 from tests.forked_zygote import fork_zygotes
-from tests.unit.ranks.toys import all_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -59,16 +57,6 @@ def test_it_is_asked_where_there_is_one(begun, monkeypatch):
     assert ahead.load_tokenizer(TINY) == os.getpid()
 
 
-def test_what_is_wrong_is_said_in_the_same_words(begun):
-    nowhere = ModelConfig(name="./nowhere")
-    with pytest.raises(ModelError) as asked:
-        ahead.prompt_room(nowhere, 10)
-    ahead.give_up()
-    with pytest.raises(ModelError) as own:
-        ahead.prompt_room(nowhere, 10)
-    assert str(asked.value) == str(own.value)
-
-
 def test_it_sees_the_gpus_that_this_process_sees(monkeypatch):
     fork_zygotes(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -78,16 +66,3 @@ def test_it_sees_the_gpus_that_this_process_sees(monkeypatch):
     asked.close()
     other.close()
     assert seen == ["0", ""], "the other one was not begun to be asked"
-
-
-def test_there_is_one_zygote_at_most_and_it_is_taken_once(begun):
-    ahead.begin()
-    ahead.choose_device()
-    first = ahead.take()
-    other = ahead.take()
-    other.close()
-    assert first.ask("os:getpid") == first.zygote != other.zygote
-    ahead.give_up()
-    assert first.ask("os:getpid") == first.zygote, "whoever took it ends it"
-    first.close()
-    assert all_gone([first.zygote, other.zygote])

@@ -5,9 +5,7 @@
 2. Models come and go without touching the others, also in the middle of their work, also with layers that nobody had changed.
 3. The weights of the base never change.
 4. A model that is dropped is gone when what is under way for it has ended; later calls are refused.
-5. There are at most as many as is said, each by a name of its own; ranks take turns.
-6. What cannot be made leaves nothing behind.
-7. Samplers of one process decode in turn.
+5. What cannot be made leaves nothing behind.
 """
 
 import asyncio
@@ -16,8 +14,6 @@ import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +22,7 @@ import torch
 from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
 from groupwise.config import load_config
-from groupwise.errors import ConfigError, ModelError, UsageError
+from groupwise.errors import ModelError, UsageError
 from groupwise.models.config import LoraConfig
 from groupwise.models.lora import fingerprint
 from groupwise.models.tiny import tiny_model
@@ -281,35 +277,6 @@ async def test_what_it_held_is_freed(tmp_path):
 # 5
 
 
-async def test_ranks_take_turns(tmp_path):
-    base, models = await base_of(2, most=5)
-    with closing(base):
-
-        async def added(*names: str) -> list[int]:
-            for name in names:
-                await models.add(name, new(tmp_path, name, SHAPES["attention"]))
-            return [models.host_of(name) for name in names]
-
-        assert await added("a", "b", "c", "d") == [0, 1, 0, 1]
-        await models.drop("b")
-        await models.drop("c")
-        assert sorted(await added("e", "f")) == [0, 1]
-
-
-async def test_the_bound_holds_for_models_that_are_being_made(tmp_path):
-    _, models = await base_of(1, most=2)
-    names = ("a", "b", "c")
-    asked = [models.add(name, new(tmp_path, name, SHAPES["wide"])) for name in names]
-    found = await asyncio.gather(*asked, return_exceptions=True)
-    (refused,) = [each for each in found if isinstance(each, UsageError)]
-    assert "max_models" in str(refused)
-    with pytest.raises(UsageError, match="model a"):
-        await models.add("a", new(tmp_path, "a", SHAPES["wide"]))
-
-
-# 6
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
 @IN_ONE
 async def test_what_cannot_be_made_leaves_nothing_behind(processes, tmp_path, alone):
@@ -326,33 +293,6 @@ async def test_what_cannot_be_made_leaves_nothing_behind(processes, tmp_path, al
         assert models.names == ("attention",)
         assert first + await steps(kept, first=1, count=1) == wanted
         await models.add("bad", new(tmp_path, "bad", LoraConfig(target_modules=("k_proj",))))
-
-
-async def test_a_wait_for_a_model_that_is_given_up(tmp_path):
-    base, models = await base_of(2, most=1)
-    with closing(base):
-        asked = asyncio.create_task(models.add("wide", new(tmp_path, "wide")))
-        await asyncio.sleep(0)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert models.names == ()
-        for name in ("wide", "wide"):  # on either rank
-            await models.add(name, new(tmp_path, name))
-            await models.drop(name)
-
-
-async def test_what_is_no_base(tmp_path):
-    """A model of which all weights are trained, and one that starts from an adapter."""
-    config = config_of(lora=None)
-    parts = await build.start_training(config, layout_of(config, 1), "r", tmp_path)
-    models = build.models_over(parts, 4)
-    with pytest.raises(UsageError, match="All weights"):
-        await models.add("wide", new(tmp_path, "wide"))
-    assert models.names == ("run",)
-    config = load_config({"model": {"name": "tiny", "adapter": str(tmp_path)}}).config
-    with pytest.raises(ConfigError, match=r"model\.adapter"):
-        await build.start_base(config, SimpleNamespace())  # pyright: ignore[reportArgumentType]
 
 
 @IN_RANKS
@@ -373,32 +313,3 @@ async def test_a_model_starts_from_what_another_saved(processes, tmp_path):
         assert await step(again, 1) == await step(first, 1)
         with pytest.raises(ModelError, match=r"lora\.r is 2"):
             await models.add("other", new(tmp_path, "other", LoraConfig(r=2), start=str(saved)))
-
-
-# 7
-
-
-async def test_samplers_of_one_process_decode_in_turn(tmp_path, monkeypatch):
-    """A short group of one is not kept waiting by a long queue of the other."""
-    base, models = await base_of(1)
-    parts = {name: await models.add(name, new(tmp_path, name)) for name in ("wide", "attention")}
-    held: Any = base.hosted
-    order: list[str] = []
-    for name in parts:
-        engine = held.bench._models[name].sampler._engine
-
-        def decode(tokens, name=name, plain=engine.decode):
-            order.append(name)
-            return plain(tokens)
-
-        monkeypatch.setattr(engine, "decode", decode)
-    params = SamplingParams(max_tokens=30)
-    asked = [GroupRequest(draw, (5, 6), tuple(range(8)), params) for draw in range(4)]
-    long = [asyncio.create_task(parts["wide"].sampler.generate(each)) for each in asked]
-    await asyncio.sleep(0)
-    await parts["attention"].sampler.generate(GroupRequest(0, (5, 6), (1,), params))
-    short = [number for number, name in enumerate(order) if name == "attention"]
-    assert len(short) > 5
-    assert all(after - before == 2 for before, after in pairwise(short))
-    assert not any(task.done() for task in long[2:])
-    await asyncio.gather(*long)

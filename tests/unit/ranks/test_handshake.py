@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from groupwise.errors import UsageError, WorkerLostError
+from groupwise.errors import UsageError
 from groupwise.hosts.meeting import KEY_FILE
 from groupwise.ranks import handshake, peer
 from groupwise.ranks.handshake import (
@@ -199,42 +199,3 @@ def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(
         with pytest.raises(TimeoutError):
             admit(first, SECRET)
         over.set()
-
-
-def test_a_rank_calls_again_while_the_first_one_is_busy_with_others(monkeypatch: Any) -> None:
-    monkeypatch.setattr(peer, "AGAIN", 0.0)
-    monkeypatch.delenv(KEY_FILE, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-
-        def first() -> int:
-            for _ in range(2):
-                door.accept()[0].close()
-            with door.accept()[0] as connection:
-                return admit(connection, SECRET)[0]
-
-        with beside(first) as found:
-            peer._called(["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()], 2).close()
-    assert found == [2]
-
-
-def test_a_rank_that_cannot_join_leaves_it_to_the_next_attempt(monkeypatch: Any) -> None:
-    monkeypatch.setattr(peer, "PATIENCE", 0.2)
-    monkeypatch.delenv(KEY_FILE, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        address = ["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()]
-
-        def answers_wrongly() -> None:
-            with door.accept()[0] as connection:
-                connection.sendall(b"c" * 32)
-                heard(connection, 72)
-                connection.sendall(b"x" * 32)
-                connection.recv(1)
-
-        with (
-            beside(answers_wrongly),
-            pytest.raises(WorkerLostError, match="not the first process"),
-        ):
-            peer._called(address, 2)
-    with pytest.raises(WorkerLostError, match=r"Learner 3 could not join .*--resume") as lost:
-        peer._called(address, 2)
-    assert lost.value.exit_code == 75

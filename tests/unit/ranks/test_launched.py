@@ -3,7 +3,6 @@
 import selectors
 import socket
 import threading
-from typing import Any
 
 import pytest
 
@@ -14,13 +13,11 @@ from groupwise.loops.rl_prepare import planned_sizes
 from groupwise.loops.sft_prepare import planned_sft_sizes
 from groupwise.models.footprint import bytes_of
 from groupwise.ranks import ahead, peer, started
-from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.launched import Launched, gpu_of, launched, refuse_other_number
 from groupwise.ranks.line import Setup
 from groupwise.ranks.peers import Peers
 from groupwise.ranks.samplers import Samplers
 from groupwise.sft_config import load_sft_config
-from groupwise.types import Policy
 
 TORCHRUN = {
     "RANK": "5",
@@ -65,40 +62,22 @@ TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
 @pytest.mark.parametrize(
     ("given", "more", "words"),
     [
-        (TWO, {"scale": {"learners": 0}}, r"scale\.learners"),
         (TWO, {"scale": {"learners": 65}}, r"65, but a step has only 64 rows"),
         (TWO, {"run": {"processes": 2}}, r"run\.processes is 2"),
         (TWO, {"run": {"threads": 1}}, r"run\.threads is 1"),
         (TWO, {"run": {"server": "http://there"}}, r"run\.server"),
         (TWO, TUNIX, "tunix"),
-        (APART, {"scale": {"samplers": -1}}, r"scale\.samplers"),
-        (APART, {"scale": {"patience": 5}}, r"patience is 5(.|\n)*samplers is 0"),
-        (APART, {"scale": {"samplers": 65}}, r"samplers is 65, but a step has only 64 rows"),
         (APART, {"run": {"processes": 2}}, r"samplers is 2 and run\.processes is 2"),
         (APART, {"run": {"threads": 2}}, r"samplers is 2, but run\.threads is 2"),
         (APART, {"run": {"server": "http://there"}}, r"samplers is 2(.|\n)*run\.server"),
-        (APART, TUNIX, "tunix"),
         (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but scale\.samplers"),
         (TWO, {"scale": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
         (TWO, {"scale": {**DIVIDED, "samplers": 0}}, r"scale\.samplers is 0"),
-        (TWO, {"scale": {**DIVIDED, "strategy": "fsdp"}}, r"scale\.strategy"),
     ],
 )
 def test_what_does_not_go_together(given, more, words):
     with pytest.raises(ConfigError, match=words):
         load_config({**given, **more})
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"scale": {"samplers": 1}}, "samples nothing"),
-        ({"training": {"examples_per_step": 2}, "scale": {"learners": 3}}, "only 2 rows"),
-    ],
-)
-def test_what_does_not_go_with_a_supervised_run(more, words):
-    with pytest.raises(ConfigError, match=words):
-        load_sft_config({"model": {"name": "tiny"}, **more})
 
 
 def test_each_learner_needs_room_for_its_part_of_the_weights():
@@ -138,55 +117,6 @@ def test_samplers_see_the_gpus_after_those_of_the_learners(monkeypatch):
     assert [samplers._popen(rank, 0) for rank in range(2)] == ["5", "6"]
     for each in (samplers._wake, samplers._woken, samplers._selector):
         each.close()
-
-
-def test_a_layout_of_learners_and_samplers():
-    layout = machine_layout.choose_layout(load_config({**TWO, "run": {"threads": 5}}).config, 12)
-    assert (layout.processes, layout.learners, layout.sharing, layout.threads_each) == (2, 2, 1, 2)
-    given = {**APART, "run": {"threads": 6}, "scale": {"learners": 2, "samplers": 1}}
-    layout = machine_layout.choose_layout(load_config(given).config, 12)
-    assert (layout.processes, layout.threads_each) == (3, 2)
-    assert (layout.learning, layout.sampling, layout.sharing) == (2, 1, 1)
-    assert (layout.slots, layout.all_slots) == (64, 64)
-    assert machine_layout.choose_layout(load_config(APART).config, 12).slots == 32
-
-
-def test_learners_beside_samplers_need_no_room_for_keys_and_values():
-    config = load_config(APART).config
-    layout = machine_layout.choose_layout(config, 12)
-    assert planned_sizes(config, layout).memory.keys_and_values == 0
-    together = machine_layout.choose_layout(load_config(TWO).config, 12)
-    assert planned_sizes(config, together).memory.keys_and_values > 0
-
-
-def test_a_training_server_has_no_learners_to_give():
-    for given in (TWO, APART):
-        with pytest.raises(UsageError, match="training server"):
-            machine_layout.refuse_on_server(load_config(given).config)
-
-
-class Loads:
-    def __init__(self):
-        self.found = []
-
-    def load(self, given):
-        from pathlib import Path
-
-        folder = Path(getattr(given, "path", given))
-        self.found.append({file.name: file.read_bytes() for file in folder.iterdir()})
-
-
-async def test_what_is_elsewhere_is_loaded_from_what_is_sent():
-    samples: Any = Loads()
-    learns: Any = Loads()
-    hosted = Hosted(1, sampler=samples, learner=learns)
-    await hosted.load_sent("learner.load", "/not/here", {"a.json": b"1"})
-    policy = Policy("run", 1, "mark", "adapter", "/not/here")
-    await hosted.load_sent("sampler.load", policy, {"b.safetensors": b"2"})
-    assert (learns.found, samples.found) == (
-        [{"a.json": b"1"}],
-        [{"b.safetensors": b"2"}],
-    )
 
 
 @pytest.fixture

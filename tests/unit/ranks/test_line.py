@@ -1,13 +1,11 @@
 """Messages on a socket pair, and errors that are to be sent."""
 
-import pickle
 import socket
 import threading
 
 import pytest
 
-from groupwise.errors import ConfigError, RunError
-from groupwise.ranks.line import Answered, Call, Line, portable
+from groupwise.ranks.line import Answered, Call, Line
 
 
 @pytest.fixture
@@ -36,13 +34,6 @@ def test_who_takes_nothing_is_given_up(ends):
     assert theirs.receive() == Answered(1, "taken")
     with pytest.raises(EOFError):
         theirs.receive()
-
-
-def test_what_is_there_is_taken_at_once(ends):
-    ours, theirs = ends
-    for number in range(3):
-        ours.send(Answered(number, number))
-    assert theirs.arrived() == [Answered(number, number) for number in range(3)]
 
 
 def test_sockets_come_with_their_message(ends):
@@ -80,37 +71,3 @@ def test_the_end_is_noticed(ends):
         theirs.receive()
     with pytest.raises(OSError, match="Broken pipe"):
         ours.send(Answered(1, None))
-
-
-def test_what_cannot_be_sent_disturbs_nothing(ends):
-    ours, theirs = ends
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        ours.send(Answered(1, lambda: 0))
-    ours.send(Answered(2, "next"))
-    assert theirs.receive() == Answered(2, "next")
-
-
-def raised(error: BaseException) -> BaseException:
-    try:
-        raise error
-    except BaseException as caught:  # noqa: BLE001
-        return portable(caught)
-
-
-def test_messages_for_people_stay_as_they_are_and_other_errors_say_where_they_were_raised():
-    sent = pickle.loads(pickle.dumps(raised(ConfigError("give another one"))))
-    assert (type(sent), str(sent)) == (ConfigError, "give another one")
-    assert getattr(sent, "__notes__", []) == []
-    sent = pickle.loads(pickle.dumps(raised(KeyError("policy"))))
-    assert isinstance(sent, KeyError)
-    assert "in raised" in sent.__notes__[0]
-
-
-def test_an_error_that_cannot_be_sent_is_told():
-    class Odd(Exception):
-        def __init__(self, one: int, other: int) -> None:
-            super().__init__(f"{one} and {other}")
-
-    sent = raised(Odd(1, 2))
-    assert isinstance(sent, RunError)
-    assert "Odd: 1 and 2" in str(sent)

@@ -4,7 +4,7 @@
 2. What fails in the factory fails in the main process in the same words.
 3. Before it is told what to make, the zygote answers questions.
 4. Whatever ends one process ends all, and fails every call with the reason; nothing hangs.
-5. So does what cannot be read; what a handler of the log raises ends nothing.
+5. So does what cannot be read.
 6. The end of the main process is the end of all, whatever they are doing.
 7. Nothing is left after `close`.
 8. What is made sees no GPU; a zygote that may be asked about GPUs sees those that the main process does.
@@ -12,7 +12,6 @@
 
 import asyncio
 import json
-import logging
 import os
 import pickle
 import signal
@@ -92,51 +91,11 @@ async def test_errors_arrive_as_they_were_raised(shared):
     assert await shared.call(0, "add", 5) == 5
 
 
-async def test_the_first_error_in_the_order_of_ranks_is_raised(shared):
-    calls = [(1, "add", (1,)), (0, "fail", (OSError("a"),)), (1, "fail", (OSError("b"),))]
-    with pytest.raises(OSError, match="a"):
-        await shared.call_each(calls)
-    with pytest.raises(OSError, match="a"):
-        shared.call_each_now(calls)
-
-
 async def test_ctrl_c_is_for_the_main_process(shared):
     for process in (shared.zygote, *shared.processes):
         os.kill(process, signal.SIGINT)
     assert await shared.call_all("add", 2) == [2, 2]
     assert os.getpgid(shared.zygote) != os.getpgid(0)
-
-
-async def test_what_the_ranks_log_is_told_once(caplog):
-    with caplog.at_level(logging.INFO, "groupwise"):
-        ranks = started()
-        await ranks.call_all("say", "word")
-        ranks.close()
-    told = [(each.levelname, each.getMessage()) for each in caplog.records if "toys" in each.name]
-    assert sorted(told) == [
-        ("INFO", "word from 0"),
-        ("WARNING", "joined"),
-        ("WARNING", "left"),
-        ("WARNING", "made"),
-    ]
-
-
-def mistaken(record):
-    raise ValueError("a mistake of the user's")
-
-
-@pytest.mark.parametrize("place", ["handler", "filter"])
-def test_what_a_handler_of_the_log_raises_is_told_and_ends_nothing(place, monkeypatch, capsys):
-    log, handler = logging.getLogger("groupwise.toys"), logging.Handler()
-    handler.emit = mistaken
-    if place == "handler":
-        monkeypatch.setattr(log, "handlers", [handler])
-    else:
-        monkeypatch.setattr(log, "filters", [mistaken])
-    ranks = started()
-    assert ranks.call_all_now("add", 1) == [1, 1]
-    ranks.close()
-    assert "a mistake of the user's" in capsys.readouterr().err
 
 
 async def test_what_cannot_be_read_ends_all(own):
@@ -162,12 +121,6 @@ def test_what_is_made_sees_no_gpu(monkeypatch, there, sees_gpus):
     ranks.make_now(FACTORY, {}, 1)
     assert ranks.call_all_now("environment", "CUDA_VISIBLE_DEVICES") == [""]
     ranks.close()
-
-
-def test_processes_that_cannot_be_started(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(RunError, match=r"cannot be started: .*No such file"):
-        started()
 
 
 def test_a_factory_fails_in_its_own_words():
@@ -250,20 +203,6 @@ async def test_a_wait_for_ranks_can_be_given_up():
     assert all_gone([ranks.zygote])
     with pytest.raises(RunError, match="closed"):
         await ranks.call(0, "add", 1)
-
-
-def test_a_zygote_may_wait_for_nothing():
-    Ranks().close()
-    ranks = Ranks("groupwise.types")
-    ranks.begin()
-    ranks.close()
-    assert all_gone([ranks.zygote])
-    with pytest.raises(RunError, match="closed"):
-        ranks.make_now(FACTORY, {}, 2)
-    lost = Ranks("groupwise.nonsense")
-    lost.begin()
-    with pytest.raises(RunError, match=r"ended: exit code 1(.|\n)*No module named"):
-        lost.make_now(FACTORY, {}, 2)
 
 
 MAIN = f"""

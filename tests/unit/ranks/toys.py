@@ -38,9 +38,6 @@ class Toy:
     def add(self, *numbers):
         return sum(numbers)
 
-    def say(self, text):
-        self.log.info("%s from %d", text, self.rank)
-
     async def wait(self):
         try:
             await asyncio.Event().wait()

@@ -334,19 +334,6 @@ async def test_each_turn_has_its_least_length_as_far_as_there_is_room():
     assert row_of(rollout).withheld == (Withheld(0, 2, end), Withheld(second, second + 3, end))
 
 
-async def test_room_of_the_sampler_limits_prompts_that_the_environment_makes():
-    class Asks(AnyGuess):
-        def reset(self, secret):
-            super().reset(secret)
-            return "a much longer prompt:"
-
-    short = one(await sampled(Asks, turns("55"), limits={"room": 24}, secret=7))
-    assert (len(short.prompt_ids), len(short.completion_ids)) == (21, 2)
-    none = one(await sampled(Asks, turns("55"), limits={"room": 21}, secret=7))
-    assert none.outcome == "failed"
-    assert "first prompt has 21 tokens, and the run was laid out for 21" in reason_of(none)
-
-
 async def test_prompt_of_the_environment_is_the_one_of_its_group():
     """A member with another one fails."""
 
@@ -384,35 +371,6 @@ async def test_environment_that_raises_fails_its_rollout_with_the_line(place):
     assert "RuntimeError: boom" in reason_of(rollout)
     assert 'raise RuntimeError("boom")' in reason_of(rollout)
     assert rollout.reward is None
-
-
-CHAT = "text with chat messages"
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (None, "NoneType None"),
-        (Step(3), "observation is int 3"),  # type: ignore[arg-type]
-        (Step([{"role": "user"}]), "`role` and `content`"),
-        (Step("a", metrics=3), "metrics are int 3"),  # type: ignore[arg-type]
-        (Step("a", reward=float("nan")), "`environment` is float nan"),
-        (Step("a", reward={"won": "yes"}), "`won` is str 'yes'"),  # type: ignore[dict-item]
-        (Step([{"role": "user", "content": "b"}]), CHAT),
-    ],
-)
-async def test_answers_of_a_wrong_kind_are_named(answer, said):
-    class Odd:
-        turn = 0
-
-        def step(self, completion):
-            self.turn += 1
-            return Step("go on;") if self.turn == 1 else answer
-
-    rollout = one(await sampled(Odd, turns("5", "6")))
-    assert rollout.outcome == "failed"
-    assert said in reason_of(rollout)
-    assert ("Odd.step, turn 2" in reason_of(rollout)) == (said != CHAT)
 
 
 async def test_environment_is_closed_however_its_rollout_ends():

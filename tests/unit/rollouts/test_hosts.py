@@ -10,7 +10,6 @@ import asyncio
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from groupwise.errors import EnvironmentWorkerError
 from groupwise.rollouts.environment import EnvironmentRollouts, Limits
 from groupwise.rollouts.hosts import LocalHost, WorkerHost
-from groupwise.rollouts.sessions import SessionCall, Sessions
+from groupwise.rollouts.sessions import Sessions
 from groupwise.tasks.environment import Step
 from tests.scripted import Pieces, ScriptedSampler, ask_for
 
@@ -117,33 +116,6 @@ async def test_lost_process_costs_the_one_rollout_and_the_others_go_on(
     assert [each.outcome for each in again.rollouts] == ["pending"]
 
 
-class Silent:
-    def reset(self):
-        pass
-
-    def step(self, completion):
-        return Step(completion)
-
-
-async def test_only_what_was_heard_before_counts_as_repeated():
-    first = SessionCall(0, 0, 0, 1, "p", {})
-
-    async def told(call: SessionCall) -> list[tuple[str, bool]]:
-        """By a process that does not know the session."""
-        noted: list[tuple[str, bool]] = []
-        await Sessions(Silent).reply(
-            call, lambda name, *, repeated=False: noted.append((name, repeated))
-        )
-        return noted
-
-    beginning = await Sessions(Silent).reply(first, lambda *_, **__: None)
-    second = replace(first, completions=("3",), heard=(beginning.digest,))
-    assert await told(first) == [("Silent()", False), ("Silent.reset", False)]
-    again = [("Silent()", True), ("Silent.reset", True)]
-    assert await told(second) == [*again, ("Silent.step, turn 1", False)]
-    assert await told(replace(second, ending=True)) == [*again, ("Silent.close", False)]
-
-
 async def test_environment_that_is_not_repeatable_fails_when_its_process_is_lost(hosted, tmp_path):
     (group,) = await drawn(hosted("Forgets"), tmp_path)
     assert [each.outcome for each in group.rollouts] == ["failed"] * 3
@@ -160,22 +132,6 @@ async def test_forked_children_end_with_their_worker_and_disturb_nobody(hosted, 
     await kind.close()
     assert children
     assert all(gone(child) for child in children if child)
-
-
-@pytest.mark.parametrize(("name", "outcome"), [("Ends", "failed"), ("Spams", "pending")])
-async def test_exits_and_floods_keep_the_worker(hosted, tmp_path, name, outcome):
-    groups = await drawn(hosted(name), tmp_path, range(2))
-    assert {each.outcome for group in groups for each in group.rollouts} == {outcome}
-
-
-async def test_what_a_worker_cannot_start_with_or_be_sent_is_told(hosted):
-    with pytest.raises(EnvironmentWorkerError, match="cannot be made"):
-        await hosted("Counts", start="make_badly").start()
-    host = WorkerHost(f"{MODULE}:make", {"name": "Counts"})
-    call = SessionCall(0, 0, 0, 1, "p", {"fine": 1, "hook": lambda: 1})
-    with pytest.raises(EnvironmentWorkerError, match="`hook`"):
-        await host.ask(call, 1.0)
-    await host.close()
 
 
 async def test_cancelled_group_leaves_nothing_behind(hosted, tmp_path):

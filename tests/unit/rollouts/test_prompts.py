@@ -31,14 +31,6 @@ def test_prompts_above_the_limit_are_left_out_and_counted():
     assert (prompts.longest, prompts.dropped) == (5, 2)
 
 
-def test_where_none_is_left_the_message_has_the_numbers():
-    assert "data.max_prompt_length = 5" in message(examples(8, 9), limit=5)
-
-
 def test_a_prompt_that_the_model_has_no_room_for_is_refused_with_the_remedy():
     assert "data.max_prompt_length=10" in message(examples(3, 12, 15), room=10)
     assert found(examples(3, 12, 15), limit=10, room=10).dropped == 2
-
-
-def test_a_completion_that_fills_the_model_alone_is_named():
-    assert "sampler.max_completion_length" in message(examples(3), room=-5)

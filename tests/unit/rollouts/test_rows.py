@@ -1,7 +1,5 @@
 """Rows hold what was sampled, token for token, and only the policy's tokens teach."""
 
-import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,6 @@ from groupwise.rollouts.rows import (
 from groupwise.types import (
     Example,
     Group,
-    OtherRows,
     Rollout,
     Row,
     SamplingParams,
@@ -192,22 +189,3 @@ def test_what_the_learner_said_comes_to_the_tokens_that_taught(make_group, writt
     ]
     assert training_rows([learnt], [weights]) == rows
     assert with_learner_logprobs(group, weights, None) == group
-
-
-def test_what_is_not_finite_in_a_row_can_be_told_apart_when_it_is_kept():
-    """Only that explains an update that was left out."""
-    row = Row(
-        (1,),
-        (2, 3, 4),
-        (1, 1, 1),
-        (math.nan, math.inf, -0.5),
-        advantage=-math.inf,
-        scale=1.0,
-        others=OtherRows(1, log_ratio=math.nan),
-    )
-    kept = json.loads(to_json(row))
-    assert kept["sampling_logprobs"] == ["NaN", "Infinity", -0.5]
-    assert (kept["advantage"], kept["others"]["log_ratio"]) == ("-Infinity", "NaN")
-    back = from_json(Row, to_json(row))
-    assert math.isnan(back.sampling_logprobs[0])
-    assert back.advantage == -math.inf

@@ -2,7 +2,6 @@
 
 1. What is trained is what the row says, and nothing else; a row of which nothing is trained is an error that names it.
 2. Rows that are too long are cut where it was asked, and counted; those that would teach nothing any more are left out.
-3. The record holds every token of a row, by who wrote it.
 """
 
 from __future__ import annotations
@@ -142,17 +141,3 @@ def test_learner_rows_begin_and_end_with_a_trained_token():
     assert (row.mask[0], row.mask[-1], sum(row.mask)) == (1, 1, 6)
     assert len(row.mask) == len(row.completion_ids) == len(row.sampling_logprobs)
     assert (row.scale, row.temperature) == (1.0, 1.0)
-
-
-def test_the_record():
-    tokenizer = chat_tokenizer("chatml")
-    (lesson,) = read([CHAT]).lessons
-    group = teacher_group(tokenizer, lesson, 7)
-    (rollout,) = group.rollouts
-    assert (group.draw, rollout.draw, rollout.outcome, rollout.reward) == (7, 7, "scored", None)
-    assert [segment.source for segment in rollout.segments] == ["teacher", "environment", "teacher"]
-    row = teacher_row(lesson.rows[0])
-    assert (rollout.prompt_ids, rollout.completion_ids) == (row.prompt_ids, row.completion_ids)
-    assert rollout.completion == "cd\nuser\nef\nassistant\ngh"
-    assert group.example.prompt == CHAT["messages"][:1]
-    assert not rollout.truncated

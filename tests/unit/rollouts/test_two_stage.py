@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.config import load_config, resolved
-from groupwise.errors import ConfigError
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.rollouts.rows import training_rows
 from groupwise.rollouts.two_stage import TwoStage
@@ -100,14 +98,6 @@ async def test_mask_ids_and_log_probabilities_fit_whatever_is_said(reasoning, an
         *rollout.prompt_ids,
         *rollout.segments[0].token_ids,
     )
-
-
-@pytest.mark.parametrize("key", ["sampler", "eval"])
-def test_length_of_a_single_completion_is_refused_beside_two_stages(key):
-    given = {"model": {"name": "tiny"}, "rollout": {"type": "two_stage"}}
-    load_config(resolved(load_config(given).config))
-    with pytest.raises(ConfigError, match=rf"{key}\.max_completion_length"):
-        load_config({**given, key: {"max_completion_length": 99}})
 
 
 async def test_reasoning_and_answer_both_have_their_least_length(tmp_path):

@@ -11,17 +11,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
-import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import MistralConfig
 
 from groupwise.errors import RunError
@@ -29,7 +25,6 @@ from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedModel
 from groupwise.models.native.weights import NativeModel
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.sampler.queued import drawn
 from groupwise.types import GroupRequest, SamplingParams
 from tests.unit.models.native.families import SMALL, made
 
@@ -121,28 +116,6 @@ async def test_neither_order_nor_mates_nor_slots_change_a_bit(engine, make_sampl
     others = [request(90 + index, 2, "noise " * 2, max_tokens=9) for index in range(3)]
     together = await asyncio.gather(*map(sampler.generate, [*others, *MIXED, *others]))
     assert list(together[3:-3]) == alone
-
-
-@BOTH_ENGINES
-async def test_what_was_kept_of_a_prompt_goes_with_its_group(make_sampler, monkeypatch):
-    sampler = make_sampler()
-    made: list[Any] = []
-    prefill = sampler._engine.prefill
-
-    def noted(*arguments: Any) -> Any:
-        prompt = prefill(*arguments)
-        made.append(weakref.ref(prompt.logits_V))
-        return prompt
-
-    monkeypatch.setattr(sampler._engine, "prefill", noted)
-    gc.disable()  # no help from there
-    try:
-        await sampler.generate(request(0, 5, max_tokens=4))
-        await sampler.generate(request(1, 5, max_tokens=4))
-        assert len(made) == 2
-        assert made[0]() is None
-    finally:
-        gc.enable()
 
 
 # Against transformers
@@ -288,17 +261,3 @@ async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monk
     assert "it is broken" in str(failed[0])
     monkeypatch.undo()
     assert await sampler.generate(request()) == wanted
-
-
-def test_rows_of_nobody_change_nothing_that_is_drawn():
-    """A GPU draws in a fixed number of rows, of which some may be empty."""
-    params = [each.params for each in MIXED]
-    members: list[Any] = [
-        SimpleNamespace(ticket=SimpleNamespace(request=each), seed=n, token_ids=[3] * n)
-        for n, each in enumerate(MIXED)
-    ]
-    logits = torch.randn(len(params), 102, generator=torch.Generator().manual_seed(0)) * 3
-    wanted = drawn(members, logits, 0)
-    tokens, logprobs = drawn(members, F.pad(logits, (0, 0, 0, 5)), 5)
-    assert (tokens[: len(params)], logprobs[: len(params)]) == wanted
-    assert len(tokens) == len(params) + 5

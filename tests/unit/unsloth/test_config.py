@@ -33,12 +33,6 @@ def test_what_cannot_take_effect_is_refused(load: Any, word: str, told: str) -> 
         load({"model": {"name": "tiny"}}, [BACKEND, "model.load_in_4bit=true", word])
 
 
-@pytest.mark.parametrize("word", ["scale.samplers=1", "sampler.enforce_eager=true"])
-def test_nor_can_this_of_sampling(word: str) -> None:
-    with pytest.raises(ConfigError, match="the backend unsloth"):
-        load_config({"model": {"name": "tiny"}}, [BACKEND, word])
-
-
 @pytest.mark.parametrize("load", [load_config, load_sft_config])
 @pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
 def test_fewer_bits_are_for_this_backend(load: Any, key: str) -> None:

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from groupwise.errors import ModelError, UsageError
+from groupwise.errors import ModelError
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.plan import MIB, plan_model
-from groupwise.unsloth import library
 from groupwise.unsloth.parts import load
 from tests import unsloth
-
-
-def test_where_it_is_not_installed_the_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(unsloth.SITE)])
-    with pytest.raises(UsageError, match=r"pip install 'groupwise\[train,unsloth\]'"):
-        library.ready()
-
-
-def test_where_there_is_no_device_its_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_UNSLOTH_HAS_NO_DEVICE", "1")
-    with pytest.raises(UsageError, match=r"cannot be used on this machine: .*You need a GPU"):
-        library.ready()
 
 
 def test_it_neither_writes_to_stdout_nor_has_others_write(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -26,7 +25,7 @@ from groupwise.algorithms.registry import make
 from groupwise.learner.native.engine import NativeEngine
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.transformers_engine import TransformersEngine
-from groupwise.learner.weights import TrainedAdapter, TrainedModel
+from groupwise.learner.weights import TrainedAdapter
 from groupwise.models.config import LoraConfig
 from groupwise.models.lora import AdaptedModel, new_lora_config
 from groupwise.types import Row, Withheld
@@ -201,22 +200,3 @@ async def test_a_gradient_by_two_threads_is_the_same_to_the_bit_each_time(native
         torch.set_num_threads(1)
     for name, gradient in first.items():
         assert all(torch.equal(gradient, other[name]) for other in others), name
-
-
-def test_what_is_not_computed_natively(tmp_path, caplog):
-    """And the log says why, where it is not what was asked for."""
-    gemma = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, head_dim=8)).eval()
-    dropping = new_lora_config(LoraConfig(r=4, alpha=8, dropout=0.1))
-    made = {
-        "gemma2 is none of": adapter(gemma),
-        "lora.dropout is 0.1": TrainedAdapter(AdaptedModel(model_of("llama"), dropping), seed=1),
-        "": TrainedModel(model_of("llama")),
-    }
-    for reason, weights in made.items():
-        caplog.clear()
-        each = TorchLearner(
-            weights, run="r", publish_folder=tmp_path, max_tokens_per_microbatch=9, seed=1
-        )
-        assert isinstance(each._engine, TransformersEngine)
-        assert reason in caplog.text
-        assert bool(caplog.text) == bool(reason)

@@ -18,7 +18,6 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from numba.core.caching import CompileResultCacheImpl
 
 from groupwise.models.native import kept
 from groupwise.models.native.jit import kernel
@@ -178,9 +177,3 @@ def test_a_full_disk(tmp_path, monkeypatch, caplog):
         both_work()
         assert_warned_once(caplog, "No space left on device")
         assert kept_files(disk) == [ballast], "nothing half written"
-
-
-def test_no_folder_can_be_written_to(monkeypatch, caplog):
-    monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
-    both_work()
-    assert_warned_once(caplog, "no folder for them can be written to")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import weakref
 from typing import Any
 
 import pytest
@@ -52,19 +50,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
             **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, **ROPE}
         ),
         r"rotary positions \(dynamic\) depend on the length",
-    ),
-    "longrope": (
-        lambda: LlamaConfig(
-            **SMALL,
-            rope_parameters={
-                "rope_type": "longrope",
-                "factor": 8.0,
-                "short_factor": [1.0] * 4,
-                "long_factor": [2.0] * 4,
-                **ROPE,
-            },
-        ),
-        r"rotary positions \(longrope\) depend on the length",
     ),
 }
 
@@ -191,22 +176,6 @@ def test_a_native_model_is_still_written_whole(tmp_path):
 
 
 # Made once
-
-
-def test_a_model_is_made_or_refused_once_and_not_kept_alive(caplog):
-    model = family("llama")
-    native = native_model(model)
-    assert native is not None
-    assert native_model(model) is native
-    alive, native_alive = weakref.ref(model), weakref.ref(native)
-    del model, native
-    gc.collect()
-    assert alive() is None
-    assert native_alive() is None
-    refused = made(LlamaConfig(**SMALL, hidden_act="gelu"))
-    assert native_model(refused) is None
-    assert native_model(refused, anew=True) is None
-    assert len(caplog.records) == 1, "it is told once"
 
 
 def test_made_anew_it_has_the_weights_as_they_are_now():

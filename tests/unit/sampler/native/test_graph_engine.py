@@ -2,8 +2,7 @@
 
 1. A replay depends on memory that is changed in place alone: tokens, positions, keys and values, the adapter.
 2. An adapter's new numbers are taken in place, and recordings stay; other weights or another shape of adapter make new ones.
-3. There is one recording for each number of keys, however rows come and go.
-4. What a caller was given is not overwritten by the next token.
+3. What a caller was given is not overwritten by the next token.
 """
 
 from __future__ import annotations
@@ -71,14 +70,6 @@ def test_replays_are_the_plain_computation_to_the_bit(monkeypatch, name, dtype):
     assert (tape.recordings, tape.replays) == (2, 36), "up to 32 keys, and up to 64"
 
 
-def test_rows_that_come_and_go_need_no_new_recording():
-    tape = Tape()
-    engine = engine_of(served_adapter(), tape)
-    for length in (3, 9, 100):
-        decoded(engine, length=length)
-    assert (tape.recordings, tape.replays) == (1, 9)
-
-
 def test_a_new_adapter_is_taken_in_place_and_recordings_stay():
     weights = served_adapter()
     tape = Tape()
@@ -135,17 +126,3 @@ def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
     assert torch.equal(first, kept)
     assert not torch.equal(first, second)
     assert tape.recordings == 1
-
-
-def test_all_places_may_be_taken_and_are_used_again():
-    engine = engine_of(ServedModel(family("llama")), Tape(), slots=8)
-    with torch.inference_mode():
-        prompt = engine.prefill(text(5).tolist())
-        rows = [engine.begin(prompt) for _ in range(8)]
-        first = engine.decode([3] * 8)
-        engine.finish(rows[2:5])
-        again = [engine.begin(prompt) for _ in range(3)]
-        found = engine.decode([4] * 5 + [3] * 3)
-    assert {row.place for row in engine.rows} == set(range(8))
-    assert [row.place for row in again] == [2, 3, 4]
-    assert all(torch.equal(found[5 + n], first[n]) for n in range(3))
