@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
+from groupwise.fleet import dispatcher as dispatchers
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
@@ -24,6 +25,7 @@ from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import VM, Attempt, Event, Member
 from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.framing import BadAnswer
@@ -681,3 +683,29 @@ async def test_a_cancellation_ends_the_fetching_of_what_a_machine_does_not_give(
     (attempt,) = rig.attempts("job")
     assert attempt.failure_class == FailureClass.ARTEFACTS
     assert str(fault.args[-1]) in attempt.evidence["because"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "asked"),
+    [
+        (RunnerState.RUNNING, RunnerState.RUNNING, ["kill"]),
+        (RunnerState.QUEUED, RunnerState.VOIDED, ["void"]),  # its engine cannot begin it any more
+        (RunnerState.QUEUED, RunnerState.RUNNING, ["void", "kill"]),  # that was quicker
+    ],
+)
+async def test_what_is_over_and_waits_for_an_engine_never_begins(
+    before: RunnerState, after: RunnerState, asked: list[str]
+) -> None:
+    told: list[str] = []
+
+    class Stub:
+        async def void(self, job: str, epoch: int) -> MemberState:
+            told.append("void")
+            return MemberState(job, epoch, after)
+
+        async def kill(self, job: str, epoch: int, *, grace: float) -> MemberState:
+            told.append("kill")
+            return MemberState(job, epoch, RunnerState.EXITED)
+
+    await dispatchers._end(Stub(), MemberState("job", 1, before))  # type: ignore[arg-type]
+    assert told == asked

@@ -21,6 +21,7 @@ from groupwise.hosts.port import (
     HostError,
     HostKeyError,
     HostUnreachable,
+    OutcomeUnknown,
     Request,
 )
 
@@ -240,3 +241,58 @@ async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
         away = False
         await until(lambda: fleet.contact("slurm") == "ok")
     assert ["true"] in fleet.rack.probes
+
+
+async def test_one_that_does_not_answer_becomes_unreachable_and_comes_back(fleet: Fleet):
+    fleet.add("a")
+    async with fleet.polled():
+        await until(lambda: fleet.contact("a") == "ok")
+        fleet.rack.failing["a"] = OutcomeUnknown("no answer")
+        await until(lambda: fleet.get("a", VM.misses) == 1)
+        fleet.database.run(
+            lambda s: s.execute(update(VM).values(misses=2, facts={}))
+        )  # misses count only where they lie apart
+        await until(lambda: fleet.contact("a") == "unreachable")
+        assert fleet.get("a", VM.problem) == "no answer"
+        del fleet.rack.failing["a"]
+        await until(lambda: fleet.contact("a") == "ok")
+    assert [k for k in fleet.kinds() if k.startswith("vm.")] == [
+        "vm.reachable",
+        "vm.unreachable",
+        "vm.reachable",
+    ]
+
+
+async def test_a_row_that_nobody_can_use_does_not_end_the_looks(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+):
+    def reach(machine: Machine) -> RackHost:
+        if machine.ip_address == "bad":
+            raise ValueError("no address")
+        return fleet.rack.reach(machine)
+
+    fleet.add("a", ip_address="bad")
+    async with fleet.polled(reach=reach):
+        await until(lambda: caplog.text.count("the look at machine a failed") >= 2)
+        fleet.set("a", ip_address="127.0.0.1")
+        await until(lambda: fleet.contact("a") == "ok")
+
+
+async def test_a_database_that_is_away_is_waited_for(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    fleet.add("a")
+    away = True
+    real = fleet.database.read_in_thread
+
+    async def read(fn: Any) -> Any:
+        if away:
+            raise pollers.RunError("the database is away")
+        return await real(fn)
+
+    monkeypatch.setattr(fleet.database, "read_in_thread", read)
+    async with fleet.polled():
+        await until(lambda: "the database is away" in caplog.text)
+        away = False
+        await until(lambda: fleet.contact("a") == "ok")
+    assert caplog.text.count("the database is away") == 1

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet import requeue
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.requeue import LONGEST_PAUSE, RequeueManager
-from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.database import Database, DatabaseFailure, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from tests.unit.fleet.small_fleet import insert_admitted
 
@@ -197,3 +197,15 @@ async def test_what_may_still_be_held_stays_reserved(fleet: Fleet, cleanup: str)
     fleet.attempt("done", "succeeded", cleanup=cleanup)
     await fleet.sweep()
     assert fleet.open_reservations() == 1
+
+
+async def test_a_kind_that_fails_does_not_keep_the_others_from_being_repaired(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: Any) -> int:
+        raise DatabaseFailure("the disk is full")
+
+    monkeypatch.setattr(requeue, "move_strays", broken)
+    fleet.job("waits", "pending")
+    assert await fleet.sweep() == {"waiting although they could begin": 1}
+    assert "the disk is full" in caplog.text

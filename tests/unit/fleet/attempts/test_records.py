@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -398,3 +399,33 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(rig: Rig, epoch: i
     rig.database.run(lambda s: records.left_nothing(s, epoch, 0))
     assert (welcome(), welcome()) == (True, False)
     assert row(rig, VM, VM.vm_id == vm_id).lost_at is None
+
+
+def test_nor_is_a_job_sent_again_to_the_gpu_or_slot_that_another_attempt_has(rig: Rig) -> None:
+    """The next look may see nobody on the GPU: its holder has not come to use it."""
+    rig.database.run(_another_gpu)
+    rig.database.run(lambda s: _another_gpu(s, 2))
+    rig.submit("job", resources={"gpus": 2, "vm": "a"})
+    assert refuse_once(rig, "GPU-a0 is held by old.3") == ["GPU-a0", "GPU-a1"]
+    assert refuse_once(rig, "nobody is named") == ["GPU-a1", "GPU-a2"]
+    rig.cancel("job")
+    rig.submit("cpu", resources={"gpus": 0, "vm": "a"})
+    assert refuse_once(rig, "slot 0 is held by old.3") == 0
+    assert refuse_once(rig, "slot 1 is held by old.4") == 1
+
+
+def refuse_once(rig: Rig, why: str) -> Sequence[str] | int | None:
+    """After a look at which all seemed free; the GPUs or the slot."""
+
+    def free(session: Session) -> None:
+        session.execute(update(GPU).values(observed="ok"))
+        session.execute(update(VM).values(cpu_slots=2))
+        session.execute(update(Job).values(not_before=0.0))
+
+    rig.database.run(free)
+    (made,) = claimed(rig)
+    advance(rig, made.epoch, AttemptState.LAUNCHING)
+    move = refused("gpu_busy", why)
+    end(rig, made.epoch, replace(move, evidence={**move.evidence, "because": why}))
+    (seat,) = made.placement.seats
+    return [gpu.uuid for gpu in seat.gpus] or seat.slot

@@ -1,8 +1,12 @@
 """By what the folder of a fleet is known to be the same one on several machines."""
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+
+import pytest
 
 from groupwise.fleet.files import folders
 from groupwise.fleet.files.folders import identity_of
@@ -27,4 +31,15 @@ def test_all_who_come_first_at_once_know_it_by_the_same(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert len(set(threads.map(look, range(8)))) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_disk_without_second_names_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refuses)
+    assert identity_of(tmp_path) == identity_of(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -190,3 +191,30 @@ async def test_a_log_of_which_nothing_is_taken_waits_and_the_others_go_on(
             await asyncio.sleep(0.01)
             await shipper.round()
     assert posted.said("refused") == ["one", "two"]
+
+
+async def test_output_that_nobody_reads_stops_nothing_else_and_loses_nothing(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("groupwise.fleet.files.shipping.TAKEN", 0.01)
+    reading, writing = pipe
+
+    fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 4096)
+    data = b"".join(b"%d\n" % number for number in range(50_000))
+    took = asyncio.create_task(StandardOutput(lambda: writing).take(data))
+    async with asyncio.timeout(20):
+        while not caplog.records:  # noqa: ASYNC110  (the loop goes on: this is what is tested)
+            await asyncio.sleep(0.001)
+    assert "nobody reads standard output" in caplog.text
+    assert not took.done()
+    read = asyncio.create_task(asyncio.to_thread(_read, reading, len(data)))
+    await took
+    assert await read == data
+    assert len(caplog.records) == 1
+
+
+def _read(end: int, size: int) -> bytes:
+    found = b""
+    while len(found) < size and (piece := os.read(end, 1 << 16)):
+        found += piece
+    return found

@@ -256,3 +256,20 @@ async def test_with_a_real_runner_the_folder_is_gone_and_stays_gone(
     late = await runner.launch(launch)
     assert (late.state, late.refused and late.refused.code) == ("refused", "lower_epoch")
     await host.close()
+
+
+async def test_one_machine_that_does_not_answer_holds_up_no_other(
+    database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(database, tmp_path, {"a": [], "b": ["GPU-b0"], "c": []})
+    await done(rig, "job")
+    rig.rack["a"].cut()
+
+    def runner(machine: Machine) -> Runner:
+        if machine.vm_id == "c":
+            raise ValueError("a row that somebody wrote by hand")
+        return runner_of(rig, machine)
+
+    await MachineClearing(Gateway(database), AT_ONCE).clear_all(runner)
+    assert rig.rack["b"].folders == {}
+    assert "c is not cleared" in caplog.text

@@ -463,3 +463,13 @@ def test_a_card_that_another_machine_has_is_not_given_away_twice(fleet: Fleet):
     fleet.database.run(lambda s: s.execute(update(VM).where(VM.vm_id == "vm").values(active=False)))
     fleet.database.run(lambda s: observation.apply(s, "twin", asked + 15, seen(gpu(0), gpu(2))))
     assert states()["twin", names[0]] == ("ok", None)
+
+
+def test_renumbered_indices_follow_the_uuid(fleet: Fleet):
+    fleet.look(gpu(0, "GPU-a"), gpu(1, "GPU-b"))
+    numbers = {uuid: row.gpu_id for uuid, row in fleet.gpus().items()}
+    fleet.look(gpu(0, "GPU-b"), gpu(1, "GPU-a"))
+    assert {uuid: (row.gpu_id, row.index) for uuid, row in fleet.gpus().items()} == {
+        "GPU-a": (numbers["GPU-a"], 1),
+        "GPU-b": (numbers["GPU-b"], 0),
+    }

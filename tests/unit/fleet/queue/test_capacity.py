@@ -12,7 +12,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import capacity, waits, waking
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import VM, Job
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
@@ -156,3 +156,19 @@ def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
 
     monkeypatch.setattr(capacity, "view", look)
     assert claimed_ids(database) == []
+
+
+def test_why_a_job_waits(database: Database) -> None:
+    full_fleet(database, waiting=1)
+    assert explain(database, "w0") == ["vm-1: 0 of 2 fitting GPUs free, 1 wanted"]
+    assert explain(database, "r0") == []
+    submit(database, "held", gpus=1, hold=True)
+    assert "fleet release held" in explain(database, "held")[0]
+    submit(database, "after", gpus=0, after=["w0:ok"])
+    assert explain(database, "after")[0] == "waits until job w0 has completed; that one is pending"
+    finish(database, "r0", "queued", "network")
+    later = database.run(seconds) + 100
+    execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)
+    assert explain(database, "r0")[0].startswith("it is tried again in ")
+    finish(database, "r1")
+    assert explain(database, "w0") == ["there is room for it, and it is the next in the queue"]

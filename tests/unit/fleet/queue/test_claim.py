@@ -420,3 +420,17 @@ def test_gpus_that_an_engine_gives_count_for_a_quota(database: Database) -> None
     database.run(lambda s: s.execute(update(Reservation).values(released_at=1.0)))
     database.run(lambda s: waking.wake(s, actor="test"))
     assert claimed_ids(database) == ["c"]
+
+
+def test_a_patient_gang_that_may_not_begin_yet_keeps_nothing(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    submit(database, "first", gpus=1)
+    assert claimed_ids(database) == ["first"]
+    submit(database, "gang", gpus=2)
+    assert claimed_ids(database) == []
+    execute(
+        database,
+        "UPDATE jobs SET waiting_since = waiting_since - 700, not_before = 1e12 WHERE job_id = 'gang'",
+    )
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database) == ["small"]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from groupwise.fleet.queue.elastic import elastic_of
 from groupwise.fleet.queue.placement import (
+    NOTHING_HELD,
     Avoid,
     Blocked,
     Held,
@@ -364,3 +365,41 @@ def test_what_is_free_at_once_comes_before_a_queue() -> None:
     assert seats(place(Resources(gpus=1), [cluster("a"), busy])) == [("a", 0)]
     elsewhere = Avoid(machines=frozenset({"zz"}))
     assert seats(place(Resources(gpus=1), [cluster("a"), own], avoid=elsewhere)) == [("a", 0)]
+
+
+def test_the_smallest_gpu_that_does() -> None:
+    mixed = with_gpu(machine("a", 2), 0, memory_mb=80_000)
+    mixed = with_gpu(mixed, 1, memory_mb=24_000)
+    assert placed(place(Resources(gpus=1), [mixed])) == {"a": [1]}
+    assert placed(place(Resources(gpus=1, gpu_memory_mb=40_000), [mixed])) == {"a": [0]}
+
+
+def test_shares_of_a_gpu() -> None:
+    fleet = {"a": machine("a", 2)}
+    asked = Resources(gpus=1, share_mb=30_000)
+    given_to: list[list[int]] = []
+    for _ in range(4):
+        answer = place(asked, fleet.values())
+        given_to.append(placed(answer)["a"])
+        assert isinstance(answer, Placement)
+        apply(answer, asked, fleet)
+    assert given_to == [[0], [0], [1], [1]]  # a GPU that is shared already, while it has room
+    assert "20000 MB of a GPU free to share" in reasons(place(asked, fleet.values()))
+    assert "0 of 2 fitting GPUs free" in reasons(place(Resources(gpus=1), fleet.values()))
+
+
+def test_a_gang_gets_distinct_machines_or_nothing() -> None:
+    fleet = [machine("a", 4), machine("b", 2, first=10), machine("c", 2, first=20)]
+    assert placed(place(Resources(gpus=2, machines=2), fleet)) == {"b": [0, 1], "c": [0, 1]}
+    assert "2 of the 3 machines wanted have room now" in reasons(
+        place(Resources(gpus=2, machines=3), [*fleet[:2], with_gpu(fleet[2], 0, whole=True)])
+    )
+    never = place(Resources(gpus=2, machines=4), fleet)
+    assert isinstance(never, Blocked)
+    assert never.never
+
+
+def test_nothing_is_kept_for_what_can_never_run() -> None:
+    fleet = [machine("a", 2), machine("b", 2, trouble="draining")]
+    assert withhold(Resources(gpus=2, machines=2), fleet, job_id="big") == NOTHING_HELD
+    assert withhold(Resources(gpus=3), fleet, job_id="big") == NOTHING_HELD
