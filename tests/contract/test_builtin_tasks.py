@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -37,7 +38,8 @@ from groupwise.rewards.scoring import MemberScore, ScoreRequest
 from groupwise.rewards.text import as_completion
 from groupwise.settings.view import View
 from groupwise.tasks import reasoning_gym
-from groupwise.tasks.contract import Task, builtin_tasks, load_task
+from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task, require
+from groupwise.tasks.environment import as_step, reset_arguments
 from groupwise.types import Example, Rollout
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +87,12 @@ IDENTITY: dict[str, Callable[[Row], Hashable]] = {
     "rubric_answers": lambda row: row["question"],
 }
 """What makes the problem; of others it is the prompt."""
+FROZEN: dict[str, Hashable] = {
+    "sort_words": frozenset({"mountain", "oyster", "marble"}),
+    "crossword": "ORCHESTRA",
+    "rush_hour": "ooBBCDAAoCDEoFFDEoGGoEooo",
+}
+"""What the first held-out row is about, in every release: who compares runs compares them on the same rows."""
 SAME_PROMPT = frozenset({"wordle_game"})
 """Tasks that ask everybody the same."""
 SEVERAL_RIGHT = frozenset({"wordle", "reasoning_gym"})
@@ -245,6 +253,10 @@ def test_rows_are_the_same_in_another_process(tmp_path: Path) -> None:
     assert len(found) == len(CASES) - 1
 
 
+def test_the_first_held_out_row_is_the_same_in_every_release() -> None:
+    assert {name: IDENTITY[name](splits_of(name)["test"][0]) for name in FROZEN} == FROZEN
+
+
 @each_case
 def test_taught_rows_are_those_of_rl(case: Case) -> None:
     taught = splits_of(case.label)["train"]
@@ -349,3 +361,53 @@ def _rollout(member: MemberScore) -> Rollout:
     return Rollout(
         0, 0, 0, (), (), "", outcome=member.outcome, reward=member.reward, parts=member.parts
     )
+
+
+each_task = pytest.mark.parametrize("name", builtin_tasks())
+
+
+@each_task
+def test_it_has_what_every_command_needs_a_config_and_a_page(name: str) -> None:
+    task = load_task(name)
+    for hooks in VERBS:
+        require(task, hooks)
+    assert task.has("get_sft_eval_dataset")
+    assert task.config_schema() is not None
+    first_lines = [path.read_text().partition("\n")[0] for path in ROOT.glob("configs/*.yaml")]
+    words = [shlex.split(line.removeprefix("#")) for line in first_lines]
+    for verb in ("rl", "sft"):
+        begin, end = ["groupwise", verb], ["--task-module", name]
+        assert any(line[:2] == begin and line[-2:] == end for line in words), f"no config of {verb}"
+    assert (ROOT / "docs/tasks" / f"{name}.md").is_file()
+    assert f"]({name}.md)" in (ROOT / "docs/tasks/index.md").read_text()
+
+
+@each_case
+def test_the_resolved_config_makes_the_rows_of_the_written_one(case: Case) -> None:
+    own = case.config["task"].to_dict()
+    schema = case.task.config_schema()
+    assert schema is not None
+    loaded = load_config({"model": {"name": "tiny"}, "task": own})
+    resolved = view(with_task_schema(loaded, schema).config)
+    assert [_row(each) for each in case.task.eval_examples(resolved)] == (
+        splits_of(case.label)["test"]
+    )
+
+
+@each_case
+def test_gold_plays_its_environment_to_the_end(case: Case) -> None:
+    if not case.task.has("get_environment"):
+        return
+    make = case.task.environment(case.config)
+    for row in splits_of(case.label)["train"][:8]:
+        environment: Any = make()
+        given = {**row, "seed": 0, "member": 0}
+        environment.reset(**reset_arguments(environment.reset, given))
+        said: Any = row["completion"]
+        said = as_completion([], said) if isinstance(said, str) else said
+        turns = [message["content"] for message in said if message["role"] == "assistant"]
+        ends = [as_step(environment.step(turn)).done for turn in turns]
+        assert ends == [False] * (len(turns) - 1) + [True]
+
+
+VERBS: tuple[Verb, ...] = ("rl", "sft", "eval")

@@ -260,3 +260,42 @@ def test_what_an_early_stop_has_just_evaluated_is_not_answered_again(tmp_path, m
     assert found["after"].rows == found["step-2"].rows
     assert result.after is not None
     assert result.after.metrics == found["after"].metrics
+
+
+def test_callbacks_of_transformers_run(unobserved, tmp_path, capsys):
+    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+    told = []
+    base: Any = TrainerCallback
+
+    class Own(base):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            raise AssertionError("there are no epochs")
+
+        def on_step_end(self, args, state, control, **kwargs):
+            told.append((state.global_step, state.max_steps, args.output_dir, args.beta))
+            if state.global_step == 1:
+                control.should_save = control.should_evaluate = True
+            return control
+
+        def on_save(self, args, state, control, **kwargs):
+            told.append("saved")
+
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            told.append(("evaluated", "eval_reward" in metrics, kwargs["processing_class"] is None))
+
+    groupwise.rl(config(tmp_path), task_with(Own(), PrinterCallback, ProgressCallback()))
+    folder = str(tmp_path / "toy")
+    assert told[:5] == [
+        ("evaluated", True, False),
+        (1, STEPS, folder, 0.0),
+        "saved",
+        ("evaluated", True, False),
+        (2, STEPS, folder, 0.0),
+    ]
+    log = (tmp_path / "toy" / "log.txt").read_text()
+    assert "callback Own: on_epoch_end will not be called" in log
+    assert "callback ProgressCallback: on_predict, on_prediction_step will not be called" in log
+    warned = [line for line in log.splitlines() if " WARNING " in line]
+    assert all("held-out prompts are also trained on" in line for line in warned)
+    assert "'eval_reward': '0'" in capsys.readouterr().err

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import groupwise
+from groupwise.cli.main import main
 from groupwise.evaluation import evaluate as evaluation
 from groupwise.runs.store import Store
 from tests.integration.running import TOY, config
@@ -125,3 +126,17 @@ def test_the_most_probable_token_alone_is_the_greedy_answer(tmp_path):
     assert [row["completion"] for row in recorded.rows] == answers[-1]
     greedy, free, single = answers
     assert greedy == single != free
+
+
+def test_several_policies_in_one_command(runs, tmp_path, capsys):
+    given = tmp_path / "toy.yaml"  # JSON is YAML
+    given.write_text(json.dumps(settings(runs, "any")))
+    command = ["eval", "-c", str(given), "-t", TOY, "--policy", "with@4", "--policy", "with"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("A  with@4 (")
+    assert "held-out prompts: 3 answered by both" in shown
+    assert main([*command, "--policy", "base", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["policy"] for each in found["evaluations"]] == ["with@4", "with@5", "base"]
+    assert [each["prompts"] for each in found["comparisons"]] == [3, 3]

@@ -266,3 +266,13 @@ def test_supervised_runs_upload_too(tmp_path, hub, caplog):
     assert result.exit_code == 0
     assert set(hub.repositories[REPO].branches) == {"main", *BRANCHES[:2]}
     assert b"supervised fine-tuning" in hub.repositories[REPO].files()["README.md"]
+
+
+def test_a_finished_run_that_is_trained_further_replaces_its_own_upload(tmp_path, hub):
+    given = three_steps(tmp_path, max_steps=1, lr_scheduler_type="constant")
+    given["run"] |= {"hub": {"repo_id": REPO}}
+    groupwise.rl(given, TOY)
+    assert b"for 1 steps" in hub.repositories[REPO].files()["README.md"]
+    given["training"]["max_steps"] = 2
+    assert groupwise.rl(given, TOY, resume_from="toy@1").exit_code == 0
+    assert b"for 2 steps" in hub.repositories[REPO].files()["README.md"]

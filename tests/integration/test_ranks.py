@@ -6,7 +6,6 @@
 4. A rank that dies ends the run with a message; it can be resumed.
 5. Supervised runs, other kinds of rollouts, full fine-tuning, evaluations, replays and profiles work likewise.
 6. Nothing is left of the processes, however the run ends.
-7. Ctrl-C while they start does not wait until they have.
 """
 
 import json

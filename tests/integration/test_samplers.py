@@ -9,7 +9,7 @@
 6. So it does when the main process is killed.
 7. A run goes on with other numbers of both; after each load all learners have the same weights.
 8. A sampler that serves other weights stops the run.
-9. Full fine-tuning, evaluations and replays have them, too; under torchrun the first machine has.
+9. Full fine-tuning, evaluations and replays have them, too.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import pytest
 
 import groupwise
 from groupwise import build
-from groupwise.errors import RunError
+from groupwise.errors import PolicyMismatchError, RunError
 from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.line import Cancel
@@ -305,3 +305,15 @@ def test_full_fine_tuning_evaluations_and_replays(tmp_path):
         for kind, each in settings.items()
     ]
     assert results[0].rows == results[1].rows
+
+
+def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
+    Lost(monkeypatch, 1, "sampler.generate", 5)
+    served = Hosted.served
+
+    async def other(hosted, policy):
+        return (await served(hosted, policy))[::-1]
+
+    monkeypatch.setattr(Hosted, "served", other)
+    with pytest.raises(PolicyMismatchError, match="Sampler 2 was started anew"):
+        groupwise.rl(apart(tmp_path), TOY)

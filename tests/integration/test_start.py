@@ -312,3 +312,36 @@ async def test_interrupting_a_cell_ends_the_run_cleanly(tmp_path, monkeypatch):
     assert (result.exit_code, result.summary["state"]) == (130, "interrupted")
     assert 2 <= result.summary["steps"] < STEPS
     assert groupwise.evaluate(config(tmp_path), TOY, policy="toy").policy.startswith("toy@")
+
+
+def test_a_dry_run_refuses_what_the_start_would_refuse(tmp_path):
+    with RunFolder.create(tmp_path, "toy", {}, {"kind": "rl"}) as run:
+        assert refused_alike(tmp_path)[0] is RunInUseError
+        run.finish("interrupted")
+    assert "holds an unfinished run" in refused_alike(tmp_path)[1]
+    (tmp_path / "file").write_text("")
+    assert "file" in refused_alike(tmp_path / "file")[1]
+
+
+def refused_alike(runs: Path) -> tuple[type[Exception], str]:
+    """How a dry run is refused, which writes nothing, and the run in the same words."""
+    before = contents(runs)
+    refused = [refusal(runs, dry_run) for dry_run in (True, False)]
+    assert refused[0] == refused[1]
+    assert contents(runs) == before
+    return refused[0]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files; the two that SQLite keeps beside a record come and go with whoever reads it."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in sorted(folder.rglob("*"))
+        if not path.name.endswith(("-wal", "-shm"))
+    }
+
+
+def refusal(runs: Path, dry_run: bool) -> tuple[type[Exception], str]:
+    with pytest.raises(UsageError) as refused:
+        groupwise.rl(config(runs), TOY, dry_run=dry_run)
+    return refused.type, str(refused.value)

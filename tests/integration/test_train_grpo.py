@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,26 @@ def test_what_is_wrong_is_said_in_words(
     assert "Traceback" not in said
     left = [path.name for path in work.glob("outputs/*")]
     assert left == []
+
+
+@pytest.mark.soak(suite="training")
+def test_resume_by_hand_needs_no_path(whole: Path, work: Path) -> None:
+    killed_after(2, WORDS)
+    assert main(WORDS) == 2, "an unfinished run is in the way"
+    assert main([*WORDS, "--resume"]) == 0
+    assert what_must_be_equal(work / "outputs/grpo") == what_must_be_equal(whole / "outputs/grpo")
+
+
+def test_checkpoints_of_an_earlier_version_are_refused_with_what_to_do(
+    whole: Path, work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_checkpoints(whole, work, tiny_grpo.CHECKPOINTS)
+    for step in (4, 6):
+        folder = work / tiny_grpo.CHECKPOINTS / f"step-{step}"
+        shutil.rmtree(folder / "run")
+        manifest = json.loads((folder / "manifest.json").read_text())
+        files = {k: v for k, v in manifest["files"].items() if not k.startswith("run/")}
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
+    monkeypatch.setenv("RESUME_FROM", str(work / tiny_grpo.CHECKPOINTS / "step-6"))
+    assert main(WORDS) == 2
+    assert "Copy the whole folder of the run here." in capsys.readouterr().err

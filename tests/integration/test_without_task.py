@@ -166,3 +166,29 @@ def test_command_line_says_what_to_give_instead_of_a_task(
         said = capsys.readouterr().err
         assert "Give a task with --task-module" in said
         assert "data.dataset_name" in said
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "1+1", "completion": "2"}, {"prompt": "1+2", "completion": "3"}],
+        [{"text": "a whole text"}, {"text": "another"}],
+    ],
+)
+def test_lessons_that_are_held_out_and_taught_are_warned_of(rows: Any) -> None:
+    class Lessons:
+        taught = rows
+
+        @classmethod
+        def get_sft_dataset(cls, config: Any, tokenizer: Any) -> Any:
+            return cls.taught
+
+        @classmethod
+        def get_sft_eval_dataset(cls, config: Any, tokenizer: Any) -> Any:
+            return rows[:1]
+
+    given = {"model": {"name": "tiny"}, "run": {"name": "taught", "threads": 1}}
+    (warning,) = groupwise.sft(given, Lessons, dry_run=True).summary["plan"]["warnings"]
+    assert warning.startswith("1 of 1 held-out prompts are also trained on")
+    Lessons.taught = rows[1:]
+    assert groupwise.sft(given, Lessons, dry_run=True).summary["plan"]["warnings"] == []

@@ -212,3 +212,43 @@ def test_the_view_shows_everything_and_cannot_be_written() -> None:
     assert seen == resolved(config)
     with pytest.raises(AttributeError, match="can only be read"):
         seen.task.words = 4
+
+
+def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = """\
+training:
+  learning_rat: 1e-5
+  num_generations: 0
+sampler: {engine: sglang, temperature: 0}
+learning_rate: 1e-5
+task:
+  hf_token: hf_123456
+"""
+    found = refusal(text, tmp_path, "run.dri=x").split("\n")
+    assert [SECRET if SECRET in line else line for line in found] == [
+        "c.yaml:3: training.learning_rat is not a key; did you mean training.learning_rate?",
+        "c.yaml:4: training.num_generations is 0; it must be a whole number (at least 1).",
+        "c.yaml:5: sampler.engine: sglang is not in this version; it must be one of torch, vllm.",
+        "c.yaml:5: sampler.temperature is 0; it must be a number (above 0).",
+        "c.yaml:6: learning_rate is not a key; did you mean training.learning_rate?",
+        SECRET,
+        "override run.dri=x: run.dri is not a key; did you mean run.dir?",
+    ]
+    assert "hf_123456" not in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("scale_rewards=group", "it is a key of grpo, dapo, gspo, cispo."),
+        ("epsilon_hi=0.3", "algorithm.epsilon_high (of grpo, dr_grpo,"),
+        ("type=gropo", "did you mean grpo?"),
+    ],
+)
+def test_an_unknown_knob_names_the_nearest_and_who_has_it(
+    tmp_path: Path, word: str, told: str
+) -> None:
+    assert told in refusal("", tmp_path, f"algorithm.{word}")
+
+
+SECRET = "c.yaml:8: task.hf_token looks like a secret"

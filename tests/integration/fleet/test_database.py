@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -29,6 +30,7 @@ from groupwise.fleet.store.database import (
 )
 from groupwise.fleet.store.engine import parse
 from groupwise.fleet.store.tables import Cursor
+from tests.fleet_databases import copied
 from tests.postgres import Postgres
 from tests.unit.fleet.store.test_database import *  # noqa: F403
 from tests.unit.fleet.store.test_database import names, put
@@ -330,3 +332,43 @@ def test_settings_of_every_connection(postgres: Postgres, ready_url: str) -> Non
 
 
 # --- the queue ------------------------------------------------------------------------------------
+
+
+JOBS = 20_000
+FILL = {
+    "postgresql": f"INSERT INTO jobs (job_id, project, batch_size) SELECT 'job-' || n, 'p', n FROM generate_series(1, {JOBS}) n",
+    "sqlite": f"WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {JOBS}) "
+    "INSERT INTO jobs (job_id, project, batch_size) SELECT 'job-' || n, 'p', n FROM numbers",
+}
+RANK = f"UPDATE jobs SET rank = batch_size * 7919 % {JOBS}"
+HEAD = "SELECT job_id FROM jobs WHERE status = 'queued' AND rank IS NOT NULL AND not_before <= 5 ORDER BY rank, job_id LIMIT 10"
+
+
+def test_the_head_of_the_queue_is_found_by_its_index(
+    ready_url: str, migrated_file: Path, tmp_path: Path
+) -> None:
+    for url in (ready_url, copied(migrated_file, tmp_path)):
+        with closing(connect(url)) as database:
+            database.run(lambda s, d=database: s.execute(text(FILL[d.dialect])))
+            database.run(lambda s: s.execute(text(RANK)))
+            plan = "EXPLAIN QUERY PLAN " + HEAD
+            if database.dialect == "postgresql":
+                plan = "EXPLAIN " + HEAD + " FOR NO KEY UPDATE SKIP LOCKED"
+                database.run(lambda s: s.execute(text("ANALYZE jobs")))
+            lines = database.run(lambda s, p=plan: [str(tuple(r)) for r in s.execute(text(p))])
+        told = "\n".join(lines)
+        assert "ix_jobs_queue" in told
+        assert not [costly for costly in ("Sort", "Seq Scan", "TEMP B-TREE") if costly in told]
+
+
+def test_what_fails_by_itself_on_a_lost_connection(wire: Wire, by_wire: Database) -> None:
+    """The function's own error is told, not that nobody was there to be told of the rollback."""
+
+    def fails(session: Session) -> None:
+        names(session)
+        wire.cut_at(b"ROLLBACK")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        by_wire.run(fails)
+    assert by_wire.run(names) == []

@@ -8,19 +8,23 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import groupwise
-from groupwise.errors import GroupwiseError
+from groupwise.client import TrainingClient
+from groupwise.client.errors import RunActive
+from groupwise.errors import GroupwiseError, RunError, UsageError
 from groupwise.runs.store import Store
 from tests.integration.running import what_must_be_equal
 from tests.integration.server.running import Server, running
@@ -169,3 +173,52 @@ def until_step(run: Path, step: int) -> None:
             pass  # it has not begun
         time.sleep(0.01)
     raise AssertionError(f"{run} did not come to step {step}")
+
+
+def test_one_loop_at_a_time_has_the_model_until_it_is_taken_away(
+    server: Server, tmp_path: Path
+) -> None:
+    refused: list[BaseException] = []
+    told: list[str | None] = []
+    with TrainingClient(server.url) as client:
+        client.start(model_id="tiny", replace=True)
+        with pytest.raises(UsageError, match=r"run_active.*POST /stop"):
+            rl(tmp_path / "refused", server)
+        client.stop()
+
+        def meanwhile(completions: list[str], **_: Any) -> list[float]:
+            """While the first loop looks at its first rewards."""
+            if not refused:
+                told.append(client.status().loop_elsewhere)
+                for ask in (
+                    lambda: client.start(model_id="tiny"),
+                    lambda: rl(tmp_path / "second", server),
+                ):
+                    with pytest.raises(GroupwiseError) as raised:
+                        ask()
+                    refused.append(raised.value)
+                said = re.search(r"DELETE (/parts/[\w-]+)", str(refused[-1]))
+                assert said
+                httpx2.delete(f"{server.url}{said[1]}").raise_for_status()
+            return [0.0] * len(completions)
+
+        settings = config_of(tmp_path / "first", server, eval={"before_and_after": False})
+        with pytest.raises(RunError, match=r"parts_taken.*they were closed"):
+            groupwise.rl(settings, Task(meanwhile))
+    assert [type(error) for error in refused] == [RunActive, UsageError]
+    assert (told[0] or "").startswith("r (")
+    assert not (tmp_path / "refused").exists()
+    assert not (tmp_path / "second" / "r").exists()
+
+
+class Task:
+    """The toy task with other rewards."""
+
+    def __init__(self, reward: Callable[..., list[float]]) -> None:
+        self._reward = reward
+
+    def get_rl_dataset(self, config: Any) -> Any:
+        return [{"prompt": f"write {letter}:"} for letter in "abcdefgh"]
+
+    def get_reward_funcs(self, config: Any, tokenizer: Any) -> Any:
+        return [self._reward]

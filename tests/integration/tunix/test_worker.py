@@ -16,7 +16,7 @@ import pytest
 from groupwise import build, machine_layout
 from groupwise.build import Parts
 from groupwise.config import load_config
-from groupwise.errors import CheckpointError, RunError
+from groupwise.errors import CheckpointError, ModelError, RunError
 from groupwise.types import GroupRequest, SamplingParams
 from tests.tunix_models import model_of
 from tests.unit.ranks.toys import all_gone
@@ -92,3 +92,10 @@ def test_a_request_that_does_not_fit_fails_alone(parts: Parts) -> None:
     assert isinstance(other, RunError)
     assert one == third
     assert len(one) == 2  # type: ignore[arg-type]
+
+
+def test_a_publication_that_is_gone_is_told_as_such(parts: Parts) -> None:
+    policy = asyncio.run(parts.learner.publish(1))
+    (Path(policy.path) / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="is torn"):
+        asyncio.run(parts.sampler.load(policy))

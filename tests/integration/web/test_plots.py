@@ -492,3 +492,30 @@ def test_choices_and_a_range_by_mouse_stay_while_a_run_goes_on_and_on_the_next_p
         expect(page.get_by_role("checkbox", name="Logarithmic axis")).to_be_checked()
         expect(slider).to_have_value("0.99")
         expect(chart(page, "reward").locator(".edge-of-many").first).to_be_attached()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("[0, 0.5, 1234.5678, 2e6, 3e-4, null, NaN].map((each) => short(each))",
+         ["0", "0.5", "1235", "2.00e6", "3.00e-4", "–", "–"]),
+        ("[extent(0, 0, {}), extent(0.25, 0.25, {})[0], extent(-3, -3, {})[1]]", [[0, 1], 0, 0]),
+        ("[[0, 0], [1e-4, 0.1], [2, 2]].map(([low, high]) => extent(low, high, { log: true }).map((each) => short(each, 3)))",
+         [["1", "10"], ["5.8e-5", "0.174"], ["1", "4"]]),
+        ("forward([0, 5, 3, null, 9])", [0, 5, 5.001, 5.002, 9]),
+        ("around({ mean: [10, 20, 30, 40], first: [0, 5, 10, 15], last: [4, 9, 14, 19] }, [21, 29])", [5, 14]),
+        ("logarithmicTicks(1e-4, 0.1, 0)", [1e-4, 1e-3, 1e-2, 0.1]),
+        ("logarithmicTicks(2, 30, 0)", [2, 5, 10, 20]),
+        ("[[1, 1.00001], [1, 2], [5, 5]].map(digitsOf)", [9, 4, 4]),
+        ("labels([0, 0.5, 1], 0.5)", ["0.0", "0.5", "1.0"]),
+        ("labels([2e6, 2.5e6, 3e6], 5e5)", ["2.0e6", "2.5e6", "3.0e6"]),
+        ("refined({ at: [1, 4, 7], first: [0, 3, 6], last: [2, 5, 8] }, { at: [3, 4], first: [3, 4], last: [3, 4] }, [3, 5]).at",
+         [1, 3, 4, 7]),
+    ],
+)  # fmt: skip
+def test_functions_of_plots(plots: Plots, call: str, expected: list[Any]) -> None:
+    def flat(found: list[Any]) -> list[Any]:
+        return [one for each in found for one in (each if isinstance(each, list) else [each])]
+
+    found, wanted = flat(plots.does(call)), flat(expected)
+    assert found == (wanted if isinstance(wanted[0], str) else pytest.approx(wanted))

@@ -296,3 +296,46 @@ def test_dynamic_sampling_accepts_what_differs(name: str, group) -> None:
         group(None),
     ):
         assert not choosy.accepts(silent)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "need", "tensor"),
+    [
+        ({"beta": 0.1}, "needs_reference", "reference_logprobs_BT"),
+        ({"entropy_coef": 0.1}, "needs_entropy_gradient", "entropies_BT"),
+    ],
+)
+def test_what_a_batch_lacks_is_named(knobs: dict[str, Any], need: str, tensor: str, batch) -> None:
+    algorithm = make("grpo", knobs)
+    (knob, value), *_ = knobs.items()
+    assert getattr(algorithm, need)
+    with pytest.raises(ValueError, match=rf"{knob} {value} needs {tensor}"):
+        algorithm.loss(batch([[-1.0]], advantages=[1.0]))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"kl_target": 0.05}, r"grpo\.kl_target is 0\.05, but beta is 0"),
+        ({"beta": 0.1, "kl_estimator": "k1", "kl_gradient": "estimator"}, "the reference"),
+        ({"delta": 1.1}, r"grpo\.delta is 1\.1.*1\.2"),
+    ],
+)
+def test_knobs_that_do_not_go_together(knobs: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make("grpo", knobs)
+
+
+def test_gradient_reaches_policy_and_entropies_only() -> None:
+    names = [name for name in PER_TOKEN if name not in ("policy_logprobs_BT", "entropies_BT")]
+    leaf: Any = {name: torch.tensor([[-1.5]]).requires_grad_() for name in PER_TOKEN}
+    leaf |= {name: torch.tensor([1.0]).requires_grad_() for name in ("advantages_B", "scales_B")}
+    rows = TokenBatch(mask_BT=torch.ones(1, 1), **leaf)
+    for name in ALGORITHMS:
+        knobs = {"beta": 0.5, "entropy_coef": 0.5, "importance_sampling_correction": "token_mask"}
+        result = make(name, knobs).loss(rows)
+        torch.stack(list(result.components.values())).sum().backward()
+        assert all(leaf[other].grad is None for other in names)
+        assert leaf["policy_logprobs_BT"].grad is not None
+        assert leaf["entropies_BT"].grad.item() == -0.5
+        leaf["entropies_BT"].grad = None

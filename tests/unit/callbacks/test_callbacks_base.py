@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from groupwise.callbacks.base import Callback, Callbacks, RunEnd
+from groupwise.errors import CallbackError
 from tests.unit.callbacks.observed import Observed
 
 
@@ -167,3 +168,43 @@ async def test_a_state_that_would_come_back_as_another_is_no_state(begun, caplog
     callbacks = await begun(Counting(state))
     assert callbacks.state()["states"] == {}
     assert "its state cannot be kept" in warnings(caplog)[0]
+
+
+async def test_one_after_the_other_in_order_plain_and_async(begun):
+    told = []
+
+    class Plain(Callback):
+        def on_step_begin(self, run):
+            told.append("plain")
+
+    class Async(Callback):
+        async def on_step_begin(self, run):
+            await asyncio.sleep(0)
+            told.append("async")
+
+    class Promising(Callback):
+        def on_step_begin(self, run):
+            return Async().on_step_begin(run)
+
+    callbacks = await begun(Plain(), Async(), Promising(), Plain())
+    await callbacks.step_begins()
+    assert told == ["plain", "async", "async", "plain"]
+
+
+async def test_a_critical_one_ends_the_run_and_does_not_hide_why_it_failed(begun, caplog):
+    class Bad(Callback):
+        critical = True
+
+        def on_step_begin(self, run):
+            raise ArithmeticError("one over nothing")
+
+        def on_run_end(self, run, end):
+            raise ArithmeticError("one over nothing")
+
+    callbacks = await begun(Bad())
+    with pytest.raises(CallbackError, match=r"Bad failed in on_step_begin(.|\n)*one over nothing"):
+        await callbacks.step_begins()
+    await callbacks.end(RunEnd("failed", {}, "the disk is full"))
+    assert "ArithmeticError" in warnings(caplog)[0]
+    with pytest.raises(CallbackError):
+        await callbacks.end(RunEnd("finished", {}))

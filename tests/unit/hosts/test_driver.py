@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.hosts import driver
+from groupwise.hosts import driver, runner
 from groupwise.hosts.driver import Launch, Runner, runner_text
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.framing import BadAnswer
@@ -151,3 +151,17 @@ async def test_what_does_not_agree_with_what_was_asked_for_is_no_answer(
         await Runner(host).log("j", 3, 0, limit=10)
     with pytest.raises(BadAnswer):
         await Runner(host).read("j", 3, "x", limit=10)
+
+
+async def test_a_runner_may_take_as_long_as_it_says_that_it_goes_on() -> None:
+    """For verbs with which it does say so, and for no other."""
+    told = {"gather": {"whole": []}, "status": STATE, "release": {"clean": True}}
+    host = Scripted(manifest={}, forget={}, sweep={}, **told)
+    asked = Runner(host)
+    for call in (asked.manifest, asked.forget, asked.status, asked.release):
+        await call("j", 3)
+    await asked.gather("j", 3, {})
+    await asked.sweep()
+    given = {(request.verb, request.longest) for request in host.asked}
+    assert given == {(v, driver.LONGEST if v in runner.LONG else None) for v in host.replies}
+    assert 10 * runner.SIGN_EVERY < driver.SLOW < driver.LONGEST

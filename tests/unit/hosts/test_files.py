@@ -278,3 +278,33 @@ def test_a_full_disk_leaves_no_half_blob(tmp_path: Path) -> None:
             store.put(bytes(2 << 20))
         assert everything(store) == set()
         store.put(b"small")
+
+
+def test_too_large_a_blob_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path / "blobs", largest=100)
+    large = tmp_path / "large"
+    large.write_bytes(bytes(101))
+    with pytest.raises(BlobError, match="at most 100"):
+        store.put(bytes(101))
+    with pytest.raises(BlobError, match="at most 100"):
+        store.put_file(large)
+    with pytest.raises(BlobError, match="at most 100"), store.incoming(sha(b""), 101):
+        pass
+    assert everything(store) == set()
+
+
+def test_what_is_being_received_stays_and_is_spared_from_when_it_is_whole(
+    store: BlobStore,
+) -> None:
+    with store.incoming(sha(b"large"), 5, marked=True) as incoming:
+        incoming.add(b"large")
+        store.collect(set(), now=time.time() + 2 * SPARED)
+        incoming.finish()
+    assert store.read(sha(b"large")) == b"large"
+    with store.incoming(sha(b"slow"), 4) as incoming:
+        incoming.add(b"slow")
+    [path] = (store.root / "incoming").iterdir()
+    os.utime(path, (0, 0))
+    with store.incoming(sha(b"slow"), 4) as incoming:
+        incoming.finish()
+    assert store.collect({sha(b"large")}) == 0

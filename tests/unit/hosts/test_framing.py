@@ -109,3 +109,8 @@ def test_an_end_without_an_answer_leaves_it_open_what_happened() -> None:
     trace = 'Traceback (most recent call last):\n  File "x", line 7, in look\nKeyError: 7\n\n'
     assert str(without_answer(AnswerReader(), 1, trace)).endswith("whole: KeyError: 7")
     assert len(str(without_answer(AnswerReader(), 1, "first\n" + "x" * 4000))) < 500
+
+
+def test_noise_may_look_like_an_answer_and_stand_behind_one() -> None:
+    noise = b"Welcome!\nGROUPWISE-ANSWER is what follows\nGROUPWISE-ANSWER 1 2\nno newline:"
+    assert read(noise + answer_bytes({"ok": True}, b"abc") + b"logout\n").payload == b"abc"

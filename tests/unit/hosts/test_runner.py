@@ -12,6 +12,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import runner, spec
-from tests.runner_machine import Machine, Refused, machine, request, until
+from tests.runner_machine import Machine, Refused, alive, machine, request, until
 
 
 @pytest.fixture
@@ -359,3 +360,36 @@ def test_observe_tells_of_attempts_and_of_strangers(either: Machine) -> None:
         {"what": "process", "detail": "gone.7", "pid": stray.pid},
     ]
     assert seen["ram_free_mb"] > 0
+
+
+def test_the_channel_closes_while_the_command_runs(either: Machine) -> None:
+    """The harness reads to the end of the streams."""
+    pid = either.sh("until [ -e go ]; do sleep 0.02; done")["pid"]
+    assert alive(pid)
+    supervisor = either.state()["supervisor"]
+
+    def held(process: int) -> dict[str, str]:
+        folder = f"/proc/{process}/fd"
+        return {fd: os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
+
+    said, heard = held(pid), held(supervisor)
+    complaints = str(either.folder() / "supervisor.err")
+    assert [heard[fd] for fd in "012"] == [os.devnull, os.devnull, complaints]
+    assert (said["0"], said["1"]) == (os.devnull, said["2"])
+    assert list(heard.values()).count(said["1"]) == 2
+    assert os.getsid(supervisor) != os.getsid(0)
+    assert os.getsid(pid) == pid
+
+
+def test_what_a_command_left_behind_is_ended_and_counted(either: Machine) -> None:
+    """Not what goes with it by itself, or was ended together with it."""
+    either.sh("nohup sleep 600 & sleep 600 & exit 0")
+    record = either.comes_to("exited")["exit"]
+    assert (record["code"], record["leftovers"]) == (0, 2)
+    either.sh("sleep 600 & wait", epoch=2)
+    either.ask("kill", job="job", epoch=2, grace=0)
+    assert either.comes_to("exited", epoch=2)["exit"]["leftovers"] == 0
+    either.source = either.source.replace("LEAVING = 0.3\n", "LEAVING = 60.0\n")
+    either.sh("sleep 0.2 & exit 0", epoch=3)
+    record = either.comes_to("exited", epoch=3)["exit"]
+    assert (record["code"], record["leftovers"]) == (0, 0)

@@ -592,3 +592,11 @@ def test_an_exit_record_waits_for_room(here: Machine, monkeypatch: pytest.Monkey
     record = here.comes_to("exited", epoch=2)["exit"]
     assert len(record["tail"]) == runner.TAIL
     assert len(runner.as_bytes(record)) + 10_000 < runner.RESERVE
+
+
+def test_files_that_do_not_fit_refuse_the_launch(small: Machine) -> None:
+    blob = os.urandom(900_000)
+    (sha,) = small.put(blob)
+    small.launch("true", spec_files={name: [sha, 0o644, len(blob)] for name in "ab"})
+    assert small.comes_to("refused")["refused"]["code"] == "disk_full"
+    assert not small.work().exists()

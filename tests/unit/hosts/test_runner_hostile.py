@@ -6,6 +6,7 @@ neither the answers about others nor its own end.
 """
 
 import hashlib
+import io
 import json
 import os
 import stat
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import answers, runner
-from tests.runner_machine import Machine, alive, until
+from tests.runner_machine import Machine, Refused, alive, until
 
 NESTED = "[" * 100_000
 
@@ -204,3 +205,56 @@ def test_nothing_is_looked_for_where_a_record_points(here: Machine) -> None:
         groups = runner.state_of(in_process(here))
         assert groups is not None
         assert groups["cgroup"] == {}
+
+
+def test_a_checkpoint_whose_manifest_is_being_written_is_not_listed(
+    over: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, step in (("a", 1), ("b", 2)):
+        saved(over.work() / "outputs" / name, step)
+    real = runner.Hashes.of
+    changing = "outputs/a/manifest.json"
+    monkeypatch.setattr(
+        runner.Hashes, "of", lambda self, path: None if path == changing else real(self, path)
+    )
+    body = over.body("manifest", job="job", epoch=1, what="checkpoints")
+    told, _ = runner.VERBS["manifest"](runner.Root(str(over.root)), body, io.BytesIO())
+    assert [c.step for c in answers.work_tree(told).checkpoints] == [2]
+
+
+def test_a_state_that_could_not_be_read_again_is_not_begun(here: Machine) -> None:
+    paths = [f"outputs/{n:0200}" for n in range(20_000)]
+    with pytest.raises(Refused, match="too long"):
+        here.launch("true", spec_checkpoints=paths)
+    assert here.status()["state"] == "absent"
+
+
+def test_a_number_that_no_database_takes_is_no_epoch(here: Machine) -> None:
+    here.sh("mkdir ../../job.9223372036854775808; exit 3")
+    here.comes_to("exited")
+    told = here.ask("observe")
+    assert [(a["job"], a["epoch"]) for a in told["attempts"]] == [("job", 1)]
+    assert {"what": "folder", "detail": "job.9223372036854775808"} in told["quarantined"]
+
+
+def test_whatever_happens_to_one_the_others_are_told_of(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.sh("sleep 600", job="other")
+    here.sh("sleep 600")
+    real = runner.state_of
+
+    def fails(attempt: runner.Attempt, *_: object) -> dict[str, Any] | None:
+        if attempt.job == "job":
+            raise RecursionError
+        return real(attempt)
+
+    monkeypatch.setattr(runner, "state_of", fails)
+    told, _ = runner.VERBS["observe"](
+        runner.Root(str(here.root)), here.body("observe"), io.BytesIO()
+    )
+    found = [(a["job"], a["state"]) for a in told["attempts"]]
+    assert found == [("job", "running"), ("other", "running")]
+    answers.observation(told)
+    monkeypatch.setattr(runner, "checkpoints_of", fails)
+    assert runner.count_checkpoints(in_process(here), {}) == (0, None), "its record needs none"

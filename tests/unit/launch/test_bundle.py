@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import UsageError
+from groupwise.launch import bundle as room
 from groupwise.launch.bundle import bundle
 
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\n"
@@ -158,4 +159,19 @@ def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.M
         bundle(project)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="there is no git here to say"):
+        bundle(project)
+
+
+def test_too_much_is_refused_with_what_is_largest(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, {"weights.bin": "x" * 5000})
+    with pytest.raises(UsageError, match="is no folder"):
+        bundle(project / "none")
+    monkeypatch.setattr(room, "LARGEST", 4000)
+    with pytest.raises(UsageError, match=r"weights\.bin: 0 MB"):
+        bundle(project)
+    monkeypatch.setattr(room, "LARGEST", 1 << 30)
+    monkeypatch.setattr(room, "MOST_FILES", 2)
+    with pytest.raises(UsageError, match="5 files"):
         bundle(project)

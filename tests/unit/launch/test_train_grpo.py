@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
+import typer
 
 from groupwise.cli import train_grpo as command
 from groupwise.config import load_config
-from groupwise.launch.train_grpo import Flags, arguments_of, config_of, problems
+from groupwise.launch.train_grpo import KEYS, Flags, arguments_of, config_of, problems
 
 FLAGS = Flags(model="tiny", dataset="a.jsonl", reward_function=("correctness",))
 ODD = Flags(
@@ -87,3 +89,12 @@ def test_the_checkpoint_of_the_environment_counts(
     how = taken[0][2]
     assert (how["resume_from"], how["resume"]) == ("/job/outputs/grpo/checkpoints/step-4", False)
     assert "as RESUME_FROM says" in capsys.readouterr().err
+
+
+def test_every_flag_is_a_key_of_the_config_and_has_its_name() -> None:
+    app: Any = typer.main.get_command(command.app)
+    offered = {option for parameter in app.params for option in parameter.opts}
+    names = [field.name for field in fields(Flags)]
+    assert list(KEYS) == names
+    assert {f"--{name}" for name in names} <= offered
+    assert not any("-" in option.removeprefix("--") for option in offered)

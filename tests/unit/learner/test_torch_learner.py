@@ -22,12 +22,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.algorithms.sft import Sft
-from groupwise.errors import ModelError, NonFiniteError
+from groupwise.errors import ModelError, NonFiniteError, OutOfMemoryError, StoreError
 from groupwise.learner.layout import PackedBatch
 from groupwise.learner.native.layout import FlatBatch
 from groupwise.models.lora import CONFIG, WEIGHTS
 from groupwise.models.tiny import tiny_model
 from groupwise.types import OptimiserParams
+from tests.disks import small_disk
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
 SFT = Sft().loss_spec()
@@ -461,3 +462,31 @@ async def test_a_step_out_of_the_numbers_says_so(make_learner, make_rows):
     await computed(learner, make_rows(), DR_GRPO)
     with pytest.raises(NonFiniteError, match=r"training\.learning_rate"):
         await learner.update(replace(STEP, learning_rate=1e38))
+
+
+@BOTH
+async def test_want_of_memory_is_explained(make_learner, make_rows, monkeypatch, kind):
+    def refuse(*_: Any, **__: Any) -> Any:
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+    learner = make_learner(kind)
+    _, wanted = await computed(learner, make_rows(), DR_GRPO)
+    for owner, name, doing, failing in (
+        (learner._engine, "acting", "learning", lambda: computed(learner, make_rows(), DR_GRPO)),
+        (learner._engine, "acting", "computing log-prob", lambda: learner.logprobs(make_rows())),
+        (learner._optimiser, "step", "updating", lambda: learner.update(STEP)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            with pytest.raises(OutOfMemoryError, match=f"while {doing}.*max_tokens_per_micro"):
+                await failing()
+    close(gradient(learner), wanted)
+
+
+async def test_a_full_disk_is_explained(make_learner, tmp_path):
+    learner = make_learner()
+    with small_disk(tmp_path / "published", "8k") as disk:
+        with pytest.raises(StoreError, match=r"v000000001.*No space left"):
+            await learner.publish(1)
+        with pytest.raises(OSError, match="No space left"):
+            learner.save(str(disk))

@@ -137,3 +137,22 @@ async def test_the_part_that_says_whether_a_task_is_solved_counts(store, part):
     other.run.step = 9
     await other.again(store.evaluations()[-1])
     assert store.warnings() == [], "another metric says otherwise"
+
+
+async def test_evaluations_that_asked_something_else_do_not_compare(store):
+    course = Course(store)
+    await course.announced(8, asked="others")
+    course.steps(*RISING)
+    await course.announced(2)
+    assert course.told == []
+
+
+async def test_rewards_of_chosen_examples_do_not_count_as_a_rise(store):
+    course = Course(store)
+    await course.announced(8)
+    for reward in RISING:
+        step = StepRecord(course.run.step, 0, 0, "", (), 0.1, 0.0)
+        store.commit_step(step, [], {"reward": reward, "reward/fresh": 0.5})
+        course.run.step += 1
+    await course.announced(2)
+    assert course.told == []

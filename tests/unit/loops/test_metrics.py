@@ -126,3 +126,14 @@ def test_several_updates_give_their_mean_loss_and_means_over_all_their_tokens():
     found = loss_metrics([first, second])
     assert found["loss"] == -2.0
     assert found["sampling/ratio_mean"] == 11 / 8
+
+
+def test_rewards_that_are_the_same_up_to_addition_have_no_spread():
+    found = group_metrics([group(rollout(0, 1, 0.1 + 0.2), rollout(1, 1, 0.1 + 0.2))])
+    assert found["frac_reward_zero_std"] == 1.0
+    assert found["reward_std"] == 0.0
+
+
+def test_spread_is_that_of_training():
+    found = group_metrics([group(rollout(0, 1, 0.3), rollout(1, 1, 0.1 + 0.2))])
+    assert found["frac_reward_zero_std"] == 1.0

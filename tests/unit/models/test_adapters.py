@@ -1,5 +1,7 @@
 """The adapter that a run starts from: everything wrong with it is found before any weights are loaded."""
 
+import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -17,10 +19,12 @@ from groupwise.models.adapters import (
     hollow_adapter,
     leave_out_pictures,
     starting_config,
+    warn_of_other_base,
 )
 from groupwise.models.config import LoraConfig, ModelConfig
-from groupwise.models.lora import CONFIG, WEIGHTS, AdaptedModel, new_lora_config
+from groupwise.models.lora import CONFIG, WEIGHTS, AdaptedModel, new_lora_config, read_lora_config
 from groupwise.models.tiny import tiny_model
+from groupwise.models.tokenizer import resolve
 from tests.tunix_models import model_of
 
 TINY = ModelConfig(name="tiny")
@@ -154,3 +158,27 @@ def test_an_adapter_of_the_text_alone_leaves_pictures_out(tmp_path):
     adapted.configs["hollow"].save_pretrained(tmp_path)
     save_file({k: torch.zeros(v.shape) for k, v in adapted.parameters("hollow").items()}, tmp_path / WEIGHTS)  # fmt: skip
     check_adapter(model.model_copy(update={"adapter": str(tmp_path)}), settings)
+
+
+@pytest.mark.parametrize(
+    ("named", "model", "warned"),
+    [
+        ("org/other", "tiny", True),
+        ("tiny", "tiny", False),
+        (None, "tiny", False),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct", False),
+    ],
+)
+def test_an_adapter_of_another_base_is_warned_about(adapter, caplog, named, model, warned):
+    changed(adapter, base_model_name_or_path=named)
+    resolve(ModelConfig(name=model))  # making a bundled model ready is told of, too
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "groupwise"):
+        warn_of_other_base(read_lora_config(adapter), ModelConfig(name=model), adapter)
+    assert bool(caplog.records) == warned
+    assert not warned or "names org/other as its base, but model.name is tiny" in caplog.text
+
+
+def changed(adapter, **keys) -> None:
+    described = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps({**described, **keys}))

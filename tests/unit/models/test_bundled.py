@@ -172,3 +172,22 @@ def test_a_model_is_made_ready_with_real_weights_whoever_asks_first(cache, monke
     adapted = hollow_adapter(config, starting_config(config, LoraConfig(r=2)))
     assert devices == ["cpu"]
     assert {each.device.type for each in adapted.parameters("hollow").values()} == {"meta"}
+
+
+def test_an_installed_package_is_converted_once(cache, converted, monkeypatch, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"installed")
+    monkeypatch.setattr(bundled, "_installed_gguf", lambda model: tmp_path / "m.gguf")
+    commands = pip(monkeypatch)
+    folder = bundled.bundled_folder(NAME)
+    assert bundled.bundled_folder(NAME) == bundled.fetch_model(NAME) == folder
+    assert (converted, commands) == ([b"installed"], [])
+
+
+def test_a_maker_that_fails_leaves_nothing(cache):
+    def fail(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        bundled._made(cache / "it", fail)
+    assert list(cache.iterdir()) == []

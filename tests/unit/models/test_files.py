@@ -1,6 +1,7 @@
 """Files of tensors: what the disk or a damaged file says reaches people as an error that they know."""
 
 import errno
+import json
 
 import pytest
 import torch
@@ -61,3 +62,14 @@ def test_a_model_may_stand_in_several_files(tmp_path):
 def test_nor_does_it_on_processors(monkeypatch, found, has):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
     assert machine.has_bfloat16("cpu") is has
+
+
+def test_an_incomplete_model_is_explained(tmp_path):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        read_model_tensors(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    with pytest.raises(ModelError, match=r"one\.safetensors"):
+        read_model_tensors(tmp_path)
+    (tmp_path / INDEX).write_text("[]")
+    with pytest.raises(ModelError, match="is damaged"):
+        read_model_tensors(tmp_path)

@@ -99,3 +99,24 @@ def test_withheld_tokens_have_probability_0(inputs, monkeypatch, chunk, entropy_
     plain, _, _ = logprobs.token_logprobs(DECODER, hidden, targets, inputs[2])
     changed = (found.logprobs_N != plain).nonzero()[:, 0]
     assert changed.tolist() == [0, 3, 10, 36]
+
+
+def test_the_gradient_is_that_of_log_softmax(inputs):
+    hidden = inputs[0].clone().requires_grad_(True)
+    found, entropies, _ = logprobs.token_logprobs(DECODER, hidden, *inputs[1:])
+    assert not entropies.requires_grad
+    (mine,) = torch.autograd.grad(found.sum(), hidden)
+    (wanted,) = torch.autograd.grad(expected(hidden, *inputs[1:])[0].sum(), hidden)
+    torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_an_entropy_gradient_is_that_of_the_entropy(inputs):
+    hidden = inputs[0].clone().requires_grad_(True)
+    found, entropies, _ = logprobs.token_logprobs(
+        DECODER, hidden, *inputs[1:], entropy_gradient=True
+    )
+    plain = logprobs.token_logprobs(DECODER, *inputs)
+    torch.testing.assert_close((found, entropies), tuple(plain[:2]), atol=1e-6, rtol=1e-5)
+    (mine,) = torch.autograd.grad(entropies.sum(), hidden)
+    (wanted,) = torch.autograd.grad(expected(hidden, *inputs[1:])[1].sum(), hidden)
+    torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-4)

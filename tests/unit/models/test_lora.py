@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as PeftLinear
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from groupwise.errors import ModelError
 from groupwise.learner.weights import TrainedAdapter
@@ -310,3 +310,63 @@ def test_the_fingerprint_is_of_names_shapes_types_and_bytes():
     assert fingerprint(dict(reversed(tensors.items()))) == fingerprint(tensors)
     transposed = {"a": torch.ones(3, 2).t(), "b": torch.zeros(4)}
     assert fingerprint(transposed) == fingerprint(tensors)
+
+
+def test_the_fingerprint_survives_the_file(tmp_path):
+    model = trained()
+    folder = saved(model, tmp_path / "a")
+    assert fingerprint(read_adapter(folder)) == fingerprint(model.parameters("policy"))
+    tensors = load_file(folder / WEIGHTS)
+    next(iter(tensors.values()))[0, 0] += 1e-7
+    save_file(tensors, folder / WEIGHTS)
+    assert fingerprint(read_adapter(folder)) != fingerprint(model.parameters("policy"))
+
+
+def test_a_fresh_adapter_changes_nothing():
+    model = adapted(torch.bfloat16)
+    model.add("policy", trainable=True, seed=3)
+    torch.testing.assert_close(logits(model, "policy"), logits(model, None), rtol=0, atol=1e-6)
+    assert {p.dtype for p in model.parameters("policy").values()} == {torch.float32}
+
+
+def test_the_layer_computes_the_low_rank_sum():
+    model = trained()
+    for layer in model.layers.values():
+        down, up = layer.factors("policy")
+        base: Any = layer.get_base_layer()
+        inputs = torch.randn(2, 3, base.in_features, generator=torch.Generator().manual_seed(2))
+        wanted = inputs @ (base.weight + 2.0 * up @ down).t()
+        with torch.no_grad(), model.using("policy"):
+            torch.testing.assert_close(layer(inputs), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
+@pytest.mark.parametrize("targets", [("nope",), ("k_proj", "v_prj"), ("embed_tokens", "k_proj")])
+def test_an_adapter_that_is_refused_leaves_the_others_as_they_are(targets):
+    """Such as one whose targets would have no effect."""
+    model = of_shapes("narrow", "mlp")
+    before = {name: logits(model, name) for name in ("narrow", "mlp")}
+    layers = [*model.layers]
+    config = new_lora_config(LoraConfig(r=7, target_modules=targets))
+    with pytest.raises(ModelError, match=r"lora\.target_modules") as caught:
+        model.add("bad", trainable=True, seed=0, config=config)
+    assert (set(targets) - {"k_proj"}).pop() in str(caught.value)
+    assert "q_proj, up_proj, v_proj" in str(caught.value)
+    assert [*model.layers] == layers
+    assert [*model.configs] == ["narrow", "mlp"]
+    assert all(torch.equal(logits(model, name), before[name]) for name in before)
+    assert all(p.requires_grad for p in model.parameters("narrow").values())
+    assert not any(p.requires_grad for p in model.parameters("mlp").values())
+
+
+ALL = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    ("targets", "kinds"), [(("q_proj", "v_proj"), {"q_proj", "v_proj"}), ("all-linear", ALL)]
+)
+def test_targets_get_an_adapter_and_no_others(targets, kinds):
+    """The head is none of all linear layers."""
+    model = adapted(target_modules=targets)
+    model.add("policy", trainable=True, seed=0)
+    assert {path.rsplit(".", 1)[-1] for path in model.layers} == kinds

@@ -62,3 +62,15 @@ def test_a_completion_is_text_without_special_tokens():
     made = chat_tokenizer("chatml")
     assert completion_text(made, made("a , b's<|im_end|>")["input_ids"]) == "a , b's"
     assert completion_text(made, ()) == ""
+
+
+@pytest.mark.parametrize("answer", ["6.", "  6, and\n\nthat is all ", "<think>3 + 3</think>6"])
+def test_prompt_and_completion_are_the_full_render(answer):
+    made = chat_tokenizer("chatml")
+    completion = made(f"{answer}<|im_end|>\n", add_special_tokens=False)["input_ids"]
+    whole = made.apply_chat_template(
+        [*CHAT, {"role": "assistant", "content": answer}], tokenize=False
+    )
+    joined = [*prompt_ids(made, CHAT), *completion]
+    assert joined == made(whole, add_special_tokens=False)["input_ids"]
+    assert completion_text(made, completion).removesuffix("\n") == answer

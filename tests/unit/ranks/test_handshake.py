@@ -199,3 +199,19 @@ def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(
         with pytest.raises(TimeoutError):
             admit(first, SECRET)
         over.set()
+
+
+def test_a_rank_calls_again_while_the_first_one_is_busy_with_others(monkeypatch: Any) -> None:
+    monkeypatch.setattr(peer, "AGAIN", 0.0)
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def first() -> int:
+            for _ in range(2):
+                door.accept()[0].close()
+            with door.accept()[0] as connection:
+                return admit(connection, SECRET)[0]
+
+        with beside(first) as found:
+            peer._called(["127.0.0.1", str(door.getsockname()[1]), SECRET.decode()], 2).close()
+    assert found == [2]

@@ -225,3 +225,11 @@ def test_the_end_of_the_main_process_is_the_end_of_all(number):
     main.send_signal(number)
     main.communicate()
     assert all_gone(processes)
+
+
+async def test_the_first_error_in_the_order_of_ranks_is_raised(shared):
+    calls = [(1, "add", (1,)), (0, "fail", (OSError("a"),)), (1, "fail", (OSError("b"),))]
+    with pytest.raises(OSError, match="a"):
+        await shared.call_each(calls)
+    with pytest.raises(OSError, match="a"):
+        shared.call_each_now(calls)

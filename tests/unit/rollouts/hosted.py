@@ -64,8 +64,23 @@ class Forgets(Dies):
         return Step("again;" if again else step.observation, step.done, step.reward)
 
 
+class Ends:
+    def step(self, completion):
+        raise SystemExit("no more")
+
+
+class Spams:
+    def step(self, completion):
+        print("spam " * 2000 * 100)
+        return Step(done=True, reward=1.0)
+
+
 def make(name):
     return Sessions(KINDS[name])
 
 
-KINDS = {kind.__name__: kind for kind in (Counts, Hangs, Dies, Forks, Forgets)}
+def make_badly(name):
+    raise ValueError("cannot be made")
+
+
+KINDS = {kind.__name__: kind for kind in (Counts, Hangs, Dies, Forks, Forgets, Ends, Spams)}

@@ -161,3 +161,9 @@ async def test_hang_in_the_runs_own_process_ends_the_run():
         await drawn(kind, Path(), members=1)
     freed.set()
     await kind.close()
+
+
+@pytest.mark.parametrize(("name", "outcome"), [("Ends", "failed"), ("Spams", "pending")])
+async def test_exits_and_floods_keep_the_worker(hosted, tmp_path, name, outcome):
+    groups = await drawn(hosted(name), tmp_path, range(2))
+    assert {each.outcome for group in groups for each in group.rollouts} == {outcome}

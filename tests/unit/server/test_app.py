@@ -354,3 +354,17 @@ async def test_streams_are_bounded_resume_behind_the_last_event_and_end_with_the
     assert [line[4:] for line in lines if line.startswith("id: ")] == ["2", "3", "4"]
     assert [event["kind"] for event in data] == ["step", "step", "stopped"]
     assert data[0]["message"] == "done\nwell"
+
+
+async def test_readiness_says_why_not() -> None:
+    service = FakeService()
+    app = app_of(service)
+    async with client_of(app) as client:
+        ready = await client.get("/readyz")
+        service.not_ready = "the engine is being started"
+        waiting = await client.get("/readyz")
+        service.not_ready = None
+        serving_of(app).ending.set()
+        ending, alive = await client.get("/readyz"), await client.get("/healthz")
+    assert [each.status_code for each in (ready, waiting, ending, alive)] == [200, 503, 503, 200]
+    assert waiting.json()["detail"] == "the engine is being started"

@@ -300,3 +300,25 @@ def test_pages_learn_of_a_change_and_of_nothing_else(direct: DirectFleet) -> Non
     direct.hold("waiting-1")
     now[0] += 10
     assert watched.stamp(PATIENT) != before
+
+
+async def test_the_page_of_a_machine_has_its_slots_gpus_and_jobs(
+    client: httpx2.AsyncClient, small: SmallFleet
+) -> None:
+    box = "/fleet/machines/box-2"
+    assert "<b>CPU slot</b><span>free</span>" in await shown_of(client, box)
+    for status in ("running", "pending", "failed"):
+        small.job(status, job_id=f"{status}-there", assigned_vm="box-2")
+    small.attempt("running-there", "box-2")
+    held = await shown_of(client, box)
+    assert '<b>CPU slot</b><span>held</span><a href="/fleet/jobs/running-there">' in held
+    assert "<span>free</span>" not in held
+    jobs = held.partition("last placed there")
+    assert ["failed-there" in each for each in (jobs[0], jobs[2])] == [False, True]
+    small.machine("box-3", cpu_slots=3)
+    assert "<b>3 CPU slots</b><span>free</span>" in await shown_of(client, "/fleet/machines/box-3")
+    whole = (await client.get("/fleet?format=json")).json()
+    assert (whole["slots_free"], whole["slots"]) == (3, 4), "none beside the GPUs of box-1"
+    page = await shown_of(client, "/fleet/machines/box-1")
+    table = page.partition('aria-label="GPUs as they were seen"')[2].partition("</table>")[0]
+    assert table.count("<tr data-key=") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from groupwise.web import index as module
 from groupwise.web.index import RunsIndex
+from tests.unit.web.asking import asking
 from tests.web_runs import add_step, write_run
 
 
@@ -73,3 +75,41 @@ def test_the_ends_of_long_curves_are_those_of_the_whole(tmp_path: Path) -> None:
             ends = tuple(map(mean_of, store.curve_ends("reward", ENDS)))
             assert ends == reward_ends(whole), steps
             assert store.curve_ends("none", ENDS) == ([], [])
+
+
+def test_one_folder_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c", "d"):
+        write_run(tmp_path / name, 1)
+    is_file, info_and = Path.is_file, module.run_info_and
+
+    def forbidden(path: Path) -> bool:
+        if path.parent.name == "a":
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    def odd(path: Path, look: Any) -> Any:
+        if path.name == "b":
+            raise RuntimeError("nobody thought of this")
+        return info_and(path, look)
+
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    monkeypatch.setattr(module, "run_info_and", odd)
+    found = {each.info.name: each.info.broken for each in RunsIndex(tmp_path).known(10.0).runs}
+    assert (found["c"], found["d"]) == (None, None)
+    assert "cannot be looked at: Permission denied" in (found["a"] or "")
+    assert found["b"] == "RuntimeError: nobody thought of this"
+
+
+async def test_odd_facts_of_a_run_take_no_page_down(tmp_path: Path) -> None:
+    for number, odd in enumerate(("yesterday", float("nan"), 1e20, -1.0, [1])):
+        facts = {"created_at": odd, "model": odd, "task": [odd]}
+        write_run(tmp_path / "runs" / f"odd-{number}", 1, facts=facts)
+    write_run(tmp_path / "runs" / "fine", 1)
+    async with asking(tmp_path / "runs") as client:
+        odd_pages = [f"/runs/odd-{number}" for number in range(5)]
+        for page in ("/runs", "/evaluations", *odd_pages, "/runs/fine/examples/0", "/runs?q=odd"):
+            assert (await client.get(page)).status_code == 200, page
+        [first] = (await client.get("/runs?q=fine&format=json")).json()["runs"]
+    assert first["name"] == "fine"

@@ -296,3 +296,23 @@ async def test_a_strange_answer_ends_the_run_and_is_not_asked_for_again(learner,
     with pytest.raises(EndpointError, match=server.url):  # fmt: skip
         await sampler.generate(request(1))
     assert completions(server) == 1
+
+
+async def test_no_more_than_the_limit_is_asked_at_once(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    for each in sampler._servers.all:
+        each.concurrency = 3
+    await sampler.load(await learner.publish(0))
+    there, most = 0, 0
+
+    async def counted(path, body):
+        nonlocal there, most
+        there += 1
+        most = max(most, there)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        there -= 1
+
+    server.interfere = counted
+    await sampler.generate(request(12))
+    assert 1 < most <= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import islice, product
 from typing import Any
 
 import httpx2
@@ -12,9 +13,11 @@ import pytest
 from groupwise.server.openai.service import MOST_SAMPLING
 from groupwise.testing.fakes import ALPHABET, END_ID
 from groupwise.wire.keys import Role
+from groupwise.wire.openai import ChatRequest, TextRequest
 from groupwise.wire.problems import KINDS
 from tests.unit.server.asking import HERE, client_of, keyring, listening, until
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, opened
+from tests.unit.server.test_schema_walk import RAW, WRONG
 
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
 
@@ -287,3 +290,32 @@ async def test_the_same_key_is_answered_once(tmp_path) -> None:
             assert await client.ok(path, body, headers=key) == first
             error = await client.refused(400, path, {**body, "prompt": "b"}, headers=key)
             assert error["code"] == "idempotency_key_reused"
+
+
+SHARES = 5
+OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="server")) for n in range(1, SHARES)]
+
+
+@pytest.mark.parametrize("first", [0, *OTHERS])
+async def test_spoilt_fields_are_the_clients_mistakes(tmp_path, first) -> None:
+    """Every fifth of them from one on; the other fifths are soak tests."""
+    models = {"/v1/chat/completions": ChatRequest, "/v1/completions": TextRequest}
+    async with asking(tmp_path) as (served, client):
+        document = served.app().openapi()["paths"]
+        for path, model in models.items():
+            named = document[path]["post"]["responses"]
+            spoilt = product(model.model_fields, WRONG)
+            for field, wrong in islice(spoilt, first, None, SHARES):
+                answer = await client.http.post(path, json={**PATHS[path], field: wrong})
+                shown = f"{field} {wrong!r:.100} -> {answer.status_code} {answer.text[:300]}"
+                assert str(answer.status_code) in named, shown
+                assert answer.status_code < 500, shown
+                assert answer.status_code < 400 or answer.json()["error"]["message"], shown
+            for raw in RAW.values():
+                headers = {"Content-Type": "application/json"}
+                answer = await client.http.post(path, content=raw, headers=headers)
+                assert answer.status_code == 400, raw[:50]
+                assert answer.json()["error"]["code"] == "invalid_request"
+
+
+SHARES = 5

@@ -192,3 +192,14 @@ async def test_what_a_lease_leaves_is_trained(tmp_path, monkeypatch) -> None:
         await client.reward(answers[0]["id"], 1)
         await served.until(lambda status: status.step == 1)
         assert await counts(served) == {"trained": 1}
+
+
+async def test_a_first_call_that_goes_away_leaves_the_turn_to_the_next(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        gate = served.engine.hold("sample")
+        first, second = (asyncio.create_task(client.text(store=True)) for _ in range(2))
+        await until(lambda: served.engine.calls["sample"] == 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        gate.set()
+        assert (await second)["id"].endswith("-0")

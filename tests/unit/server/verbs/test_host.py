@@ -14,6 +14,7 @@ import pytest
 from groupwise.server.ledger import calls
 from groupwise.server.verbs import requests
 from groupwise.server.verbs.futures import Answer, Failure, NotKept
+from groupwise.server.verbs.journal import LedgerJournal
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.stored import SavedFolders
 from tests.unit.server.verbs.hosting import Disk, created, gradient, serving, update
@@ -146,3 +147,29 @@ async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_p
         await loop.go(server.service, first=4, last=7)
         answers = await loop.answers(server.service)
         assert [isinstance(each, Failure) for each in answers[3:]] == [False, True, False, False]
+
+
+async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
+        loop = Loop(await server.service.opened.create_session(None))
+        await loop.go(server.service, last=1)
+        await loop.answers(server.service)
+        writing, goes_on = asyncio.Event(), asyncio.Event()
+        settle = LedgerJournal.settle
+
+        async def slow(journal: LedgerJournal, id: str, outcome: calls.Outcome) -> None:
+            await settle(journal, id, outcome)
+            writing.set()
+            await goes_on.wait()
+
+        monkeypatch.setattr(LedgerJournal, "settle", slow)
+        await loop.go(server.service, first=1, last=2)
+        await writing.wait()
+        ending = asyncio.create_task(server.service.opened.finish(loop.session))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await ending
+        assert isinstance(await server.service.answer(loop.ids[1], LONG), Answer)
+    assert not caplog.records

@@ -11,11 +11,13 @@ import httpx2
 import pytest
 from starlette.types import ASGIApp
 
+from groupwise.http.bodies import Bodies
 from groupwise.server.verbs.futures import Limits
 from groupwise.server.verbs.opened import SESSION_SILENCE
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.training import EPHEMERAL_KEPT
 from groupwise.testing.fake_verbs import FakeVerbs
+from tests.unit.server.asking import until
 from tests.verb_server import KEY, app
 
 ADAM = {"learning_rate": 0.5}
@@ -64,11 +66,14 @@ class Asking:
         return await self.post("optim_step", status, **body)
 
     async def result(self, promise: Any) -> Any:
+        return (await self.poll(promise)).json()
+
+    async def poll(self, promise: Any) -> httpx2.Response:
         for _ in range(100):
             asked = {"request_id": promise["request_id"]}
             answer = await self.http.post("retrieve_future", json=asked)
             if answer.status_code != 408:
-                return answer.json()
+                return answer
         raise AssertionError("no answer")
 
 
@@ -231,10 +236,7 @@ async def test_samples_are_drawn_once_and_those_that_cannot_be_are_refused(askin
     promises = [await asking.post("asample", **_sample(sampler)) for _ in range(2)]
     assert promises[0] == promises[1]
     assert len(set(promises[0]["sample_sequence_ids"])) == 2
-    found = await asking.http.post(
-        "retrieve_future", json={"request_id": promises[0]["request_id"]}
-    )
-    assert found.status_code == 200
+    assert (await asking.poll(promises[0])).status_code == 200
     assert asking.engine.calls == [("sample", "letters")]
     await asking.post("asample", 400, **_sample(sampler, num_samples=3))
     wrong: list[tuple[str, dict[str, Any]]] = [
@@ -276,3 +278,18 @@ async def test_too_many_calls_are_to_be_sent_again(asking: Asking) -> None:
     answer = await asking.http.post("optim_step", json=body)
     assert (answer.status_code, answer.json()["code"]) == (429, "too_many_calls")
     assert answer.headers["Retry-After"] == "1"
+
+
+async def test_a_body_that_is_large_or_still_comes_at_the_end_is_refused(asking: Asking) -> None:
+    async def half() -> AsyncGenerator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    coming = Bodies(100)
+    asking.http = client_of(app(asking.service, bodies=coming))
+    assert (await asking.post("telemetry", 413, text="x" * 100))["code"] == "too_large"
+    asked = asyncio.create_task(asking.http.post("optim_step", content=half()))
+    await until(lambda: coming.coming)
+    coming.give_up()
+    answer = await asked
+    assert (answer.status_code, answer.json()["code"]) == (503, "shutting_down")
