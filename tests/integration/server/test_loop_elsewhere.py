@@ -148,16 +148,25 @@ def test_a_loop_that_is_killed_goes_on_at_once(
 ) -> None:
     broken = tmp_path / "broken"
     words = [f"run.dir={broken}", "run.name=r", f"run.server={server.url}"]
-    code = (
-        "import sys, groupwise\n"
-        "from tests.integration.server.test_loop_elsewhere import config_of, TOY\n"
-        "from pathlib import Path\n"
-        "groupwise.rl(config_of(Path('.')), TOY, overrides=sys.argv[1:])"
-    )
-    loop = subprocess.Popen([sys.executable, "-c", code, *words])
-    until_step(broken / "r", 3)
-    loop.kill()
-    loop.wait()
+    code = """
+import os, signal, sys
+from pathlib import Path
+import groupwise
+from groupwise.runs.store import Store
+from tests.integration.server.test_loop_elsewhere import TOY, config_of
+
+commit = Store.commit_step
+
+def commit_and_die(store, record, *more, **named):
+    commit(store, record, *more, **named)
+    if record.step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Store.commit_step = commit_and_die
+groupwise.rl(config_of(Path(".")), TOY, overrides=sys.argv[1:])
+"""
+    loop = subprocess.run([sys.executable, "-c", code, *words], check=False)
+    assert loop.returncode == -signal.SIGKILL
     assert what_must_be_equal(rl(broken, server, resume=True)) == whole
 
 
