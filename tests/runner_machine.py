@@ -237,11 +237,14 @@ class Machine:
         return self.ask("status", job=job, epoch=epoch)
 
     def comes_to(self, state: str, job: str = "job", epoch: int = 1) -> dict[str, Any]:
-        """Wait until it is in that state; no deadman hears of it."""
+        """Wait until it is in that state, and after its exit for the end of its supervisor too; no deadman hears of it."""
         end = time.monotonic() + PATIENCE
         while (found := self.status(job, epoch))["state"] != state:
             assert time.monotonic() < end, f"{found} is not {state}: {self.complaints(job, epoch)}"
             time.sleep(0.01)
+        written = runner.read_json(str(self.folder(job, epoch) / "state.json")) or {}
+        if state == "exited" and (supervisor := written.get("supervisor")):
+            until(lambda: not alive(supervisor), "the end of the supervisor")
         return found
 
     def folder(self, job: str = "job", epoch: int = 1) -> Path:

@@ -431,6 +431,10 @@ class FullHost(Host):
         card = f"02:00:00:00:00:{self.number:02x}"
         _run(f"ip link add {link} type veth peer name e0 address {card} netns {self._init}")
         _run(f"ip link set {link} master br0 up")
+        self.until_it_answers()
+
+    def until_it_answers(self) -> None:
+        """Wait until its sshd takes connections."""
         _until_it_answers(self.address, self.port, self.is_on, self.log)
 
     def is_on(self) -> bool:

@@ -159,6 +159,7 @@ async def way(full: FullHost) -> AsyncIterator[SshHost]:
     if not full.is_on():
         full.start()
     full.heal()
+    full.until_it_answers()
     host = SshHost(full.login, patience=QUICK)
     yield host
     await host.close()
