@@ -50,7 +50,7 @@ def test_a_run_without_a_checkpoint_is_refused(copy, tmp_path):
     lose(copy)
     shutil.rmtree(copy / "checkpoints")
     (copy / "checkpoints").mkdir()
-    with pytest.raises(StoreError, match="was missing, and the run has no complete checkpoint"):
+    with pytest.raises(StoreError, match="no complete checkpoint"):
         resumed(tmp_path)
 
 

@@ -363,7 +363,7 @@ def test_who_comes_second_does_not_rewind_what_the_first_has_done(tmp_path, monk
         return prepare(*arguments)
 
     monkeypatch.setattr(start_module, "prepare_rl", slow)
-    with pytest.raises(RunInUseError, match="gone on with by somebody else"):
+    with pytest.raises(RunInUseError, match="somebody else"):
         groupwise.rl(config(tmp_path), TOY, resume=True)
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
         assert store.last_step() == STEPS - 1

@@ -332,7 +332,7 @@ async def test_one_that_never_says_its_key_or_shows_another_is_ended(
     account: Cloud, reach: Reach
 ) -> None:
     account.says_key = False
-    with pytest.raises(CloudError, match="has not said its host key"):
+    with pytest.raises(CloudError, match="host key"):
         await reach(patience=Patience(look=0.01, ready=0.05)).makes(name="mute")
     assert account.living() == []
     account.says_key = True
@@ -426,7 +426,7 @@ async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
     other = reach("of-another-laptop")
     assert await other.find() == first
     assert (await other.backend.status(first)).ending == lost
-    with pytest.raises(CloudError, match="on the machine that launched it"):
+    with pytest.raises(CloudError, match="that launched it"):
         await other.resume()
 
     laptop = replace(reach(), folder=tmp_path / "with an empty store")

@@ -269,7 +269,7 @@ async def test_an_image_is_made_once_and_again_only_from_what_it_is_made_of(
     empty = BlobStore(laptop.folder / "another")
     await laptop.ending(await laptop.backend.resume(laptop.name, {}, empty))
     app.unlink()
-    with pytest.raises(UsageError, match="groupwise-abc is not at Modal any more"):
+    with pytest.raises(UsageError, match="groupwise-abc"):
         await laptop.backend.resume(laptop.name, {}, empty)
 
 

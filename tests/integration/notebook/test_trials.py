@@ -142,7 +142,7 @@ def test_what_rewards_collect_is_no_other_question_and_what_they_read_is(config)
     found = search(config, SPACE, trials=2, reward_functions=[reward], prune=False)
     assert len(found.study.trials) == 2
     letters[0] = "01"
-    with pytest.raises(ConfigError, match="differs in letters of the reward reward"):
+    with pytest.raises(ConfigError, match="reward reward"):
         search(config, SPACE, trials=3, reward_functions=[reward], prune=False)
 
 
@@ -280,7 +280,7 @@ def test_what_cannot_be_measured_is_refused_before_any_training(config, tmp_path
     with pytest.raises(UsageError, match="within_10_percent"):
         search(config, SPACE, trials=1, metric="acuracy")
     blind = config.changed(overrides={**config.overrides, "eval.before_and_after": False})
-    with pytest.raises(UsageError, match="test part is not evaluated"):
+    with pytest.raises(UsageError, match="test part"):
         search(blind, SPACE, trials=1)
     rows = tmp_path / "towns.jsonl"
     lines = [f'{{"question": "q{n}?", "answer": "Town{n % 3}"}}\n' for n in range(9)]

@@ -91,9 +91,7 @@ async def test_what_they_are_given(told, tmp_path):
     assert (args.eval_strategy, args.eval_steps, args.save_steps) == ("steps", 2, 2)
     assert (args.metric_for_best_model, args.greater_is_better) == ("eval_reward", True)
     assert args.to_dict()["run_name"] == "toy"
-    with pytest.raises(
-        AttributeError, match="these `args` have no `fp16`; there is no Trainer here"
-    ):
+    with pytest.raises(AttributeError, match="no `fp16`"):
         _ = args.fp16
     assert (state.global_step, state.max_steps, state.epoch) == (1, 10, 0.25)
     assert state.num_input_tokens_seen == 30

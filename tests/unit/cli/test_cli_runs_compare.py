@@ -83,7 +83,7 @@ def test_a_rescoring_reads_as_a_table(runs: Path) -> None:
     assert all(letter == "\n" or letter.isprintable() for letter in shown)
     files = [Path(line.split()[-1]) for line in lines[-2:]]
     assert [(path.suffix, path.is_file()) for path in files] == [(".json", True), (".jsonl", True)]
-    with pytest.raises(UsageError, match="--task-module or --rewards"):
+    with pytest.raises(UsageError, match="--task-module or"):
         call(runs, "rescore", "a")
 
 

@@ -49,7 +49,7 @@ async def test_gpus_are_a_jobs_alone_and_free_after_it(sitter: Sitter) -> None:
     machine = sitter.folder / "home" / "bin"
     fake_gpus(machine, "here", 3)
     assert (await sitter.gpus(2, "first"), await sitter.gpus(1, "second")) == ("0,1", "2")
-    with pytest.raises(CloudError, match="has 3 GPUs, 0 of them free, and 1 are asked for"):
+    with pytest.raises(CloudError, match="3 GPUs, 0 of them free"):
         await sitter.gpus(1, "third")
     assert await sitter.backend.find("third") is None
     assert await sitter.gpus(0, "none") == ""

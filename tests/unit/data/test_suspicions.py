@@ -21,13 +21,13 @@ def test_metrics_that_each_prompt_has_may_be_held_out(name):
 
 @pytest.mark.parametrize("name", ["accuracy", "completions/mean_length", "pass@k", ""])
 def test_other_metrics_are_refused(name):
-    with pytest.raises(ConfigError, match="is no metric of single prompts"):
+    with pytest.raises(ConfigError, match="no metric"):
         load_config({**MODEL, "signals": {"held_out_metric": name}})
 
 
 def test_a_metric_needs_an_evaluation():
     given = {"signals": {"held_out_metric": "pass@1"}, "eval": {"before_and_after": False}}
-    with pytest.raises(ConfigError, match="has no effect without an evaluation"):
+    with pytest.raises(ConfigError, match="no effect"):
         load_config({**MODEL, **given})
 
 

@@ -95,7 +95,7 @@ def test_a_link_is_another_file_and_is_replaced_itself(tmp_path: Path) -> None:
     assert not (tmp_path / "a").is_symlink()
     assert (tmp_path / "elsewhere").exists()
     (tmp_path / "b").mkdir()
-    with pytest.raises(UsageError, match="a folder is where a file should be"):
+    with pytest.raises(UsageError, match="a folder is"):
         Left(b=b"a").bring(tmp_path, force=True)
 
 
@@ -125,7 +125,7 @@ def test_what_is_torn_comes_again_from_the_beginning(tmp_path: Path, torn: bytes
 def test_what_comes_and_is_wrong_is_not_kept(tmp_path: Path, wrong: bytes) -> None:
     left = Left(b=bytes(range(50)))
     left.bytes["b"] = wrong
-    with pytest.raises(DownloadError, match="1 of 1 files did not come: b: "):
+    with pytest.raises(DownloadError, match="1 of 1 files"):
         left.bring(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -159,7 +159,7 @@ def test_two_at_once_do_not_write_one_file(tmp_path: Path) -> None:
     pieces = left.pieces
 
     def meanwhile(path: str, offset: int) -> Iterator[bytes]:
-        with pytest.raises(DownloadError, match="another process is fetching"):
+        with pytest.raises(DownloadError, match="another process"):
             left.bring(tmp_path)
         return pieces(path, offset)
 
@@ -201,7 +201,7 @@ def test_files_and_folders_are_chosen(tmp_path: Path) -> None:
     assert not (tmp_path / "out/sub2").exists()
     with pytest.raises(UsageError, match="left no 'out/sub3'; did you mean out/sub"):
         fetch(fleet, "job-1", tmp_path, Wanted(["out/sub3"]))
-    with pytest.raises(UsageError, match="there are out/a, out/sub/b, out/sub2/c"):
+    with pytest.raises(UsageError, match="out/a, out/sub/b"):
         fetch(fleet, "job-1", tmp_path, Wanted(["weights"]))
 
 
@@ -209,6 +209,6 @@ def test_files_and_folders_are_chosen(tmp_path: Path) -> None:
 def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
     left = Left()
     left.entries[path] = FileEntry("0" * 64, 0o644, 1)
-    with pytest.raises(DownloadError, match="offers what is not fetched"):
+    with pytest.raises(DownloadError, match="not fetched"):
         fetch(Fleet(left), "job-1", tmp_path / "here", Wanted())
     assert list(tmp_path.iterdir()) == []

@@ -93,7 +93,7 @@ def test_a_link_is_followed_within_the_folder_and_not_out_of_it(folder: Path) ->
     (place / "beside").symlink_to(folder / "secrets-of-others" / "token")
     assert allowed.read({"T": f"file:{place}/inside"}) == {"T": CANARY}
     for name in ("outside", "beside"):
-        with pytest.raises(SecretMissing, match="a link that leads out of the folder") as error:
+        with pytest.raises(SecretMissing, match="out of the folder") as error:
             allowed.read({"T": f"file:{place}/{name}"})
         assert CANARY not in str(error.value)
 

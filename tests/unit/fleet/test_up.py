@@ -33,7 +33,7 @@ def test_a_copy_beside_its_original_is_refused_until_the_original_is_away(
 ) -> None:
     begin(database, tmp_path / "a")
     (tmp_path / "a" / "fleet.db").touch()
-    with pytest.raises(UsageError, match="is a copy of the fleet in") as refused:
+    with pytest.raises(UsageError, match="a copy of") as refused:
         begin(database, tmp_path / "b")
     assert all(str(tmp_path / name) in refused.value.message for name in "ab")
     assert workdir(database) == tmp_path / "a" / "work"
@@ -48,7 +48,7 @@ def test_a_role_alone_follows_the_folder_as_all_do(
 ) -> None:
     begin(database, tmp_path / "a")
     (tmp_path / "a" / "fleet.db").touch()
-    with pytest.raises(UsageError, match="is a copy of the fleet in"):
+    with pytest.raises(UsageError, match="a copy of"):
         begin(database, tmp_path / "b", role)
     assert begin(database, tmp_path / "b", up.API) is None
     assert workdir(database) == tmp_path / "a" / "work"

@@ -74,7 +74,7 @@ def test_an_experiment_is_named_as_one_folder_can_be():
                 made(experiment_name=name, **beside)
             [line] = str(refused.value).splitlines()
             assert f"experiment_name: {json.dumps(name, ensure_ascii=False)} cannot name" in line
-            with pytest.raises(ConfigError, match="cannot name an experiment"):
+            with pytest.raises(ConfigError, match="name an experiment"):
                 config.experiment_name = name
         assert config == made(**beside)
 
@@ -204,14 +204,14 @@ def test_numbers_are_taken_as_the_field_has_them():
 def test_a_mask_is_no_credential():
     for mask in ("**********", "*", SecretStr("**********")):
         for also in ({}, {"beta": -1.0}):
-            with pytest.raises(ConfigError, match="asterisks are no credential") as refused:
+            with pytest.raises(ConfigError, match="no credential") as refused:
                 made(hf_token=mask, **also)
             assert ("beta" in str(refused.value)) == bool(also)
         config = TrainingConfig()
-        with pytest.raises(ConfigError, match="asterisks are no credential"):
+        with pytest.raises(ConfigError, match="no credential"):
             config.hf_token = mask
         assert config.hf_token is None
-    with pytest.raises(ConfigError, match="asterisks are no credential"):
+    with pytest.raises(ConfigError, match="no credential"):
         made(**made(hf_token=SECRET).model_dump(mode="json"))
 
 

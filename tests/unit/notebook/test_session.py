@@ -144,7 +144,7 @@ def test_parts_that_share_a_question_are_refused_by_training_and_evaluation(
     prepared.train_dataset = rows[:10]
     prepared.test_dataset = [{"question": rows[3]["question"].upper(), "answer": "1"}, *rows[10:]]
     for ask in (train_grpo, evaluate):
-        with pytest.raises(UsageError, match="1 of 10 rows to train on ask what the test") as told:
+        with pytest.raises(UsageError, match="1 of 10 rows") as told:
             ask(config, prepared)
         assert repr(rows[3]["question"]) in str(told.value)
     assert not (Path("checkpoints") / config.experiment_name).exists()

@@ -57,7 +57,7 @@ def test_where_a_gold_answer_stands(gold, text, contained):
 @pytest.mark.parametrize("gold", ["3", "catch 22", "Кот", "x²", "--", "cat Кот"])
 def test_what_letters_cannot_tell_is_refused(reward, gold):
     for text in ("<answer>3</answer>", "<answer>4</answer>", ""):
-        with pytest.raises(ValueError, match="cannot be told by its letters"):
+        with pytest.raises(ValueError, match="by its letters"):
             value(reward, text, gold)
     with pytest.raises(ValueError, match="take math_answer"):
         reward.check_row({"answer": ["cat", gold]})

@@ -135,7 +135,7 @@ def test_rubrics_of_rows(ask):
     assert values[:2] == [0.1, 0.1]
     assert all("has no rubric in the column `criteria`" in each for each in reasons(values)[2:])
     assert len(ask.service.asked) == 2
-    with pytest.raises(ValueError, match="has no rubric in the column `rubric`"):
+    with pytest.raises(ValueError, match="column `rubric`"):
         Judge("http://x/v1", "m").check_row({"criteria": "One."})
 
 

@@ -385,13 +385,13 @@ async def test_a_required_protection_that_does_not_hold_stops_everything(tmp_pat
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     source = f"open({str(tmp_path / 'open' / 'ran')!r}, 'w')"
-    with pytest.raises(SandboxError, match="files was required, and does not hold"):
+    with pytest.raises(SandboxError, match="files was required"):
         await running(source, require=["files"], without=MECHANISMS)
     assert list((tmp_path / "open").iterdir()) == []
 
 
 async def test_a_box_that_cannot_be_built_says_why(monkeypatch):
-    with pytest.raises(SandboxError, match="No module named 'nowhere'"):
+    with pytest.raises(SandboxError, match="'nowhere'"):
         async with Box({"function": "nowhere:f", "arguments": {}}) as box:
             await box.result()
     monkeypatch.setattr(sandbox, "_BARE", ("-c", "raise SystemExit('no warden')"))

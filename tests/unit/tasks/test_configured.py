@@ -129,7 +129,7 @@ def test_what_is_left_out_is_told_by_reason() -> None:
     }
     assert task.accounts["get_eval_dataset"].left_out == {}
     strict, config = configured({**NAMED, "strict": True}, rewards=REWARDS)
-    with pytest.raises(TaskError, match="2 of 22 rows cannot be used"):
+    with pytest.raises(TaskError, match="2 of 22 rows"):
         strict.rl_examples(config)
 
 

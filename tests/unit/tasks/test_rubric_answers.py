@@ -154,7 +154,7 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path: Path) -> None
     ):
         assert len(rows) == count
         assert rows.account.left_out == left_out
-    with pytest.raises(TaskError, match="row 4: the question is missing"):
+    with pytest.raises(TaskError, match="row 4: the question"):
         rubric_answers.get_rl_dataset(config(source=source, strict=True, **SPLITS))
 
 

@@ -33,7 +33,7 @@ def test_a_removed_machine_may_come_back(small: Any) -> None:
     small.do(machines.cordon, "gpu-1", "noisy")
     assert small.do(machines.remove, "gpu-1")["active"] is False
     assert small.do(machines.listing) == []
-    with pytest.raises(Refusal, match="was removed from the fleet"):
+    with pytest.raises(Refusal, match="was removed"):
         small.do(machines.drain, "gpu-1")
     small.do(machines.add, NewMachine("gpu-1", "10.0.0.9", user="ada"))
     (found,) = small.do(machines.listing)
@@ -99,13 +99,13 @@ def test_a_machine_in_use_is_not_removed(small: Any) -> None:
         small.do(machines.remove, "vm-1")
     assert small.vm("vm-1").active
     small.do(machines.lost, "vm-1")
-    with pytest.raises(Refusal, match="a dispatcher gives them up within seconds"):
+    with pytest.raises(Refusal, match="within seconds"):
         small.do(machines.remove, "vm-1")
 
 
 def test_trust_pins_the_key_that_was_shown(small: Any) -> None:
     small.machine("vm-1", contact="new")
-    with pytest.raises(Refusal, match="has not shown its host key yet"):
+    with pytest.raises(Refusal, match="host key"):
         small.do(machines.trust, "vm-1")
     key, other = host_key(), machines.fingerprint(host_key())
     set_columns(small, "vm-1", seen_host_key=key, contact="untrusted")
@@ -150,7 +150,7 @@ SLURM = {"name": "slurm", "slots": 4, "gpus": 2, "options": ["--account=lab"]}
 
 def test_two_machines_of_one_folder_would_end_each_others_jobs(small: Any) -> None:
     small.do(machines.add, NewMachine("a", "login", user="ada", workdir="w"))
-    with pytest.raises(Refusal, match="a keeps everything in w of the same machine"):
+    with pytest.raises(Refusal, match="w of the same machine"):
         small.do(machines.add, NewMachine("b", "login", user="ada", workdir="w", engine=SLURM))
     small.do(machines.add, NewMachine("b", "login", user="ada", engine=SLURM))
     with pytest.raises(Refusal, match="of the same machine"):

@@ -179,5 +179,5 @@ async def test_an_engine_asks_no_other_server_for_a_client() -> None:
     sampler = {"engine": "vllm", "url": "http://169.254.169.254"}
     config = {"model": {"name": "tiny"}, "sampler": sampler}
     async with AsyncExitStack() as scope:
-        with pytest.raises(UsageError, match="a training server samples itself"):
+        with pytest.raises(UsageError, match="samples itself"):
             await EngineParts(scope).plan("training", config, 20)

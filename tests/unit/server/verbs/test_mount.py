@@ -58,7 +58,7 @@ async def test_the_status_tells_of_sessions_and_a_start_that_replaces_ends_those
         assert [*opened.with_models()] == [crashed]
         await server.start(replace=True)
         opened.session(watching)
-        with pytest.raises(NotThere, match="had to make way for a run"):
+        with pytest.raises(NotThere, match="make way"):
             opened.session(crashed)
         await opened.finish(watching)
         assert (await server.service.status()).verbs == ByVerbs()
