@@ -212,7 +212,7 @@ def what_is_drawn_does_not_depend_on_the_device(place: Place) -> None:
 
 
 def changed(weights: ServedWeights, seed: int, size: float = 0.1) -> dict[str, Tensor]:
-    """Other numbers for these weights, on a processor."""
+    """Weights of the same shapes with noise added, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (value.detach().cpu() + size * torch.randn(value.shape, generator=generator)).to(

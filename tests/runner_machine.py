@@ -237,7 +237,7 @@ class Machine:
         return self.ask("status", job=job, epoch=epoch)
 
     def comes_to(self, state: str, job: str = "job", epoch: int = 1) -> dict[str, Any]:
-        """Wait until it is in that state, and after its exit for the end of its supervisor too; no deadman hears of it."""
+        """Wait until the attempt is in that state; for "exited", until its supervisor has ended too. No contact for the deadman."""
         end = time.monotonic() + PATIENCE
         while (found := self.status(job, epoch))["state"] != state:
             assert time.monotonic() < end, f"{found} is not {state}: {self.complaints(job, epoch)}"

@@ -71,7 +71,7 @@ def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
 
 class TestNats:
     async def test_a_publication_is_a_plain_one(self, server, doorbell):
-        """Anybody's is heard in each form, and ours is heard by anybody, also of a short life."""
+        """It hears any publisher, in each form of a message. Any subscriber hears it, even if it is closed at once."""
         for message in (b"job-1", b'{"job_id": "job-1"}', b'["job-1"]', b'"job-1"'):
             server.publish("jobs.new", message)
             assert await doorbell.wait(SECONDS) == {"job-1"}

@@ -46,7 +46,7 @@ time.sleep(slowly)
 print(len(told))
 save(1, b"one")
 """
-"""Saves when it is told to end, in so many seconds; or at once, if that is less than none."""
+"""After SIGTERM it takes this many seconds to save; with a negative number it saves before it says "on"."""
 SHOWS = """\
 import json, os, sys
 os.makedirs("outputs")

@@ -438,7 +438,7 @@ def chart(page: Page, title: str) -> Locator:
 
 
 def point(plot: Locator, share: float) -> None:
-    """To this place of its width. It is found and measured at once: a live page draws it anew at any moment."""
+    """Move the pointer to this share of the plot's width. One call finds and measures the plot: a live page may redraw it between two."""
     expect(plot.locator(".u-over")).to_be_visible()
     x, y, width, height = plot.evaluate(
         """figure => {
@@ -452,7 +452,7 @@ def point(plot: Locator, share: float) -> None:
 
 
 def legend_at(plot: Locator, share: float) -> dict[str, str]:
-    """Read at once, as it is pointed at."""
+    """What the legend shows while the pointer is at this share of the plot's width."""
     point(plot, share)
     return plot.evaluate(
         """figure => Object.fromEntries([...figure.querySelectorAll(".u-legend .u-series")].map(

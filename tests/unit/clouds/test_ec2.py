@@ -1,4 +1,4 @@
-"""What AWS says in words of its own: what is tried again, how often, and what becomes of the rest."""
+"""AWS's own error codes: which calls are repeated, how often, and which error the user gets for the others."""
 
 from typing import Any
 

@@ -136,7 +136,7 @@ def test_the_last_one_stays_where_the_place_has_none_or_older_ones(results: Resu
 
 
 def test_what_somebody_else_has_put_there_stays(results: ResultsFolder) -> None:
-    """Checkpoints, what lies beside one, and what is only called as one."""
+    """Checkpoints, files beside a checkpoint, and folders that only have the name of one."""
     for path, data in checkpoints(2).items():
         (results.folder / path).parent.mkdir(parents=True, exist_ok=True)
         (results.folder / path).write_bytes(data)

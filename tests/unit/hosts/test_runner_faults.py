@@ -379,7 +379,7 @@ def test_send_compares_before_it_signals(monkeypatch: pytest.MonkeyPatch, with_p
 
 
 def clock_passes(moment: float) -> None:
-    """By more than the thousandth of a second that is written down."""
+    """Wait two milliseconds: the contact file holds milliseconds."""
     while runner.boot_clock() < moment + 0.002:
         pass
 

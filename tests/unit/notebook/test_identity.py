@@ -41,7 +41,7 @@ def reward(completions, scale=2.0, **columns):
 
 
 def using(names: str, setup: str = "") -> str:
-    """A cell whose reward uses these names, after what sets them up."""
+    """The source of a cell: the set-up, then a reward that uses these names."""
     return f"{IMPORTS}{setup}\n\ndef reward(completions, **columns):\n    return [{names}]\n"
 
 

@@ -72,7 +72,7 @@ TAGS = {
     "<think>a</think><answer>": 0.75,
     "<answer> </answer>": 0.0,
 }
-"""The share of the four tags that stand there; those of an empty pair do not."""
+"""The share of the four tags that are present. A pair with nothing between its tags does not count."""
 
 
 def test_occurrence_alone_or_scaled_by_tags_and_length():
