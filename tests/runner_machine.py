@@ -21,6 +21,7 @@ import pytest
 from groupwise.hosts import runner
 from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.hosts.framing import AnswerReader
+from tests.processes import is_gone
 
 SOURCE = Path(__file__).parents[1] / "groupwise" / "hosts" / "runner.py"
 REAL = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
@@ -94,14 +95,6 @@ def request(body: Mapping[str, Any], payload: bytes = b"") -> bytes:
     text = json.dumps(body).encode()
     digest = hashlib.sha256(text).hexdigest()
     return b"GROUPWISE 1 %d %s\n" % (len(text), digest.encode()) + text + payload
-
-
-def alive(pid: int) -> bool:
-    """And no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def remains(group: runner.Group) -> bool:
@@ -244,7 +237,7 @@ class Machine:
             time.sleep(0.01)
         written = runner.read_json(str(self.folder(job, epoch) / "state.json")) or {}
         if state == "exited" and (supervisor := written.get("supervisor")):
-            until(lambda: not alive(supervisor), "the end of the supervisor")
+            until(lambda: is_gone(supervisor), "the end of the supervisor")
         return found
 
     def folder(self, job: str = "job", epoch: int = 1) -> Path:
@@ -267,7 +260,7 @@ class Machine:
         """As an out-of-memory killer would."""
         pid = self.state(job, epoch)["supervisor"]
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not alive(pid), "the end of the supervisor")
+        until(lambda: is_gone(pid), "the end of the supervisor")
 
     def written(self, name: str, job: str = "job", epoch: int = 1) -> str:
         """A file of the working folder, as soon as it has a whole line."""

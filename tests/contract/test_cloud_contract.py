@@ -31,6 +31,7 @@ from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import Limits
 from tests import places
 from tests.places import SAVES, SOON, WAITS, Place, laptop, name, tree
+from tests.processes import is_gone
 
 __all__ = ["laptop", "name"]
 
@@ -249,15 +250,7 @@ async def test_who_does_not_heed_a_cancellation_is_killed_with_all_that_it_start
     pids = [int(each) for each in (await laptop.said(handle)).split()]
     await laptop.backend.cancel(handle, grace=0.2)
     assert await laptop.outcome(handle) is Outcome.CANCELLED
-    assert not any(_alive(pid) for pid in pids)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+    assert all(map(is_gone, pids))
 
 
 async def test_a_crash_is_gone_on_with_from_the_newest_checkpoint(laptop: Laptop) -> None:

@@ -37,7 +37,7 @@ from tests.integration.running import (
 )
 from tests.integration.test_ranks import SFT, below, killed_after_a_checkpoint, metrics, supervised
 from tests.ports import free_port
-from tests.unit.ranks.toys import all_gone
+from tests.processes import all_gone
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,7 +18,7 @@ from groupwise.callbacks.base import Callback
 from groupwise.errors import UsageError
 from groupwise.sampler.vllm.own import gpus_beside
 from tests.integration.running import TOY, begun_in_child, config
-from tests.unit.ranks.toys import all_gone
+from tests.processes import all_gone
 from tests.vllm_server import VllmServer
 
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"

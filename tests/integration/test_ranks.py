@@ -40,7 +40,7 @@ from tests.integration.running import (
     ratios_of,
     what_must_be_equal,
 )
-from tests.unit.ranks.toys import all_gone, is_gone
+from tests.processes import all_gone, is_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 SOAK = pytest.mark.soak(suite="engine")

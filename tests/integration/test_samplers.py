@@ -41,7 +41,7 @@ from tests.integration.test_learners import (
     scaled,
 )
 from tests.integration.test_ranks import below, killed_after_a_checkpoint, metrics
-from tests.unit.ranks.toys import all_gone
+from tests.processes import all_gone
 
 pytestmark = [
     pytest.mark.slow,

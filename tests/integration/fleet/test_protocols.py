@@ -18,7 +18,8 @@ from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.spec import JobSpec
-from tests.runner_machine import Machine, alive
+from tests.processes import is_gone
+from tests.runner_machine import Machine
 
 SECONDS = 30.0
 WAITS = "echo begun >>../begun; echo one; until [ -e go ]; do sleep 0.02; done; echo two; exit 3"
@@ -91,7 +92,7 @@ async def is_driven_by(here: Machine, first: Runner, then: Callable[[], Runner])
     assert ended.exit is not None
     assert ended.exit.reason == "cancelled"
     assert endless.pid is not None
-    assert not alive(endless.pid)
+    assert is_gone(endless.pid)
     for name in ("waits", "endless"):
         assert (await runner.release(name, 1, probe=["true"])).clean
     assert (here.folder("waits") / "begun").read_text() == "begun\n"

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from tests.runner_machine import Machine, alive, machine, request, until
+from tests.processes import is_gone
+from tests.runner_machine import Machine, machine, request, until
 
 DYING = """
 
@@ -155,7 +156,7 @@ def test_a_supervisor_dies_anywhere(here: Machine, when: str, every: int) -> Non
         if told["state"] == "lost":
             assert starts(here, job) <= 1
             begun = told["pid"] is not None
-            until(lambda pid=told["pid"]: pid is None or not alive(pid), "the end of the command")
+            until(lambda pid=told["pid"]: pid is None or is_gone(pid), "the end of the command")
             before = starts(here, job)
             again = asked_again(here, job)
             if begun:

@@ -18,8 +18,8 @@ from groupwise.build import Parts
 from groupwise.config import load_config
 from groupwise.errors import CheckpointError, ModelError, RunError
 from groupwise.types import GroupRequest, SamplingParams
+from tests.processes import all_gone
 from tests.tunix_models import model_of
-from tests.unit.ranks.toys import all_gone
 
 ORPHAN = """
 import os, signal, time

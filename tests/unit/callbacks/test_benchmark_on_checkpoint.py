@@ -18,6 +18,7 @@ from groupwise.callbacks.base import Asked, RunEnd, RunHandle
 from groupwise.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
+from tests.processes import all_gone
 from tests.unit.callbacks.observed import CONFIG
 
 WRITES = "import json, sys; json.dump({'metrics': {'right': 0.5, 'n': 3}}, open(sys.argv[1], 'w'))"
@@ -208,12 +209,5 @@ def test_the_server_of_a_checkpoint_ends_with_the_run(folder, tmp_path, monkeypa
     (hanging,) = folder.path.rglob("hanging.json")
     begun = [*json.loads(hanging.read_text()), *json.loads(Path("server.json").read_text())]
     session.end("failed")
-    until(lambda: not any(alive(process) for process in begun))
+    assert all_gone(begun)
     assert (folder.path / "benchmarks/benchmark/step-2/files").is_dir()  # for when it goes on
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -29,6 +29,7 @@ from groupwise.cli.main import main
 from groupwise.errors import RunError, UsageError
 from groupwise.evaluation.suites import SuitesAsked, evaluate_suites
 from groupwise.suites.lighteval import PROGRAM_VARIABLE
+from tests.processes import all_gone, is_gone
 from tests.serving import Service, scripted, serve
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,14 +69,6 @@ def adapter(folder: Path) -> Path:
 
 def read(path: Path) -> Any:
     return json.loads(path.read_bytes())
-
-
-def gone(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in ("Z", "X")  # dead, and not yet reaped
-    except OSError:
-        return True
 
 
 def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -143,7 +136,7 @@ def test_a_policy_is_served_and_its_server_ended(here):
     found = evaluate_suites(wanted)
     assert found.summary["metrics"] == {"math_500/pass@1": 1.0}
     assert found.summary["suites"]["math_500"]["model"] == str(folder)
-    until(lambda: all(gone(process) for process in read(here / "server.json")), seconds=15)
+    assert all_gone(read(here / "server.json"))
     assert (here / "a-server/server.txt").is_file()
 
 
@@ -167,7 +160,7 @@ def test_a_server_that_is_of_no_use_is_ended(here, words, model, told):
     with pytest.raises(RunError, match=f"(?s){told}"):
         evaluate_suites(wanted)
     if (here / "server.json").exists():
-        until(lambda: all(gone(process) for process in read(here / "server.json")), seconds=15)
+        assert all_gone(read(here / "server.json"))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
@@ -189,7 +182,7 @@ def test_everything_ends_with_who_began_it(here, number):
             until(lambda: process.poll() is not None or any(here.rglob("hanging.json")))
             (hanging,) = here.rglob("hanging.json")
             begun = read(hanging) + read(here / "server.json")
-            assert not any(gone(each) for each in begun)
+            assert not any(map(is_gone, begun))
             process.send_signal(number)
             _, said = process.communicate()
         finally:
@@ -197,7 +190,7 @@ def test_everything_ends_with_who_began_it(here, number):
     assert process.returncode == (143 if number == signal.SIGTERM else -number)
     assert (b"stopped by SIGTERM" in said) == (number == signal.SIGTERM)
     try:
-        until(lambda: all(gone(each) for each in begun), seconds=15)
+        assert all_gone(begun)
     finally:
         for each in begun:
             with suppress(ProcessLookupError):

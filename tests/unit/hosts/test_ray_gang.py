@@ -13,7 +13,8 @@ import pytest
 
 from groupwise.hosts import ray_gang
 from groupwise.hosts.ray_gang import Gang, Machine, below
-from tests.runner_machine import alive, until
+from tests.processes import is_gone
+from tests.runner_machine import until
 
 LIVES = "while true; do sleep 0.05; done"
 ENDS = "until [ -e {0}/evict ]; do sleep 0.05; done; cat {0}/evict; exit 9"
@@ -170,4 +171,4 @@ def test_what_it_has_begun_hears_of_its_end(tmp_path: Path) -> None:
         pid = int((tmp_path / "pid").read_text())
         assert pid in below(process.pid)
         process.kill()
-    until(lambda: not alive(pid))
+    until(lambda: is_gone(pid))

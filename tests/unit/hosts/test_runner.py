@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import runner, spec
-from tests.runner_machine import Machine, Refused, alive, machine, request, until
+from tests.processes import is_gone
+from tests.runner_machine import Machine, Refused, machine, request, until
 
 
 @pytest.fixture
@@ -365,7 +366,7 @@ def test_observe_tells_of_attempts_and_of_strangers(either: Machine) -> None:
 def test_the_channel_closes_while_the_command_runs(either: Machine) -> None:
     """The harness reads to the end of the streams."""
     pid = either.sh("until [ -e go ]; do sleep 0.02; done")["pid"]
-    assert alive(pid)
+    assert not is_gone(pid)
     supervisor = either.state()["supervisor"]
 
     def held(process: int) -> dict[str, str]:

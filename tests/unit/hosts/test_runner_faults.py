@@ -25,7 +25,8 @@ import pytest
 
 from groupwise.hosts import runner
 from tests.disks import fill, small_disk
-from tests.runner_machine import Machine, Refused, alive, machine, request, until
+from tests.processes import is_gone
+from tests.runner_machine import Machine, Refused, machine, request, until
 
 GPU = "GPU-aaaaaaaa-0000"
 FOR_EVER = "while :; do sleep 0.05; done"
@@ -105,7 +106,7 @@ def test_a_killed_supervisor_leaves_no_end_and_what_it_left_is_counted_and_kille
     assert begun["method"] == method
     pid = int(here.written("daemon"))
     here.kill_supervisor()
-    until(lambda: not alive(begun["pid"]), "the end of the command")
+    until(lambda: is_gone(begun["pid"]), "the end of the command")
     told = until(lambda: (s := here.status())["survivors"] == 1 and s, "one survivor")
     assert (told["state"], told["exit"], told["pid"]) == ("lost", None, begun["pid"])
     assert here.sh("true")["state"] == "lost"
@@ -113,7 +114,7 @@ def test_a_killed_supervisor_leaves_no_end_and_what_it_left_is_counted_and_kille
     found = released(here)
     assert (found["clean"], [h["pid"] for h in found["holders"]]) == (False, [pid])
     assert here.ask("kill", job="job", epoch=1, grace=5)["survivors"] == 0
-    assert not alive(pid)
+    assert is_gone(pid)
     assert released(here)["clean"]
     state = {**here.state(), "boot_id": "another"}
     (here.folder() / "state.json").write_text(json.dumps(state))
@@ -135,7 +136,7 @@ def test_a_survivor_without_our_environment_is_found(
     found = {h["what"] for h in released(here)["holders"] if h["pid"] == pid}
     assert found == {"cgroup"} if shown_by == "its control group" else found
     here.ask("kill", job="job", epoch=1, grace=5)
-    assert not alive(pid)
+    assert is_gone(pid)
 
 
 @pytest.mark.parametrize("share_mb", [None, 600])
@@ -285,7 +286,7 @@ def test_nothing_outlives_an_end(here: Machine, method: str, prefix: str, how: s
     if how == "is cancelled":
         killed(here)
     record = here.comes_to("exited")["exit"]
-    assert (alive(pid), record["message"]) == (False, "")
+    assert (is_gone(pid), record["message"]) == (True, "")
     if how == "ends":
         assert (record["code"], record["reason"]) == (6, "exited")
     found = released(here)
@@ -325,9 +326,9 @@ def test_what_runs_is_killed_by_its_mark_where_its_folder_was_removed(
         assert here.ask("void", job="job", epoch=1)["state"] == "voided"
         assert pid in [holder["pid"] for holder in released(here)["holders"]]
     killed(here)
-    assert not alive(pid)
+    assert is_gone(pid)
     assert released(here)["clean"]
-    until(lambda: not alive(supervisor), "the end of who has nowhere to write")
+    until(lambda: is_gone(supervisor), "the end of who has nowhere to write")
 
 
 def test_each_root_has_a_name_that_stays(here: Machine) -> None:

@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.hosts import answers, runner
-from tests.runner_machine import Machine, alive, machine, until
+from tests.processes import is_gone
+from tests.runner_machine import Machine, machine, until
 
 A, B, C = "GPU-aaaaaaaa-0000", "GPU-bbbbbbbb-1111", "GPU-cccccccc-2222"
 NEW_MIG, OLD_MIG = "MIG-11111111-2222-3333-4444-555555555555", f"MIG-{A}/7/0"
@@ -282,7 +283,7 @@ def test_a_leak_keeps_the_gpu(here: Machine) -> None:
     assert (app["pid"], app["attempt"]) == (pid, "job.1")
     assert here.sh("true", job="other", gpus=[A])["refused"]["code"] == "gpu_busy"
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(pid))
+    until(lambda: is_gone(pid))
     assert until(lambda: not holders(here))
 
 

@@ -23,7 +23,8 @@ import pytest
 from groupwise.errors import ConfigError, NonFiniteError, RunError
 from groupwise.ranks.tree import Ranks
 from tests.forked_zygote import fork_zygotes
-from tests.unit.ranks.toys import FACTORY, HANGS, all_gone
+from tests.processes import all_gone
+from tests.unit.ranks.toys import FACTORY, HANGS
 
 
 def started(count=2, **given) -> Ranks:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -78,22 +77,3 @@ def make(error=None, last_words=None, **given):
         os._exit(3)
     logging.getLogger("groupwise.toys").warning("made")
     return Toy(**given)
-
-
-def is_gone(process):
-    """Whether it has ended; whoever has to reap it may be slow."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"
-
-
-def all_gone(processes):
-    """Wait until they are; False after `PATIENCE`."""
-    deadline = time.monotonic() + PATIENCE
-    while not all(map(is_gone, processes)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from groupwise.errors import RewardWorkerError
 from groupwise.rewards.pool import START_ATTEMPTS
 from groupwise.rewards.scoring import GroupScore, ScoreRequest
 from groupwise.rewards.workers import RewardWorkers
+from tests.processes import all_gone, is_gone
 
 MODULE = Path(__file__).with_name("worker_rewards.py")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="found through /proc")
@@ -53,21 +53,6 @@ def told(score: GroupScore) -> tuple[str, str]:
     """How all members ended, and why."""
     (found,) = {(member.outcome, member.reason or "") for member in score.members}
     return found
-
-
-def alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def gone(processes: list[int]) -> bool:
-    deadline = time.monotonic() + 10
-    while any(alive(process) for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(alive(process) for process in processes)
 
 
 def noted(folder: Path) -> list[int]:
@@ -224,7 +209,7 @@ async def test_family_ends_with_its_worker(hasty, tmp_path, function):
     assert told(found)[0] in {"timed_out", "failed"}
     family = noted(tmp_path)
     assert len(family) >= 3
-    assert gone(family)
+    assert all_gone(family)
 
 
 def own_children() -> set[int]:
@@ -249,10 +234,10 @@ async def test_every_worker_is_reaped_however_it_ended(tmp_path):
     left = await workers.score(request("leaves_family_and_answers", folder=str(tmp_path / "left")))
     assert told(left)[0] == "scored"
     family = noted(tmp_path / "left")
-    assert all(alive(process) for process in family)
+    assert not any(map(is_gone, family))
     await workers.close()
     assert own_children() <= before
-    assert gone(family)
+    assert all_gone(family)
 
 
 @LINUX
@@ -265,7 +250,7 @@ async def test_close_does_not_wait_for_a_call(tmp_path, caplog):
     await workers.close()
     assert told(await call) == ("failed", "the reward workers were closed during the call")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert gone(noted(tmp_path))
+    assert all_gone(noted(tmp_path))
     assert {t for t in threading.enumerate() if t.name.startswith("reward-worker")} <= others
     await workers.close()
     with pytest.raises(RewardWorkerError, match="closed"):
@@ -300,7 +285,7 @@ def test_all_end_when_the_parent_is_killed(tmp_path):
     arguments = [str(MODULE), str(tmp_path), *functions]
     subprocess.run([sys.executable, "-c", PARENT, *arguments], check=False, timeout=30)
     assert len(noted(tmp_path)) == 5
-    assert gone(noted(tmp_path))
+    assert all_gone(noted(tmp_path))
 
 
 # 4. the protocol

@@ -24,7 +24,7 @@ from groupwise.errors import ConfigError, NonFiniteError, RunError
 from groupwise.server.engine.line import CallTimedOutError
 from groupwise.server.engine.port import EngineLost
 from groupwise.server.engine.remote import EngineProcess
-from tests.unit.ranks.toys import all_gone
+from tests.processes import all_gone
 from tests.unit.server.engine.toy_engine import FACTORY
 
 
