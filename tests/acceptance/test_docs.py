@@ -502,7 +502,7 @@ OF_JOBS = [page for page in ALONE if page.name in LAUNCHED]
 WITH_COMMANDS = [p for p in ALONE if commands(p) and p not in (*OF_SERVERS, *OF_JOBS)]
 PATIENT = pytest.mark.timeout(300)
 """Engines begin, models learn, jobs run one after the other."""
-LONG = (pytest.mark.launch, PATIENT, pytest.mark.soak(suite="docs"))
+LONG = (PATIENT, pytest.mark.soak(suite="docs"))
 """Jobs of a page run on every kind of place, which takes a minute and a half."""
 
 

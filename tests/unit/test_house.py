@@ -111,6 +111,22 @@ print("heavy:", [name for name in {HEAVY} if name in sys.modules])
     assert seconds() < 0.3 or min(seconds() for _ in range(3)) < 0.3
 
 
+STAGES = ("server", "fleet", "launch", "notebook", "tunix", "web")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_marked_test_is_in_the_paths_of_its_stage(stage: str) -> None:
+    target = re.search(rf"^test-{stage}: .*\n(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert target is not None
+    paths = [ROOT / path for path in re.findall(r"(?<=\s)tests/\S+", target[1])]
+    marked = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(rf"\bmark\.{stage}\b", path.read_text())
+    ]
+    assert [path for path in marked if not {path, *path.parents} & {*paths}] == []
+
+
 # Files
 
 
