@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import memory, rotation
+from tests import rotation, tmpfs_session
 
 # Before torch, tokenizers or huggingface_hub read them; subprocesses of tests inherit them.
 for name, value in {
@@ -23,7 +23,7 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 # Workers inherit the controller's.
-IN_MEMORY = None if "PYTEST_DEBUG_TEMPROOT" in os.environ else memory.session_folder()
+IN_MEMORY = None if "PYTEST_DEBUG_TEMPROOT" in os.environ else tmpfs_session.session_folder()
 if IN_MEMORY is not None:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(IN_MEMORY.path)
 
@@ -32,13 +32,13 @@ if "torch" in sys.modules:  # a plugin brought it before the variables above sto
 
 LONGEST = (
     "integration/launch/test_gang.py",
-    "integration/launch/test_engines.py",
+    "integration/launch/test_slurm_and_ray.py",
     "contract/test_cloud_contract.py",
     "integration/launch/test_aws.py",
     "integration/notebook/test_kernel.py",
     "integration/notebook/test_notebooks.py",
-    "integration/fleet/test_entrances.py",
-    "integration/fleet/test_named_troubles.py",
+    "integration/fleet/test_submission_paths.py",
+    "integration/fleet/test_named_faults.py",
     "integration/fleet/test_chaos.py",
     "integration/fleet/test_up.py",
     "integration/fleet/test_secrets.py",
@@ -46,7 +46,7 @@ LONGEST = (
     "integration/fleet/test_claim_races.py",
     "integration/fleet/test_crash_points.py",
     "integration/fleet/test_ssh.py",
-    "integration/server/test_loop_elsewhere.py",
+    "integration/server/test_remote_training_server.py",
     "integration/server/test_verbs.py",
     "integration/server/test_kills_of_server.py",
     "integration/server/test_through_http.py",
@@ -54,7 +54,7 @@ LONGEST = (
     "integration/test_resume.py",
     "integration/test_ranks.py",
     "integration/test_samplers.py",
-    "integration/test_divided.py",
+    "integration/test_fsdp.py",
     "contract/test_learner_contract.py",
     "unit/rewards/test_workers.py",
     "contract/test_builtin_tasks.py",

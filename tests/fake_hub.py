@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.serving import listening
+from tests.fake_openai_server import listening
 
 TOKEN = "hf_of_the_tests"
 LARGE = (".safetensors",)

@@ -1,4 +1,4 @@
-"""A program that begins like vLLM's server and has another one answer (`tests/vllm_server.py`): `python fake_vllm.py -m … --port=…`.
+"""A program that begins like vLLM's server and has another one answer (`tests/fake_vllm_server.py`): `python fake_vllm.py -m … --port=…`.
 
 It wants what a real one is told: the rights to load adapters and a key in its environment, and no key among its arguments. What it was told
 it appends to the file that FAKE_VLLM_TOLD names, a line each time. Connections whose first request has the key are led to the server whose

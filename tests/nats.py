@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.ports import free_port
-from tests.programs import ends_with_us, needed
+from tests.required_programs import ends_with_us, needed
 
 TOKEN = "canary-of-nats-6e5b"
 SECONDS = 20.0

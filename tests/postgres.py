@@ -20,7 +20,7 @@ from pathlib import Path
 import psycopg
 
 from tests.ports import free_port
-from tests.programs import ends_with_us, lacking
+from tests.required_programs import ends_with_us, lacking
 
 PLACES = (
     *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True),

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ports import free_port
-from tests.programs import PLACES, ends_with_us, needed, root_needed
+from tests.required_programs import PLACES, ends_with_us, needed, root_needed
 
 if TYPE_CHECKING:
     from groupwise.hosts.ssh import Address

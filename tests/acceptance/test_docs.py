@@ -74,11 +74,11 @@ from groupwise.suites.lighteval import PROGRAM_VARIABLE
 from groupwise.wire.parts import AnyVerb
 from groupwise.wire.problems import KINDS
 from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
-from tests import fleet_pages, ray, slurm, ssh_hosts
+from tests import fleet_pages, ray_cluster, slurm, ssh_hosts
+from tests.fake_openai_server import Service, serve, tiny
 from tests.fleet_pages import Follower
-from tests.integration.server.running import Server
+from tests.integration.server.server_process import Server
 from tests.rotation import described, in_turn
-from tests.serving import Service, serve, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "examples/01_first_task/task.py"
@@ -399,11 +399,11 @@ def given_to_slurm(own: list[str], behind: list[str]) -> int:
 def given_to_ray(own: list[str], behind: list[str]) -> int:
     """The same as if it were typed on the head of a Ray of the tests."""
     place = own.index("--host")
-    cluster = ray.shared()
+    cluster = ray_cluster.shared()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", cluster.address)
         patch.setenv("RAY_AUTH_TOKEN", cluster.token)
-        asks = ["--dry-run"]  # tests/integration/launch/test_engines.py has them run
+        asks = ["--dry-run"]  # tests/integration/launch/test_slurm_and_ray.py has them run
         return main([*own[:place], *asks, *own[place + 2 :], *behind])
 
 

@@ -1,7 +1,7 @@
 """A whole fleet of real parts, for tests that are cruel to it: PostgreSQL, NATS, machines with sshd, and every role a process of its own.
 
 The test process is the operator, the clients and fate. It writes down what it does, trainers (`trainer.py`) write down what they do, and
-`history.py` puts both together with what the fleet says, to be judged. Everything that is started ends with the test process, however that
+`collect_history.py` puts both together with what the fleet says, to be judged. Everything that is started ends with the test process, however that
 ends: each child has asked the kernel for it, and the machines are namespaces below one.
 
     with real_fleet(machines=3, gpus=2) as fleet:
@@ -43,7 +43,7 @@ from groupwise.hosts.files import BlobStore
 from tests import nats, postgres, ssh_hosts
 from tests.nats import Nats
 from tests.postgres import Postgres
-from tests.programs import ends_with_us
+from tests.required_programs import ends_with_us
 from tests.ssh_hosts import FullHost
 
 T = TypeVar("T")

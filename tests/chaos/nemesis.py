@@ -28,9 +28,9 @@ from groupwise.fleet.store.tables import GPU, VM, Cursor, Event, Job
 from groupwise.fleet.tracker import NatsOutlet
 from groupwise.fleet.verbs import machines as machine_verbs
 from groupwise.wire.problems import Refusal
-from tests.chaos import history
+from tests.chaos import collect_history
 from tests.chaos.fleet import LEASE, OPERATOR, RealFleet, state_and_parent
-from tests.fleet_history import violations
+from tests.history_checker import violations
 
 MOST_WAITING = 14
 """Jobs that are not over; beyond that clients wait."""
@@ -79,8 +79,8 @@ class Nemesis:
 
     def judge(self) -> list[str]:
         """What is broken, once all is over."""
-        told = history.whole_history(self.fleet)
-        history.write(told, self.fleet.folder / "history.jsonl")
+        told = collect_history.whole_history(self.fleet)
+        collect_history.write(told, self.fleet.folder / "history.jsonl")
         return [*violations(told, gpu_memory_mb=81_559), *self._complaints()]
 
     def _complaints(self) -> list[str]:

@@ -103,8 +103,8 @@ def _shift(parameters: Any) -> None:
 
 def _vllm(folder: Path) -> Pair:
     """Completions of a server, of the adapter that a learner here has published."""
+    from tests.fake_vllm_server import VllmServer
     from tests.vllm_pair import learner_of_tiny, trained, vllm_sampler
-    from tests.vllm_server import VllmServer
 
     server = VllmServer(logprobs_mode="processed_logprobs", max_model_len=64)
     learner = learner_of_tiny(folder)

@@ -29,14 +29,14 @@ from groupwise.clouds.port import Backend, CloudError, Handle, NameTaken, NotHer
 from groupwise.errors import UsageError
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import Limits
-from tests import places
-from tests.places import SAVES, SOON, WAITS, Place, laptop, name, tree
+from tests import launch_backends
+from tests.launch_backends import SAVES, SOON, WAITS, Place, laptop, name, tree
 from tests.processes import is_gone
 
 __all__ = ["laptop", "name"]
 
 pytestmark = pytest.mark.launch
-Laptop: TypeAlias = places.Laptop[Backend]
+Laptop: TypeAlias = launch_backends.Laptop[Backend]
 ROOT = Path(__file__).parents[2]
 ODD = (
     *(
@@ -72,7 +72,9 @@ ALSO_AT: dict[str, set[str]] = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     always = {"local", *ALSO_AT.get(metafunc.function.__name__, ())}
     long = pytest.mark.soak(suite="launch")
-    found = [pytest.param(each, marks=[] if each in always else long) for each in places.PLACES]
+    found = [
+        pytest.param(each, marks=[] if each in always else long) for each in launch_backends.PLACES
+    ]
     metafunc.parametrize("place", found, indirect=True, scope="module")
 
 
@@ -80,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
-    with places.PLACES[request.param](tmp_path_factory.mktemp("home")) as found:
+    with launch_backends.PLACES[request.param](tmp_path_factory.mktemp("home")) as found:
         yield found
 
 
@@ -150,7 +152,7 @@ import asyncio, json, sys
 from pathlib import Path
 from groupwise.clouds.port import Order
 from groupwise.hosts.files import BlobStore
-from tests.places import Place
+from tests.launch_backends import Place
 async def main(place, order, store):
     await Place(**place).reach().submit(Order.from_document(order), BlobStore(Path(store)))
     print("submitted", flush=True)

@@ -32,7 +32,7 @@ from tests import ssh_hosts
 
 pytestmark = pytest.mark.fleet
 
-STAND_IN = Path(ssh_hosts.__file__).with_name("stand_in_runner.py").read_text()
+STAND_IN = Path(ssh_hosts.__file__).with_name("fake_runner.py").read_text()
 PLENTY = 30.0
 
 

@@ -1,6 +1,6 @@
 """Sampler, learner and a whole run on a GPU: `make gpu`.
 
-What must hold is in `tests/on_device.py`; a processor is asked most of it with the other tests.
+What must hold is in `tests/device_checks.py`; a processor is asked most of it with the other tests.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from groupwise.ranks import ahead
 from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import cuda_graphs, plainly
 from groupwise.sampler.torch_sampler import TorchSampler
-from tests import on_device
-from tests.on_device import Place
+from tests import device_checks
+from tests.device_checks import Place
 from tests.unit.learner.native import test_attention
 
 pytestmark = [
@@ -65,43 +65,47 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
     ("holds", "given"),
     [
         *cases(
-            on_device.greedy_tokens_are_those_of_transformers, name=MODELS, adapter=(False, True)
+            device_checks.greedy_tokens_are_those_of_transformers,
+            name=MODELS,
+            adapter=(False, True),
         ),
-        *cases(on_device.logits_are_near_those_of_transformers, name=MODELS, dtype=BOTH),
-        *cases(on_device.recordings_change_no_bit, name=(*SOME, "qwen2"), dtype=BOTH),
+        *cases(device_checks.logits_are_near_those_of_transformers, name=MODELS, dtype=BOTH),
+        *cases(device_checks.recordings_change_no_bit, name=(*SOME, "qwen2"), dtype=BOTH),
         *cases(
-            on_device.a_row_does_not_depend_on_the_others,
+            device_checks.a_row_does_not_depend_on_the_others,
             name=SOME,
             dtype=BOTH,
             longest=(150, 280, 600),
         ),
-        *cases(on_device.sampling_again_gives_the_same, name=SOME, dtype=BOTH),
-        *cases(on_device.what_is_drawn_does_not_depend_on_the_device),
-        *cases(on_device.memory_does_not_grow, adapter=(True, False)),
-        *cases(on_device.gradients_are_those_of_a_processor, name=MODELS),
-        *cases(on_device.nothing_is_left_of_a_gradient),
+        *cases(device_checks.sampling_again_gives_the_same, name=SOME, dtype=BOTH),
+        *cases(device_checks.what_is_drawn_does_not_depend_on_the_device),
+        *cases(device_checks.memory_does_not_grow, adapter=(True, False)),
+        *cases(device_checks.gradients_are_those_of_a_processor, name=MODELS),
+        *cases(device_checks.nothing_is_left_of_a_gradient),
         *cases(
-            on_device.attention_is_that_of_a_processor,
+            device_checks.attention_is_that_of_a_processor,
             name=tuple(test_attention.LAYOUTS),
             size=(6, 16, 64, 128),
             kv_heads=(2, 4),
             dtype=BOTH,
         ),
         *cases(
-            on_device.sampler_and_learner_agree_on_a_small_model,
+            device_checks.sampler_and_learner_agree_on_a_small_model,
             name=SOME,
             dtype=(torch.bfloat16,),
             most=(0.02,),
         ),
         *cases(
-            on_device.sampler_and_learner_agree_on_a_small_model,
+            device_checks.sampler_and_learner_agree_on_a_small_model,
             name=SOME,
             dtype=(torch.float32,),
             most=(1e-4,),
         ),
-        *cases(on_device.sampler_and_learner_agree, dtype=("bfloat16",), most=(0.025,)),
-        *cases(on_device.sampler_and_learner_agree, dtype=("float32",), most=(1e-4,)),
-        *cases(on_device.a_short_run_goes_through, lora=(LORA, None), enforce_eager=(False, True)),
+        *cases(device_checks.sampler_and_learner_agree, dtype=("bfloat16",), most=(0.025,)),
+        *cases(device_checks.sampler_and_learner_agree, dtype=("float32",), most=(1e-4,)),
+        *cases(
+            device_checks.a_short_run_goes_through, lora=(LORA, None), enforce_eager=(False, True)
+        ),
     ],
 )
 def test_on_a_gpu(tmp_path: Path, holds: Callable[..., None], given: dict[str, Any]) -> None:
@@ -111,14 +115,14 @@ def test_on_a_gpu(tmp_path: Path, holds: Callable[..., None], given: dict[str, A
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
 def test_small_steps_act_in_full(monkeypatch, tmp_path, rate):
     monkeypatch.setattr(slopes, "TOKENS", 1 << 15)
-    on_device.small_steps_act_in_full(Place(GPU, cuda_graphs, tmp_path, held), rate)
+    device_checks.small_steps_act_in_full(Place(GPU, cuda_graphs, tmp_path, held), rate)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_the_sampler_takes_the_engine_for_gpus(enforce_eager):
-    weights = on_device.served("llama", GPU, torch.float32, adapter=False)
-    tokenizer = on_device.tiny_tokenizer()
-    sampler = TorchSampler(weights, tokenizer, on_device.LAYOUT, enforce_eager=enforce_eager)
+    weights = device_checks.served("llama", GPU, torch.float32, adapter=False)
+    tokenizer = device_checks.tiny_tokenizer()
+    sampler = TorchSampler(weights, tokenizer, device_checks.LAYOUT, enforce_eager=enforce_eager)
     assert isinstance(sampler._engine, GraphEngine)
     assert (sampler._engine._record is plainly) == enforce_eager
 

@@ -28,7 +28,7 @@ def whole_toy(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
 
     import groupwise
     from groupwise.runs import durable
-    from tests.integration.running import TOY, config, what_must_be_equal
+    from tests.integration.toy_run import TOY, config, what_must_be_equal
 
     torch.set_num_threads(1)
     runs = tmp_path_factory.mktemp("whole-toy")

@@ -28,7 +28,7 @@ from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.weights import ServedModel
 from groupwise.types import Row, SamplingParams
-from tests.elsewhere import DEVICE, Elsewhere
+from tests.fake_device import DEVICE, Elsewhere
 from tests.unit.models.native.families import FAMILIES
 
 SOAK = pytest.mark.soak(suite="engine")

@@ -22,7 +22,7 @@ import torch
 import groupwise
 from groupwise.runs.find import run_info
 from groupwise.runs.store import Store
-from tests.integration.running import TOY, config, go_on, in_child, what_must_be_equal
+from tests.integration.toy_run import TOY, config, go_on, in_child, what_must_be_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -25,8 +25,8 @@ from groupwise.runs import checkpoints, durable
 from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
 from tests.integration import toy_task
-from tests.integration.running import STEPS, TOY, config, die, in_child, what_must_be_equal
 from tests.integration.toy_callbacks import HISTORY
+from tests.integration.toy_run import STEPS, TOY, config, die, in_child, what_must_be_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -25,7 +25,7 @@ import groupwise
 from groupwise.rollouts.seeds import member_seed
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.store import Store
-from tests.integration.running import TOY, config, crash_at, go_on, what_must_be_equal
+from tests.integration.toy_run import TOY, config, crash_at, go_on, what_must_be_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),

@@ -20,7 +20,7 @@ import groupwise
 from groupwise.loops import drawing
 from groupwise.runs.store import Store
 from groupwise.types import Group
-from tests.integration.running import config, what_must_be_equal
+from tests.integration.toy_run import config, what_must_be_equal
 
 
 class Few:

@@ -17,7 +17,7 @@ from groupwise.runs.records import RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.tasks.environment import Step
 from groupwise.tasks.tools import Tools
-from tests.integration.running import config
+from tests.integration.toy_run import config
 
 
 class Guess:

@@ -20,7 +20,7 @@ import groupwise
 from groupwise.cli.main import main
 from groupwise.evaluation import evaluate as evaluation
 from groupwise.runs.store import Store
-from tests.integration.running import TOY, config
+from tests.integration.toy_run import TOY, config
 
 
 def settings(runs: Path, name: str, **changes: Any) -> dict[str, Any]:

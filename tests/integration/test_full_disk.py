@@ -12,7 +12,7 @@ from groupwise.cli.main import main
 from groupwise.errors import CheckpointError, StoreError
 from groupwise.runs import checkpoints, durable
 from tests.disks import fill, small_disk
-from tests.integration.running import TOY, config, what_must_be_equal
+from tests.integration.toy_run import TOY, config, what_must_be_equal
 
 
 @pytest.fixture(autouse=True)

@@ -35,8 +35,8 @@ from groupwise.errors import (
 from groupwise.generation.journal import Answers
 from groupwise.runs.lock import RunLock
 from tests.fake_hub import Hub, serve_hub, use_hub
-from tests.integration.running import begun_in_child
-from tests.serving import Service, Writer, scripted, serve, tiny
+from tests.fake_openai_server import Service, Writer, scripted, serve, tiny
+from tests.integration.toy_run import begun_in_child
 
 ROWS = 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

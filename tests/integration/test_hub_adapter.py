@@ -13,7 +13,7 @@ import groupwise
 from groupwise.errors import ResumeMismatchError
 from groupwise.models import adapters
 from groupwise.runs.folder import read_config
-from tests.integration.running import TOY, config
+from tests.integration.toy_run import TOY, config
 
 FIRST, SECOND = "1" * 40, "2" * 40
 HUB_ID = "someone/adapter"

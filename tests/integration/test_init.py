@@ -18,7 +18,7 @@ from groupwise.config import load_config, resolved
 from groupwise.errors import UsageError
 from groupwise.runs.store import Store
 from groupwise.sft_config import load_sft_config
-from tests.integration.running import TOY
+from tests.integration.toy_run import TOY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TASKS = [*sorted(map(str, EXAMPLES.glob("*/task*.py"))), "sort_words"]

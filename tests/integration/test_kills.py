@@ -24,7 +24,7 @@ import pytest
 from groupwise.cli.main import main
 from groupwise.errors import RunNotFoundError
 from groupwise.runs.find import newest_unfinished
-from tests.integration.running import TOY, config, what_must_be_equal
+from tests.integration.toy_run import TOY, config, what_must_be_equal
 
 MOST_KILLS = 5
 """Of one run; after that it may finish."""

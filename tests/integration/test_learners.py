@@ -27,7 +27,8 @@ from groupwise.errors import WorkerLostError
 from groupwise.loops import rl as loop
 from groupwise.ranks.learner import RankLearner
 from tests.forked_zygote import fork_peers
-from tests.integration.running import (
+from tests.integration.test_ranks import SFT, below, killed_after_a_checkpoint, metrics, supervised
+from tests.integration.toy_run import (
     STEPS,
     TOY,
     begun_in_child,
@@ -35,7 +36,6 @@ from tests.integration.running import (
     go_on,
     what_must_be_equal,
 )
-from tests.integration.test_ranks import SFT, below, killed_after_a_checkpoint, metrics, supervised
 from tests.ports import free_port
 from tests.processes import all_gone
 

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from groupwise.evaluation.suites import SuitesAsked, evaluate_suites
 from groupwise.suites.lighteval import PROGRAM
-from tests.serving import Service, listening, scripted, serve
+from tests.fake_openai_server import Service, listening, scripted, serve
 
 COMMIT = "a" * 40
 SUM = r"What is (\d+) plus"

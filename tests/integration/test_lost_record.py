@@ -11,7 +11,7 @@ import pytest
 import groupwise
 from groupwise.errors import StoreError
 from groupwise.review.replay import replay
-from tests.integration.running import TOY, config, what_must_be_equal
+from tests.integration.toy_run import TOY, config, what_must_be_equal
 
 SFT = str(Path(__file__).with_name("sft_task.py"))
 

@@ -13,7 +13,7 @@ import torch
 import groupwise
 from groupwise.runs import durable
 from groupwise.runs.store import Store
-from tests.integration.running import STEPS, TOY, config, die, go_on, in_child
+from tests.integration.toy_run import STEPS, TOY, config, die, go_on, in_child
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),

@@ -15,7 +15,7 @@ from groupwise.loops import training
 from groupwise.runs.checkpoints import newest
 from groupwise.runs.store import Store
 from groupwise.types import Row, from_json
-from tests.integration.running import STEPS, TOY, config
+from tests.integration.toy_run import STEPS, TOY, config
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from groupwise.learner.native import body
 from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.native.graph_engine import KEYS
-from tests import on_device
-from tests.on_device import Place
-from tests.tape import Tape
+from tests import device_checks
+from tests.device_checks import Place
+from tests.fake_cuda_graph import Tape
 
 CPU = torch.device("cpu")
 SOAK = pytest.mark.soak(suite="engine")
@@ -50,31 +50,31 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
 @pytest.mark.parametrize(
     ("holds", "given"),
     [
-        also(on_device.greedy_tokens_are_those_of_transformers, name="llama", adapter=True),
-        also(on_device.greedy_tokens_are_those_of_transformers, name="qwen3", adapter=False),
-        also(on_device.logits_are_near_those_of_transformers, name="llama-128", dtype=HALF),
-        also(on_device.logits_are_near_those_of_transformers, name="qwen2", dtype=WHOLE),
-        also(on_device.recordings_change_no_bit, name="qwen3", dtype=HALF),
-        also(on_device.recordings_change_no_bit, name="qwen3", dtype=WHOLE),
+        also(device_checks.greedy_tokens_are_those_of_transformers, name="llama", adapter=True),
+        also(device_checks.greedy_tokens_are_those_of_transformers, name="qwen3", adapter=False),
+        also(device_checks.logits_are_near_those_of_transformers, name="llama-128", dtype=HALF),
+        also(device_checks.logits_are_near_those_of_transformers, name="qwen2", dtype=WHOLE),
+        also(device_checks.recordings_change_no_bit, name="qwen3", dtype=HALF),
+        also(device_checks.recordings_change_no_bit, name="qwen3", dtype=WHOLE),
         (  # within one number of keys, which is what holds on a processor
-            on_device.a_row_does_not_depend_on_the_others,
+            device_checks.a_row_does_not_depend_on_the_others,
             {"name": "llama", "dtype": HALF, "longest": KEYS - 60},
         ),
-        also(on_device.sampling_again_gives_the_same, name="qwen3", dtype=HALF),
-        (on_device.what_is_drawn_does_not_depend_on_the_device, {}),
-        (on_device.memory_does_not_grow, {"adapter": True}),
-        also(on_device.memory_does_not_grow, adapter=False),
-        (on_device.gradients_are_those_of_a_processor, {"name": "llama-biases"}),
-        (on_device.nothing_is_left_of_a_gradient, {}),
+        also(device_checks.sampling_again_gives_the_same, name="qwen3", dtype=HALF),
+        (device_checks.what_is_drawn_does_not_depend_on_the_device, {}),
+        (device_checks.memory_does_not_grow, {"adapter": True}),
+        also(device_checks.memory_does_not_grow, adapter=False),
+        (device_checks.gradients_are_those_of_a_processor, {"name": "llama-biases"}),
+        (device_checks.nothing_is_left_of_a_gradient, {}),
         *(
             (
-                on_device.attention_is_that_of_a_processor,
+                device_checks.attention_is_that_of_a_processor,
                 {"name": "two groups", "size": size, "kv_heads": heads, "dtype": dtype},
             )
             for size, heads, dtype in ((6, 2, HALF), (128, 4, WHOLE))
         ),
-        (on_device.a_short_run_goes_through, {"lora": {"r": 4}, "enforce_eager": True}),
-        also(on_device.a_short_run_goes_through, lora=None, enforce_eager=True),
+        (device_checks.a_short_run_goes_through, {"lora": {"r": 4}, "enforce_eager": True}),
+        also(device_checks.a_short_run_goes_through, lora=None, enforce_eager=True),
     ],
 )
 def test_as_on_a_gpu(place: Place, holds: Callable[..., None], given: dict[str, Any]) -> None:
@@ -82,9 +82,9 @@ def test_as_on_a_gpu(place: Place, holds: Callable[..., None], given: dict[str, 
 
 
 def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_path):
-    pieces = on_device.gradients("qwen3", CPU, tmp_path)
+    pieces = device_checks.gradients("qwen3", CPU, tmp_path)
     monkeypatch.setattr(body, "piece_attention", fused_attention)
-    fused = on_device.gradients("qwen3", CPU, tmp_path)
+    fused = device_checks.gradients("qwen3", CPU, tmp_path)
     for key, wanted in pieces.items():
         torch.testing.assert_close(fused[key], wanted, rtol=1e-4, atol=1e-5)
     assert any(not torch.equal(fused[key], wanted) for key, wanted in pieces.items()), "two ways"
@@ -95,18 +95,18 @@ def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_p
 )
 def test_sampler_and_learner_agree_on_a_small_model(place, monkeypatch, name, dtype, most):
     monkeypatch.setattr(body, "piece_attention", fused_attention)
-    on_device.sampler_and_learner_agree_on_a_small_model(place, name, dtype, most)
+    device_checks.sampler_and_learner_agree_on_a_small_model(place, name, dtype, most)
 
 
 @SOAK
 def test_sampler_and_learner_agree(place, monkeypatch):
     monkeypatch.setattr(body, "piece_attention", fused_attention)
     few = {"members": 3, "tokens": 12}  # a difference of the two shows in each of them
-    on_device.sampler_and_learner_agree(place, "float32", most=1e-4, **few)
+    device_checks.sampler_and_learner_agree(place, "float32", most=1e-4, **few)
 
 
 @SOAK
 @pytest.mark.parametrize(("rate", "tokens", "within"), [(1e-6, 8192, 0.5), (1e-4, 2048, 0.1)])
 def test_small_steps_act_in_full(place, monkeypatch, rate, tokens, within):
     monkeypatch.setattr(slopes, "TOKENS", tokens)
-    on_device.small_steps_act_in_full(place, rate, within)
+    device_checks.small_steps_act_in_full(place, rate, within)

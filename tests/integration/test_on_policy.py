@@ -20,7 +20,7 @@ from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.errors import PolicyMismatchError
 from groupwise.runs.store import Store
 from groupwise.sampler.torch_sampler import TorchSampler
-from tests.integration.running import STEPS, TOY, config, ratios_of
+from tests.integration.toy_run import STEPS, TOY, config, ratios_of
 
 
 def settings(runs: Path, **sections: Any) -> dict[str, Any]:

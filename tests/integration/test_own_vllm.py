@@ -17,9 +17,9 @@ import groupwise
 from groupwise.callbacks.base import Callback
 from groupwise.errors import UsageError
 from groupwise.sampler.vllm.own import gpus_beside
-from tests.integration.running import TOY, begun_in_child, config
+from tests.fake_vllm_server import VllmServer
+from tests.integration.toy_run import TOY, begun_in_child, config
 from tests.processes import all_gone
-from tests.vllm_server import VllmServer
 
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

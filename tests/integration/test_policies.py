@@ -11,7 +11,7 @@ import groupwise
 from groupwise.errors import RunNotFoundError
 from groupwise.evaluation import policies
 from groupwise.evaluation.policies import find_policy
-from tests.integration.running import TOY, config
+from tests.integration.toy_run import TOY, config
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from groupwise.cli.main import main
 from groupwise.errors import UsageError
 from groupwise.models import hub_queue
 from tests.fake_hub import Hub, serve_hub, use_hub
-from tests.integration.running import TOY, config, go_on, in_child, what_must_be_equal
+from tests.integration.toy_run import TOY, config, go_on, in_child, what_must_be_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),

@@ -30,7 +30,7 @@ from groupwise.ranks.tree import Ranks
 from groupwise.review.replay import replay
 from groupwise.runs.store import Store
 from tests.forked_zygote import fork_zygotes
-from tests.integration.running import (
+from tests.integration.toy_run import (
     STEPS,
     TOY,
     begun_in_child,

@@ -25,7 +25,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.encoding import pack_floats, unpack_floats
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
-from tests.integration.running import TOY, config
+from tests.integration.toy_run import TOY, config
 
 
 @pytest.fixture(scope="module", autouse=True)

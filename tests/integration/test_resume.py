@@ -28,7 +28,7 @@ from groupwise.runs import checkpoints, durable
 from groupwise.runs.store import Store
 from groupwise.sampler.torch_sampler import TorchSampler
 from tests.integration import toy_task
-from tests.integration.running import (
+from tests.integration.toy_run import (
     STEPS,
     TOY,
     config,

@@ -31,7 +31,6 @@ from groupwise.ranks.samplers import MOST_ENDS, Samplers
 from groupwise.review.replay import replay
 from groupwise.sampler.torch_sampler import TorchSampler
 from tests.forked_zygote import fork_peers
-from tests.integration.running import STEPS, TOY, go_on, what_must_be_equal
 from tests.integration.test_learners import (
     NAMES,
     SOAK,
@@ -41,6 +40,7 @@ from tests.integration.test_learners import (
     scaled,
 )
 from tests.integration.test_ranks import below, killed_after_a_checkpoint, metrics
+from tests.integration.toy_run import STEPS, TOY, go_on, what_must_be_equal
 from tests.processes import all_gone
 
 pytestmark = [

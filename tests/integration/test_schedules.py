@@ -25,7 +25,7 @@ from groupwise.loops.run import Drawn
 from groupwise.runs import durable
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
-from tests.integration.running import STEPS, TOY, config, crash_at, go_on, what_must_be_equal
+from tests.integration.toy_run import STEPS, TOY, config, crash_at, go_on, what_must_be_equal
 from tests.rotation import turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -13,7 +13,7 @@ from groupwise.errors import ConfigError, TaskError
 from groupwise.runs import durable
 from groupwise.runs.store import Store
 from groupwise.types import Group, Rollout, Segment
-from tests.integration.running import TOY, config, crash_at, go_on
+from tests.integration.toy_run import TOY, config, crash_at, go_on
 
 EASY = {
     "dataset_name": str(Path(__file__).parents[1] / "fixtures" / "easy.jsonl"),

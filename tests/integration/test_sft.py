@@ -30,9 +30,9 @@ from groupwise.loops import sft as loop
 from groupwise.review.export import export
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.store import Store
-from tests.integration import running, sft_task
-from tests.integration.running import TOY, what_must_be_equal
-from tests.integration.running import config as rl_config
+from tests.integration import sft_task, toy_run
+from tests.integration.toy_run import TOY, what_must_be_equal
+from tests.integration.toy_run import config as rl_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 TASK = str(Path(__file__).with_name("sft_task.py"))
@@ -172,7 +172,7 @@ def short(runs: Path) -> dict[str, Any]:
 
 
 def go_on(settings: dict[str, Any]) -> None:
-    running.go_on(settings, TASK, groupwise.sft)
+    toy_run.go_on(settings, TASK, groupwise.sft)
 
 
 @pytest.mark.timeout(1200)
@@ -194,7 +194,7 @@ def writes_that_crash(folder: Path, every: int) -> list[str]:
     failed: list[str] = []
     for number in range(0, len(points), every):
         runs = folder / str(number)
-        assert running.crash_at(number, lambda runs=runs: go_on(short(runs))) == 17
+        assert toy_run.crash_at(number, lambda runs=runs: go_on(short(runs))) == 17
         go_on(short(runs))
         if what_must_be_equal(runs / "sft") != whole:
             failed.append(f"{number} {points[number]}")

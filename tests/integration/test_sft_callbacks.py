@@ -13,9 +13,9 @@ import torch
 import groupwise
 from groupwise.runs import durable
 from groupwise.runs.store import Store
-from tests.integration.running import crash_at, what_must_be_equal
 from tests.integration.test_sft import STEPS, TASK, config
 from tests.integration.toy_callbacks import HISTORY
+from tests.integration.toy_run import crash_at, what_must_be_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

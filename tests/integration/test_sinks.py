@@ -19,7 +19,7 @@ from pyarrow import parquet
 import groupwise
 from groupwise.runs import durable
 from groupwise.runs.store import Store
-from tests.integration.running import STEPS, TOY, config, die, go_on, in_child, what_must_be_equal
+from tests.integration.toy_run import STEPS, TOY, config, die, go_on, in_child, what_must_be_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -18,7 +18,7 @@ from groupwise.loops import recording
 from groupwise.loops import rl as loop
 from groupwise.runs.folder import RunFolder, read_config
 from groupwise.runs.store import Store
-from tests.integration.running import STEPS, TOY, config, what_must_be_equal
+from tests.integration.toy_run import STEPS, TOY, config, what_must_be_equal
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import groupwise
 from groupwise import build
 from groupwise.models.tiny import write_tiny_model
-from tests.integration.running import TOY, config
+from tests.integration.toy_run import TOY, config
 
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")

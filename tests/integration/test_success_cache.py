@@ -11,7 +11,7 @@ import torch
 import groupwise
 from groupwise.runs import durable
 from groupwise.runs.store import Store
-from tests.integration.running import TOY, config, die, go_on, in_child, what_must_be_equal
+from tests.integration.toy_run import TOY, config, die, go_on, in_child, what_must_be_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -24,7 +24,7 @@ from groupwise.cli.train_grpo import main
 from groupwise.launch.train_grpo import Flags, config_of, put_whole_model
 from groupwise.runs import checkpoints, durable
 from tests.integration.fleet import tiny_grpo
-from tests.integration.running import die, in_child, what_must_be_equal
+from tests.integration.toy_run import die, in_child, what_must_be_equal
 
 WORDS = list(tiny_grpo.ARGUMENTS[1:])
 

@@ -21,7 +21,7 @@ import groupwise
 from benchmarks.learning import step_values
 from groupwise.cli.main import main
 from tests import unsloth
-from tests.integration.running import TOY, config, what_must_be_equal
+from tests.integration.toy_run import TOY, config, what_must_be_equal
 
 SFT = str(Path(__file__).with_name("sft_task.py"))
 WORDS = ("model.name=tiny", "model.backend=unsloth", "run.threads=1", "model.dtype=float32")

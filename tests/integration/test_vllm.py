@@ -19,9 +19,9 @@ from groupwise.config import load_config
 from groupwise.errors import ConfigError, PolicyMismatchError, UsageError
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.runs.store import Store
+from tests.fake_vllm_server import VllmServer, refusal
 from tests.forked_zygote import fork_peers
-from tests.integration.running import STEPS, TOY, config
-from tests.vllm_server import VllmServer, refusal
+from tests.integration.toy_run import STEPS, TOY, config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 SOAK = pytest.mark.soak(suite="engine")

@@ -2,7 +2,7 @@
 
 Two dispatchers, poller, requeue manager and tracker as processes of their own, real PostgreSQL, real NATS, three machines with sshd and two
 GPUs each. For CHAOS_SECONDS they are killed, frozen, cut off and deprived of power, while clients submit jobs that fail, hang on, leave
-processes behind and print megabytes. Then all is healed, everything has to come to rest, and `tests/fleet_history.py` judges.
+processes behind and print megabytes. Then all is healed, everything has to come to rest, and `tests/history_checker.py` judges.
 
 In a run of the tests there are some seconds of that with a seed of its own, which is printed (SEED repeats it); with
 `make soak SUITE=fleet` it is half an hour.

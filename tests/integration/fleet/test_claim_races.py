@@ -28,7 +28,7 @@ from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Event, Job, Project, Reservation
 from tests.integration.fleet import dispatchers
-from tests.unit.fleet.small_fleet import (
+from tests.unit.fleet.queue_helpers import (
     add_machine,
     claim_some,
     claimed_ids,

@@ -28,7 +28,7 @@ from groupwise.fleet.store.tables import Base, Checkpoint
 from groupwise.fleet.verbs import jobs
 from groupwise.testing.fake_hosts import Fault, Script
 from tests.fleet_databases import copied
-from tests.fleet_rig import SOMEBODY, Rig
+from tests.in_process_fleet import SOMEBODY, Rig
 
 Scenario = Callable[[Rig], Awaitable[None]]
 Effect = tuple[str, int]

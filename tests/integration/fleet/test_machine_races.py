@@ -27,7 +27,7 @@ from groupwise.hosts.failures import FailureClass
 from groupwise.wire.problems import Refusal
 from tests.integration.fleet.test_claim_races import somebody_has
 from tests.unit.fleet.machines.test_observation import gpu, running, seen
-from tests.unit.fleet.small_fleet import add_machine, claim_some, statuses, submit
+from tests.unit.fleet.queue_helpers import add_machine, claim_some, statuses, submit
 
 ADA = Actor("user:ada")
 SECONDS = 60.0

@@ -14,8 +14,8 @@ import pytest
 from groupwise.fleet.store.database import Database, connect
 from groupwise.hosts import engines
 from tests import slurm
+from tests.cluster_fleet import SAVES, SAYS, Rows
 from tests.fleet_databases import copied
-from tests.fleet_rows import SAVES, SAYS, Rows
 from tests.slurm import Cluster
 
 soak = pytest.mark.soak(suite="fleet")

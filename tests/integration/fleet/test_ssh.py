@@ -19,7 +19,7 @@ from groupwise.hosts.spec import JobSpec
 from groupwise.hosts.ssh import Patience, SshHost, read_host_key
 from tests import ssh_hosts
 from tests.contract.test_host_contract import arrived, ask, request
-from tests.programs import needed
+from tests.required_programs import needed
 from tests.ssh_hosts import FullHost, LoopbackHost
 
 QUICK = Patience(connect=2.0, keepalive=0.3)

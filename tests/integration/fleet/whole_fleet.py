@@ -32,7 +32,7 @@ from groupwise.fleet.store.tables import VM, Attempt, Job
 from tests import fleet_api, nats
 from tests.chaos.fleet import Control, Parts
 from tests.postgres import Postgres
-from tests.programs import root_needed
+from tests.required_programs import root_needed
 from tests.ssh_hosts import FullHost, full_hosts
 
 SECONDS = 300.0

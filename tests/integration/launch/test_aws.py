@@ -41,11 +41,11 @@ from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.port import HostUnreachable
 from groupwise.hosts.spec import Limits
 from groupwise.launch import places
-from tests.aws import KEY_NAME, PRICE, QUICK, REGION, Cloud, asked, cloud, user_data_of
+from tests.fake_aws import KEY_NAME, PRICE, QUICK, REGION, Cloud, asked, cloud, user_data_of
 from tests.integration.launch import stopping
 from tests.integration.launch.person import Person
 from tests.integration.launch.stopping import ctrl_c_ends_it
-from tests.places import SAVES, Laptop, name, order
+from tests.launch_backends import SAVES, Laptop, name, order
 from tests.ssh_hosts import loopback_hosts
 
 __all__ = ["name"]

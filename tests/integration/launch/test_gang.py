@@ -30,11 +30,11 @@ from groupwise.hosts.driver import Runner
 from groupwise.hosts.meeting import KEY
 from groupwise.hosts.spec import Limits
 from groupwise.hosts.ssh import Address, SshHost
-from tests import ray, slurm
+from tests import ray_cluster, slurm
 from tests.integration.launch.person import Person
 from tests.integration.launch.test_local import TRAINS, pids_of
-from tests.integration.running import what_must_be_equal
-from tests.places import WAITS, Laptop, ending, name, order
+from tests.integration.toy_run import what_must_be_equal
+from tests.launch_backends import WAITS, Laptop, ending, name, order
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 
 __all__ = ["name"]
@@ -349,11 +349,11 @@ def engine(
     if request.param == "slurm":
         monkeypatch.setenv("SLURM_CONF", str(slurm.shared().configuration))
     else:
-        monkeypatch.setenv("RAY_ADDRESS", ray.shared().address)
-        monkeypatch.setenv("RAY_AUTH_TOKEN", ray.shared().token)
+        monkeypatch.setenv("RAY_ADDRESS", ray_cluster.shared().address)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.shared().token)
     yield request.param
     if request.param == "ray":
-        ray.shared().idle()
+        ray_cluster.shared().idle()
 
 
 def on_both(engine: str, name: str) -> tuple[str, ...]:
@@ -377,7 +377,7 @@ def test_all_is_on_all_nodes_and_each_is_told_which_process_it_is(
         said = [line for line in typed.out.splitlines() if line.startswith("process ")]
         assert sorted(said) == [f"process {rank}" for rank in range(4)]
         assert [each["LOCAL_RANK"] for each in told] == ["0", "1", "0", "1"]
-        head = ray.shared()
+        head = ray_cluster.shared()
         assert {each["ray"] for each in told} == {f"{head.host}:{head.gcs}"}
     assert person.holding("of-a-secret") == []
 
@@ -423,12 +423,12 @@ def test_ended_there_it_saves_and_nothing_is_left(
     begun = person.begins(*on_both(engine, name), "--", *LEARNERS, *ENDLESS)
     person.sees("step    3/2000")
     if who == "ray":
-        ray.shared().stop(name)
+        ray_cluster.shared().stop(name)
     else:
         begun.send_signal(signal.SIGINT)
     assert begun.wait(240) == code
     assert person.result(name)["state"] == state
     assert_saved(person, name)
     if engine == "ray":
-        ray.shared().idle()
+        ray_cluster.shared().idle()
     assert not pids_of(f"attempts/{name}.1/work")

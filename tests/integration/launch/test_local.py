@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.integration.launch.person import Person
 from tests.integration.launch.stopping import WAITS, ctrl_c_ends_it
-from tests.integration.running import what_must_be_equal
+from tests.integration.toy_run import what_must_be_equal
 
 TRAINS = (
     *("rl", "--task-module", "task.py", "model.name=tiny", "lora.r=4", "lora.alpha=8"),

@@ -19,8 +19,8 @@ from groupwise.hosts.spec import Limits
 from groupwise.launch import places
 from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
-from tests.places import SAVES, WAITS, modal_backend, name
-from tests.places import Laptop as OfAnyPlace
+from tests.launch_backends import SAVES, WAITS, modal_backend, name
+from tests.launch_backends import Laptop as OfAnyPlace
 
 __all__ = ["name"]
 

@@ -13,8 +13,8 @@ from groupwise.clouds.modal.port import Call, Image
 from groupwise.clouds.port import Outcome
 from groupwise.hosts.port import HostError, OutcomeUnknown
 from groupwise.testing.fake_modal import FakeModal, desk, spawn
-from tests.modal_server import EXPIRED, UNFINISHED, Server, modal_server
-from tests.places import Laptop, modal_backend
+from tests.fake_modal_server import EXPIRED, UNFINISHED, Server, modal_server
+from tests.launch_backends import Laptop, modal_backend
 
 pytestmark = pytest.mark.launch
 CANARY = "canary-90ae11"

@@ -18,11 +18,11 @@ from groupwise.fleet.poller import Pace
 from groupwise.fleet.store.database import connect
 from groupwise.fleet.verbs import jobs
 from groupwise.hosts import engines
-from tests import ray
+from tests import ray_cluster
+from tests.cluster_fleet import SAVES, Rows
 from tests.fleet_databases import copied
-from tests.fleet_rig import SOMEBODY
-from tests.fleet_rows import SAVES, Rows
-from tests.ray import Ray
+from tests.in_process_fleet import SOMEBODY
+from tests.ray_cluster import Ray
 
 pytestmark = pytest.mark.launch
 PACE = Pace(interval=1.0, longest=1.0, listed=0.1, spread=0.0, least=0.1)
@@ -32,7 +32,7 @@ PACE = Pace(interval=1.0, longest=1.0, listed=0.1, spread=0.0, least=0.1)
 @pytest.fixture
 def cluster() -> Ray:
     """Which all tests share: nothing else is in use there."""
-    found = ray.shared()
+    found = ray_cluster.shared()
     found.idle()
     return found
 

@@ -8,8 +8,8 @@ import pytest
 from groupwise.fleet.store.database import connect
 from groupwise.hosts import engines
 from tests import slurm
+from tests.cluster_fleet import Rows
 from tests.fleet_databases import copied
-from tests.fleet_rows import Rows
 
 pytestmark = pytest.mark.launch
 

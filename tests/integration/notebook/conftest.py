@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import Kernel
+from tests.jupyter_kernel import Kernel
 
 ANEW = """
 %reset -f

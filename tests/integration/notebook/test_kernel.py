@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import TRAIN_WAITING, WAITING, Kernel, in_its_fourth_step, text
+from tests.jupyter_kernel import TRAIN_WAITING, WAITING, Kernel, in_its_fourth_step, text
 
 pytestmark = pytest.mark.slow
 

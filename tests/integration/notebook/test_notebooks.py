@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-from tests.kernels import Kernel, text
+from tests.jupyter_kernel import Kernel, text
 
 pytestmark = pytest.mark.slow
 

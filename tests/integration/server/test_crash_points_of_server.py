@@ -20,7 +20,7 @@ from groupwise.server.ledger import groups, plans, runs
 from groupwise.types import Group, from_json
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import GroupAnswer
-from tests.integration.running import crash_at
+from tests.integration.toy_run import crash_at
 from tests.unit.server.serving import Served
 
 STEPS = 4

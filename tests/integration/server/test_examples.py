@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from groupwise.client import TrainingClient
-from tests.integration.server.running import Server, running
+from tests.integration.server.server_process import Server, running
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LIMIT = 60.0

@@ -12,7 +12,7 @@ from groupwise.server import keeper
 from groupwise.server.app import make_app
 from groupwise.wire.training import GroupAnswer
 from tests.disks import fill, small_disk
-from tests.unit.server.asking import client_of
+from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served, letters, served
 
 STEPS = 5

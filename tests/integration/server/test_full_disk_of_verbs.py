@@ -16,9 +16,9 @@ from groupwise.server.verbs import journal, service
 from groupwise.server.verbs.futures import NotKept
 from groupwise.server.verbs.stored import SavedFolders
 from tests.disks import fill, small_disk
-from tests.unit.server.verbs.hosting import Disk, Server, serving
+from tests.tinker_app import KEY, app
 from tests.unit.server.verbs.test_host import CALLS, LONG, Loop, plain, undisturbed
-from tests.verb_server import KEY, app
+from tests.unit.server.verbs.verb_service import Disk, Server, serving
 
 AGAIN = (NotKept, StoreError)
 SOON = 0.05

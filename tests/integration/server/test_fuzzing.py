@@ -26,7 +26,8 @@ from groupwise.server.verbs import answers, document
 from groupwise.server.verbs.futures import JSON, Answer, Failure
 from groupwise.server.verbs.refusals import CODES
 from groupwise.server.verbs.stored import SavedFolders
-from tests.unit.server.asking import client_of
+from tests.tinker_app import KEY, app
+from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import SETTINGS, Served, served
 from tests.unit.server.test_schema_walk import (
     OPERATIONS,
@@ -36,9 +37,8 @@ from tests.unit.server.test_schema_walk import (
     fields_of,
     schema_of,
 )
-from tests.unit.server.verbs.hosting import Disk, Server, created, gradient, serving
 from tests.unit.server.verbs.test_host import Loop
-from tests.verb_server import KEY, app
+from tests.unit.server.verbs.verb_service import Disk, Server, created, gradient, serving
 
 ROUTES = [name for name in OPERATIONS if name not in ("GET /events", "GET /metrics")]
 SOONER = 0.02

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from groupwise.client import AsyncTrainingClient
-from tests.integration.server.running import FAKE, Server
+from tests.integration.server.server_process import FAKE, Server
 
 SIZE = 4
 WITHIN = 0.25

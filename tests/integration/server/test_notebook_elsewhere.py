@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.notebook import TrainingConfig, connect, run_full_pipeline
-from tests.integration.server.running import Server, running
+from tests.integration.server.server_process import Server, running
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from groupwise.wire.keys import Keyring
-from tests.unit.server.asking import client_of, listening
+from tests.unit.server.http_client import client_of, listening
 from tests.unit.server.openai.opening import Client, Open, opened
 from tests.unit.server.openai.test_routes import shown, texts_of
 

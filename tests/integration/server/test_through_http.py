@@ -18,7 +18,7 @@ import pytest
 import groupwise
 from groupwise.client import AsyncTrainingClient, TrainingClient, train
 from groupwise.runs.store import Store
-from tests.integration.server.running import Server, running
+from tests.integration.server.server_process import Server, running
 
 TOY = Path(__file__).parents[1] / "toy_task.py"
 STEPS = 8

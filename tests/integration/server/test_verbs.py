@@ -32,7 +32,7 @@ from groupwise.ranks.beside import NewModel
 from groupwise.server.verbs.compatibility import CLIENT_VERSION, EXAMPLES, METHODS
 from groupwise.types import LossSpec, OptimiserParams, Row
 from groupwise.wire.keys import Role, new_key
-from tests.integration.server.running import Server, running
+from tests.integration.server.server_process import Server, running
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import TRAIN_WAITING, WAITING, Kernel, in_its_fourth_step, text
+from tests.jupyter_kernel import TRAIN_WAITING, WAITING, Kernel, in_its_fourth_step, text
 from tests.tunix_models import model_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

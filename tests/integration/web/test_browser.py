@@ -19,7 +19,7 @@ from groupwise.client import TrainingClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
-from tests.integration.server.running import FAKE, running
+from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
     PHONE,

@@ -22,7 +22,7 @@ from groupwise.web.index import RunsIndex
 from groupwise.web.place import Place
 from groupwise.web.ticking import ending
 from groupwise.wire.keys import Keyring
-from tests.serving import listening
+from tests.fake_openai_server import listening
 from tests.web_runs import add_step, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -19,7 +19,7 @@ from groupwise.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from tests.processes import all_gone
-from tests.unit.callbacks.observed import CONFIG
+from tests.unit.callbacks.fake_run import CONFIG
 
 WRITES = "import json, sys; json.dump({'metrics': {'right': 0.5, 'n': 3}}, open(sys.argv[1], 'w'))"
 HANGS = "import sys, time; open(sys.argv[1] + '.begun', 'w').close(); time.sleep(1000)"

@@ -18,7 +18,7 @@ from groupwise.callbacks.registry import (
 )
 from groupwise.errors import ConfigError, TaskError
 from groupwise.settings.view import View
-from tests.unit.callbacks.observed import CONFIG
+from tests.unit.callbacks.fake_run import CONFIG
 
 GIVEN = View(CONFIG)
 FILE = """

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.callbacks.base import Callback, Callbacks, RunEnd
 from groupwise.errors import CallbackError
-from tests.unit.callbacks.observed import Observed
+from tests.unit.callbacks.fake_run import Observed
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.settings.view import View
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
-from tests.unit.callbacks.observed import CONFIG
+from tests.unit.callbacks.fake_run import CONFIG
 
 SECTION = {
     "name": None,

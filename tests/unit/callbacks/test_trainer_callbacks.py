@@ -10,7 +10,7 @@ from transformers.trainer_callback import ExportableState
 from groupwise.callbacks.base import Callbacks
 from groupwise.callbacks.trainer import TrainerCallbackAdapter
 from groupwise.runs.records import EvaluationRecord
-from tests.unit.callbacks.observed import Observed
+from tests.unit.callbacks.fake_run import Observed
 
 TrainerCallback: Any = Base  # people's overrides are freer than its annotations
 

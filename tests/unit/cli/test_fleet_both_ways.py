@@ -25,7 +25,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import hash_of
 from tests.fleet_api import api, place_in
 from tests.unit.cli.conftest import BUILT
-from tests.unit.fleet.small_fleet import claim_some, finish
+from tests.unit.fleet.queue_helpers import claim_some, finish
 
 KEY = "environment-key-0123456789"
 pytestmark = pytest.mark.fleet  # a hundred commands, half of them through a socket

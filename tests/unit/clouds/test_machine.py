@@ -9,8 +9,8 @@ import pytest
 
 from groupwise.clouds.port import CloudError, Handle, NameTaken, Order
 from groupwise.hosts.spec import JobSpec
-from tests import places
-from tests.places import SAVES, WAITS, Laptop, ending
+from tests import launch_backends
+from tests.launch_backends import SAVES, WAITS, Laptop, ending
 from tests.ssh_hosts import fake_gpus
 
 pytestmark = pytest.mark.launch
@@ -34,7 +34,7 @@ class Sitter(Laptop[Any]):
 @pytest.fixture
 async def sitter(tmp_path: Path) -> AsyncIterator[Sitter]:
     (tmp_path / "home" / "bin").mkdir(parents=True)
-    with places.local(tmp_path / "home") as place:
+    with launch_backends.local(tmp_path / "home") as place:
         found = Sitter(place.reach(), tmp_path, "job")
         yield found
         for each in await found.backend.list():

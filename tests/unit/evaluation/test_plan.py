@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from groupwise.cli.main import main
-from tests.integration.running import TOY, config
+from tests.integration.toy_run import TOY, config
 
 WORDS = ("eval", "--task-module", TOY)
 

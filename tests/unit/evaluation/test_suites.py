@@ -29,8 +29,8 @@ from groupwise.cli.main import main
 from groupwise.errors import RunError, UsageError
 from groupwise.evaluation.suites import SuitesAsked, evaluate_suites
 from groupwise.suites.lighteval import PROGRAM_VARIABLE
+from tests.fake_openai_server import Service, scripted, serve
 from tests.processes import all_gone, is_gone
-from tests.serving import Service, scripted, serve
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE = (sys.executable, str(ROOT / "tests/fake_lighteval.py"))

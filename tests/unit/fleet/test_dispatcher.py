@@ -1,6 +1,6 @@
 """A dispatcher on a real database and machines of this process: whatever goes wrong, the history keeps every promise.
 
-Each test ends with the judgement of `tests/fleet_history.py`, which knows nothing of dispatchers.
+Each test ends with the judgement of `tests/history_checker.py`, which knows nothing of dispatchers.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from groupwise.hosts.framing import BadAnswer
 from groupwise.hosts.port import Answer, Host, OutcomeUnknown, Request
 from groupwise.hosts.spec import JobSpec
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
-from tests.fleet_rig import NoChance, Rig
+from tests.in_process_fleet import NoChance, Rig
 
 
 @pytest.fixture

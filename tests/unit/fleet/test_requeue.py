@@ -10,7 +10,7 @@ from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.requeue import LONGEST_PAUSE, RequeueManager
 from groupwise.fleet.store.database import Database, DatabaseFailure, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
-from tests.unit.fleet.small_fleet import insert_admitted
+from tests.unit.fleet.queue_helpers import insert_admitted
 
 
 class Fleet:

@@ -12,7 +12,7 @@ from groupwise.hosts.engines import LIVING_BEAT
 from groupwise.hosts.port import HostUnreachable, RunnerRefused
 from groupwise.hosts.ray import ADDRESS, RayRunner, TendedRay
 from groupwise.hosts.spec import JobSpec
-from tests.engine_heads import Head
+from tests.fake_cluster_head import Head
 
 NAME = "j.1-0123abcd"
 WORD = "ray:head:8265"

@@ -10,7 +10,7 @@ from groupwise.hosts.engines import LIVING_BEAT
 from groupwise.hosts.port import HostUnreachable, RunnerRefused
 from groupwise.hosts.slurm import ON_ITS_WAY, SlurmRunner, TendedSlurm
 from groupwise.hosts.spec import JobSpec
-from tests.engine_heads import Head
+from tests.fake_cluster_head import Head
 
 NAME = "j.1-0123abcd"
 

@@ -13,8 +13,8 @@ from groupwise.http.logs import ForPrograms
 from groupwise.http.middleware import Buckets, check_local
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
-from tests.unit.server.asking import app_of, client_of, keyring, listening, serving_of, until
 from tests.unit.server.fake_service import FakeService
+from tests.unit.server.http_client import app_of, client_of, keyring, listening, serving_of, until
 
 # Limits
 

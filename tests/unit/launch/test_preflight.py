@@ -10,7 +10,7 @@ import pytest
 from groupwise.errors import UsageError
 from groupwise.launch import preflight
 from groupwise.launch.preflight import try_verb
-from tests.integration.running import TOY, config
+from tests.integration.toy_run import TOY, config
 
 
 @pytest.fixture

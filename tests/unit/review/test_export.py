@@ -14,7 +14,7 @@ import groupwise
 from groupwise.errors import RunError, RunNotFoundError, UsageError
 from groupwise.review.export import CONVERTER_VARIABLE, export
 from groupwise.runs.record_files import KINDS
-from tests.integration.running import TOY, config
+from tests.integration.toy_run import TOY, config
 
 CONVERTER = """
 import json, pathlib, sys

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.judge import Judge
 from groupwise.rewards.judge_prompts import TEMPLATE, Malformed, Mode, question
-from tests.serving import Service, scripted, serve
+from tests.fake_openai_server import Service, scripted, serve
 
 RUBRIC = "The longer, the better."
 ANSWER = re.compile(

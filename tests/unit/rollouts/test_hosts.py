@@ -22,13 +22,13 @@ from groupwise.rollouts.sessions import Sessions
 from groupwise.tasks.environment import Step
 from tests.scripted import Pieces, ScriptedSampler, ask_for
 
-MODULE = Path(__file__).with_name("hosted.py")
+MODULE = Path(__file__).with_name("misbehaving_environments.py")
 PIECES = Pieces()
 
 
 @pytest.fixture
 async def hosted():
-    """`hosted(name)`: rollouts in an environment of `hosted.py`, in workers."""
+    """`hosted(name)`: rollouts in an environment of `misbehaving_environments.py`, in workers."""
     made: list[EnvironmentRollouts] = []
 
     def make(name: str, *, workers: int = 1, start: str = "make", **limits: float):
@@ -80,7 +80,7 @@ def gone(process: int) -> bool:
 
 
 async def test_rollouts_are_the_same_wherever_their_environments_live(hosted, tmp_path):
-    from tests.unit.rollouts import hosted as module
+    from tests.unit.rollouts import misbehaving_environments as module
 
     local = rollouts_in(LocalHost(Sessions(module.Counts)))
     here = await drawn(local, tmp_path, range(3))

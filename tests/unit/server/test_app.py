@@ -22,8 +22,8 @@ from groupwise.server.app import ROUTES
 from groupwise.server.routes import health
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import KINDS, MEDIA_TYPE, Refusal
-from tests.unit.server.asking import app_of, client_of, keyring, serving_of, until
 from tests.unit.server.fake_service import RUN, FakeService
+from tests.unit.server.http_client import app_of, client_of, keyring, serving_of, until
 
 METHODS = {
     "get_model": "open_version",

@@ -12,8 +12,8 @@ import pytest
 
 from groupwise.server.downloads import CHUNK, OpenFile, OpenVersion, zipped
 from groupwise.server.routes import models
-from tests.unit.server.asking import app_of, listening, until
 from tests.unit.server.fake_service import FakeService
+from tests.unit.server.http_client import app_of, listening, until
 
 LARGE = 80 << 20
 

@@ -13,7 +13,7 @@ import pytest
 from groupwise.server.app import make_app
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.routes.declared import REPLAYED
-from tests.unit.server.asking import client_of
+from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served, served
 
 NAME = {"Idempotency-Key": "once"}

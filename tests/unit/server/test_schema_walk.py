@@ -13,8 +13,8 @@ import httpx2
 import pytest
 
 from groupwise.wire.problems import KINDS, MEDIA_TYPE
-from tests.unit.server.asking import app_of, client_of
 from tests.unit.server.fake_service import FakeService
+from tests.unit.server.http_client import app_of, client_of
 
 WRONG = (
     None, True, 0, -1, 0.5, 2**63, 10**400, 1e308, "", "x", "\x00", "../..", "é" * 70000, [], [[]], [None], {}, {"a": {"b": []}},

@@ -18,7 +18,7 @@ from groupwise.runs.asked import AskedFilter
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout
-from tests.unit.web.asking import asking
+from tests.unit.web.dashboard_client import asking
 from tests.web_runs import write_run
 
 Answered = Sequence[tuple[int, str, Sequence[float | None]]]

@@ -20,7 +20,7 @@ import pytest
 from groupwise.evaluation.statistics import interval_at_once, mean_with_interval
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
-from tests.unit.web.asking import asking
+from tests.unit.web.dashboard_client import asking
 from tests.web_runs import write_run
 
 

@@ -14,7 +14,7 @@ from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
 from groupwise.web import index as module
 from groupwise.web.index import RunsIndex
-from tests.unit.web.asking import asking
+from tests.unit.web.dashboard_client import asking
 from tests.web_runs import add_step, write_run
 
 

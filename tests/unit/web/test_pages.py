@@ -18,7 +18,7 @@ from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.web.templates import STATIC
 from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
-from tests.unit.web.asking import asking, json_of
+from tests.unit.web.dashboard_client import asking, json_of
 from tests.web_runs import HOSTILE, write_run
 
 PAGES = (

@@ -15,7 +15,7 @@ from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout, Segment
 from groupwise.web.runs.tokens import ratio_of
-from tests.unit.web.asking import asking
+from tests.unit.web.dashboard_client import asking
 from tests.web_runs import write_run
 
 

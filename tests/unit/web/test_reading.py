@@ -17,7 +17,7 @@ from groupwise.runs.records import RolloutFilter, StepRecord, WarningRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout, Segment
 from groupwise.web.runs import reading
-from tests.unit.web.asking import asking, json_of
+from tests.unit.web.dashboard_client import asking, json_of
 from tests.web_runs import write_run
 
 

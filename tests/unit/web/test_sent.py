@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from groupwise.web.app import make_app
-from tests.unit.web.asking import place_of
+from tests.unit.web.dashboard_client import place_of
 from tests.web_runs import write_run
 
 

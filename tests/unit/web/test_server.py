@@ -31,8 +31,8 @@ from groupwise.wire.activity import (
 )
 from groupwise.wire.keys import Keyring, Role
 from groupwise.wire.training import Counters, EventData, StatusAnswer
-from tests.unit.server.asking import keyring
 from tests.unit.server.fake_service import RUN, FakeService
+from tests.unit.server.http_client import keyring
 from tests.web_runs import HOSTILE, write_run
 
 PATIENT = 30.0

@@ -13,7 +13,7 @@ import pytest
 from groupwise.runs import checkpoints
 from groupwise.web.runs import archive as made
 from groupwise.web.runs.archive import archive
-from tests.unit.web.asking import asking
+from tests.unit.web.dashboard_client import asking
 from tests.web_runs import write_run
 
 CONTENT = {"adapter.safetensors": b"\x00\xff" * 3000, "sub/é.json": b"{}", "empty": b""}

@@ -45,8 +45,8 @@ from groupwise.hosts import answers
 from groupwise.hosts.answers import ExitRecord, RunnerState
 from groupwise.hosts.port import Request, RunnerRefused
 from groupwise.testing.fake_hosts import FakeHost, FakeHosts, Script
-from tests.fleet_history import violations
-from tests.fleet_rig import NoChance
+from tests.history_checker import violations
+from tests.in_process_fleet import NoChance
 
 MISFORTUNES = ("cut", "cut", "reboot", "no power", "lost")
 HAPPENINGS = (

@@ -22,7 +22,7 @@ from groupwise.fleet.verbs import machines, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.failures import FailureClass
-from tests.fleet_rig import NoChance, Rig
+from tests.in_process_fleet import NoChance, Rig
 
 ADA = Actor("user:ada")
 SUCCESS = Move(AttemptState.ENDED, Outcome.SUCCEEDED, because="exit code 0")

@@ -15,7 +15,7 @@ from groupwise.fleet.queue import claim
 from groupwise.fleet.states import AttemptState
 from groupwise.fleet.store.database import CommitUnknown, Database
 from groupwise.fleet.store.tables import Attempt
-from tests.fleet_rig import Rig
+from tests.in_process_fleet import Rig
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from groupwise.hosts.driver import Known, Launch, Runner
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.spec import FileEntry, JobSpec, as_json
 from groupwise.testing.fake_hosts import FakeHost, Script
-from tests.fleet_rig import Rig
+from tests.in_process_fleet import Rig
 
 AT_ONCE = Keeping(0.0, 0.0)
 HOUR = 3600.0

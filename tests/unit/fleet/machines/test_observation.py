@@ -25,7 +25,7 @@ from groupwise.fleet.verbs import jobs
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts import answers, keys
 from groupwise.hosts.answers import Observation
-from tests.unit.fleet.small_fleet import (
+from tests.unit.fleet.queue_helpers import (
     claim_some,
     claimed_ids,
     execute,

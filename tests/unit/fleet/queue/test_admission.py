@@ -30,7 +30,7 @@ from groupwise.fleet.verbs import jobs, machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.spec import JobSpec
 from groupwise.wire.problems import Refusal
-from tests.unit.fleet.small_fleet import (
+from tests.unit.fleet.queue_helpers import (
     add_machine,
     claimed_ids,
     execute,

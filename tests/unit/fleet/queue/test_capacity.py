@@ -16,7 +16,7 @@ from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import VM, Job
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
-from tests.unit.fleet.small_fleet import (
+from tests.unit.fleet.queue_helpers import (
     add_machine,
     claim_some,
     claimed_ids,

@@ -26,7 +26,7 @@ from groupwise.fleet.verbs import jobs, projects
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import JobSpec
-from tests.unit.fleet.small_fleet import (
+from tests.unit.fleet.queue_helpers import (
     add_machine,
     claim_some,
     claimed_ids,

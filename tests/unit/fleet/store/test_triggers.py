@@ -27,7 +27,7 @@ from sqlalchemy.exc import IntegrityError
 from groupwise.fleet.store import triggers
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.verbs.machines import VM_ID
-from tests.unit.fleet.small_fleet import execute
+from tests.unit.fleet.queue_helpers import execute
 
 JOBS = {
     "queued": ["pending", "running", "held", "cancelled", "failed"],

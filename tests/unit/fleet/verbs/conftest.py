@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.fleet.verbs.actor import Actor
-from tests.unit.fleet.small_fleet import insert_admitted
+from tests.unit.fleet.queue_helpers import insert_admitted
 
 T = TypeVar("T")
 ADA = Actor("user:ada")

@@ -11,7 +11,7 @@ from groupwise.fleet.store import events
 from groupwise.fleet.store.tables import GPU, VM, Job
 from groupwise.fleet.verbs import jobs, machines, status, submission
 from groupwise.fleet.verbs.bound import UNTOLD
-from tests.unit.fleet.small_fleet import submit
+from tests.unit.fleet.queue_helpers import submit
 
 CANARY = "canary-of-others"
 REQUEST = from_document({"arguments": ["true"], "resources": {"gpus": 1}})

@@ -35,8 +35,8 @@ from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import Completion, GroupRequest, SamplingParams
-from tests.on_device import changed, generated, published
-from tests.tape import Tape
+from tests.device_checks import changed, generated, published
+from tests.fake_cuda_graph import Tape
 from tests.unit.models.native.families import (
     SMALL,
     adapted,

@@ -1,4 +1,4 @@
-"""What a recording may depend on, shown with recordings that are as strict as a GPU's (`tests/tape.py`):
+"""What a recording may depend on, shown with recordings that are as strict as a GPU's (`tests/fake_cuda_graph.py`):
 
 1. A replay depends on memory that is changed in place alone: tokens, positions, keys and values, the adapter.
 2. An adapter's new numbers are taken in place, and recordings stay; other weights or another shape of adapter make new ones.
@@ -18,7 +18,7 @@ from groupwise.sampler.native import graph_engine
 from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import plainly
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
-from tests.tape import Tape
+from tests.fake_cuda_graph import Tape
 from tests.unit.models.native.families import adapted, family, randomised, text
 
 

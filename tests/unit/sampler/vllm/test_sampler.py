@@ -21,8 +21,8 @@ from groupwise.errors import EndpointError, PolicyMismatchError, RunError, Usage
 from groupwise.models.tiny import tiny_tokenizer
 from groupwise.sampler.vllm.adapters import Shared, adapter_name
 from groupwise.types import GroupRequest, SamplingParams
+from tests.fake_vllm_server import VllmServer, refusal
 from tests.vllm_pair import KEY, Clock, learner_of_tiny, trained, vllm_sampler
-from tests.vllm_server import VllmServer, refusal
 
 PROCESSED = "processed_logprobs"
 

@@ -16,7 +16,7 @@ from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.openai import attach, openai_routes
 from groupwise.testing.fake_engine import FakeEngine
 from groupwise.wire.keys import Keyring
-from tests.unit.server.asking import client_of
+from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served
 
 CHAT = {"model": "latest", "messages": [{"role": "user", "content": "abc"}]}

@@ -15,7 +15,7 @@ from groupwise.testing.fakes import ALPHABET, END_ID
 from groupwise.wire.keys import Role
 from groupwise.wire.openai import ChatRequest, TextRequest
 from groupwise.wire.problems import KINDS
-from tests.unit.server.asking import HERE, client_of, keyring, listening, until
+from tests.unit.server.http_client import HERE, client_of, keyring, listening, until
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, opened
 from tests.unit.server.test_schema_walk import RAW, WRONG
 

@@ -10,7 +10,7 @@ import pytest
 from groupwise.server.ledger import groups
 from groupwise.types import Group, from_json
 from groupwise.wire.problems import Refusal
-from tests.unit.server.asking import client_of, until
+from tests.unit.server.http_client import client_of, until
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, opened
 from tests.unit.server.openai.test_routes import PATHS, shown, texts_of
 

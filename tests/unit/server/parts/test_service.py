@@ -23,7 +23,7 @@ from groupwise.wire.parts import CallRequest
 from groupwise.wire.problems import Refusal
 from tests.fake_parts import SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, NoRuns, PartsServer
-from tests.unit.server.asking import until
+from tests.unit.server.http_client import until
 
 ID, OTHER = "a" * 16, "b" * 16
 OPEN = {"verb": "open", "kind": "training", "config": {"model": {"name": "tiny"}}, "run": "r"}

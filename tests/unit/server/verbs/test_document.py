@@ -15,7 +15,7 @@ from groupwise.server.serve import Built
 from groupwise.server.verbs.mount import Verbs
 from groupwise.server.verbs.refusals import CODES
 from groupwise.server.verbs.routes import PREFIX, ROUTES, verb_routes
-from tests.unit.server.asking import HERE
+from tests.unit.server.http_client import HERE
 from tests.unit.server.serving import served
 
 

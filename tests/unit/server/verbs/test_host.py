@@ -17,7 +17,7 @@ from groupwise.server.verbs.futures import Answer, Failure, NotKept
 from groupwise.server.verbs.journal import LedgerJournal
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.stored import SavedFolders
-from tests.unit.server.verbs.hosting import Disk, created, gradient, serving, update
+from tests.unit.server.verbs.verb_service import Disk, created, gradient, serving, update
 
 LONG = 10.0
 CALLS = 15

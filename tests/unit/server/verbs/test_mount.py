@@ -13,7 +13,7 @@ from groupwise.server.verbs.mount import Verbs
 from groupwise.server.verbs.opened import NotThere
 from groupwise.wire.keys import Role
 from groupwise.wire.training import ByVerbs
-from tests.unit.server.asking import HERE, keyring
+from tests.unit.server.http_client import HERE, keyring
 from tests.unit.server.serving import Served, served
 
 

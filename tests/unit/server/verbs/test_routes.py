@@ -17,8 +17,8 @@ from groupwise.server.verbs.opened import SESSION_SILENCE
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.training import EPHEMERAL_KEPT
 from groupwise.testing.fake_verbs import FakeVerbs
-from tests.unit.server.asking import until
-from tests.verb_server import KEY, app
+from tests.tinker_app import KEY, app
+from tests.unit.server.http_client import until
 
 ADAM = {"learning_rate": 0.5}
 

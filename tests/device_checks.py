@@ -39,7 +39,7 @@ from groupwise.sampler.queued import DecodeLayout
 from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import Completion, GroupRequest, Policy, Row, SamplingParams
-from tests.integration import running
+from tests.integration import toy_run
 from tests.unit.learner.native import test_attention
 from tests.unit.learner.native.test_engine import EVERYTHING, TOTALS, rows_of
 from tests.unit.models.native.families import adapted, family, own_logits, randomised, text
@@ -407,9 +407,9 @@ def a_short_run_goes_through(
     place: Place, *, lora: dict[str, Any] | None, enforce_eager: bool
 ) -> None:
     """From beginning to end, with evaluations and checkpoints, on this device."""
-    settings = {**running.config(place.folder), "lora": lora}
+    settings = {**toy_run.config(place.folder), "lora": lora}
     settings["sampler"] = {**settings["sampler"], "enforce_eager": enforce_eager}
-    assert groupwise.rl(settings, running.TOY).exit_code == 0
+    assert groupwise.rl(settings, toy_run.TOY).exit_code == 0
     with Store.open(place.folder / "toy" / "run.db", readonly=True) as store:
         assert store.get_meta()["layout"]["device"] == place.device.type
     assert [*(place.folder / "toy" / "final").glob("*.safetensors")]

@@ -18,14 +18,14 @@ from groupwise.hosts import slurm as slurm_host
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.port import OutcomeUnknown
 from groupwise.hosts.spec import Limits
-from tests import places, ray, slurm
+from tests import launch_backends, ray_cluster, slurm
 from tests.integration.launch.person import Person
-from tests.places import SAVES, Place, laptop, name
+from tests.launch_backends import SAVES, Place, laptop, name
 
 __all__ = ["laptop", "name"]
 
 pytestmark = pytest.mark.launch
-Laptop: TypeAlias = places.Laptop[Backend]
+Laptop: TypeAlias = launch_backends.Laptop[Backend]
 LONG = pytest.mark.soak(suite="launch")
 LATER = "--begin=now+1hour"
 SLOWLY = 4.0
@@ -98,7 +98,7 @@ def of_slurm() -> OfOne:
 
 
 def of_ray() -> OfOne:
-    cluster = ray.shared()
+    cluster = ray_cluster.shared()
     return OfOne(
         "ray",
         lambda home: Place("ray", home, ray=(cluster.address, cluster.token)),
@@ -167,7 +167,7 @@ def test_a_script_runs_on_a_node_and_is_found_from_another_machine_by_engine_and
     asks = ("--gpus", "2", "--cpus", "2", "--memory", "100M", "--shared", str(shared), *more)
     clerk.types(engine.name, "--name", "shows", *asks, "--script", "job.py", *words)
     told = json.loads((clerk.project / "launches/shows/outputs/told.json").read_text())
-    head = ray.shared() if engine.name == "ray" else None
+    head = ray_cluster.shared() if engine.name == "ray" else None
     assert told == {
         "words": list(words),
         "CUDA_VISIBLE_DEVICES": "0,1",
@@ -207,7 +207,7 @@ def test_a_plan_asks_slurm_and_changes_nothing(clerk: Person, engine: OfOne) -> 
 def test_what_waits_says_what_for_and_is_stopped(clerk: Person, engine: OfOne) -> None:
     waits, says = (f"--sbatch={LATER}",), "pending (BeginTime)"
     if engine.name == "ray":
-        ray.shared().idle()
+        ray_cluster.shared().idle()
         waits = ("--gpus", "9")
         says = "is pending: it wants 1 CPU, 9 GPU; free: 8 of 8 CPU, 4 of 4 GPU"
     clerk.types(engine.name, "--name", "later", "--detach", *waits, "--script", "job.py")
@@ -274,7 +274,7 @@ async def test_ended_by_its_engine_it_saves_and_goes_on_from_there(
     elif engine.name == "slurm":
         slurm.shared().run("scancel", *numbers(laptop.name, "running"))
     else:
-        ray.shared().stop(laptop.name)
+        ray_cluster.shared().stop(laptop.name)
     status = await laptop.until(handle, lambda status: status.ending)
     assert status.ending is not None
     assert (status.ending.failure, status.step) == (FailureClass.PREEMPTION, 1)
@@ -295,7 +295,7 @@ async def test_without_its_head_a_job_goes_on_and_nothing_is_placed_twice(
     later = await laptop.submit(asked(laptop, RUNS, *options, more="-later", **waits))
     await laptop.running(handle)
     if of_ray:
-        ray.shared().kill("gcs_server", "dashboard/dashboard.py", "ray-dashboard-")
+        ray_cluster.shared().kill("gcs_server", "dashboard/dashboard.py", "ray-dashboard-")
     else:
         slurm.shared().until_saved(f"{laptop.name}-later.1")
         slurm.shared().kill("controller")
@@ -310,9 +310,9 @@ async def test_without_its_head_a_job_goes_on_and_nothing_is_placed_twice(
         assert await laptop.outcome(handle) is Outcome.SUCCEEDED
     finally:
         if of_ray:
-            ray.shared().end()
-            ray.shared().start(new=1)
-            ray.shared().start_node()
+            ray_cluster.shared().end()
+            ray_cluster.shared().start(new=1)
+            ray_cluster.shared().start_node()
         else:
             slurm.shared().start("controller")
             slurm.shared().until_ready()
@@ -398,9 +398,9 @@ async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
 async def test_with_its_node_it_is_lost_and_goes_on_from_its_checkpoint(laptop: Laptop) -> None:
     handle = await laptop.submit(asked(laptop, GOES_ON, slowly=-1.0, resources={"apart": 1}))
     await laptop.until(handle, lambda status: status.log_size and status.step)
-    await asyncio.to_thread(ray.shared().kill_node)
+    await asyncio.to_thread(ray_cluster.shared().kill_node)
     assert await laptop.outcome(handle) is Outcome.LOST
-    ray.shared().start_node()
+    ray_cluster.shared().start_node()
     again = await laptop.resume()
     assert await laptop.outcome(again) is Outcome.SUCCEEDED
     assert await laptop.said(again) == "one\n"

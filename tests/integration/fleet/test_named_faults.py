@@ -23,9 +23,9 @@ from groupwise.fleet.store.events import VM_RETURNED
 from groupwise.fleet.store.tables import VM, Event
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.machines import NewMachine
+from tests.chaos.collect_history import whole_history
 from tests.chaos.fleet import OPERATOR, Control, RealFleet, real_fleet
-from tests.chaos.history import whole_history
-from tests.fleet_history import violations
+from tests.history_checker import violations
 
 LEASE = 2.0
 DEADMAN = 4.0

@@ -14,7 +14,7 @@ import groupwise
 from groupwise.errors import ResumeMismatchError
 from groupwise.runs.store import Store
 from tests.integration import toy_task
-from tests.integration.running import config
+from tests.integration.toy_run import config
 
 
 @pytest.fixture(autouse=True)

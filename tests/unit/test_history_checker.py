@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleet_history import violations
+from tests.history_checker import violations
 
 FIELDS = {
     "accepted": "job",

@@ -32,7 +32,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Host
 from groupwise.testing.fake_hosts import FakeHosts
-from tests.fleet_history import assert_kept
+from tests.history_checker import assert_kept
 
 Row = TypeVar("Row")
 

@@ -24,7 +24,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from tests.ports import free_port
-from tests.programs import lacking
+from tests.required_programs import lacking
 from tests.slurm import read, started_with
 
 PYTHON = Path(

@@ -31,8 +31,7 @@ from groupwise.hosts.slurm import SlurmRunner
 from groupwise.hosts.spec import JobSpec
 from groupwise.hosts.ssh import Address, SshHost
 from groupwise.testing.fake_modal import FakeModal
-from tests import aws, ssh_hosts
-from tests import ray as real_ray
+from tests import fake_aws, ray_cluster, ssh_hosts
 from tests import slurm as real_slurm
 
 SOON = 20.0
@@ -80,8 +79,8 @@ class Place:
             return modal_backend(FakeModal(Path(self.home)))
         if self.access is not None:
             kept = Kept(Path(tempfile.mkdtemp(dir=Path(self.home).parent)))
-            asked, access = aws.asked(), Access(**self.access)
-            return AwsBackend(self.kind, asked, access, kept, patience=aws.QUICK)
+            asked, access = fake_aws.asked(), Access(**self.access)
+            return AwsBackend(self.kind, asked, access, kept, patience=fake_aws.QUICK)
         if self.login is not None:
             host = SshHost(Address(**self.login))
         else:
@@ -251,7 +250,7 @@ def slurm(home: Path) -> Iterator[Place]:
 @contextmanager
 def ray(home: Path) -> Iterator[Place]:
     """A real Ray with two nodes, which share the home folder."""
-    found = real_ray.shared()
+    found = ray_cluster.shared()
     yield Place("ray", str(home), ray=(found.address, found.token))
 
 
@@ -273,7 +272,7 @@ def ssh(_: Path) -> Iterator[Place]:
 @contextmanager
 def rented(_: Path) -> Iterator[Place]:
     """AWS, where a real sshd stands in for every machine."""
-    with ssh_hosts.loopback_hosts() as [host], aws.cloud(host) as cloud:
+    with ssh_hosts.loopback_hosts() as [host], fake_aws.cloud(host) as cloud:
         yield Place("aws", str(host.home), access=asdict(cloud.access()))
 
 

@@ -22,7 +22,7 @@ from groupwise.fleet.store.tables import Attempt, Job, Reservation
 from groupwise.fleet.up import Hosts
 from groupwise.fleet.verbs import jobs, machines
 from groupwise.hosts.files import BlobStore
-from tests.fleet_rig import SOMEBODY, NoChance, SilentBell, nothing, quick
+from tests.in_process_fleet import SOMEBODY, NoChance, SilentBell, nothing, quick
 
 LONGEST = 60.0
 """Seconds for anything, on a machine with other work."""

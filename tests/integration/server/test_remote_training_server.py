@@ -26,9 +26,9 @@ from groupwise.client import TrainingClient
 from groupwise.client.errors import RunActive
 from groupwise.errors import GroupwiseError, RunError, UsageError
 from groupwise.runs.store import Store
-from tests.integration.running import what_must_be_equal
-from tests.integration.server.running import Server, running
+from tests.integration.server.server_process import Server, running
 from tests.integration.sft_task import __file__ as LESSONS
+from tests.integration.toy_run import what_must_be_equal
 
 TOY = str(Path(__file__).parents[1] / "toy_task.py")
 STEPS = 6
@@ -153,7 +153,7 @@ import os, signal, sys
 from pathlib import Path
 import groupwise
 from groupwise.runs.store import Store
-from tests.integration.server.test_loop_elsewhere import TOY, config_of
+from tests.integration.server.test_remote_training_server import TOY, config_of
 
 commit = Store.commit_step
 

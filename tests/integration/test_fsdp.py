@@ -24,7 +24,6 @@ from groupwise.ranks.hosted import Hosted
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.line import Line
 from tests.forked_zygote import fork_peers
-from tests.integration.running import TOY, go_on, ratios_of, what_must_be_equal
 from tests.integration.test_learners import (
     ALL_WEIGHTS,
     SOAK,
@@ -35,6 +34,7 @@ from tests.integration.test_learners import (
     scaled,
 )
 from tests.integration.test_ranks import SFT, supervised
+from tests.integration.toy_run import TOY, go_on, ratios_of, what_must_be_equal
 
 pytestmark = [
     pytest.mark.slow,
