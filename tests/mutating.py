@@ -240,7 +240,7 @@ class Outcomes:
     printed: str
 
 
-class Nursery:
+class ForkServer:
     """The process that forks; a context manager."""
 
     def __enter__(self) -> Self:
@@ -319,7 +319,9 @@ def _run_in_child(folder: Path, arguments: list[str]) -> None:
             "-W",
             "ignore::pytest.PytestAssertRewriteWarning",
         ]  # anyio came with transformers
-        code = pytest.main([*options, *arguments], plugins=[recorder])
+        code = 1
+        with contextlib.suppress(Exception):  # of what a failed test left open
+            code = pytest.main([*options, *arguments], plugins=[recorder])
         import groupwise
 
         report = {**recorder.found, "code": int(code), "package": groupwise.__file__}

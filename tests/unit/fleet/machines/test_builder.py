@@ -58,12 +58,21 @@ def test_the_second_of_two_waits_and_finds_it_made(desk: Desk) -> None:
     second = desk.begin()
     assert second.stdout is not None
     assert "made by another" in second.stdout.readline()
+    desk.until(lambda: waits_for_a_lock(second.pid))
     go_on.touch()
     log, _ = second.communicate(timeout=60)
     first.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0)
     assert "it is there already" in log
     assert sum("-m venv" in call for call in desk.calls()) == 1
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """As the kernel tells: `2: -> FLOCK ADVISORY WRITE pid …`."""
+    waiting = [
+        line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" in line
+    ]
+    return str(pid) in [line[5] for line in waiting]
 
 
 def test_what_pip_leaves_running_keeps_others_from_building(desk: Desk) -> None:
