@@ -51,7 +51,7 @@ signal.pause()
 """
 
 
-class Rows:
+class ClusterFleet:
     """A poller and a dispatcher in this process, with real files and a real database."""
 
     def __init__(

@@ -49,7 +49,7 @@ LAYOUT = DecodeLayout(slots=16, key_length=640)
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceCase:
     """Where it must hold."""
 
     device: torch.device
@@ -76,10 +76,10 @@ def engine_of(weights: ServedWeights, make_record: Callable[[], Record]) -> Grap
     return GraphEngine(model, weights, LAYOUT.slots, LAYOUT.key_length, make_record())
 
 
-def sampler_of(place: Place, weights: ServedWeights, tokenizer: Any = None) -> TorchSampler:
+def sampler_of(case: DeviceCase, weights: ServedWeights, tokenizer: Any = None) -> TorchSampler:
     sampler = TorchSampler(weights, tokenizer or tiny_tokenizer(), LAYOUT)
     if not isinstance(sampler._engine, GraphEngine):  # on a processor
-        sampler._engine = engine_of(weights, place.make_record)
+        sampler._engine = engine_of(weights, case.make_record)
     return sampler
 
 
@@ -93,14 +93,14 @@ def generated(sampler: TorchSampler, asked: Sequence[GroupRequest]) -> list[Comp
 # The sampler
 
 
-def greedy_tokens_are_those_of_transformers(place: Place, name: str, *, adapter: bool) -> None:
+def greedy_tokens_are_those_of_transformers(case: DeviceCase, name: str, *, adapter: bool) -> None:
     """In float32, token by token, with log-probabilities that differ by rounding."""
-    weights = served(name, place.device, torch.float32, adapter=adapter)
+    weights = served(name, case.device, torch.float32, adapter=adapter)
     asked = [
         GroupRequest(n, tuple(text(length).tolist()), (1, 2), SamplingParams(40, temperature=0.0))
         for n, length in enumerate((1, 2, 17, 65, 230, 300))
     ]
-    ours = generated(sampler_of(place, weights), asked)
+    ours = generated(sampler_of(case, weights), asked)
     theirs = generated(TorchSampler(weights, tiny_tokenizer(), LAYOUT, native=False), asked)
     assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
     for mine, wanted in zip(ours, theirs, strict=True):
@@ -108,15 +108,15 @@ def greedy_tokens_are_those_of_transformers(place: Place, name: str, *, adapter:
 
 
 @torch.inference_mode()
-def logits_are_near_those_of_transformers(place: Place, name: str, dtype: torch.dtype) -> None:
+def logits_are_near_those_of_transformers(case: DeviceCase, name: str, dtype: torch.dtype) -> None:
     """Given the same tokens, beyond the first step of keys."""
-    weights = served(name, place.device, dtype, adapter=True)
-    engine = engine_of(weights, place.make_record)
+    weights = served(name, case.device, dtype, adapter=True)
+    engine = engine_of(weights, case.make_record)
     ids, tokens = text(230).tolist(), text(40).tolist()
     engine.begin(engine.prefill(ids))
     found = torch.stack([engine.decode([token])[0].clone() for token in tokens]).float()
     with weights.acting():
-        wanted = own_logits(weights.model, torch.tensor([*ids, *tokens], device=place.device))
+        wanted = own_logits(weights.model, torch.tensor([*ids, *tokens], device=case.device))
     wanted = wanted[len(ids) :].log_softmax(-1)
     differences = found.log_softmax(-1) - wanted
     close = 1e-4 if dtype == torch.float32 else 0.05
@@ -140,10 +140,10 @@ def decoded(engine: GraphEngine, seed: int = 0, steps: int = 60) -> list[tuple[i
     return found
 
 
-def recordings_change_no_bit(place: Place, name: str, dtype: torch.dtype) -> None:
+def recordings_change_no_bit(case: DeviceCase, name: str, dtype: torch.dtype) -> None:
     """Of any token, whatever comes and goes, and after a new adapter."""
-    weights = served(name, place.device, dtype, adapter=True)
-    recorded = engine_of(weights, place.make_record)
+    weights = served(name, case.device, dtype, adapter=True)
+    recorded = engine_of(weights, case.make_record)
     plain = engine_of(weights, lambda: lambda compute: compute)
     for seed in (7, 8):
         ours, theirs = decoded(recorded), decoded(plain)
@@ -158,14 +158,14 @@ def recordings_change_no_bit(place: Place, name: str, dtype: torch.dtype) -> Non
 
 @torch.inference_mode()
 def a_row_does_not_depend_on_the_others(
-    place: Place, name: str, dtype: torch.dtype, *, longest: int
+    case: DeviceCase, name: str, dtype: torch.dtype, *, longest: int
 ) -> None:
     """To the bit: alone, and beside rows that come and go, one of which has `longest` tokens."""
-    weights = served(name, place.device, dtype, adapter=False)
+    weights = served(name, case.device, dtype, adapter=False)
     ids, tokens = text(20).tolist(), text(30).tolist()
 
     def histories(mates: Sequence[int]) -> Tensor:
-        engine = engine_of(weights, place.make_record)
+        engine = engine_of(weights, case.make_record)
         others = [engine.prefill(text(length).tolist()) for length in mates]
         for prompt in others:
             engine.begin(prompt)
@@ -184,28 +184,28 @@ def a_row_does_not_depend_on_the_others(
     assert torch.equal(histories((longest, 9, 9, 5)), alone)
 
 
-def sampling_again_gives_the_same(place: Place, name: str, dtype: torch.dtype) -> None:
+def sampling_again_gives_the_same(case: DeviceCase, name: str, dtype: torch.dtype) -> None:
     """Tokens and log-probabilities, to the bit: by the same sampler and by another, whatever it sampled before."""
-    weights = served(name, place.device, dtype, adapter=True)
+    weights = served(name, case.device, dtype, adapter=True)
     asked = [
         GroupRequest(n, tuple(text(length).tolist()), (1, 2, 3), SamplingParams(40))
         for n, length in enumerate((1, 17, 100, KEYS - 20))
     ]
-    first, second = (sampler_of(place, weights) for _ in range(2))
+    first, second = (sampler_of(case, weights) for _ in range(2))
     wanted = generated(first, asked)
     assert generated(first, asked) == wanted
     generated(second, asked[::-1][:2])
     assert generated(second, asked) == wanted
 
 
-def what_is_drawn_does_not_depend_on_the_device(place: Place) -> None:
+def what_is_drawn_does_not_depend_on_the_device(case: DeviceCase) -> None:
     """The same tokens of the same logits, at any temperature."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(32, 49152, generator=generator) * 4
     temperatures = torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(8)
     uniforms = torch.rand(32, generator=generator, dtype=torch.float64)
     given = logits, temperatures, uniforms
-    tokens, logprobs = draw_tokens(*(each.to(place.device) for each in given))
+    tokens, logprobs = draw_tokens(*(each.to(case.device) for each in given))
     wanted, wanted_logprobs = draw_tokens(*given)
     assert tokens.tolist() == wanted.tolist()
     torch.testing.assert_close(logprobs.cpu(), wanted_logprobs, rtol=1e-5, atol=1e-5)
@@ -235,18 +235,18 @@ def published(
     return Policy("r", version, fingerprint(tensors), kind, str(place))
 
 
-def memory_does_not_grow(place: Place, *, adapter: bool) -> None:
+def memory_does_not_grow(case: DeviceCase, *, adapter: bool) -> None:
     """However often weights are refreshed."""
-    weights = served("llama", place.device, torch.float32, adapter=adapter)
-    sampler = sampler_of(place, weights)
+    weights = served("llama", case.device, torch.float32, adapter=adapter)
+    sampler = sampler_of(case, weights)
     asked = [GroupRequest(0, tuple(text(230).tolist()), (1, 2, 3), SamplingParams(40))]
     seen: list[int] = []
     for version in range(1, 8):
         asyncio.run(
-            sampler.load(published(weights, changed(weights, version, 0.01), place.folder, version))
+            sampler.load(published(weights, changed(weights, version, 0.01), case.folder, version))
         )
         generated(sampler, asked)
-        seen.append(place.held())
+        seen.append(case.held())
     assert 0 < max(seen[2:]) <= seen[1], seen
 
 
@@ -271,10 +271,10 @@ def gradients(
     }
 
 
-def gradients_are_those_of_a_processor(place: Place, name: str) -> None:
+def gradients_are_those_of_a_processor(case: DeviceCase, name: str) -> None:
     """In float32, of every factor."""
-    places = place.device, torch.device("cpu")
-    found, wanted = (gradients(name, each, place.folder) for each in places)
+    places = case.device, torch.device("cpu")
+    found, wanted = (gradients(name, each, case.folder) for each in places)
     assert found.keys() == wanted.keys()
     assert len(wanted) > 10
     for key, expected in wanted.items():
@@ -284,7 +284,7 @@ def gradients_are_those_of_a_processor(place: Place, name: str) -> None:
 
 
 def attention_is_that_of_a_processor(
-    place: Place, name: str, size: int, kv_heads: int, dtype: torch.dtype
+    case: DeviceCase, name: str, size: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     """Values and gradients of fused kernels against plain attention on the processor in float32."""
     texts: list[Texts] = test_attention.LAYOUTS[name]
@@ -305,11 +305,11 @@ def attention_is_that_of_a_processor(
     wanted_gradient = torch.cat(torch.autograd.grad(wanted, leaves, d_out), dim=1)
     wanted = wanted.detach()
 
-    queries, keys, values = (each.to(place.device) for each in given)
-    values, d_out = values.to(dtype), d_out.to(place.device, dtype)
+    queries, keys, values = (each.to(case.device) for each in given)
+    values, d_out = values.to(dtype), d_out.to(case.device, dtype)
     found = torch.full_like(d_out, torch.nan)
     gradient = queries.new_full((tokens, heads + 2 * shape.kv_heads, size), torch.nan)
-    sets = fused_attention(shape, texts, place.device)
+    sets = fused_attention(shape, texts, case.device)
     scale = sets[0].query_scale
     for each in sets:
         each.forward(queries * scale, keys, values, found)
@@ -326,14 +326,14 @@ def attention_is_that_of_a_processor(
 
 
 def gaps(
-    place: Place, trained: TrainedAdapter, tokenizer: Any, asked: Sequence[GroupRequest]
+    case: DeviceCase, trained: TrainedAdapter, tokenizer: Any, asked: Sequence[GroupRequest]
 ) -> Tensor:
     """Of every sampled token, the sampler's log-probability minus the learner's."""
     weights = ServedAdapter(trained.adapted)
     learner = TorchLearner(
-        trained, run="r", publish_folder=place.folder, max_tokens_per_microbatch=2000, seed=0
+        trained, run="r", publish_folder=case.folder, max_tokens_per_microbatch=2000, seed=0
     )
-    sampler = sampler_of(place, weights, tokenizer)
+    sampler = sampler_of(case, weights, tokenizer)
     asyncio.run(sampler.load(asyncio.run(learner.publish(1))))
     groups = [generated(sampler, [each]) for each in asked]
     rows = [
@@ -347,11 +347,11 @@ def gaps(
 
 
 def sampler_and_learner_agree_on_a_small_model(
-    place: Place, name: str, dtype: torch.dtype, most: float
+    case: DeviceCase, name: str, dtype: torch.dtype, most: float
 ) -> None:
     """The mean gap of log-probabilities is at most so much; with heads of any size, and as many of keys as of queries or fewer."""
     adapter = AdaptedModel(
-        family(name, dtype=dtype).to(place.device), new_lora_config(LoraConfig(r=4))
+        family(name, dtype=dtype).to(case.device), new_lora_config(LoraConfig(r=4))
     )
     trained = TrainedAdapter(adapter, seed=1)
     randomised(adapter, trained.name)
@@ -359,7 +359,7 @@ def sampler_and_learner_agree_on_a_small_model(
         GroupRequest(n, tuple(text(length).tolist()), (1, 2, 3, 4), SamplingParams(40))
         for n, length in enumerate((3, 17, 70))
     ]
-    found = gaps(place, trained, tiny_tokenizer(), asked)
+    found = gaps(case, trained, tiny_tokenizer(), asked)
     assert len(found) == 480
     assert float(found.abs().mean()) < most
 
@@ -372,10 +372,10 @@ def bundled(device: torch.device, dtype: Dtype) -> TrainedAdapter:
 
 
 def sampler_and_learner_agree(
-    place: Place, dtype: Dtype, most: float, *, members: int = 8, tokens: int = 24
+    case: DeviceCase, dtype: Dtype, most: float, *, members: int = 8, tokens: int = 24
 ) -> None:
     """The mean gap of log-probabilities of sampled tokens is at most so much, and on neither side, with an adapter that changes a lot."""
-    trained = bundled(place.device, dtype)
+    trained = bundled(case.device, dtype)
     randomised(trained.adapted, trained.name, size=0.02)
     tokenizer = load_tokenizer(BUNDLED)
     prompts = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
@@ -385,39 +385,39 @@ def sampler_and_learner_agree(
         )
         for n, prompt in enumerate(prompts)
     ]
-    found = gaps(place, trained, tokenizer, asked)
+    found = gaps(case, trained, tokenizer, asked)
     assert len(found) > members * tokens
     assert float(found.abs().mean()) < most
     assert abs(float(found.mean())) < most / 4
 
 
-def small_steps_act_in_full(place: Place, rate: float, within: float = 0.05) -> None:
+def small_steps_act_in_full(case: DeviceCase, rate: float, within: float = 0.05) -> None:
     """The slope of the realised on the exact change of every kind of layer, in bfloat16.
 
     Its noise falls with the number of tokens: of the keys, whose outputs are large, it is up to 30 % at 1e-6 with 1,024 of them, and
     each kind of processor draws another.
     """
-    weights = bundled(place.device, "bfloat16")
+    weights = bundled(case.device, "bfloat16")
     assert native_model(weights.model) is not None
     for slope in trained_slopes(weights, rate):
         assert abs(slope.value - 1) < within, slope
 
 
 def a_short_run_goes_through(
-    place: Place, *, lora: dict[str, Any] | None, enforce_eager: bool
+    case: DeviceCase, *, lora: dict[str, Any] | None, enforce_eager: bool
 ) -> None:
     """From beginning to end, with evaluations and checkpoints, on this device."""
-    settings = {**toy_run.config(place.folder), "lora": lora}
+    settings = {**toy_run.config(case.folder), "lora": lora}
     settings["sampler"] = {**settings["sampler"], "enforce_eager": enforce_eager}
     assert groupwise.rl(settings, toy_run.TOY).exit_code == 0
-    with Store.open(place.folder / "toy" / "run.db", readonly=True) as store:
-        assert store.get_meta()["layout"]["device"] == place.device.type
-    assert [*(place.folder / "toy" / "final").glob("*.safetensors")]
+    with Store.open(case.folder / "toy" / "run.db", readonly=True) as store:
+        assert store.get_meta()["layout"]["device"] == case.device.type
+    assert [*(case.folder / "toy" / "final").glob("*.safetensors")]
 
 
-def nothing_is_left_of_a_gradient(place: Place) -> None:
+def nothing_is_left_of_a_gradient(case: DeviceCase) -> None:
     """Memory after a forward and backward pass by hand is what it was."""
-    adapter = AdaptedModel(family("qwen3").to(place.device), new_lora_config(LoraConfig(r=4)))
+    adapter = AdaptedModel(family("qwen3").to(case.device), new_lora_config(LoraConfig(r=4)))
     weights = TrainedAdapter(adapter, seed=1)
     model = weights.native()
     assert model is not None
@@ -427,5 +427,5 @@ def nothing_is_left_of_a_gradient(place: Place) -> None:
             stream = residual_stream(model, batch, weights.factors("policy"), recompute=False)
             stream.sum().backward()
             del stream
-        seen.append(place.held())
+        seen.append(case.held())
     assert 0 < max(seen[2:]) <= seen[1], seen

@@ -31,13 +31,13 @@ QUICK = Patience(look=0.01, ready=60.0, other=20.0)
 
 
 @functools.cache
-def asked() -> BotoEc2:
+def ec2_client() -> BotoEc2:
     """AWS by boto3, whose descriptions of services take their time to be read. To be forgotten with its cloud."""
     return BotoEc2(REGION, pause=0.01)
 
 
 @dataclass
-class Cloud:
+class FakeAws:
     """An account in one region."""
 
     url: str
@@ -102,10 +102,9 @@ class Cloud:
         """Those that cost money now."""
         return [each.id for each in self.machines() if each.state in ("running", "pending")]
 
-    def takes_back(self, machine: str, why: str = "Server.SpotInstanceTermination") -> None:
-        """AWS ends it."""
+    def interrupt_spot_instance(self, machine: str) -> None:
         self.ec2.terminate_instances([machine])
-        self.ec2.get_instance(machine).state_reason.code = why
+        self.ec2.get_instance(machine).state_reason.code = "Server.SpotInstanceTermination"
 
     def stored(self) -> str:
         """All that it knows of machines, as text."""
@@ -129,7 +128,7 @@ class Cloud:
         self, kept: Path, patience: Patience = QUICK, ec2: Any = None, **access: Any
     ) -> AwsBackend:
         """A new way to it, as from the machine that keeps its records there."""
-        told = (ec2 or asked(), self.access(**access), Kept(kept))
+        told = (ec2 or ec2_client(), self.access(**access), Kept(kept))
         return AwsBackend("aws", *told, owner="me@here", patience=patience)
 
 
@@ -141,7 +140,7 @@ def user_data_of(machine: Any) -> str:
 class _Beside(BaseHTTPRequestHandler):
     """Answers as AWS does to two questions, in JSON."""
 
-    cloud: Cloud
+    cloud: FakeAws
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -166,7 +165,7 @@ class _Beside(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def _beside(found: Cloud) -> Iterator[str]:
+def _beside(found: FakeAws) -> Iterator[str]:
     handler = type("Handler", (_Beside,), {"cloud": found})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -177,7 +176,7 @@ def _beside(found: Cloud) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def cloud(host: LoopbackHost) -> Iterator[Cloud]:
+def cloud(host: LoopbackHost) -> Iterator[FakeAws]:
     """One, with a key pair and a security group; its variables are those of this process meanwhile."""
     from moto.moto_api._internal.models import moto_api_backend
     from moto.server import ThreadedMotoServer
@@ -185,7 +184,7 @@ def cloud(host: LoopbackHost) -> Iterator[Cloud]:
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
-    found = Cloud(f"http://127.0.0.1:{port}", "", host)
+    found = FakeAws(f"http://127.0.0.1:{port}", "", host)
     with (
         _beside(found) as found.beside,
         mock.patch.dict(os.environ, found.environment),
@@ -194,12 +193,12 @@ def cloud(host: LoopbackHost) -> Iterator[Cloud]:
         for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION", "AWS_SESSION_TOKEN"):
             os.environ.pop(name, None)
         try:
-            _furnish(found)
+            _create_resources(found)
             yield found
         finally:
             moto_api_backend.reset()
             server.stop()
-            asked.cache_clear()
+            ec2_client.cache_clear()
 
 
 SUDO = """\
@@ -210,7 +209,7 @@ echo "$*" >> "$HOME/sudo-said"
 """Of the stand-in, which has nothing to shut down."""
 
 
-def _furnish(found: Cloud) -> None:
+def _create_resources(found: FakeAws) -> None:
     sudo = found.host.folder / "bin" / "sudo"
     sudo.write_text(SUDO)
     sudo.chmod(0o755)
@@ -241,7 +240,7 @@ def _furnish(found: Cloud) -> None:
 
 
 @contextlib.contextmanager
-def _corrected(found: Cloud) -> Iterator[None]:
+def _corrected(found: FakeAws) -> Iterator[None]:
     """moto as far as it is used here."""
     from moto.core.responses import ActionResult
     from moto.ec2.exceptions import EC2ClientError

@@ -23,7 +23,7 @@ class NotRecordableError(Exception):
     """What a capture of a CUDA graph would refuse."""
 
 
-class Tape:
+class FakeCudaGraph:
     """A `groupwise.sampler.native.recording.Record` that counts what was recorded and replayed."""
 
     def __init__(self) -> None:

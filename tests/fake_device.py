@@ -20,7 +20,7 @@ from groupwise.models.native.weights import NativeModel
 DEVICE = torch.device("meta")
 
 
-class Elsewhere:
+class FakeDevice:
     """The device. Everything that concerns it is to be done within `here`."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ OUT_OF_REACH = re.compile(r"\b10\.0\.0\.(\d+)\b")
 """Addresses of the pages; they become addresses of this machine."""
 
 
-class Follower:
+class FleetDocRunner:
     """Somebody who follows a page. Leaves nothing running."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):

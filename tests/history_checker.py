@@ -109,19 +109,19 @@ def violations(
         *_wrong_outcomes(ordered, runs),
         *_ran_again(ordered, runs),
         *_alive_after_cancel(ordered, runs),
-        *_touched(ordered, runs),
+        *_ended_without_cause(ordered, runs),
         *_wrong_logs(ordered),
         *_wrong_artefacts(ordered),
         *_wrong_resumes(ordered),
         *_wrong_ends(ordered, runs),
         *_charged_too_often(ordered),
-        *(_lost(ordered) if settled else ()),
+        *(_never_finished(ordered) if settled else ()),
         *(_leaked(ordered) if settled else ()),
         *(_left(ordered) if settled else ()),
     ]
 
 
-def assert_kept(history: Iterable[Record], **how: Any) -> None:
+def assert_no_violations(history: Iterable[Record], **how: Any) -> None:
     """Fails with everything that is broken, and the history that broke it."""
     kept = list(history)
     found = violations(kept, **how)
@@ -360,7 +360,7 @@ def _alive_after_cancel(ordered: Sequence[Record], runs: Sequence[Execution]) ->
     return found
 
 
-def _touched(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
+def _ended_without_cause(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     """Ended by the fleet though nobody wanted it to, and nothing of its gang had failed."""
     found: list[str] = []
     for run in runs:
@@ -510,7 +510,7 @@ def _left(ordered: Sequence[Record]) -> list[str]:
     ]
 
 
-def _lost(ordered: Sequence[Record]) -> list[str]:
+def _never_finished(ordered: Sequence[Record]) -> list[str]:
     told = _statuses(ordered)
     found: list[str] = []
     for record in ordered:

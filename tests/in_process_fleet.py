@@ -32,7 +32,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Host
 from groupwise.testing.fake_hosts import FakeHosts
-from tests.history_checker import assert_kept
+from tests.history_checker import assert_no_violations
 
 Row = TypeVar("Row")
 
@@ -95,7 +95,7 @@ def nothing(name: str, side: Side) -> None:
     """A hook that lets live."""
 
 
-class Rig:
+class InProcessFleet:
     """A database, machines and dispatchers."""
 
     def __init__(self, database: Database, folder: Path, vms: Mapping[str, Sequence[str]]) -> None:
@@ -226,7 +226,7 @@ class Rig:
             record = {"what": "reserved", "vm": held.vm_id, "gpu": held.gpu_id, "epoch": held.epoch}
             job = next(a.job_id for a in self._all_attempts() if a.epoch == held.epoch)
             history.append({"at": len(history), "job": job, **record})
-        assert_kept(history, settled=settled)
+        assert_no_violations(history, settled=settled)
 
 
 def _add_machines(session: Session, vms: Mapping[str, Sequence[str]]) -> None:

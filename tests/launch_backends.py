@@ -52,7 +52,7 @@ WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
 
 
 @dataclass(frozen=True)
-class Place:
+class BackendSpec:
     """One of them. Plain data, so that another process can reach it as well."""
 
     kind: str
@@ -79,8 +79,8 @@ class Place:
             return modal_backend(FakeModal(Path(self.home)))
         if self.access is not None:
             kept = Kept(Path(tempfile.mkdtemp(dir=Path(self.home).parent)))
-            asked, access = fake_aws.asked(), Access(**self.access)
-            return AwsBackend(self.kind, asked, access, kept, patience=fake_aws.QUICK)
+            ec2, access = fake_aws.ec2_client(), Access(**self.access)
+            return AwsBackend(self.kind, ec2, access, kept, patience=fake_aws.QUICK)
         if self.login is not None:
             host = SshHost(Address(**self.login))
         else:
@@ -145,7 +145,7 @@ B = TypeVar("B", bound=Backend)
 
 
 @dataclass
-class Laptop(Generic[B]):
+class LaunchClient(Generic[B]):
     """Whoever launches: a way to a place, a folder of their own, and the name of a job."""
 
     backend: B
@@ -206,9 +206,11 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-async def laptop(place: Place, name: str, tmp_path: Path) -> AsyncIterator[Laptop[Backend]]:
+async def client(
+    spec: BackendSpec, name: str, tmp_path: Path
+) -> AsyncIterator[LaunchClient[Backend]]:
     """One of this test alone, with a way to the place."""
-    found = Laptop(place.reach(), tmp_path, name)
+    found = LaunchClient(spec.reach(), tmp_path, name)
     yield found
     await found.backend.close()
 
@@ -221,41 +223,41 @@ def modal_backend(port: ModalPort, *, every: float = 0.1, spare: float = 10.0) -
 
 
 @contextmanager
-def modal(home: Path) -> Iterator[Place]:
+def modal(home: Path) -> Iterator[BackendSpec]:
     """A Modal of this machine."""
-    yield Place("modal", str(home))
+    yield BackendSpec("modal", str(home))
     FakeModal(home).stop()
 
 
 @contextmanager
-def local(home: Path) -> Iterator[Place]:
+def local(home: Path) -> Iterator[BackendSpec]:
     """This machine, with another home folder."""
-    yield Place("local", str(home))
+    yield BackendSpec("local", str(home))
 
 
 @contextmanager
-def gang(home: Path) -> Iterator[Place]:
+def gang(home: Path) -> Iterator[BackendSpec]:
     """Two machines of this one, as it were, on both of which each job runs."""
     for n in range(2):
         (home / f"{n}").mkdir()
-    yield Place("gang", str(home), nodes=2)
+    yield BackendSpec("gang", str(home), nodes=2)
 
 
 @contextmanager
-def slurm(home: Path) -> Iterator[Place]:
+def slurm(home: Path) -> Iterator[BackendSpec]:
     """A real Slurm with two nodes, which share the home folder."""
-    yield Place("slurm", str(home), slurm=str(real_slurm.shared().configuration))
+    yield BackendSpec("slurm", str(home), slurm=str(real_slurm.shared().configuration))
 
 
 @contextmanager
-def ray(home: Path) -> Iterator[Place]:
+def ray(home: Path) -> Iterator[BackendSpec]:
     """A real Ray with two nodes, which share the home folder."""
     found = ray_cluster.shared()
-    yield Place("ray", str(home), ray=(found.address, found.token))
+    yield BackendSpec("ray", str(home), ray=(found.address, found.token))
 
 
 @contextmanager
-def ssh(_: Path) -> Iterator[Place]:
+def ssh(_: Path) -> Iterator[BackendSpec]:
     """A real sshd, with a home of its own."""
     with ssh_hosts.loopback_hosts() as [host]:
         row = host.vm_row()
@@ -266,17 +268,17 @@ def ssh(_: Path) -> Iterator[Place]:
             "key_path": row["ssh_key_path"],
             "host_key": row["host_key"],
         }
-        yield Place("ssh", str(host.home), login)
+        yield BackendSpec("ssh", str(host.home), login)
 
 
 @contextmanager
-def rented(_: Path) -> Iterator[Place]:
+def rented(_: Path) -> Iterator[BackendSpec]:
     """AWS, where a real sshd stands in for every machine."""
     with ssh_hosts.loopback_hosts() as [host], fake_aws.cloud(host) as cloud:
-        yield Place("aws", str(host.home), access=asdict(cloud.access()))
+        yield BackendSpec("aws", str(host.home), access=asdict(cloud.access()))
 
 
-PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
+BACKENDS: dict[str, Callable[[Path], AbstractContextManager[BackendSpec]]] = {
     "local": local,
     "gang": gang,
     "ssh": ssh,

@@ -33,6 +33,7 @@ SLOW_IMPORTS = (
     "uvicorn",
 )
 ONE_PROCESS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not soak and not gpu")
+ONE_PROCESS += ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # anyio came with transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +316,6 @@ def _run_in_child(folder: Path, arguments: list[str]) -> None:
 
         recorder = _Recorder()
         options = [*ONE_PROCESS, f"--basetemp={folder / 'tmp'}"]
-        options += [
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-        ]  # anyio came with transformers
         code = 1
         with contextlib.suppress(Exception):  # of what a failed test left open
             code = pytest.main([*options, *arguments], plugins=[recorder])

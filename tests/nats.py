@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.ports import free_port
-from tests.required_programs import ends_with_us, needed
+from tests.required_programs import require_programs, with_parent_death_signal
 
 TOKEN = "canary-of-nats-6e5b"
 SECONDS = 20.0
@@ -26,7 +26,7 @@ class Nats:
 
     def __init__(self, folder: Path, *, token: str | None = TOKEN, more: str = "") -> None:
         """`more`: of its configuration."""
-        self.program = needed("nats-server", install="nats-server")
+        self.program = require_programs("nats-server", install="nats-server")
         self.folder = folder
         self.token = token
         self.port = free_port()
@@ -53,7 +53,7 @@ class Nats:
         assert self._process is None
         with (self.folder / "log").open("ab") as output:
             self._process = subprocess.Popen(
-                [*ends_with_us(), self.program, "-c", self.folder / "nats.conf"],
+                [*with_parent_death_signal(), self.program, "-c", self.folder / "nats.conf"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -20,7 +20,7 @@ from pathlib import Path
 import psycopg
 
 from tests.ports import free_port
-from tests.required_programs import ends_with_us, lacking
+from tests.required_programs import skip_or_fail, with_parent_death_signal
 
 PLACES = (
     *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True),
@@ -73,7 +73,7 @@ class Postgres:
     def _popen(self, command: list[str | Path]) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("ab") as output:
             return subprocess.Popen(
-                [*ends_with_us(), *command],
+                [*with_parent_death_signal(), *command],
                 cwd=self.folder,
                 env={"PATH": f"{self.place}:/usr/bin:/bin", "LANG": "C.UTF-8"},
                 stdin=subprocess.DEVNULL,
@@ -161,7 +161,7 @@ class Postgres:
 @contextlib.contextmanager
 def server() -> Iterator[Postgres]:
     """A started one; its folder is removed at the end."""
-    place = programs() or lacking("there is no PostgreSQL (Debian: apt install postgresql)")
+    place = programs() or skip_or_fail("there is no PostgreSQL (Debian: apt install postgresql)")
     # Not below pytest's folder: that one is closed to the user `postgres`.
     root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
     folder = Path(tempfile.mkdtemp(prefix="groupwise-postgres-", dir=root))

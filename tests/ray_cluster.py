@@ -24,7 +24,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from tests.ports import free_port
-from tests.required_programs import lacking
+from tests.required_programs import skip_or_fail
 from tests.slurm import read, started_with
 
 PYTHON = Path(
@@ -67,10 +67,10 @@ while pids := below():
 """Starts what it is told, and ends with all that this has started."""
 
 
-def needed() -> Path:
+def ray_python() -> Path:
     """The interpreter that has Ray."""
     if not PYTHON.exists():
-        lacking("there is no Ray: scripts/real_environment.py makes an environment with it")
+        skip_or_fail("there is no Ray: scripts/real_environment.py makes an environment with it")
     return PYTHON
 
 
@@ -242,7 +242,7 @@ class Ray:
 def cluster() -> Iterator[Ray]:
     """A head that takes jobs."""
     with tempfile.TemporaryDirectory(prefix="gw-ray-", ignore_cleanup_errors=True) as path:
-        found = Ray(Path(path), needed())
+        found = Ray(Path(path), ray_python())
         try:
             found.start()
             yield found

@@ -36,7 +36,7 @@ def described() -> str:
     return f"{VARIABLE}={turn()}"
 
 
-def in_turn(
+def rotating_params(
     items: Sequence[T], parts: int, suite: str, name: Callable[[T], str], marks: Sequence[Any] = ()
 ) -> list[Any]:
     """Parameters: those of this turn, one in `parts` but at least one, and all of them in the suite of soak."""

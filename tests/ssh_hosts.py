@@ -30,7 +30,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ports import free_port
-from tests.required_programs import PLACES, ends_with_us, needed, root_needed
+from tests.required_programs import (
+    SEARCH_PATH,
+    require_programs,
+    root_needed,
+    with_parent_death_signal,
+)
 
 if TYPE_CHECKING:
     from groupwise.hosts.ssh import Address
@@ -146,7 +151,7 @@ def fake_gpus(
 
 def _keygen(path: Path, kind: str = "ed25519") -> None:
     if not path.exists():
-        command = [needed("ssh-keygen"), "-q", "-t", kind, "-N", "", "-f", str(path)]
+        command = [require_programs("ssh-keygen"), "-q", "-t", kind, "-N", "", "-f", str(path)]
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
 
 
@@ -164,7 +169,7 @@ def _until_it_answers(address: str, port: int, alive: Any, log: Any) -> None:
 
 # --- Plain ones, on loopback ----------------------------------------------------------------------
 
-KEEPER = textwrap.dedent(
+SUPERVISOR = textwrap.dedent(
     """
     import ctypes, os, signal, subprocess, sys, time
 
@@ -220,13 +225,13 @@ KEEPER = textwrap.dedent(
 class LoopbackHost(Host):
     """An sshd of this user on an address of its own."""
 
-    _keeper: "subprocess.Popen[str] | None" = None
+    _supervisor: "subprocess.Popen[str] | None" = None
 
     def start(self) -> None:
         """Returns when it takes connections."""
-        if self._keeper is None:
-            command = [sys.executable, "-S", "-c", KEEPER, str(self.folder / "sshd.log")]
-            self._keeper = subprocess.Popen(
+        if self._supervisor is None:
+            command = [sys.executable, "-S", "-c", SUPERVISOR, str(self.folder / "sshd.log")]
+            self._supervisor = subprocess.Popen(
                 [*command, *_sshd(), "-D", "-e", "-f", str(self.folder / "sshd_config")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -247,29 +252,30 @@ class LoopbackHost(Host):
 
     def close(self) -> None:
         """Nothing of it is left."""
-        if self._keeper is not None:
-            self._keeper.communicate(timeout=SECONDS)
-            self._keeper = None
+        if self._supervisor is not None:
+            self._supervisor.communicate(timeout=SECONDS)
+            self._supervisor = None
 
     def _order(self, what: str) -> None:
-        assert self._keeper is not None
-        self._keeper.stdin.write(what + "\n")
-        self._keeper.stdin.flush()
-        assert self._keeper.stdout.readline() == "done\n"
+        assert self._supervisor is not None
+        self._supervisor.stdin.write(what + "\n")
+        self._supervisor.stdin.flush()
+        assert self._supervisor.stdout.readline() == "done\n"
 
 
 def _sshd() -> list[str]:
     """Started by root it wants a folder in /run, which the machine that runs the tests need not have."""
     if os.geteuid() != 0 or Path("/run/sshd").is_dir():
-        return [needed("sshd")]
+        return [require_programs("sshd")]
     script = 'mount -t tmpfs -o mode=755 none /run && mkdir -m 755 /run/sshd && exec "$@"'
-    return [needed("unshare"), "--mount", "--", "/bin/sh", "-c", script, "sh", needed("sshd")]
+    shell = ["--mount", "--", "/bin/sh", "-c", script, "sh"]
+    return [require_programs("unshare"), *shell, require_programs("sshd")]
 
 
 @contextlib.contextmanager
 def loopback_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[LoopbackHost]]:
     """Started ones, at 127.0.0.11 and on. `settings`: further lines of sshd_config."""
-    needed("sshd", "ssh-keygen")
+    require_programs("sshd", "ssh-keygen")
     with _folder() as folder:
         key = folder / "id_ed25519"
         _keygen(key)
@@ -371,7 +377,7 @@ def own_network() -> Iterator[None]:
 
     Servers that were started before cannot be reached from within, nor later those that were started within: enter first, stay long.
     """
-    needed("ip", "unshare", "setpriv")
+    require_programs("ip", "unshare", "setpriv")
     root_needed()
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
@@ -392,7 +398,7 @@ def own_network() -> Iterator[None]:
 def _run(command: str) -> None:
     words = command.split()
     done = subprocess.run(
-        [needed(words[0]), *words[1:]],
+        [require_programs(words[0]), *words[1:]],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -416,8 +422,8 @@ class FullHost(Host):
             self._holder = subprocess.Popen(
                 # Dies with this process, and everything of the machine with it.
                 [
-                    *ends_with_us("KILL"),
-                    *(needed("unshare"), *SPACES, "--fork", "--kill-child", "--"),
+                    *with_parent_death_signal("KILL"),
+                    *(require_programs("unshare"), *SPACES, "--fork", "--kill-child", "--"),
                     *("/bin/bash", "-c", INIT, "init"),
                     *(str(self.folder), self.name, self.address),
                 ],
@@ -516,7 +522,7 @@ class FullHost(Host):
 @contextlib.contextmanager
 def full_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[FullHost]]:
     """Started ones, at 10.77.0.11 and on, in a network of their own: to be used inside of `own_network`."""
-    needed("sshd", "ssh-keygen", "ip", "nft", "nsenter", "unshare", "setpriv")
+    require_programs("sshd", "ssh-keygen", "ip", "nft", "nsenter", "unshare", "setpriv")
     _run("ip link add br0 type bridge forward_delay 0 stp_state 0")
     _run(f"ip addr add {SUBNET}.1/24 dev br0")
     _run("ip link set br0 up")
@@ -566,7 +572,7 @@ def network_of_the_fleet() -> Iterator[None]:
 
     Where none can be made the tests go on without, and those that need `full_machines` are skipped.
     """
-    if os.geteuid() == 0 and shutil.which("ip", path=PLACES) is not None:
+    if os.geteuid() == 0 and shutil.which("ip", path=SEARCH_PATH) is not None:
         with own_network():
             yield
     else:

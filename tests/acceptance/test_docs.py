@@ -76,9 +76,9 @@ from groupwise.wire.problems import KINDS
 from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
 from tests import fleet_pages, ray_cluster, slurm, ssh_hosts
 from tests.fake_openai_server import Service, serve, tiny
-from tests.fleet_pages import Follower
+from tests.fleet_pages import FleetDocRunner
 from tests.integration.server.server_process import Server
-from tests.rotation import described, in_turn
+from tests.rotation import described, rotating_params
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "examples/01_first_task/task.py"
@@ -494,7 +494,7 @@ def shown_where_a_test_fails() -> None:
 
 
 def some(pages: Sequence[Path], *marks: Any) -> list[Any]:
-    return in_turn(pages, PARTS, "docs", name, marks)
+    return rotating_params(pages, PARTS, "docs", name, marks)
 
 
 OF_SERVERS = [page for page in ALONE if begins_a_server(page) and page.name not in LAUNCHED]
@@ -602,32 +602,32 @@ def test_a_page_of_the_fleet_can_be_followed(
 ) -> None:
     shutil.copytree(ROOT / "examples/10_fleet", tmp_path / "examples/10_fleet")
     monkeypatch.chdir(tmp_path)
-    with Follower(tmp_path, monkeypatch, capfd) as person:
+    with FleetDocRunner(tmp_path, monkeypatch, capfd) as runner:
         for kind, block in typed_blocks(page):
             if kind == "yaml":
-                person.writes(block.splitlines()[0].removeprefix("# "), block)
+                runner.writes(block.splitlines()[0].removeprefix("# "), block)
             elif kind == "sql":
-                person.asks_the_database(block)
+                runner.asks_the_database(block)
             elif kind == "python":
-                exec(compile(block.replace(fleet_pages.API, person.api), name(page), "exec"), {})
+                exec(compile(block.replace(fleet_pages.API, runner.api), name(page), "exec"), {})
             elif kind == "console":
                 for line in block.replace("\\\n", " ").splitlines():
-                    follow_fleet(line, person)
+                    follow_fleet(line, runner)
         if page.name == "fleet.md":
-            found = person.variables_of_a_job()
+            found = runner.variables_of_a_job()
             assert {"GROUPWISE_ATTEMPT", "ATTEMPT", "PATH"} <= found
             assert found <= set(first_cells(page.name, "| variable | holds |"))
 
 
-def follow_fleet(line: str, person: Follower) -> None:
+def follow_fleet(line: str, runner: FleetDocRunner) -> None:
     """One command of a page of the fleet."""
     match shlex.split(line, comments=True):
         case ["groupwise", "fleet", *words]:
-            person.types(words)
+            runner.types(words)
         case ["nats", "pub", subject, payload]:
-            person.publishes(subject, payload)
+            runner.publishes(subject, payload)
         case ["curl", *_]:
-            run_script(line.replace(fleet_pages.API, person.api))
+            run_script(line.replace(fleet_pages.API, runner.api))
         case words:
             assert known(words), f"what is `{line}`? Say it here, if it is meant"
 

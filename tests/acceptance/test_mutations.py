@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutating import TABLE, Mutation, Nursery, changed, read_table, tree
+from tests.mutating import TABLE, ForkServer, Mutation, changed, read_table, tree
 
 MUTATIONS = read_table(TABLE.read_text())
 pytestmark = [pytest.mark.soak(suite="mutations"), pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
         yield started
 
 
@@ -42,13 +42,13 @@ def test_every_mistake_can_be_made() -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.mistake)
-def test_a_mistake_is_noticed(nursery: Nursery, place: Path, mutation: Mutation) -> None:
-    outcomes = nursery.run(tree(place, mutation.edits), mutation.tests, "-x")
+def test_a_mistake_is_noticed(fork_server: ForkServer, place: Path, mutation: Mutation) -> None:
+    outcomes = fork_server.run(tree(place, mutation.edits), mutation.tests, "-x")
     assert outcomes.package == str(place / "groupwise" / "__init__.py")
     assert outcomes.failed, f"{mutation.tests} did not notice it:\n{outcomes.printed[-4000:]}"
 
 
-def test_without_a_mistake_all_pass(nursery: Nursery, place: Path) -> None:
+def test_without_a_mistake_all_pass(fork_server: ForkServer, place: Path) -> None:
     files = sorted({test for mutation in MUTATIONS for test in mutation.tests})
-    outcomes = nursery.run(tree(place), files)
+    outcomes = fork_server.run(tree(place), files)
     assert outcomes.code == 0, outcomes.printed

@@ -1,8 +1,8 @@
-"""A whole fleet of real parts, for tests that are cruel to it: PostgreSQL, NATS, machines with sshd, and every role a process of its own.
+"""A whole fleet for fault-injection tests: real PostgreSQL and NATS, machines with sshd, one process per control-plane role.
 
-The test process is the operator, the clients and fate. It writes down what it does, trainers (`trainer.py`) write down what they do, and
-`collect_history.py` puts both together with what the fleet says, to be judged. Everything that is started ends with the test process, however that
-ends: each child has asked the kernel for it, and the machines are namespaces below one.
+The test process is the operator and the clients, and injects the faults. It records what it does, trainers (`trainer.py`) record what
+they do, and `collect_history.py` merges both with what the fleet says, for `tests/history_checker.py`. Everything that is started ends
+with the test process, however that ends: children ask the kernel for a signal, and machines are namespaces below one of them.
 
     with real_fleet(machines=3, gpus=2) as fleet:
         fleet.start()
@@ -43,7 +43,7 @@ from groupwise.hosts.files import BlobStore
 from tests import nats, postgres, ssh_hosts
 from tests.nats import Nats
 from tests.postgres import Postgres
-from tests.required_programs import ends_with_us
+from tests.required_programs import with_parent_death_signal
 from tests.ssh_hosts import FullHost
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class Control:
             output.write(f"{BEGINS}\n".encode())
             output.flush()
             self._process = subprocess.Popen(
-                [*ends_with_us("KILL"), sys.executable, *script, "fleet", self.role],
+                [*with_parent_death_signal("KILL"), sys.executable, *script, "fleet", self.role],
                 env={**self.environment, **further},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -148,7 +148,7 @@ class Control:
         return self._process.wait(SECONDS)
 
 
-class Parts:
+class FleetProcesses:
     """Database, messages, machines and processes of a fleet, below one folder, and what everybody looks at."""
 
     def __init__(
@@ -240,7 +240,7 @@ class Parts:
         self.database.close()
 
 
-class RealFleet(Parts):
+class RealFleet(FleetProcesses):
     """What is done to them, and what was done."""
 
     def __init__(

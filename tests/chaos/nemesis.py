@@ -3,9 +3,9 @@
     with real_fleet(machines=3, gpus=2) as fleet:
         assert Nemesis(fleet, seed).run(seconds=60) == []
 
-Trouble is one blow at a time, each with an end of its own that comes a few seconds later: a process that is killed is started again, a
+Trouble is one fault at a time, each with an end of its own that comes a few seconds later: a process that is killed is started again, a
 machine that lost its power boots. Clients submit, cancel, hold, release, try again, send the same twice, and garbage. What the seed
-cannot draw is when things happen among many processes: the same seed deals the same blows, not the same run.
+cannot draw is when things happen among many processes: the same seed deals the same faults, not the same run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Nemesis:
     def __init__(self, fleet: RealFleet, seed: int) -> None:
         self.fleet = fleet
         self.chance = random.Random(seed)
-        self.blows: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
         self._ends: list[tuple[float, Callable[[], None]]] = []
         self._down: set[str] = set()
         """What is not as it should be: names of machines, processes and servers."""
@@ -71,7 +71,7 @@ class Nemesis:
             self._heal_what_is_due(time.monotonic())
             self._client()
             if self.chance.random() < 0.5:
-                self._blow()
+                self._inject_fault()
             time.sleep(self.chance.uniform(0.1, 0.6))
         self._heal_what_is_due(float("inf"))
         self._until_rest()
@@ -100,8 +100,8 @@ class Nemesis:
         """What happened, in a few words."""
         told = self.fleet.told()
         starts = sum(r["what"] == "start" for r in told)
-        blows = ", ".join(f"{n} {name}" for name, n in self.blows.most_common())
-        return f"{len(self._jobs)} jobs, {starts} executions; {blows}"
+        faults = ", ".join(f"{n} {name}" for name, n in self.faults.most_common())
+        return f"{len(self._jobs)} jobs, {starts} executions; {faults}"
 
     # clients
 
@@ -196,7 +196,7 @@ class Nemesis:
                 self.fleet.verb(name, job)
         except Refusal:
             pass  # it is not in the state for that
-        self.blows[name] += 1
+        self.faults[name] += 1
 
     def _message(self) -> None:
         if "nats" in self._down:
@@ -205,12 +205,12 @@ class Nemesis:
         payloads = [known, known, b"no-such-job", b"\xff\xfe\0", b"[]", b"", os.urandom(200)]
         self.fleet.nats.publish("jobs.new", self.chance.choice(payloads))
 
-    # blows
+    # faults
 
-    def _blow(self) -> None:
+    def _inject_fault(self) -> None:
         fleet = self.fleet
         controls, hosts, trainers = fleet.controls.keys, fleet.hosts.keys, fleet.trainers
-        blows: list[tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = [
+        faults: list[tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = [
             *[(self._kill_control, controls)] * 3,
             *[(self._freeze_control, controls)] * 2,
             (self._kill_postgres, lambda: ["postgres"]),
@@ -225,10 +225,10 @@ class Nemesis:
             (self._foreign_process, hosts),
             *[(self._strange_probe, hosts)] * 2,
         ]
-        blow, among = self.chance.choice(blows)
+        fault, among = self.chance.choice(faults)
         whole = sorted(each for each in among() if each not in self._down)
-        if whole and blow(self.chance.choice(whole)) is not False:
-            self.blows[blow.__name__.lstrip("_")] += 1
+        if whole and fault(self.chance.choice(whole)) is not False:
+            self.faults[fault.__name__.lstrip("_")] += 1
 
     def _later(self, name: str, least: float, most: float, heal: Callable[[], object]) -> None:
         """Between so many seconds."""

@@ -30,13 +30,13 @@ from groupwise.errors import UsageError
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import Limits
 from tests import launch_backends
-from tests.launch_backends import SAVES, SOON, WAITS, Place, laptop, name, tree
+from tests.launch_backends import SAVES, SOON, WAITS, BackendSpec, client, name, tree
 from tests.processes import is_gone
 
-__all__ = ["laptop", "name"]
+__all__ = ["client", "name"]
 
 pytestmark = pytest.mark.launch
-Laptop: TypeAlias = launch_backends.Laptop[Backend]
+LaunchClient: TypeAlias = launch_backends.LaunchClient[Backend]
 ROOT = Path(__file__).parents[2]
 ODD = (
     *(
@@ -73,76 +73,79 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     always = {"local", *ALSO_AT.get(metafunc.function.__name__, ())}
     long = pytest.mark.soak(suite="launch")
     found = [
-        pytest.param(each, marks=[] if each in always else long) for each in launch_backends.PLACES
+        pytest.param(each, marks=[] if each in always else long)
+        for each in launch_backends.BACKENDS
     ]
-    metafunc.parametrize("place", found, indirect=True, scope="module")
+    metafunc.parametrize("spec", found, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def place(
+def spec(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Place]:
-    with launch_backends.PLACES[request.param](tmp_path_factory.mktemp("home")) as found:
+) -> Iterator[BackendSpec]:
+    with launch_backends.BACKENDS[request.param](tmp_path_factory.mktemp("home")) as found:
         yield found
 
 
 # --- what arrives -------------------------------------------------------------------------------
 
 
-async def test_all_that_was_asked_arrives_exactly(place: Place, laptop: Laptop) -> None:
+async def test_all_that_was_asked_arrives_exactly(spec: BackendSpec, client: LaunchClient) -> None:
     """And a plan of it changes nothing."""
     script = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD'], open('data/in', 'rb').read().hex()]))"
-    (laptop.folder / "in").write_bytes(bytes(range(256)))
-    files = laptop.store.put_files({"data/in": laptop.folder / "in"})
-    asked = laptop.order(script, *ODD, environment={"ODD": "".join(ODD)}, files=files)
-    backend = laptop.backend
+    (client.folder / "in").write_bytes(bytes(range(256)))
+    files = client.store.put_files({"data/in": client.folder / "in"})
+    asked = client.order(script, *ODD, environment={"ODD": "".join(ODD)}, files=files)
+    backend = client.backend
     before = await backend.list()
     plan = await backend.plan(asked)
     assert (plan.command, bool(plan.steps)) == (("python3", "-c", script, *ODD), True)
-    assert (await backend.list(), await backend.find(laptop.name)) == (before, None)
-    handle = await laptop.submit(asked)
-    end = await laptop.ending(handle)
+    assert (await backend.list(), await backend.find(client.name)) == (before, None)
+    handle = await client.submit(asked)
+    end = await client.ending(handle)
     assert (end.outcome, end.code, end.failure) == (Outcome.SUCCEEDED, 0, None)
-    arrived = json.loads(await laptop.said(handle))
+    arrived = json.loads(await client.said(handle))
     assert arrived == [[*ODD], "".join(ODD), bytes(range(256)).hex()]
-    assert (await backend.order(handle)).document() == {**asked.document(), "nodes": place.nodes}
+    assert (await backend.order(handle)).document() == {**asked.document(), "nodes": spec.nodes}
 
 
-async def test_what_is_wrong_with_a_job_is_told_before_anything_happens(laptop: Laptop) -> None:
-    backend, fine = laptop.backend, laptop.order("print()")
+async def test_what_is_wrong_with_a_job_is_told_before_anything_happens(
+    client: LaunchClient,
+) -> None:
+    backend, fine = client.backend, client.order("print()")
     for asked, why in (
-        (laptop.order("print()", name="no/name"), "no/name"),
-        (laptop.order("print()", secrets=("TOKEN",)), "secret TOKEN"),
-        (laptop.order("print()", environment={"LD_PRELOAD": "x"}), "LD_PRELOAD"),
+        (client.order("print()", name="no/name"), "no/name"),
+        (client.order("print()", secrets=("TOKEN",)), "secret TOKEN"),
+        (client.order("print()", environment={"LD_PRELOAD": "x"}), "LD_PRELOAD"),
         (replace(fine, gpus=-1), "gpus -1"),
     ):
         with pytest.raises(UsageError, match=why):
-            await laptop.submit(asked)
+            await client.submit(asked)
         with pytest.raises(UsageError, match=why):
             await backend.plan(asked)
-    assert await backend.find(laptop.name) is None
-    with pytest.raises(NotHere, match=laptop.name):
-        await laptop.resume()
-    with pytest.raises(NotHere, match=laptop.name):
-        await backend.status(Handle(backend.name, laptop.name, 1))
+    assert await backend.find(client.name) is None
+    with pytest.raises(NotHere, match=client.name):
+        await client.resume()
+    with pytest.raises(NotHere, match=client.name):
+        await backend.status(Handle(backend.name, client.name, 1))
 
 
 # --- one name, one job ---------------------------------------------------------------------------
 
 
-async def test_one_name_is_one_job_and_runs_once(place: Place, laptop: Laptop) -> None:
+async def test_one_name_is_one_job_and_runs_once(spec: BackendSpec, client: LaunchClient) -> None:
     """Submitted again and at once, by several; and nothing else is placed under it."""
-    marks = laptop.folder / "marks"
-    asked = laptop.order("import sys; open(sys.argv[1], 'a').write('x')", str(marks))
-    others = [place.reach() for _ in range(2)]
-    all_of_them = (laptop.backend, *others)
-    handles = await asyncio.gather(*(each.submit(asked, laptop.store) for each in all_of_them))
+    marks = client.folder / "marks"
+    asked = client.order("import sys; open(sys.argv[1], 'a').write('x')", str(marks))
+    others = [spec.reach() for _ in range(2)]
+    all_of_them = (client.backend, *others)
+    handles = await asyncio.gather(*(each.submit(asked, client.store) for each in all_of_them))
     assert len({each.attempt for each in handles}) == 1
-    with pytest.raises(NameTaken, match=laptop.name):
-        await laptop.submit("print(2)")
-    await laptop.ending(handles[0])
-    assert await others[0].submit(asked, laptop.store) == handles[0]
-    assert marks.read_text() == "x" * place.nodes
+    with pytest.raises(NameTaken, match=client.name):
+        await client.submit("print(2)")
+    await client.ending(handles[0])
+    assert await others[0].submit(asked, client.store) == handles[0]
+    assert marks.read_text() == "x" * spec.nodes
     for each in others:
         await each.close()
 
@@ -152,9 +155,9 @@ import asyncio, json, sys
 from pathlib import Path
 from groupwise.clouds.port import Order
 from groupwise.hosts.files import BlobStore
-from tests.launch_backends import Place
-async def main(place, order, store):
-    await Place(**place).reach().submit(Order.from_document(order), BlobStore(Path(store)))
+from tests.launch_backends import BackendSpec
+async def main(spec, order, store):
+    await BackendSpec(**spec).reach().submit(Order.from_document(order), BlobStore(Path(store)))
     print("submitted", flush=True)
     await asyncio.Event().wait()
 asyncio.run(main(json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]))
@@ -168,12 +171,12 @@ open('outputs/x', 'w').write('made')
 """
 
 
-async def test_whoever_submitted_may_be_gone(place: Place, laptop: Laptop) -> None:
-    go = laptop.folder / "go"
-    asked = laptop.order(MAKES_WHEN_TOLD, str(go))
+async def test_whoever_submitted_may_be_gone(spec: BackendSpec, client: LaunchClient) -> None:
+    go = client.folder / "go"
+    asked = client.order(MAKES_WHEN_TOLD, str(go))
 
     def another_submits_and_dies() -> None:
-        told = (json.dumps(asdict(place)), json.dumps(asked.document()), str(laptop.store.root))
+        told = (json.dumps(asdict(spec)), json.dumps(asked.document()), str(client.store.root))
         with subprocess.Popen(
             [sys.executable, "-c", SUBMITS, *told],
             cwd=ROOT,
@@ -186,13 +189,13 @@ async def test_whoever_submitted_may_be_gone(place: Place, laptop: Laptop) -> No
             os.killpg(other.pid, signal.SIGKILL)
 
     await asyncio.to_thread(another_submits_and_dies)
-    handle = await laptop.backend.find(laptop.name)
+    handle = await client.backend.find(client.name)
     assert handle is not None
-    assert handle in await laptop.backend.list()
-    assert (await laptop.backend.status(handle)).ending is None
+    assert handle in await client.backend.list()
+    assert (await client.backend.status(handle)).ending is None
     go.touch()
-    await laptop.ending(handle)
-    assert await laptop.fetched(handle) == {"outputs/x": b"made"}
+    await client.ending(handle)
+    assert await client.fetched(handle) == {"outputs/x": b"made"}
 
 
 # --- how it ends ---------------------------------------------------------------------------------
@@ -207,39 +210,39 @@ FAILURES = {
 }
 
 
-async def test_a_failure_is_told_with_its_kind(laptop: Laptop) -> None:
-    handles = [await laptop.submit(each, name=f"fails-{n}") for n, each in enumerate(FAILURES)]
+async def test_a_failure_is_told_with_its_kind(client: LaunchClient) -> None:
+    handles = [await client.submit(each, name=f"fails-{n}") for n, each in enumerate(FAILURES)]
     for handle, (failure, code, reason) in zip(handles, FAILURES.values(), strict=True):
-        end = await laptop.ending(handle)
+        end = await client.ending(handle)
         assert (end.outcome, end.failure, end.code) == (Outcome.FAILED, failure, code), end
         assert reason in end.reason
         assert end.seconds is not None
 
 
-async def test_the_time_limit_ends_it_with_what_it_has_made(laptop: Laptop) -> None:
-    (laptop.folder / "in").write_text("there from the beginning, however late the command is")
-    files = laptop.store.put_files({"outputs/x": laptop.folder / "in"})
+async def test_the_time_limit_ends_it_with_what_it_has_made(client: LaunchClient) -> None:
+    (client.folder / "in").write_text("there from the beginning, however late the command is")
+    files = client.store.put_files({"outputs/x": client.folder / "in"})
     limits = Limits(time_seconds=2, grace_seconds=5)
-    handle = await laptop.submit(WAITS, limits=limits, files=files)
-    end = await laptop.ending(handle)
+    handle = await client.submit(WAITS, limits=limits, files=files)
+    end = await client.ending(handle)
     assert (end.outcome, end.failure) == (Outcome.TIME_LIMIT, FailureClass.TIME_LIMIT)
-    assert (await laptop.fetched(handle)).keys() == {"outputs/x"}
+    assert (await client.fetched(handle)).keys() == {"outputs/x"}
 
 
-async def test_cancelled_it_has_time_to_save(laptop: Laptop) -> None:
+async def test_cancelled_it_has_time_to_save(client: LaunchClient) -> None:
     saves = "signal.signal(signal.SIGTERM, lambda *_: (save(7, b'seven'), sys.exit(0)))\n"
-    handle = await laptop.submit(SAVES + saves + WAITS)
-    await laptop.running(handle)
-    await laptop.backend.cancel(handle, grace=SOON)
-    end = await laptop.ending(handle)
+    handle = await client.submit(SAVES + saves + WAITS)
+    await client.running(handle)
+    await client.backend.cancel(handle, grace=SOON)
+    end = await client.ending(handle)
     assert end.outcome is Outcome.CANCELLED
-    assert (await laptop.fetched(handle))["outputs/checkpoints/step-7/w"] == b"seven"
-    await laptop.backend.cancel(handle, grace=SOON)
-    assert (await laptop.backend.status(handle)).ending == end
+    assert (await client.fetched(handle))["outputs/checkpoints/step-7/w"] == b"seven"
+    await client.backend.cancel(handle, grace=SOON)
+    assert (await client.backend.status(handle)).ending == end
 
 
 async def test_who_does_not_heed_a_cancellation_is_killed_with_all_that_it_started(
-    laptop: Laptop,
+    client: LaunchClient,
 ) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     script = (
@@ -247,112 +250,112 @@ async def test_who_does_not_heed_a_cancellation_is_killed_with_all_that_it_start
         f"child = subprocess.Popen([sys.executable, '-c', {deaf + 'time.sleep(1000)'!r}])\n"
         "print(os.getpid(), child.pid, flush=True)\ntime.sleep(1000)\n"
     )
-    handle = await laptop.submit(script)
-    await laptop.running(handle)
-    pids = [int(each) for each in (await laptop.said(handle)).split()]
-    await laptop.backend.cancel(handle, grace=0.2)
-    assert await laptop.outcome(handle) is Outcome.CANCELLED
+    handle = await client.submit(script)
+    await client.running(handle)
+    pids = [int(each) for each in (await client.said(handle)).split()]
+    await client.backend.cancel(handle, grace=0.2)
+    assert await client.outcome(handle) is Outcome.CANCELLED
     assert all(map(is_gone, pids))
 
 
-async def test_a_crash_is_gone_on_with_from_the_newest_checkpoint(laptop: Laptop) -> None:
+async def test_a_crash_is_gone_on_with_from_the_newest_checkpoint(client: LaunchClient) -> None:
     script = SAVES + (
         "attempt = int(os.environ['ATTEMPT'])\nprint(attempt, begun, flush=True)\n"
         "if attempt == 1:\n    save(3, b'three'); save(4, b'four')\n"
         "if attempt < 3: os.kill(os.getpid(), 9)\n"
     )
-    first = await laptop.submit(script, values={"KEY": "v"})
-    assert (await laptop.until(first, lambda status: status.ending)).step == 4
-    second = await laptop.resume(KEY="v")
-    await laptop.ending(second)
-    third = await laptop.resume(KEY="v")
-    assert await laptop.outcome(third) is Outcome.SUCCEEDED
-    said = [await laptop.said(each) for each in (first, second, third)]
+    first = await client.submit(script, values={"KEY": "v"})
+    assert (await client.until(first, lambda status: status.ending)).step == 4
+    second = await client.resume(KEY="v")
+    await client.ending(second)
+    third = await client.resume(KEY="v")
+    assert await client.outcome(third) is Outcome.SUCCEEDED
+    said = [await client.said(each) for each in (first, second, third)]
     assert said == ["1 \n", "2 four\n", "3 four\n"]
-    assert await laptop.backend.find(laptop.name) == third
+    assert await client.backend.find(client.name) == third
     with pytest.raises(CloudError, match="succeeded"):
-        await laptop.resume(KEY="v")
+        await client.resume(KEY="v")
 
 
 # --- what comes back ------------------------------------------------------------------------------
 
 
 async def test_what_runs_is_not_begun_again_nor_removed_and_its_checkpoints_come(
-    laptop: Laptop,
+    client: LaunchClient,
 ) -> None:
     script = SAVES + "save(1, b'one'); open('outputs/half', 'w').write('not yet')\n" + WAITS
-    handle = await laptop.submit(script)
-    await laptop.saved(handle, 1)
-    await laptop.running(handle)
+    handle = await client.submit(script)
+    await client.saved(handle, 1)
+    await client.running(handle)
     with pytest.raises(CloudError, match="goes on by itself"):
-        await laptop.resume()
+        await client.resume()
     with pytest.raises(CloudError, match="stop it first"):
-        await laptop.backend.cleanup(handle)
-    seen = await laptop.backend.status(handle)
+        await client.backend.cleanup(handle)
+    seen = await client.backend.status(handle)
     assert seen.phase is Phase.RUNNING
     began = time.monotonic()
-    assert await laptop.backend.wait(handle, seen, 0.2) == seen
+    assert await client.backend.wait(handle, seen, 0.2) == seen
     assert time.monotonic() - began < SOON
     checkpoint = {f"outputs/checkpoints/step-1/{each}" for each in ("w", "manifest.json")}
-    assert (await laptop.fetched(handle)).keys() == checkpoint
-    await laptop.backend.cancel(handle, grace=0.1)
-    await laptop.ending(handle)
-    assert (await laptop.fetched(handle)).keys() == {*checkpoint, "outputs/half"}
+    assert (await client.fetched(handle)).keys() == checkpoint
+    await client.backend.cancel(handle, grace=0.1)
+    await client.ending(handle)
+    assert (await client.fetched(handle)).keys() == {*checkpoint, "outputs/half"}
 
 
-async def test_the_log_comes_byte_for_byte_while_it_is_written(laptop: Laptop) -> None:
+async def test_the_log_comes_byte_for_byte_while_it_is_written(client: LaunchClient) -> None:
     script = (
         "import sys, time\nfor n in range(300):\n    sys.stdout.buffer.write(bytes([n % 256]) * (n + 1))\n"
         "    sys.stdout.flush()\n    n % 50 or time.sleep(.02)"
     )
-    handle = await laptop.submit(script)
-    data, status = b"", await laptop.backend.status(handle)
+    handle = await client.submit(script)
+    data, status = b"", await client.backend.status(handle)
     while status.ending is None or len(data) < status.log_size:
-        part = await laptop.backend.log(handle, len(data), 777)
+        part = await client.backend.log(handle, len(data), 777)
         assert len(part.data) <= 777
         data += part.data
         if not part.data:
-            status = await laptop.backend.wait(handle, status, SOON)
+            status = await client.backend.wait(handle, status, SOON)
     assert data == b"".join(bytes([n % 256]) * (n + 1) for n in range(300))
 
 
-async def test_results_come_whole_and_again_only_where_they_differ(laptop: Laptop) -> None:
+async def test_results_come_whole_and_again_only_where_they_differ(client: LaunchClient) -> None:
     script = (
         "import os\nos.makedirs('outputs/deep/er'); open('outputs/big', 'wb').write(bytes(9 << 20))\n"
         "for n in range(20): open(f'outputs/deep/er/{n}', 'w').write(str(n))\n"
         "os.symlink('/etc/passwd', 'outputs/link'); open('beside', 'w').write('no artefact')"
     )
-    handle = await laptop.submit(script)
-    await laptop.ending(handle)
-    folder = laptop.folder / "results"
+    handle = await client.submit(script)
+    await client.ending(handle)
+    folder = client.folder / "results"
     expected = {f"outputs/deep/er/{n}": b"%d" % n for n in range(20)}
     expected["outputs/big"] = bytes(9 << 20)
-    fetched = await laptop.backend.fetch(handle, folder)
+    fetched = await client.backend.fetch(handle, folder)
     assert (tree(folder), {*fetched.files}) == (expected, {*expected})
     assert fetched.received == sum(map(len, expected.values()))
     assert "outputs/link" in fetched.left_out
     (folder / "outputs/deep/er/7").write_text("damaged")
-    assert (await laptop.backend.fetch(handle, folder)).received == 1
+    assert (await client.backend.fetch(handle, folder)).received == 1
     assert tree(folder) == {**expected, "earlier/changed/outputs/deep/er/7": b"damaged"}
 
 
-async def test_secrets_arrive_and_are_kept_nowhere(place: Place, laptop: Laptop) -> None:
+async def test_secrets_arrive_and_are_kept_nowhere(spec: BackendSpec, client: LaunchClient) -> None:
     canary = "canary-3f9a1c7e5b"
     script = "import hashlib, os; print(hashlib.sha256(os.environ['TOKEN'].encode()).hexdigest(), flush=True)\n"
-    asked = laptop.order(script + WAITS, values={"TOKEN": canary})
-    backend = laptop.backend
+    asked = client.order(script + WAITS, values={"TOKEN": canary})
+    backend = client.backend
     plan = await backend.plan(asked)
-    handle = await laptop.submit(asked)
-    await laptop.running(handle)
+    handle = await client.submit(asked)
+    await client.running(handle)
     told = (asked, plan, handle, await backend.order(handle), await backend.status(handle))
     assert canary not in repr(told)
     assert not any(canary.encode() in each for each in commands_here())
     await backend.cancel(handle, grace=0.1)
-    await laptop.ending(handle)
-    await laptop.fetched(handle)
-    for folder in (Path(place.home), laptop.folder):
+    await client.ending(handle)
+    await client.fetched(handle)
+    for folder in (Path(spec.home), client.folder):
         assert not [path for path, data in tree(folder).items() if canary.encode() in data]
-    assert hashlib.sha256(canary.encode()).hexdigest() in await laptop.said(handle)
+    assert hashlib.sha256(canary.encode()).hexdigest() in await client.said(handle)
 
 
 def commands_here() -> list[bytes]:
@@ -367,12 +370,12 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-async def test_removed_its_name_is_free(laptop: Laptop) -> None:
-    first = await laptop.submit("print('first')")
-    await laptop.ending(first)
-    await laptop.backend.cleanup(first)
-    assert await laptop.backend.find(laptop.name) is None
-    second = await laptop.submit("print('second')")
-    await laptop.ending(second)
-    assert await laptop.said(second) == "second\n"
-    assert [each.name for each in await laptop.backend.list()].count(laptop.name) == 1
+async def test_removed_its_name_is_free(client: LaunchClient) -> None:
+    first = await client.submit("print('first')")
+    await client.ending(first)
+    await client.backend.cleanup(first)
+    assert await client.backend.find(client.name) is None
+    second = await client.submit("print('second')")
+    await client.ending(second)
+    assert await client.said(second) == "second\n"
+    assert [each.name for each in await client.backend.list()].count(client.name) == 1

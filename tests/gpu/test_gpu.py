@@ -21,7 +21,7 @@ from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import cuda_graphs, plainly
 from groupwise.sampler.torch_sampler import TorchSampler
 from tests import device_checks
-from tests.device_checks import Place
+from tests.device_checks import DeviceCase
 from tests.unit.learner.native import test_attention
 
 pytestmark = [
@@ -109,13 +109,13 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
     ],
 )
 def test_on_a_gpu(tmp_path: Path, holds: Callable[..., None], given: dict[str, Any]) -> None:
-    holds(Place(GPU, cuda_graphs, tmp_path, held), **given)
+    holds(DeviceCase(GPU, cuda_graphs, tmp_path, held), **given)
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
 def test_small_steps_act_in_full(monkeypatch, tmp_path, rate):
     monkeypatch.setattr(slopes, "TOKENS", 1 << 15)
-    device_checks.small_steps_act_in_full(Place(GPU, cuda_graphs, tmp_path, held), rate)
+    device_checks.small_steps_act_in_full(DeviceCase(GPU, cuda_graphs, tmp_path, held), rate)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

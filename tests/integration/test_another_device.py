@@ -28,7 +28,7 @@ from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.weights import ServedModel
 from groupwise.types import Row, SamplingParams
-from tests.fake_device import DEVICE, Elsewhere
+from tests.fake_device import DEVICE, FakeDevice
 from tests.unit.models.native.families import FAMILIES
 
 SOAK = pytest.mark.soak(suite="engine")
@@ -53,7 +53,7 @@ RANK = 4
 
 
 @pytest.fixture
-def elsewhere(monkeypatch) -> Elsewhere:
+def device(monkeypatch) -> FakeDevice:
     def shift_head(self: NativeModel, logits_NV: Tensor) -> None:
         """Depends on numbers, which there are none of; happens once for each model."""
         self.head.bias_O = self.head.weight_OI.new_zeros(len(self.head.weight_OI))
@@ -79,17 +79,17 @@ def elsewhere(monkeypatch) -> Elsewhere:
         assert str(real_places(*given)) == str(beside.real_places(*given)), (
             "the same by other means"
         )
-    return Elsewhere()
+    return FakeDevice()
 
 
 class Adapted:
     """A model on the device with an adapter of all its layers."""
 
-    def __init__(self, elsewhere: Elsewhere, name: str, dtype: torch.dtype) -> None:
-        self.model = elsewhere.model(FAMILIES[name](), dtype)
+    def __init__(self, device: FakeDevice, name: str, dtype: torch.dtype) -> None:
+        self.model = device.model(FAMILIES[name](), dtype)
         assert self.model.device.type == DEVICE.type
-        self._native = elsewhere.native(self.model)
-        with elsewhere.here():
+        self._native = device.native(self.model)
+        with device.here():
             self._factors = {
                 part.path: Factors(
                     torch.ones(RANK, linear.weight_OI.shape[1], device=DEVICE, requires_grad=True),
@@ -110,9 +110,9 @@ class Adapted:
         return [each for f in self._factors.values() for each in (f.down_RI, f.up_OR)]
 
 
-def test_prompts_and_tokens_are_computed(elsewhere, name, dtype):
-    weights: Any = Adapted(elsewhere, name, dtype)
-    with elsewhere.here(), torch.inference_mode():
+def test_prompts_and_tokens_are_computed(device, name, dtype):
+    weights: Any = Adapted(device, name, dtype)
+    with device.here(), torch.inference_mode():
         engine = GraphEngine(weights.native(), weights, 8, 320, plainly)
         prompt = engine.prefill([3, 4, 5])
         assert prompt.logits_V.shape == (96,)
@@ -125,22 +125,22 @@ def test_prompts_and_tokens_are_computed(elsewhere, name, dtype):
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_the_sampler_takes_the_engine_for_gpus(monkeypatch, elsewhere, name, dtype, enforce_eager):
+def test_the_sampler_takes_the_engine_for_gpus(monkeypatch, device, name, dtype, enforce_eager):
     monkeypatch.setattr(torch_sampler, "cuda_graphs", lambda: "graphs")
-    weights: Any = Adapted(elsewhere, name, dtype)
-    with elsewhere.here():
+    weights: Any = Adapted(device, name, dtype)
+    with device.here():
         layout = torch_sampler.DecodeLayout(slots=8, key_length=320)
         engine = torch_sampler._engine(weights, layout, native=True, enforce_eager=enforce_eager)
     assert isinstance(engine, GraphEngine)
     assert engine._record == (plainly if enforce_eager else "graphs")
 
 
-def test_tokens_are_drawn(elsewhere, name, dtype):
+def test_tokens_are_drawn(device, name, dtype):
     plain = SamplingParams(9)
     early = SamplingParams(9, stop_token_ids=(3, 4), min_tokens=5)
     narrow = SamplingParams(9, temperature=0.7, top_k=3, top_p=0.5, min_p=0.1)
     for answer in (True, False):  # to whether one is greedy, whether all temperatures are 1 …
-        with elsewhere.here(answer), torch.inference_mode():
+        with device.here(answer), torch.inference_mode():
             logits = torch.zeros(4, 96, device=DEVICE, dtype=dtype)
             temperatures = torch.ones(4, device=DEVICE)
             params = [plain, early, narrow, None]
@@ -152,10 +152,10 @@ def test_tokens_are_drawn(elsewhere, name, dtype):
                 assert (found.device.type, found.shape) == (DEVICE.type, (4,))
 
 
-def test_a_model_of_transformers_decodes(monkeypatch, elsewhere, name, dtype):
+def test_a_model_of_transformers_decodes(monkeypatch, device, name, dtype):
     monkeypatch.setattr(Decoder, "_check_head", lambda self: None)  # compares numbers, once
-    weights = ServedModel(elsewhere.model(FAMILIES[name](), dtype))
-    with elsewhere.here(answer=False), torch.inference_mode():
+    weights = ServedModel(device.model(FAMILIES[name](), dtype))
+    with device.here(answer=False), torch.inference_mode():
         engine = SlotEngine(weights, 8, 64)
         engine.begin(engine.prefill([3, 4, 5]))
         assert engine.decode([3]).shape == (1, 96)
@@ -180,10 +180,10 @@ def batch_of() -> FlatBatch:
         pytest.param(False, Wanted(), marks=SOAK),
     ],
 )
-def test_a_gradient_is_made(elsewhere, name, dtype, recompute, wanted):
-    weights, batch = Adapted(elsewhere, name, dtype), batch_of()
+def test_a_gradient_is_made(device, name, dtype, recompute, wanted):
+    weights, batch = Adapted(device, name, dtype), batch_of()
     model, parameters = weights.native(), weights.parameters()
-    with elsewhere.here():
+    with device.here():
         stream_NH = residual_stream(model, batch, weights.factors(), recompute=recompute)
         before_N = torch.tensor(batch.before, device=DEVICE)
         ids_N = torch.zeros_like(before_N)
@@ -199,8 +199,8 @@ def test_a_gradient_is_made(elsewhere, name, dtype, recompute, wanted):
             float(norm)
 
 
-def test_mixing_devices_and_waiting_for_numbers_would_fail(elsewhere, name, dtype):
-    with elsewhere.here():
+def test_mixing_devices_and_waiting_for_numbers_would_fail(device, name, dtype):
+    with device.here():
         there = torch.ones(3, device=DEVICE, dtype=dtype)
         with pytest.raises(RuntimeError, match="two devices"):
             there.add(torch.ones(3, dtype=dtype))

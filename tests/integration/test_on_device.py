@@ -16,8 +16,8 @@ from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.native.graph_engine import KEYS
 from tests import device_checks
-from tests.device_checks import Place
-from tests.fake_cuda_graph import Tape
+from tests.device_checks import DeviceCase
+from tests.fake_cuda_graph import FakeCudaGraph
 
 CPU = torch.device("cpu")
 SOAK = pytest.mark.soak(suite="engine")
@@ -25,13 +25,13 @@ HALF, WHOLE = torch.bfloat16, torch.float32
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceCase:
     """Torch alone computes: no kernels of our own, and no weights in another order."""
     monkeypatch.setattr("groupwise.models.native.compiled.suits", lambda tensor: False)
     monkeypatch.setattr(NativeModel, "pack", lambda self: None)
     gc.collect()
     gc.freeze()  # what other tests have left is not looked through each time
-    return Place(CPU, Tape, tmp_path, bytes_held)
+    return DeviceCase(CPU, FakeCudaGraph, tmp_path, bytes_held)
 
 
 def bytes_held() -> int:
@@ -77,8 +77,8 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
         also(device_checks.a_short_run_goes_through, lora=None, enforce_eager=True),
     ],
 )
-def test_as_on_a_gpu(place: Place, holds: Callable[..., None], given: dict[str, Any]) -> None:
-    holds(place, **given)
+def test_as_on_a_gpu(case: DeviceCase, holds: Callable[..., None], given: dict[str, Any]) -> None:
+    holds(case, **given)
 
 
 def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_path):
@@ -93,20 +93,20 @@ def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("name", "dtype", "most"), [("llama-128", HALF, 0.003), ("llama-mha-tied", WHOLE, 1e-4)]
 )
-def test_sampler_and_learner_agree_on_a_small_model(place, monkeypatch, name, dtype, most):
+def test_sampler_and_learner_agree_on_a_small_model(case, monkeypatch, name, dtype, most):
     monkeypatch.setattr(body, "piece_attention", fused_attention)
-    device_checks.sampler_and_learner_agree_on_a_small_model(place, name, dtype, most)
+    device_checks.sampler_and_learner_agree_on_a_small_model(case, name, dtype, most)
 
 
 @SOAK
-def test_sampler_and_learner_agree(place, monkeypatch):
+def test_sampler_and_learner_agree(case, monkeypatch):
     monkeypatch.setattr(body, "piece_attention", fused_attention)
     few = {"members": 3, "tokens": 12}  # a difference of the two shows in each of them
-    device_checks.sampler_and_learner_agree(place, "float32", most=1e-4, **few)
+    device_checks.sampler_and_learner_agree(case, "float32", most=1e-4, **few)
 
 
 @SOAK
 @pytest.mark.parametrize(("rate", "tokens", "within"), [(1e-6, 8192, 0.5), (1e-4, 2048, 0.1)])
-def test_small_steps_act_in_full(place, monkeypatch, rate, tokens, within):
+def test_small_steps_act_in_full(case, monkeypatch, rate, tokens, within):
     monkeypatch.setattr(slopes, "TOKENS", tokens)
-    device_checks.small_steps_act_in_full(place, rate, within)
+    device_checks.small_steps_act_in_full(case, rate, within)

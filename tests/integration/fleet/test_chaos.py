@@ -26,7 +26,7 @@ from tests.chaos.nemesis import Nemesis
         pytest.param(1800.0, marks=[pytest.mark.timeout(7200), pytest.mark.soak(suite="fleet")]),
     ],
 )
-def test_whatever_happens_every_promise_is_kept(seconds: float) -> None:
+def test_fleet_keeps_its_guarantees_under_random_faults(seconds: float) -> None:
     seconds = float(os.environ.get("CHAOS_SECONDS") or seconds)
     seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(2**31))
     print(f"SEED={seed} CHAOS_SECONDS={seconds:g}")

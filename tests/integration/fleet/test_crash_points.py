@@ -28,9 +28,9 @@ from groupwise.fleet.store.tables import Base, Checkpoint
 from groupwise.fleet.verbs import jobs
 from groupwise.testing.fake_hosts import Fault, Script
 from tests.fleet_databases import copied
-from tests.in_process_fleet import SOMEBODY, Rig
+from tests.in_process_fleet import SOMEBODY, InProcessFleet
 
-Scenario = Callable[[Rig], Awaitable[None]]
+Scenario = Callable[[InProcessFleet], Awaitable[None]]
 Effect = tuple[str, int]
 """Name, and which of that name."""
 BESIDE = ("lease.", "job.admit", "host.wait", "host.observe", "stray.", "vm.")
@@ -50,63 +50,63 @@ LONGEST_PAUSE = 700.0
 # --- scenarios: one machine -----------------------------------------------------------------------
 
 
-async def plain(rig: Rig) -> None:
-    rig.submit("job")
-    await rig.until(rig.has("job", "completed"))
+async def plain(fleet: InProcessFleet) -> None:
+    fleet.submit("job")
+    await fleet.until(fleet.has("job", "completed"))
 
 
-async def fails_first(rig: Rig) -> None:
-    rig.rack.scripts["job"] = [Script(code=1), Script()]
-    await plain(rig)
-    assert [a.outcome for a in rig.attempts("job")] == ["failed", "succeeded"]
+async def fails_first(fleet: InProcessFleet) -> None:
+    fleet.rack.scripts["job"] = [Script(code=1), Script()]
+    await plain(fleet)
+    assert [a.outcome for a in fleet.attempts("job")] == ["failed", "succeeded"]
 
 
-async def answer_lost(rig: Rig) -> None:
-    rig.rack["a"].fail("launch", Fault.ANSWER_LOST)
-    await plain(rig)
+async def answer_lost(fleet: InProcessFleet) -> None:
+    fleet.rack["a"].fail("launch", Fault.ANSWER_LOST)
+    await plain(fleet)
 
 
-async def refused(rig: Rig) -> None:
-    rig.rack.scripts["job"] = [Script(refusal="gpu_busy"), Script()]
-    await plain(rig)
+async def refused(fleet: InProcessFleet) -> None:
+    fleet.rack.scripts["job"] = [Script(refusal="gpu_busy"), Script()]
+    await plain(fleet)
 
 
-async def turned_down(rig: Rig) -> None:
+async def turned_down(fleet: InProcessFleet) -> None:
     """The runner has no room on its disk; nothing was claimed."""
-    rig.rack["a"].fail("launch", Fault.REFUSED)
-    await plain(rig)
+    fleet.rack["a"].fail("launch", Fault.REFUSED)
+    await plain(fleet)
 
 
-async def waits_for_room(rig: Rig) -> None:
+async def waits_for_room(fleet: InProcessFleet) -> None:
     """Both want all that the fleet has; who dies may have placed one, and not have marked the other one yet."""
-    rig.rack.scripts["job"] = [Script(ticks=3)]
-    rig.submit("job", resources={"gpus": 1, "vm": "a"})
-    rig.submit("later", resources={"gpus": 1, "vm": "a"}, priority=-1)
-    await rig.until(rig.has("later", "completed"))
+    fleet.rack.scripts["job"] = [Script(ticks=3)]
+    fleet.submit("job", resources={"gpus": 1, "vm": "a"})
+    fleet.submit("later", resources={"gpus": 1, "vm": "a"}, priority=-1)
+    await fleet.until(fleet.has("later", "completed"))
 
 
-async def files(rig: Rig) -> None:
-    sha256 = rig.store.put(b"print(1)")
-    rig.submit("job", files={"train.py": (sha256, 0o644, 8)})
-    await rig.until(rig.has("job", "completed"))
+async def files(fleet: InProcessFleet) -> None:
+    sha256 = fleet.store.put(b"print(1)")
+    fleet.submit("job", files={"train.py": (sha256, 0o644, 8)})
+    await fleet.until(fleet.has("job", "completed"))
 
 
-async def checkpoint_damaged(rig: Rig) -> None:
+async def checkpoint_damaged(fleet: InProcessFleet) -> None:
     """The newest one has rotted on the disk; the one before is whole."""
-    rig.submit("job", hold=True)
+    fleet.submit("job", hold=True)
     for step in (10, 20):
-        sha256 = rig.store.put(str(step).encode())
+        sha256 = fleet.store.put(str(step).encode())
         row = Checkpoint(
             job_id="job", generation=0, epoch=0, path=f"outputs/{step}", step=step,
             manifest={f"outputs/{step}/w.bin": [sha256, 0o644, 2]}, mirrored_at=1.0,
         )  # fmt: skip
-        rig.database.run(lambda s, row=row: s.add(row))
-    rotten = rig.store.path(sha256)
+        fleet.database.run(lambda s, row=row: s.add(row))
+    rotten = fleet.store.path(sha256)
     rotten.chmod(0o644)
     rotten.write_bytes(b"??")
-    rig.database.run(lambda s: jobs.release(s, SOMEBODY, "job"))
-    await rig.until(rig.has("job", "completed"))
-    ended = [(a.failure_class, (a.resume_from or {})["step"]) for a in rig.attempts("job")]
+    fleet.database.run(lambda s: jobs.release(s, SOMEBODY, "job"))
+    await fleet.until(fleet.has("job", "completed"))
+    ended = [(a.failure_class, (a.resume_from or {})["step"]) for a in fleet.attempts("job")]
     # Whoever goes on may find it void and not know why: then it is tried once more.
     assert [each for each in ended if each != (None, 20)] == [("not_provided", 20), (None, 10)]
 
@@ -114,51 +114,51 @@ async def checkpoint_damaged(rig: Rig) -> None:
 # --- several machines -----------------------------------------------------------------------------
 
 
-async def gang(rig: Rig) -> None:
-    rig.submit("job", resources={"gpus": 1, "machines": 2})
-    await rig.until(rig.has("job", "completed"))
+async def gang(fleet: InProcessFleet) -> None:
+    fleet.submit("job", resources={"gpus": 1, "machines": 2})
+    await fleet.until(fleet.has("job", "completed"))
 
 
-async def gang_refused(rig: Rig) -> None:
+async def gang_refused(fleet: InProcessFleet) -> None:
     """One of two machines has no room left on its disk; it has again when the gang has been taken back."""
-    rig.rack["b"].refuses = "disk_full"
-    rig.rack.scripts["job"] = [LONG, Script()]
-    rig.submit("job", resources={"gpus": 1, "machines": 2})
-    await rig.until(lambda: any(r["what"] == "refused" for r in rig.rack.history))
-    rig.rack["b"].refuses = None
-    rig.rack.scripts["job"] = [Script()]
-    await rig.until(rig.has("job", "completed"))
+    fleet.rack["b"].refuses = "disk_full"
+    fleet.rack.scripts["job"] = [LONG, Script()]
+    fleet.submit("job", resources={"gpus": 1, "machines": 2})
+    await fleet.until(lambda: any(r["what"] == "refused" for r in fleet.rack.history))
+    fleet.rack["b"].refuses = None
+    fleet.rack.scripts["job"] = [Script()]
+    await fleet.until(fleet.has("job", "completed"))
 
 
 # --- ends that do not come by themselves ----------------------------------------------------------
 
 
-async def begun(rig: Rig) -> tuple[str, int]:
+async def begun(fleet: InProcessFleet) -> tuple[str, int]:
     """Submits a job that runs until something ends it."""
-    rig.rack.scripts["job"] = [LONG, Script()]
-    rig.submit("job")
-    await rig.until(lambda: rig.rack.running() != [])
-    ((job, epoch),) = rig.rack.running()
+    fleet.rack.scripts["job"] = [LONG, Script()]
+    fleet.submit("job")
+    await fleet.until(lambda: fleet.rack.running() != [])
+    ((job, epoch),) = fleet.rack.running()
     return job, epoch
 
 
-async def cancelled(rig: Rig) -> None:
-    await begun(rig)
-    rig.cancel("job")
-    await rig.until(rig.has("job", "cancelled"))
-    assert rig.rack.running() == []
+async def cancelled(fleet: InProcessFleet) -> None:
+    await begun(fleet)
+    fleet.cancel("job")
+    await fleet.until(fleet.has("job", "cancelled"))
+    assert fleet.rack.running() == []
 
 
-async def supervisor_lost(rig: Rig) -> None:
-    rig.rack["a"].kill_supervisor(*await begun(rig))
-    await rig.until(rig.has("job", "completed"))
+async def supervisor_lost(fleet: InProcessFleet) -> None:
+    fleet.rack["a"].kill_supervisor(*await begun(fleet))
+    await fleet.until(fleet.has("job", "completed"))
 
 
-async def lost(rig: Rig) -> None:
-    await begun(rig)
-    rig.rack["a"].power_off()
-    rig.lose("a")
-    await rig.until(rig.has("job", "completed"))
+async def lost(fleet: InProcessFleet) -> None:
+    await begun(fleet)
+    fleet.rack["a"].power_off()
+    fleet.lose("a")
+    await fleet.until(fleet.has("job", "completed"))
 
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -252,9 +252,9 @@ class Stage:
         for each in self._folder.glob("fleet.db*"):
             each.unlink()
         copied(self._new, self._folder)
-        rig = Rig(self._database, self._folder, {"a": ["GPU-a0"], "b": ["GPU-b0"]})
+        fleet = InProcessFleet(self._database, self._folder, {"a": ["GPU-a0"], "b": ["GPU-b0"]})
         try:
-            await _play(rig, scenario, hook)
+            await _play(fleet, scenario, hook)
         finally:
             shutil.rmtree(self._folder / "blobs", ignore_errors=True)
 
@@ -275,9 +275,9 @@ class Stage:
         self._database.close()
 
 
-async def _play(rig: Rig, scenario: Scenario, hook: Counting) -> None:
-    survivor = rig.dispatcher("survivor")
-    first = rig.dispatcher("first", hook)
+async def _play(fleet: InProcessFleet, scenario: Scenario, hook: Counting) -> None:
+    survivor = fleet.dispatcher("survivor")
+    first = fleet.dispatcher("first", hook)
 
     async def live() -> None:
         try:
@@ -285,20 +285,20 @@ async def _play(rig: Rig, scenario: Scenario, hook: Counting) -> None:
         except BaseException as error:  # a Death, or a group of them, for its tasks died together
             if not _is_death(error):
                 raise
-            rig.rack.record("death")
-            rig.expire_leases()
+            fleet.rack.record("death")
+            fleet.expire_leases()
             await survivor.run()
 
     living = asyncio.create_task(live())
     try:
-        await scenario(rig)
-        await rig.until(rig.is_clean)
+        await scenario(fleet)
+        await fleet.until(fleet.is_clean)
     finally:
         first.stop()
         survivor.stop()
         await living
-    rig.judge()
-    assert rig.open_reservations() == []
+    fleet.judge()
+    assert fleet.open_reservations() == []
 
 
 def _is_death(error: BaseException) -> bool:

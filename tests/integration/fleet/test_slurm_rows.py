@@ -1,4 +1,4 @@
-"""Rows of a fleet behind which a real Slurm of two nodes begins jobs, beside a machine that begins them itself.
+"""ClusterFleet of a fleet behind which a real Slurm of two nodes begins jobs, beside a machine that begins them itself.
 
 1. A job waits in Slurm's queue for as long as Slurm likes, and says what for; then it runs, and comes back as from every machine.
 2. What Slurm, or somebody, ends goes on from its checkpoint, and whose fault it was is told apart.
@@ -14,7 +14,7 @@ import pytest
 from groupwise.fleet.store.database import Database, connect
 from groupwise.hosts import engines
 from tests import slurm
-from tests.cluster_fleet import SAVES, SAYS, Rows
+from tests.cluster_fleet import SAVES, SAYS, ClusterFleet
 from tests.fleet_databases import copied
 from tests.slurm import Cluster
 
@@ -28,7 +28,7 @@ def cluster() -> Iterator[Cluster]:
         yield found
 
 
-class Fleet(Rows):
+class Fleet(ClusterFleet):
     """With the Slurm behind its rows."""
 
     def __init__(self, database: Database, folder: Path, cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from groupwise.hosts.spec import JobSpec
 from groupwise.hosts.ssh import Patience, SshHost, read_host_key
 from tests import ssh_hosts
 from tests.contract.test_host_contract import arrived, ask, request
-from tests.required_programs import needed
+from tests.required_programs import require_programs
 from tests.ssh_hosts import FullHost, LoopbackHost
 
 QUICK = Patience(connect=2.0, keepalive=0.3)
@@ -109,7 +109,7 @@ async def test_nothing_of_the_users_is_read(
 
 
 async def test_an_agent_that_is_named_is_asked(machine: LoopbackHost, tmp_path: Path) -> None:
-    needed("ssh-agent", "ssh-add")
+    require_programs("ssh-agent", "ssh-add")
     with pytest.raises(HostUnreachable, match="no key to log in"):
         await ask(host_of(machine, key_path=None), "echo")
     socket = tmp_path / "agent"

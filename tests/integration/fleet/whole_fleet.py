@@ -30,7 +30,7 @@ from groupwise.cli.main import main
 from groupwise.fleet.settings import FleetPlace, find
 from groupwise.fleet.store.tables import VM, Attempt, Job
 from tests import fleet_api, nats
-from tests.chaos.fleet import Control, Parts
+from tests.chaos.fleet import Control, FleetProcesses
 from tests.postgres import Postgres
 from tests.required_programs import root_needed
 from tests.ssh_hosts import FullHost, full_hosts
@@ -63,7 +63,7 @@ def call(environment: Mapping[str, str], *words: str) -> subprocess.CompletedPro
     return subprocess.CompletedProcess(words, code, *said)
 
 
-class WholeFleet(Parts):
+class WholeFleet(FleetProcesses):
     """What its people do with them."""
 
     def __init__(

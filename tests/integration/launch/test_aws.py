@@ -41,11 +41,11 @@ from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.port import HostUnreachable
 from groupwise.hosts.spec import Limits
 from groupwise.launch import places
-from tests.fake_aws import KEY_NAME, PRICE, QUICK, REGION, Cloud, asked, cloud, user_data_of
+from tests.fake_aws import KEY_NAME, PRICE, QUICK, REGION, FakeAws, cloud, ec2_client, user_data_of
 from tests.integration.launch import stopping
 from tests.integration.launch.person import Person
 from tests.integration.launch.stopping import ctrl_c_ends_it
-from tests.launch_backends import SAVES, Laptop, name, order
+from tests.launch_backends import SAVES, LaunchClient, name, order
 from tests.ssh_hosts import loopback_hosts
 
 __all__ = ["name"]
@@ -61,13 +61,13 @@ while True: signal.pause()
 
 
 @pytest.fixture(scope="module")
-def rented() -> Iterator[Cloud]:
+def rented() -> Iterator[FakeAws]:
     with loopback_hosts() as [host], cloud(host) as found:
         yield found
 
 
 @pytest.fixture
-def account(rented: Cloud) -> Iterator[Cloud]:
+def account(rented: FakeAws) -> Iterator[FakeAws]:
     """With no machines; what stands in for them is empty."""
     for machine in rented.living():
         rented.ec2.terminate_instances([machine])
@@ -79,7 +79,7 @@ def account(rented: Cloud) -> Iterator[Cloud]:
 
 
 @pytest.fixture
-def python(account: Cloud, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def python(account: FakeAws, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of `launch aws`, up to what is to be run, with packages that the machine has; its looks come sooner."""
     monkeypatch.setattr(aws, "Patience", lambda: QUICK)
     places._ec2.cache_clear()
@@ -100,7 +100,7 @@ def of_two_hours(name: str, script: str = MAKES, **fields: Any) -> Order:
     return order(name, script, limits=Limits(time_seconds=7200), **fields)
 
 
-class Renter(Laptop[AwsBackend]):
+class Renter(LaunchClient[AwsBackend]):
     """Rents a machine for each job."""
 
     async def makes(self, **fields: Any) -> Handle:
@@ -126,8 +126,8 @@ Reach: TypeAlias = Callable[..., Renter]
 
 
 @pytest.fixture
-async def reach(account: Cloud, name: str, tmp_path: Path) -> AsyncIterator[Reach]:
-    """Another laptop, whose records are in a folder of that name."""
+async def reach(account: FakeAws, name: str, tmp_path: Path) -> AsyncIterator[Reach]:
+    """Another client, whose records are in a folder of that name."""
     made: list[Renter] = []
 
     def found(kept: str = "kept", patience: Patience = QUICK, ec2: Any = None) -> Renter:
@@ -141,7 +141,7 @@ async def reach(account: Cloud, name: str, tmp_path: Path) -> AsyncIterator[Reac
 
 
 @pytest.fixture
-def laptop(reach: Reach) -> Renter:
+def client(reach: Reach) -> Renter:
     return reach()
 
 
@@ -150,10 +150,10 @@ def laptop(reach: Reach) -> Renter:
 
 @pytest.mark.parametrize("spot", [False, True])
 async def test_the_machine_is_as_it_was_described(
-    account: Cloud, laptop: Renter, spot: bool
+    account: FakeAws, client: Renter, spot: bool
 ) -> None:
     before = time.time()
-    await laptop.makes(asks={"spot": True, "max_price": 0.61} if spot else {})
+    await client.makes(asks={"spot": True, "max_price": 0.61} if spot else {})
     [found] = account.requests
     [disk] = found.pop("BlockDeviceMappings")
     assert disk["Ebs"] == {"VolumeSize": 250, "VolumeType": "gp3", "DeleteOnTermination": True}
@@ -175,7 +175,7 @@ async def test_the_machine_is_as_it_was_described(
     assert {each["ResourceType"] for each in found["TagSpecifications"]} == {"instance", "volume"}
     [machine] = [each for each in account.machines() if each.id in account.living()]
     tags = {each["key"].partition(":")[2]: each["value"] for each in machine.get_tags()}
-    assert (tags["job"], tags["attempt"], tags["owner"]) == (laptop.name, "1", "me@here")
+    assert (tags["job"], tags["attempt"], tags["owner"]) == (client.name, "1", "me@here")
     assert tags["host-key"] == account.host.host_key
     assert -1 < float(tags["deadline"]) - before - 2.5 * 3600 < 60
     script = user_data_of(machine)
@@ -184,7 +184,7 @@ async def test_the_machine_is_as_it_was_described(
 
 
 async def test_who_decided_before_another_has_started_a_machine_starts_none(
-    account: Cloud, reach: Reach, monkeypatch: pytest.MonkeyPatch
+    account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = reach("kept-1"), reach("kept-2")
     decided, go = asyncio.Event(), asyncio.Event()
@@ -205,7 +205,7 @@ async def test_who_decided_before_another_has_started_a_machine_starts_none(
 
 
 async def test_of_two_machines_for_one_attempt_one_stays(
-    account: Cloud, reach: Reach, monkeypatch: pytest.MonkeyPatch
+    account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it is by which AWS was made to start both."""
     first, second = reach("kept-1"), reach("kept-2")
@@ -227,7 +227,7 @@ class Faulty(BotoEc2):
     """AWS, where something happens before each call that comes after the start of a machine: `fails` is told its number and verb."""
 
     def __init__(self, fails: Callable[[int, str], None]) -> None:
-        super().__init__(REGION, pause=0.001, _clients=asked()._clients)
+        super().__init__(REGION, pause=0.001, _clients=ec2_client()._clients)
         self.fails, self.calls, self.has_started = fails, 0, False
 
     def _ask(self, service: str, verb: str, **more: Any) -> Any:
@@ -248,14 +248,14 @@ class Faulty(BotoEc2):
 
 @pytest.mark.parametrize("how", ["AWS refuses", "Ctrl-C"])
 async def test_whatever_happens_between_its_start_and_the_job_it_is_ended(
-    account: Cloud, reach: Reach, how: str
+    account: FakeAws, reach: Reach, how: str
 ) -> None:
     calls: list[str] = []
-    laptop = reach(ec2=Faulty(lambda _, verb: calls.append(verb)))
-    handle = await laptop.makes()
+    client = reach(ec2=Faulty(lambda _, verb: calls.append(verb)))
+    handle = await client.makes()
     seen = tuple(calls) if how == "AWS refuses" else tuple(calls[:5])
     assert {"describe_instances", "get_console_output", "create_tags"} <= set(calls)
-    await laptop.backend.cleanup(handle)
+    await client.backend.cleanup(handle)
     loop, running = asyncio.get_running_loop(), list[asyncio.Task[Any]]()
     for n, of in enumerate(seen, 1):
 
@@ -265,12 +265,12 @@ async def test_whatever_happens_between_its_start_and_the_job_it_is_ended(
             elif call == n:
                 raise CloudError(f"{verb} was refused")
 
-        laptop = reach(ec2=Faulty(fails))
-        running.append(asyncio.create_task(laptop.makes(name=f"{laptop.name}-{n}")))
+        client = reach(ec2=Faulty(fails))
+        running.append(asyncio.create_task(client.makes(name=f"{client.name}-{n}")))
         with pytest.raises(asyncio.CancelledError if how == "Ctrl-C" else CloudError):
             await running[-1]
         assert account.living() == [], of
-        assert await laptop.backend.find(f"{laptop.name}-{n}") is None
+        assert await client.backend.find(f"{client.name}-{n}") is None
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ async def test_whatever_happens_between_its_start_and_the_job_it_is_ended(
     ],
 )
 async def test_a_start_whose_end_nobody_hears_is_found_and_ended(
-    account: Cloud,
-    laptop: Renter,
+    account: FakeAws,
+    client: Renter,
     monkeypatch: pytest.MonkeyPatch,
     how: str,
     error: type[BaseException],
@@ -306,7 +306,7 @@ async def test_a_start_whose_end_nobody_hears_is_found_and_ended(
 
     monkeypatch.setattr(BotoEc2, "start", start)
     monkeypatch.setattr(BotoEc2, "machines", falls_silent)
-    starting = asyncio.create_task(laptop.makes())
+    starting = asyncio.create_task(client.makes())
     with pytest.raises(error, match=told):
         await starting
     assert len(account.requests) == 1
@@ -315,7 +315,7 @@ async def test_a_start_whose_end_nobody_hears_is_found_and_ended(
 
 @pytest.mark.parametrize("step", ["hello", "observe", "missing", "launch"])
 async def test_whatever_the_machine_fails_at_it_is_ended(
-    account: Cloud, reach: Reach, monkeypatch: pytest.MonkeyPatch, step: str
+    account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     async def fails(self: Runner, *_: Any, **__: Any) -> Any:
         raise HostUnreachable(f"{step} was cut off")
@@ -329,7 +329,7 @@ async def test_whatever_the_machine_fails_at_it_is_ended(
 
 
 async def test_one_that_never_says_its_key_or_shows_another_is_ended(
-    account: Cloud, reach: Reach
+    account: FakeAws, reach: Reach
 ) -> None:
     account.says_key = False
     with pytest.raises(CloudError, match="host key"):
@@ -344,7 +344,7 @@ async def test_one_that_never_says_its_key_or_shows_another_is_ended(
 
 @pytest.mark.parametrize("knows", [True, False])
 async def test_one_that_aws_does_not_know_yet_is_ended_once_it_does(
-    account: Cloud, reach: Reach, knows: bool
+    account: FakeAws, reach: Reach, knows: bool
 ) -> None:
     """It is consistent only after some seconds."""
     unknown = [*range(3)] if knows else [*range(10_000)]
@@ -368,7 +368,7 @@ async def test_one_that_aws_does_not_know_yet_is_ended_once_it_does(
 
 @pytest.mark.parametrize("somebody", ["takes it up", "ended it"])
 async def test_what_a_dead_laptop_left_is_taken_up_or_begun_anew(
-    account: Cloud, reach: Reach, monkeypatch: pytest.MonkeyPatch, somebody: str
+    account: FakeAws, reach: Reach, monkeypatch: pytest.MonkeyPatch, somebody: str
 ) -> None:
     """It was killed between the machine's start and the job's beginning, so that it cleaned up nothing."""
 
@@ -382,15 +382,15 @@ async def test_what_a_dead_laptop_left_is_taken_up_or_begun_anew(
             await reach("dead").makes()
     [machine] = account.living()
     account.ends_at(machine, time.time() + 600)
-    laptop = reach()
+    client = reach()
     if somebody == "takes it up":
-        assert (await laptop.backend.status(await laptop.find())).phase is Phase.WAITING
+        assert (await client.backend.status(await client.find())).phase is Phase.WAITING
     else:
-        await laptop.gives_back()
-        assert (account.living(), await laptop.find()) == ([], None)
+        await client.gives_back()
+        assert (account.living(), await client.find()) == ([], None)
         with pytest.raises(NotHere):
-            await laptop.resume()
-    assert await laptop.outcome(await laptop.makes()) is Outcome.SUCCEEDED
+            await client.resume()
+    assert await client.outcome(await client.makes()) is Outcome.SUCCEEDED
     [lives] = account.living()
     assert (lives == machine, len(account.sudo())) == (
         (True, 1) if somebody == "takes it up" else (False, 0)
@@ -402,46 +402,46 @@ async def test_what_a_dead_laptop_left_is_taken_up_or_begun_anew(
 
 
 async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
-    account: Cloud, reach: Reach, tmp_path: Path
+    account: FakeAws, reach: Reach, tmp_path: Path
 ) -> None:
     script = SAVES + (
         "print(os.environ['ATTEMPT'], begun, open('in').read(), flush=True)\n"
         "if not begun:\n    save(3, b'three'); save(4, b'four')\n    time.sleep(1000)\n"
     )
     (tmp_path / "in").write_text("the input")
-    laptop = reach()
-    files = laptop.store.put_files({"in": tmp_path / "in"})
-    first = await laptop.submit(script, files=files, asks={"spot": True})
-    await laptop.saved(first, 4)
-    await laptop.fetched(first)
-    account.takes_back(account.living()[0])
+    client = reach()
+    files = client.store.put_files({"in": tmp_path / "in"})
+    first = await client.submit(script, files=files, asks={"spot": True})
+    await client.saved(first, 4)
+    await client.fetched(first)
+    account.interrupt_spot_instance(account.living()[0])
     account.host.restart()
     shutil.rmtree(account.host.home / "groupwise-launch")
 
-    lost = await laptop.ending(first)
+    lost = await client.ending(first)
     assert (lost.outcome, lost.failure) == (Outcome.LOST, FailureClass.PREEMPTION)
     assert "Server.SpotInstanceTermination" in lost.reason
-    assert await laptop.find() == first
+    assert await client.find() == first
 
-    other = reach("of-another-laptop")
+    other = reach("of-another-client")
     assert await other.find() == first
     assert (await other.backend.status(first)).ending == lost
     with pytest.raises(CloudError, match="that launched it"):
         await other.resume()
 
-    laptop = replace(reach(), folder=tmp_path / "with an empty store")
-    second = await laptop.resume()
+    client = replace(reach(), folder=tmp_path / "with an empty store")
+    second = await client.resume()
     assert second.attempt == 2
     both = {each.id for each in account.machines()[-2:]}
-    assert await laptop.counted(second) == both
+    assert await client.counted(second) == both
     _forget(account, account.machines()[-2])
-    assert await laptop.counted(second) == both
-    assert await laptop.outcome(second) is Outcome.SUCCEEDED
-    assert await laptop.said(second) == "2 four the input\n"
-    assert await laptop.outcome(first) is Outcome.LOST
+    assert await client.counted(second) == both
+    assert await client.outcome(second) is Outcome.SUCCEEDED
+    assert await client.said(second) == "2 four the input\n"
+    assert await client.outcome(first) is Outcome.LOST
 
 
-def _forget(account: Cloud, machine: Any) -> None:
+def _forget(account: FakeAws, machine: Any) -> None:
     """As AWS does an hour after its end."""
     account.ec2.delete_tags([machine.id], {tag["key"]: None for tag in machine.get_tags()})
 
@@ -451,55 +451,55 @@ async def _cut_off(*_: object) -> None:
 
 
 async def test_another_attempt_there_has_its_time_before_the_machine_ends(
-    account: Cloud, laptop: Renter, monkeypatch: pytest.MonkeyPatch
+    account: FakeAws, client: Renter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of its ends are moved, or none: also where the attempt does not begin."""
-    await laptop.ending(await laptop.submit(FAILS))
+    await client.ending(await client.submit(FAILS))
     [machine] = account.living()
     soon = round(time.time()) + 600
     account.ends_at(machine, soon)
     refuses = account.host.home / "sudo-refuses"
     refuses.touch()
     with pytest.raises(CloudError, match=r"a password is required.*sweep --name"):
-        await laptop.resume()
+        await client.resume()
     refuses.unlink()
-    assert (account.deadline(machine), (await laptop.find()).attempt) == (soon, 1)
+    assert (account.deadline(machine), (await client.find()).attempt) == (soon, 1)
     for fails in ((MachineBackend, "_begin"), (AwsBackend, "_tag")):
         with monkeypatch.context() as patched:
             patched.setattr(*fails, _cut_off)
             with pytest.raises(asyncio.CancelledError):
-                await laptop.resume()
+                await client.resume()
         assert account.deadline(machine) == soon
         assert [words[2] for words in account.sudo()][1:] == [f"{soon}"]
-    again = await laptop.resume()
+    again = await client.resume()
     assert again.attempt == 2
     minutes = 7200 // 60 + MARGIN_MINUTES
     assert account.sudo() == [["-n", ARM, f"{account.deadline(machine):.0f}", f"{minutes}"]]
     assert account.deadline(machine) == pytest.approx(time.time() + minutes * 60, abs=30)
-    await laptop.ending(again)
+    await client.ending(again)
 
 
 async def test_what_aws_has_forgotten_is_known_where_it_was_fetched(
-    account: Cloud, laptop: Renter
+    account: FakeAws, client: Renter
 ) -> None:
-    handle = await laptop.makes()
-    await laptop.ending(handle)
-    await laptop.fetched(handle)
-    await laptop.gives_back()
+    handle = await client.makes()
+    await client.ending(handle)
+    await client.fetched(handle)
+    await client.gives_back()
     _forget(account, account.machines()[-1])
-    assert await laptop.find() == handle
-    assert await laptop.outcome(handle) is Outcome.SUCCEEDED
-    assert await laptop.said(handle) == "done\n"
-    fetched = await laptop.backend.fetch(handle, laptop.folder / "results")
+    assert await client.find() == handle
+    assert await client.outcome(handle) is Outcome.SUCCEEDED
+    assert await client.said(handle) == "done\n"
+    fetched = await client.backend.fetch(handle, client.folder / "results")
     assert (fetched.files, fetched.left_out) == (("outputs/made",), {})
     with pytest.raises(CloudError, match="has succeeded"):
-        await laptop.resume()
-    assert await laptop.makes() == handle
-    with pytest.raises(NameTaken, match=laptop.name):
-        await laptop.submit("print('another')")
+        await client.resume()
+    assert await client.makes() == handle
+    with pytest.raises(NameTaken, match=client.name):
+        await client.submit("print('another')")
     assert len(account.requests) == 1
-    await laptop.backend.cleanup(handle)
-    assert await laptop.find() is None
+    await client.backend.cleanup(handle)
+    assert await client.find() is None
 
 
 # --- typed ----------------------------------------------------------------------------------------
@@ -511,7 +511,7 @@ def job(person: Person, text: str = MAKES) -> list[str]:
 
 
 def test_a_plan_needs_no_credentials_and_what_cannot_be_is_told_before_anything_is_paid(
-    person: Person, python: list[str], account: Cloud, monkeypatch: pytest.MonkeyPatch
+    person: Person, python: list[str], account: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, words = job(person), python[: python.index("--python")]
     with monkeypatch.context() as patched:
@@ -540,7 +540,7 @@ def test_a_plan_needs_no_credentials_and_what_cannot_be_is_told_before_anything_
 
 
 def test_after_a_success_it_stays_until_it_is_removed(
-    person: Person, python: list[str], account: Cloud
+    person: Person, python: list[str], account: FakeAws
 ) -> None:
     typed = person.types(*python, "--name", "stays", *job(person))
     [machine] = account.living()
@@ -560,7 +560,7 @@ def test_after_a_success_it_stays_until_it_is_removed(
 
 
 def test_terminated_after_its_results_are_here_and_not_before(
-    person: Person, python: list[str], account: Cloud
+    person: Person, python: list[str], account: FakeAws
 ) -> None:
     script = job(person)
     person.types(*python, "--terminate-after", "--detach", "--name", "ends", *script)
@@ -578,7 +578,7 @@ def test_terminated_after_its_results_are_here_and_not_before(
 
 
 def test_a_failure_ends_it_unless_it_was_to_be_kept_with_what_it_costs(
-    person: Person, python: list[str], account: Cloud
+    person: Person, python: list[str], account: FakeAws
 ) -> None:
     script = job(person, "raise SystemExit(3)")
     person.types(*python, "--name", "fails", *script, code=3)
@@ -591,7 +591,7 @@ def test_a_failure_ends_it_unless_it_was_to_be_kept_with_what_it_costs(
 
 
 def test_ctrl_c_ends_it_in_order_and_its_machine_with_it(
-    person: Person, python: list[str], account: Cloud
+    person: Person, python: list[str], account: FakeAws
 ) -> None:
     ctrl_c_ends_it(person, *python, far=(account.host.folder,))
     assert account.living() == []
@@ -599,7 +599,7 @@ def test_ctrl_c_ends_it_in_order_and_its_machine_with_it(
 
 
 def test_whoever_launches_is_told_to_end_while_the_machine_is_made_ready(
-    person: Person, python: list[str], account: Cloud
+    person: Person, python: list[str], account: FakeAws
 ) -> None:
     account.says_key = False
     words = (*python, *job(person))
@@ -616,7 +616,7 @@ def test_whoever_launches_is_told_to_end_while_the_machine_is_made_ready(
 
 
 def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
-    person: Person, python: list[str], account: Cloud, monkeypatch: pytest.MonkeyPatch
+    person: Person, python: list[str], account: FakeAws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spot_notice, "TO_SAVE", 60)
     script = job(person, SAVES_WHEN_TOLD)
@@ -631,7 +631,7 @@ def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
     assert (found["state"], found["attempt"]) == ("succeeded", 2)
 
 
-def test_what_is_late_is_swept(person: Person, python: list[str], account: Cloud) -> None:
+def test_what_is_late_is_swept(person: Person, python: list[str], account: FakeAws) -> None:
     script = job(person)
     for each in ("early", "late"):
         person.types(*python, "--detach", "--name", each, *script)

@@ -34,7 +34,7 @@ from tests import ray_cluster, slurm
 from tests.integration.launch.person import Person
 from tests.integration.launch.test_local import TRAINS, pids_of
 from tests.integration.toy_run import what_must_be_equal
-from tests.launch_backends import WAITS, Laptop, ending, name, order
+from tests.launch_backends import WAITS, LaunchClient, ending, name, order
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 
 __all__ = ["name"]
@@ -191,16 +191,16 @@ def on_two(name: str, script: str, *words: str, **fields: Any) -> Order:
 @pytest.fixture
 async def people(
     hosts: list[LoopbackHost], name: str, tmp_path: Path
-) -> AsyncIterator[list[Laptop[GangBackend]]]:
+) -> AsyncIterator[list[LaunchClient[GangBackend]]]:
     """Each with a way of their own to the two machines."""
-    found = [Laptop(gang(hosts), tmp_path, name, on_two) for _ in range(2)]
+    found = [LaunchClient(gang(hosts), tmp_path, name, on_two) for _ in range(2)]
     yield found
     for each in found:
         await each.backend.close()
 
 
 @pytest.fixture
-def one(people: list[Laptop[GangBackend]]) -> Laptop[GangBackend]:
+def one(people: list[LaunchClient[GangBackend]]) -> LaunchClient[GangBackend]:
     return people[0]
 
 
@@ -208,7 +208,7 @@ async def away(*_: object) -> None:
     raise Unreachable("machine 1 cannot be reached")
 
 
-async def assert_lives(one: Laptop[GangBackend], handle: Handle) -> None:
+async def assert_lives(one: LaunchClient[GangBackend], handle: Handle) -> None:
     """On both machines; it is ended then."""
     for each in (one.backend, one.backend._others[0]):
         assert (await each.status(handle)).ending is None
@@ -216,7 +216,7 @@ async def assert_lives(one: Laptop[GangBackend], handle: Handle) -> None:
 
 
 async def test_who_asks_late_ends_nothing_of_what_another_has_begun(
-    people: list[Laptop[GangBackend]], monkeypatch: pytest.MonkeyPatch
+    people: list[LaunchClient[GangBackend]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was placed, or gone on with, between this one's question and its deed."""
     one, other = people
@@ -235,9 +235,11 @@ async def test_who_asks_late_ends_nothing_of_what_another_has_begun(
 
 
 async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
-    people: list[Laptop[GangBackend]], hosts: list[LoopbackHost], monkeypatch: pytest.MonkeyPatch
+    people: list[LaunchClient[GangBackend]],
+    hosts: list[LoopbackHost],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It holds all that there are: asked for again, or by another laptop, it is found, and not taken for what is in its own way."""
+    """It holds all that there are: asked for again, or by another client, it is found, and not taken for what is in its own way."""
     one, other = people
     for host in hosts:
         host.gpus(1)
@@ -254,7 +256,7 @@ async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
 
 
 async def test_what_others_have_on_a_machine_under_the_same_name_goes_on(
-    one: Laptop[GangBackend],
+    one: LaunchClient[GangBackend],
 ) -> None:
     """And once it is removed, this one is begun beyond all that the machine has seen."""
     alone = MachineBackend("ssh", one.backend._others[0]._runner, "machine 1")
@@ -279,7 +281,7 @@ class CutOffError(BaseException):
 
 
 async def test_all_machines_begin_or_none(
-    one: Laptop[GangBackend], monkeypatch: pytest.MonkeyPatch
+    one: LaunchClient[GangBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who was cut off between the first machine and the second left half of it, which the next one completes."""
     [other] = one.backend._others
@@ -314,7 +316,7 @@ async def test_all_machines_begin_or_none(
 
 
 async def test_from_another_machine_it_goes_on_as_it_was_begun(
-    one: Laptop[GangBackend], hosts: list[LoopbackHost]
+    one: LaunchClient[GangBackend], hosts: list[LoopbackHost]
 ) -> None:
     """It meets where it did, and its machines keep their order."""
     fails = (

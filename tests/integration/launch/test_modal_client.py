@@ -14,7 +14,7 @@ from groupwise.clouds.port import Outcome
 from groupwise.hosts.port import HostError, OutcomeUnknown
 from groupwise.testing.fake_modal import FakeModal, desk, spawn
 from tests.fake_modal_server import EXPIRED, UNFINISHED, Server, modal_server
-from tests.launch_backends import Laptop, modal_backend
+from tests.launch_backends import LaunchClient, modal_backend
 
 pytestmark = pytest.mark.launch
 CANARY = "canary-90ae11"
@@ -169,10 +169,10 @@ async def test_a_job_by_the_real_client(server: Server, port: LiveModal, tmp_pat
         return becomes
 
     server.answers = answers
-    laptop = Laptop(modal_backend(port), tmp_path, "job")
-    handle = await laptop.submit(
+    client = LaunchClient(modal_backend(port), tmp_path, "job")
+    handle = await client.submit(
         "import os; os.mkdir('outputs'); open('outputs/x', 'w').write('y')"
     )
-    assert await laptop.outcome(handle) is Outcome.SUCCEEDED
-    assert await laptop.fetched(handle) == {"outputs/x": b"y"}
+    assert await client.outcome(handle) is Outcome.SUCCEEDED
+    assert await client.fetched(handle) == {"outputs/x": b"y"}
     modal.stop()

@@ -19,7 +19,7 @@ from groupwise.fleet.store.database import connect
 from groupwise.fleet.verbs import jobs
 from groupwise.hosts import engines
 from tests import ray_cluster
-from tests.cluster_fleet import SAVES, Rows
+from tests.cluster_fleet import SAVES, ClusterFleet
 from tests.fleet_databases import copied
 from tests.in_process_fleet import SOMEBODY
 from tests.ray_cluster import Ray
@@ -40,12 +40,12 @@ def cluster() -> Ray:
 @pytest.fixture
 async def fleet(
     cluster: Ray, migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Rows]:
+) -> AsyncIterator[ClusterFleet]:
     monkeypatch.setenv("RAY_AUTH_TOKEN", cluster.token)
     monkeypatch.setattr(engines, "LOOK_SECONDS", PACE.interval)
     database = connect(copied(migrated_file, tmp_path))
     said = cluster.folder / "said"
-    made = Rows(database, tmp_path, lambda: said.read_text()[-2000:], PACE)
+    made = ClusterFleet(database, tmp_path, lambda: said.read_text()[-2000:], PACE)
     try:
         yield made
     finally:
@@ -57,7 +57,7 @@ def row(cluster: Ray, *options: str, gpus: int = 0) -> dict[str, object]:
     return {"name": "ray", "address": cluster.address, "gpus": gpus, "options": list(options)}
 
 
-async def test_a_job_waits_says_what_for_and_comes_back(fleet: Rows, cluster: Ray) -> None:
+async def test_a_job_waits_says_what_for_and_comes_back(fleet: ClusterFleet, cluster: Ray) -> None:
     fleet.add("ray", row(cluster, "apart=1", gpus=2))
     fleet.begin()
     await fleet.until_looked_at("ray")
@@ -82,7 +82,9 @@ async def test_a_job_waits_says_what_for_and_comes_back(fleet: Rows, cluster: Ra
 
 
 @pytest.mark.soak(suite="launch")
-async def test_stopped_by_hand_or_for_its_time_and_cancelled(fleet: Rows, cluster: Ray) -> None:
+async def test_stopped_by_hand_or_for_its_time_and_cancelled(
+    fleet: ClusterFleet, cluster: Ray
+) -> None:
     """Three at once: each has its own end."""
     fleet.add("ray", row(cluster))
     fleet.add("none", row(cluster, "none-such=1"))
@@ -108,7 +110,7 @@ async def test_stopped_by_hand_or_for_its_time_and_cancelled(fleet: Rows, cluste
 
 @pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.soak(suite="launch")), 2])
 async def test_a_dispatcher_that_dies_on_the_way_to_ray(
-    fleet: Rows, cluster: Ray, nth: int
+    fleet: ClusterFleet, cluster: Ray, nth: int
 ) -> None:
     """Laid out and asked for; submitted, and nobody has heard that."""
     fleet.add("ray", row(cluster))
@@ -124,7 +126,7 @@ async def test_a_dispatcher_that_dies_on_the_way_to_ray(
 
 
 async def test_with_ray_goes_all_that_it_knew_and_nothing_is_lost_or_begins_twice(
-    fleet: Rows, cluster: Ray
+    fleet: ClusterFleet, cluster: Ray
 ) -> None:
     fleet.add("ray", row(cluster))
     fleet.add("new", row(cluster, "new=1"))

@@ -8,7 +8,7 @@ import pytest
 from groupwise.fleet.store.database import connect
 from groupwise.hosts import engines
 from tests import slurm
-from tests.cluster_fleet import Rows
+from tests.cluster_fleet import ClusterFleet
 from tests.fleet_databases import copied
 
 pytestmark = pytest.mark.launch
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.launch
 @pytest.fixture
 async def fleet(
     migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Rows]:
+) -> AsyncIterator[ClusterFleet]:
     monkeypatch.setenv("SLURM_CONF", str(slurm.shared().configuration))
     monkeypatch.setattr(engines, "LOOK_SECONDS", 0.3)
     database = connect(copied(migrated_file, tmp_path))
-    made = Rows(database, tmp_path)
+    made = ClusterFleet(database, tmp_path)
     try:
         yield made
     finally:
@@ -29,7 +29,7 @@ async def fleet(
         database.close()
 
 
-async def test_a_row_that_slurm_refuses_keeps_no_job_from_another(fleet: Rows) -> None:
+async def test_a_row_that_slurm_refuses_keeps_no_job_from_another(fleet: ClusterFleet) -> None:
     fleet.add("refused", {"name": "slurm", "options": ["--partition=none-such"]})
     fleet.add("slurm", {"name": "slurm"})
     fleet.add("here")

@@ -10,7 +10,7 @@ import pytest
 from groupwise.clouds.port import CloudError, Handle, NameTaken, Order
 from groupwise.hosts.spec import JobSpec
 from tests import launch_backends
-from tests.launch_backends import SAVES, WAITS, Laptop, ending
+from tests.launch_backends import SAVES, WAITS, LaunchClient, ending
 from tests.ssh_hosts import fake_gpus
 
 pytestmark = pytest.mark.launch
@@ -19,7 +19,7 @@ SAYS_GPUS = (
 )
 
 
-class Sitter(Laptop[Any]):
+class Sitter(LaunchClient[Any]):
     """Whoever launches on the machine at which they sit."""
 
     async def first_line(self, handle: Handle) -> str:
@@ -34,8 +34,8 @@ class Sitter(Laptop[Any]):
 @pytest.fixture
 async def sitter(tmp_path: Path) -> AsyncIterator[Sitter]:
     (tmp_path / "home" / "bin").mkdir(parents=True)
-    with launch_backends.local(tmp_path / "home") as place:
-        found = Sitter(place.reach(), tmp_path, "job")
+    with launch_backends.local(tmp_path / "home") as spec:
+        found = Sitter(spec.reach(), tmp_path, "job")
         yield found
         for each in await found.backend.list():
             await found.backend.cancel(each, grace=0.1)

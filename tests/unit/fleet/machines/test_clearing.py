@@ -26,7 +26,7 @@ from groupwise.hosts.driver import Known, Launch, Runner
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.spec import FileEntry, JobSpec, as_json
 from groupwise.testing.fake_hosts import FakeHost, Script
-from tests.in_process_fleet import Rig
+from tests.in_process_fleet import InProcessFleet
 
 AT_ONCE = Keeping(0.0, 0.0)
 HOUR = 3600.0
@@ -154,13 +154,13 @@ def test_files_of_live_attempts_are_needed(database: Database) -> None:
 
 
 @pytest.fixture
-def rig(database: Database, tmp_path: Path) -> Rig:
-    return Rig(database, tmp_path, {"a": ["GPU-a0"]})
+def fleet(database: Database, tmp_path: Path) -> InProcessFleet:
+    return InProcessFleet(database, tmp_path, {"a": ["GPU-a0"]})
 
 
 @pytest.fixture
-def host(rig: Rig) -> FakeHost:
-    return rig.rack["a"]
+def host(fleet: InProcessFleet) -> FakeHost:
+    return fleet.rack["a"]
 
 
 class Clock:
@@ -177,13 +177,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def cleared(rig: Rig, clock: Clock) -> Any:
-    keeper = MachineClearing(Gateway(rig.database), AT_ONCE, clock)
-    return lambda: keeper.clear_all(lambda machine: runner_of(rig, machine))
+def cleared(fleet: InProcessFleet, clock: Clock) -> Any:
+    keeper = MachineClearing(Gateway(fleet.database), AT_ONCE, clock)
+    return lambda: keeper.clear_all(lambda machine: runner_of(fleet, machine))
 
 
-def runner_of(rig: Rig, machine: Machine) -> Runner:
-    return Runner(rig.host(machine), root=machine.workdir)
+def runner_of(fleet: InProcessFleet, machine: Machine) -> Runner:
+    return Runner(fleet.host(machine), root=machine.workdir)
 
 
 @asynccontextmanager
@@ -196,19 +196,19 @@ async def running(dispatcher: GlobalJobDispatcher) -> AsyncIterator[None]:
         await task
 
 
-async def done(rig: Rig, *jobs: str) -> None:
-    async with running(rig.dispatcher()):
+async def done(fleet: InProcessFleet, *jobs: str) -> None:
+    async with running(fleet.dispatcher()):
         for job in jobs:
-            rig.submit(job)
+            fleet.submit(job)
         for job in jobs:
-            await rig.until(rig.has(job, "completed"))
-        await rig.until(rig.is_clean)
+            await fleet.until(fleet.has(job, "completed"))
+        await fleet.until(fleet.is_clean)
 
 
 async def test_a_folder_in_which_something_lives_is_refused_and_keeps_none_of_the_others(
-    rig: Rig, host: FakeHost, cleared: Any
+    fleet: InProcessFleet, host: FakeHost, cleared: Any
 ) -> None:
-    await done(rig, "one", "two")
+    await done(fleet, "one", "two")
     next(iter(host.folders.values())).leaked = True
     await cleared()
     assert len(host.folders) == 1
@@ -218,20 +218,22 @@ async def test_a_folder_in_which_something_lives_is_refused_and_keeps_none_of_th
 
 
 async def test_a_machine_that_was_lost_is_emptied_before_it_is_cleared(
-    rig: Rig, host: FakeHost, cleared: Any
+    fleet: InProcessFleet, host: FakeHost, cleared: Any
 ) -> None:
-    await done(rig, "job")
-    rig.lose("a")
+    await done(fleet, "job")
+    fleet.lose("a")
     await cleared()
     assert len(host.folders) == 1
 
 
-async def test_files_of_what_runs_are_not_swept(rig: Rig, host: FakeHost, cleared: Any) -> None:
-    entry = rig.store.put(b"its data")
-    rig.rack.scripts["job"] = [Script(ticks=10**6)]
-    async with running(rig.dispatcher()):
-        rig.submit("job", files={"data": [entry, 0o644, 8]})
-        await rig.until(lambda: any(a.state == "running" for a in rig.attempts("job")))
+async def test_files_of_what_runs_are_not_swept(
+    fleet: InProcessFleet, host: FakeHost, cleared: Any
+) -> None:
+    entry = fleet.store.put(b"its data")
+    fleet.rack.scripts["job"] = [Script(ticks=10**6)]
+    async with running(fleet.dispatcher()):
+        fleet.submit("job", files={"data": [entry, 0o644, 8]})
+        await fleet.until(lambda: any(a.state == "running" for a in fleet.attempts("job")))
         await cleared()
     (sweep,) = [request for request in host.calls if request.verb == "sweep"]
     assert sweep.body["keep"] == [entry]
@@ -261,15 +263,15 @@ async def test_with_a_real_runner_the_folder_is_gone_and_stays_gone(
 async def test_one_machine_that_does_not_answer_holds_up_no_other(
     database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(database, tmp_path, {"a": [], "b": ["GPU-b0"], "c": []})
-    await done(rig, "job")
-    rig.rack["a"].cut()
+    fleet = InProcessFleet(database, tmp_path, {"a": [], "b": ["GPU-b0"], "c": []})
+    await done(fleet, "job")
+    fleet.rack["a"].cut()
 
     def runner(machine: Machine) -> Runner:
         if machine.vm_id == "c":
             raise ValueError("a row that somebody wrote by hand")
-        return runner_of(rig, machine)
+        return runner_of(fleet, machine)
 
     await MachineClearing(Gateway(database), AT_ONCE).clear_all(runner)
-    assert rig.rack["b"].folders == {}
+    assert fleet.rack["b"].folders == {}
     assert "c is not cleared" in caplog.text

@@ -1,6 +1,6 @@
 """The engines of the sampler: the native one, the one for GPUs and that of transformers.
 
-The one for GPUs runs here as it would run there without recordings ("graph") and with recordings of the same strictness ("tape").
+The one for GPUs runs here as it would run there without recordings ("graph") and with recordings of the same strictness ("recorded").
 
 1. What it computes is what transformers computes, for prompts and completions around every length at which it changes its ways.
 2. A row's logits are its own, to the bit: whatever the other rows, their order, their lengths, and what its place held before.
@@ -36,7 +36,7 @@ from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import Completion, GroupRequest, SamplingParams
 from tests.device_checks import changed, generated, published
-from tests.fake_cuda_graph import Tape
+from tests.fake_cuda_graph import FakeCudaGraph
 from tests.unit.models.native.families import (
     SMALL,
     adapted,
@@ -88,7 +88,7 @@ def by(*kinds: str) -> Any:
 @pytest.fixture
 def kind(request) -> str:
     """What computes; as on a GPU where it is for one."""
-    if request.param in ("graph", "tape"):
+    if request.param in ("graph", "recorded"):
         request.getfixturevalue("as_on_a_gpu")
     return request.param
 
@@ -100,12 +100,14 @@ def engine_of(weights: ServedWeights, kind: str, *, slots: int = 16, key_length:
     assert model is not None
     if kind == "native":
         return NativeEngine(model, weights)
-    return GraphEngine(model, weights, slots, key_length, Tape() if kind == "tape" else plainly)
+    return GraphEngine(
+        model, weights, slots, key_length, FakeCudaGraph() if kind == "recorded" else plainly
+    )
 
 
 def sampler_of(weights: ServedWeights, kind: str) -> TorchSampler:
     sampler = TorchSampler(weights, TOKENIZER, LAYOUT, native=kind != "transformers")
-    if kind in ("graph", "tape"):
+    if kind in ("graph", "recorded"):
         sampler._engine = engine_of(weights, kind, slots=LAYOUT.slots, key_length=LAYOUT.key_length)
     return sampler
 
@@ -135,10 +137,10 @@ def assert_like_transformers(
     ("name", "adapter", "kind"),
     [
         ("llama", True, "native"),
-        ("llama-mha-tied", False, "tape"),
+        ("llama-mha-tied", False, "recorded"),
         ("llama-mqa", True, "graph"),
         ("qwen2", False, "native"),
-        ("qwen3-biases", True, "tape"),
+        ("qwen3-biases", True, "recorded"),
     ],
     indirect=["kind"],
 )
@@ -151,7 +153,7 @@ def test_prompts_of_all_lengths_and_groups_of_all_sizes(name, adapter, kind):
     assert len({each.token_ids for each in found}) > len(PROMPTS)
 
 
-@by("native", "tape")
+@by("native", "recorded")
 def test_completions_across_the_stretches_in_which_keys_are_read(kind):
     lengths = (63, 64, 65, 130, 260)
     asked = [
@@ -265,10 +267,10 @@ SCHEDULES = {
     ("qwen3", True, "native"): None,
     ("wide", False, "native"): torch.float32,
     ("llama", True, "transformers"): torch.float32,
-    ("llama", True, "tape"): None,
+    ("llama", True, "recorded"): None,
     ("llama-mqa", False, "graph"): torch.float32,
     ("qwen2", True, "graph"): torch.bfloat16,
-    ("qwen3", True, "tape"): torch.float32,
+    ("qwen3", True, "recorded"): torch.float32,
     ("wide", False, "graph"): None,
 }
 """Families and what computes them: in the usual run with one number format at most, with the others as soak tests."""
@@ -348,7 +350,7 @@ def test_a_row_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
         assert torch.equal(first_of(rows), alone), rows
 
 
-@by("native", "tape")
+@by("native", "recorded")
 def test_members_that_are_cancelled_leave_the_others_their_bits(kind):
     sampler = sampler_of(weights_of("llama"), kind)
     asked = [request(draw, 10 + draw, 3, max_tokens=30) for draw in range(3)]
@@ -372,7 +374,7 @@ def test_members_that_are_cancelled_leave_the_others_their_bits(kind):
 
 
 @torch.inference_mode()
-@by("native", "tape", "transformers")
+@by("native", "recorded", "transformers")
 def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(kind):
     model = family("llama")
     model.model.embed_tokens.weight.data[50] = torch.nan
@@ -417,7 +419,7 @@ def assert_serves(sampler: TorchSampler, weights: ServedWeights) -> None:
     ("name", "adapter", "kind"),
     [
         ("llama-biases", True, "native"),
-        ("qwen3", True, "tape"),
+        ("qwen3", True, "recorded"),
         ("llama-mha-tied", False, "native"),
         ("llama-mha-tied", False, "graph"),
     ],
@@ -443,7 +445,7 @@ def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter, ki
     ("adapter", "part", "kind"),
     [
         (True, "up_proj.lora_B", "native"),
-        (True, "up_proj.lora_B", "tape"),
+        (True, "up_proj.lora_B", "recorded"),
         (False, "q_proj", "native"),
         (False, "norm", "graph"),
     ],

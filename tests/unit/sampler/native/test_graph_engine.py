@@ -18,7 +18,7 @@ from groupwise.sampler.native import graph_engine
 from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import plainly
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
-from tests.fake_cuda_graph import Tape
+from tests.fake_cuda_graph import FakeCudaGraph
 from tests.unit.models.native.families import adapted, family, randomised, text
 
 
@@ -63,17 +63,17 @@ def decoded(engine: GraphEngine, steps: int = 3, length: int = 5) -> Tensor:
 def test_replays_are_the_plain_computation_to_the_bit(monkeypatch, name, dtype):
     monkeypatch.setattr(graph_engine, "KEYS", 32)
     weights = ServedModel(family(name, dtype=dtype))
-    tape = Tape()
-    found = decoded(engine_of(weights, tape), steps=36)
+    graph = FakeCudaGraph()
+    found = decoded(engine_of(weights, graph), steps=36)
     assert torch.equal(found, decoded(engine_of(weights, plainly), steps=36))
     assert found.isfinite().all()
-    assert (tape.recordings, tape.replays) == (2, 36), "up to 32 keys, and up to 64"
+    assert (graph.recordings, graph.replays) == (2, 36), "up to 32 keys, and up to 64"
 
 
 def test_a_new_adapter_is_taken_in_place_and_recordings_stay():
     weights = served_adapter()
-    tape = Tape()
-    engine = engine_of(weights, tape)
+    graph = FakeCudaGraph()
+    engine = engine_of(weights, graph)
     before = decoded(engine)
     for seed in (11, 12):
         randomised(weights.adapted, weights.name, seed=seed)
@@ -84,25 +84,25 @@ def test_a_new_adapter_is_taken_in_place_and_recordings_stay():
         assert torch.equal(after, decoded(engine_of(weights, plainly)))
         assert not torch.equal(after, before)
         before = after
-    assert tape.recordings == 1
+    assert graph.recordings == 1
 
 
 def test_an_adapter_of_another_shape_makes_new_recordings():
     weights = served_adapter(rank=4)
-    tape = Tape()
-    engine = engine_of(weights, tape)
+    graph = FakeCudaGraph()
+    engine = engine_of(weights, graph)
     decoded(engine)
     larger = served_adapter(rank=6)
     weights.factors = larger.factors
     engine.refresh()
     assert torch.equal(decoded(engine), decoded(engine_of(larger, plainly)))
-    assert tape.recordings == 2
+    assert graph.recordings == 2
 
 
 def test_new_weights_of_a_whole_model_make_new_recordings():
     weights = ServedModel(family("llama"))
-    tape = Tape()
-    engine = engine_of(weights, tape)
+    graph = FakeCudaGraph()
+    engine = engine_of(weights, graph)
     before = decoded(engine)
     with torch.no_grad():
         for each in weights.tensors().values():
@@ -110,14 +110,14 @@ def test_new_weights_of_a_whole_model_make_new_recordings():
     weights._changed = True
     engine.refresh()
     after = decoded(engine)
-    assert tape.recordings == 2
+    assert graph.recordings == 2
     assert not torch.equal(after, before)
     assert torch.equal(after, decoded(engine_of(weights, plainly)))
 
 
 def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
-    tape = Tape()
-    engine = engine_of(ServedModel(family("llama")), tape)
+    graph = FakeCudaGraph()
+    engine = engine_of(ServedModel(family("llama")), graph)
     with torch.inference_mode():
         engine.begin(engine.prefill(text(5).tolist()))
         first = engine.decode([3])
@@ -125,4 +125,4 @@ def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
         second = engine.decode([4])
     assert torch.equal(first, kept)
     assert not torch.equal(first, second)
-    assert tape.recordings == 1
+    assert graph.recordings == 1
