@@ -1,4 +1,4 @@
-"""A fleet in this process, with real files and a real database, whose rows have engines behind them: a real Slurm, a real Ray."""
+"""A fleet in one process whose machines are Slurm or Ray clusters: real database, files and clusters."""
 
 import asyncio
 import contextlib
@@ -58,16 +58,16 @@ class ClusterFleet:
         self,
         database: Database,
         folder: Path,
-        engine_says: Callable[[], str] = str,
+        cluster_log: Callable[[], str] = str,
         pace: Pace = PACE,
     ) -> None:
-        """`engine_says`: for whoever reads of a failure."""
+        """`cluster_log` returns the cluster's log; it is added to the message of a timeout."""
         self.database = database
         self.folder = folder
-        self.engine_says = engine_says
+        self.cluster_log = cluster_log
         self.pace = pace
         self.told = folder / "told"
-        """To which every execution adds a line."""
+        """Every execution appends a line to it."""
         self.hosts = Hosts()
         self._playing: dict[GlobalJobDispatcher | Poller, asyncio.Task[None]] = {}
 
@@ -111,8 +111,7 @@ class ClusterFleet:
         self._playing = {each: t for each, t in self._playing.items() if t is not task}
 
     def death(self, job_id: str, effect: str, nth: int) -> Hook:
-        """Of a dispatcher, after it has done this for the nth time for a job that it has placed: what is asked of an engine before is asked
-        by reconciling."""
+        """Kills the dispatcher after the nth such effect for this job since it was placed; earlier calls come from reconciling."""
         seen = 0
 
         def dies(name: str, side: Side) -> None:
@@ -175,7 +174,7 @@ class ClusterFleet:
                     await asyncio.sleep(0.05)
                 return found
         rows = self.database.read(lambda s: [(j.job_id, j.status) for j in s.scalars(select(Job))])
-        raise AssertionError(f"waited in vain for {what}: {rows}\n{self.engine_says()}")
+        raise AssertionError(f"waited in vain for {what}: {rows}\n{self.cluster_log()}")
 
     async def until_is(self, job_id: str, status: str) -> None:
         await self.until(lambda: self.job(job_id)["status"] == status, f"{job_id} is {status}")

@@ -1,7 +1,7 @@
-"""What must hold of sampler and learner on a device, each as a function of it.
+"""Checks of sampler and learner that take the device as a parameter.
 
-`tests/gpu` asks it of a GPU. `tests/integration/test_on_device.py` asks the same of a processor that computes as a GPU would, so that these
-functions themselves are known to work.
+`tests/gpu` runs them on a GPU. `tests/integration/test_on_device.py` runs them on a CPU that computes as a GPU would, which tests the
+checks themselves.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ LAYOUT = DecodeLayout(slots=16, key_length=640)
 
 @dataclass(frozen=True)
 class DeviceCase:
-    """Where it must hold."""
+    """A device, and what the checks need there."""
 
     device: torch.device
     make_record: Callable[[], Record]
     folder: Path
     """An empty one."""
     held: Callable[[], int]
-    """Tells the bytes of all tensors there."""
+    """Returns the bytes of all tensors on the device."""
 
 
 def served(name: str, device: torch.device, dtype: torch.dtype, *, adapter: bool) -> ServedWeights:

@@ -1,7 +1,7 @@
-"""AWS as moto has it, served by this process, with a real sshd standing in for every machine; corrected where moto forgets what matters.
+"""A fake AWS: moto in this process, patched where moto differs from AWS. Every instance is one real sshd on this machine.
 
-moto boots nothing: each machine has the address of the stand-in, and its console says what its user data would have it say. It does not
-honour client tokens either: here a token that was used gives the machine that it gave, or is refused with other parameters, as AWS does.
+moto boots nothing: each instance has the address of that sshd, and its console shows what its user data would print. moto ignores client
+tokens too: here a used token gives the same instance again, or is refused with other parameters, as on AWS.
 """
 
 import base64
@@ -32,7 +32,7 @@ QUICK = Patience(look=0.01, ready=60.0, other=20.0)
 
 @functools.cache
 def ec2_client() -> BotoEc2:
-    """AWS by boto3, whose descriptions of services take their time to be read. To be forgotten with its cloud."""
+    """Cached, because boto3 is slow to load its service models; `cloud` clears the cache."""
     return BotoEc2(REGION, pause=0.01)
 
 
@@ -42,7 +42,7 @@ class FakeAws:
 
     url: str
     beside: str
-    """What moto does not have: the Price List Service, and quotas of EC2."""
+    """The URL of what moto does not have: the Price List Service, and quotas of EC2."""
     host: LoopbackHost
     """What stands in for machines."""
     group: str = ""

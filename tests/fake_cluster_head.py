@@ -1,4 +1,4 @@
-"""The machine at which an engine is asked, for tests of what is made of its answers: one attempt, as the runner's files have it."""
+"""A fake head node of Slurm or Ray, which answers a runner's requests about one attempt, `j.1`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ WAITS = {"state": "queued", "same_boot": False, "age": 0.0}
 
 
 class Head:
-    """Answers as a runner that has the attempt `j.1`. `ran` says what a program of the engine does."""
+    """Subclasses say in `ran` what a program of the cluster (sbatch, the Ray API) prints and returns."""
 
     def __init__(self, **state: Any) -> None:
         self.state: dict[str, Any] = {**ATTEMPT, **WAITS, **state}

@@ -1,7 +1,6 @@
-"""A device that is no processor, without having one: tensors of which everything is known but their numbers.
+"""A fake non-CPU device: torch's FakeTensorMode on `meta`, so tensors have a shape, dtype and device but no values.
 
-Operations on them check shapes, number formats and devices as a GPU would: one that mixes this device with the processor fails, and so
-does a program that waits for a number. Torch calls the device `meta`; what matters is that it is not `cpu`.
+Operations check these as a GPU would: one that mixes this device with the CPU fails, and so does a program that reads a value.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ DEVICE = torch.device("meta")
 
 
 class FakeDevice:
-    """The device. Everything that concerns it is to be done within `here`."""
+    """Use it within `here`."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def here(self, answer: bool | None = None) -> Generator[None]:
-        """Without an `answer` to every question that a program asks of a tensor, it must ask none."""
+        """Makes the device current. `answer` is what `bool(tensor)` returns; None makes any such read of a value fail."""
         with self._mode, _Lists(answer):
             yield
 

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible service on loopback, for tests of whoever asks one: real HTTP, answers of the tiny model or scripted ones.
+"""A small OpenAI-compatible server on loopback, for tests of clients: real HTTP, answers from the tiny model or from a script.
 
     with serve(Service(scripted(lambda text, seed: f"{text}? {seed}."))) as service:
         Endpoint(service.url, "tiny")

@@ -1,4 +1,4 @@
-"""Pages about the fleet, followed from top to bottom by somebody who types what stands there.
+"""Runs the documentation pages about the fleet, command by command, in order.
 
     groupwise fleet up           begins a fleet of the page's own, in a process of its own; so do the roles
     groupwise fleet …            runs here; JOB is the job that was submitted last, and the next command waits where a person would
@@ -43,7 +43,7 @@ OUT_OF_REACH = re.compile(r"\b10\.0\.0\.(\d+)\b")
 
 
 class FleetDocRunner:
-    """Somebody who follows a page. Leaves nothing running."""
+    """Runs the commands of one page. Leaves nothing running."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
         self._patch = patch

@@ -1,8 +1,8 @@
-"""Judges what a fleet did, from a history of what happened, knowing nothing of how the fleet works.
+"""Checks a recorded history against the fleet's guarantees, without using the fleet's own code (a Jepsen-style checker).
 
-Whoever runs a test writes the history: fake trainers write when they start, step and stop, the test writes what it asked for, what it did
-to machines and what it was told, and at the end what it finds. A record is a flat JSON object; `at` orders them (seconds or numbers, of
-one clock), `what` says what happened:
+The test and its fake trainers write the history: trainers write when they start, step and stop; the test writes what it asked for, what
+it did to machines and what it was told, and at the end what it finds. A record is a flat JSON object; `at` orders them (seconds or
+numbers, of one clock), `what` says what happened:
 
     accepted            job [time_limit]                    somebody was told that the job is taken
     start               job epoch rank vm gpus [share_mb members resumed]   its command begins, as one of so many, from that step
@@ -26,7 +26,7 @@ one clock), `what` says what happened:
     left                job epoch vm                        a process that is there at the end
     attempt             job epoch generation vms outcome failure charged   what the fleet says of an attempt in the end
 
-`violations` returns every promise that the history breaks, in words. A start without an end runs until the history ends: what nobody saw
+`violations` describes every guarantee that the history violates. A start without an end runs until the history ends: what nobody saw
 ending is taken to have gone on.
 """
 
@@ -97,7 +97,7 @@ def violations(
     settled: bool = True,
     gpu_memory_mb: int | None = None,
 ) -> list[str]:
-    """What is broken. `settled`: at the end everything had time to finish."""
+    """One sentence for each violation. `settled`: at the end everything had time to finish."""
     ordered = sorted(history, key=lambda r: r["at"])
     runs = _executions(ordered)
     return [
@@ -122,7 +122,7 @@ def violations(
 
 
 def assert_no_violations(history: Iterable[Record], **how: Any) -> None:
-    """Fails with everything that is broken, and the history that broke it."""
+    """Fails with all violations and the history."""
     kept = list(history)
     found = violations(kept, **how)
     told = "\n".join(json.dumps(record, default=str) for record in kept)
@@ -187,7 +187,7 @@ def _twice(runs: Sequence[Execution]) -> list[str]:
 
 
 def _overlapping(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
-    """Of one of which an operator has said before that it will not come back nothing is known."""
+    """Executions on a machine that an operator declared lost before the other one started are not counted."""
     lost = _by("vm", (r for r in ordered if r["what"] == "lost"))
 
     def given_up(one: Execution, other: Execution) -> bool:
@@ -361,7 +361,7 @@ def _alive_after_cancel(ordered: Sequence[Record], runs: Sequence[Execution]) ->
 
 
 def _ended_without_cause(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
-    """Ended by the fleet though nobody wanted it to, and nothing of its gang had failed."""
+    """The fleet ended an execution that nobody had cancelled, on which no limit had passed, and whose gang had not failed."""
     found: list[str] = []
     for run in runs:
         if run.why != "cancelled":

@@ -1,7 +1,7 @@
-"""A fleet for tests: a real database, machines that exist only in this process, and dispatchers that are in a hurry.
+"""A fleet in one process: a real database, fake machines, and real dispatchers with short intervals.
 
-Nothing here waits for time to pass: `until` lets the machines work until a condition holds. Leases run out when a test says so. What
-happens is one history, that of the machines, into which everything that the database says of jobs is written as well.
+Nothing here waits for time to pass: `until` lets the machines work until a condition holds, and leases run out when a test says so. The
+machines and the database's job states are recorded in one history, which `check_history` checks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def quick() -> Tuning:
 
 
 def nothing(name: str, side: Side) -> None:
-    """A hook that lets live."""
+    """A hook that does nothing: the dispatcher never dies."""
 
 
 class InProcessFleet:
@@ -213,13 +213,14 @@ class InProcessFleet:
                     await asyncio.sleep(0.004)
         except TimeoutError:
             states = {a.epoch: (a.state, a.cleanup, a.evidence) for a in self._all_attempts()}
-            raise AssertionError(f"it never came to that: {states}\n{self.rack.history}") from None
+            raise AssertionError(
+                f"condition not reached; attempts: {states}\n{self.rack.history}"
+            ) from None
 
     def _all_attempts(self) -> list[Attempt]:
         return self._rows(select(Attempt))
 
-    def judge(self, *, settled: bool = True) -> None:
-        """Every promise was kept."""
+    def check_history(self, *, settled: bool = True) -> None:
         self.note()
         history = list(self.rack.history)
         for held in self.open_reservations():

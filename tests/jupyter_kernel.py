@@ -1,4 +1,4 @@
-"""Real kernels, spoken with as a front end does."""
+"""A client for real Jupyter kernels, for tests of notebooks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 
 class Kernel:
-    """A kernel with its front end.
+    """A kernel with its client.
 
-    They meet in sockets that are files: of a TCP port that was free, another process may take hold before the kernel does.
+    They use Unix sockets, because another process may take a free TCP port before the kernel does.
     """
 
     def __init__(self, folder: Path, name: str = "python3") -> None:

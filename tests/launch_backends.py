@@ -1,4 +1,4 @@
-"""Places for jobs, each as its backend reaches it: what the contract of backends is tested with."""
+"""The launch backends that their contract is tested with, each with what it needs: a folder, an sshd, a cluster."""
 
 import re
 import sys
@@ -53,23 +53,23 @@ WAITS = "import time\nprint('on', flush=True)\ntime.sleep(1000)\n"
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """One of them. Plain data, so that another process can reach it as well."""
+    """How to make one backend. Plain data, so that another process can make it too."""
 
     kind: str
     home: str
-    """Below it lies all that the place keeps."""
+    """The backend keeps everything below this folder."""
     login: dict[str, Any] | None = None
     slurm: str | None = None
-    """Its configuration, where it is a cluster's."""
+    """The path of slurm.conf, if this is a Slurm cluster."""
     ray: tuple[str, str] | None = None
-    """The address of its head, and its token, where it is one of Ray."""
+    """The address of the head and its token, if this is a Ray cluster."""
     access: dict[str, Any] | None = None
-    """Where machines are rented: how one gets there. The variables of this process say where that is."""
+    """Fields of `Access`, if machines are rented. AWS's address is in this process's environment."""
     nodes: int = 1
-    """Machines, each with a folder of its own in `home`, on all of which every job runs; 1: just this one."""
+    """Machines that every job runs on, each with its own folder in `home`."""
 
     def reach(self) -> Backend:
-        """A new way to it, as from another machine."""
+        """A new backend object, as another machine would make one."""
         if self.nodes > 1:
             homes = [Path(self.home, f"{n}") for n in range(self.nodes)]
             runners = [Runner(_local(f"{each}"), root=ROOT) for each in homes]
@@ -101,7 +101,7 @@ def _local(home: str, **more: str) -> LocalHost:
 
 
 class _OnAll(GangBackend):
-    """A job is asked for as of one machine, and runs on all."""
+    """Runs every job on all machines, though it asks for one."""
 
     async def plan(self, order: Order) -> Plan:
         return await super().plan(replace(order, nodes=self._count))
@@ -146,7 +146,7 @@ B = TypeVar("B", bound=Backend)
 
 @dataclass
 class LaunchClient(Generic[B]):
-    """Whoever launches: a way to a place, a folder of their own, and the name of a job."""
+    """A launching user: a backend, a local folder, and the name of one job."""
 
     backend: B
     folder: Path
@@ -209,7 +209,7 @@ def name(request: pytest.FixtureRequest) -> str:
 async def client(
     spec: BackendSpec, name: str, tmp_path: Path
 ) -> AsyncIterator[LaunchClient[Backend]]:
-    """One of this test alone, with a way to the place."""
+    """A user of the backend, for this test only."""
     found = LaunchClient(spec.reach(), tmp_path, name)
     yield found
     await found.backend.close()
@@ -237,7 +237,7 @@ def local(home: Path) -> Iterator[BackendSpec]:
 
 @contextmanager
 def gang(home: Path) -> Iterator[BackendSpec]:
-    """Two machines of this one, as it were, on both of which each job runs."""
+    """Two simulated machines on this one; every job runs on both."""
     for n in range(2):
         (home / f"{n}").mkdir()
     yield BackendSpec("gang", str(home), nodes=2)
@@ -287,4 +287,4 @@ BACKENDS: dict[str, Callable[[Path], AbstractContextManager[BackendSpec]]] = {
     "aws": rented,
     "modal": modal,
 }
-"""By their names; each is given a folder for its home."""
+"""By name; each takes a folder for its home."""

@@ -1,9 +1,9 @@
-"""Mutations: the package with one mistake made on purpose, to see that tests notice it.
+"""Mutation tests: the package with one deliberate mistake, which tests must notice.
 
-`tests/mutations.txt` says which. A mutation names a module, a function and an edit of its syntax tree, so that neither layout nor comments
-nor moved lines matter to it, and the test files of which at least one test must fail. Each is made in a tree of its own: a copy of
-`groupwise` with that edit, and links to everything else. A nursery, one process that has imported the slow libraries and nothing of ours,
-forks a child for each tree, and the child runs the tests there; so a mutation costs what its tests cost.
+`tests/mutations.txt` lists them. A mutation names a module, a function, an edit of its syntax tree (so layout, comments and moved lines do
+not matter), and test files in which at least one test must fail. Each gets its own tree: a copy of `groupwise` with the edit, and links to
+everything else. A fork server, one process that has imported the slow libraries and nothing of ours, forks a child for each tree, and
+the child runs the tests there; so a mutation costs what its tests cost.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Outcomes:
 
 
 class ForkServer:
-    """The process that forks; a context manager."""
+    """The process that has the slow imports and forks one child per mutation; a context manager."""
 
     def __enter__(self) -> Self:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
@@ -263,7 +263,7 @@ class ForkServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([str(folder), [*options, *tests]]), file=self._process.stdin, flush=True)
-        assert self._process.stdout.readline() == "done\n", "the nursery ended"
+        assert self._process.stdout.readline() == "done\n", "the fork server ended"
         printed = (folder / "printed").read_text(errors="replace")
         report = folder / "report.json"
         assert report.exists(), f"the tests did not come to an end:\n{printed}"
@@ -323,7 +323,7 @@ def _run_in_child(folder: Path, arguments: list[str]) -> None:
 
         report = {**recorder.found, "code": int(code), "package": groupwise.__file__}
         (folder / "report.json").write_text(json.dumps(report))
-    except BaseException:  # noqa: BLE001 — a child must never return into the nursery
+    except BaseException:  # noqa: BLE001 — a child must never return into the fork server
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A real NATS server for tests: a child of this process, with a token and a port of its own, and ways to be cruel to it.
+"""A real NATS server for tests: a child of this process with its own token and port, and methods that kill, freeze and empty it.
 
 `publish` speaks the protocol over a plain socket, as any other client would, and may send what no client of the library can.
 """

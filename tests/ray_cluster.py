@@ -1,7 +1,7 @@
-"""A real Ray on this machine: a head, and nodes if they are wanted, with CPUs and GPUs that are none.
+"""A real Ray cluster on this machine: a head and optional nodes, with declared (not real) CPUs and GPUs.
 
-It listens on more than the loopback, so that it does nothing for whoever has not its token. All that Ray starts stays below one process,
-which ends it when its own input does: with the tests, however these end.
+It listens on more than the loopback, so it refuses everybody without its token. All that Ray starts stays below one process, which ends
+it when its own input does: with the tests, however these end.
 """
 
 import atexit

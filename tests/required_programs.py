@@ -1,5 +1,4 @@
-"""Programs of this machine that tests need, servers above all. Where one is not there a test is skipped, with the reason; where
-`GROUPWISE_REAL_SERVERS=1` says that there must be real ones it fails."""
+"""Programs that tests need, above all servers. If one is missing a test is skipped, or fails if `GROUPWISE_REAL_SERVERS=1`."""
 
 import os
 import shutil
@@ -11,14 +10,14 @@ SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/local/sbin:/us
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """A test cannot go on without."""
+    """Skip the test, or fail it if `GROUPWISE_REAL_SERVERS=1`."""
     if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
 
 
 def require_programs(*programs: str, install: str = "openssh-server iproute2 nftables") -> str:
-    """The first of them, once all are found; `install`: what Debian calls them."""
+    """The path of the first program, once all are found. `install`: their Debian packages."""
     found = {name: shutil.which(name, path=SEARCH_PATH) for name in programs}
     absent = [name for name, path in found.items() if path is None]
     if absent:
@@ -33,6 +32,6 @@ def root_needed() -> None:
 
 
 def with_parent_death_signal(how: str = "QUIT") -> list[str]:
-    """Before a command: the kernel sends it that signal when the thread that began it ends, however that ends. Linux alone can."""
+    """A command prefix (`setpriv --pdeathsig`): the kernel sends the signal when the thread that started the command ends. Linux only."""
     program = shutil.which("setpriv", path=SEARCH_PATH)
     return [] if program is None else [program, "--pdeathsig", how, "--"]

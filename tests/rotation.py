@@ -1,6 +1,6 @@
-"""Long lists of which a commit tests a part, and another commit another part; the suite of soak tests them all.
+"""Parametrise over a part of a long list, chosen by the commit hash; the soak suite runs the whole list.
 
-The turn comes from the commit, or from GROUPWISE_TURN; without git it is 0.
+GROUPWISE_TURN overrides the commit hash; without git it is 0.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def turn() -> int:
 
 
 def described() -> str:
-    """For a person who wants the same part again."""
+    """For the header of a session: run the same part again with it."""
     return f"{VARIABLE}={turn()}"
 
 
 def rotating_params(
     items: Sequence[T], parts: int, suite: str, name: Callable[[T], str], marks: Sequence[Any] = ()
 ) -> list[Any]:
-    """Parameters: those of this turn, one in `parts` but at least one, and all of them in the suite of soak."""
+    """One in `parts` of the items, but at least one; and all of them with the mark of the soak suite."""
     parts = min(parts, len(items)) or 1
     now = [
         pytest.param(each, id=name(each), marks=marks) for each in items[turn() % parts :: parts]

@@ -1,7 +1,7 @@
-"""Real machines for tests: an sshd each, in two forms, with ways to be cruel to them.
+"""Machines with a real sshd, in two kinds, with fault injection (power loss, partition, reset).
 
 `loopback_hosts`: sshd on an address of 127/8, as the user that runs the tests. Each has its own home, host key, PATH and work folder, but
-shares process ids, boot id and network with everybody. It stands below a keeper, a process that adopts whatever is left of it, and ends
+shares process ids, boot id and network with everybody. Its parent is a supervisor, a process that adopts whatever is left of it, and ends
 all of it when the test ends in whatever way.
 
 `full_hosts`: machines in network, process and mount namespaces of their own, joined by a bridge (root, Linux). They can lose power, be cut

@@ -1,8 +1,7 @@
-"""Files of tests lie in memory where there is room: each run of the loop waits dozens of times until a disk has what it wrote, which
-nothing here can tell from memory.
+"""Test files go to /dev/shm if there is room: each run calls fsync dozens of times, and no test can tell memory from a disk.
 
-A session has a folder of its own there, which it holds by a lock for as long as it lives. What sessions leave behind that were killed
-(databases, models, runs: gigabytes of the machine's memory) is removed by the next one.
+A session has its own folder there and holds a lock on it. What killed sessions leave behind (databases, models, runs: gigabytes of
+memory) is removed by the next one.
 """
 
 import contextlib

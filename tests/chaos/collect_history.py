@@ -1,7 +1,7 @@
-"""The history of a fleet of real processes, from those who were there: trainers, the test, and what the fleet says of itself.
+"""Collects the history of a real fleet from its trainers, the test, and what the fleet says.
 
-Trainers that were killed could not write that they stopped. How they ended is found out here: the test wrote down whom it killed and which
-machine lost its power; whatever else died without a word of its own, the fleet ended, and the judge asks whether it was right to.
+Trainers that were killed could not record that they stopped. The test recorded whom it killed and which machine lost power; any other
+trainer that ended without a record was ended by the fleet, and the checker asks whether it was right to.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _silent_ends(fleet: RealFleet, told: list[Record]) -> list[Record]:
 
 
 def _power_went(fleet: RealFleet, vm: str, mine: list[Record]) -> bool:
-    """Soon after the last sign of life: then that is how it ended, and the judge sees it by itself. One that was asked to end may have been
-    killed before the cut; it was, if it had been silent by then for longer than ever before."""
+    """The machine lost power soon after the trainer's last sign of life: then that ended it. A trainer that was asked to end may have
+    been killed before; it was, if it had been silent for longer than ever before."""
     signs = sorted(r["at"] for r in mine if r["what"] != "child")
     soon = 2.0
     if any(r["what"] == "term" for r in mine):

@@ -149,7 +149,7 @@ class Control:
 
 
 class FleetProcesses:
-    """Database, messages, machines and processes of a fleet, below one folder, and what everybody looks at."""
+    """Database, NATS, machines and control processes of a fleet, with what they show."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class FleetProcesses:
         return found
 
     def story(self) -> str:
-        """For whoever wonders why a test failed."""
+        """Diagnostics for a failure message: jobs, the last 60 events, the ends of the logs."""
         jobs = [
             f"{j.job_id} {j.status} {j.assigned_vm} {j.failure_reason} {j.blocked_reasons}"
             for j in self.rows(select(Job))
@@ -241,7 +241,7 @@ class FleetProcesses:
 
 
 class RealFleet(FleetProcesses):
-    """What is done to them, and what was done."""
+    """Also does things to the fleet, and records them."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""Fate and clients of a fleet, drawn from one seed: `Nemesis.run` is a time of trouble, then everything is healed and must come to rest.
+"""Random faults and client requests for a fleet, from one seed. `Nemesis.run` injects faults, repairs everything, and waits for idle.
 
     with real_fleet(machines=3, gpus=2) as fleet:
         assert Nemesis(fleet, seed).run(seconds=60) == []
 
-Trouble is one fault at a time, each with an end of its own that comes a few seconds later: a process that is killed is started again, a
-machine that lost its power boots. Clients submit, cancel, hold, release, try again, send the same twice, and garbage. What the seed
-cannot draw is when things happen among many processes: the same seed deals the same faults, not the same run.
+Faults are injected one at a time and repaired a few seconds later: a killed process is started again, a machine without power boots.
+Clients submit, cancel, hold, release, retry, send a request twice, and garbage. The seed does not decide when things happen among
+many processes: the same seed gives the same faults, not the same run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Nemesis:
         """Submitted by an INSERT."""
 
     def run(self, seconds: float) -> list[str]:
-        """Trouble for so long, then rest; every promise that was broken."""
+        """Inject faults for `seconds`, repair everything, wait until idle; return the violations."""
         fleet = self.fleet
         fleet.start()
         fleet.until_polled()
@@ -75,10 +75,10 @@ class Nemesis:
             time.sleep(self.chance.uniform(0.1, 0.6))
         self._heal_what_is_due(float("inf"))
         self._until_rest()
-        return self.judge()
+        return self.check_history()
 
-    def judge(self) -> list[str]:
-        """What is broken, once all is over."""
+    def check_history(self) -> list[str]:
+        """The violations, and crashes of control processes."""
         told = collect_history.whole_history(self.fleet)
         collect_history.write(told, self.fleet.folder / "history.jsonl")
         return [*violations(told, gpu_memory_mb=81_559), *self._complaints()]
@@ -205,7 +205,7 @@ class Nemesis:
         payloads = [known, known, b"no-such-job", b"\xff\xfe\0", b"[]", b"", os.urandom(200)]
         self.fleet.nats.publish("jobs.new", self.chance.choice(payloads))
 
-    # faults
+    # inject and repair faults
 
     def _inject_fault(self) -> None:
         fleet = self.fleet

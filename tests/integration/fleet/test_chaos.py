@@ -1,8 +1,8 @@
-"""Fate against a fleet of real parts, and a judge that knows nothing of how it works.
+"""Random faults against a real fleet, then an independent check of its history.
 
 Two dispatchers, poller, requeue manager and tracker as processes of their own, real PostgreSQL, real NATS, three machines with sshd and two
-GPUs each. For CHAOS_SECONDS they are killed, frozen, cut off and deprived of power, while clients submit jobs that fail, hang on, leave
-processes behind and print megabytes. Then all is healed, everything has to come to rest, and `tests/history_checker.py` judges.
+GPUs each. For CHAOS_SECONDS they are killed, frozen, cut off and lose power, while clients submit jobs that fail, hang, leave processes
+behind and print megabytes. Then everything is repaired and must become idle, and `tests/history_checker.py` checks the history.
 
 In a run of the tests there are some seconds of that with a seed of its own, which is printed (SEED repeats it); with
 `make soak SUITE=fleet` it is half an hour.

@@ -1,8 +1,8 @@
-"""A dispatcher dies before and after every effect that it has on the world; whoever goes on keeps every promise.
+"""A dispatcher crashes before and after each of its side effects; the one that takes over must keep every guarantee.
 
 Each scenario is played once without a death, and the effects of its attempts are counted by name. Then it is played again for each of them,
 twice: dying just before it and just after it, as by kill -9. When the lease of the dead has run out another dispatcher takes over, and the
-history is judged by somebody who knows nothing of dispatchers.
+history is checked without the dispatcher's code.
 
 A run of the tests takes each seventh of these deaths, another one in each scenario, so that all kinds of effects have their turn; all of
 them with `make soak SUITE=fleet`.
@@ -297,7 +297,7 @@ async def _play(fleet: InProcessFleet, scenario: Scenario, hook: Counting) -> No
         first.stop()
         survivor.stop()
         await living
-    fleet.judge()
+    fleet.check_history()
     assert fleet.open_reservations() == []
 
 

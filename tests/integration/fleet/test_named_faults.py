@@ -1,5 +1,5 @@
-"""Troubles that have a name, on real parts (`tests/chaos/fleet.py`): dispatchers that die or sleep at one instant, machines that are
-given up, control planes without machines.
+"""Named faults on a real fleet (`tests/chaos/fleet.py`): dispatchers that die or sleep at one instant, machines that are given up,
+control planes without machines.
 
 Where the first dispatcher dies or sleeps at a named point the second one is held still until then, so that it is known who did what; it
 takes over when the lease has run out. The crash at every single effect is tried in one process by `test_crash_points.py`; this is the
@@ -39,12 +39,12 @@ soak = pytest.mark.soak(suite="fleet")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DispatcherPair:
     """A fleet and its two dispatchers."""
 
     fleet: RealFleet
     without_diary: set[str]
-    """Jobs whose commands write down nothing for the judge."""
+    """Jobs whose commands record nothing for the checker."""
 
     @property
     def first(self) -> Control:
@@ -80,28 +80,28 @@ class Place:
     def on(self, vm: str, play: dict[str, Any], gpus: int = 1, **request: Any) -> str:
         return self.fleet.submit([play], resources={"gpus": gpus, "vm": vm}, **request)
 
-    def judge(self) -> None:
-        """Nothing is open, in the database or on a machine, and over all that has happened in this module no promise was broken."""
+    def check_history(self) -> None:
+        """Nothing is open, in the database or on a machine, and nothing in this module violated a guarantee."""
         self.until(lambda: not self.fleet.unfinished() and not self.fleet.marked(), "rest")
         told = [r for r in whole_history(self.fleet) if r.get("job") not in self.without_diary]
         assert violations(told) == []
 
 
 @pytest.fixture(scope="module")
-def whole_place() -> Iterator[Place]:
+def shared_pair() -> Iterator[DispatcherPair]:
     with real_fleet(machines=2, gpus=2, LEASE_SECONDS=f"{LEASE:g}") as fleet:
         fleet.start("poller", "requeue", "dispatcher-2")
         fleet.until_polled()
-        yield Place(fleet, set())
+        yield DispatcherPair(fleet, set())
 
 
 @pytest.fixture
-def place(whole_place: Place) -> Iterator[Place]:
+def pair(shared_pair: DispatcherPair) -> Iterator[DispatcherPair]:
     """With one dispatcher, the second; afterwards everything is right again."""
-    yield whole_place
-    fleet = whole_place.fleet
-    if whole_place.first.is_there():
-        whole_place.first.kill()
+    yield shared_pair
+    fleet = shared_pair.fleet
+    if shared_pair.first.is_there():
+        shared_pair.first.kill()
     for name in ROLES:
         fleet.controls[name].thaw()
     for host in fleet.hosts.values():
@@ -140,18 +140,18 @@ JOB = {"steps": 12, "pause": 0.05, "save": 4, "log": "binary", "chunk": 2000}
 @pytest.mark.parametrize(
     "point", [pytest.param(p, marks=[] if always else soak) for p, always in POINTS.items()]
 )
-def test_another_dispatcher_finishes_what_one_had_begun(place: Place, point: str) -> None:
-    place.second.freeze()
-    place.first.start(DIES_AT=point)
-    job = place.fleet.submit([JOB])
-    place.until(lambda: place.first.died() is not None, "its death")
-    assert place.first.died() == -signal.SIGKILL, place.first.log()
-    assert place.first.said()[-1] == f"dies at {point}"
-    place.second.thaw()
-    place.until_is("completed", job)
-    place.judge()
-    happened = [len(place.fleet.happened(job, what)) for what in ("start", "stop")]
-    assert (happened, len(place.fleet.epochs(job))) == ([1, 1], 1)
+def test_another_dispatcher_finishes_what_one_had_begun(pair: DispatcherPair, point: str) -> None:
+    pair.second.freeze()
+    pair.first.start(DIES_AT=point)
+    job = pair.fleet.submit([JOB])
+    pair.until(lambda: pair.first.died() is not None, "its death")
+    assert pair.first.died() == -signal.SIGKILL, pair.first.log()
+    assert pair.first.said()[-1] == f"dies at {point}"
+    pair.second.thaw()
+    pair.until_is("completed", job)
+    pair.check_history()
+    happened = [len(pair.fleet.happened(job, what)) for what in ("start", "stop")]
+    assert (happened, len(pair.fleet.epochs(job))) == ([1, 1], 1)
 
 
 @pytest.mark.parametrize(
@@ -164,29 +164,29 @@ def test_another_dispatcher_finishes_what_one_had_begun(place: Place, point: str
     ],
 )
 def test_one_that_slept_through_its_lease_in_a_launch_starts_nothing_twice(
-    place: Place, point: str, meanwhile: str
+    pair: DispatcherPair, point: str, meanwhile: str
 ) -> None:
     """It wakes up while another one has its job, or once that is over."""
-    fleet, first = place.fleet, place.first
-    place.second.freeze()
+    fleet, first = pair.fleet, pair.first
+    pair.second.freeze()
     first.start(STOPS_AT=point)
     job = fleet.submit([{**JOB, "steps": 100 if meanwhile == "running" else 12}])
-    place.until(lambda: first.said()[-1:] == [f"stops at {point}"], "its stop")
-    place.second.thaw()
+    pair.until(lambda: first.said()[-1:] == [f"stops at {point}"], "its stop")
+    pair.second.thaw()
     if meanwhile == "running":
-        place.until_step(job)
+        pair.until_step(job)
     else:
         if meanwhile == "cancelled":
             fleet.verb("cancel", job)
-        place.until_is(meanwhile, job)
+        pair.until_is(meanwhile, job)
     first.thaw()
-    place.until(lambda: "has done it" in first.said(), "what it was about to do")
-    place.until_is("completed", fleet.submit([{"steps": 1}]))
+    pair.until(lambda: "has done it" in first.said(), "what it was about to do")
+    pair.until_is("completed", fleet.submit([{"steps": 1}]))
     assert fleet.status(job) == meanwhile
     if meanwhile == "running":
-        place.until_is("completed", job)
-    place.judge()
-    assert place.started(job) == (0 if meanwhile == "cancelled" else 1)
+        pair.until_is("completed", job)
+    pair.check_history()
+    assert pair.started(job) == (0 if meanwhile == "cancelled" else 1)
     assert len(fleet.epochs(job)) == 1
 
 
@@ -194,15 +194,15 @@ def test_one_that_slept_through_its_lease_in_a_launch_starts_nothing_twice(
 
 
 def test_a_machine_that_was_given_up_and_comes_back_is_emptied_before_it_is_used(
-    place: Place,
+    pair: DispatcherPair,
 ) -> None:
-    fleet = place.fleet
+    fleet = pair.fleet
     job = fleet.submit([{**ENDLESS, "term": "ignore", "child": "stays"}, JOB])
-    [start] = place.until(lambda: fleet.happened(job, "start"), "the job")
+    [start] = pair.until(lambda: fleet.happened(job, "start"), "the job")
     gone = fleet.hosts[start["vm"]]
     gone.reset()  # it is found out sooner than a cut, and is the same otherwise
     fleet.lose(gone.name)
-    place.until_is("completed", job)
+    pair.until_is("completed", job)
     assert fleet.happened(job, "start")[-1]["vm"] != gone.name
     said = fleet.attempts(job)[0]
     assert (said.failure_class, said.charged) == ("host_lost", False)
@@ -217,58 +217,58 @@ def test_a_machine_that_was_given_up_and_comes_back_is_emptied_before_it_is_used
     poller.kill()
     poller.start()  # else it would ask a machine ever more rarely that was silent for so long
     query = select(Event.event_id).where(Event.kind == VM_RETURNED, Event.vm_id == gone.name)
-    place.until(lambda: fleet.rows(query), "its return")
+    pair.until(lambda: fleet.rows(query), "its return")
     assert fleet.marked() == []
-    place.until_is("completed", *[place.on(gone.name, {"steps": 1}, gpus=2) for _ in range(2)])
-    place.judge()
+    pair.until_is("completed", *[pair.on(gone.name, {"steps": 1}, gpus=2) for _ in range(2)])
+    pair.check_history()
 
 
 # Control planes that ask nothing any more
 
 
-def test_a_deadman_ends_what_no_control_plane_asks_for(place: Place) -> None:
-    fleet = place.fleet
+def test_a_deadman_ends_what_no_control_plane_asks_for(pair: DispatcherPair) -> None:
+    fleet = pair.fleet
     fleet.database.run(lambda s: s.execute(update(VM).values(deadman=DEADMAN)) and None)
-    job = place.plain(TALKS, "h2")
-    place.until(lambda: [a.state for a in fleet.attempts(job)] == ["running"], "the job")
+    job = pair.plain(TALKS, "h2")
+    pair.until(lambda: [a.state for a in fleet.attempts(job)] == ["running"], "the job")
     for name in ROLES:
         fleet.controls[name].freeze()
     began = time.monotonic()
     assert fleet.marked()
-    place.until(lambda: not fleet.marked(), "its end by the deadman")
+    pair.until(lambda: not fleet.marked(), "its end by the deadman")
     assert time.monotonic() - began < DEADMAN + LATE
     fleet.database.run(lambda s: s.execute(update(VM).values(deadman=None)) and None)
     for name in ROLES:
         fleet.controls[name].thaw()
-    place.until(lambda: fleet.attempts(job)[0].failure_class == "host_lost", "its first end")
+    pair.until(lambda: fleet.attempts(job)[0].failure_class == "host_lost", "its first end")
     assert fleet.attempts(job)[0].charged is False
     fleet.verb("cancel", job)
-    place.until_is("cancelled", job)
-    place.judge()
+    pair.until_is("cancelled", job)
+    pair.check_history()
 
 
 # Dispatchers that reach the database, and no machine
 
 
-def test_both_dispatchers_are_cut_off_from_all_machines(place: Place) -> None:
+def test_both_dispatchers_are_cut_off_from_all_machines(pair: DispatcherPair) -> None:
     """Longer than any lease. Nothing is ended, begun elsewhere or taken over, and no cancellation is acknowledged that nobody has heard."""
-    fleet = place.fleet
-    place.first.start()
-    jobs = [place.on(vm, {"steps": 90}) for vm in fleet.hosts]
-    unwanted = place.on("h1", ENDLESS)
-    place.until_step(*jobs, unwanted)
+    fleet = pair.fleet
+    pair.first.start()
+    jobs = [pair.on(vm, {"steps": 90}) for vm in fleet.hosts]
+    unwanted = pair.on("h1", ENDLESS)
+    pair.until_step(*jobs, unwanted)
     fleet.hosts["h1"].partition()  # silence
     fleet.hosts["h2"].reset()  # and one that is found out at once
     fleet.verb("cancel", unwanted)
     waiting = fleet.submit([{"steps": 1}])
     stay(fleet, 2 * LEASE, *jobs, unwanted)
-    assert (fleet.status(unwanted), place.started(waiting)) == ("running", 0)
-    place.until(lambda: fleet.attempts(jobs[1])[0].contact == "unreachable", "silence")
+    assert (fleet.status(unwanted), pair.started(waiting)) == ("running", 0)
+    pair.until(lambda: fleet.attempts(jobs[1])[0].contact == "unreachable", "silence")
     assert fleet.happened(unwanted, "term") == []
     assert any(unwanted in line for line in fleet.marked())
     for host in fleet.hosts.values():
         host.heal()
-    place.until_is("completed", *jobs, waiting)
-    place.until_is("cancelled", unwanted)
-    assert [place.started(job) for job in (*jobs, unwanted, waiting)] == [1] * 4
-    place.judge()
+    pair.until_is("completed", *jobs, waiting)
+    pair.until_is("cancelled", unwanted)
+    assert [pair.started(job) for job in (*jobs, unwanted, waiting)] == [1] * 4
+    pair.check_history()

@@ -5,6 +5,7 @@ To build the commands of the program takes longer than most of them do; they hav
 
 import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from groupwise.fleet.store.database import check_schema, connect, seconds
 from groupwise.fleet.store.tables import VM
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
-from tests.unit.cli.fleet_folder import Command
 
+Command = Callable[..., tuple[int, str, str]]
+"""Runs `groupwise fleet …`; returns exit code, stdout and stderr."""
 BUILT = functools.cache(typer.main.get_command)
 
 

@@ -18,7 +18,7 @@ from groupwise.fleet.store import schema, triggers
 from groupwise.fleet.store.database import connect
 from groupwise.hosts.files import hash_of
 from groupwise.wire.fleet import MOST_LINES
-from tests.unit.cli.fleet_folder import Command
+from tests.unit.cli.conftest import Command
 
 
 def submitted(fleet: Command, *words: str) -> str:

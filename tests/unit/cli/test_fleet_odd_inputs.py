@@ -2,7 +2,7 @@
 
 import json
 
-from tests.unit.cli.fleet_folder import Command
+from tests.unit.cli.conftest import Command
 
 BIG = "9" * 20
 DIGITS = "9" * 5000

@@ -15,7 +15,7 @@ from groupwise.fleet.machines import prepare as preparing
 from groupwise.fleet.machines.plans import Plan
 from groupwise.fleet.machines.prepare import Prepared, PrepareError, Pruned
 from groupwise.hosts.files import BlobStore
-from tests.unit.cli.fleet_folder import Command
+from tests.unit.cli.conftest import Command
 
 
 @pytest.fixture

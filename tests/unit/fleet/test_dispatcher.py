@@ -1,6 +1,6 @@
 """A dispatcher on a real database and machines of this process: whatever goes wrong, the history keeps every promise.
 
-Each test ends with the judgement of `tests/history_checker.py`, which knows nothing of dispatchers.
+Each test ends with a check of its history by `tests/history_checker.py`, which uses no code of the dispatcher.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ async def over(fleet: InProcessFleet, job_id: str | None = None, status: str = "
     if job_id is not None:
         await fleet.until(fleet.has(job_id, status))
     await fleet.until(fleet.is_clean)
-    fleet.judge()
+    fleet.check_history()
 
 
 def epoch_of(fleet: InProcessFleet, job_id: str) -> int:
@@ -572,7 +572,7 @@ async def test_a_dispatcher_that_was_stopped_past_its_lease_launches_late(
             await fleet.until(fleet.is_clean)
             opened.set()
             await fleet.until(lambda: not asleep.driven)
-    fleet.judge()
+    fleet.check_history()
     assert [a.owner for a in fleet.attempts("job")] == ["awake"]
 
 
