@@ -1,15 +1,15 @@
-# Every verb makes the environment first, if need be, and costs a tenth of a second where it stands already.
+# Every target first creates the environment if it is missing; if it exists, that check takes 0.1 s.
 # TORCH=cpu|cuda|auto chooses the torch build, PYTHON=python3.12 the interpreter.
 PYTHON ?= python3
 WORKERS ?= 2
-# Those of the fleet wait for their servers most of the time.
+# Tests of the fleet wait for their servers most of the time.
 FLEET_WORKERS ?= 3
-# Folders whose tests are all of other stages (tests/conftest.py): `make test` does not look through them.
-OTHERS := $(addprefix --ignore=tests/,integration/server integration/fleet integration/launch integration/notebook integration/tunix integration/web unit/fleet unit/hosts)
+# Folders whose tests all belong to other stages (tests/conftest.py): `make test` does not collect them.
+STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/fleet integration/launch integration/notebook integration/tunix integration/web unit/fleet unit/hosts)
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-# Its heap has room for torch and transformers: with what node has by itself, 4 GB, it forgets them forty times and reads them again.
+# Its heap has room for torch and transformers: at node's default of 4 GB pyright evicts its cache about forty times and parses them again.
 PYRIGHT := NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 .PHONY: help setup quickstart test test-server test-fleet test-launch test-notebook test-tunix test-web check fix bench soak gpu clean
@@ -21,7 +21,7 @@ setup: ## make .venv with all that training, tests and checks need
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix and test-web
-	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(OTHERS) -m "not server and not fleet and not launch and not notebook and not tunix and not web and not soak and not gpu" $(ARGS)
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not web and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)

@@ -1,4 +1,4 @@
-"""What holds for every test: the processor is not oversubscribed, nothing is fetched, chance is fixed."""
+"""Settings for all tests: one thread per process, no downloads, fixed seeds; also the test stages and soak suites."""
 
 import gc
 import os
@@ -27,10 +27,10 @@ IN_MEMORY = None if "PYTEST_DEBUG_TEMPROOT" in os.environ else tmpfs_session.ses
 if IN_MEMORY is not None:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(IN_MEMORY.path)
 
-if "torch" in sys.modules:  # a plugin brought it before the variables above stood
+if "torch" in sys.modules:  # a plugin imported it before the variables above were set
     sys.modules["torch"].set_num_threads(1)
 
-LONGEST = (
+SLOWEST_FILES = (
     "integration/launch/test_gang.py",
     "integration/launch/test_slurm_and_ray.py",
     "contract/test_cloud_contract.py",
@@ -70,40 +70,38 @@ LONGEST = (
     "integration/test_learners.py",
     "integration/test_replay.py",
 )
-"""Files that take longest. A file is one worker's, so they come first, lest one works alone at the end."""
+"""xdist gives a whole file to one worker, so these start first and no worker finishes long after the others."""
 
-
-OF_THE_FLEET = ("integration/fleet", "unit/fleet", "unit/hosts")
-"""Folders whose tests are a stage of their own: `make test-fleet`."""
-PATIENCE = 300
-"""Seconds for one of them: they wait for servers that have two cores for dozens of processes."""
+FLEET_FOLDERS = ("integration/fleet", "unit/fleet", "unit/hosts")
+"""Their tests are the stage `make test-fleet`."""
+FLEET_TIMEOUT_S = 300
+"""For one of them: their servers run dozens of processes on two cores."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Files are handed out in the order given below; xdist would begin with those of the most tests, and end with the longest."""
+    """Keep the order of `SLOWEST_FILES`; xdist would start with the files that have the most tests."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
 def pytest_report_header() -> str:
-    """Some long lists are tested in parts: which part this run takes."""
+    """Which part of the long lists this run tests."""
     return rotation.described()
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    """Of failed tests, what they left stays until the next session begins."""
+    """If tests failed, their files stay until the next session starts."""
     if IN_MEMORY is not None:
         IN_MEMORY.wanted = exitstatus != 0
 
 
 def pytest_unconfigure() -> None:
-    """The last that happens."""
     if IN_MEMORY is not None:
         IN_MEMORY.end()
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays for good: looking for garbage in it takes half a second each time, in forked children too."""
+    """Imported modules stay for good; a garbage collection that looks through them takes half a second, in forked children too."""
     gc.collect()
     gc.freeze()
 
@@ -131,14 +129,14 @@ OWN_STAGES = ("server", "notebook", "tunix", "launch", "web")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, all others in their order; those that are stages of their own are marked."""
-    places = {name: place for place, name in enumerate(LONGEST)}
+    """Slow files first, all others in their order; and the marks of the stages."""
+    positions = {name: n for n, name in enumerate(SLOWEST_FILES)}
     root = Path(__file__).parent
 
-    def place(item: pytest.Item) -> int:
-        return places.get(item.path.relative_to(root).as_posix(), len(LONGEST))
+    def position(item: pytest.Item) -> int:
+        return positions.get(item.path.relative_to(root).as_posix(), len(SLOWEST_FILES))
 
-    items.sort(key=place)
+    items.sort(key=position)
     for item in items:
         for marker in item.iter_markers("soak"):
             if marker.kwargs.get("suite") not in SUITES:
@@ -146,12 +144,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for stage in OWN_STAGES:
             if root / "integration" / stage in item.path.parents:
                 item.add_marker(stage)
-        if any(root / folder in item.path.parents for folder in OF_THE_FLEET):
+        if any(root / folder in item.path.parents for folder in FLEET_FOLDERS):
             item.add_marker("fleet")
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(PATIENCE))
+                item.add_marker(pytest.mark.timeout(FLEET_TIMEOUT_S))
         if item.get_closest_marker("launch") and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(2 * PATIENCE))
+            item.add_marker(pytest.mark.timeout(2 * FLEET_TIMEOUT_S))
 
 
 hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=None, database=None)
@@ -159,15 +157,15 @@ hypothesis.settings.load_profile("groupwise")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def ctrl_c_is_heard() -> None:
-    """Also where the tests run in the background of a shell, which has such processes ignore it."""
+def sigint_is_not_ignored() -> None:
+    """A shell makes its background processes ignore SIGINT; tests send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def whoever_hears_ctrl_c_is_the_same_afterwards() -> Iterator[None]:
-    """A handler that a test leaves behind would take the signals of later ones, which then wait for ever."""
+def sigint_handler_is_restored() -> Iterator[None]:
+    """A handler that a test leaves behind would take the signals of later tests, which then wait for ever."""
     before = signal.getsignal(signal.SIGINT)
     yield
     left = signal.getsignal(signal.SIGINT)

@@ -47,7 +47,7 @@ def api(
     thread = threading.Thread(target=run)
     thread.start()
     ready.wait(20)
-    assert told, "the API did not begin"
+    assert told, "the API did not start within 20 s"
     try:
         yield told[0]
     finally:

@@ -1,6 +1,6 @@
-"""A server of a checkpoint, as vLLM would be one: `python tests/suite_server.py FOLDER PORT [MODEL…]`. It knows the sums.
+"""A fake vLLM server for one checkpoint: `python tests/suite_server.py FOLDER PORT [MODEL…]`. It answers every sum correctly.
 
-It starts a process that leaves its group, writes who both are into `server.json` of the folder where it stands, and answers then.
+It starts a process that leaves its group, and writes the pids of both to `server.json` in its folder before it answers.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def is_supervised(config: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the repository is after a quickstart, but for the size of the model."""
+def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository after a quickstart with a tiny model."""
     place = tmp_path_factory.mktemp("docs")
     shutil.copytree(ROOT / "examples", place / "examples")
     for config in CONFIGS:
@@ -209,9 +209,9 @@ def made_small(config: Path, target: Path) -> None:
 
 
 @pytest.fixture
-def place(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(after_quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = tmp_path / "place"
-    shutil.copytree(furnished, copy)
+    shutil.copytree(after_quickstart, copy)
     monkeypatch.chdir(copy)
     return copy
 
@@ -285,7 +285,9 @@ def run(
         here = os.environ.get("GROUPWISE_URL", SERVER)
         words = [word.replace(SERVER, here) for word in words]
         if words[0] != "groupwise":
-            assert known(words), f"what is `{shlex.join(words)}`? Say it here, if it is meant"
+            assert known(words), (
+                f"unknown `{shlex.join(words)}`: fix the page, or add it to known()"
+            )
             return
         adapted = within_seconds(words[1:])
         if words[1] == "generate":
@@ -514,10 +516,10 @@ LONG = (PATIENT, pytest.mark.soak(suite="docs"))
         *(pytest.param(page, id=f"all: {name(page)}", marks=LONG) for page in OF_JOBS),
     ],
 )
-def test_commands_run(page: Path, furnished: Path, run: Run) -> None:
+def test_commands_run(page: Path, after_quickstart: Path, run: Run) -> None:
     for block in commands(page):
         shutil.rmtree("runs/quickstart")
-        shutil.copytree(furnished / "runs/quickstart", "runs/quickstart")
+        shutil.copytree(after_quickstart / "runs/quickstart", "runs/quickstart")
         for words in block:
             run(words)
 

@@ -338,10 +338,10 @@ With the other tests they are soak tests."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test of several cases, ranks are in the usual run with the first one; with the others they are soak tests.
+    """For parametrised tests, the `ranks` implementations run in CI for the first case only; the other cases are soak tests.
 
-    What needs Tunix's environment is a stage of its own. Failures of jobs are classed by one function wherever these ran: all kinds are
-    tried on this machine, and at other places those that they report in ways of their own.
+    What needs Tunix's environment is a stage of its own. One function classifies the failures of jobs: all kinds are tried on this
+    machine, and on other backends those that they report in their own ways.
     """
     seen: set[tuple[Path, str, str]] = set()
     for item in items:

@@ -1,12 +1,12 @@
-"""What every backend keeps, as whoever launches a job relies on it:
+"""The contract of every launch backend:
 
 1. Arguments, environment and files arrive exactly; a plan changes nothing.
 2. A name is a job: submitted twice, at once or by somebody else, it runs once; under the same name nothing else is placed.
-3. Whoever submitted may be gone: the job goes on, and is found, watched and fetched by its name alone.
+3. The submitter may be gone: the job goes on, and is found, watched and fetched by its name alone.
 4. An end is told with its kind and reason: success, a failure, a crash, the time limit, a cancellation with time to save.
 5. An attempt after a failure goes on from the newest complete checkpoint.
 6. The log comes byte for byte from any offset; results come whole, again only where they differ, checkpoints while it runs.
-7. Values of secrets arrive, and are in nothing that the place keeps or shows.
+7. Secret values reach the job and appear in nothing that the backend stores or shows.
 8. A job that runs is not removed; one that has ended is, and its name is free.
 """
 
@@ -60,7 +60,7 @@ ALSO_AT: dict[str, set[str]] = {
     "test_all_that_was_asked_arrives_exactly": EVERYWHERE,
     "test_one_name_is_one_job_and_runs_once": EVERYWHERE,
     "test_cancelled_it_has_time_to_save": EVERYWHERE,
-    "test_a_crash_is_gone_on_with_from_the_newest_checkpoint": EVERYWHERE,
+    "test_a_crashed_job_resumes_from_its_newest_checkpoint": EVERYWHERE,
     "test_secrets_arrive_and_are_kept_nowhere": EVERYWHERE,
     "test_whoever_submitted_may_be_gone": {"ssh", "modal"},
     "test_results_come_whole_and_again_only_where_they_differ": {"ssh", "modal"},
@@ -241,7 +241,7 @@ async def test_cancelled_it_has_time_to_save(client: LaunchClient) -> None:
     assert (await client.backend.status(handle)).ending == end
 
 
-async def test_who_does_not_heed_a_cancellation_is_killed_with_all_that_it_started(
+async def test_a_job_that_ignores_cancellation_is_killed_with_its_children(
     client: LaunchClient,
 ) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -258,7 +258,7 @@ async def test_who_does_not_heed_a_cancellation_is_killed_with_all_that_it_start
     assert all(map(is_gone, pids))
 
 
-async def test_a_crash_is_gone_on_with_from_the_newest_checkpoint(client: LaunchClient) -> None:
+async def test_a_crashed_job_resumes_from_its_newest_checkpoint(client: LaunchClient) -> None:
     script = SAVES + (
         "attempt = int(os.environ['ATTEMPT'])\nprint(attempt, begun, flush=True)\n"
         "if attempt == 1:\n    save(3, b'three'); save(4, b'four')\n"

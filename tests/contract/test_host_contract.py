@@ -1,4 +1,4 @@
-"""What every way to a machine keeps, as whoever calls it relies on it:
+"""The contract of every Host implementation:
 
 1. An answer is the machine's, whole, whatever its shell prints before it, and however long request and answer are.
 2. A refusal is RunnerRefused. A request of which nothing was sent is HostUnreachable. What may have arrived is OutcomeUnknown.
@@ -188,7 +188,7 @@ async def test_secrets_arrive_and_are_not_shown(host: Host) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_whoever_leaves_as_a_call_begins_is_not_held(machine: Machine) -> None:
+def test_cancelling_at_the_start_of_a_call_does_not_hang(machine: Machine) -> None:
     """Whatever was reached of it: `asyncio.run` cancels all that is under way, and waits for its end."""
 
     async def leaves(turns: int) -> None:

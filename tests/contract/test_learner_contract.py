@@ -162,7 +162,7 @@ async def test_they_agree_where_the_end_could_not_be_drawn(pair):
         places = [place for row in rows for place in range(len(row.completion_ids))]
         early = [a - b for a, b, at in zip(found, free, places, strict=True) if at < 4]
         late = [a - b for a, b, at in zip(found, free, places, strict=True) if at >= 4]
-        assert min(early) > -1e-6, "what the end would have had is the others'"
+        assert min(early) > -1e-6, "the other tokens share the end token's probability"
         assert max(early) > 1e-3
         assert late == pytest.approx([0.0] * len(late), abs=2e-5, rel=5e-6)
         if role == "policy":

@@ -11,7 +11,7 @@ import pytest
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A run that nothing disturbed. Whoever writes into its folder takes a copy."""
+    """An uninterrupted run, shared by many tests: copy its folder before you write to it."""
 
     runs: Path
     """The folder of the run's folder, which is called `toy`."""

@@ -1,4 +1,4 @@
-"""Sampler and learner on a device that is not the processor: nothing is mixed with the processor, and decoding waits for nothing.
+"""Sampler and learner on a non-CPU device: no tensor is mixed with the CPU, and decoding never waits for the device.
 
 Numbers are compared where there is a GPU, in `tests/gpu`.
 """

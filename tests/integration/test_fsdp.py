@@ -103,7 +103,7 @@ def test_a_run_of_two_is_that_of_one_process(alone, whole):
         pytest.param(2, {"num_iterations": 2, "minibatches": 2}, ALL, marks=SOAK),
     ],
 )
-def test_so_it_is_however_it_is_trained(tmp_path, monkeypatch, learners, training, more):
+def test_any_number_of_learners_equals_one(tmp_path, monkeypatch, learners, training, more):
     """The reference of all weights is another model, of which each has its part as well."""
     held = noted_numbers(monkeypatch)
     for count in (1, learners):

@@ -352,7 +352,7 @@ def test_a_run_that_starts_from_another_one_survives_crashes(whole_toy, tmp_path
     assert not failed
 
 
-def test_who_comes_second_does_not_rewind_what_the_first_has_done(tmp_path, monkeypatch):
+def test_a_second_resume_does_not_rewind_the_first(tmp_path, monkeypatch):
     """The first chooses its checkpoint; meanwhile the second resumes and ends."""
     assert crash_at(25, lambda: start(tmp_path)) == 17
     prepare = start_module.prepare_rl

@@ -81,7 +81,7 @@ def ratios_of(folder: Path) -> list[float]:
 def go_on(
     settings: dict[str, Any], task: str = TOY, command: Callable[..., Any] = groupwise.rl
 ) -> None:
-    """What a person does after a crash: resume, or start anew where nothing was begun; nothing where all was done."""
+    """Recover as a user would after a crash: resume; start again if there is no run yet; do nothing if the run is finished."""
     name, runs = settings["run"]["name"], Path(settings["run"]["dir"])
     try:
         newest_unfinished(name, runs)
@@ -93,7 +93,7 @@ def go_on(
 
 
 def crash_at(number: int, work: Callable[[], object]) -> int:
-    """Do `work` in a forked child that dies at its durable write of that number; its exit status, 17 if it came so far."""
+    """Do `work` in a forked child that exits with status 17 at durable write `number` (from 0); returns its exit status."""
     left = iter(range(number))
 
     def count(name: str) -> None:
@@ -113,7 +113,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def begun_in_child(work: Callable[[], object]) -> int:
-    """Have `work` done by a forked child; whoever asks waits for it."""
+    """Start `work` in a forked child and return its pid; the caller waits for it."""
     # A time limit that ran out between the two halves of a fork would leave the lock of `logging` held.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     child = os.fork()

@@ -177,7 +177,7 @@ def test_the_second_signal_ends_at_once_whatever_is_under_way(work, again):
         assert process.returncode != 0
 
 
-async def test_who_waits_may_be_cancelled_and_the_work_with_him():
+async def test_cancelling_the_waiter_cancels_the_work():
     ended = []
 
     async def work():

@@ -21,7 +21,7 @@ CUDA_VERSION = f"__version__ = '{TORCH}+cu130'\ncuda: Optional[str] = '13.0'\n"
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path) -> Path:
     """A checkout that holds just what the script reads."""
     (tmp_path / "scripts").mkdir()
     for name in ("pyproject.toml", "constraints.txt", "scripts/bootstrap.py"):
@@ -30,15 +30,15 @@ def house(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bootstrap(house: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, loaded from the house."""
+def bootstrap(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, loaded from the checkout."""
     for name in ("TORCH", "VIRTUAL_ENV", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
-    return load(house)
+    return load(checkout)
 
 
-def load(house: Path) -> ModuleType:
-    path = house / "scripts" / "bootstrap.py"
+def load(checkout: Path) -> ModuleType:
+    path = checkout / "scripts" / "bootstrap.py"
     spec = importlib.util.spec_from_file_location("bootstrap_in_test", path)
     assert spec
     assert spec.loader
@@ -47,15 +47,15 @@ def load(house: Path) -> ModuleType:
     return module
 
 
-def furnish(house: Path, version_file: str = CPU_VERSION) -> None:
+def make_venv(checkout: Path, version_file: str = CPU_VERSION) -> None:
     """A `.venv` with an interpreter and a torch, as far as the script looks."""
-    site = house / ".venv/lib/python3.11/site-packages"
+    site = checkout / ".venv/lib/python3.11/site-packages"
     (site / "torch").mkdir(parents=True, exist_ok=True)
     (site / "torch/version.py").write_text(version_file)
     dist_info = site / f"torch-{TORCH}.dist-info"
     dist_info.mkdir(exist_ok=True)
     (dist_info / "RECORD").write_text("")
-    interpreter = house / ".venv/bin/python"
+    interpreter = checkout / ".venv/bin/python"
     interpreter.parent.mkdir(exist_ok=True)
     interpreter.unlink(missing_ok=True)
     interpreter.symlink_to(sys.executable)
@@ -80,13 +80,13 @@ class FakePip:
 
 
 @pytest.fixture
-def pip(bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+def pip(bootstrap: Any, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     """A pip that succeeds, in an environment that stands."""
     fake = FakePip(bootstrap)
-    fake.after = lambda call: furnish(house) if f"torch=={TORCH}" in call else None
+    fake.after = lambda call: make_venv(checkout) if f"torch=={TORCH}" in call else None
     monkeypatch.setattr(bootstrap, "pip", fake)
     monkeypatch.setattr(
-        bootstrap, "make_environment", lambda: (house / ".venv").mkdir(exist_ok=True)
+        bootstrap, "make_environment", lambda: (checkout / ".venv").mkdir(exist_ok=True)
     )
     monkeypatch.setattr(bootstrap, "has_gpu", lambda: False)
     monkeypatch.setattr(bootstrap, "keep_byte_code", lambda: fake.calls.append("byte code"))
@@ -123,13 +123,13 @@ def test_torch_comes_first_then_the_package_then_the_model_and_a_second_time_not
     ],
 )
 def test_only_what_decides_the_install_asks_for_a_new_one(
-    bootstrap: Any, house: Path, name: str, old: str, new: str, fits: bool
+    bootstrap: Any, checkout: Path, name: str, old: str, new: str, fits: bool
 ) -> None:
-    furnish(house)
+    make_venv(checkout)
     bootstrap.write_stamp("dev", "cpu")
-    text = (house / name).read_text()
+    text = (checkout / name).read_text()
     assert old in text
-    (house / name).write_text(text.replace(old, new, 1))
+    (checkout / name).write_text(text.replace(old, new, 1))
     assert bootstrap.stamp_fits("dev", "auto") is fits
 
 
@@ -149,7 +149,7 @@ def test_a_failure_and_ctrl_c_leave_no_stamp(bootstrap: Any, pip: FakePip, ends:
 
 
 def test_a_second_set_up_waits_for_the_first_and_finds_its_work(
-    bootstrap: Any, house: Path, pip: FakePip, capsys: pytest.CaptureFixture[str]
+    bootstrap: Any, checkout: Path, pip: FakePip, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
     second = threading.Thread(target=lambda: codes.append(bootstrap.main(["--profile", "train"])))
@@ -157,7 +157,7 @@ def test_a_second_set_up_waits_for_the_first_and_finds_its_work(
         second.start()
         while "Waiting for another set-up" not in capsys.readouterr().out:
             second.join(0.01)
-        furnish(house)
+        make_venv(checkout)
         bootstrap.write_stamp("train", "cpu")
     second.join()
     assert codes == [0]
@@ -181,7 +181,7 @@ def test_a_second_set_up_waits_for_the_first_and_finds_its_work(
 )
 def test_the_build_that_is_chosen(
     bootstrap: Any,
-    house: Path,
+    checkout: Path,
     monkeypatch: pytest.MonkeyPatch,
     wanted: str,
     installed: str | None,
@@ -190,7 +190,7 @@ def test_the_build_that_is_chosen(
 ) -> None:
     monkeypatch.setattr(bootstrap, "has_gpu", lambda: gpu)
     if installed:
-        furnish(house, installed)
+        make_venv(checkout, installed)
     assert bootstrap.choose_flavour(wanted, TORCH) == expected
 
 

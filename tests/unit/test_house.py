@@ -152,7 +152,7 @@ DOORS = {
 """The rooms that have public names, and these."""
 
 
-def test_rooms_have_empty_front_doors() -> None:
+def test_only_packages_with_public_names_have_code_in_their_init() -> None:
     doors = (ROOT / "groupwise").glob("*/**/__init__.py")
     used = [".".join(d.parent.relative_to(ROOT).parts) for d in doors if d.read_text().strip()]
     assert sorted(used) == sorted(DOORS)

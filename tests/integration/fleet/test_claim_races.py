@@ -367,7 +367,7 @@ def test_many_thousand_at_once(database: Database, second: Database, many: int) 
 
 
 @pytest.mark.parametrize("patient", [False, True])
-def test_who_books_on_one_quota_waits_for_no_other(
+def test_claims_on_two_quotas_do_not_deadlock(
     database: Database, second: Database, patient: bool
 ) -> None:
     """Two claims that each hold the quota that the other one wants next would wait for each other for ever."""

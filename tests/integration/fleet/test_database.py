@@ -231,7 +231,7 @@ def second_nap(does: Callable[[], object]) -> tuple[list[float], Callable[[float
     return naps, sleep
 
 
-def test_who_was_led_to_a_server_that_only_reads_asks_anew(
+def test_a_read_only_server_makes_the_client_reconnect(
     ready_url: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     naps, sleep = second_nap(lambda: only_reads(postgres, ready_url, False))

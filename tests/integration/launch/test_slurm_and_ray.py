@@ -1,5 +1,5 @@
-"""`groupwise launch slurm` and `launch ray` with a real Slurm and a real Ray of two nodes each, and what happens to jobs when these, or
-somebody, are unkind."""
+"""`groupwise launch slurm` and `launch ray` with a real Slurm and a real Ray of two nodes each, and what happens to jobs when the cluster
+or an operator kills, preempts or refuses them."""
 
 import asyncio
 import json
@@ -67,20 +67,20 @@ def waits_for(go: Path) -> str:
 
 @dataclass
 class ClusterCase:
-    """What is different between the two."""
+    """What differs between Slurm and Ray in these tests."""
 
     name: str
     spec: Callable[[str], BackendSpec]
     """With this home folder."""
     variables: dict[str, str]
-    """Of whoever is at its head."""
+    """The environment of a user on the head node."""
     folder: Path
     """All that it keeps."""
     jobs: Callable[[str], list[Any]]
     """What it has of the attempts of a job."""
     runner: Any
     at: str
-    """The place as a word."""
+    """The value of `--at`, with the folder to fill in."""
 
 
 def of_slurm() -> ClusterCase:
@@ -128,7 +128,7 @@ only_ray = pytest.mark.parametrize("cluster", [of_ray], ids=["ray"], indirect=Tr
 
 @pytest.fixture
 def submitter(cluster: ClusterCase, person: Person, monkeypatch: pytest.MonkeyPatch) -> Person:
-    """A person at its head, whose questions to it come sooner."""
+    """A user on the cluster's head node, with a polling interval of 1 s."""
     monkeypatch.setattr(engines, "LOOK_SECONDS", 1.0)
     for variable, value in cluster.variables.items():
         monkeypatch.setenv(variable, value)
@@ -222,7 +222,7 @@ def test_what_waits_says_what_for_and_is_stopped(submitter: Person, cluster: Clu
         assert numbers("later", "pending,running") == []
 
 
-# --- unkind ----------------------------------------------------------------------------------------
+# --- faults ----------------------------------------------------------------------------------------
 
 
 async def test_cut_off_before_it_was_submitted_it_is_submitted_once(

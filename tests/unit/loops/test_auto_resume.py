@@ -1,4 +1,4 @@
-"""A run whose parts a server has lost goes on from its last checkpoint, as long as that gets it anywhere."""
+"""A run resumes from its last checkpoint when the server has lost its sampler and learner, as long as it makes progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks host in tests that need no model, and a look at whether processes are gone."""
+"""The object that worker processes host in tests that need no model."""
 
 import asyncio
 import logging
@@ -11,8 +11,6 @@ from groupwise.errors import ConfigError
 
 FACTORY = f"{Path(__file__).resolve()}:make"
 HANGS = "signal:pause"
-PATIENCE = 20.0
-"""Seconds after which a test gives up waiting."""
 
 
 class Toy:

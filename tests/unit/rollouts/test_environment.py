@@ -454,7 +454,7 @@ class Mute:
         return Step(done=True)
 
 
-async def test_whoever_earned_nothing_has_earned_zero_where_only_the_environment_rewards():
+async def test_without_reward_functions_a_missing_environment_reward_counts_as_zero():
     """It would be wrong to leave the losers out: the mean of a group would be that of its winners."""
     rollout = one(await scored(Answers(), await sampled(Mute, turns("5"))))
     assert (rollout.outcome, rollout.reward, rollout.reason) == ("scored", 0.0, None)

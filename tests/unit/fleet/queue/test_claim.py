@@ -243,7 +243,7 @@ def test_a_job_waits_for_others(database: Database) -> None:
     assert hopeless.end_time is not None
 
 
-def test_who_stands_behind_a_patient_gang_is_not_woken_in_vain(database: Database) -> None:
+def test_a_job_behind_a_waiting_gang_is_not_woken_unless_it_can_start(database: Database) -> None:
     """What is kept for the gang is found among all machines, also those that are taken now."""
     add_machine(database, "full", 2)
     add_machine(database, "free", 2)
