@@ -4,7 +4,7 @@ The clients know nothing of it: they ask and post until they are answered. After
 server's ledger and in the run's record alike, and the policy is that of an undisturbed server, bit for bit.
 
 Each run of the tests kills five times, most of them with the fake engine, which begins quickly; `make soak SUITE=kills` kills KILLS
-times (default 200), half of them with the real one. The instants are drawn from a printed seed.
+times (default 200), half of them with the real one. The instants are drawn from SEED, or from a seed that is printed.
 """
 
 from __future__ import annotations
@@ -74,25 +74,23 @@ async def work(server: Server, steps: int) -> None:
 
 
 async def killing(server: Server, chance: random.Random, kills: int) -> int:
-    """Kill now the engine, now the server, and start the latter again; how often it came to it before the work was done."""
-    done = 0
-    while done < kills:
-        step = await _trained(server)
+    """Kill the engine at first, then it or the server, and start the latter again; the steps that were done at the last kill."""
+    step = 0
+    for number in range(kills):
+        # An engine works since the first step. What dies twice over one plan would rightly put it aside.
+        while await _trained(server) <= step:  # noqa: ASYNC110 — another process works on it
+            await asyncio.sleep(0.02)
         await asyncio.sleep(chance.uniform(0.0, WITHIN))
-        if chance.random() < 0.5:
+        if number and chance.random() < 0.5:
             server.kill()
             await asyncio.sleep(chance.uniform(0.0, 0.2))
             await asyncio.to_thread(server.begin)
         else:
-            engine = server.engine()
-            if engine is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(engine, signal.SIGKILL)
-        done += 1
-        # Twice over one plan would rightly put it aside.
-        while await _trained(server) <= step:  # noqa: ASYNC110 — another process works on it
-            await asyncio.sleep(0.02)
-    return done
+            while (engine := server.engine()) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            os.kill(engine, signal.SIGKILL)
+        step = await _trained(server)
+    return step
 
 
 async def _trained(server: Server) -> int:
@@ -134,25 +132,26 @@ async def _undisturbed(folder: Path, steps: int, real: bool) -> list[Any]:
         server.kill()
 
 
-async def _killed(folder: Path, steps: int, real: bool, kills: int, seed: int) -> tuple[int, Any]:
-    print(f"seed {seed}")
+async def _killed(folder: Path, steps: int, real: bool, kills: int, seed: int) -> list[Any]:
     server = begun(folder, real)
     killer = asyncio.create_task(killing(server, random.Random(seed), kills))
     try:
         await work(server, steps)
-        done = killer.result() if killer.done() else kills - 1
-        return done, course(server)
+        assert killer.done()
+        assert killer.result() < steps, "the last kill came when all was done"
+        return course(server)
     finally:
         killer.cancel()
         await asyncio.gather(killer, return_exceptions=True)
         server.kill()
 
 
-async def _holds(tmp_path: Path, real: bool, kills: int, seed: int) -> None:
+async def _holds(tmp_path: Path, real: bool, kills: int) -> None:
+    seed = int(os.environ.get("SEED") or random.randrange(2**32))
+    print(f"SEED={seed}")
     steps = STEPS_PER_KILL * kills
     calm = await _undisturbed(tmp_path / "calm", steps, real)
-    done, found = await _killed(tmp_path / "killed", steps, real, kills, seed)
-    assert done == kills
+    found = await _killed(tmp_path / "killed", steps, real, kills, seed)
     assert [step for step, _, _ in found] == list(range(steps))
     assert sorted(draw for _, _, draws in found for draw in draws) == list(range(steps * SIZE))
     assert found == calm
@@ -160,16 +159,15 @@ async def _holds(tmp_path: Path, real: bool, kills: int, seed: int) -> None:
 
 @pytest.mark.timeout(300)
 async def test_kills_with_the_fake_engine(tmp_path: Path) -> None:
-    await _holds(tmp_path, real=False, kills=4, seed=random.randrange(2**32))
+    await _holds(tmp_path, real=False, kills=4)
 
 
 @pytest.mark.timeout(300)
 async def test_kills_with_the_real_engine(tmp_path: Path) -> None:
-    await _holds(tmp_path, real=True, kills=1, seed=random.randrange(2**32))
+    await _holds(tmp_path, real=True, kills=1)
 
 
 @pytest.mark.soak(suite="kills")
 @pytest.mark.parametrize("real", [False, True])
 async def test_server_kills(tmp_path: Path, real: bool) -> None:
-    seed = int(os.environ.get("SEED") or random.randrange(2**32))
-    await _holds(tmp_path, real, int(os.environ.get("KILLS", "200")) // 2, seed)
+    await _holds(tmp_path, real, int(os.environ.get("KILLS", "200")) // 2)
